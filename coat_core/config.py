@@ -1,0 +1,123 @@
+"""What may be asked for: options of the optimizer states and of the FP8 linear. No math here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coat_core.formats import FORMATS
+from coat_core.granularity import GROUP_SIZES
+from coat_core.granularity import NAMES as GRANULARITIES
+
+GRAD_FORMATS = (*FORMATS, "bf16")
+FALLBACKS = ("bf16", "error")
+
+
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, allowed))}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False")
+
+
+@dataclass(frozen=True)
+class ExpansionConfig:
+    """Constants of dynamic range expansion (`coat_core.expansion`).
+
+    Args:
+        range_fraction: expanded groups fill max²·range_fraction of the format's range; the paper's kernel uses 1/2.
+        exponent_step: the exponent k is rounded down to a multiple of this; 0 keeps it as it is.
+        exponent_max: upper bound of k, met by (nearly) constant groups. Must stay finite.
+
+    Raises:
+        ValueError: a constant is outside its range.
+    """
+
+    range_fraction: float = 0.5
+    exponent_step: float = 1.0 / 16.0
+    exponent_max: float = 256.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.range_fraction <= 1.0:
+            raise ValueError(f"range_fraction={self.range_fraction!r}: must be above 0 and at most 1")
+        if not 0.0 <= self.exponent_step <= 0.25:
+            raise ValueError(f"exponent_step={self.exponent_step!r}: must be from 0 to 0.25")
+        if not 1.0 <= self.exponent_max <= 4096.0:
+            raise ValueError(f"exponent_max={self.exponent_max!r}: must be from 1 to 4096")
+
+
+@dataclass(frozen=True)
+class FP8QuantizationConfig:
+    """How FP8AdamW stores its moments.
+
+    Args:
+        use_fp8_m1: store exp_avg in FP8; False keeps it in fp32.
+        use_fp8_m2: store exp_avg_sq in FP8; False keeps it in fp32.
+        m1_format: format of exp_avg, "e4m3" or "e5m2".
+        m2_format: format of exp_avg_sq, "e4m3" or "e5m2".
+        block_size: elements that share one scale; a multiple of 16 from 16 to 4096.
+        use_dynamic_range_expansion: apply f(x) = sign(x)·abs(x/center)^k per block before the cast.
+        stochastic_rounding: write bf16/fp16 parameters back with stochastic rounding.
+        expansion: the constants of the expansion.
+
+    Raises:
+        ValueError: an option has a value outside its range.
+    """
+
+    use_fp8_m1: bool = True
+    use_fp8_m2: bool = True
+    m1_format: str = "e4m3"
+    m2_format: str = "e4m3"
+    block_size: int = 128
+    use_dynamic_range_expansion: bool = True
+    stochastic_rounding: bool = False
+    expansion: ExpansionConfig = ExpansionConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("use_fp8_m1", "use_fp8_m2", "use_dynamic_range_expansion", "stochastic_rounding"):
+            _check_bool(name, getattr(self, name))
+        for name in ("m1_format", "m2_format"):
+            _check_choice(name, getattr(self, name), tuple(FORMATS))
+        size = self.block_size
+        if isinstance(size, bool) or not isinstance(size, int) or size % 16 or not 16 <= size <= 4096:
+            raise ValueError(f"block_size={size!r}: must be a multiple of 16 from 16 to 4096")
+
+
+@dataclass(frozen=True)
+class FP8LinearConfig:
+    """How a linear layer multiplies and what it keeps for backward.
+
+    Args:
+        weight_format: format of the weight codes, "e4m3" or "e5m2".
+        weight_granularity: "per_tensor" or "per_row" (one scale per output feature).
+        input_format: format of the GEMM input, "e4m3" or "e5m2".
+        grad_format: format of the output gradient in dgrad, "e5m2", "e4m3", or "bf16" for a bf16 GEMM.
+        input_granularity: "per_tensor", "per_row" (one scale per token) or "per_group".
+        group_size: the 1×G group of per_group: 16, 32, 64, 128 or 256.
+        use_fp8_gemm: False keeps the FP8 weight but multiplies in the input's own precision.
+        fallback: "bf16" multiplies in high precision where the device has no FP8 GEMM, "error" raises.
+
+    Raises:
+        ValueError: an option has a value outside its range.
+    """
+
+    weight_format: str = "e4m3"
+    weight_granularity: str = "per_tensor"
+    input_format: str = "e4m3"
+    grad_format: str = "e5m2"
+    input_granularity: str = "per_tensor"
+    group_size: int = 128
+    use_fp8_gemm: bool = True
+    fallback: str = "bf16"
+
+    def __post_init__(self) -> None:
+        _check_choice("weight_format", self.weight_format, tuple(FORMATS))
+        _check_choice("weight_granularity", self.weight_granularity, ("per_tensor", "per_row"))
+        _check_choice("input_format", self.input_format, tuple(FORMATS))
+        _check_choice("grad_format", self.grad_format, GRAD_FORMATS)
+        _check_choice("input_granularity", self.input_granularity, GRANULARITIES)
+        _check_choice("group_size", self.group_size, GROUP_SIZES)
+        _check_choice("fallback", self.fallback, FALLBACKS)
+        _check_bool("use_fp8_gemm", self.use_fp8_gemm)

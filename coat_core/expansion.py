@@ -1,0 +1,102 @@
+"""Dynamic range expansion: make a group fill the format's range before the cast.
+
+Optimizer moments use only a small part of e4m3's dynamic range (the paper measures 1e3 for exp_avg, 1e1 for
+exp_avg_sq, of 2e5 available). For the nonzero magnitudes of one block, with lo = min and hi = max:
+
+    center   = sqrt(hi · lo)
+    exponent = k = log2(bound) / log2(hi / lo),   bound = format.max² · range_fraction
+    f(x)     = sign(x) · abs(x / center)^k        expand
+    x        = sign(y) · center · abs(y)^(1/k)    contract
+
+after which hi/lo of f(x) is `bound`, and the usual scaling puts hi at format.max. Blocks wider than the bound are
+*compressed* (k < 1), so that the smallest nonzero value still gets a nonzero code: exp_avg_sq never comes back 0
+where it was not 0.
+
+Zeros are left out of lo; a block without nonzero values, or with only one magnitude, gets k = 1 and stays finite.
+Source: arXiv 2410.19313, section 4, and the constants of its CUDA kernel (`ExpansionConfig`'s defaults).
+
+Shapes: blocks [n, B]; center, exponent [n, 1].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coat_core.config import ExpansionConfig
+from coat_core.formats import Format
+from coat_core.quantize import saturating_cast, scale_from_amax
+
+# The smallest exponent. fp32 magnitudes span 2^-149 … 2^128; (2^277)^(1/16) = 2^17.3 is inside e4m3's 2^17.8.
+EXPONENT_MIN = 1.0 / 16.0
+
+
+class QuantizedBlocks(NamedTuple):
+    """Blocks stored in FP8, expanded or not.
+
+    Attributes:
+        codes: FP8 [n, B].
+        scale: fp32 [n, 1].
+        center: fp32 [n, 1], or None without expansion.
+        exponent: fp32 [n, 1], or None without expansion.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    center: Tensor | None = None
+    exponent: Tensor | None = None
+
+
+def expansion_parameters(blocks: Tensor, fmt: Format, config: ExpansionConfig) -> tuple[Tensor, Tensor]:
+    """Return (center, exponent), fp32 [n, 1], of blocks fp32 [n, B]."""
+    magnitude = blocks.abs()
+    nonzero = magnitude > 0
+    high = magnitude.amax(dim=-1, keepdim=True)
+    low = torch.where(nonzero, magnitude, torch.inf).amin(dim=-1, keepdim=True)
+    spread_log2 = torch.log2(high) - torch.log2(low)
+    bound_log2 = math.log2(fmt.max) * 2 + math.log2(config.range_fraction)
+    exponent = bound_log2 / spread_log2
+    if config.exponent_step:
+        exponent = torch.floor(exponent / config.exponent_step) * config.exponent_step
+    exponent = exponent.clamp(EXPONENT_MIN, config.exponent_max)
+    center = torch.sqrt(high) * torch.sqrt(low)
+    plain = ~(spread_log2 > 0) | ~spread_log2.isfinite()  # no nonzero value, a single magnitude, or inf/NaN
+    unit = torch.ones_like(center)
+    return torch.where(plain & ~(center.isfinite() & (center > 0)), unit, center), torch.where(plain, unit, exponent)
+
+
+def expand(blocks: Tensor, center: Tensor, exponent: Tensor) -> Tensor:
+    """f(x) = sign(x)·abs(x/center)^exponent for fp32 [n, B]; zeros stay zero."""
+    return torch.sign(blocks) * (blocks.abs() / center).pow(exponent)
+
+
+def contract(expanded: Tensor, center: Tensor, exponent: Tensor) -> Tensor:
+    """Inverse of `expand`, fp32 [n, B]."""
+    return torch.sign(expanded) * expanded.abs().pow(1.0 / exponent) * center
+
+
+def quantize_blocks(blocks: Tensor, fmt: Format, expansion: ExpansionConfig | None) -> QuantizedBlocks:
+    """Quantize each row of fp32 [n, B] with one scale, expanding its range first when `expansion` is given.
+
+    Returns:
+        QuantizedBlocks; scale = amax of the (expanded) row / fmt.max.
+
+    Numerics: with expansion no nonzero element gets a zero code.
+    """
+    center = exponent = None
+    if expansion is not None:
+        center, exponent = expansion_parameters(blocks, fmt, expansion)
+        blocks = expand(blocks, center, exponent)
+    scale = scale_from_amax(blocks.abs().amax(dim=-1, keepdim=True), fmt)
+    return QuantizedBlocks(saturating_cast(blocks / scale, fmt), scale, center, exponent)
+
+
+def dequantize_blocks(stored: QuantizedBlocks) -> Tensor:
+    """Return fp32 [n, B] from what `quantize_blocks` stored."""
+    values = stored.codes.to(torch.float32) * stored.scale
+    if stored.center is None or stored.exponent is None:
+        return values
+    return contract(values, stored.center, stored.exponent)

@@ -1,0 +1,58 @@
+"""Facts about the two FP8 formats.
+
+| name | torch dtype         | max    | smallest normal | smallest subnormal | mantissa bits |
+|------|---------------------|--------|-----------------|--------------------|---------------|
+| e4m3 | float8_e4m3fn       | 448    | 2^-6            | 2^-9               | 3             |
+| e5m2 | float8_e5m2         | 57344  | 2^-14           | 2^-16              | 2             |
+
+e4m3 has no infinity; e5m2 has one, and torch's own cast sends large values there (`quantize.saturating_cast` does not).
+Source: OCP 8-bit floating point specification (OFP8) 1.0; the values are checked against `torch.finfo` by the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """One FP8 format: its name, torch dtype and the limits of what it can hold."""
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+    mantissa_bits: int
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2)
+
+FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+
+def get_format(name: str) -> Format:
+    """Return the format called `name`.
+
+    Raises:
+        ValueError: `name` is neither "e4m3" nor "e5m2".
+    """
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise ValueError(f"format={name!r}: must be one of {', '.join(FORMATS)}") from None
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """Return the format whose codes have this torch dtype.
+
+    Raises:
+        ValueError: `dtype` is not an FP8 dtype used here.
+    """
+    for fmt in FORMATS.values():
+        if fmt.dtype == dtype:
+            return fmt
+    raise ValueError(f"dtype={dtype}: must be one of {', '.join(str(fmt.dtype) for fmt in FORMATS.values())}")

@@ -1,0 +1,55 @@
+"""How far a quantized tensor is from the original, in the field's usual measures."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coat_core.formats import format_of
+
+
+def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
+    """Signal to quantization noise ratio, 20·log10(‖x‖ / ‖x − x̂‖), in dB.
+
+    Args:
+        x: the original, any floating dtype and shape.
+        x_hat: the approximation, same shape.
+
+    Returns:
+        dB as a float; inf where both are equal, nan where x is zero and x̂ is not.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if x.shape != x_hat.shape:
+        raise ValueError(f"x_hat of shape {tuple(x_hat.shape)}: must have the shape of x, {tuple(x.shape)}")
+    x64, noise = x.detach().double(), (x.detach().double() - x_hat.detach().double())
+    noise_norm, signal_norm = noise.norm().item(), x64.norm().item()
+    if noise_norm == 0.0:
+        return float("inf")
+    if signal_norm == 0.0:
+        return float("nan")
+    return float(20.0 * torch.log10(torch.tensor(signal_norm / noise_norm, dtype=torch.float64)))
+
+
+def cosine(x: Tensor, y: Tensor) -> float:
+    """Cosine of the angle between two tensors taken as vectors, −1 to 1."""
+    return torch.nn.functional.cosine_similarity(x.detach().double().flatten(), y.detach().double().flatten(), 0).item()
+
+
+def underflow_rate(x: Tensor, codes: Tensor) -> float:
+    """Fraction of nonzero elements of x whose code is zero, 0 to 1."""
+    nonzero = x != 0
+    lost = nonzero & (codes.to(torch.float32) == 0)
+    return lost.sum().item() / max(int(nonzero.sum().item()), 1)
+
+
+def saturation_rate(codes: Tensor) -> float:
+    """Fraction of codes at ±format.max, 0 to 1. Just-in-time scales put each group's largest element there."""
+    limit = format_of(codes.dtype).max
+    return (codes.to(torch.float32).abs() >= limit).float().mean().item()
+
+
+def nonfinite_count(x: Tensor) -> int:
+    """Number of NaN and ±inf elements."""
+    return int((~x.isfinite()).sum().item())

@@ -1,0 +1,188 @@
+"""Scaling to FP8 and back: the one place where a high precision tensor becomes codes.
+
+    scale = amax / format.max            (fp32; the dequantization multiplier)
+    codes = saturating_cast(x / scale)
+    x     ≈ codes · scale
+
+A group of zeros gets scale 1 and zero codes. ±inf clamps to ±format.max (its group's amax is that of the finite
+values), NaN stays NaN; `metrics.nonfinite_count` counts both.
+
+Shapes: x [..., K]; codes like x; scale as `Granularity.scale_shape` says.
+Source: arXiv 2410.19313, sections 3 and 5.2 (group scaling).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coat_core.formats import Format, get_format
+from coat_core.granularity import PER_TENSOR, Granularity
+
+
+class Quantized(NamedTuple):
+    """FP8 codes with their scales: x ≈ codes · scale.
+
+    Attributes:
+        codes: FP8 dtype, the shape of x.
+        scale: fp32, `granularity.scale_shape(x.shape)`.
+        granularity: which elements share a scale.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    granularity: Granularity
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return codes · scale in `dtype`, the shape of the codes."""
+        return dequantize(self.codes, self.scale, self.granularity, dtype)
+
+
+def saturating_cast(x: Tensor, fmt: Format) -> Tensor:
+    """Round to nearest even into `fmt`, clamping to ±fmt.max instead of overflowing.
+
+    Args:
+        x: any floating dtype, any shape.
+        fmt: target format.
+
+    Returns:
+        Tensor of dtype fmt.dtype, the shape of x; NaN stays NaN, ±inf becomes ±fmt.max.
+
+    Numerics: equal to `ml_dtypes` after clamping for every bf16 value.
+    """
+    return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
+
+
+def stochastic_cast(x: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
+    """Round fp32 up or down to bf16 or fp16 at random so that the mean is x.
+
+    Adds uniform random bits below the target's last mantissa bit and truncates. Works on the fp32 bit pattern; fp16
+    values below its normal range (abs(x) < 2^-14) are spaced 2^-24 apart and are rounded on that grid instead.
+
+    Args:
+        x: fp32, any shape. Values must be within the target's range (fp16: clamped to ±65504).
+        dtype: torch.bfloat16 or torch.float16.
+        generator: source of the random bits.
+
+    Returns:
+        Tensor of `dtype`, the shape of x; exactly representable values, ±inf and NaN come back unchanged.
+
+    Raises:
+        ValueError: `dtype` is neither bf16 nor fp16.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype={dtype}: stochastic rounding needs torch.bfloat16 or torch.float16")
+    dropped_bits = 16 if dtype == torch.bfloat16 else 13
+    noise = torch.randint(0, 1 << dropped_bits, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    if dtype == torch.float16:
+        x = x.clamp(-65504.0, 65504.0)
+    mask = -1 << dropped_bits
+    rounded = ((x.view(torch.int32) + noise) & mask).view(torch.float32)
+    if dtype == torch.float16:
+        grid = 2.0**-24
+        uniform = noise.to(torch.float32) / (1 << dropped_bits)
+        rounded = torch.where(x.abs() < 2.0**-14, torch.floor(x / grid + uniform) * grid, rounded)
+        rounded = rounded.clamp(-65504.0, 65504.0)
+    return torch.where(x.isfinite(), rounded, x).to(dtype)
+
+
+def split_groups(x: Tensor, group_size: int) -> Tensor:
+    """View x [..., K] as [..., ceil(K / G), G], zero-padding the last group."""
+    tail = -x.shape[-1] % group_size
+    if tail:
+        x = torch.nn.functional.pad(x, (0, tail))
+    return x.unflatten(-1, (-1, group_size))
+
+
+def join_groups(groups: Tensor, size: int) -> Tensor:
+    """Inverse of `split_groups`: [..., n, G] to [..., size]."""
+    return groups.flatten(-2)[..., :size]
+
+
+def _finite_abs(x: Tensor) -> Tensor:
+    magnitude = x.detach().abs()
+    return torch.where(magnitude.isfinite(), magnitude, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def amax(x: Tensor, granularity: Granularity) -> Tensor:
+    """Largest finite magnitude per scaling group, in two stages for coarse granularities.
+
+    First over 1×G groups (a fused producer has these for free), then over the groups: the paper's group scaling.
+
+    Args:
+        x: floating dtype [..., K].
+        granularity: which elements share a scale.
+
+    Returns:
+        fp32 tensor of `granularity.scale_shape(x.shape)`; 0 for groups without a finite nonzero value.
+    """
+    group_amax = split_groups(_finite_abs(x), granularity.group_size).amax(dim=-1).to(torch.float32)
+    return amax_from_groups(group_amax, granularity)
+
+
+def amax_from_groups(group_amax: Tensor, granularity: Granularity) -> Tensor:
+    """Second stage of `amax`: reduce [..., n_groups] to the granularity's scale shape."""
+    if granularity.name == "per_group":
+        return group_amax
+    if granularity.name == "per_row":
+        return group_amax.amax(dim=-1, keepdim=True)
+    return group_amax.amax()
+
+
+def scale_from_amax(group_amax: Tensor, fmt: Format) -> Tensor:
+    """Dequantization multiplier amax / fmt.max (fp32, same shape); 1 where that is 0, so that it can be divided by."""
+    scale = group_amax / fmt.max
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def _spread(scale: Tensor, granularity: Granularity, size: int) -> Tensor:
+    """Repeat per-group scales so that they broadcast against [..., K]."""
+    if granularity.name != "per_group":
+        return scale
+    return scale.repeat_interleave(granularity.group_size, dim=-1)[..., :size]
+
+
+def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR) -> Quantized:
+    """Quantize to FP8 with just-in-time scales.
+
+    scale = amax / format.max, codes = saturating_cast(x / scale), x ≈ codes · scale.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K], at least one dimension and one element.
+        fmt: "e4m3", "e5m2" or a Format.
+        granularity: which elements share a scale.
+
+    Returns:
+        Quantized(codes FP8 like x, scale fp32, granularity).
+
+    Raises:
+        ValueError: unknown format, an empty or 0-dimensional x, or a non-floating x.
+
+    Numerics: Gaussian data comes back at 31.5 dB (e4m3) and 25.5 dB (e5m2) or better; tests/tolerances.py.
+    Source: arXiv 2410.19313, section 3.
+    """
+    if x.ndim == 0 or x.numel() == 0 or not x.is_floating_point():
+        raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype}: must be floating, non-empty, with a last dimension")
+    fmt = get_format(fmt) if isinstance(fmt, str) else fmt
+    scale = scale_from_amax(amax(x, granularity), fmt)
+    codes = saturating_cast(x.detach().to(torch.float32) / _spread(scale, granularity, x.shape[-1]), fmt)
+    return Quantized(codes, scale, granularity)
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, granularity: Granularity = PER_TENSOR, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return codes · scale, computed in fp32 and rounded once to `dtype`.
+
+    Args:
+        codes: FP8 [..., K].
+        scale: fp32, `granularity.scale_shape(codes.shape)`.
+        granularity: which elements share a scale.
+        dtype: fp32, bf16 or fp16.
+
+    Returns:
+        Tensor of `dtype`, the shape of the codes.
+    """
+    return (codes.to(torch.float32) * _spread(scale, granularity, codes.shape[-1])).to(dtype)

@@ -1,0 +1,59 @@
+"""Installs `coat_core`, `coat_flux` (the folder `extensions/coat_flux`) and the `coat-flux` command.
+
+The lower bounds are chosen so that installing into an existing ai-toolkit environment moves none of its pins
+(it runs on a 0.39 development build of diffusers, transformers 5.5, peft 0.18, accelerate, torch 2.13).
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+FLUX_DIR = "extensions/coat_flux"
+
+INSTALL_REQUIRES = [
+    "torch>=2.9",
+    "diffusers>=0.36",
+    "transformers>=4.57",
+    "peft>=0.17",
+    "accelerate>=1.10",
+    "safetensors>=0.5",
+    "pyyaml>=6.0",
+    "oyaml>=1.0",
+    "numpy>=1.26",
+    "pillow>=10.0",
+    "psutil>=5.9",
+    "tensorboard>=2.15",
+    "tqdm>=4.66",
+]
+
+EXTRAS_REQUIRE = {
+    "test": [
+        "hypothesis>=6.100",
+        "ml_dtypes>=0.5",
+        "mypy>=1.15",
+        "pytest>=8.0",
+        "pytest-timeout>=2.3",
+        "ruff>=0.12",
+        "types-PyYAML",
+    ],
+}
+
+core_packages = find_packages(include=["coat_core", "coat_core.*"])
+flux_packages = ["coat_flux"] + [f"coat_flux.{name}" for name in find_packages(where=FLUX_DIR)]
+
+setup(
+    name="coat-flux",
+    version="0.1.0",
+    description="Train FLUX LoRAs in FP8 after the COAT paper: an ai-toolkit extension and a stand-alone trainer",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    packages=core_packages + flux_packages,
+    package_dir={"coat_flux": FLUX_DIR},
+    include_package_data=True,
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["coat-flux=coat_flux.cli:main"]},
+)
