@@ -33,6 +33,9 @@ from coat_core.quantize import saturating_cast, scale_from_amax
 # The smallest exponent. fp32 magnitudes span 2^-149 … 2^128; (2^277)^(1/16) = 2^17.3 is inside e4m3's 2^17.8.
 EXPONENT_MIN = 1.0 / 16.0
 
+FP32_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+FP32_MAX = torch.finfo(torch.float32).max
+
 
 class QuantizedBlocks(NamedTuple):
     """Blocks stored in FP8, expanded or not.
@@ -69,13 +72,15 @@ def expansion_parameters(blocks: Tensor, fmt: Format, config: ExpansionConfig) -
 
 
 def expand(blocks: Tensor, center: Tensor, exponent: Tensor) -> Tensor:
-    """f(x) = sign(x)·abs(x/center)^exponent for fp32 [n, B]; zeros stay zero."""
-    return torch.sign(blocks) * (blocks.abs() / center).pow(exponent)
+    """f(x) = sign(x)·abs(x/center)^exponent for fp32 [n, B]; zeros stay zero, abs(x/center) is held inside fp32."""
+    ratio = (blocks.abs() / center).clamp(FP32_SMALLEST_NORMAL, FP32_MAX)
+    return torch.sign(blocks) * ratio.pow(exponent)
 
 
 def contract(expanded: Tensor, center: Tensor, exponent: Tensor) -> Tensor:
-    """Inverse of `expand`, fp32 [n, B]."""
-    return torch.sign(expanded) * expanded.abs().pow(1.0 / exponent) * center
+    """Inverse of `expand`, fp32 [n, B]; a nonzero value never underflows to zero."""
+    magnitude = expanded.abs().pow(1.0 / exponent) * center
+    return torch.sign(expanded) * magnitude.clamp(FP32_SMALLEST_NORMAL, FP32_MAX)
 
 
 def quantize_blocks(blocks: Tensor, fmt: Format, expansion: ExpansionConfig | None) -> QuantizedBlocks:
