@@ -1,0 +1,24 @@
+"""The quantization math of COAT (arXiv 2410.19313), on torch alone.
+
+FP8 formats and scaling, dynamic range expansion, the FP8 AdamW optimizer, FP8 linear layers and FP8 saved tensors.
+"""
+
+from __future__ import annotations
+
+from coat_core.config import ExpansionConfig, FP8LinearConfig, FP8QuantizationConfig
+from coat_core.linear import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8, restore_linear
+from coat_core.metrics import sqnr_db
+from coat_core.quantize import dequantize, quantize
+
+__all__ = [
+    "ExpansionConfig",
+    "FP8Linear",
+    "FP8LinearConfig",
+    "FP8QuantizationConfig",
+    "FP8TrainableLinear",
+    "dequantize",
+    "quantize",
+    "replace_linear_with_fp8",
+    "restore_linear",
+    "sqnr_db",
+]

@@ -13,6 +13,7 @@ after which hi/lo of f(x) is `bound`, and the usual scaling puts hi at format.ma
 where it was not 0.
 
 Zeros are left out of lo; a block without nonzero values, or with only one magnitude, gets k = 1 and stays finite.
+NaN stays NaN and touches no other element of its block; ±inf becomes ± the largest finite magnitude of its block.
 Source: arXiv 2410.19313, section 4, and the constants of its CUDA kernel (`ExpansionConfig`'s defaults).
 
 Shapes: blocks [n, B]; center, exponent [n, 1].
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from coat_core.config import ExpansionConfig
 from coat_core.formats import Format
-from coat_core.quantize import saturating_cast, scale_from_amax
+from coat_core.quantize import finite_abs, saturating_cast, scale_from_amax
 
 # The smallest exponent. fp32 magnitudes span 2^-149 … 2^128; (2^277)^(1/16) = 2^17.3 is inside e4m3's 2^17.8.
 EXPONENT_MIN = 1.0 / 16.0
@@ -55,7 +56,7 @@ class QuantizedBlocks(NamedTuple):
 
 def expansion_parameters(blocks: Tensor, fmt: Format, config: ExpansionConfig) -> tuple[Tensor, Tensor]:
     """Return (center, exponent), fp32 [n, 1], of blocks fp32 [n, B]."""
-    magnitude = blocks.abs()
+    magnitude = finite_abs(blocks)
     nonzero = magnitude > 0
     high = magnitude.amax(dim=-1, keepdim=True)
     low = torch.where(nonzero, magnitude, torch.inf).amin(dim=-1, keepdim=True)
@@ -66,7 +67,7 @@ def expansion_parameters(blocks: Tensor, fmt: Format, config: ExpansionConfig) -
         exponent = torch.floor(exponent / config.exponent_step) * config.exponent_step
     exponent = exponent.clamp(EXPONENT_MIN, config.exponent_max)
     center = torch.sqrt(high) * torch.sqrt(low)
-    plain = ~(spread_log2 > 0) | ~spread_log2.isfinite()  # no nonzero value, a single magnitude, or inf/NaN
+    plain = ~(spread_log2 > 0) | ~spread_log2.isfinite()  # no nonzero value, or a single magnitude
     unit = torch.ones_like(center)
     return torch.where(plain & ~(center.isfinite() & (center > 0)), unit, center), torch.where(plain, unit, exponent)
 
@@ -83,6 +84,13 @@ def contract(expanded: Tensor, center: Tensor, exponent: Tensor) -> Tensor:
     return torch.sign(expanded) * magnitude.clamp(FP32_SMALLEST_NORMAL, FP32_MAX)
 
 
+def _clamp_infinities(blocks: Tensor, fmt: Format) -> Tensor:
+    """Replace ±inf by ± the largest finite magnitude of its row (±fmt.max in a row without one)."""
+    limit = finite_abs(blocks).amax(dim=-1, keepdim=True)
+    limit = torch.where(limit > 0, limit, torch.full_like(limit, fmt.max))
+    return blocks.clamp(-limit, limit)
+
+
 def quantize_blocks(blocks: Tensor, fmt: Format, expansion: ExpansionConfig | None) -> QuantizedBlocks:
     """Quantize each row of fp32 [n, B] with one scale, expanding its range first when `expansion` is given.
 
@@ -92,10 +100,11 @@ def quantize_blocks(blocks: Tensor, fmt: Format, expansion: ExpansionConfig | No
     Numerics: with expansion no nonzero element gets a zero code.
     """
     center = exponent = None
+    blocks = _clamp_infinities(blocks, fmt)
     if expansion is not None:
         center, exponent = expansion_parameters(blocks, fmt, expansion)
         blocks = expand(blocks, center, exponent)
-    scale = scale_from_amax(blocks.abs().amax(dim=-1, keepdim=True), fmt)
+    scale = scale_from_amax(finite_abs(blocks).amax(dim=-1, keepdim=True), fmt)
     return QuantizedBlocks(saturating_cast(blocks / scale, fmt), scale, center, exponent)
 
 

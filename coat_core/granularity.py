@@ -51,3 +51,6 @@ PER_ROW = Granularity("per_row")
 def per_group(group_size: int) -> Granularity:
     """Return the 1×G granularity."""
     return Granularity("per_group", group_size)
+
+
+PER_GROUP = per_group(128)

@@ -62,7 +62,7 @@ def stochastic_cast(x: Tensor, dtype: torch.dtype, generator: torch.Generator | 
     values below its normal range (abs(x) < 2^-14) are spaced 2^-24 apart and are rounded on that grid instead.
 
     Args:
-        x: fp32, any shape. Values must be within the target's range (fp16: clamped to ±65504).
+        x: fp32, any shape. Finite values must be within the target's range (fp16: they are clamped to ±65504).
         dtype: torch.bfloat16 or torch.float16.
         generator: source of the random bits.
 
@@ -70,14 +70,14 @@ def stochastic_cast(x: Tensor, dtype: torch.dtype, generator: torch.Generator | 
         Tensor of `dtype`, the shape of x; exactly representable values, ±inf and NaN come back unchanged.
 
     Raises:
-        ValueError: `dtype` is neither bf16 nor fp16.
+        ValueError: `dtype` is neither bf16 nor fp16, or x is not fp32.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype={dtype}: stochastic rounding needs torch.bfloat16 or torch.float16")
+    if x.dtype != torch.float32:
+        raise ValueError(f"x of dtype {x.dtype}: must be torch.float32; convert it first")
     dropped_bits = 16 if dtype == torch.bfloat16 else 13
     noise = torch.randint(0, 1 << dropped_bits, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    if dtype == torch.float16:
-        x = x.clamp(-65504.0, 65504.0)
     mask = -1 << dropped_bits
     rounded = ((x.view(torch.int32) + noise) & mask).view(torch.float32)
     if dtype == torch.float16:
@@ -93,7 +93,8 @@ def split_groups(x: Tensor, group_size: int) -> Tensor:
     tail = -x.shape[-1] % group_size
     if tail:
         x = torch.nn.functional.pad(x, (0, tail))
-    return x.unflatten(-1, (-1, group_size))
+    groups: Tensor = x.unflatten(-1, (-1, group_size))
+    return groups
 
 
 def join_groups(groups: Tensor, size: int) -> Tensor:
@@ -101,7 +102,8 @@ def join_groups(groups: Tensor, size: int) -> Tensor:
     return groups.flatten(-2)[..., :size]
 
 
-def _finite_abs(x: Tensor) -> Tensor:
+def finite_abs(x: Tensor) -> Tensor:
+    """Return abs(x) with 0 in place of NaN and inf: what scales are made from."""
     magnitude = x.detach().abs()
     return torch.where(magnitude.isfinite(), magnitude, torch.zeros((), dtype=x.dtype, device=x.device))
 
@@ -118,7 +120,7 @@ def amax(x: Tensor, granularity: Granularity) -> Tensor:
     Returns:
         fp32 tensor of `granularity.scale_shape(x.shape)`; 0 for groups without a finite nonzero value.
     """
-    group_amax = split_groups(_finite_abs(x), granularity.group_size).amax(dim=-1).to(torch.float32)
+    group_amax = split_groups(finite_abs(x), granularity.group_size).amax(dim=-1).to(torch.float32)
     return amax_from_groups(group_amax, granularity)
 
 
@@ -164,7 +166,9 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
     Source: arXiv 2410.19313, section 3.
     """
     if x.ndim == 0 or x.numel() == 0 or not x.is_floating_point():
-        raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype}: must be floating, non-empty, with a last dimension")
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} and {x.dtype}: must be floating, non-empty, with a last dimension"
+        )
     fmt = get_format(fmt) if isinstance(fmt, str) else fmt
     scale = scale_from_amax(amax(x, granularity), fmt)
     codes = saturating_cast(x.detach().to(torch.float32) / _spread(scale, granularity, x.shape[-1]), fmt)

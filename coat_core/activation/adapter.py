@@ -1,0 +1,106 @@
+"""The down projection of a LoRA adapter, keeping its input in FP8.
+
+    h = x Aᵀ            computed from the high precision x; A is never quantized
+    dx = dh A
+    dA = dhᵀ x_q        from the FP8 x, which only dA needs
+
+An FP8 base linear that reads the same x hands its FP8 copy over (`hands_input_to_adapter`), and linears that read the
+same tensor share one copy, so q, k, v and their adapters keep 1 byte per element of x among them.
+
+Shapes: x [..., K], A [r, K], h [..., r].
+Source: the frozen-weight case of arXiv 2410.19313, section 5: a frozen W needs no x, LoRA's dA does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from coat_core.formats import get_format
+from coat_core.granularity import Granularity
+from coat_core.quantize import Quantized, dequantize, quantize
+
+
+class _LinearWithFP8Input(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, saved: Quantized) -> Tensor:
+        ctx.save_for_backward(saved.codes, saved.scale, weight)
+        ctx.granularity = saved.granularity
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        codes, scale, weight = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = grad @ weight
+        if ctx.needs_input_grad[1]:
+            x_hat = dequantize(codes, scale, ctx.granularity, grad.dtype)
+            dw = grad.reshape(-1, grad.shape[-1]).t() @ x_hat.reshape(-1, x_hat.shape[-1])
+        return dx, dw, None
+
+
+class FP8InputLinear(nn.Linear):
+    """A bias-free nn.Linear that saves its input in FP8; made from an adapter's down projection by `from_linear`.
+
+    Attributes:
+        input_format: "e4m3" or "e5m2".
+        input_granularity: scaling of the saved x where it is quantized here.
+        source: one-element tuple with the base linear that hands over its FP8 x, or empty.
+    """
+
+    input_format: str
+    input_granularity: Granularity
+    source: tuple[nn.Module, ...]
+
+    @staticmethod
+    def from_linear(
+        linear: nn.Linear, input_format: str, granularity: Granularity, base: nn.Module | None = None
+    ) -> FP8InputLinear:
+        """Convert in place, keeping the parameter.
+
+        Args:
+            linear: the down projection, weight [r, K], without bias.
+            input_format: format of the saved x.
+            granularity: scaling of the saved x.
+            base: FP8 linear that always reads the same x just before, if there is one.
+
+        Returns:
+            The same object.
+
+        Raises:
+            ValueError: the layer has a bias.
+        """
+        get_format(input_format)
+        if linear.bias is not None:
+            raise ValueError(f"{type(linear).__name__} with a bias: an adapter's down projection must have none")
+        linear.__class__ = FP8InputLinear
+        assert isinstance(linear, FP8InputLinear)
+        linear.input_format, linear.input_granularity = input_format, granularity
+        linear.source = () if base is None else (base,)
+        if base is not None:
+            base.hands_input_to_adapter = True  # type: ignore[assignment]
+        return linear
+
+    def _fp8_input(self, x: Tensor) -> Quantized:
+        for base in self.source:
+            handed: Quantized | None = getattr(base, "adapter_input", None)
+            base.adapter_input = None
+            if handed is not None and handed.codes.shape == x.shape:
+                return handed
+        return quantize(x, self.input_format, self.input_granularity)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x Aᵀ, [..., K] to [..., r]."""
+        if not (torch.is_grad_enabled() and self.weight.requires_grad and x.numel()):
+            return torch.nn.functional.linear(x, self.weight)
+        saved, weight = self._fp8_input(x), self.weight
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+        result: Tensor = _LinearWithFP8Input.apply(x, weight, saved)
+        return result

@@ -1,0 +1,92 @@
+"""Gradient checkpointing whose kept block inputs are FP8.
+
+`torch.utils.checkpoint` keeps each block's inputs in high precision until backward. Here a large input is replaced by
+an *anchor*, a one-element tensor expanded to the input's shape, through which its gradient flows; the values are
+kept beside it as FP8 with 1×G scales. The first forward pass sees the exact input, recomputation the FP8 one.
+
+RNG state, autocast and dropout are reproduced by torch's non-reentrant checkpoint, which this wraps.
+Source: the paper's efficient checkpoint; torch.utils.checkpoint for the mechanism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from coat_core.granularity import PER_GROUP, Granularity
+from coat_core.quantize import Quantized, quantize
+
+
+class _Keeper:
+    """Holds one block input: exact until it is first read, then FP8."""
+
+    def __init__(self, x: Tensor, fmt: str, granularity: Granularity) -> None:
+        self._exact: Tensor | None = x.detach()
+        self._quantized: Quantized = quantize(x, fmt, granularity)
+        self._dtype = x.dtype
+
+    def read(self) -> Tensor:
+        if self._exact is not None:
+            exact, self._exact = self._exact, None
+            return exact
+        return self._quantized.dequantize(self._dtype)
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_zeros(1).expand(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, keeper: _Keeper) -> Tensor:
+        return keeper.read()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def fp8_checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    fmt: str = "e4m3",
+    granularity: Granularity = PER_GROUP,
+    min_elements: int = 4096,
+) -> Any:
+    """Run `function(*args)` under checkpointing, keeping its large floating tensor arguments in FP8.
+
+    Args:
+        function: block to recompute in backward; returns a tensor or a tuple of tensors.
+        *args: its arguments; fp32/bf16/fp16 tensors of at least `min_elements` are kept in FP8, others as they are.
+        fmt: "e4m3" or "e5m2".
+        granularity: scaling of the kept inputs.
+        min_elements: smaller tensors are kept exactly.
+
+    Returns:
+        What `function` returns; the forward values are those of the exact inputs.
+    """
+    keepers: dict[int, _Keeper] = {}
+    anchored = list(args)
+    for i, arg in enumerate(args):
+        if isinstance(arg, Tensor) and arg.is_floating_point() and arg.numel() >= min_elements:
+            keepers[i] = _Keeper(arg, fmt, granularity)
+            anchored[i] = _Anchor.apply(arg)
+
+    def run(*inputs: Any) -> Any:
+        read = [_Read.apply(x, keepers[i]) if i in keepers else x for i, x in enumerate(inputs)]
+        return function(*read)
+
+    return checkpoint(run, *anchored, use_reentrant=False)

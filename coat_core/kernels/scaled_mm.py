@@ -1,0 +1,111 @@
+"""The FP8 GEMM: y = (a · a_scale)(b · b_scale)ᵀ + bias, as the operator `coat::scaled_mm`.
+
+On CUDA it is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that operator's e4m3 × e4m3 path is a naive loop, about
+1000 times slower than a GEMM, so the reference multiplies the codes in fp32: codes are exact there, the sum is
+accumulated in fp32 and rounded once, as the GPU does.
+
+Shapes: a [M, K], b [N, K] (any strides: a transposed view for dgrad costs one copy on CUDA), a_scale [] or [M, 1],
+b_scale [] or [N, 1], bias [N], result [M, N]. K and N must be multiples of 16.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
+
+
+def _check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, K] and [N, K]")
+    (m, k), n = a.shape, b.shape[0]
+    if k % ALIGNMENT or n % ALIGNMENT:
+        raise ValueError(f"K={k}, N={n}: must be multiples of {ALIGNMENT}; leave this layer in bf16")
+    for name, scale, rows in (("a_scale", a_scale, m), ("b_scale", b_scale, n)):
+        if scale.ndim != 0 and tuple(scale.shape) != (rows, 1):
+            raise ValueError(f"{name} {tuple(scale.shape)}: must be [] or [{rows}, 1]")
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"bias {tuple(bias.shape)}: must be [{n}]")
+
+
+@torch.library.custom_op("coat::scaled_mm", mutates_args=())
+def scaled_mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Return (a · a_scale)(b · b_scale)ᵀ + bias in `out_dtype`; this body is the reference.
+
+    Args:
+        a: FP8 [M, K].
+        a_scale: fp32 [] or [M, 1].
+        b: FP8 [N, K].
+        b_scale: fp32 [] or [N, 1].
+        bias: floating [N] or None.
+        out_dtype: bf16, fp16 or fp32.
+
+    Returns:
+        Tensor [M, N] of `out_dtype`.
+
+    Raises:
+        ValueError: shapes that do not fit, or K or N not a multiple of 16.
+
+    Numerics: fp32 accumulation, one rounding to `out_dtype`; agrees with `torch._scaled_mm` to that rounding.
+    """
+    _check_shapes(a, a_scale, b, b_scale, bias)
+    with torch.autocast(a.device.type, enabled=False):
+        product = (a.to(torch.float32) @ b.to(torch.float32).t()) * a_scale * b_scale.reshape(-1)
+        if bias is not None:
+            product = product + bias.to(torch.float32)
+        return product.to(out_dtype)
+
+
+@scaled_mm.register_fake
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    _check_shapes(a, a_scale, b, b_scale, bias)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@scaled_mm.register_kernel("cuda")
+def _scaled_mm_cuda(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    _check_shapes(a, a_scale, b, b_scale, bias)
+    row_wise = a_scale.ndim == 2 or b_scale.ndim == 2
+    if row_wise:
+        a_scale = a_scale.expand(a.shape[0], 1).contiguous()
+        b_scale = b_scale.reshape(1, -1).expand(1, b.shape[0]).contiguous()
+    # row-wise kernels write bf16 only; tensor-wise ones take a bias of their own output type
+    kernel_dtype = torch.bfloat16 if row_wise else out_dtype
+    kernel_bias = None if bias is None or kernel_dtype == torch.float32 else bias.to(kernel_dtype)
+    out: Tensor = torch._scaled_mm(
+        a.contiguous(),
+        b.contiguous().t(),
+        scale_a=a_scale,
+        scale_b=b_scale,
+        bias=kernel_bias,
+        out_dtype=kernel_dtype,
+        use_fast_accum=False,
+    )
+    if bias is not None and kernel_bias is None:
+        out = out + bias
+    return out.to(out_dtype)
+
+
+@functools.cache
+def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool) -> str | None:
+    """Say why this device cannot multiply these FP8 dtypes, or None where it can.
+
+    The answer comes from multiplying once on the device: formats and scalings differ by GPU, CUDA and torch version.
+    """
+    if device.type == "cpu":
+        return None
+    a = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(a_dtype)
+    b = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(b_dtype)
+    scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
+    try:
+        scaled_mm(a, scale, b, scale, None, torch.bfloat16)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return f"{device.type}: {str(error).splitlines()[0]}"
+    return None

@@ -1,0 +1,233 @@
+"""y = x Wᵀ + b with W in FP8, and its gradients, as autograd functions.
+
+    fprop   y  = (x_q · s_x)(W_q · s_W)ᵀ + b
+    dgrad   dx = (dy_q · s_dy)(W_q · s_W)          dy_q in `grad_format`
+    wgrad   dW = dyᵀ x_q                           trainable weights only; from the FP8 x
+
+A frozen W needs no x for dgrad, so `fp8_linear` saves nothing but a reference to the codes of W. A per-row scale of W
+lies on dgrad's contraction axis, so it is multiplied into dy before dy is cast.
+
+per_group inputs (1×G) have no GPU kernel that takes any G; their FP8 values are multiplied in high precision.
+
+Shapes: M tokens, K in, N out. x [..., K], W [N, K], y [..., N].
+Source: arXiv 2410.19313, section 5; the frozen-weight case is LoRA's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from coat_core.config import FP8LinearConfig
+from coat_core.formats import get_format
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
+from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
+from coat_core.quantize import Quantized, dequantize, quantize
+
+
+def input_granularity(config: FP8LinearConfig) -> Granularity:
+    """Granularity of GEMM inputs (x and dy) under this config."""
+    return Granularity(config.input_granularity, config.group_size)
+
+
+def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> Quantized:
+    """Quantize W [N, K] once, with one scale in all or one per output feature."""
+    granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
+    return quantize(weight, config.weight_format, granularity)
+
+
+def quantized_input(x: Tensor, config: FP8LinearConfig) -> Quantized:
+    """Quantize x [..., K] once for all linears that read this very tensor.
+
+    The result stays on the tensor object (and dies with it), so that q, k, v and their adapters share one copy. A
+    change of x in place invalidates it.
+    """
+    granularity = input_granularity(config)
+    if x.is_inference():  # such tensors count no in-place changes
+        return quantize(x, config.input_format, granularity)
+    key = (config.input_format, granularity, x._version)
+    cached: tuple[object, Quantized] | None = getattr(x, "_coat_quantized", None)
+    if cached is not None and cached[0] == key:
+        return cached[1]
+    quantized = quantize(x, config.input_format, granularity)
+    x._coat_quantized = (key, quantized)  # type: ignore[attr-defined]
+    return quantized
+
+
+def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | None:
+    """Say why `config` cannot run as FP8 GEMMs on `device` (fprop or dgrad), or None where it can."""
+    if device.type == "meta":
+        return None
+    if config.input_granularity == "per_group":
+        return None if device.type == "cpu" else f"{device.type}: no FP8 GEMM takes 1×{config.group_size} scales"
+    row_wise = "per_row" in (config.input_granularity, config.weight_granularity)
+    weight_dtype = get_format(config.weight_format).dtype
+    reason = unsupported_reason(device, get_format(config.input_format).dtype, weight_dtype, row_wise)
+    if reason is None and config.grad_format != "bf16":
+        grad_row_wise = config.input_granularity == "per_row"
+        reason = unsupported_reason(device, get_format(config.grad_format).dtype, weight_dtype, grad_row_wise)
+    return reason
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View [..., K] as [M, K]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _multiply(a: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(a)(weight · scale)ᵀ + bias for FP8 a [..., K] and weight codes [N, K]; result [..., N]."""
+    if a.granularity.name == "per_group":
+        values = a.dequantize(torch.float32 if a.codes.device.type == "cpu" else dtype)
+        with torch.autocast(a.codes.device.type, enabled=False):
+            out: Tensor = values @ weight.to(values.dtype).t() * scale.reshape(-1)
+        return (out if bias is None else out + bias).to(dtype)
+    lead = a.codes.shape[:-1]
+    a_scale = a.scale.reshape(-1, 1) if a.scale.ndim else a.scale
+    out = scaled_mm(_rows(a.codes), a_scale, weight, scale, bias, dtype)
+    return out.reshape(*lead, -1)
+
+
+def _dgrad(grad: Tensor, codes: Tensor, scale: Tensor, config: FP8LinearConfig, in_fp8: bool) -> Tensor:
+    """Return dx = dy · W for dy [..., N] and weight codes [N, K]; result [..., K] in dy's dtype."""
+    per_row = scale.ndim == 2
+    if not in_fp8 or config.grad_format == "bf16":
+        weight = dequantize(codes, scale, dtype=grad.dtype)
+        return grad @ weight
+    folded = grad.to(torch.float32) * scale.reshape(-1) if per_row else grad
+    quantized = quantize(folded, config.grad_format, input_granularity(config))
+    unit = torch.ones_like(scale).amax() if per_row else scale
+    return _multiply(quantized, codes.t(), unit, None, grad.dtype)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """Frozen W: saves the codes of W (shared storage) and nothing of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        quantized: Quantized | None,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        config: FP8LinearConfig,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scale)
+        ctx.config, ctx.in_fp8, ctx.x_dtype = config, quantized is not None, x.dtype
+        if quantized is not None:
+            return _multiply(quantized, codes, scale, bias, dtype)
+        weight = dequantize(codes, scale, dtype=dtype)
+        return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        codes, scale = ctx.saved_tensors
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = _dgrad(grad, codes, scale, ctx.config, ctx.in_fp8).to(ctx.x_dtype)
+        if ctx.needs_input_grad[4]:
+            dbias = _rows(grad).sum(0)
+        return dx, None, None, None, dbias, None, None
+
+
+class _TrainableLinear(torch.autograd.Function):
+    """Trainable W: W is cast in each forward pass; x is saved in FP8 for wgrad."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        quantized: Quantized,
+        weight: Tensor,
+        bias: Tensor | None,
+        config: FP8LinearConfig,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        codes, scale, _ = quantize_weight(weight, config)
+        ctx.save_for_backward(quantized.codes, quantized.scale, codes, scale)
+        ctx.config, ctx.granularity = config, quantized.granularity
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        return _multiply(quantized, codes, scale, bias, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_codes, x_scale, codes, scale = ctx.saved_tensors
+        dx = dw = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = _dgrad(grad, codes, scale, ctx.config, in_fp8=True).to(ctx.x_dtype)
+        if ctx.needs_input_grad[2]:
+            x_hat = dequantize(x_codes, x_scale, ctx.granularity, grad.dtype)
+            dw = (_rows(grad).t() @ _rows(x_hat)).to(ctx.weight_dtype)
+        if ctx.needs_input_grad[3]:
+            dbias = _rows(grad).sum(0)
+        return dx, None, dw, dbias, None, None
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype a linear writes: autocast's where autocast is on, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def fp8_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    config: FP8LinearConfig,
+    quantized: Quantized | None = None,
+) -> Tensor:
+    """Linear layer with a frozen FP8 weight: y = x Wᵀ + b, W = codes · scale.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K].
+        codes: weight codes [N, K], FP8.
+        scale: fp32 [] or [N, 1].
+        bias: [N] or None.
+        config: formats and granularities; `use_fp8_gemm=False` multiplies x by the dequantized weight.
+        quantized: x in FP8 if the caller has it (`quantized_input`), else it is quantized here when needed.
+
+    Returns:
+        y [..., N] in the dtype of x (autocast's under autocast).
+
+    Raises:
+        RuntimeError: the device has no such FP8 GEMM and `config.fallback` is "error".
+
+    Numerics: forward e4m3 × e4m3 of Gaussian data at 28 dB, dgrad e5m2 × e4m3 at 24 dB or better; tests/tolerances.py.
+    Source: arXiv 2410.19313, section 5.
+    """
+    if quantized is None and wants_fp8_gemm(x.device, config) and x.numel():
+        quantized = quantized_input(x, config)
+    result: Tensor = _FrozenLinear.apply(x, quantized, codes, scale, bias, config, compute_dtype(x))
+    return result
+
+
+def fp8_trainable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: FP8LinearConfig) -> Tensor:
+    """Linear layer whose high precision weight [N, K] is trained: FP8 fprop and dgrad, wgrad from the FP8 x.
+
+    Arguments, result and errors as `fp8_linear`; where FP8 cannot be used it is torch's own linear.
+    """
+    if not wants_fp8_gemm(x.device, config) or not x.numel():
+        return torch.nn.functional.linear(x, weight, bias)
+    result: Tensor = _TrainableLinear.apply(x, quantized_input(x, config), weight, bias, config, compute_dtype(x))
+    return result
+
+
+def wants_fp8_gemm(device: torch.device, config: FP8LinearConfig) -> bool:
+    """Whether this config multiplies in FP8 on this device.
+
+    Raises:
+        RuntimeError: it cannot, and `config.fallback` is "error".
+    """
+    if not config.use_fp8_gemm:
+        return False
+    obstacle = fp8_gemm_obstacle(device, config)
+    if obstacle is not None and config.fallback == "error":
+        raise RuntimeError(f"fallback='error': {obstacle}; set fallback: bf16 or change the formats")
+    return obstacle is None

@@ -1,0 +1,185 @@
+"""nn.Linear with an FP8 weight, frozen (codes only) or trainable.
+
+The codes live in a uint8 buffer and the scale as its int32 bit pattern: `module.to(torch.bfloat16)`, which hosts call
+at will, casts every floating buffer, and would quietly turn FP8 codes and fp32 scales into bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_core.config import FP8LinearConfig
+from coat_core.formats import get_format
+from coat_core.kernels.scaled_mm import ALIGNMENT
+from coat_core.linear.function import (
+    fp8_linear,
+    fp8_trainable_linear,
+    quantize_weight,
+    quantized_input,
+    wants_fp8_gemm,
+)
+from coat_core.quantize import dequantize
+
+
+def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> None:
+    """Quantize `weight` [N, K] and register it on `module` as `weight_codes` and `weight_scale_bits`."""
+    codes, scale, _ = quantize_weight(weight, config)
+    module.register_buffer("weight_codes", codes.view(torch.uint8))
+    module.register_buffer("weight_scale_bits", scale.view(torch.int32))
+
+
+def load_weight(module: nn.Module, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
+    """Return (codes FP8 [N, K], scale fp32 [] or [N, 1]) as views of what `store_weight` registered."""
+    codes: Tensor = module.weight_codes  # type: ignore[assignment]
+    bits: Tensor = module.weight_scale_bits  # type: ignore[assignment]
+    return codes.view(get_format(config.weight_format).dtype), bits.view(torch.float32)
+
+
+def run_stored_linear(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> Tensor:
+    """Forward pass of a module that holds its weight through `store_weight`; x [..., K] to [..., N].
+
+    With `module.hands_input_to_adapter` set, x in FP8 is left in `module.adapter_input` for the LoRA adapter that
+    reads the same x next.
+    """
+    codes, scale = load_weight(module, config)
+    quantized = quantized_input(x, config) if wants_fp8_gemm(x.device, config) and x.numel() else None
+    if getattr(module, "hands_input_to_adapter", False) and torch.is_grad_enabled():
+        module.adapter_input = quantized  # type: ignore[assignment]
+    return fp8_linear(x, codes, scale, module.bias, config, quantized)  # type: ignore[arg-type]
+
+
+class FP8Linear(nn.Linear):
+    """nn.Linear with a frozen FP8 weight; no high precision copy stays in memory.
+
+    Made from an existing layer by `from_linear` (in place: the same object, so adapters and parents keep their
+    references) or by `replace_linear_with_fp8`.
+
+    Attributes:
+        config: formats and granularities.
+        weight_codes: uint8 [N, K], the bits of the FP8 codes.
+        weight_scale_bits: int32 [] or [N, 1], the bits of the fp32 scale.
+        weight: the dequantized weight in the dtype of the layer that was converted (made on every access, frozen).
+        bias: frozen parameter [N] or None.
+    """
+
+    config: FP8LinearConfig
+    weight_dtype: torch.dtype
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **kwargs: Any) -> None:
+        config = kwargs.pop("config", None) or FP8LinearConfig()
+        super().__init__(in_features, out_features, bias, **kwargs)
+        FP8Linear.from_linear(self, config)
+
+    @staticmethod
+    @torch.no_grad()
+    def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8Linear:
+        """Convert a linear layer in place: quantize its weight, drop the original, freeze the bias.
+
+        Args:
+            linear: layer with a floating weight [N, K]; K and N multiples of 16.
+            config: defaults to `FP8LinearConfig()`.
+
+        Returns:
+            The same object, now an FP8Linear.
+
+        Raises:
+            ValueError: the weight is not floating, or K or N is not a multiple of 16.
+        """
+        config = config or FP8LinearConfig()
+        reason = obstacle_to_conversion(linear)
+        if reason is not None:
+            raise ValueError(f"{type(linear).__name__}({linear.in_features}, {linear.out_features}): {reason}")
+        weight = linear._parameters.pop("weight")
+        assert weight is not None
+        store_weight(linear, weight.detach(), config)
+        if linear.bias is not None:
+            linear.bias.requires_grad_(False)
+        linear.__class__ = FP8Linear
+        assert isinstance(linear, FP8Linear)
+        linear.config, linear.weight_dtype = config, weight.dtype
+        return linear
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Dequantized weight [N, K] in `weight_dtype`."""
+        if "weight_codes" not in self._buffers:
+            raise AttributeError("weight")  # while nn.Linear.__init__ runs; nn.Module looks on
+        codes, scale = load_weight(self, self.config)
+        return dequantize(codes, scale, dtype=self.weight_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b, [..., K] to [..., N]."""
+        return run_stored_linear(self, x, self.config)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the name of the weight format as ASCII codes: the buffers alone do not tell e4m3 from e5m2."""
+        return torch.tensor(list(self.config.weight_format.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Check that the loaded codes have this layer's format.
+
+        Raises:
+            ValueError: they have another one.
+        """
+        loaded = bytes(state.tolist()).decode()
+        if loaded != self.config.weight_format:
+            raise ValueError(
+                f"weight_format={self.config.weight_format!r}: the loaded weight is {loaded!r}; "
+                f"convert the model with FP8LinearConfig(weight_format={loaded!r})"
+            )
+
+    def to_linear(self) -> nn.Linear:
+        """Convert back in place to nn.Linear with the dequantized weight (frozen)."""
+        weight = self.weight
+        del self.weight_codes, self.weight_scale_bits
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        return self
+
+    def extra_repr(self) -> str:
+        """Return sizes and formats."""
+        c = self.config
+        gemm = f"input={c.input_format}/{c.input_granularity}, grad={c.grad_format}" if c.use_fp8_gemm else "bf16 GEMM"
+        return f"{super().extra_repr()}, weight={c.weight_format}/{c.weight_granularity}, {gemm}"
+
+
+class FP8TrainableLinear(nn.Linear):
+    """nn.Linear whose high precision weight is trained with FP8 GEMMs (full fine-tuning).
+
+    The weight is cast in every forward pass; x is kept for wgrad as FP8 codes.
+    """
+
+    config: FP8LinearConfig
+
+    @staticmethod
+    def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8TrainableLinear:
+        """Convert a linear layer in place, keeping its parameters; arguments and errors as `FP8Linear.from_linear`."""
+        reason = obstacle_to_conversion(linear)
+        if reason is not None:
+            raise ValueError(f"{type(linear).__name__}({linear.in_features}, {linear.out_features}): {reason}")
+        linear.__class__ = FP8TrainableLinear
+        assert isinstance(linear, FP8TrainableLinear)
+        linear.config = config or FP8LinearConfig()
+        return linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b, [..., K] to [..., N]."""
+        return fp8_trainable_linear(x, self.weight, self.bias, self.config)
+
+    def to_linear(self) -> nn.Linear:
+        """Convert back in place to nn.Linear."""
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        return self
+
+
+def obstacle_to_conversion(linear: nn.Linear) -> str | None:
+    """Say why this layer cannot become FP8, or None where it can."""
+    weight = linear._parameters.get("weight")
+    if weight is None or not weight.is_floating_point() or type(weight.data) is not Tensor:
+        return "its weight is not a plain floating parameter (already quantized?)"
+    if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
+        return f"in and out features must be multiples of {ALIGNMENT}"
+    return None
