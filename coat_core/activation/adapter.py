@@ -55,12 +55,10 @@ class FP8InputLinear(nn.Linear):
 
     input_format: str
     input_granularity: Granularity
-    source: tuple[nn.Module, ...]
+    source: tuple[Any, ...]
 
     @staticmethod
-    def from_linear(
-        linear: nn.Linear, input_format: str, granularity: Granularity, base: nn.Module | None = None
-    ) -> FP8InputLinear:
+    def from_linear(linear: nn.Linear, input_format: str, granularity: Granularity, base: Any = None) -> FP8InputLinear:
         """Convert in place, keeping the parameter.
 
         Args:
@@ -83,7 +81,7 @@ class FP8InputLinear(nn.Linear):
         linear.input_format, linear.input_granularity = input_format, granularity
         linear.source = () if base is None else (base,)
         if base is not None:
-            base.hands_input_to_adapter = True  # type: ignore[assignment]
+            base.hands_input_to_adapter = True
         return linear
 
     def _fp8_input(self, x: Tensor) -> Quantized:

@@ -84,7 +84,8 @@ class PackedSavedTensors:
 
     Args:
         config: how they are stored.
-        keep: tensors never to pack (parameters and buffers); those with their storages are left alone.
+        keep: frozen parameters, buffers and shared constants: they and all views of them are left alone, as trainable
+            parameters are without being named.
     """
 
     def __init__(self, config: PackingConfig, keep: Iterable[Tensor] = ()) -> None:
@@ -127,9 +128,15 @@ class PackedSavedTensors:
             and tensor.layout == torch.strided
             and tensor.numel() >= self.config.min_elements
             and tensor.shape[-1] >= SHORTEST_ROW
-            and not isinstance(tensor, torch.nn.Parameter)
+            and not _is_trained(tensor)
             and tensor.untyped_storage().data_ptr() not in self._kept_storages
         )
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """Whether this is a trainable parameter or a view of one."""
+    base = tensor._base if tensor._base is not None else tensor
+    return base.is_leaf and base.requires_grad
 
 
 def _unpack(packed: Tensor | _PackedView) -> Tensor:

@@ -211,10 +211,14 @@ def fp8_linear(
 def fp8_trainable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: FP8LinearConfig) -> Tensor:
     """Linear layer whose high precision weight [N, K] is trained: FP8 fprop and dgrad, wgrad from the FP8 x.
 
-    Arguments, result and errors as `fp8_linear`; where FP8 cannot be used it is torch's own linear.
+    Arguments, result and errors as `fp8_linear`; where FP8 cannot be used it is torch's own linear. A weight that does
+    not require a gradient is cast anew each time all the same, but keeps no x.
     """
     if not wants_fp8_gemm(x.device, config) or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
+    if not weight.requires_grad:
+        codes, scale, _ = quantize_weight(weight, config)
+        return fp8_linear(x, codes, scale, bias, config)
     result: Tensor = _TrainableLinear.apply(x, quantized_input(x, config), weight, bias, config, compute_dtype(x))
     return result
 

@@ -1,1 +1,82 @@
+"""COAT for FLUX: one folder with two names.
 
+`coat_flux` is the package that pip installs. ai-toolkit imports the same folder as `extensions.coat_flux`, for every
+job of the user. Loading the submodules under both names would give two copies of every class and every piece of state
+(two COATConfig types, two wrappers around the host's `get_optimizer`), so the second name is only a door: it loads
+`coat_flux` from its own real folder, asks it for the list ai-toolkit wants, and has no submodules of its own.
+
+Importing this module needs neither torch nor diffusers; the public names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+
+__version__ = "0.1.0"
+
+__all__ = ["COATConfig", "COATTrainer", "apply_coat", "build_optimizer"]
+
+_HOMES = {
+    "COATConfig": "coat_flux.config",
+    "COATTrainer": "coat_flux.engine.trainer",
+    "apply_coat": "coat_flux.flux",
+    "build_optimizer": "coat_flux.optimizer",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def _load_package(name: str, folder: Path) -> ModuleType:
+    """Import the package in `folder` as `name` without touching sys.path; a loaded package of that name is kept.
+
+    sys.path stays as it is because the repository's root holds `scripts`, `tests` and `extensions`, names that
+    ai-toolkit uses too.
+
+    Raises:
+        ImportError: the package is not there, or its import failed.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{name}: no package in {folder}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _as_ai_toolkit_extension() -> list[type]:
+    """Return what ai-toolkit reads as AI_TOOLKIT_EXTENSIONS. Never raises: that would end every job of the user."""
+    if "toolkit.extension" not in sys.modules:
+        return []
+    try:
+        _load_package("coat_flux", Path(__file__).resolve().parent)
+        return importlib.import_module("coat_flux.aitk.extension").host_extensions()
+    except Exception:
+        logging.getLogger("coat_flux").exception("COAT-FLUX could not start and is left out; other jobs are untouched")
+        return []
+
+
+if __name__.startswith("extensions."):
+    AI_TOOLKIT_EXTENSIONS = _as_ai_toolkit_extension()
+    __path__: list[str] = []
