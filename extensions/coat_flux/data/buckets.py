@@ -1,0 +1,85 @@
+"""Aspect-ratio buckets: the training size of an image, and the resize and crop that bring it there.
+
+The rule is ai-toolkit's. An image is scaled down to the pixel budget resolution² (never up), each side is rounded down
+or up to a multiple of `step`, and of those four sizes the one whose area is nearest to the target and within the budget
+is taken. An image smaller than the budget keeps its size up to that rounding; only sides shorter than one step grow.
+
+For FLUX.1 ai-toolkit replaces its `bucket_tolerance` setting (64) by 32: 8 (VAE) × 2 (packing) × 2. So 32 is the
+default here, and one YAML trains at the same sizes in both. One difference: for strips thinner than a step the host may
+exceed the budget, here the long side is cut instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from PIL import Image
+
+BUCKET_STEP = 32
+FLUX_MULTIPLE = 16  # VAE factor 8, then 2×2 packing
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A training size in pixels."""
+
+    width: int
+    height: int
+
+
+def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP) -> Bucket:
+    """The bucket of an image.
+
+    Args:
+        width: Image width in pixels, upright.
+        height: Image height in pixels, upright.
+        resolution: Side in pixels of the square that sets the pixel budget.
+        step: Sides are multiples of this many pixels; itself a multiple of 16.
+
+    Returns:
+        Bucket with both sides multiples of `step` and width·height <= resolution².
+
+    Raises:
+        ValueError: `step` is not a positive multiple of 16, `resolution` is below it, or a side is not positive.
+
+    Numerics: before the crop each side differs from the ideal one by less than `step` (unless the image is a strip
+    narrower than a step).
+    """
+    _check(width, height, resolution, step)
+    budget = resolution * resolution
+    target = min(width * height, budget)
+    scale = (target / (width * height)) ** 0.5
+    ideal = (width * scale / step, height * scale / step)
+    sides = [sorted({math.floor(side), math.ceil(side)} - {0}) for side in ideal]
+    sizes = [(w * step, h * step) for w, h in itertools.product(*sides) if w * h * step * step <= budget]
+    if sizes:
+        return Bucket(*min(sizes, key=lambda size: abs(size[0] * size[1] - target)))
+    longest = budget // (step * step)
+    return Bucket(*(min(max(1, math.floor(side)), longest) * step for side in ideal))
+
+
+def fit_to_bucket(image: Image.Image, bucket: Bucket) -> Image.Image:
+    """Resize (bicubic, aspect kept) until the image covers the bucket, then crop its centre to exactly the bucket."""
+    width, height = image.size
+    if bucket.width * height >= bucket.height * width:
+        covering = (bucket.width, _ceil_div(height * bucket.width, width))
+    else:
+        covering = (_ceil_div(width * bucket.height, height), bucket.height)
+    left, top = (covering[0] - bucket.width) // 2, (covering[1] - bucket.height) // 2
+    resized = image.resize(covering, Image.Resampling.BICUBIC)
+    return resized.crop((left, top, left + bucket.width, top + bucket.height))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _check(width: int, height: int, resolution: int, step: int) -> None:
+    if step < FLUX_MULTIPLE or step % FLUX_MULTIPLE:
+        raise ValueError(f"step={step}: must be a positive multiple of {FLUX_MULTIPLE}; use {BUCKET_STEP}")
+    if resolution < step:
+        raise ValueError(f"resolution={resolution}: must be at least step={step} pixels; use 512, 768 or 1024")
+    if width < 1 or height < 1:
+        raise ValueError(f"image size {width}x{height}: both sides must be at least 1 pixel; remove the image")

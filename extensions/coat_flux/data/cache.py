@@ -1,0 +1,251 @@
+"""Encoding images and prompts with FLUX's frozen models, and keeping the results on disk or in memory.
+
+A cached tensor is found again by everything that determines it: latents by the image file's bytes, bucket, flip and
+VAE; text embeddings by the prompt, the text encoders and the token length. File names, sizes and dates play no part, so
+a replaced photo or an edited caption is never served stale, and a renamed one is not encoded twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .buckets import Bucket
+from .errors import DatasetError
+
+logger = logging.getLogger(__name__)
+
+CACHE_FOLDER = "_coat_cache"
+_VERSION = 1  # of what an entry holds and how images are prepared; raise it when either changes
+_PROBED_ELEMENTS = 16
+_CHECKSUM = "crc32"
+
+
+@dataclass(frozen=True)
+class TextEncoders:
+    """FLUX's frozen text side.
+
+    Attributes:
+        clip: CLIPTextModel.
+        t5: T5EncoderModel.
+        clip_tokenizer: Tokenizer of `clip`.
+        t5_tokenizer: Tokenizer of `t5`.
+        max_length: T5 tokens per prompt; longer captions are cut.
+    """
+
+    clip: nn.Module
+    t5: nn.Module
+    clip_tokenizer: Any
+    t5_tokenizer: Any
+    max_length: int = 512
+
+    @property
+    def identity(self) -> str:
+        """Changes whenever the embeddings of a prompt would."""
+        return _digest([model_identity(self.clip), model_identity(self.t5), self.max_length])
+
+    def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """T5 embeddings [B, T, D] and CLIP pooled [B, P] in bf16; see `encode_prompts`."""
+        tokenizers = (self.clip_tokenizer, self.t5_tokenizer)
+        return encode_prompts((self.clip, self.t5), tokenizers, prompts, self.max_length)
+
+
+def model_identity(model: Any) -> str:
+    """A short hash of a model: class, config, and name, shape, dtype and a few elements of each tensor.
+
+    Reads at most 31 evenly spaced elements per tensor: quick on a 10 GB encoder, and enough to tell checkpoints apart.
+    """
+    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
+    settings = {key: str(value) for key, value in config.items() if key[0] != "_" and key != "transformers_version"}
+    parts: list[Any] = [type(model).__name__, settings]
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        probed = flat[:: max(1, flat.numel() // _PROBED_ELEMENTS)].to("cpu", torch.float64)
+        parts.append([name, list(tensor.shape), str(tensor.dtype), probed.tolist()])
+    return _digest(parts)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def latent_key(image_digest: str, bucket: Bucket, flip: bool, vae_identity: str) -> str:
+    """Name of the cache entry of an image's latents."""
+    return _digest(["latents", _VERSION, image_digest, bucket.width, bucket.height, flip, vae_identity])
+
+
+def text_key(prompt: str, text_identity: str) -> str:
+    """Name of the cache entry of a prompt's embeddings."""
+    return _digest(["text", _VERSION, prompt, text_identity])
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()[:40]
+
+
+class TensorCache:
+    """Named tensors under keys, in a folder, in memory, both or (disabled) neither.
+
+    Files are safetensors with a checksum, written under a temporary name and moved into place, so an interrupted run
+    or a second process leaves no half-written entry behind.
+
+    Args:
+        folder: Where files go; None keeps nothing on disk.
+        keep_in_memory: Also keep what was loaded or stored in RAM.
+    """
+
+    def __init__(self, folder: Path | None, keep_in_memory: bool) -> None:
+        self.folder, self.keep_in_memory = folder, keep_in_memory
+        self._memory: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is kept at all."""
+        return self.keep_in_memory or self.folder is not None
+
+    def path(self, key: str) -> Path:
+        """File of an entry.
+
+        Raises:
+            ValueError: this cache has no folder.
+        """
+        if self.folder is None:
+            raise ValueError("folder=None: this cache is not on disk; give it a folder")
+        return self.folder / f"{key}.safetensors"
+
+    def load(self, key: str) -> dict[str, Tensor] | None:
+        """The entry, or None where there is none or its file is damaged (with a warning)."""
+        if key in self._memory:
+            return self._memory[key]
+        if self.folder is None or not self.path(key).is_file():
+            return None
+        try:
+            tensors = _read(self.path(key))
+        except (SafetensorError, OSError, ValueError) as error:
+            logger.warning("%s: damaged cache file (%s); it is made again", self.path(key), error)
+            return None
+        if self.keep_in_memory:
+            self._memory[key] = tensors
+        return tensors
+
+    def store(self, key: str, tensors: dict[str, Tensor], about: str) -> None:
+        """Keep an entry.
+
+        Args:
+            key: Its name.
+            tensors: CPU tensors.
+            about: What it was made from, for a person who opens the file.
+
+        Raises:
+            DatasetError: the folder cannot be written.
+        """
+        if self.keep_in_memory:
+            self._memory[key] = tensors
+        if self.folder is None:
+            return
+        target = self.path(key)
+        temporary = target.with_name(f".{key}.{uuid.uuid4().hex}.tmp")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, temporary, metadata={"about": about, _CHECKSUM: str(_checksum(tensors))})
+            os.replace(temporary, target)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise DatasetError(
+                f"{target.parent}: the cache cannot be written ({error}); make the folder writable and free some disk, "
+                "or set cache_latents_to_disk: false and cache_text_embeddings: false"
+            ) from error
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        expected = (file.metadata() or {}).get(_CHECKSUM)
+    if expected != str(_checksum(tensors)):
+        raise ValueError("checksum differs")
+    return tensors
+
+
+def _checksum(tensors: dict[str, Tensor]) -> int:
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy(), zlib.crc32(name.encode(), value))
+    return value
+
+
+@torch.no_grad()
+def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
+    """Latents FLUX trains on: (mode - shift_factor)·scaling_factor.
+
+    The mode (mean) of the VAE's posterior is used where ai-toolkit draws one sample when it fills its cache: FLUX's
+    posterior is narrow, and so the same image has the same latents in every run, process and cache.
+
+    Args:
+        vae: AutoencoderKL; runs on its own device in its own dtype.
+        pixels_BCHW: [B, 3, H, W] in [-1, 1].
+
+    Returns:
+        [B, C, H/8, W/8] float32 on the VAE's device.
+    """
+    parameter = next(vae.parameters())
+    mode = vae.encode(pixels_BCHW.to(parameter.device, parameter.dtype)).latent_dist.mode().float()
+    return (mode - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+
+@torch.no_grad()
+def encode_prompts(
+    text_encoders: Sequence[nn.Module],
+    tokenizers: Sequence[Any],
+    prompts: Sequence[str],
+    max_length: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """Prompt embeddings as FluxPipeline.encode_prompt makes them, each prompt alone so that batching changes no bit.
+
+    Args:
+        text_encoders: (CLIPTextModel, T5EncoderModel); each runs on its own device.
+        tokenizers: Of the two, in that order.
+        prompts: B prompts.
+        max_length: T5 tokens T; longer prompts are cut, with a warning.
+        dtype: Of the result.
+
+    Returns:
+        T5 embeddings [B, T, D] and CLIP pooled [B, P], on the encoders' devices.
+    """
+    clip, t5 = text_encoders
+    clip_tokenizer, t5_tokenizer = tokenizers
+    clip_length = min(clip_tokenizer.model_max_length, clip.config.max_position_embeddings)
+    embeds, pooled = [], []
+    for prompt in prompts:
+        length = len(t5_tokenizer(prompt, truncation=False).input_ids)
+        if length > max_length:
+            cut = length - max_length
+            logger.warning(
+                "caption of %d tokens: the last %d are cut (limit %d): %.60s...", length, cut, max_length, prompt
+            )
+        pooled.append(clip(_tokens(clip_tokenizer, prompt, clip_length, clip)).pooler_output)
+        embeds.append(t5(_tokens(t5_tokenizer, prompt, max_length, t5)).last_hidden_state)
+    return torch.cat(embeds).to(dtype), torch.cat(pooled).to(dtype)
+
+
+def _tokens(tokenizer: Any, prompt: str, length: int, model: nn.Module) -> Tensor:
+    ids = tokenizer([prompt], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+    return ids.to(next(model.parameters()).device)

@@ -1,0 +1,251 @@
+"""Batches of latents and text embeddings for the training loop, from the caches or encoded on the fly.
+
+Images and prompts are always encoded one at a time, so that a batch has the same bits whether it was cached or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import ImageOps
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .buckets import fit_to_bucket
+from .cache import (
+    CACHE_FOLDER,
+    TensorCache,
+    TextEncoders,
+    encode_latents,
+    file_digest,
+    latent_key,
+    model_identity,
+    text_key,
+)
+from .captions import shuffle_tokens
+from .dataset import Batch, Sample
+from .errors import DatasetError
+from .images import load_image, to_tensor
+
+
+class LatentDataset:
+    """Samples as tensors.
+
+    Args:
+        samples: As returned by `scan`.
+        dataset_configs: The settings the samples came from (folder_path, cache_latents, cache_latents_to_disk,
+            cache_text_embeddings, caption_dropout_rate, shuffle_tokens).
+        vae: AutoencoderKL.
+        encoders: The text side.
+        device: Where batches are put, and where `fill` encodes.
+        seed: Of caption dropout and token shuffling.
+        cache_folder: Where cache files go; None is `_coat_cache` in each dataset's folder.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        dataset_configs: Sequence[Any],
+        vae: nn.Module,
+        encoders: TextEncoders,
+        device: torch.device | str = "cpu",
+        *,
+        seed: int = 0,
+        cache_folder: Path | str | None = None,
+    ) -> None:
+        self.samples, self.configs = list(samples), list(dataset_configs)
+        self.vae: nn.Module | None = vae
+        self.encoders: TextEncoders | None = encoders
+        self.device, self.seed = torch.device(device), seed
+        self._vae_identity, self._text_identity = model_identity(vae), encoders.identity
+        self._digests: dict[Path, str] = {}
+        self._latents, self._texts = [], []
+        for config in self.configs:
+            root = Path(cache_folder) if cache_folder is not None else Path(config.folder_path) / CACHE_FOLDER
+            on_disk = root / "latents" if config.cache_latents_to_disk else None
+            self._latents.append(TensorCache(on_disk, config.cache_latents))
+            self._texts.append(TensorCache(root / "text" if config.cache_text_embeddings else None, False))
+
+    @property
+    def needs_vae(self) -> bool:
+        """Whether training reads images that are not cached."""
+        return not all(cache.enabled for cache in self._latents)
+
+    @property
+    def needs_encoders(self) -> bool:
+        """Whether training encodes prompts that are not cached."""
+        return not all(cache.enabled for cache in self._texts)
+
+    def fill(self, progress: bool = True) -> None:
+        """Encode whatever the caches lack, then let go of the models that training no longer needs.
+
+        A model is moved to `device` only if something is missing, and back afterwards. With several processes, call it
+        on one first and on the others after that: they find everything done.
+        """
+        distinct = list(dict.fromkeys(s for s in self.samples if self._latents[s.dataset_index].enabled))
+        missing = [s for s in _bar(distinct, "Checking cached latents", progress) if self._load_latents(s) is None]
+        if missing and self.vae is not None:
+            with _moved([self.vae], self.device):
+                for sample in _bar(missing, "Caching latents", progress):
+                    self._make_latents(sample)
+        prompts = [p for p in self._cached_prompts() if self._load_text(*p) is None]
+        if prompts and self.encoders is not None:
+            with _moved([self.encoders.clip, self.encoders.t5], self.device):
+                for index, prompt in _bar(prompts, "Caching text embeddings", progress):
+                    self._make_text(index, prompt)
+        if not self.needs_vae:
+            self.vae = None
+        if not self.needs_encoders:
+            self.encoders = None
+
+    def latents(self, sample: Sample) -> Tensor:
+        """Latents of a sample, [C, h, w] float32 on the CPU.
+
+        Raises:
+            DatasetError: the image cannot be read, its latents are not finite, or its cache entry is gone and the VAE
+                is no longer loaded.
+        """
+        found = self._load_latents(sample)
+        return found if found is not None else self._make_latents(sample)
+
+    def _make_latents(self, sample: Sample) -> Tensor:
+        if self.vae is None:
+            raise _cache_gone(sample.image_path, "latents")
+        image = load_image(sample.image_path)
+        image = fit_to_bucket(ImageOps.mirror(image) if sample.flip else image, sample.bucket)
+        latents = encode_latents(self.vae, to_tensor(image)[None])[0].cpu()
+        if not torch.isfinite(latents).all():
+            raise DatasetError(f"{sample.image_path}: the VAE returns NaN or inf for it; run the VAE in bf16 or fp32")
+        cache = self._latents[sample.dataset_index]
+        if cache.enabled:
+            cache.store(self._latent_key(sample), {"latents": latents}, about=sample.image_path.name)
+        return latents
+
+    def text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor]:
+        """T5 embeddings [T, D] and CLIP pooled [P] of a prompt, bf16 on the CPU.
+
+        Raises:
+            DatasetError: the embeddings are not finite, or the cache entry is gone and the encoders are not loaded.
+        """
+        found = self._load_text(dataset_index, prompt)
+        return found if found is not None else self._make_text(dataset_index, prompt)
+
+    def _make_text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor]:
+        if self.encoders is None:
+            raise _cache_gone(f"caption {prompt!r}", "text embeddings")
+        embeds, pooled = self.encoders.encode([prompt])
+        entry = {"prompt_embeds": embeds[0].cpu(), "pooled": pooled[0].cpu()}
+        if not all(torch.isfinite(value).all() for value in entry.values()):
+            raise DatasetError(f"caption {prompt!r}: the text encoders return NaN or inf; run them in bf16 or fp32")
+        cache = self._texts[dataset_index]
+        if cache.enabled:
+            cache.store(text_key(prompt, self._text_identity), entry, about=prompt)
+        return entry["prompt_embeds"], entry["pooled"]
+
+    def batch(self, batch: Batch) -> dict[str, Tensor]:
+        """Tensors of a batch.
+
+        Returns:
+            latents [B, C, h, w] float32, prompt_embeds [B, T, D] and pooled [B, P] bf16 on `device`; indices [B] int64
+            (CPU), which sample each row is.
+        """
+        rows = [
+            (self.samples[i], self._prompt(self.samples[i], batch.draw, row)) for row, i in enumerate(batch.indices)
+        ]
+        texts = [self.text(sample.dataset_index, prompt) for sample, prompt in rows]
+        return {
+            "latents": torch.stack([self.latents(sample) for sample, _ in rows]).to(self.device),
+            "prompt_embeds": torch.stack([embeds for embeds, _ in texts]).to(self.device),
+            "pooled": torch.stack([pooled for _, pooled in texts]).to(self.device),
+            "indices": torch.tensor(batch.indices),
+        }
+
+    def _prompt(self, sample: Sample, draw: int, row: int) -> str:
+        """Caption for one draw. The random numbers depend on (seed, draw, row) only, so a resumed run repeats them."""
+        config = self.configs[sample.dataset_index]
+        rng = random.Random(f"{self.seed}/{draw}/{row}")
+        if rng.random() < config.caption_dropout_rate:
+            return sample.dropped_caption
+        if config.shuffle_tokens and not config.cache_text_embeddings:
+            return shuffle_tokens(sample.caption, rng)
+        return sample.caption
+
+    def _cached_prompts(self) -> list[tuple[int, str]]:
+        pairs: dict[tuple[int, str], None] = {}
+        for sample in self.samples:
+            index = sample.dataset_index
+            if self._texts[index].enabled:
+                pairs[index, sample.caption] = None
+                if self.configs[index].caption_dropout_rate > 0:
+                    pairs[index, sample.dropped_caption] = None
+        return list(pairs)
+
+    def _latent_key(self, sample: Sample) -> str:
+        path = sample.image_path
+        if path not in self._digests:
+            self._digests[path] = file_digest(path)
+        return latent_key(self._digests[path], sample.bucket, sample.flip, self._vae_identity)
+
+    def _load_latents(self, sample: Sample) -> Tensor | None:
+        cache = self._latents[sample.dataset_index]
+        entry = cache.load(self._latent_key(sample)) if cache.enabled else None
+        return None if entry is None else entry["latents"]
+
+    def _load_text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor] | None:
+        cache = self._texts[dataset_index]
+        entry = cache.load(text_key(prompt, self._text_identity)) if cache.enabled else None
+        return None if entry is None else (entry["prompt_embeds"], entry["pooled"])
+
+
+def cache_all(
+    samples: Sequence[Sample],
+    vae: nn.Module,
+    encoders: TextEncoders,
+    device: torch.device | str = "cpu",
+    progress: bool = True,
+    *,
+    dataset_configs: Sequence[Any],
+    seed: int = 0,
+    cache_folder: Path | str | None = None,
+) -> LatentDataset:
+    """Make a LatentDataset and fill its caches; afterwards `needs_vae` and `needs_encoders` say what must stay loaded.
+
+    Arguments are LatentDataset's; `progress` shows progress bars.
+    """
+    dataset = LatentDataset(samples, dataset_configs, vae, encoders, device, seed=seed, cache_folder=cache_folder)
+    dataset.fill(progress)
+    return dataset
+
+
+def build_batches(dataset: LatentDataset, sampler: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each batch a sampler yields; endless with BucketBatchSampler."""
+    return map(dataset.batch, sampler)
+
+
+def _cache_gone(what: Path | str, kind: str) -> DatasetError:
+    return DatasetError(
+        f"{what}: its cached {kind} were removed or damaged after the start, and the encoder is no longer loaded; "
+        "start the run again to make them anew"
+    )
+
+
+def _bar(items: list[Any], description: str, progress: bool) -> Iterable[Any]:
+    return tqdm(items, desc=description, disable=not progress)
+
+
+@contextlib.contextmanager
+def _moved(models: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """Models on `device` inside the block, and where they came from after it."""
+    homes = [next(model.parameters()).device for model in models]
+    try:
+        for model in models:
+            model.to(device)
+        yield
+    finally:
+        for model, home in zip(models, homes, strict=True):
+            model.to(home)

@@ -1,0 +1,141 @@
+"""Turn a diffusion transformer into a COAT one: FP8 weights, FP8 GEMMs, FP8 saved tensors."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from coat_core.config import FP8LinearConfig
+from coat_core.linear.function import fp8_gemm_obstacle
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion
+
+from ..memory.policy import BlockPolicy
+from .policy import ArchitecturePolicy, matches, policy_for
+from .report import CoatReport
+
+if TYPE_CHECKING:
+    from ..config import COATConfig
+
+logger = logging.getLogger(__name__)
+
+
+def apply_coat(
+    model: nn.Module,
+    config: COATConfig,
+    *,
+    allow_recompute: bool = True,
+    device: torch.device | str | None = None,
+) -> CoatReport:
+    """Convert the linears of a diffusion transformer and take over what its blocks keep for backward, in place.
+
+    Args:
+        model: a diffusers transformer (or UNet) that is not wrapped by PEFT yet. Layers that a host has already
+            quantized with our backend (attribute `coat_linear_config`) are recognized and configured.
+        config: the `coat:` block.
+        allow_recompute: False (the host's `train.gradient_checkpointing: false`) forbids recomputation.
+        device: where the model will run; default: where its parameters are.
+
+    Returns:
+        CoatReport; `report.table()` is the start-up table.
+
+    Raises:
+        ValueError: an include/exclude pattern matches no layer, `memory.checkpointing` asks for recomputation that
+            the host forbids, or the model has no blocks.
+        RuntimeError: `fallback: error` and FP8 cannot be used on this device.
+    """
+    report = CoatReport()
+    if not config.enabled:
+        return report
+    policy = policy_for(model)
+    run_device = torch.device(device) if device is not None else next(model.parameters()).device
+    _check_patterns(model, config)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            _convert_one(name, module, config, policy, run_device, report)
+    _check_fallback(report, config)
+    blocks = BlockPolicy.install(model, policy.blocks, config, allow_recompute)
+    report.checkpointing = blocks.describe()
+    logger.info("%s: %d linears converted, %d left", type(model).__name__, len(report.converted), len(report.skipped))
+    return report
+
+
+def _check_patterns(model: nn.Module, config: COATConfig) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for key in ("include", "exclude"):
+        for pattern in getattr(config.activation, key):
+            if not any(matches(name, (pattern,)) for name in names):
+                raise ValueError(
+                    f"coat.activation.{key}: {pattern!r} matches no linear layer of {type(model).__name__}; "
+                    f"patterns are matched against full names such as {names[-1]!r}"
+                )
+
+
+def _layer_config(
+    name: str, config: COATConfig, policy: ArchitecturePolicy, device: torch.device
+) -> tuple[FP8LinearConfig, str]:
+    """Return this layer's linear config and why it multiplies in high precision, if it does."""
+    base = config.linear_config()
+    if not base.use_fp8_gemm:
+        return base, "activation.use_fp8: false"
+    chosen = matches(name, tuple(config.activation.include)) and not matches(name, tuple(config.activation.exclude))
+    if not chosen:
+        return replace(base, use_fp8_gemm=False), "activation.include / exclude"
+    if matches(name, policy.weight_only):
+        return replace(base, use_fp8_gemm=False), "one row per image: reading the weight is all the time there is"
+    obstacle = fp8_gemm_obstacle(device, base)
+    return base, "" if obstacle is None else f"fallback: {obstacle}"
+
+
+def _convert_one(
+    name: str,
+    module: Any,
+    config: COATConfig,
+    policy: ArchitecturePolicy,
+    device: torch.device,
+    report: CoatReport,
+) -> None:
+    linear_config, why = _layer_config(name, config, policy, device)
+    if isinstance(module, FP8Linear | FP8TrainableLinear):
+        module.config = linear_config
+    elif hasattr(module, "coat_linear_config"):
+        module.coat_linear_config = linear_config
+    elif not matches(name, policy.convert):
+        report.skipped[name] = "outside the blocks: kept in high precision"
+        return
+    elif type(module) is not nn.Linear:
+        report.skipped[name] = f"a {type(module).__name__}, not a plain nn.Linear"
+        return
+    elif (reason := obstacle_to_conversion(module)) is not None:
+        report.skipped[name] = reason
+        return
+    elif config.weight.use_fp8:
+        FP8Linear.from_linear(module, linear_config)
+    elif linear_config.use_fp8_gemm:
+        FP8TrainableLinear.from_linear(module, linear_config)
+    else:
+        report.skipped[name] = f"weight.use_fp8: false; {why}"
+        return
+    report.add(name, _describe(linear_config, config.weight.use_fp8, bool(why)), why)
+
+
+def _describe(linear: FP8LinearConfig, stored: bool, high_precision: bool) -> str:
+    weight = f"W {linear.weight_format}/{linear.weight_granularity}" + ("" if stored else " cast at each use")
+    if high_precision:
+        return f"{weight}, high precision GEMM"
+    return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"
+
+
+def _check_fallback(report: CoatReport, config: COATConfig) -> None:
+    failed = {name: why for name, why in report.why.items() if why.startswith("fallback: ")}
+    if failed and config.fallback == "error":
+        name, why = next(iter(failed.items()))
+        raise RuntimeError(
+            f"coat.fallback='error': {len(failed)} layers cannot multiply in FP8 (first {name}: "
+            f"{why.removeprefix('fallback: ')}); set coat.fallback: bf16 or change coat.activation / coat.weight"
+        )
+    if failed:
+        logger.warning("%d layers multiply in high precision: %s", len(failed), next(iter(failed.values())))

@@ -1,0 +1,64 @@
+"""Which linear layers of an architecture become FP8, as data.
+
+Patterns are fnmatch patterns over full module names, never substrings: the substring `proj_out` would match FLUX's
+final projection and also the single blocks' `proj_out`, a quarter of the model's FLOPs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ArchitecturePolicy:
+    """What of an architecture may be FP8.
+
+    Attributes:
+        convert: patterns of the linears whose weights become FP8; all others stay in high precision.
+        weight_only: of those, patterns of linears that multiply in high precision: they run on one row per image
+            (adaLN modulation), where reading the weight is all the time there is.
+        blocks: names of the module lists whose items are recomputed or kept as a whole.
+    """
+
+    convert: tuple[str, ...]
+    weight_only: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+
+FLUX = ArchitecturePolicy(
+    convert=("transformer_blocks.*", "single_transformer_blocks.*"),
+    weight_only=(
+        "transformer_blocks.*.norm1.linear",
+        "transformer_blocks.*.norm1_context.linear",
+        "single_transformer_blocks.*.norm.linear",
+    ),
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+)
+
+POLICIES = {"FluxTransformer2DModel": FLUX}
+
+
+def policy_for(model: nn.Module) -> ArchitecturePolicy:
+    """Return the policy of this model's class, or a cautious one: what lies in the model's top-level block lists.
+
+    Raises:
+        ValueError: the class is unknown and the model has no block list.
+    """
+    for cls in type(model).__mro__:
+        if cls.__name__ in POLICIES:
+            return POLICIES[cls.__name__]
+    blocks = tuple(name for name, child in model.named_children() if isinstance(child, nn.ModuleList))
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__}: no policy for this class and no top-level list of blocks to convert; "
+            f"known classes: {', '.join(POLICIES)}"
+        )
+    return ArchitecturePolicy(tuple(f"{name}.*" for name in blocks), (), blocks)
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether the full name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,1 @@
+LINEAR_MODULES = ["Linear", "OstrisLinear"]

@@ -1,0 +1,2 @@
+def print_acc(*words):
+    print(*words)

@@ -1,0 +1,97 @@
+"""Every tolerance of the tests, with its reason. Floors are SQNR in dB (see `coat_core.metrics.sqnr_db`).
+
+Three kinds of error are never mixed: exact (no number needed, `assert_bitwise`), SQNR floor (quantized against high
+precision) and allclose (high precision in another order).
+"""
+
+from __future__ import annotations
+
+# --- quantize: round trips -----------------------------------------------------------------------------------------
+# Gaussian round trip: relative error within half an ulp of 3 (2) mantissa bits. Measured 31.5-33 dB for e4m3 and
+# 25.6-27 dB for e5m2 over all granularities and input dtypes; floors are the low end of that.
+GAUSSIAN_FLOOR_DB = {"e4m3": 31.5, "e5m2": 25.5}
+
+# Gaussian data scaled to its own amax (3 to 5 sigma): e4m3 loses what is under sigma·5/448/1024 ≈ 1e-5 sigma; fp16 and
+# bf16 inputs are no coarser than that. Measured at most 1e-5.
+GAUSSIAN_UNDERFLOW = 1e-4
+
+# One element 1e4 times the others spoils its own group only; all other groups must stay at the Gaussian floor.
+OUTLIER_REST_FLOOR_DB = GAUSSIAN_FLOOR_DB
+
+# Underflow counted over 262,144 elements at 1.74 %: standard deviation 1.5 % of the rate, times 5.
+OUTLIER_UNDERFLOW_REL = 0.075
+
+# Slack, relative to the element, of a bound worked out in float64 while the code scales in fp32: the division by the
+# scale and the multiplication back round by 2^-24 each; doubled.
+FP32_ROUNDING = 2.0**-22
+
+# --- dynamic range expansion ---------------------------------------------------------------------------------------
+# Constant blocks come back through sqrt·sqrt, two divisions, a power with exponent 1 and two products: at most
+# 7 fp32 roundings of 2^-24, and pow's own 2 ulp.
+CONSTANT_BLOCK_REL = 2.0**-20
+
+# k is rounded down to a multiple of the step: where the unrounded k is this near to a multiple (relative), fp32 may
+# fall on the other side. log2 of magnitudes near 2^-26 errs by 2^-20, on spreads of 0.7 and more: 3e-6, times 7.
+EXPONENT_BOUNDARY = 2e-5
+
+# expand then contract without a cast: pow(k) errs by k·2^-23 relative, pow(1/k) takes 1/k of that and adds 2 ulp;
+# magnitudes of 2^±26 add the rounding of x/center.
+ROUND_TRIP_REL = 2.0**-17
+
+# --- stochastic rounding -------------------------------------------------------------------------------------------
+# The number of round-ups among n draws is binomial; 5 standard deviations are exceeded by chance once in 1.7 million.
+STOCHASTIC_DRAWS = 100_000
+STOCHASTIC_SIGMAS = 5.0
+# Mean of 20,000 weights after 1000 updates of 1/78 ulp: standard deviation 0.2 % of the drift, times 5.
+STOCHASTIC_DRIFT = 0.01
+
+# --- data ----------------------------------------------------------------------------------------------------------
+# 8-bit levels of a flat black or white area through JPEG at quality 100, greyscale or CMYK: quantization steps are 1.
+JPEG_LEVELS = 2
+
+# 8-bit levels of sRGB through lcms (to sRGB, or with two primaries exchanged): rounding in and out; measured 0-1.
+ICC_LEVELS = 2
+
+# decode(encode(x)) of one flat colour by the tiny VAE, in [-1, 1], away from the border (its convolutions pad with
+# zeros): its own docstring promises 0.01, measured 8e-4.
+TINY_VAE_COLOUR = 0.01
+
+# Standard deviations of an observed caption dropout rate; exceeded by chance once in 16,000, and the seed is fixed.
+DROPOUT_SIGMAS = 4.0
+
+# --- FP8AdamW ------------------------------------------------------------------------------------------------------
+# Blocks of one magnitude are exact but for the fp32 rounding of CONSTANT_BLOCK_REL, twice a step (m and sqrt(v)), and of
+# the AdamW update itself; over at most 20 steps these add up.
+SPECIAL_UPDATE_REL = 40 * 2.0**-20
+
+# A 200-step regression: AdamW must have learned it (loss under this fraction of the first) for the comparison to mean
+# anything; the final loss of FP8 moments may be above AdamW's by the noise of 3 mantissa bits.
+CONVERGED_FRACTION = 0.05
+CONVERGED_LOSS_RATIO = 1.5
+
+# --- engine: two processes against one with accumulation 2 ---------------------------------------------------------
+# The same micro-batches with the same draws; only (g0 + g1)/2 is summed as g0/2 + g1/2. Losses agree to fp32 rounding
+# carried through a few AdamW steps at lr 1e-2; where a gradient is near zero AdamW's first steps may turn its sign.
+PROCESSES_LOSS_RTOL = 1e-5
+PROCESSES_LORA_RTOL = 1e-2
+PROCESSES_LORA_ATOL = 1e-4
+
+# --- embedded model ------------------------------------------------------------------------------------------------
+# Standard deviation of the tiny FLUX's prediction; the flow-matching target's is 1.4. Measured 1.0 to 1.2 over seeds.
+TINY_FLUX_PREDICTION_STD = (0.7, 1.6)
+
+# Relative change of the prediction when one input changes. Measured at least 0.10 (guidance 3.5 to 1), 0.22 (T5 prompt),
+# 0.46 (timestep), 0.55 (pooled prompt), 1.2 (image).
+TINY_FLUX_CHANGE_FLOOR = 0.05
+
+# Fixed-noise loss after 100 LoRA steps over the loss before. Asked for: 0.95; measured 0.56 to 0.58 over seeds.
+TINY_FLUX_LORA_GAIN = 0.8
+
+# Standard deviation of scaled latents of coloured pictures; FLUX's scaling aims at 1.
+TINY_VAE_LATENT_STD = (0.6, 1.6)
+
+# --- example images ------------------------------------------------------------------------------------------------
+# 8-bit levels between drawings by two Pillow versions: JPEG and resampling round differently at edges (max), flat areas
+# do not (mean). Measured 0 and 0 with the same version.
+EXAMPLE_IMAGE_LEVELS = 48
+EXAMPLE_IMAGE_MEAN_LEVELS = 1.0
