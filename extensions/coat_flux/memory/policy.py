@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # bytes saved for backward per element of hidden states: (high precision, packed FP8), measured, see EXPERIMENTS.md
-SAVED_BYTES = {"FluxTransformerBlock": (59.0, 30.0), "FluxSingleTransformerBlock": (50.0, 26.0)}
-SAVED_BYTES_UNKNOWN = (59.0, 30.0)
+SAVED_BYTES = {"FluxTransformerBlock": (65.0, 21.0), "FluxSingleTransformerBlock": (65.0, 20.0)}
+SAVED_BYTES_UNKNOWN = (65.0, 30.0)
 
 
 class BlockPolicy:
