@@ -1,1 +1,5 @@
+"""The `coat-flux` command."""
 
+from .entry import main
+
+__all__ = ["main"]

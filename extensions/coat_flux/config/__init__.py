@@ -2,5 +2,9 @@
 
 from .coat_config import COATConfig
 from .findings import ConfigError
+from .job_config import JobConfig
+from .job_file import load_job_yaml
+from .job_rules import require_packages
+from .options import markdown_table
 
-__all__ = ["COATConfig", "ConfigError"]
+__all__ = ["COATConfig", "ConfigError", "JobConfig", "load_job_yaml", "markdown_table", "require_packages"]

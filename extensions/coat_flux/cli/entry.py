@@ -1,0 +1,115 @@
+"""`coat-flux`: train, install, check.
+
+Nothing heavy is imported before a command needs it, so that `--help` and a mistake in the YAML answer at once. Exit
+code 0 only on success, 2 for something the user can put right, 130 on Ctrl+C; other exceptions show their traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..config import ConfigError, JobConfig, require_packages
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+NAME_HELP = "takes the place of config.name, and of every [name] in the file"
+
+
+class _Refused(Exception):
+    """Something the user can put right; the message says what."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; None takes them from the command line.
+
+    Returns:
+        The exit code.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ConfigError, _Refused) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
+    parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train with the stand-alone engine", description=_train.__doc__)
+    train.add_argument("config", metavar="CONFIG", help="YAML or JSON, the same as for ai-toolkit")
+    train.add_argument("-n", "--name", help=NAME_HELP)
+    train.set_defaults(run=_train)
+
+    install = commands.add_parser("install", help="link into an ai-toolkit checkout", description=_install.__doc__)
+    install.add_argument("dir", metavar="AI_TOOLKIT_DIR", help="the folder with ai-toolkit's run.py")
+    install.add_argument("--undo", action="store_true", help="remove what install made")
+    install.set_defaults(run=_install)
+
+    check = commands.add_parser("check", help="check the YAML, nothing else", description=_check.__doc__)
+    check.add_argument("config", metavar="CONFIG", help="YAML or JSON")
+    check.add_argument("-n", "--name", help=NAME_HELP)
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _train(args: argparse.Namespace) -> None:
+    """Train a LoRA with the stand-alone engine, or continue its run; several GPUs with `accelerate launch`."""
+    job = _load(args)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    if _is_main_process():
+        for package in ("coat_core", "coat_flux"):
+            logging.getLogger(package).setLevel(logging.INFO)
+    from ..data.errors import DatasetError
+    from ..engine.loading import ModelLoadError
+    from ..engine.resume import ResumeError
+    from ..engine.trainer import COATTrainer
+
+    try:
+        COATTrainer(job).train()
+    except (DatasetError, ModelLoadError, ResumeError) as error:
+        raise _Refused(str(error)) from error
+
+
+def _install(args: argparse.Namespace) -> None:
+    """Link extension, configs and example images into an ai-toolkit checkout."""
+    from ..aitk.install import InstallError, install
+
+    try:
+        done = install(args.dir, undo=args.undo)
+    except InstallError as error:
+        raise _Refused(str(error)) from error
+    print("\n".join(done))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Check the keys and values of a YAML for the stand-alone trainer. Images, model and memory are not looked at."""
+    job = _load(args)
+    for note in job.notes:
+        print(f"note: {note}")
+    print(f"{job.file}: no error found; '{job.name}' would train {job.train.steps} steps into {job.folder}")
+
+
+def _load(args: argparse.Namespace) -> JobConfig:
+    job = JobConfig.from_file(args.config, name=args.name)
+    require_packages(job)
+    return job
+
+
+def _is_main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,167 @@
+"""The `coat:` block as dataclasses, and what the numerics take from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .build import build, from_option, parse_keys, to_plain
+from .findings import Findings
+from .options import ADAMW_OPTIONS, BY_KEY, OPTIONS
+
+if TYPE_CHECKING:
+    from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """`coat.optimizer`: how the moments are stored."""
+
+    use_fp8: bool = from_option(BY_KEY["optimizer.use_fp8"])
+    use_fp8_m1: bool = from_option(BY_KEY["optimizer.use_fp8_m1"])
+    use_fp8_m2: bool = from_option(BY_KEY["optimizer.use_fp8_m2"])
+    m1_format: str = from_option(BY_KEY["optimizer.m1_format"])
+    m2_format: str = from_option(BY_KEY["optimizer.m2_format"])
+    block_size: int = from_option(BY_KEY["optimizer.block_size"])
+    use_dynamic_range_expansion: bool = from_option(BY_KEY["optimizer.use_dynamic_range_expansion"])
+    stochastic_rounding: bool = from_option(BY_KEY["optimizer.stochastic_rounding"])
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """`coat.weight`: how frozen linears are stored."""
+
+    use_fp8: bool = from_option(BY_KEY["weight.use_fp8"])
+    format: str = from_option(BY_KEY["weight.format"])
+    granularity: str = from_option(BY_KEY["weight.granularity"])
+
+
+@dataclass(frozen=True)
+class ActivationOptions:
+    """`coat.activation`: GEMM inputs, gradients and what is saved for backward."""
+
+    use_fp8: bool = from_option(BY_KEY["activation.use_fp8"])
+    format: str = from_option(BY_KEY["activation.format"])
+    grad_format: str = from_option(BY_KEY["activation.grad_format"])
+    linear_granularity: str = from_option(BY_KEY["activation.linear_granularity"])
+    nonlinear_granularity: str = from_option(BY_KEY["activation.nonlinear_granularity"])
+    group_size: int = from_option(BY_KEY["activation.group_size"])
+    attention: str = from_option(BY_KEY["activation.attention"])
+    include: tuple[str, ...] = from_option(BY_KEY["activation.include"])
+    exclude: tuple[str, ...] = from_option(BY_KEY["activation.exclude"])
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """`coat.memory`: recomputation, budget in GB, memory lines."""
+
+    enable_efficient_checkpoint: bool = from_option(BY_KEY["memory.enable_efficient_checkpoint"])
+    checkpointing: str = from_option(BY_KEY["memory.checkpointing"])
+    every_n: int = from_option(BY_KEY["memory.every_n"])
+    budget_gb: float | None = from_option(BY_KEY["memory.budget_gb"])
+    log_memory_stats: bool = from_option(BY_KEY["memory.log_memory_stats"])
+    log_every: int = from_option(BY_KEY["memory.log_every"])
+
+
+@dataclass(frozen=True)
+class COATConfig:
+    """The whole `coat:` block; `COATConfig()` has every default."""
+
+    enabled: bool = from_option(BY_KEY["enabled"])
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    weight: WeightOptions = field(default_factory=WeightOptions)
+    activation: ActivationOptions = field(default_factory=ActivationOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    fallback: str = from_option(BY_KEY["fallback"])
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any] | None, *, file: str = "<dict>", key_path: str = "coat") -> COATConfig:
+        """Parse the block strictly, also where `enabled` is false.
+
+        Args:
+            raw: the block as YAML gives it; None or an empty block has every default.
+            file: named in errors.
+            key_path: dotted key of the block, named in errors.
+
+        Raises:
+            ConfigError: unknown keys, wrong types, values out of range, options that exclude each other; all of them.
+        """
+        findings = Findings(file)
+        config = build(cls, raw, key_path, findings)
+        check_combinations(config, key_path, findings)
+        findings.raise_if_any()
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option with its value, as plain YAML types; `from_dict` reads it back."""
+        tree = to_plain(self)
+        if self.memory.checkpointing != "every_n":
+            del tree["memory"]["every_n"]
+        return tree
+
+    def optimizer_config(
+        self,
+        optimizer_params: Mapping[str, Any] | None = None,
+        *,
+        file: str = "<dict>",
+        key_path: str = "train.optimizer_params",
+    ) -> tuple[FP8QuantizationConfig, dict[str, Any]]:
+        """How FP8AdamW stores its moments, and its other arguments.
+
+        Args:
+            optimizer_params: the host's block; a key of `coat.optimizer` in it overrides that one, `betas`, `eps` and
+                `weight_decay` are passed on.
+            file: named in errors.
+            key_path: dotted key of the block, named in errors.
+
+        Returns:
+            (config, keyword arguments of AdamW that were given).
+
+        Raises:
+            ConfigError: unknown keys or refused values in `optimizer_params`.
+        """
+        from coat_core.config import FP8QuantizationConfig
+
+        findings = Findings(file)
+        given = parse_optimizer_params(optimizer_params, key_path, findings)
+        findings.raise_if_any()
+        adamw = {option.key: given.pop(option.key) for option in ADAMW_OPTIONS if option.key in given}
+        values = {**to_plain(self.optimizer), **given}
+        use_fp8 = values.pop("use_fp8")
+        values["use_fp8_m1"] = use_fp8 and values["use_fp8_m1"]
+        values["use_fp8_m2"] = use_fp8 and values["use_fp8_m2"]
+        return FP8QuantizationConfig(**values), adamw
+
+    def linear_config(self) -> FP8LinearConfig:
+        """How frozen linears are stored and multiply."""
+        from coat_core.config import FP8LinearConfig
+
+        return FP8LinearConfig(
+            weight_format=self.weight.format,
+            weight_granularity=self.weight.granularity,
+            input_format=self.activation.format,
+            grad_format=self.activation.grad_format,
+            input_granularity=self.activation.linear_granularity,
+            group_size=self.activation.group_size,
+            use_fp8_gemm=self.activation.use_fp8,
+            fallback=self.fallback,
+        )
+
+
+def parse_optimizer_params(raw: Any, path: str, findings: Findings) -> dict[str, Any]:
+    """Check `train.optimizer_params` of coat_fp8_adamw; returns the keys that were given."""
+    rows = [option for option in OPTIONS if option.key.startswith("optimizer.")]
+    return parse_keys([*rows, *ADAMW_OPTIONS], raw, path, findings)
+
+
+def check_combinations(config: COATConfig, path: str, findings: Findings) -> None:
+    """Refuse options that the user wrote and that would have no effect beside the others."""
+    memory = f"{path}.memory"
+    mode = config.memory.checkpointing
+    if f"{memory}.every_n" in findings.given and mode != "every_n":
+        rule = f"only used with checkpointing: every_n, which is {mode}; remove it or write checkpointing: every_n"
+        findings.add(f"{memory}.every_n", rule, config.memory.every_n)
+    if config.memory.budget_gb is not None and mode != "auto":
+        rule = f"only used with checkpointing: auto, which is {mode}; write null or checkpointing: auto"
+        findings.add(f"{memory}.budget_gb", rule, config.memory.budget_gb)

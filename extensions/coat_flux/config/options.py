@@ -1,0 +1,100 @@
+"""Every option of the `coat:` block, once. Defaults, parsing, error texts and the README table all come from here."""
+
+from __future__ import annotations
+
+from .findings import show
+from .values import Option
+
+FORMATS = ("e4m3", "e5m2")
+
+
+def _switch(key: str, default: bool, doc: str) -> Option:
+    return Option(key, default, "bool", doc)
+
+
+def _choice(key: str, choices: tuple[object, ...], doc: str) -> Option:
+    return Option(key, choices[0], "choice", doc, choices=choices)
+
+
+OPTIONS: tuple[Option, ...] = (
+    _switch("enabled", True, "false: the run is exactly the host's own bf16 run"),
+    _switch("optimizer.use_fp8", True, "master switch for both moments"),
+    _switch("optimizer.use_fp8_m1", True, "the first moment (exp_avg) in FP8"),
+    _switch("optimizer.use_fp8_m2", True, "the second moment (exp_avg_sq) in FP8"),
+    _choice("optimizer.m1_format", FORMATS, "FP8 format of exp_avg"),
+    _choice("optimizer.m2_format", FORMATS, "FP8 format of exp_avg_sq"),
+    Option(
+        "optimizer.block_size",
+        128,
+        "int",
+        "elements that share one scale",
+        minimum=16,
+        maximum=4096,
+        multiple_of=16,
+    ),
+    _switch("optimizer.use_dynamic_range_expansion", True, "f(x) = sign(x)·abs(x)^k per block before the cast"),
+    _switch("optimizer.stochastic_rounding", False, "bf16/fp16 parameters are updated with stochastic rounding"),
+    _switch("weight.use_fp8", True, "frozen linears hold FP8 codes only, no bf16 copy stays in memory"),
+    _choice("weight.format", FORMATS, "FP8 format of the frozen weights"),
+    _choice("weight.granularity", ("per_tensor", "per_row"), "what shares one scale in a weight"),
+    _switch("activation.use_fp8", True, "FP8 GEMM inputs and FP8 tensors saved for backward"),
+    _choice("activation.format", FORMATS, "FP8 format of the forward input"),
+    _choice("activation.grad_format", ("e5m2", "e4m3", "bf16"), "format of the backward gradient"),
+    _choice("activation.linear_granularity", ("per_tensor", "per_row", "per_group"), "scaling of GEMM inputs"),
+    _choice(
+        "activation.nonlinear_granularity",
+        ("per_group", "per_tensor"),
+        "scaling of what norms, GELU, gates and attention save",
+    ),
+    _choice("activation.group_size", (128, 16, 32, 64, 256), "the 1×G group of per_group"),
+    _choice("activation.attention", ("fp8", "bf16"), "how q, k, v, out are saved for attention's backward"),
+    Option("activation.include", ("*",), "strings", "fnmatch patterns, full names: the linears that multiply in FP8"),
+    Option(
+        "activation.exclude",
+        (),
+        "strings",
+        "fnmatch patterns, full names: linears that multiply in bf16 (weights follow weight.use_fp8)",
+    ),
+    _switch("memory.enable_efficient_checkpoint", True, "checkpointed block inputs are stored in FP8"),
+    _choice(
+        "memory.checkpointing",
+        ("auto", "none", "all", "every_n"),
+        "which blocks recompute; auto fits budget_gb; train.gradient_checkpointing: false forbids recomputation",
+    ),
+    Option("memory.every_n", 2, "int", "with checkpointing: every_n, one block in so many recomputes", minimum=1),
+    Option(
+        "memory.budget_gb",
+        None,
+        "float",
+        "with checkpointing: auto, the peak the run must stay under; null: what the device has",
+        above=0,
+        nullable=True,
+    ),
+    _switch("memory.log_memory_stats", True, "print memory lines"),
+    Option("memory.log_every", 100, "int", "steps from one memory line to the next", minimum=1),
+    _choice("fallback", ("bf16", "error"), "when FP8 cannot be used on this device, torch or layer"),
+)
+
+BY_KEY: dict[str, Option] = {option.key: option for option in OPTIONS}
+
+ADAMW_OPTIONS: tuple[Option, ...] = (
+    Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
+    Option("eps", 1e-8, "float", "added to sqrt(exp_avg_sq)", above=0),
+    Option("weight_decay", 1e-2, "float", "decoupled weight decay", minimum=0),
+)
+
+
+def markdown_table() -> str:
+    """The README's table of the `coat:` block: key, values with the default first, effect."""
+    lines = ["| key | values (default first) | effect |", "|---|---|---|"]
+    lines += [f"| `{option.key}` | {_values(option)} | {option.doc} |" for option in OPTIONS]
+    return "\n".join(lines) + "\n"
+
+
+def _values(option: Option) -> str:
+    if option.kind == "bool":
+        return "true, false" if option.default else "false, true"
+    if option.choices:
+        return ", ".join(str(choice) for choice in option.choices)
+    default = show(list(option.default) if isinstance(option.default, tuple) else option.default)
+    return f"{default}; {option.rule().removeprefix('must be ').removesuffix(', or null')}"

@@ -1,0 +1,249 @@
+"""One option, and how its value is checked.
+
+A value must have the YAML type its kind asks for; nothing is converted from text, since a config that guesses hides
+mistakes. The only conversion is from a whole number to a float.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+from .findings import closest, show
+
+BOOL_WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
+
+
+class Refusal(Exception):
+    """Why a value is refused: the rule and the remedy, without file and key."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key of a config.
+
+    Args:
+        key: its name, dotted where it is nested.
+        default: its value where the user writes none.
+        kind: bool, int, float, str, choice, strings (list of texts), sizes (a whole number or a list of them),
+            betas (two numbers), mapping.
+        doc: one line: what it does.
+        choices: allowed values, the default first.
+        minimum: smallest allowed number.
+        above: a number must be greater than this.
+        maximum: largest allowed number.
+        below: a number must be less than this.
+        multiple_of: a whole number must be a multiple of this.
+        nullable: null is allowed.
+        required: there is no default.
+        refused: (value, reason) of values that are known but cannot be had.
+    """
+
+    key: str
+    default: Any
+    kind: str
+    doc: str
+    choices: tuple[Any, ...] = ()
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    multiple_of: int | None = None
+    nullable: bool = False
+    required: bool = False
+    refused: tuple[tuple[Any, str], ...] = ()
+
+    def parse(self, value: Any) -> Any:
+        """The checked value.
+
+        Raises:
+            Refusal: the value is not allowed; says what is.
+        """
+        if value is None:
+            if self.nullable:
+                return None
+            remedy = "write one" if self.default is None else f"write {_bare(self.default)} or remove the line"
+            raise Refusal(f"has no value, {self.rule()}; {remedy}")
+        for refused, reason in self.refused:
+            if _same(value, refused):
+                raise Refusal(reason)
+        return _PARSERS[self.kind](self, value)
+
+    def rule(self) -> str:
+        """What is allowed, as a sentence: "must be …"."""
+        if self.choices:
+            text = f"must be one of {', '.join(_bare(choice) for choice in self.choices)}"
+        else:
+            text = f"must be {_KIND_WORDS[self.kind]}{self._range()}"
+        return f"{text}, or null" if self.nullable else text
+
+    def _range(self) -> str:
+        parts = []
+        if self.minimum is not None and self.maximum is not None:
+            parts.append(f"from {self.minimum:g} to {self.maximum:g}")
+        elif self.minimum is not None:
+            parts.append(f"of at least {self.minimum:g}")
+        elif self.maximum is not None:
+            parts.append(f"of at most {self.maximum:g}")
+        if self.above is not None:
+            parts.append(f"above {self.above:g}")
+        if self.below is not None:
+            parts.append(f"below {self.below:g}")
+        if self.multiple_of is not None:
+            parts.append(f"a multiple of {self.multiple_of}")
+        return f" {' and '.join(parts)}" if parts else ""
+
+    def check_range(self, number: float) -> None:
+        """Raise unless `number` is within the bounds.
+
+        Raises:
+            Refusal: it is not; NaN never is.
+        """
+        inside = (
+            math.isfinite(number)
+            and (self.minimum is None or number >= self.minimum)
+            and (self.maximum is None or number <= self.maximum)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+            and (self.multiple_of is None or number % self.multiple_of == 0)
+        )
+        if not inside:
+            raise Refusal(f"{self.rule()}; write {self._example()}")
+
+    def _example(self) -> str:
+        return "a value in that range" if self.default is None else f"{show(self.default)}, for example"
+
+
+def _parse_bool(option: Option, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = BOOL_WORDS.get(value.lower()) if isinstance(value, str) else None
+    if word:
+        remedy = f"write {word} without quotes"
+    elif value in (0, 1):
+        remedy = f"write {'true' if value else 'false'}"
+    else:
+        remedy = "write true or false"
+    raise Refusal(f"{option.rule()}; {remedy}")
+
+
+def _parse_int(option: Option, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise Refusal(f"{option.rule()}; {_number_remedy(value, whole=True)}")
+    option.check_range(_as_float(value))
+    return value
+
+
+def _parse_float(option: Option, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise Refusal(f"{option.rule()}; {_number_remedy(value, whole=False)}")
+    number = _as_float(value)
+    option.check_range(number)
+    return number
+
+
+def _parse_str(option: Option, value: Any) -> str:
+    if isinstance(value, (bool, int, float, date)):
+        raise Refusal(f"{option.rule()}; write it in quotes")
+    if not isinstance(value, str):
+        raise Refusal(f"{option.rule()}; write one text")
+    if option.required and not value.strip():
+        raise Refusal("is empty; write one")
+    return value
+
+
+def _parse_choice(option: Option, value: Any) -> Any:
+    for choice in option.choices:
+        if _same(value, choice):
+            return choice
+    if isinstance(value, str) and value in map(str, option.choices):
+        remedy = f"write {value} without quotes"
+    elif isinstance(value, str) and (near := closest(value, map(str, option.choices))):
+        remedy = f"did you mean '{near}'?"
+    else:
+        remedy = f"write {_bare(option.choices[0])}, for example"
+    raise Refusal(f"{option.rule()}; {remedy}")
+
+
+def _parse_strings(option: Option, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise Refusal(f"{option.rule()}; write [{show(value)}]")
+    if not isinstance(value, (list, tuple)):
+        raise Refusal(f"{option.rule()}; write ['…'] or []")
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise Refusal(f"{option.rule()}, {show(item)} is not a text; write it in quotes, or remove it")
+    return tuple(value)
+
+
+def _parse_sizes(option: Option, value: Any) -> tuple[int, ...]:
+    sizes = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not sizes:
+        raise Refusal(f"{option.rule()}, the list is empty; write [{show(option.default[0])}]")
+    return tuple(_parse_int(option, size) for size in sizes)
+
+
+def _parse_betas(option: Option, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise Refusal(f"{option.rule()}; write [0.9, 0.999], for example")
+    return tuple(_parse_float(option, beta) for beta in value)
+
+
+def _parse_mapping(option: Option, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Refusal(f"{option.rule()}; write its keys below it, indented")
+    return dict(value)
+
+
+_PARSERS: dict[str, Callable[[Option, Any], Any]] = {
+    "bool": _parse_bool,
+    "int": _parse_int,
+    "float": _parse_float,
+    "str": _parse_str,
+    "choice": _parse_choice,
+    "strings": _parse_strings,
+    "sizes": _parse_sizes,
+    "betas": _parse_betas,
+    "mapping": _parse_mapping,
+}
+_KIND_WORDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "strings": "a list of texts",
+    "sizes": "a whole number, or a list of them, each",
+    "betas": "a list of two numbers, each",
+    "mapping": "a block of keys",
+}
+
+
+def _number_remedy(value: Any, *, whole: bool) -> str:
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return "write a number"
+        fits = math.isfinite(number) and (not whole or number.is_integer())
+        return f"write {value} without quotes" if fits else "write a number"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return f"write {int(value)}"
+    return "write a number"
+
+
+def _as_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
+def _same(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and left == right
+
+
+def _bare(value: Any) -> str:
+    return value if isinstance(value, str) else show(value)

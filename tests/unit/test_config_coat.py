@@ -1,0 +1,199 @@
+"""The `coat:` block as a whole: unknown keys, all findings at once, combinations, and what the numerics get."""
+
+from __future__ import annotations
+
+import pytest
+
+from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
+from coat_flux.config import COATConfig, ConfigError
+
+
+def findings(block: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        COATConfig.from_dict(block, file="f.yaml")
+    return list(caught.value.findings)
+
+
+@pytest.mark.parametrize("block", [None, {}, {"optimizer": None, "memory": {}}])
+def test_an_empty_block_has_every_default(block):
+    assert COATConfig.from_dict(block) == COATConfig()
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        ({"optimiser": {}}, "f.yaml: coat.optimiser: unknown key; did you mean 'optimizer'?"),
+        ({"Enabled": True}, "f.yaml: coat.Enabled: unknown key; did you mean 'enabled'?"),
+        (
+            {"optimizer": {"use_fp8_m3": True}},
+            "f.yaml: coat.optimizer.use_fp8_m3: unknown key; did you mean 'use_fp8_m2'?",
+        ),
+        (
+            {"memory": {"log_memory_stat": True}},
+            "f.yaml: coat.memory.log_memory_stat: unknown key; did you mean 'log_memory_stats'?",
+        ),
+        ({"block_size": 64}, "f.yaml: coat.block_size: unknown key; did you mean 'optimizer: {block_size: …}'?"),
+        (
+            {"optimizer.block_size": 64},
+            "f.yaml: coat.optimizer.block_size: unknown key; did you mean 'optimizer: {block_size: …}'?",
+        ),
+        (
+            {"weight": {"zzz": 1}},
+            "f.yaml: coat.weight.zzz: unknown key; known here: format, granularity, use_fp8",
+        ),
+        ({1: 2}, "f.yaml: coat.1: unknown key; known here: "),
+        ({None: 2}, "f.yaml: coat.None: unknown key; known here: "),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(block, line):
+    (found,) = findings(block)
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize("block", ["yes", 3, [], [{}], True])
+def test_a_block_that_is_no_block_is_refused(block):
+    assert "must be a block of keys" in findings(block)[0]
+    assert "f.yaml: coat.weight=" in findings({"weight": block})[0]
+
+
+def test_every_mistake_is_reported_not_only_the_first():
+    found = findings(
+        {
+            "enabled": "false",
+            "optimiser": {},
+            "optimizer": {"block_size": 24, "m1_format": "fp8"},
+            "activation": {"group_size": 100, "include": "*"},
+            "memory": {"checkpointing": "some", "log_every": 0},
+        }
+    )
+    assert [line.split(": ")[1].split("=")[0] for line in found] == [
+        "coat.enabled",
+        "coat.optimiser",
+        "coat.optimizer.block_size",
+        "coat.optimizer.m1_format",
+        "coat.activation.group_size",
+        "coat.activation.include",
+        "coat.memory.checkpointing",
+        "coat.memory.log_every",
+    ]
+
+
+def test_a_disabled_block_is_checked_all_the_same():
+    assert findings({"enabled": False, "weight": {"format": "int8"}}) == [
+        "f.yaml: coat.weight.format='int8': must be one of e4m3, e5m2; write e4m3, for example"
+    ]
+
+
+@pytest.mark.parametrize("mode", ["auto", "none", "all"])
+def test_every_n_without_its_mode_is_refused(mode):
+    (line,) = findings({"memory": {"checkpointing": mode, "every_n": 2}})
+    assert line.startswith("f.yaml: coat.memory.every_n=2: only used with checkpointing: every_n, which is ")
+
+
+@pytest.mark.parametrize("mode", ["none", "all", "every_n"])
+def test_a_budget_without_auto_is_refused(mode):
+    (line,) = findings({"memory": {"checkpointing": mode, "budget_gb": 24}})
+    assert line.startswith("f.yaml: coat.memory.budget_gb=24.0: only used with checkpointing: auto, which is ")
+
+
+def test_long_and_multi_line_input_stays_on_one_short_line():
+    (line,) = findings({"k\n" * 500: "v\n" * 500})
+    assert "\n" not in line
+    assert len(line) < 400
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        {"enabled": False, "fallback": "error", "activation": {"exclude": ["a.*"]}},
+        {"memory": {"checkpointing": "every_n", "every_n": 3}},
+        {"memory": {"budget_gb": 15.5}},
+    ],
+)
+def test_to_dict_holds_every_option_and_reads_back(block):
+    config = COATConfig.from_dict(block)
+    tree = config.to_dict()
+    assert COATConfig.from_dict(tree) == config
+    assert set(tree) == {"enabled", "optimizer", "weight", "activation", "memory", "fallback"}
+    assert tree["activation"]["include"] == ["*"]
+    assert len(tree["optimizer"]) == 8
+
+
+def test_the_optimizer_gets_the_block_s_values():
+    block = {"optimizer": {"m2_format": "e5m2", "block_size": 64, "stochastic_rounding": True}}
+    config, adamw = COATConfig.from_dict(block).optimizer_config()
+    assert config == FP8QuantizationConfig(m2_format="e5m2", block_size=64, stochastic_rounding=True)
+    assert adamw == {}
+
+
+def test_optimizer_params_override_the_block_and_pass_adamw_s_arguments_on():
+    config = COATConfig.from_dict({"optimizer": {"m1_format": "e4m3", "block_size": 64}})
+    params = {"m1_format": "e5m2", "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0}
+    fp8, adamw = config.optimizer_config(params)
+    assert fp8 == FP8QuantizationConfig(m1_format="e5m2", block_size=64)
+    assert adamw == {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("block", "params", "expected"),
+    [
+        ({"use_fp8": False}, {}, (False, False)),
+        ({"use_fp8": False, "use_fp8_m1": True}, {}, (False, False)),
+        ({"use_fp8_m1": False}, {}, (False, True)),
+        ({"use_fp8_m1": False, "use_fp8_m2": False}, {}, (False, False)),
+        ({}, {"use_fp8": False}, (False, False)),
+        ({"use_fp8": False}, {"use_fp8": True, "use_fp8_m2": False}, (True, False)),
+    ],
+)
+def test_use_fp8_is_the_master_switch(block, params, expected):
+    fp8, _ = COATConfig.from_dict({"optimizer": block}).optimizer_config(params)
+    assert (fp8.use_fp8_m1, fp8.use_fp8_m2) == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "line"),
+    [
+        ({"beta": [0.9, 0.9]}, "f.yaml: train.optimizer_params.beta: unknown key; did you mean 'betas'?"),
+        (
+            {"betas": 0.9},
+            "train.optimizer_params.betas=0.9: must be a list of two numbers, each of at least 0 and below 1",
+        ),
+        ({"betas": [0.9, 1.0]}, "must be a list of two numbers, each of at least 0 and below 1"),
+        ({"betas": [0.9, "x"]}, "must be a list of two numbers"),
+        ({"weight_decay": "1e-4"}, "weight_decay='1e-4': must be a number of at least 0; write 1e-4 without quotes"),
+        ({"eps": 0}, "eps=0: must be a number above 0"),
+        ({"block_size": 24}, "block_size=24: must be a whole number from 16 to 4096"),
+        ([], "must be a block of keys"),
+    ],
+)
+def test_optimizer_params_are_checked_as_strictly(params, line):
+    with pytest.raises(ConfigError) as caught:
+        COATConfig().optimizer_config(params, file="f.yaml")
+    (found,) = caught.value.findings
+    assert line in found
+
+
+def test_the_linear_gets_weight_and_activation_options():
+    block = {
+        "weight": {"format": "e5m2", "granularity": "per_row"},
+        "activation": {
+            "use_fp8": False,
+            "format": "e5m2",
+            "grad_format": "bf16",
+            "linear_granularity": "per_group",
+            "group_size": 32,
+        },
+        "fallback": "error",
+    }
+    assert COATConfig.from_dict(block).linear_config() == FP8LinearConfig(
+        weight_format="e5m2",
+        weight_granularity="per_row",
+        input_format="e5m2",
+        grad_format="bf16",
+        input_granularity="per_group",
+        group_size=32,
+        use_fp8_gemm=False,
+        fallback="error",
+    )
+    assert COATConfig().linear_config() == FP8LinearConfig()

@@ -1,0 +1,201 @@
+"""Every row of the option table: what it accepts, where the value lands, and how it refuses."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+
+from coat_flux.config import COATConfig, ConfigError, markdown_table
+from coat_flux.config.build import to_plain
+from coat_flux.config.options import BY_KEY, OPTIONS
+from coat_flux.config.values import Option, Refusal
+
+# SPEC section 2, written out once more: key -> default.
+SPEC_DEFAULTS = {
+    "enabled": True,
+    "optimizer.use_fp8": True,
+    "optimizer.use_fp8_m1": True,
+    "optimizer.use_fp8_m2": True,
+    "optimizer.m1_format": "e4m3",
+    "optimizer.m2_format": "e4m3",
+    "optimizer.block_size": 128,
+    "optimizer.use_dynamic_range_expansion": True,
+    "optimizer.stochastic_rounding": False,
+    "weight.use_fp8": True,
+    "weight.format": "e4m3",
+    "weight.granularity": "per_tensor",
+    "activation.use_fp8": True,
+    "activation.format": "e4m3",
+    "activation.grad_format": "e5m2",
+    "activation.linear_granularity": "per_tensor",
+    "activation.nonlinear_granularity": "per_group",
+    "activation.group_size": 128,
+    "activation.attention": "fp8",
+    "activation.include": ("*",),
+    "activation.exclude": (),
+    "memory.enable_efficient_checkpoint": True,
+    "memory.checkpointing": "auto",
+    "memory.every_n": 2,
+    "memory.budget_gb": None,
+    "memory.log_memory_stats": True,
+    "memory.log_every": 100,
+    "fallback": "bf16",
+}
+GOOD = {
+    "optimizer.block_size": [16, 48, 128, 4096],
+    "activation.include": [["*"], ["transformer_blocks.*.attn.to_q", "single*"], []],
+    "activation.exclude": [["x"], []],
+    "memory.every_n": [1, 2, 57],
+    "memory.budget_gb": [None, 24, 0.5, 79.6],
+    "memory.log_every": [1, 500],
+}
+BAD = {
+    "bool": [
+        ("true", "must be true or false; write true without quotes"),
+        ("No", "must be true or false; write false without quotes"),
+        (1, "must be true or false; write true"),
+        (0, "must be true or false; write false"),
+        ([], "must be true or false; write true or false"),
+        (None, "has no value, must be true or false; write "),
+    ],
+    "choice": [
+        (True, "must be one of "),
+        (["e4m3"], "must be one of "),
+        ("zzz", "must be one of "),
+        (None, "has no value, must be one of "),
+    ],
+    "int": [
+        ("128", "write 128 without quotes"),
+        (128.0, "write 128"),
+        (128.5, "must be a whole number"),
+        (True, "must be a whole number"),
+        (0, "must be a whole number"),
+        (-16, "must be a whole number"),
+        (float("nan"), "must be a whole number"),
+        (None, "has no value, must be a whole number"),
+    ],
+    "float": [
+        ("24", "must be a number above 0, or null; write 24 without quotes"),
+        ("24GB", "must be a number above 0, or null; write a number"),
+        (True, "must be a number above 0"),
+        (0, "must be a number above 0"),
+        (-1.5, "must be a number above 0"),
+        (float("inf"), "must be a number above 0"),
+        (float("nan"), "must be a number above 0"),
+        (10**400, "must be a number above 0"),
+    ],
+    "strings": [
+        ("attn.*", "must be a list of texts; write ['attn.*']"),
+        (["a", 1], "must be a list of texts, 1 is not a text"),
+        ([""], "must be a list of texts, '' is not a text"),
+        ({"a": 1}, "must be a list of texts; write"),
+        (None, "has no value, must be a list of texts"),
+    ],
+}
+
+
+def good_values(option: Option) -> list:
+    if option.key in GOOD:
+        return GOOD[option.key]
+    return [True, False] if option.kind == "bool" else list(option.choices)
+
+
+def block_with(key: str, value: object) -> dict:
+    *parents, leaf = key.split(".")
+    block = {leaf: value}
+    for parent in reversed(parents):
+        block = {parent: block}
+    if key == "memory.every_n":
+        block["memory"]["checkpointing"] = "every_n"
+    return block
+
+
+def value_at(config: COATConfig, key: str) -> object:
+    return reduce(getattr, key.split("."), config)
+
+
+def cases(values_of) -> list:
+    return [pytest.param(o.key, v, id=f"{o.key}={v}") for o in OPTIONS for v in values_of(o)]
+
+
+def test_defaults_are_the_spec_s():
+    assert {option.key: option.default for option in OPTIONS} == SPEC_DEFAULTS
+
+
+def test_the_dataclasses_have_exactly_the_table_s_keys_and_defaults():
+    tree = to_plain(COATConfig())
+    leaves = {}
+    for key, value in tree.items():
+        leaves.update({f"{key}.{leaf}": v for leaf, v in value.items()} if isinstance(value, dict) else {key: value})
+    assert leaves == {k: list(v) if isinstance(v, tuple) else v for k, v in SPEC_DEFAULTS.items()}
+
+
+@pytest.mark.parametrize(("key", "value"), cases(good_values))
+def test_every_allowed_value_lands_in_its_field(key, value):
+    parsed = value_at(COATConfig.from_dict(block_with(key, value)), key)
+    assert parsed == (tuple(value) if isinstance(value, list) else value)
+    assert not isinstance(value, bool) or parsed is value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [pytest.param(o.key, v, m, id=f"{o.key}={v!s:.20}") for o in OPTIONS for v, m in BAD[o.kind]],
+)
+def test_every_bad_value_is_refused_with_file_key_value_and_remedy(key, value, message):
+    with pytest.raises(ConfigError) as caught:
+        COATConfig.from_dict(block_with(key, value), file="run.yaml", key_path="config.process[0].coat")
+    (line,) = caught.value.findings
+    assert line.startswith(f"run.yaml: config.process[0].coat.{key}=")
+    assert message in line
+    assert "; " in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "near"),
+    [
+        ("optimizer.m1_format", "E4M3", "e4m3"),
+        ("optimizer.m2_format", "e5m2fn", "e5m2"),
+        ("activation.linear_granularity", "per-row", "per_row"),
+        ("activation.attention", "FP8", "fp8"),
+        ("memory.checkpointing", "every-n", "every_n"),
+        ("fallback", "Error", "error"),
+    ],
+)
+def test_a_choice_that_is_nearly_right_is_named(key, value, near):
+    with pytest.raises(ConfigError, match=f"did you mean '{near}'\\?"):
+        COATConfig.from_dict(block_with(key, value))
+
+
+@pytest.mark.parametrize("size", [8, 17, 24, 4097, 4112])
+def test_block_size_is_a_multiple_of_16_from_16_to_4096(size):
+    with pytest.raises(ConfigError, match=f"block_size={size}: must be a whole number from 16 to 4096 and a multiple"):
+        COATConfig.from_dict({"optimizer": {"block_size": size}})
+
+
+@pytest.mark.parametrize("size", [8, 127, 512, True, 128.0])
+def test_group_size_is_one_of_five(size):
+    with pytest.raises(ConfigError, match="must be one of 128, 16, 32, 64, 256"):
+        COATConfig.from_dict({"activation": {"group_size": size}})
+
+
+def test_a_known_value_that_cannot_be_had_is_refused_with_its_reason():
+    option = Option(
+        "format", "e4m3", "choice", "", choices=("e4m3", "e3m4"), refused=(("e3m4", "comes later; write e4m3"),)
+    )
+    assert option.parse("e4m3") == "e4m3"
+    with pytest.raises(Refusal, match="comes later; write e4m3"):
+        option.parse("e3m4")
+
+
+def test_the_readme_table_has_one_row_for_each_option_with_its_default_first():
+    header, rule, *rows = markdown_table().splitlines()
+    assert header == "| key | values (default first) | effect |"
+    assert rule == "|---|---|---|"
+    assert [row.split("`")[1] for row in rows] == list(BY_KEY)
+    shown = {row.split("`")[1]: row.split(" | ")[1] for row in rows}
+    assert shown["optimizer.stochastic_rounding"] == "false, true"
+    assert shown["activation.grad_format"] == "e5m2, e4m3, bf16"
+    assert shown["activation.include"].startswith('["*"];')
+    assert shown["memory.budget_gb"].startswith("null;")
+    assert shown["optimizer.block_size"] == "128; a whole number from 16 to 4096 and a multiple of 16"
