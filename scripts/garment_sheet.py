@@ -1,0 +1,235 @@
+"""Drawing clothes with Pillow: a supersampled sheet on which pieces of cloth get patterns, light and folds.
+
+Paths are given in a unit frame: x from -0.5 to 0.5 around the garment's middle, y from 0 (top) to 1. Their steps are
+(x, y) corners, (cx, cy, x, y) quadratic and (ax, ay, bx, by, x, y) cubic curves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from PIL import Image, ImageChops, ImageDraw, ImageFilter
+
+SUPERSAMPLING = 2
+CURVE_STEPS = 24
+
+Colour = tuple[int, int, int]
+Path2D = Sequence[tuple[float, ...]]
+Fold = tuple[Path2D, float, float]  # where, how wide, how strong
+
+COLOURS: dict[str, Colour] = {
+    "red": (196, 43, 48), "white": (244, 243, 239), "navy": (36, 48, 86), "blue": (58, 110, 178),
+    "mustard": (214, 163, 48), "grey": (150, 154, 160), "green": (58, 122, 84), "beige": (206, 186, 154),
+    "denim": (70, 100, 145), "black": (45, 45, 50), "olive": (104, 110, 66), "burgundy": (118, 32, 52),
+    "teal": (28, 138, 140), "lilac": (176, 156, 206), "pink": (232, 150, 172), "cream": (240, 228, 204),
+    "gum": (196, 158, 112), "orange": (226, 120, 50),
+}  # fmt: skip
+
+
+def flatten(path: Path2D) -> list[tuple[float, float]]:
+    """Turns (x, y) corners, (cx, cy, x, y) quadratic and (ax, ay, bx, by, x, y) cubic curves into points."""
+    points: list[tuple[float, float]] = []
+    for step in path:
+        if len(step) == 2:
+            points.append((step[0], step[1]))
+            continue
+        controls = [points[-1], *zip(step[::2], step[1::2], strict=True)]
+        for i in range(1, CURVE_STEPS + 1):
+            layer, t = controls, i / CURVE_STEPS
+            while len(layer) > 1:  # de Casteljau
+                layer = [(a[0] + (b[0] - a[0]) * t, a[1] + (b[1] - a[1]) * t) for a, b in pairwise(layer)]
+            points.append(layer[0])
+    return points
+
+
+def mirror(path: Path2D) -> list[tuple[float, float]]:
+    """Completes the right half of a symmetric outline, given from its top middle to its bottom middle."""
+    right = flatten(path)
+    return right + [(-x, y) for x, y in reversed(right)]
+
+
+def flip(path: Path2D) -> list[tuple[float, float]]:
+    """The same path on the left side."""
+    return [(-x, y) for x, y in flatten(path)]
+
+
+def arch(path: Path2D) -> list[tuple[float, float]]:
+    """Completes the right half of a symmetric line that ends in the middle (a neckline)."""
+    right = flatten(path)
+    return right + [(-x, y) for x, y in reversed(right)]
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A colour and a pattern: plain, striped, dotted, checked."""
+
+    colour: Colour
+    pattern: str = "plain"
+    second: Colour = COLOURS["white"]
+
+    def darker(self, factor: float) -> Fabric:
+        """The same cloth in shade, without its pattern (linings, ribs, soles)."""
+        return Fabric(tuple(round(channel * factor) for channel in self.colour))
+
+
+class Sheet:
+    """A picture being drawn, `SUPERSAMPLING` times too large: colour (H, W, 3) in 0..255, coverage (H, W) in 0..1."""
+
+    def __init__(self, size: tuple[int, int], aspect: float, fill: float = 0.84) -> None:
+        """Fits a garment of `aspect` = width / height into the middle of a picture of `size` = (width, height)."""
+        self.size = (size[0] * SUPERSAMPLING, size[1] * SUPERSAMPLING)
+        self.scale = fill * min(self.size[0] / aspect, self.size[1])
+        self.origin = (self.size[0] / 2, (self.size[1] - self.scale) / 2)
+        self.colour = np.zeros((self.size[1], self.size[0], 3), np.float32)
+        self.coverage = np.zeros((self.size[1], self.size[0]), np.float32)
+
+    def _pixels(self, path: Path2D) -> list[tuple[float, float]]:
+        return [(self.origin[0] + x * self.scale, self.origin[1] + y * self.scale) for x, y in flatten(path)]
+
+    def _width(self, width: float) -> int:
+        return max(1, round(width * self.scale))
+
+    def _blur(self, image: Image.Image, radius: float) -> Image.Image:
+        return image.filter(ImageFilter.GaussianBlur(radius * self.scale))
+
+    def _mask(self, path: Path2D) -> Image.Image:
+        mask = Image.new("L", self.size)
+        ImageDraw.Draw(mask).polygon(self._pixels(path), fill=255)
+        return mask
+
+    def _stroke(self, path: Path2D, width: float) -> Image.Image:
+        mask = Image.new("L", self.size)
+        draw, pixels = ImageDraw.Draw(mask), self._pixels(path)
+        draw.line(pixels, fill=255, width=self._width(width), joint="curve")
+        radius = self._width(width) / 2
+        for x, y in (pixels[0], pixels[-1]):
+            draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=255)
+        return mask
+
+    def _cloth(self, fabric: Fabric) -> Image.Image:
+        """Fills the sheet with a pattern that is fixed to the garment's frame."""
+        cloth = Image.new("RGB", self.size, fabric.colour)
+        draw, (x0, y0), scale = ImageDraw.Draw(cloth), self.origin, self.scale
+        left, right = x0 - 0.8 * scale, x0 + 0.8 * scale
+        if fabric.pattern == "striped":
+            for i in range(-2, 24):
+                y = y0 + (0.02 + i * 0.06) * scale
+                draw.rectangle((left, y, right, y + 0.024 * scale), fill=fabric.second)
+        elif fabric.pattern == "dotted":
+            radius, pitch = 0.011 * scale, 0.05 * scale
+            for row in range(-2, 26):
+                for column in range(-16, 17):
+                    x, y = x0 + (column + row % 2 / 2) * pitch, y0 + row * pitch * 0.8
+                    draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fabric.second)
+        elif fabric.pattern == "checked":
+            self._checks(cloth, fabric)
+        return cloth
+
+    def _checks(self, cloth: Image.Image, fabric: Fabric) -> None:
+        (x0, y0), scale = self.origin, self.scale
+        for width, colour, offset, share in ((0.05, COLOURS["black"], 0.0, 90), (0.008, fabric.second, 0.07, 200)):
+            for across in (True, False):
+                bands = Image.new("L", self.size)
+                draw = ImageDraw.Draw(bands)
+                for i in range(-9, 10):
+                    at = (i * 0.12 + offset) * scale
+                    if across:
+                        draw.rectangle((0, y0 + at, self.size[0], y0 + at + width * scale), fill=share)
+                    else:
+                        draw.rectangle((x0 + at, 0, x0 + at + width * scale, self.size[1]), fill=share)
+                cloth.paste(colour, (0, 0), bands)
+
+    def _box(self, mask: Image.Image, margin: float = 0.0) -> tuple[int, int, int, int]:
+        """The part of the sheet that `mask` touches, as (left, top, right, bottom); only this is worked on."""
+        left, top, right, bottom = mask.getbbox() or (0, 0, 1, 1)
+        more = self._width(margin) if margin else 0
+        return (
+            max(0, left - more),
+            max(0, top - more),
+            min(self.size[0], right + more),
+            min(self.size[1], bottom + more),
+        )
+
+    def _paint(self, mask: Image.Image, cloth: Image.Image, light: np.ndarray | None = None) -> None:
+        """Lays `cloth` over the sheet where `mask` is set; `light` belongs to the mask's box."""
+        box = self._box(mask)
+        rows, columns = slice(box[1], box[3]), slice(box[0], box[2])
+        share = np.asarray(mask.crop(box), np.float32) / 255
+        lit = np.asarray(cloth.crop(box), np.float32)
+        if light is not None:
+            lit = lit * light[..., None]
+        self.colour[rows, columns] += (lit - self.colour[rows, columns]) * share[..., None]
+        self.coverage[rows, columns] = np.maximum(self.coverage[rows, columns], share)
+
+    def part(self, path: Path2D, fabric: Fabric, folds: Sequence[Fold] = (), edge: float = 0.3) -> None:
+        """Draws one piece of cloth: pattern, light from the upper left, darker edges, and folds.
+
+        Args:
+            path: outline.
+            fabric: what it is made of.
+            folds: soft streaks (path, width, strength); strength below 0 is a shadow, above 0 a highlight.
+            edge: how much the rim is darkened.
+        """
+        mask = self._mask(path)
+        self._soft_shadow(mask)
+        box, wide = self._box(mask), self._box(mask, 0.06)
+        inner = (box[0] - wide[0], box[1] - wide[1], box[2] - wide[0], box[3] - wide[1])
+
+        def soft(image: Image.Image, radius: float) -> np.ndarray:
+            return np.asarray(self._blur(image.crop(wide), radius).crop(inner), np.float32) / 255
+
+        light = 1.03 - edge * 2 * np.clip(1 - soft(mask, 0.018) - 0.08, 0, 1)
+        light += np.linspace(0.05, -0.05, self.size[0], dtype=np.float32)[None, box[0] : box[2]]
+        light += np.linspace(0.03, -0.03, self.size[1], dtype=np.float32)[box[1] : box[3], None]
+        for fold, width, strength in folds:
+            light += strength * soft(self._stroke(fold, width), width * 0.55)
+        self._paint(mask, self._cloth(fabric), light)
+
+    def _soft_shadow(self, mask: Image.Image) -> None:
+        """Darkens what lies under a new part, close to its outline."""
+        box = self._box(mask, 0.04)
+        rows, columns = slice(box[1], box[3]), slice(box[0], box[2])
+        fallen = ImageChops.offset(mask.crop(box), 0, self._width(0.004))
+        shadow = np.asarray(self._blur(fallen, 0.01), np.float32) / 255 * self.coverage[rows, columns]
+        self.colour[rows, columns] *= 1 - 0.3 * shadow[..., None]
+
+    def fill(self, path: Path2D, colour: Colour) -> None:
+        """Draws a flat shape, as a print on cloth."""
+        self._paint(self._mask(path), Image.new("RGB", self.size, colour))
+
+    def line(self, path: Path2D, colour: Colour, width: float = 0.004) -> None:
+        """Draws a seam, a cord or a lace."""
+        self._paint(self._stroke(path, width), Image.new("RGB", self.size, colour))
+
+    def stitches(self, path: Path2D, fabric: Fabric, factor: float = 0.72) -> None:
+        """Draws a dashed seam in a darker shade of the cloth."""
+        mask = Image.new("L", self.size)
+        draw, run = ImageDraw.Draw(mask), 0.0
+        for (ax, ay), (bx, by) in pairwise(self._pixels(path)):
+            steps = max(1, round(float(np.hypot(bx - ax, by - ay)) / 2))
+            for i in range(steps):
+                start = (ax + (bx - ax) * i / steps, ay + (by - ay) * i / steps)
+                end = (ax + (bx - ax) * (i + 1) / steps, ay + (by - ay) * (i + 1) / steps)
+                run += float(np.hypot(end[0] - start[0], end[1] - start[1]))
+                if run % (0.012 * self.scale) < 0.008 * self.scale:
+                    draw.line((start, end), fill=255, width=self._width(0.003))
+        self._paint(mask, Image.new("RGB", self.size, fabric.darker(factor).colour))
+
+    def finish(self, transparent: bool) -> Image.Image:
+        """Returns the picture at its final size: RGBA cut-out, or RGB on a light background with a soft shadow."""
+        size = (self.size[0] // SUPERSAMPLING, self.size[1] // SUPERSAMPLING)
+        alpha = Image.fromarray((self.coverage * 255).round().astype(np.uint8))
+        colour = np.clip(self.colour, 0, 255)
+        if transparent:
+            rgb = Image.fromarray(colour.round().astype(np.uint8))
+            return Image.merge("RGBA", (*rgb.split(), alpha)).resize(size, Image.Resampling.LANCZOS)
+        height, width = self.coverage.shape
+        background = np.linspace(252, 240, height, dtype=np.float32)[:, None] * np.ones((1, width), np.float32)
+        fall = ImageChops.offset(alpha, self._width(0.012), self._width(0.022))
+        background *= 1 - 0.28 * np.asarray(self._blur(fall, 0.022), np.float32) / 255
+        share = self.coverage[..., None]
+        mixed = colour * share + background[..., None] * (1 - share)
+        return Image.fromarray(mixed.round().astype(np.uint8)).resize(size, Image.Resampling.LANCZOS)
