@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# bytes saved for backward per element of hidden states: (high precision, packed FP8), measured, see EXPERIMENTS.md
-SAVED_BYTES = {"FluxTransformerBlock": (65.0, 21.0), "FluxSingleTransformerBlock": (65.0, 20.0)}
-SAVED_BYTES_UNKNOWN = (65.0, 30.0)
+# bytes saved for backward per element of hidden states: (high precision, packed FP8), from scripts/bench_memory.py, see EXPERIMENTS.md
+SAVED_BYTES = {"FluxTransformerBlock": (63.0, 19.3), "FluxSingleTransformerBlock": (63.0, 18.1)}
+SAVED_BYTES_UNKNOWN = (63.0, 30.0)
 
 
 class BlockPolicy:
