@@ -8,10 +8,12 @@ from __future__ import annotations
 from coat_core.config import ExpansionConfig, FP8LinearConfig, FP8QuantizationConfig
 from coat_core.linear import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8, restore_linear
 from coat_core.metrics import sqnr_db
+from coat_core.optim import FP8AdamW
 from coat_core.quantize import dequantize, quantize
 
 __all__ = [
     "ExpansionConfig",
+    "FP8AdamW",
     "FP8Linear",
     "FP8LinearConfig",
     "FP8QuantizationConfig",

@@ -25,7 +25,13 @@ def write_images(folder: Path, count: int = 5) -> Path:
 
 
 def engine_job(
-    name: str, *, model: Path, images: Path, out: Path, coat: Mapping[str, Any] | None = None, **blocks: Mapping[str, Any]
+    name: str,
+    *,
+    model: Path,
+    images: Path,
+    out: Path,
+    coat: Mapping[str, Any] | None = None,
+    **blocks: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The job as a dictionary.
 

@@ -50,6 +50,7 @@ def apply_coat(
     report = CoatReport()
     if not config.enabled:
         return report
+    _check_model(model)
     policy = policy_for(model)
     run_device = torch.device(device) if device is not None else next(model.parameters()).device
     _check_patterns(model, config)
@@ -61,6 +62,17 @@ def apply_coat(
     report.checkpointing = blocks.describe()
     logger.info("%s: %d linears converted, %d left", type(model).__name__, len(report.converted), len(report.skipped))
     return report
+
+
+def _check_model(model: nn.Module) -> None:
+    if not hasattr(model, "enable_gradient_checkpointing"):
+        raise ValueError(
+            f"{type(model).__name__}: has no enable_gradient_checkpointing, through which COAT reaches its blocks; "
+            "pass a diffusers model"
+        )
+    wrapped = next((name for name, module in model.named_modules() if hasattr(module, "base_layer")), None)
+    if wrapped is not None:
+        raise ValueError(f"{wrapped}: already has an adapter; call apply_coat before adding the LoRA, attach_lora after")
 
 
 def _check_patterns(model: nn.Module, config: COATConfig) -> None:
@@ -99,27 +111,43 @@ def _convert_one(
     report: CoatReport,
 ) -> None:
     linear_config, why = _layer_config(name, config, policy, device)
-    if isinstance(module, FP8Linear | FP8TrainableLinear):
+    if isinstance(module, FP8TrainableLinear):
+        module.config = linear_config
+    elif isinstance(module, FP8Linear):
+        _check_stored(name, module.config, linear_config)
         module.config = linear_config
     elif hasattr(module, "coat_linear_config"):
+        _check_stored(name, module.coat_linear_config, linear_config)
         module.coat_linear_config = linear_config
     elif not matches(name, policy.convert):
         report.skipped[name] = "outside the blocks: kept in high precision"
         return
     elif type(module) is not nn.Linear:
-        report.skipped[name] = f"a {type(module).__name__}, not a plain nn.Linear"
+        report.skipped[name] = f"fallback: a {type(module).__name__}, not a plain nn.Linear"
         return
     elif (reason := obstacle_to_conversion(module)) is not None:
-        report.skipped[name] = reason
+        report.skipped[name] = f"fallback: {reason}"
         return
     elif config.weight.use_fp8:
-        FP8Linear.from_linear(module, linear_config)
+        # quantized where it will run: fast, and the high precision model is never whole on a GPU
+        FP8Linear.from_linear(module.to(device), linear_config)
     elif linear_config.use_fp8_gemm:
         FP8TrainableLinear.from_linear(module, linear_config)
     else:
         report.skipped[name] = f"weight.use_fp8: false; {why}"
         return
-    report.add(name, _describe(linear_config, config.weight.use_fp8, bool(why)), why)
+    report.add(name, _describe(linear_config, not isinstance(module, FP8TrainableLinear), bool(why)), why)
+
+
+def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) -> None:
+    """The codes are what they were made as: another format would misread them."""
+    for key in ("weight_format", "weight_granularity"):
+        held, wanted = getattr(stored, key), getattr(asked, key)
+        if held != wanted:
+            raise ValueError(
+                f"coat.{key.replace('_', '.')}={wanted!r}: {name} is already stored as {held!r}; "
+                "load the model anew, or convert it back with coat_core.restore_linear first"
+            )
 
 
 def _describe(linear: FP8LinearConfig, stored: bool, high_precision: bool) -> str:
@@ -130,12 +158,13 @@ def _describe(linear: FP8LinearConfig, stored: bool, high_precision: bool) -> st
 
 
 def _check_fallback(report: CoatReport, config: COATConfig) -> None:
-    failed = {name: why for name, why in report.why.items() if why.startswith("fallback: ")}
+    reasons = {**report.why, **report.skipped}
+    failed = {name: why for name, why in reasons.items() if why.startswith("fallback: ")}
     if failed and config.fallback == "error":
         name, why = next(iter(failed.items()))
         raise RuntimeError(
-            f"coat.fallback='error': {len(failed)} layers cannot multiply in FP8 (first {name}: "
+            f"coat.fallback='error': {len(failed)} layers cannot be FP8 (first {name}: "
             f"{why.removeprefix('fallback: ')}); set coat.fallback: bf16 or change coat.activation / coat.weight"
         )
     if failed:
-        logger.warning("%d layers multiply in high precision: %s", len(failed), next(iter(failed.values())))
+        logger.warning("%d layers stay in high precision: %s", len(failed), next(iter(failed.values())))

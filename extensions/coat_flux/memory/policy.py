@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# bytes saved for backward per element of hidden states: (high precision, packed FP8), from scripts/bench_memory.py, see EXPERIMENTS.md
+# bytes kept per element of hidden states: (bf16 with fp32 LoRA, packed FP8); scripts/bench_memory.py, EXPERIMENTS.md
 SAVED_BYTES = {"FluxTransformerBlock": (63.0, 19.3), "FluxSingleTransformerBlock": (63.0, 18.1)}
 SAVED_BYTES_UNKNOWN = (63.0, 30.0)
 
@@ -84,7 +84,7 @@ class BlockPolicy:
         """Run one block, recomputing it in backward or keeping what it saves."""
         if self.mode == "auto":
             self._choose(args)
-        if id(block) in self._recomputed:
+        if self._recomputes(block):
             if self.memory.enable_efficient_checkpoint:
                 packing = self.packing
                 return fp8_checkpoint(block, *args, fmt=packing.format, granularity=packing.granularity)
@@ -93,6 +93,16 @@ class BlockPolicy:
             return block(*args)
         with PackedSavedTensors(self.packing, keep=_frozen_tensors(block, args)):
             return block(*args)
+
+    def _recomputes(self, block: nn.Module) -> bool:
+        if any(block is listed for listed in self.blocks.values()):
+            return id(block) in self._recomputed
+        if self.mode == "every_n":
+            raise ValueError(
+                f"coat.memory.checkpointing='every_n': this model checkpoints {type(block).__name__} modules inside its "
+                "blocks, which cannot be counted; set checkpointing: all or none"
+            )
+        return self.mode in ("all", "auto")  # what such a part saves is unknown to auto
 
     def _fixed_choice(self) -> set[int]:
         ids = [id(block) for block in self.blocks.values()]

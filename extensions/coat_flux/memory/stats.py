@@ -25,7 +25,8 @@ def used_bytes(device: torch.device) -> tuple[int, int]:
     """(allocated, reserved) bytes now: of torch's CUDA allocator, or resident set and its peak on other devices."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    return psutil.Process().memory_info().rss, peak_bytes(device)
+    resident = psutil.Process().memory_info().rss
+    return resident, max(peak_bytes(device), resident)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -37,8 +38,7 @@ def peak_bytes(device: torch.device) -> int:
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_in_bytes = peak if sys.platform == "darwin" else peak * 1024
-    return max(peak_in_bytes, psutil.Process().memory_info().rss)
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reset_peak(device: torch.device) -> None:

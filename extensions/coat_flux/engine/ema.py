@@ -1,0 +1,85 @@
+"""Exponential moving average of the LoRA parameters.
+
+shadow ← decay · shadow + (1 - decay) · parameter, after every optimizer step. The raw parameters go on training; the
+average is what is saved and sampled, as in ai-toolkit. Unlike there, both are kept for a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LoraEMA"]
+
+
+class LoraEMA:
+    """Moving average over named parameters.
+
+    Args:
+        params: name → parameter; the dictionary fixes the names of the state.
+        decay: weight of the old average, 0 to 1.
+        use_feedback: move each parameter by 10 · (1 - decay) · (shadow - parameter) after the update.
+        param_multiplier: multiply each parameter by this after the update.
+
+    Raises:
+        ValueError: `decay` outside [0, 1].
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        decay: float = 0.999,
+        *,
+        use_feedback: bool = False,
+        param_multiplier: float = 1.0,
+    ):
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"train.ema_config.ema_decay={decay}: must be from 0 to 1")
+        self.decay = decay
+        self.use_feedback = use_feedback
+        self.param_multiplier = param_multiplier
+        self._params = dict(params)
+        self.shadow = {name: param.detach().float().clone() for name, param in self._params.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the parameters into the average; call once after each optimizer step."""
+        for name, param in self._params.items():
+            delta = (self.shadow[name] - param.float()) * (1.0 - self.decay)
+            self.shadow[name].sub_(delta)
+            if self.use_feedback:
+                param.add_(delta.to(param.dtype), alpha=10.0)
+            if self.param_multiplier != 1.0:
+                param.mul_(self.param_multiplier)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the average into the parameters for a `with` block; the raw values come back bit for bit."""
+        raw = {name: param.detach().clone() for name, param in self._params.items()}
+        self._copy(self.shadow)
+        try:
+            yield
+        finally:
+            self._copy(raw)
+
+    def load(self, shadow: Mapping[str, Tensor]) -> None:
+        """Replace the average by saved values.
+
+        Raises:
+            ValueError: the names differ from the parameters'.
+        """
+        if shadow.keys() != self.shadow.keys():
+            odd = sorted(shadow.keys() ^ self.shadow.keys())
+            raise ValueError(
+                f"saved EMA: {len(odd)} names differ from the LoRA's, first {odd[0]!r}; the LoRA targets changed"
+            )
+        for name, value in shadow.items():
+            self.shadow[name].copy_(value)
+
+    @torch.no_grad()
+    def _copy(self, values: Mapping[str, Tensor]) -> None:
+        for name, param in self._params.items():
+            param.copy_(values[name])

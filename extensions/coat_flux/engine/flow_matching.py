@@ -1,0 +1,227 @@
+"""The flow-matching objective of FLUX, as ai-toolkit trains it.
+
+    x_t = (1 - sigma) x0 + sigma · noise,  target = noise - x0,  loss = mean over elements of (prediction - target)²
+
+`train.timestep_type` names a table of 1000 descending sigmas from which an index is drawn uniformly; `content_or_style`
+bends that draw towards high or low noise. Guidance-distilled models are trained with the guidance embedding at 1.0.
+All of this runs in fp32; only the transformer's inputs are cast.
+
+Shapes: B samples, C latent channels, H×W latent size (image/8), T = H·W/4 packed tokens, L text tokens.
+Source: ai-toolkit's set_train_timesteps and calculate_loss (behaviour), diffusers' FluxPipeline (input layout).
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from torch import Tensor, nn
+
+__all__ = [
+    "draw_sigmas",
+    "noisy_latents",
+    "predict_velocity",
+    "sample_losses",
+    "sigma_table",
+    "timestep_weights",
+]
+
+TABLE_SIZE = 1000
+TRAIN_GUIDANCE = 1.0
+FIXED_STEPS = {"one_step": 1, "two_step": 2, "four_step": 4, "eight_step": 8}
+SHIFTED = ("shift", "flux_shift", "lumina2_shift")
+
+
+def sigma_table(
+    timestep_type: str,
+    *,
+    tokens: int,
+    scheduler: FlowMatchEulerDiscreteScheduler | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The 1000 sigmas, high noise first, that one micro-batch draws from.
+
+    Args:
+        timestep_type: `sigmoid` (1 - sigmoid(N(0, 1)), redrawn each time), `linear`, `shift` and its synonyms (the
+            scheduler's own, by resolution where it shifts dynamically), `lognorm_blend`, or `one_step` … `eight_step`.
+        tokens: T, packed image tokens, for the shift.
+        scheduler: the model's scheduler; needed by `shift`. Its state is not touched.
+        generator: for the random tables.
+
+    Returns:
+        (1000,) fp32 in [0, 1], descending.
+
+    Raises:
+        ValueError: unknown or unsupported `timestep_type`.
+    """
+    if timestep_type == "linear" or timestep_type in FIXED_STEPS:
+        return torch.linspace(1.0, 1.0 / TABLE_SIZE, TABLE_SIZE)
+    if timestep_type == "sigmoid":
+        return (1 - torch.sigmoid(torch.randn(TABLE_SIZE, generator=generator))).sort(descending=True).values
+    if timestep_type in SHIFTED:
+        return _shifted_table(scheduler, tokens)
+    if timestep_type == "lognorm_blend":
+        return _lognorm_table(generator)
+    raise ValueError(
+        f"train.timestep_type={timestep_type!r}: the stand-alone engine knows sigmoid, linear, lognorm_blend, "
+        f"{', '.join(SHIFTED)}, {', '.join(FIXED_STEPS)}; choose one, or run this config inside ai-toolkit"
+    )
+
+
+def _shifted_table(scheduler: FlowMatchEulerDiscreteScheduler | None, tokens: int) -> Tensor:
+    if scheduler is None:
+        raise ValueError("train.timestep_type=shift: needs the model's scheduler, which was not passed")
+    own = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+    config = own.config
+    mu = calculate_shift(
+        tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.15),
+    )
+    own.set_timesteps(TABLE_SIZE, mu=mu if config.use_dynamic_shifting else None)
+    return own.sigmas[:TABLE_SIZE].float()
+
+
+def _lognorm_table(generator: torch.Generator | None) -> Tensor:
+    draws = torch.exp(0.333 * torch.randn(TABLE_SIZE * 3 // 4, generator=generator))
+    linear = torch.linspace(1.0, 1.0 / TABLE_SIZE, TABLE_SIZE // 4)
+    table = torch.cat([1 - draws / draws.max(), linear]).sort(descending=True).values
+    return (table * TABLE_SIZE).floor() / TABLE_SIZE
+
+
+def draw_sigmas(
+    table: Tensor,
+    batch_size: int,
+    *,
+    timestep_type: str = "sigmoid",
+    content_or_style: str = "balanced",
+    min_step: int = 0,
+    max_step: int = TABLE_SIZE - 1,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one sigma for each sample.
+
+    Args:
+        table: (1000,) from `sigma_table`.
+        batch_size: B.
+        timestep_type: only the `…_step` types change the draw: they use so many evenly spaced indices.
+        content_or_style: `balanced` is uniform; `content` favours high noise (u³), `style` low noise (1 - u³).
+        min_step: smallest index (`train.min_denoising_steps`).
+        max_step: index the draw stays below (`train.max_denoising_steps`), except where it equals `min_step`.
+        generator: for the draw.
+
+    Returns:
+        indices (B,) int64 and sigmas (B,) fp32.
+
+    Raises:
+        ValueError: unknown `content_or_style`.
+    """
+    low, high = max(min_step, 0), min(max_step, TABLE_SIZE - 1)
+    if timestep_type in FIXED_STEPS:
+        count = FIXED_STEPS[timestep_type]
+        choices = torch.arange(count) * TABLE_SIZE // count
+        indices = choices[torch.randint(count, (batch_size,), generator=generator)]
+    elif content_or_style == "balanced":
+        indices = torch.randint(low, max(high, low + 1), (batch_size,), generator=generator)
+    elif content_or_style in ("content", "style"):
+        cubed = torch.rand(batch_size, generator=generator) ** 3
+        place = cubed if content_or_style == "content" else 1 - cubed
+        indices = (low + place * TABLE_SIZE / (TABLE_SIZE - 1) * (high - low)).long().clamp(low, high)
+    else:
+        raise ValueError(f"train.content_or_style={content_or_style!r}: must be balanced, content or style")
+    return indices, table[indices]
+
+
+def timestep_weights(indices: Tensor, *, half_bell: bool) -> Tensor:
+    """Loss weights of `train.linear_timesteps` (bell) and `linear_timesteps2` (its low-noise half stays at the top).
+
+    w(i) = exp(-2 (i/1000 - 1/2)²), shifted to minimum 0 and scaled to mean 1 over the bell.
+
+    Args:
+        indices: (B,) indices into the sigma table.
+        half_bell: False for the bell.
+
+    Returns:
+        (B,) fp32.
+    """
+    place = torch.arange(TABLE_SIZE, dtype=torch.float32) / TABLE_SIZE
+    bell = torch.exp(-2 * (place - 0.5) ** 2)
+    bell = bell - bell.min()
+    bell = bell / bell.mean()
+    if half_bell:
+        bell[TABLE_SIZE // 2 :] = bell.max()
+    return bell[indices]
+
+
+def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
+    """x_t = (1 - sigma) x0 + sigma · noise.
+
+    Args:
+        latents: x0 (B, C, H, W) fp32.
+        noise: same shape, fp32.
+        sigmas: (B,) fp32.
+
+    Returns:
+        (B, C, H, W) fp32.
+    """
+    sigma = sigmas.view(-1, 1, 1, 1)
+    return (1.0 - sigma) * latents + sigma * noise
+
+
+def predict_velocity(
+    transformer: nn.Module,
+    x_t: Tensor,
+    sigmas: Tensor,
+    prompt_embeds: Tensor,
+    pooled_embeds: Tensor,
+    *,
+    dtype: torch.dtype,
+    guidance: float = TRAIN_GUIDANCE,
+) -> Tensor:
+    """Run a FLUX transformer on noisy latents.
+
+    Args:
+        transformer: FluxTransformer2DModel (with adapters).
+        x_t: (B, C, H, W), H and W even.
+        sigmas: (B,).
+        prompt_embeds: (B, L, D) T5 states.
+        pooled_embeds: (B, P) pooled CLIP states.
+        dtype: what the inputs are cast to.
+        guidance: input of the guidance embedding, where the model has one.
+
+    Returns:
+        The predicted noise - x0, (B, C, H, W) fp32.
+    """
+    batch, channels, height, width = x_t.shape
+    device = x_t.device
+    packed = FluxPipeline._pack_latents(x_t.to(dtype), batch, channels, height, width)
+    out = transformer(
+        hidden_states=packed,
+        timestep=sigmas,
+        encoder_hidden_states=prompt_embeds.to(device, dtype),
+        pooled_projections=pooled_embeds.to(device, dtype),
+        txt_ids=torch.zeros(prompt_embeds.shape[1], 3, device=device),
+        img_ids=FluxPipeline._prepare_latent_image_ids(batch, height // 2, width // 2, device, torch.float32),
+        guidance=torch.full((batch,), guidance, device=device) if transformer.config.guidance_embeds else None,
+        return_dict=False,
+    )[0]
+    return FluxPipeline._unpack_latents(out, height, width, vae_scale_factor=1).float()
+
+
+def sample_losses(prediction: Tensor, latents: Tensor, noise: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The mean squared error of each sample, fp32.
+
+    Args:
+        prediction: (B, C, H, W).
+        latents: x0, same shape.
+        noise: same shape.
+        weights: (B,) sample weights.
+
+    Returns:
+        (B,) losses; the training loss is their mean.
+    """
+    target = noise.float() - latents.float()
+    loss = (prediction.float() - target).square().mean(dim=(1, 2, 3))
+    return loss if weights is None else loss * weights

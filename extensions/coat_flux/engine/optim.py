@@ -1,0 +1,127 @@
+"""Optimizers and learning-rate schedules by ai-toolkit's names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from diffusers.optimization import get_constant_schedule_with_warmup
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LinearLR,
+    LRScheduler,
+)
+
+from ..config import COATConfig
+from ..optimizer import build_optimizer
+
+__all__ = ["advance", "make_optimizer", "make_scheduler", "restore_optimizer"]
+
+COAT_NAME = "coat_fp8_adamw"
+HOST_EPS = 1e-6
+DEFAULT_WARMUP_STEPS = 1000
+
+
+def make_optimizer(
+    name: str, params: Iterable[torch.nn.Parameter], lr: float, config: COATConfig, optimizer_params: Mapping[str, Any]
+) -> Optimizer:
+    """The optimizer `train.optimizer` names, with ai-toolkit's defaults (eps 1e-6 for all but ours).
+
+    Args:
+        name: coat_fp8_adamw, adamw, adam or adamw8bit (bitsandbytes); upper and lower case are the same.
+        params: what is trained.
+        lr: `train.lr`.
+        config: the coat block.
+        optimizer_params: `train.optimizer_params`, passed on as keywords.
+
+    Raises:
+        ValueError: unknown name.
+        ImportError: adamw8bit without bitsandbytes.
+    """
+    lowered = name.lower()
+    if lowered == COAT_NAME:
+        return build_optimizer(params, lr, config, dict(optimizer_params))
+    keywords = {"lr": lr, "eps": HOST_EPS, **optimizer_params}
+    if lowered == "adamw":
+        return torch.optim.AdamW(params, **keywords)
+    if lowered == "adam":
+        return torch.optim.Adam(params, **keywords)
+    if lowered == "adamw8bit":
+        try:
+            import bitsandbytes
+        except ImportError as error:
+            raise ImportError(
+                "train.optimizer=adamw8bit: needs the package bitsandbytes; pip install bitsandbytes, "
+                f"or use {COAT_NAME} or adamw"
+            ) from error
+        return bitsandbytes.optim.AdamW8bit(params, **keywords)
+    raise ValueError(
+        f"train.optimizer={name!r}: the stand-alone engine knows {COAT_NAME}, adamw, adam and adamw8bit; "
+        "choose one, or run this config inside ai-toolkit"
+    )
+
+
+def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[str, Any]) -> LRScheduler:
+    """The schedule `train.lr_scheduler` names; like ai-toolkit's, it spans the whole run.
+
+    Args:
+        name: constant, linear (torch's LinearLR: a ramp from 1/3 up to lr), cosine, cosine_with_restarts or
+            constant_with_warmup.
+        optimizer: whose learning rate is set.
+        steps: optimizer steps of the run.
+        params: `train.lr_scheduler_params`, passed on as keywords.
+
+    Raises:
+        ValueError: unknown name, or parameters the schedule does not take.
+    """
+    schedules: dict[str, tuple[Callable[..., LRScheduler], dict[str, Any]]] = {
+        "constant": (ConstantLR, {"factor": 1.0, "total_iters": steps}),
+        "constant_with_warmup": (get_constant_schedule_with_warmup, {"num_warmup_steps": DEFAULT_WARMUP_STEPS}),
+        "linear": (LinearLR, {"total_iters": steps}),
+        "cosine": (CosineAnnealingLR, {"T_max": steps}),
+        "cosine_with_restarts": (CosineAnnealingWarmRestarts, {"T_0": steps}),
+    }
+    if name not in schedules:
+        raise ValueError(f"train.lr_scheduler={name!r}: must be one of {', '.join(schedules)}")
+    make, defaults = schedules[name]
+    try:
+        return make(optimizer, **{**defaults, **params})
+    except TypeError as error:
+        raise ValueError(f"train.lr_scheduler_params={dict(params)}: {name} does not take them ({error})") from error
+
+
+def advance(scheduler: LRScheduler, steps: int) -> None:
+    """Bring a new scheduler to where it is after `steps` steps, by the same arithmetic as a run that did them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+        for _ in range(steps):
+            scheduler.step()
+
+
+def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
+    """Load a saved state, but keep the hyper-parameters of this run's config.
+
+    torch takes the groups' hyper-parameters from the file, so that an edited `lr` or `weight_decay` would be ignored.
+
+    Args:
+        optimizer: freshly built from the config.
+        state: from `optimizer.pt`.
+
+    Returns:
+        One line for each hyper-parameter that differs from the file.
+    """
+    wanted = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(dict(state))
+    changes = []
+    for group, hyper in zip(optimizer.param_groups, wanted, strict=True):
+        for key, value in hyper.items():
+            if key != "lr" and group.get(key) != value:
+                changes.append(f"{key} {group.get(key)} -> {value}")
+        group.pop("initial_lr", None)
+        group.update(hyper)
+    return changes

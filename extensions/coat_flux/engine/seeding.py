@@ -1,0 +1,50 @@
+"""Random numbers that depend on *what* is drawn, never on how the run is arranged.
+
+Every draw of a run is made from a generator seeded with (run seed, stream, index). The index of noise and timesteps is
+the global micro-batch number, so one process with accumulation 2, two processes without it, and a run stopped and
+resumed in between all see the same numbers. Nothing needs to be stored for a resume but the step.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+__all__ = ["Stream", "derived_seed", "generator_for", "seed_global"]
+
+
+class Stream(IntEnum):
+    """Independent sequences of draws."""
+
+    NOISE = 0
+    LORA_INIT = 1
+    MODEL = 2
+    OPTIMIZER = 3
+    VALIDATION = 4
+
+
+def derived_seed(seed: int, stream: Stream, index: int) -> int:
+    """Mix (seed, stream, index) into one 63-bit seed.
+
+    Args:
+        seed: the run's seed, not negative.
+        stream: which sequence the draw belongs to.
+        index: the number of the draw in its sequence, not negative.
+
+    Returns:
+        A seed in [0, 2^63).
+    """
+    state = np.random.SeedSequence([seed, int(stream), index]).generate_state(1, np.uint64)
+    return int(state[0]) >> 1
+
+
+def generator_for(seed: int, stream: Stream, index: int) -> torch.Generator:
+    """A CPU generator for one draw; noise drawn on the CPU is the same on every device."""
+    return torch.Generator("cpu").manual_seed(derived_seed(seed, stream, index))
+
+
+def seed_global(seed: int, stream: Stream, index: int) -> None:
+    """Seed torch's global generators (all devices): LoRA dropout, stochastic rounding."""
+    torch.manual_seed(derived_seed(seed, stream, index))

@@ -1,0 +1,326 @@
+"""The stand-alone trainer on the embedded model: output folder, LoRA file, resume, EMA, samples, sampling names."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from coat_flux.engine.resume import ResumeError
+from coat_flux.engine.trainer import COATTrainer, TrainingError
+from coat_flux.memory.stats import CPU_NOTE, PHASES
+from coat_flux.tiny_flux import make_tiny_flux
+from tests import tolerances
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.engine_job import TRIGGER, engine_job, write_images
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Model, images and output folder, made once for the file; prompts of 48 tokens instead of 512 for speed."""
+    root = tmp_path_factory.mktemp("engine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images"), "out": root / "out"}
+
+
+def train(name: str, place: dict[str, Path], **blocks: Any) -> Path:
+    return COATTrainer(engine_job(name, **place, **blocks)).train()
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with (run / "coat" / "metrics.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(run: Path) -> list[str]:
+    return [row["loss"] for row in rows(run)]
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    left, right = load_file(a), load_file(b)
+    assert left.keys() == right.keys()
+    for name in left:
+        assert_bitwise(left[name], right[name])
+
+
+def test_run_folder_and_lora_file(place: dict[str, Path]) -> None:
+    final = train("layout", place, train={"steps": 4}, save={"save_every": 1, "max_step_saves_to_keep": 2})
+    run = place["out"] / "layout"
+    assert final == run / "layout.safetensors"
+    assert {path.name for path in run.iterdir()} == {
+        "layout.safetensors",
+        "layout_000000002.safetensors",
+        "layout_000000003.safetensors",
+        "optimizer.pt",
+        "config.yaml",
+        "coat",
+    }
+    assert [path.name for path in (run / "coat").glob("state-*")] == ["state-000000004"]
+    assert not list(run.rglob(".writing-*"))
+    tensors = load_file(final)
+    assert len(tensors) == 80
+    assert all(re.fullmatch(r"transformer\.\S+\.lora_[AB]\.weight", name) for name in tensors)
+    assert "transformer.single_transformer_blocks.1.proj_out.lora_B.weight" in tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert sum(tensor.count_nonzero().item() == 0 for tensor in tensors.values()) == 0
+    assert torch.load(run / "optimizer.pt", weights_only=True)["param_groups"][0]["lr"] == 1e-3
+
+
+def test_metadata_is_ai_toolkits_plus_ours(place: dict[str, Path]) -> None:
+    final = train("metadata", place, train={"steps": 1})
+    with safe_open(final, framework="pt") as file:
+        meta = file.metadata()
+    assert meta["format"] == "pt"
+    assert meta["ss_output_name"] == "metadata"
+    assert meta["ss_base_model_version"] == "flux.1"
+    assert json.loads(meta["training_info"]) == {"step": 1, "epoch": 0}
+    assert json.loads(meta["ss_tag_frequency"]) == {f"1_{TRIGGER}": {TRIGGER: 1}}
+    assert json.loads(meta["coat"])["enabled"] is False
+
+
+def test_metrics_have_a_row_per_step(place: dict[str, Path]) -> None:
+    train("metrics", place, train={"steps": 3, "lr_scheduler": "cosine"})
+    table = rows(place["out"] / "metrics")
+    assert [row["step"] for row in table] == ["1", "2", "3"]
+    assert float(table[0]["lr"]) == 1e-3
+    assert float(table[2]["lr"]) < float(table[1]["lr"]) < 1e-3
+    assert all(0 < float(row["loss"]) < 10 for row in table)
+    assert all(float(row["grad_norm"]) > 0 and float(row["s_per_it"]) > 0 for row in table)
+    assert all(float(row["peak_memory_gb"]) > 0.05 for row in table)
+
+
+COAT = {"optimizer": {"stochastic_rounding": True}, "memory": {"log_every": 2}}
+
+
+@pytest.mark.parametrize(("ema", "coat"), [(False, None), (True, COAT)], ids=["bf16", "coat+ema"])
+def test_resume_is_bitwise_the_uninterrupted_run(place: dict[str, Path], ema: bool, coat: dict | None) -> None:
+    settings = {"steps": 6, "lr_scheduler": "cosine", "gradient_accumulation": 2, "gradient_checkpointing": ema}
+    settings["ema_config"] = {"use_ema": ema, "ema_decay": 0.8}
+    whole, parts = f"whole{ema}", f"parts{ema}"
+    blocks = {"train": settings, "network": {"dropout": 0.1}, "coat": coat}
+    run = train(whole, place, **blocks).parent
+    stop_after(3, place, parts, **blocks)
+    final = train(parts, place, **blocks)
+    assert losses(final.parent) == losses(run)
+    assert_same_tensors(final, run / f"{whole}.safetensors")
+    state = "coat/state-000000006/lora.safetensors"
+    assert_same_tensors(final.parent / state, run / state)
+
+
+def stop_after(step: int, place: dict[str, Path], name: str, **blocks: Any) -> None:
+    """Run until the save at `step`, then crash as a killed process would."""
+    from coat_flux.engine import trainer
+
+    class Killed(Exception):
+        pass
+
+    def one_step_less(session: Any, batches: Any) -> Any:
+        if session.step == step + 1:
+            raise Killed
+        return original(session, batches)
+
+    original = trainer._train_step
+    trainer._train_step = one_step_less
+    try:
+        with pytest.raises(Killed):
+            train(name, place, **{**blocks, "save": {"save_every": step}})
+    finally:
+        trainer._train_step = original
+
+
+def test_resume_says_so_and_finished_run_is_left_alone(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+    first = train("again", place, train={"steps": 1})
+    before = first.stat().st_mtime_ns
+    assert train("again", place, train={"steps": 1}) == first
+    assert first.stat().st_mtime_ns == before
+    assert "nothing is left to train" in capsys.readouterr().out
+    train("again", place, train={"steps": 2})
+    assert f"#### IMPORTANT RESUMING FROM {first} ####" in capsys.readouterr().out
+    assert [row["step"] for row in rows(first.parent)] == ["1", "2"]
+
+
+def test_resume_takes_a_changed_lr_and_says_other_changes(
+    place: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
+    final = train("changed", place, train={"steps": 1})
+    train("changed", place, train={"steps": 2, "lr": 5e-4, "optimizer_params": {"weight_decay": 0.5}})
+    assert "weight_decay 0.01 -> 0.5" in capsys.readouterr().out
+    assert [float(row["lr"]) for row in rows(final.parent)] == [1e-3, 5e-4]
+    group = torch.load(final.parent / "optimizer.pt", weights_only=True)["param_groups"][0]
+    assert group["weight_decay"] == 0.5
+
+
+def damaged(run: Path, kind: str) -> None:
+    path = run / "optimizer.pt"
+    if kind == "missing":
+        path.unlink()
+    elif kind == "corrupt":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif kind == "state":
+        (run / "coat" / "state-000000001" / "state.json").write_text("{", encoding="utf-8")
+    else:
+        (run / f"{run.name}.safetensors").write_bytes(b"not a safetensors file")
+
+
+@pytest.mark.parametrize("kind", ["missing", "corrupt", "state", "lora"])
+def test_broken_resume_is_an_error_that_names_file_and_remedy(place: dict[str, Path], kind: str) -> None:
+    run = train(f"broken_{kind}", place, train={"steps": 1}).parent
+    damaged(run, kind)
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ResumeError, match=r"(optimizer\.pt|state\.json|\.safetensors).*delete the run folder"):
+        train(f"broken_{kind}", place, train={"steps": 2})
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_resume_with_another_rank_is_refused(place: dict[str, Path]) -> None:
+    train("rank", place, train={"steps": 1})
+    with pytest.raises(ResumeError, match=r"has shape .*network\.linear"):
+        train("rank", place, train={"steps": 2}, network={"linear": 8})
+
+
+def test_resume_from_an_ai_toolkit_save(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+    """The same folder, but without our own state: weights from the file, place in the data from its step."""
+    import shutil
+
+    final = train("host", place, train={"steps": 2})
+    shutil.rmtree(final.parent / "coat")
+    train("host", place, train={"steps": 3})
+    assert "ai-toolkit's" in capsys.readouterr().out
+    whole = train("host_whole", place, train={"steps": 3}).parent
+    resumed, reference = float(losses(final.parent)[-1]), float(losses(whole)[-1])
+    assert resumed == pytest.approx(reference, rel=1e-2)
+    assert resumed != reference
+
+
+def test_ema_is_saved_and_the_raw_weights_train_on(place: dict[str, Path]) -> None:
+    plain = train("ema_off", place, train={"steps": 3})
+    final = train("ema_on", place, train={"steps": 3, "ema_config": {"use_ema": True, "ema_decay": 0.9}})
+    state = final.parent / "coat" / "state-000000003"
+    assert losses(final.parent) == losses(plain.parent)
+    assert_same_tensors(state / "lora.safetensors", plain.parent / "coat" / "state-000000003" / "lora.safetensors")
+    raw, average, saved = (load_file(path) for path in (state / "lora.safetensors", state / "ema.safetensors", final))
+    name = "transformer.transformer_blocks.0.attn.to_q.lora_B.weight"
+    assert average[name].norm() < raw[name].norm()
+    assert_bitwise(saved[name], average[name].half())
+
+
+def test_samples_follow_the_schedule_and_change_with_the_lora(place: dict[str, Path]) -> None:
+    sample = {"sample_every": 2, "prompts": ["[trigger] shirt", "a hat"], "walk_seed": True, "format": "png"}
+    final = train("samples", place, train={"steps": 5, "disable_sampling": False, "lr": 1e-2}, sample=sample)
+    names = sorted(path.name.split("__")[1] for path in (final.parent / "samples").iterdir())
+    assert names == [f"{step:09d}_{n}.png" for step in (0, 2, 4, 5) for n in (0, 1)]
+    assert all(re.fullmatch(r"\d{13}__\d{9}_\d\.png", path.name) for path in (final.parent / "samples").iterdir())
+    first = {p.name.split("__")[1]: p.read_bytes() for p in (final.parent / "samples").iterdir()}
+    assert first["000000000_0.png"] != first["000000005_0.png"]
+    assert first["000000000_0.png"] != first["000000000_1.png"]
+
+
+def test_sampling_does_not_change_training(place: dict[str, Path]) -> None:
+    quiet = train("quiet", place, train={"steps": 2})
+    loud = train("loud", place, train={"steps": 2, "disable_sampling": False}, sample={"sample_every": 1})
+    assert losses(loud.parent) == losses(quiet.parent)
+    assert_same_tensors(loud, quiet)
+
+
+def test_final_lora_loads_into_a_diffusers_pipeline(place: dict[str, Path]) -> None:
+    from diffusers import FluxPipeline
+
+    final = train("diffusers", place, train={"steps": 3, "lr": 1e-2})
+    pipeline = FluxPipeline.from_pretrained(place["model"], torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def draw() -> torch.Tensor:
+        size = {"width": 64, "height": 64, "num_inference_steps": 2, "max_sequence_length": 32, "output_type": "pt"}
+        return pipeline("sks shirt", generator=torch.Generator().manual_seed(0), **size).images
+
+    before = draw()
+    pipeline.load_lora_weights(final)
+    assert len(pipeline.transformer.peft_config["default_0"].target_modules) > 0
+    layer = pipeline.transformer.transformer_blocks[1].attn.to_v
+    saved = load_file(final)["transformer.transformer_blocks.1.attn.to_v.lora_B.weight"]
+    assert_bitwise(layer.lora_B["default_0"].weight.half(), saved)
+    assert layer.scaling["default_0"] == 1.0
+    assert not torch.equal(draw(), before)
+
+
+def test_validation_loss_falls_and_is_recorded(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+    final = train("validation", place, train={"steps": 20, "lr": 1e-2})
+    lines = (final.parent / "coat" / "validation.csv").read_text(encoding="utf-8").splitlines()
+    (first_step, first), (last_step, last) = (line.split(",") for line in lines[1:])
+    assert (first_step, last_step) == ("0", "20")
+    assert float(last) < float(first)
+    assert f"validation loss {float(first):.6f} -> {float(last):.6f}" in capsys.readouterr().out
+
+
+def test_checkpointing_and_fp32_change_memory_not_the_course(place: dict[str, Path]) -> None:
+    settings = {"steps": 2, "disable_sampling": False}
+    plain = train("plain", place, train=settings, sample={"sample_every": 5})
+    again = train("recomputed", place, train={**settings, "gradient_checkpointing": True}, sample={"sample_every": 5})
+    assert losses(again.parent) == losses(plain.parent)
+    single = train("single", place, train={**settings, "dtype": "fp32"}, sample={"sample_every": 5})
+    precise = [float(loss) for loss in losses(single.parent)]
+    assert [float(loss) for loss in losses(plain.parent)] == pytest.approx(precise, rel=tolerances.BF16_LOSS_RTOL)
+    assert len(list((single.parent / "samples").iterdir())) == 2
+
+
+def test_uncached_run_is_the_cached_run(place: dict[str, Path]) -> None:
+    off = {"cache_latents": False, "cache_text_embeddings": False}
+    cached, direct = train("cached", place, train={"steps": 2}), train("direct", place, train={"steps": 2}, dataset=off)
+    assert losses(cached.parent) == losses(direct.parent)
+
+
+def test_memory_lines_and_start_table_of_a_coat_run(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+    train("memory", place, train={"steps": 3}, coat=COAT)
+    out = capsys.readouterr().out
+    lines = re.findall(r"^\[(\w+)\] Step (\d+): Allocated: \d+\.\d\dGB, Reserved: \d+\.\d\dGB$", out, re.MULTILINE)
+    assert lines == [(phase, "2") for phase in PHASES]
+    assert out.count(CPU_NOTE) == 1
+    assert re.search(r"^transformer_blocks\.\* +24 +W e4m3/per_tensor, x e4m3", out, re.MULTILINE)
+
+
+def test_coat_off_leaves_no_coat_part(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `enabled: false` neither conversion, nor attachment, nor an FP8 module takes part."""
+    from coat_flux.engine import session
+
+    seen = []
+    monkeypatch.setattr(session, "apply_coat", lambda *a, **k: pytest.fail("apply_coat was called"))
+    monkeypatch.setattr(session, "attach_lora", lambda *a, **k: pytest.fail("attach_lora was called"))
+    make = session.make_optimizer
+    monkeypatch.setattr(session, "make_optimizer", lambda *a, **k: seen.append(make(*a, **k)) or seen[0])
+    train("off", place, train={"steps": 1})
+    assert type(seen[0]) is torch.optim.AdamW
+    assert seen[0].defaults["eps"] == 1e-6
+
+
+def test_only_if_contains_limits_the_adapters(place: dict[str, Path]) -> None:
+    words = {"only_if_contains": ["single_transformer_blocks.1."], "ignore_if_contains": ["proj_out"]}
+    final = train("only", place, train={"steps": 1}, network={"network_kwargs": words})
+    parts = ["attn.to_k", "attn.to_q", "attn.to_v", "norm.linear", "proj_mlp"]
+    wanted = {f"transformer.single_transformer_blocks.1.{part}.lora_{ab}.weight" for part in parts for ab in "AB"}
+    assert load_file(final).keys() == wanted
+
+
+def test_nan_stops_the_run_and_nothing_is_saved(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from coat_flux.engine.objective import Objective
+
+    original = Objective.__call__
+    monkeypatch.setattr(Objective, "__call__", lambda self, batch, draw: original(self, batch, draw) * float("nan"))
+    with pytest.raises(TrainingError, match=r"step 1: loss nan.*lower train\.lr"):
+        train("nan", place, train={"steps": 2})
+    assert not list((place["out"] / "nan").glob("*.safetensors"))
+
+
+def test_dead_lora_is_an_error(place: dict[str, Path]) -> None:
+    settings = {"steps": 1, "lr_scheduler": "constant_with_warmup", "lr_scheduler_params": {"num_warmup_steps": 10}}
+    with pytest.raises(TrainingError, match="every lora_B is still zero"):
+        train("dead", place, train=settings)

@@ -1,0 +1,175 @@
+"""The flow-matching objective against diffusers' scheduler and pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+from coat_flux.engine.flow_matching import (
+    draw_sigmas,
+    noisy_latents,
+    predict_velocity,
+    sample_losses,
+    sigma_table,
+    timestep_weights,
+)
+from tests import tolerances
+from tests.helpers.asserts import assert_bitwise
+
+FLUX_SCHEDULER = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "shift": 3.0}
+
+
+def tiny_transformer(guidance: bool = True) -> FluxTransformer2DModel:
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+    widths = {"in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6)}
+    return FluxTransformer2DModel(**sizes, **widths, guidance_embeds=guidance).eval()
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("kind", ["linear", "sigmoid", "shift", "lognorm_blend", "one_step"])
+def test_every_table_is_1000_descending_sigmas(kind: str) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER)
+    table = sigma_table(kind, tokens=256, scheduler=scheduler, generator=generator())
+    assert table.shape == (1000,)
+    assert table.dtype == torch.float32
+    assert (table.diff() <= 0).all()
+    assert table.min() >= 0
+    assert table.max() <= 1
+
+
+def test_linear_table_is_the_schedulers_training_schedule() -> None:
+    table = sigma_table("linear", tokens=1)
+    torch.testing.assert_close(table, FlowMatchEulerDiscreteScheduler().sigmas, rtol=0, atol=tolerances.SIGMA_ATOL)
+
+
+@pytest.mark.parametrize("tokens", [256, 1024, 4096])
+@pytest.mark.parametrize("kind", ["shift", "flux_shift", "lumina2_shift"])
+def test_shift_is_inferences_own_shift_by_resolution(kind: str, tokens: int) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER)
+    before = scheduler.sigmas.clone()
+    table = sigma_table(kind, tokens=tokens, scheduler=scheduler)
+    mu = torch.tensor(calculate_shift(tokens, 256, 4096, 0.5, 1.15), dtype=torch.float64)
+    even = torch.linspace(1, 0.001, 1000, dtype=torch.float64)
+    wanted = mu.exp() / (mu.exp() + (1 / even - 1))
+    torch.testing.assert_close(table.double(), wanted, rtol=0, atol=tolerances.SIGMA_ATOL)
+    assert_bitwise(scheduler.sigmas, before)
+
+
+def test_static_shift_where_the_scheduler_has_one() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    table = sigma_table("shift", tokens=256, scheduler=scheduler)
+    even = torch.linspace(float(scheduler.sigma_max), float(scheduler.sigma_min), 1000)
+    torch.testing.assert_close(table, 3 * even / (1 + 2 * even), rtol=0, atol=tolerances.SIGMA_ATOL)
+
+
+def test_sigmoid_is_the_logit_normal_distribution() -> None:
+    table = sigma_table("sigmoid", tokens=1, generator=generator())
+    logits = torch.logit(table.double())
+    bound = tolerances.STOCHASTIC_SIGMAS / 1000**0.5
+    assert abs(logits.mean()) < bound
+    assert abs(logits.std() - 1) < bound
+
+
+@pytest.mark.parametrize("name", ["weighted", "sigmod", ""])
+def test_unknown_type_names_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=f"timestep_type='{name}'.*sigmoid, linear.*inside ai-toolkit"):
+        sigma_table(name, tokens=1)
+
+
+def test_balanced_draw_is_uniform_below_max() -> None:
+    table = sigma_table("linear", tokens=1)
+    indices, sigmas = draw_sigmas(table, 20_000, min_step=100, max_step=200, generator=generator())
+    assert (indices.min(), indices.max()) == (100, 199)
+    assert_bitwise(sigmas, table[indices])
+    counts = torch.bincount(indices - 100, minlength=100).double()
+    assert (counts - 200).abs().max() < tolerances.STOCHASTIC_SIGMAS * 200**0.5
+
+
+def test_min_equal_to_max_draws_that_index() -> None:
+    indices, _ = draw_sigmas(sigma_table("linear", tokens=1), 5, min_step=300, max_step=300)
+    assert indices.tolist() == [300] * 5
+
+
+def test_content_draws_high_noise_and_style_low() -> None:
+    table = sigma_table("linear", tokens=1)
+    _, content = draw_sigmas(table, 20_000, content_or_style="content", generator=generator())
+    _, style = draw_sigmas(table, 20_000, content_or_style="style", generator=generator())
+    assert content.mean() == pytest.approx(0.75, abs=tolerances.CUBIC_MEAN_ATOL)
+    assert style.mean() == pytest.approx(0.25, abs=tolerances.CUBIC_MEAN_ATOL)
+    with pytest.raises(ValueError, match="content_or_style='both'"):
+        draw_sigmas(table, 1, content_or_style="both")
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("one_step", [0]), ("four_step", [0, 250, 500, 750])])
+def test_step_types_use_evenly_spaced_indices(kind: str, wanted: list[int]) -> None:
+    indices, _ = draw_sigmas(sigma_table(kind, tokens=1), 200, timestep_type=kind, generator=generator())
+    assert sorted(set(indices.tolist())) == wanted
+
+
+def test_weights_are_a_bell_of_mean_one_or_its_half() -> None:
+    every = torch.arange(1000)
+    bell, half = timestep_weights(every, half_bell=False), timestep_weights(every, half_bell=True)
+    assert bell.mean() == pytest.approx(1)
+    assert bell.argmax() == 500
+    assert bell[0] == 0
+    assert_bitwise(half[:500], bell[:500])
+    assert (half[500:] == bell.max()).all()
+
+
+def test_noisy_latents_are_the_schedulers_scale_noise() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    latents, noise = torch.randn(3, 4, 8, 8), torch.randn(3, 4, 8, 8)
+    timesteps = scheduler.timesteps[[10, 500, 999]]
+    wanted = scheduler.scale_noise(latents, timesteps, noise)
+    x_t = noisy_latents(latents, noise, scheduler.sigmas[[10, 500, 999]])
+    torch.testing.assert_close(x_t, wanted, rtol=tolerances.FP32_ORDER_RTOL, atol=tolerances.FP32_ORDER_ATOL)
+
+
+def test_an_euler_step_along_the_target_reaches_the_image() -> None:
+    """The loss's target is the velocity the sampler integrates: one step from sigma to 0 lands on x0."""
+    latents, noise, sigma = torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8), torch.tensor([0.6])
+    x_t = noisy_latents(latents, noise, sigma)
+    velocity = noise - latents
+    assert sample_losses(velocity, latents, noise).item() == 0
+    reached = x_t - sigma * velocity
+    torch.testing.assert_close(reached, latents, rtol=tolerances.FP32_ORDER_RTOL, atol=tolerances.FP32_ORDER_ATOL)
+
+
+def test_losses_are_per_sample_and_weighted() -> None:
+    latents = torch.zeros(2, 1, 2, 2)
+    prediction = torch.stack([torch.full((1, 2, 2), 2.0), torch.full((1, 2, 2), 3.0)])
+    assert sample_losses(prediction, latents, latents).tolist() == [4, 9]
+    assert sample_losses(prediction, latents, latents, torch.tensor([0.5, 2.0])).tolist() == [2, 18]
+
+
+@pytest.mark.parametrize("guidance", [True, False])
+def test_prediction_is_what_the_pipeline_would_compute(guidance: bool) -> None:
+    model = tiny_transformer(guidance)
+    x_t, sigmas = torch.randn(2, 4, 6, 8), torch.tensor([0.3, 0.8])
+    embeds, pooled = torch.randn(2, 5, 32), torch.randn(2, 16)
+    with torch.no_grad():
+        out = predict_velocity(model, x_t, sigmas, embeds, pooled, dtype=torch.float32)
+        by_hand = model(
+            hidden_states=FluxPipeline._pack_latents(x_t, 2, 4, 6, 8),
+            timestep=sigmas,
+            guidance=torch.ones(2) if guidance else None,
+            pooled_projections=pooled,
+            encoder_hidden_states=embeds,
+            txt_ids=torch.zeros(5, 3),
+            img_ids=torch.tensor([[0.0, row, column] for row in range(3) for column in range(4)]),
+        ).sample
+    assert out.shape == x_t.shape
+    assert_bitwise(FluxPipeline._pack_latents(out, 2, 4, 6, 8), by_hand)
+
+
+def test_inputs_are_cast_and_the_result_is_fp32() -> None:
+    model = tiny_transformer().bfloat16()
+    embeds, pooled = torch.randn(1, 3, 32), torch.randn(1, 16)
+    out = predict_velocity(model, torch.randn(1, 4, 4, 4), torch.tensor([0.5]), embeds, pooled, dtype=torch.bfloat16)
+    assert out.dtype == torch.float32
+    assert_bitwise(out, out.bfloat16().float())

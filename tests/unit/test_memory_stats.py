@@ -1,0 +1,60 @@
+"""Memory lines."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from coat_flux.memory.stats import CPU_NOTE, GIB, PHASES, MemoryLog, memory_line, peak_bytes, used_bytes
+from tests import tolerances
+
+
+def test_line_has_the_promised_shape() -> None:
+    line = memory_line("before_forward", 100, int(8.23 * GIB), int(10.5 * GIB))
+    assert line == "[before_forward] Step 100: Allocated: 8.23GB, Reserved: 10.50GB"
+
+
+def test_lines_come_at_log_every_with_the_note_once() -> None:
+    lines: list[str] = []
+    log = MemoryLog("cpu", 2, True, lines.append)
+    for step in (1, 2, 3, 4):
+        for phase in PHASES:
+            log.line(phase, step)
+    assert lines[0] == CPU_NOTE
+    shape = r"\[(\w+)\] Step (\d): Allocated: (\d+\.\d\d)GB, Reserved: (\d+\.\d\d)GB"
+    found = [re.fullmatch(shape, line).groups() for line in lines[1:]]
+    assert [(phase, step) for phase, step, *_ in found] == [(phase, step) for step in "24" for phase in PHASES]
+    assert all(0 < float(allocated) <= float(reserved) for *_, allocated, reserved in found)
+
+
+def test_disabled_log_is_silent() -> None:
+    log = MemoryLog("cpu", 1, False, lambda line: pytest.fail(line))
+    log.line("after_forward", 1)
+    assert log.enabled is False
+
+
+def test_cpu_numbers_are_the_process_and_its_peak() -> None:
+    before = used_bytes(torch.device("cpu"))[0]
+    block = torch.ones(64 * 2**20 // 4)
+    during, peak = used_bytes(torch.device("cpu"))
+    assert during - before > 48 * 2**20
+    assert peak >= during
+    del block
+    assert peak_bytes(torch.device("cpu")) >= during - tolerances.RESIDENT_SLACK_BYTES
+
+
+@pytest.mark.gpu
+def test_gpu_numbers_are_the_allocators() -> None:
+    device = torch.device("cuda")
+    block = torch.ones(2**20, device=device)
+    assert used_bytes(device) == (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+    assert peak_bytes(device) >= block.nbytes
+
+
+def test_wrong_phase_and_interval_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"log_every=0: must be at least 1"):
+        MemoryLog("cpu", 0, True, print)
+    with pytest.raises(ValueError, match=r"phase='forward': must be one of before_forward"):
+        MemoryLog("cpu", 1, True, print).line("forward", 1)
