@@ -175,6 +175,23 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
     return Quantized(codes, scale, granularity)
 
 
+def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
+    """Quantize x once for all that read this very tensor; arguments, result and errors as `quantize`.
+
+    The result stays on the tensor object (and dies with it), so that q, k, v and their adapters share one copy. A
+    change of x in place invalidates it.
+    """
+    if x.is_inference():  # such tensors count no in-place changes
+        return quantize(x, fmt, granularity)
+    key = (fmt, granularity, x._version)
+    cached: tuple[object, Quantized] | None = getattr(x, "_coat_quantized", None)
+    if cached is not None and cached[0] == key:
+        return cached[1]
+    quantized = quantize(x, fmt, granularity)
+    x._coat_quantized = (key, quantized)  # type: ignore[attr-defined]
+    return quantized
+
+
 def dequantize(
     codes: Tensor, scale: Tensor, granularity: Granularity = PER_TENSOR, dtype: torch.dtype = torch.float32
 ) -> Tensor:

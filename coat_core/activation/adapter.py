@@ -4,8 +4,9 @@
     dx = dh A
     dA = dhᵀ x_q        from the FP8 x, which only dA needs
 
-An FP8 base linear that reads the same x hands its FP8 copy over (`hands_input_to_adapter`), and linears that read the
-same tensor share one copy, so q, k, v and their adapters keep 1 byte per element of x among them.
+An FP8 base linear that reads the same x hands it over (`hands_input_to_adapter`) with the FP8 copy it carries, since
+the host may cast x before the adapter sees it. Linears that read the same tensor share that copy, so q, k, v and their
+adapters keep 1 byte per element of x among them.
 
 Shapes: x [..., K], A [r, K], h [..., r].
 Source: the frozen-weight case of arXiv 2410.19313, section 5: a frozen W needs no x, LoRA's dA does.
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from coat_core.formats import get_format
 from coat_core.granularity import Granularity
-from coat_core.quantize import Quantized, dequantize, quantize
+from coat_core.quantize import Quantized, dequantize, quantize_once
 
 
 class _LinearWithFP8Input(torch.autograd.Function):
@@ -44,13 +45,27 @@ class _LinearWithFP8Input(torch.autograd.Function):
         return dx, dw, None
 
 
+def _is_same_input(x: Tensor, base_input: Tensor) -> bool:
+    """Whether x is what the base linear read, or the host's cast of it, as the autograd graph shows.
+
+    Where nothing upstream is trained there is no graph, and a cast is not told from another tensor: not the same.
+    """
+    if x is base_input:
+        return True
+    if x.grad_fn is None or x.grad_fn.name() != "ToCopyBackward0" or not base_input.requires_grad:
+        return False
+    edge = torch.autograd.graph.get_gradient_edge(base_input)
+    node, output = x.grad_fn.next_functions[0]
+    return node is edge.node and output == edge.output_nr
+
+
 class FP8InputLinear(nn.Linear):
     """A bias-free nn.Linear that saves its input in FP8; made from an adapter's down projection by `from_linear`.
 
     Attributes:
         input_format: "e4m3" or "e5m2".
         input_granularity: scaling of the saved x where it is quantized here.
-        source: one-element tuple with the base linear that hands over its FP8 x, or empty.
+        source: one-element tuple with the base linear that hands over its x, or empty.
     """
 
     input_format: str
@@ -86,19 +101,20 @@ class FP8InputLinear(nn.Linear):
 
     def _fp8_input(self, x: Tensor) -> Quantized:
         for base in self.source:
-            handed: Quantized | None = getattr(base, "adapter_input", None)
-            base.adapter_input = None
-            if handed is not None and handed.codes.shape == x.shape:
-                return handed
-        return quantize(x, self.input_format, self.input_granularity)
+            reference, base.adapter_input = getattr(base, "adapter_input", None), None
+            base_input = None if reference is None else reference()
+            if base_input is not None and _is_same_input(x, base_input):
+                return quantize_once(base_input, self.input_format, self.input_granularity)
+        return quantize_once(x, self.input_format, self.input_granularity)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Aᵀ, [..., K] to [..., r]."""
         if not (torch.is_grad_enabled() and self.weight.requires_grad and x.numel()):
             return torch.nn.functional.linear(x, self.weight)
         saved, weight = self._fp8_input(x), self.weight
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
         result: Tensor = _LinearWithFP8Input.apply(x, weight, saved)
         return result

@@ -70,7 +70,8 @@ def fp8_checkpoint(
 
     Args:
         function: block to recompute in backward; returns a tensor or a tuple of tensors.
-        *args: its arguments; fp32/bf16/fp16 tensors of at least `min_elements` are kept in FP8, others as they are.
+        *args: its arguments; fp32/bf16/fp16 tensors of at least `min_elements` that require a gradient are kept in
+            FP8, others as they are (masks, rotary tables: constants that all blocks share and that stay alive anyway).
         fmt: "e4m3" or "e5m2".
         granularity: scaling of the kept inputs.
         min_elements: smaller tensors are kept exactly.
@@ -81,7 +82,7 @@ def fp8_checkpoint(
     keepers: dict[int, _Keeper] = {}
     anchored = list(args)
     for i, arg in enumerate(args):
-        if isinstance(arg, Tensor) and arg.is_floating_point() and arg.numel() >= min_elements:
+        if isinstance(arg, Tensor) and arg.requires_grad and arg.numel() >= min_elements:
             keepers[i] = _Keeper(arg, fmt, granularity)
             anchored[i] = _Anchor.apply(arg)
 

@@ -134,9 +134,12 @@ class PackedSavedTensors:
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    """Whether this is a trainable parameter or a view of one."""
+    """Whether this is a trainable parameter, a cast of one (autocast makes those) or a view of either."""
     base = tensor._base if tensor._base is not None else tensor
-    return base.is_leaf and base.requires_grad
+    if base.grad_fn is None:
+        return base.requires_grad
+    made_by, source = base.grad_fn.name(), base.grad_fn.next_functions[0][0] if base.grad_fn.next_functions else None
+    return made_by == "ToCopyBackward0" and source is not None and source.name() == "torch::autograd::AccumulateGrad"
 
 
 def _unpack(packed: Tensor | _PackedView) -> Tensor:

@@ -101,11 +101,11 @@ def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torc
     """
     if device.type == "cpu":
         return None
-    a = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(a_dtype)
-    b = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(b_dtype)
-    scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
     try:
+        a = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(a_dtype)
+        b = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(b_dtype)
+        scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
         scaled_mm(a, scale, b, scale, None, torch.bfloat16)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is a RuntimeError; mps: TypeError
         return f"{device.type}: {str(error).splitlines()[0]}"
     return None

@@ -13,6 +13,8 @@ from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_c
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_PARTS = {"lora_A", "lora_B", "lora_down", "lora_up"}  # module names of PEFT and of ai-toolkit
+
 
 @dataclass
 class ConversionReport:
@@ -60,6 +62,8 @@ def replace_linear_with_fp8(
             continue
         if isinstance(module, (FP8Linear, FP8TrainableLinear)):
             report.skipped[name] = "already FP8"
+        elif not ADAPTER_PARTS.isdisjoint(name.split(".")):
+            report.skipped[name] = "a LoRA matrix: never quantized"
         elif filter_fn is not None and not filter_fn(module, name):
             report.skipped[name] = "excluded by the filter"
         elif type(module) is not nn.Linear:

@@ -15,6 +15,7 @@ Source: arXiv 2410.19313, section 5; the frozen-weight case is LoRA's.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from coat_core.config import FP8LinearConfig
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
 from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
-from coat_core.quantize import Quantized, dequantize, quantize
+from coat_core.quantize import Quantized, dequantize, quantize, quantize_once
 
 
 def input_granularity(config: FP8LinearConfig) -> Granularity:
@@ -40,21 +41,8 @@ def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> Quantized:
 
 
 def quantized_input(x: Tensor, config: FP8LinearConfig) -> Quantized:
-    """Quantize x [..., K] once for all linears that read this very tensor.
-
-    The result stays on the tensor object (and dies with it), so that q, k, v and their adapters share one copy. A
-    change of x in place invalidates it.
-    """
-    granularity = input_granularity(config)
-    if x.is_inference():  # such tensors count no in-place changes
-        return quantize(x, config.input_format, granularity)
-    key = (config.input_format, granularity, x._version)
-    cached: tuple[object, Quantized] | None = getattr(x, "_coat_quantized", None)
-    if cached is not None and cached[0] == key:
-        return cached[1]
-    quantized = quantize(x, config.input_format, granularity)
-    x._coat_quantized = (key, quantized)  # type: ignore[attr-defined]
-    return quantized
+    """Quantize x [..., K] as this config's GEMM input, once for all linears that read this very tensor."""
+    return quantize_once(x, config.input_format, input_granularity(config))
 
 
 def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | None:
@@ -81,7 +69,8 @@ def _multiply(a: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None, 
     """(a)(weight · scale)ᵀ + bias for FP8 a [..., K] and weight codes [N, K]; result [..., N]."""
     if a.granularity.name == "per_group":
         values = a.dequantize(torch.float32 if a.codes.device.type == "cpu" else dtype)
-        with torch.autocast(a.codes.device.type, enabled=False):
+        device = a.codes.device.type
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
             out: Tensor = values @ weight.to(values.dtype).t() * scale.reshape(-1)
         return (out if bias is None else out + bias).to(dtype)
     lead = a.codes.shape[:-1]
@@ -172,7 +161,8 @@ class _TrainableLinear(torch.autograd.Function):
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype a linear writes: autocast's where autocast is on, else that of x."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # meta has none
+    return torch.get_autocast_dtype(device) if autocasts else x.dtype
 
 
 def fp8_linear(
@@ -181,7 +171,6 @@ def fp8_linear(
     scale: Tensor,
     bias: Tensor | None,
     config: FP8LinearConfig,
-    quantized: Quantized | None = None,
 ) -> Tensor:
     """Linear layer with a frozen FP8 weight: y = x Wᵀ + b, W = codes · scale.
 
@@ -191,7 +180,6 @@ def fp8_linear(
         scale: fp32 [] or [N, 1].
         bias: [N] or None.
         config: formats and granularities; `use_fp8_gemm=False` multiplies x by the dequantized weight.
-        quantized: x in FP8 if the caller has it (`quantized_input`), else it is quantized here when needed.
 
     Returns:
         y [..., N] in the dtype of x (autocast's under autocast).
@@ -202,8 +190,7 @@ def fp8_linear(
     Numerics: forward e4m3 × e4m3 of Gaussian data at 28 dB, dgrad e5m2 × e4m3 at 24 dB or better; tests/tolerances.py.
     Source: arXiv 2410.19313, section 5.
     """
-    if quantized is None and wants_fp8_gemm(x.device, config) and x.numel():
-        quantized = quantized_input(x, config)
+    quantized = quantized_input(x, config) if wants_fp8_gemm(x.device, config) and x.numel() else None
     result: Tensor = _FrozenLinear.apply(x, quantized, codes, scale, bias, config, compute_dtype(x))
     return result
 

@@ -6,6 +6,8 @@ at will, casts every floating buffer, and would quietly turn FP8 codes and fp32 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +16,7 @@ from torch import Tensor, nn
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import get_format
 from coat_core.kernels.scaled_mm import ALIGNMENT
-from coat_core.linear.function import (
-    fp8_linear,
-    fp8_trainable_linear,
-    quantize_weight,
-    quantized_input,
-    wants_fp8_gemm,
-)
+from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantize_weight, quantized_input
 from coat_core.quantize import dequantize
 
 
@@ -39,16 +35,45 @@ def load_weight(module: nn.Module, config: FP8LinearConfig) -> tuple[Tensor, Ten
 
 
 def run_stored_linear(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> Tensor:
-    """Forward pass of a module that holds its weight through `store_weight`; x [..., K] to [..., N].
-
-    With `module.hands_input_to_adapter` set, x in FP8 is left in `module.adapter_input` for the LoRA adapter that
-    reads the same x next.
-    """
+    """Forward pass of a module that holds its weight through `store_weight`; x [..., K] to [..., N]."""
     codes, scale = load_weight(module, config)
-    quantized = quantized_input(x, config) if wants_fp8_gemm(x.device, config) and x.numel() else None
-    if getattr(module, "hands_input_to_adapter", False) and torch.is_grad_enabled():
-        module.adapter_input = quantized  # type: ignore[assignment]
-    return fp8_linear(x, codes, scale, module.bias, config, quantized)  # type: ignore[arg-type]
+    hand_over_input(module, x, config)
+    return fp8_linear(x, codes, scale, module.bias, config)  # type: ignore[arg-type]
+
+
+def hand_over_input(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> None:
+    """With `module.hands_input_to_adapter` set, tell the LoRA adapter that runs next which x this linear reads.
+
+    `module.adapter_input` becomes a weak reference to x, which carries its FP8 copy (`quantize_once`): x is quantized
+    once for all that read it, also where this linear itself multiplies in high precision, and nothing is kept alive.
+    """
+    if not getattr(module, "hands_input_to_adapter", False):
+        return
+    saves_for_backward = torch.is_grad_enabled() and x.numel() > 0
+    module.adapter_input = weakref.ref(x) if saves_for_backward else None  # type: ignore[assignment]
+    if saves_for_backward:
+        quantized_input(x, config)
+
+
+class ReadOnlyWeight(Tensor):
+    """What `FP8Linear.weight` returns: a plain tensor to every operator, but assigning its data is an error.
+
+    Code that merges a LoRA writes `layer.weight.data`; the write would be lost, the LoRA with it.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The values as a plain tensor."""
+        return self.as_subclass(Tensor)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(
+            "weight of an FP8Linear: cannot be written, it is made anew from the FP8 codes on every access; to merge "
+            "an adapter, call coat_core.restore_linear(model) first, or keep the adapter apart"
+        )
 
 
 class FP8Linear(nn.Linear):
@@ -61,7 +86,8 @@ class FP8Linear(nn.Linear):
         config: formats and granularities.
         weight_codes: uint8 [N, K], the bits of the FP8 codes.
         weight_scale_bits: int32 [] or [N, 1], the bits of the fp32 scale.
-        weight: the dequantized weight in the dtype of the layer that was converted (made on every access, frozen).
+        weight: the dequantized weight (made on every access, read only), in the dtype of the layer that was converted
+            or that `.to(dtype)` asked for since.
         bias: frozen parameter [N] or None.
     """
 
@@ -104,11 +130,16 @@ class FP8Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Dequantized weight [N, K] in `weight_dtype`."""
+        """Dequantized weight [N, K] in `weight_dtype`; reading is all it allows."""
         if "weight_codes" not in self._buffers:
             raise AttributeError("weight")  # while nn.Linear.__init__ runs; nn.Module looks on
         codes, scale = load_weight(self, self.config)
-        return dequantize(codes, scale, dtype=self.weight_dtype)
+        return dequantize(codes, scale, dtype=self.weight_dtype).as_subclass(ReadOnlyWeight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
+        super()._apply(fn, recurse)
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype  # as a stored weight would: .to(dtype)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., K] to [..., N]."""
@@ -133,7 +164,7 @@ class FP8Linear(nn.Linear):
 
     def to_linear(self) -> nn.Linear:
         """Convert back in place to nn.Linear with the dequantized weight (frozen)."""
-        weight = self.weight
+        weight = self.weight.data
         del self.weight_codes, self.weight_scale_bits
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
@@ -167,6 +198,7 @@ class FP8TrainableLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., K] to [..., N]."""
+        hand_over_input(self, x, self.config)
         return fp8_trainable_linear(x, self.weight, self.bias, self.config)
 
     def to_linear(self) -> nn.Linear:

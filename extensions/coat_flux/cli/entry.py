@@ -78,11 +78,11 @@ def _train(args: argparse.Namespace) -> None:
     from ..data.errors import DatasetError
     from ..engine.loading import ModelLoadError
     from ..engine.resume import ResumeError
-    from ..engine.trainer import COATTrainer
+    from ..engine.trainer import COATTrainer, TrainingError
 
     try:
         COATTrainer(job).train()
-    except (DatasetError, ModelLoadError, ResumeError) as error:
+    except (DatasetError, ModelLoadError, ResumeError, TrainingError) as error:
         raise _Refused(str(error)) from error
 
 

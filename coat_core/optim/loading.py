@@ -1,0 +1,189 @@
+"""Check a state file before any of it is used, and turn it into the state of these parameters.
+
+Accepted: files of FP8AdamW in any configuration (the groups' "fp8" entry tells how they were quantized) and files of
+torch.optim.AdamW. A moment stored in another way than now asked for is converted and named in one line of log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_core.config import FP8QuantizationConfig
+from coat_core.formats import FORMATS, Format, format_of
+from coat_core.optim.packing import n_blocks
+from coat_core.optim.state import MOMENTS, State, Storage, convert_moment
+
+logger = logging.getLogger(__name__)
+
+UNQUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PER_BLOCK = ("scale", "exponent", "center")
+KEYS = {"step", *MOMENTS, *(f"{name}_{suffix}" for name in MOMENTS for suffix in PER_BLOCK)}
+# Options of torch.optim.AdamW without a meaning here, and what else its groups hold.
+TORCH_ONLY_OPTIONS = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
+TORCH_GROUP_KEYS = (*TORCH_ONLY_OPTIONS, "decoupled_weight_decay")
+ANOTHER_FILE = "load the optimizer state of this run, or start without one"
+
+
+def check_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Check that the file's param groups fit and that it has no state for unknown parameters.
+
+    Raises:
+        ValueError: numbers of groups or parameters differ, an unknown index, or a file of amsgrad.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"keys {sorted(map(str, state_dict))}: must be 'state' and 'param_groups'; {ANOTHER_FILE}")
+    saved_groups = state_dict["param_groups"]
+    saved, own = ([len(group["params"]) for group in which] for which in (saved_groups, groups))
+    if saved != own:
+        raise ValueError(
+            f"param_groups: the file has groups of {saved} parameters, the optimizer of {own}; use the network "
+            f"settings (rank, targets) of the saved run, or {ANOTHER_FILE}"
+        )
+    known = {index for group in saved_groups for index in group["params"]}
+    alien = [index for index in state_dict["state"] if index not in known]
+    if alien:
+        raise ValueError(f"state[{alien[0]!r}]: no param group of the file has this parameter; {ANOTHER_FILE}")
+    if any(group.get("amsgrad") for group in saved_groups):
+        raise ValueError(f"amsgrad=True in the file: not supported by FP8AdamW; {ANOTHER_FILE}")
+
+
+def adopt_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Make a group that came from a file ours: no torch-only entries, none missing, our own fp8 configuration."""
+    for key, value in defaults.items():
+        group.setdefault(key, value)
+    for key in TORCH_GROUP_KEYS:  # torch itself adds `differentiable` to the defaults
+        group.pop(key, None)
+    group["fp8"] = defaults["fp8"]
+
+
+def restored_states(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], moments: dict[str, Storage]
+) -> dict[Tensor, State]:
+    """Return the states of the file as tensors on their parameter's device, in the storage asked for.
+
+    Tensors stored as asked are copied to the last bit. All entries are checked before the first conversion.
+
+    Raises:
+        ValueError: missing, unknown or misshapen entries, naming index, key, what was found and what is needed.
+    """
+    entries = list(_entries(state_dict, groups))
+    found = [
+        {name: _storage_in_file(name, index, saved, param, fp8) for name in MOMENTS}
+        for index, saved, param, fp8 in entries
+    ]
+    changes: set[str] = set()
+    states: dict[Tensor, State] = {}
+    for (_, saved, param, _), old in zip(entries, found, strict=True):
+        state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).detach().cpu().reshape(()).clone()}
+        for name, storage in moments.items():
+            own = {key: saved[key].detach().to(param.device) for key in saved if _moment_of(key) == name}
+            if _same_storage(old[name], storage):
+                own[name] = own[name].to(storage.dtype)  # an unquantized moment may come as bf16
+                state.update({key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in own.items()})
+            else:
+                state.update(convert_moment(name, own, old[name], storage, param))
+                changes.add(_change(name, old[name], storage))
+        states[param] = state
+    if changes:
+        logger.warning("FP8AdamW: %s", "; ".join(sorted(changes)))
+    return states
+
+
+def _entries(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]]
+) -> Iterator[tuple[int, dict[str, Any], Tensor, dict[str, Any] | None]]:
+    """Yield (index, saved state, parameter, the file's fp8 description) for each parameter with a state."""
+    for saved_group, group in zip(state_dict["param_groups"], groups, strict=True):
+        for index, param in zip(saved_group["params"], group["params"], strict=True):
+            if state_dict["state"].get(index):
+                saved = state_dict["state"][index]
+                _check_keys(index, saved)
+                yield index, saved, param, saved_group.get("fp8")
+
+
+def _moment_of(key: str) -> str:
+    for suffix in PER_BLOCK:
+        key = key.removesuffix(f"_{suffix}")
+    return key
+
+
+def _check_keys(index: int, saved: dict[str, Any]) -> None:
+    for key in ("step", *MOMENTS):
+        if key not in saved:
+            raise ValueError(f"state[{index}]['{key}'] is missing: not a file of FP8AdamW or AdamW; {ANOTHER_FILE}")
+    for key, value in saved.items():
+        if key not in KEYS:
+            raise ValueError(f"state[{index}]['{key}']: not an entry of FP8AdamW; {ANOTHER_FILE}")
+        if key != "step" and not isinstance(value, Tensor):
+            raise ValueError(f"state[{index}]['{key}'] is {type(value).__name__}: must be a tensor; {ANOTHER_FILE}")
+    if torch.as_tensor(saved["step"]).numel() != 1:
+        raise ValueError(f"state[{index}]['step']={saved['step']!r}: must be one number; {ANOTHER_FILE}")
+
+
+def _storage_in_file(
+    name: str, index: int, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
+) -> Storage:
+    """Tell how one moment of one parameter was stored, after checking that it is whole."""
+    _check_tensor(f"state[{index}]['{name}']", saved[name], tuple(param.shape), None)
+    beside = {suffix for suffix in PER_BLOCK if f"{name}_{suffix}" in saved}
+    if saved[name].dtype in UNQUANTIZED_DTYPES:
+        if beside:
+            raise ValueError(
+                f"state[{index}]['{name}'] is {saved[name].dtype} beside {name}_{min(beside)}: the FP8 codes were cast "
+                f"by whoever wrote or loaded the file; {ANOTHER_FILE}"
+            )
+        return Storage(None, 16, None)  # can be read in blocks of any size
+    if saved[name].dtype not in {fmt.dtype for fmt in FORMATS.values()}:
+        raise ValueError(f"state[{index}]['{name}'] is {saved[name].dtype}: must be FP8 or floating; {ANOTHER_FILE}")
+    storage = _described_storage(format_of(saved[name].dtype), fp8)
+    blocks = (n_blocks(param.numel(), storage.block_size),)
+    for suffix in storage.per_block:
+        key = f"{name}_{suffix}"
+        if key not in saved:
+            raise ValueError(f"state[{index}]['{key}'] is missing beside FP8 codes of {name}; {ANOTHER_FILE}")
+        _check_tensor(f"state[{index}]['{key}']", saved[key], blocks, torch.float32)
+    alien = beside.difference(storage.per_block)
+    if alien:
+        raise ValueError(f"state[{index}]['{name}_{min(alien)}']: the file says expansion was off; {ANOTHER_FILE}")
+    return storage
+
+
+def _described_storage(fmt: Format, fp8: dict[str, Any] | None) -> Storage:
+    """Read block size and expansion from the "fp8" entry of the file's param group."""
+    if not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
+        raise ValueError(
+            f"param_groups 'fp8'={fp8!r}: must tell block_size and use_dynamic_range_expansion of the FP8 codes in the "
+            f"file; {ANOTHER_FILE}"
+        )
+    config = FP8QuantizationConfig(block_size=fp8["block_size"])
+    return Storage(fmt, config.block_size, config.expansion if fp8["use_dynamic_range_expansion"] else None)
+
+
+def _check_tensor(where: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{where} has shape {tuple(tensor.shape)}: must be {shape}, as the parameter needs; use the network "
+            f"settings (rank, targets) of the saved run, or {ANOTHER_FILE}"
+        )
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"{where} is {tensor.dtype}: must be {dtype}, it was cast on the way; {ANOTHER_FILE}")
+
+
+def _same_storage(old: Storage, new: Storage) -> bool:
+    """Whether codes can stay: the constants of the expansion do not matter for reading them."""
+    if old.format is None or new.format is None:
+        return old.format is new.format
+    return (old.format, old.block_size, old.expansion is None) == (new.format, new.block_size, new.expansion is None)
+
+
+def _change(name: str, old: Storage, new: Storage) -> str:
+    if old.format is None:
+        return f"{name}: fp32 -> {new.format.name if new.format else 'fp32'}, re-quantized"
+    if new.format is None:
+        return f"{name}: {old.format.name} -> fp32, dequantized"
+    return f"{name}: {old.describe()} -> {new.describe()}, re-quantized"

@@ -1,0 +1,100 @@
+"""Parameters, gradients and a plain reference for the optimizer tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from coat_core.config import FP8QuantizationConfig
+from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
+from coat_core.optim import FP8AdamW
+from coat_core.optim.state import MOMENTS, Storage, storages
+from coat_core.quantize import split_groups
+
+# One element, 0 dimensions, tails shorter than any block, whole blocks, several dimensions, and no element at all.
+SHAPES = [(16, 64), (1,), (), (7,), (129,), (3, 5, 11), (128, 16), (0, 4)]
+
+UNQUANTIZED = FP8QuantizationConfig(use_fp8_m1=False, use_fp8_m2=False)
+CONFIGS = {
+    "default": FP8QuantizationConfig(),
+    "unquantized": UNQUANTIZED,
+    "plain": FP8QuantizationConfig(use_dynamic_range_expansion=False),
+    "e5m2_e4m3": FP8QuantizationConfig(m1_format="e5m2"),
+    "e4m3_e5m2": FP8QuantizationConfig(m2_format="e5m2"),
+    "only_m1": FP8QuantizationConfig(use_fp8_m2=False),
+    "only_m2": FP8QuantizationConfig(use_fp8_m1=False),
+    "block_16": FP8QuantizationConfig(block_size=16),
+    "block_4096": FP8QuantizationConfig(block_size=4096),
+}
+
+
+def make_params(
+    shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_grads(params: list[Parameter], step: int) -> None:
+    """Gradients that depend on the step only, of magnitudes from 1e-6 to 1."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for param in params:
+        decade = torch.randint(-6, 1, (), generator=generator).item()
+        param.grad = (torch.randn(param.shape, generator=generator) * 10.0**decade).to(param.dtype)
+
+
+def run(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: range) -> None:
+    for step in steps:
+        set_grads(params, step)
+        optimizer.step()
+
+
+def state_of(optimizer: FP8AdamW, param: Tensor) -> dict[str, Tensor]:
+    return optimizer.state[param]
+
+
+def quantize_like(values: Tensor, storage: Storage) -> QuantizedBlocks:
+    """Quantize one tensor by itself, without any packing."""
+    assert storage.format is not None
+    return quantize_blocks(split_groups(values.reshape(-1), storage.block_size), storage.format, storage.expansion)
+
+
+def read_back(name: str, state: dict[str, Tensor], storage: Storage) -> Tensor:
+    """Dequantize one moment of one parameter by itself: fp32, the shape of the parameter."""
+    codes = state[name]
+    if storage.format is None:
+        return codes
+    blocks = split_groups(codes.reshape(-1).to(torch.float32), storage.block_size).to(storage.dtype)
+    columns = {suffix: state[f"{name}_{suffix}"][:, None] for suffix in storage.per_block}
+    values = dequantize_blocks(QuantizedBlocks(blocks, **columns))
+    return values.reshape(-1)[: codes.numel()].reshape(codes.shape)
+
+
+class ReferenceAdamW:
+    """One parameter at a time, one obvious line per formula: what FP8AdamW must equal to the last bit."""
+
+    def __init__(self, params: list[Parameter], config: FP8QuantizationConfig, lr: float, weight_decay: float) -> None:
+        self.params, self.storages = params, storages(config)
+        self.lr, self.weight_decay, self.step_count = lr, weight_decay, 0
+        self.moments = {name: [torch.zeros(p.shape, device=p.device) for p in params] for name in MOMENTS}
+
+    def round_trip(self, name: str, values: Tensor) -> Tensor:
+        storage = self.storages[name]
+        if storage.format is None or not values.numel():
+            return values
+        return dequantize_blocks(quantize_like(values, storage)).reshape(-1)[: values.numel()].reshape(values.shape)
+
+    def step(self) -> None:
+        self.step_count += 1
+        step_size = self.lr / (1 - 0.9**self.step_count)
+        root = (1 - 0.999**self.step_count) ** 0.5
+        for i, param in enumerate(self.params):
+            grad, w = param.grad.float(), param.detach().float()
+            w = w * (1 - self.lr * self.weight_decay)
+            m = torch.lerp(self.moments["exp_avg"][i], grad, 1 - 0.9)
+            v = (self.moments["exp_avg_sq"][i] * 0.999).addcmul(grad, grad, value=1 - 0.999)
+            w = w.addcdiv(m, v.sqrt() / root + 1e-8, value=-step_size)
+            param.data.copy_(w)
+            self.moments["exp_avg"][i] = self.round_trip("exp_avg", m)
+            self.moments["exp_avg_sq"][i] = self.round_trip("exp_avg_sq", v)

@@ -1,0 +1,184 @@
+"""FP8AdamW against torch.optim.AdamW and against a per-tensor reference: exact, no tolerance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from coat_core.config import FP8QuantizationConfig
+from coat_core.optim import FP8AdamW
+from coat_core.optim.state import MOMENTS
+from tests.helpers.asserts import assert_bitwise
+from tests.optim.common import (
+    SHAPES,
+    UNQUANTIZED,
+    make_params,
+    run,
+    set_grads,
+)
+
+
+def pair(**options: object) -> tuple[list[Parameter], torch.optim.AdamW, list[Parameter], FP8AdamW]:
+    """The same parameters under torch's AdamW and under FP8AdamW without quantization."""
+    theirs, ours = make_params(), make_params()
+    return (
+        theirs,
+        torch.optim.AdamW(theirs, foreach=False, **options),
+        ours,
+        FP8AdamW(ours, fp8_config=UNQUANTIZED, **options),
+    )
+
+
+def assert_same(theirs: list[Parameter], ours: list[Parameter]) -> None:
+    for a, b in zip(theirs, ours, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.0},
+        {"lr": 3e-4, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+        {"maximize": True},
+        {"lr": torch.tensor(2e-3)},
+        {"betas": (0.0, 0.0)},
+        {"lr": 0.0},
+        {"eps": 0.0},
+    ],
+    ids=str,
+)
+def test_unquantized_is_bit_equal_to_adamw(options: dict[str, object]) -> None:
+    theirs, their_optimizer, ours, our_optimizer = pair(**options)
+    run(their_optimizer, theirs, range(30))
+    run(our_optimizer, ours, range(30))
+    assert_same(theirs, ours)
+    for a, b in zip(theirs, ours, strict=True):
+        for name in ("step", *MOMENTS):
+            assert_bitwise(their_optimizer.state[a][name], our_optimizer.state[b][name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_get_the_fp32_result_rounded_once(dtype: torch.dtype) -> None:
+    shapes = [shape for shape in SHAPES if 0 not in shape]
+    ours = make_params(shapes, dtype)
+    optimizer = FP8AdamW(ours, lr=1e-2, fp8_config=UNQUANTIZED)
+    moments = [torch.zeros(2, *shape) for shape in shapes]
+    for step in range(1, 21):
+        set_grads(ours, step)
+        expected = []
+        for moment, param in zip(moments, ours, strict=True):
+            twin = Parameter(param.detach().float())
+            twin.grad = param.grad.float()
+            single = torch.optim.AdamW([twin], lr=1e-2, foreach=False)
+            single.state[twin] = {"step": torch.tensor(step - 1.0), "exp_avg": moment[0], "exp_avg_sq": moment[1]}
+            single.step()
+            expected.append(twin.detach().to(dtype))
+        optimizer.step()
+        for want, param in zip(expected, ours, strict=True):
+            assert_bitwise(want, param.detach())
+
+
+def test_param_groups_keep_their_own_hyper_parameters() -> None:
+    theirs, ours = make_params(), make_params()
+    optimizers = []
+    for params, cls, extra in (
+        (theirs, torch.optim.AdamW, {"foreach": False}),
+        (ours, FP8AdamW, {"fp8_config": UNQUANTIZED}),
+    ):
+        groups = [
+            {"params": params[:3], "lr": 1e-2, "weight_decay": 0.3},
+            {"params": params[3:5], "betas": (0.5, 0.9), "maximize": True},
+        ]
+        optimizer = cls(groups, lr=1e-4, eps=1e-7, **extra)
+        run(optimizer, params[:5], range(3))
+        optimizer.add_param_group({"params": params[5:], "lr": 5e-3})  # later: its step counter starts at 0
+        run(optimizer, params, range(3, 9))
+        optimizers.append(optimizer)
+    assert_same(theirs, ours)
+    assert [optimizers[1].state[p]["step"].item() for p in (ours[0], ours[-1])] == [9.0, 6.0]
+
+
+def test_parameters_without_gradient_are_skipped_and_step_counters_drift_apart() -> None:
+    theirs, their_optimizer, ours, our_optimizer = pair()
+    for params, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
+        for step in range(6):
+            set_grads(params, step)
+            for param in params[step % 3 :: 3]:
+                param.grad = None
+            optimizer.step()
+    assert_same(theirs, ours)
+    assert {our_optimizer.state[p]["step"].item() for p in ours} == {4.0}
+    untouched = make_params()
+    optimizer = FP8AdamW(untouched)
+    optimizer.step()
+    assert_same(make_params(), untouched)
+    assert not optimizer.state
+
+
+def test_closure_is_evaluated_with_gradients_and_its_value_returned() -> None:
+    param = Parameter(torch.tensor([3.0]))
+    optimizer = FP8AdamW([param], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 9.0
+    assert param.item() < 3.0
+    optimizer.zero_grad()
+    assert param.grad is None
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_lr_schedulers_drive_it_like_adamw(tensor_lr: bool) -> None:
+    results = []
+    for cls, extra in ((torch.optim.AdamW, {"foreach": False}), (FP8AdamW, {"fp8_config": UNQUANTIZED})):
+        params = make_params()
+        optimizer = cls(params, lr=torch.tensor(1e-2) if tensor_lr else 1e-2, **extra)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [3])
+        for step in range(10):
+            run(optimizer, params, range(step, step + 1))
+            scheduler.step()
+        results.append((params, float(optimizer.param_groups[0]["lr"])))
+    assert_same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("inf_at", [None, 2])
+def test_grad_scaler_unscales_and_skips_steps_with_inf(inf_at: int | None) -> None:
+    results = []
+    for cls, extra in ((torch.optim.AdamW, {"foreach": False}), (FP8AdamW, {"fp8_config": UNQUANTIZED})):
+        param = Parameter(torch.tensor([1.0, -2.0, 3.0]))
+        optimizer = cls([param], lr=0.1, **extra)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for step in range(5):
+            optimizer.zero_grad()
+            scaler.scale((param**2).sum()).backward()
+            if step == inf_at:
+                param.grad[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((param, optimizer.state[param]["step"].item(), scaler.get_scale()))
+    assert_same([results[0][0]], [results[1][0]])
+    assert results[0][1:] == results[1][1:]
+    assert results[1][1] == (5.0 if inf_at is None else 4.0)
+    assert results[1][0].isfinite().all()
+
+
+def test_grad_scaler_skip_leaves_quantized_state_untouched() -> None:
+    param = Parameter(torch.linspace(-1, 1, 200))
+    optimizer = FP8AdamW([param], fp8_config=FP8QuantizationConfig())
+    run(optimizer, [param], range(2))
+    before = {key: tensor.clone() for key, tensor in optimizer.state[param].items()}
+    scaler = torch.amp.GradScaler("cpu")
+    param.grad = torch.full_like(param, torch.nan)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    for key, tensor in before.items():
+        assert_bitwise(tensor, optimizer.state[param][key])

@@ -1,0 +1,278 @@
+"""Save, load, continue: bitwise where nothing changed, re-quantized where it did, refused where it does not fit."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from coat_core.config import ExpansionConfig, FP8QuantizationConfig
+from coat_core.optim import FP8AdamW
+from coat_core.optim.state import MOMENTS, storages
+from tests.helpers.asserts import assert_bitwise
+from tests.optim.common import CONFIGS, UNQUANTIZED, make_params, quantize_like, read_back, run
+
+SHAPES = [(16, 20), (7,), (129,), (), (0, 4)]
+
+
+def through_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+def trained(
+    config: FP8QuantizationConfig, dtype: torch.dtype = torch.float32, steps: int = 3
+) -> tuple[list[Parameter], FP8AdamW]:
+    params = make_params(SHAPES, dtype)
+    optimizer = FP8AdamW(params, fp8_config=config)
+    run(optimizer, params, range(steps))
+    return params, optimizer
+
+
+def resumed(
+    params: list[Parameter], state_dict: dict[str, Any], config: FP8QuantizationConfig
+) -> tuple[list[Parameter], FP8AdamW]:
+    twins = [Parameter(param.detach().clone()) for param in params]
+    optimizer = FP8AdamW(twins, fp8_config=config)
+    optimizer.load_state_dict(through_file(state_dict))
+    return twins, optimizer
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_continuation_is_bitwise_equal(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    params, optimizer = trained(CONFIGS[name], dtype)
+    twins, twin = resumed(params, optimizer.state_dict(), CONFIGS[name])
+    twin.load_state_dict(twin.state_dict())  # as accelerate's prepare does
+    for a, b in zip(params, twins, strict=True):
+        assert set(optimizer.state[a]) == set(twin.state[b])
+        for key, tensor in optimizer.state[a].items():
+            assert_bitwise(tensor, twin.state[b][key])
+    run(optimizer, params, range(3, 7))
+    run(twin, twins, range(3, 7))
+    for a, b in zip(params, twins, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+        for key, tensor in optimizer.state[a].items():
+            assert_bitwise(tensor, twin.state[b][key])
+    assert not caplog.records
+
+
+def test_continuation_with_stochastic_rounding_follows_the_generator() -> None:
+    config = FP8QuantizationConfig(stochastic_rounding=True)
+    params, optimizer = trained(config, torch.bfloat16)
+    generator_state = torch.get_rng_state()
+    twins, twin = resumed(params, optimizer.state_dict(), config)
+    run(optimizer, params, range(3, 6))
+    torch.set_rng_state(generator_state)
+    run(twin, twins, range(3, 6))
+    for a, b in zip(params, twins, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+
+
+def test_loaded_state_shares_no_memory_with_the_file() -> None:
+    params, optimizer = trained(CONFIGS["default"])
+    state_dict = optimizer.state_dict()
+    before = state_dict["state"][0]["exp_avg"].clone()
+    twins = [Parameter(param.detach().clone()) for param in params]
+    twin = FP8AdamW(twins)
+    twin.load_state_dict(state_dict)
+    run(twin, twins, range(3, 5))
+    assert_bitwise(state_dict["state"][0]["exp_avg"], before)
+    assert optimizer.state[params[0]]["step"].item() == 3.0
+
+
+def test_group_values_come_from_the_file_but_fp8_and_parameters_do_not() -> None:
+    params, optimizer = trained(CONFIGS["block_16"])
+    optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
+    twins, twin = resumed(params, optimizer.state_dict(), CONFIGS["default"])
+    group = twin.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    assert group["fp8"]["block_size"] == 128
+    assert group["params"][0] is twins[0]
+    assert twin.state_dict()["param_groups"][0]["fp8"]["block_size"] == 128
+
+
+CHANGES = [
+    ("default", "e5m2_e4m3", "exp_avg: e4m3 (block 128, expanded) -> e5m2 (block 128, expanded), re-quantized"),
+    ("default", "e4m3_e5m2", "exp_avg_sq: e4m3 (block 128, expanded) -> e5m2 (block 128, expanded), re-quantized"),
+    ("default", "block_16", "exp_avg: e4m3 (block 128, expanded) -> e4m3 (block 16, expanded), re-quantized"),
+    ("block_16", "block_4096", "exp_avg_sq: e4m3 (block 16, expanded) -> e4m3 (block 4096, expanded), re-quantized"),
+    ("default", "plain", "exp_avg: e4m3 (block 128, expanded) -> e4m3 (block 128, plain), re-quantized"),
+    ("plain", "default", "exp_avg_sq: e4m3 (block 128, plain) -> e4m3 (block 128, expanded), re-quantized"),
+    ("unquantized", "default", "exp_avg: fp32 -> e4m3, re-quantized"),
+    ("only_m1", "default", "exp_avg_sq: fp32 -> e4m3, re-quantized"),
+    ("default", "unquantized", "exp_avg_sq: e4m3 -> fp32, dequantized"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), CHANGES)
+def test_a_change_of_storage_requantizes_and_says_so_once(
+    old: str, new: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    params, optimizer = trained(CONFIGS[old])
+    twins, twin = resumed(params, optimizer.state_dict(), CONFIGS[new])
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelno == logging.WARNING
+    assert message in caplog.text
+    before, after = storages(CONFIGS[old]), storages(CONFIGS[new])
+    for a, b in zip(params, twins, strict=True):
+        for name in MOMENTS:
+            values = read_back(name, optimizer.state[a], before[name])
+            if before[name] == after[name]:
+                expected = optimizer.state[a][name]
+            elif after[name].format is None or not a.numel():
+                expected = values.to(after[name].dtype)
+            else:
+                expected = quantize_like(values, after[name]).codes.reshape(-1)[: a.numel()].reshape(a.shape)
+            assert_bitwise(twin.state[b][name], expected)
+        assert twin.state[b]["step"].item() == 3.0
+    run(twin, twins, range(3, 5))
+    assert all(param.isfinite().all() for param in twins)
+    caplog.clear()
+    resumed(twins, twin.state_dict(), CONFIGS[new])
+    assert not caplog.records
+
+
+def test_other_expansion_constants_keep_the_codes(caplog: pytest.LogCaptureFixture) -> None:
+    params, optimizer = trained(CONFIGS["default"])
+    other = FP8QuantizationConfig(expansion=ExpansionConfig(range_fraction=1.0, exponent_step=0.0))
+    twins, twin = resumed(params, optimizer.state_dict(), other)
+    assert_bitwise(optimizer.state[params[0]]["exp_avg_sq"], twin.state[twins[0]]["exp_avg_sq"])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["default", "unquantized"])
+def test_adamw_file_is_taken_over(dtype: torch.dtype, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    params = make_params(SHAPES, dtype)
+    adamw = torch.optim.AdamW(params, lr=3e-4)
+    run(adamw, params, range(3))
+    twins, twin = resumed(params, adamw.state_dict(), CONFIGS[name])
+    if name == "default":
+        assert "exp_avg: fp32 -> e4m3, re-quantized; exp_avg_sq: fp32 -> e4m3, re-quantized" in caplog.text
+    else:
+        assert not caplog.records
+        assert_bitwise(twin.state[twins[0]]["exp_avg"], adamw.state[params[0]]["exp_avg"].float())
+    assert set(twin.param_groups[0]) == set(FP8AdamW(make_params()).param_groups[0])
+    assert twin.param_groups[0]["lr"] == 3e-4
+    run(twin, twins, range(3, 5))
+    assert twin.state[twins[0]]["step"].item() == 5.0
+
+
+def test_unquantized_continuation_of_an_adamw_run_is_bitwise_equal() -> None:
+    params = make_params(SHAPES)
+    adamw = torch.optim.AdamW(params, foreach=False)
+    run(adamw, params, range(3))
+    twins, twin = resumed(params, adamw.state_dict(), UNQUANTIZED)
+    run(adamw, params, range(3, 6))
+    run(twin, twins, range(3, 6))
+    for a, b in zip(params, twins, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+
+
+def test_state_of_parameters_that_had_no_gradient_may_be_missing() -> None:
+    params = make_params(SHAPES)
+    optimizer = FP8AdamW(params)
+    run(optimizer, params[:2], range(2))
+    twins, twin = resumed(params, optimizer.state_dict(), CONFIGS["default"])
+    run(twin, twins, range(2, 4))
+    assert [twin.state[param]["step"].item() for param in twins] == [4.0, 4.0, 2.0, 2.0, 2.0]
+
+
+def _drop(key: str):
+    return lambda file: file["state"][0].pop(key)
+
+
+def _put(key: str, value: Any):
+    return lambda file: file["state"][0].update({key: value})
+
+
+def _cast_all(file: dict[str, Any]) -> None:
+    for state in file["state"].values():
+        state.update({key: tensor.to(torch.bfloat16) for key, tensor in state.items() if key != "step"})
+
+
+DAMAGE = {
+    "no exp_avg": (_drop("exp_avg"), r"state\[0\]\['exp_avg'\] is missing"),
+    "no step": (_drop("step"), r"state\[0\]\['step'\] is missing"),
+    "no scale": (_drop("exp_avg_sq_scale"), r"state\[0\]\['exp_avg_sq_scale'\] is missing beside FP8 codes"),
+    "no center": (_drop("exp_avg_center"), r"state\[0\]\['exp_avg_center'\] is missing"),
+    "alien key": (_put("max_exp_avg_sq", torch.ones(16, 20)), r"state\[0\]\['max_exp_avg_sq'\]: not an entry"),
+    "not a tensor": (_put("exp_avg", 3), r"state\[0\]\['exp_avg'\] is int: must be a tensor"),
+    "codes of another shape": (
+        _put("exp_avg", torch.zeros(8, 20, dtype=torch.float8_e4m3fn)),
+        r"state\[0\]\['exp_avg'\] has shape \(8, 20\): must be \(16, 20\).*rank",
+    ),
+    "scales of another shape": (
+        _put("exp_avg_scale", torch.ones(7)),
+        r"state\[0\]\['exp_avg_scale'\] has shape \(7,\): must be \(3,\)",
+    ),
+    "scale was cast": (
+        _put("exp_avg_scale", torch.ones(3, dtype=torch.bfloat16)),
+        r"state\[0\]\['exp_avg_scale'\] is torch.bfloat16: must be torch.float32",
+    ),
+    "everything was cast": (_cast_all, r"state\[0\]\['exp_avg'\] is torch.bfloat16 beside exp_avg_center"),
+    "integer codes": (
+        _put("exp_avg", torch.zeros(16, 20, dtype=torch.uint8)),
+        r"state\[0\]\['exp_avg'\] is torch.uint8",
+    ),
+    "step of two": (_put("step", torch.ones(2)), r"state\[0\]\['step'\].*one number"),
+    "unknown parameter": (lambda file: file["state"].update({9: file["state"][0]}), r"state\[9\]: no param group"),
+    "no fp8 entry": (lambda file: file["param_groups"][0].pop("fp8"), r"'fp8'=None: must tell block_size"),
+    "block size 0": (lambda file: file["param_groups"][0]["fp8"].update(block_size=0), "block_size=0"),
+    "expansion denied": (
+        lambda file: file["param_groups"][0]["fp8"].update(use_dynamic_range_expansion=False),
+        r"state\[0\]\['exp_avg_center'\]: the file says expansion was off",
+    ),
+    "amsgrad": (lambda file: file["param_groups"][0].update(amsgrad=True), "amsgrad=True in the file"),
+    "fewer parameters": (
+        lambda file: file["param_groups"][0]["params"].pop(),
+        r"the file has groups of \[4\] parameters, the optimizer of \[5\]",
+    ),
+    "not a state file": (lambda file: file.pop("state"), "must be 'state' and 'param_groups'"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_file_that_does_not_fit_is_refused_and_nothing_changes(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    damage, message = DAMAGE[case]
+    _, optimizer = trained(CONFIGS["default"])
+    file = through_file(optimizer.state_dict())
+    damage(file)
+    before = through_file(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(file)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "was not loaded" in caplog.text
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, state in before["state"].items():
+        for key, tensor in state.items():
+            assert_bitwise(tensor, after["state"][index][key])
+
+
+def test_hooks_of_the_user_run_around_the_load() -> None:
+    params, optimizer = trained(CONFIGS["default"])
+    seen = []
+    twins = [Parameter(param.detach().clone()) for param in params]
+    twin = FP8AdamW(twins)
+
+    def renumber(_: FP8AdamW, state_dict: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**state_dict["param_groups"][0], "params": list(range(5))}]
+        return {"state": {i - 10: state for i, state in state_dict["state"].items()}, "param_groups": groups}
+
+    twin.register_load_state_dict_pre_hook(renumber)
+    twin.register_load_state_dict_post_hook(lambda o: seen.append(o.state[twins[0]]["step"].item()))
+    file = optimizer.state_dict()
+    shifted = {
+        "state": {i + 10: state for i, state in file["state"].items()},
+        "param_groups": [{**file["param_groups"][0], "params": [i + 10 for i in range(5)]}],
+    }
+    twin.load_state_dict(shifted)
+    assert seen == [3.0]
+    assert_bitwise(twin.state[twins[2]]["exp_avg"], optimizer.state[params[2]]["exp_avg"])

@@ -1,0 +1,103 @@
+"""Zero, constant, tiny, huge, denormal and non-finite gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from coat_core.config import FP8QuantizationConfig
+from coat_core.optim import FP8AdamW
+from coat_core.optim.state import storages
+from tests.helpers.asserts import assert_bitwise
+from tests.optim.common import CONFIGS, read_back
+from tests.tolerances import SPECIAL_UPDATE_REL
+
+EXPANDED = [name for name, config in CONFIGS.items() if config.use_dynamic_range_expansion]
+
+
+def moment(optimizer: FP8AdamW, param: Tensor, name: str) -> Tensor:
+    return read_back(name, optimizer.state[param], storages(optimizer.fp8_config)[name])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lora_start_gradient_of_a_is_zero_at_step_one(name: str) -> None:
+    """B = 0 makes the first gradient of A exactly zero: A must stay, bit for bit, and go on normally."""
+    a, b = Parameter(torch.randn(16, 50)), Parameter(torch.zeros(30, 16))
+    start = a.detach().clone()
+    optimizer = FP8AdamW([a, b], lr=1e-3, weight_decay=0.0, fp8_config=CONFIGS[name])
+    for step in range(1, 4):
+        loss = ((torch.randn(20, 50) @ a.t() @ b.t() - 1.0) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1:
+            assert_bitwise(a.detach(), start)
+    assert not torch.equal(a, start)
+    assert a.isfinite().all()
+    assert b.isfinite().all()
+    assert (a - start).abs().max() < 5e-3  # two steps of at most lr each, times the error of the quantization
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("value", [1e-12, 1e-3, 1.0, 1e8])
+def test_constant_gradient_moves_every_element_by_lr(name: str, value: float) -> None:
+    param = Parameter(torch.zeros(300))
+    optimizer = FP8AdamW([param], lr=1e-3, eps=0.0, weight_decay=0.0, fp8_config=CONFIGS[name])
+    for _ in range(10):
+        param.grad = torch.full_like(param, value)
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full_like(param, -1e-2), rtol=SPECIAL_UPDATE_REL, atol=0.0)
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_nonzero_exp_avg_sq_survives_huge_outliers_and_denormals(name: str) -> None:
+    grad = torch.logspace(-20, 15, 512) * (1 - 2 * (torch.arange(512) % 2))
+    grad[::7] = 0.0
+    param = Parameter(torch.zeros(512))
+    optimizer = FP8AdamW([param], lr=1e-3, weight_decay=0.0, fp8_config=CONFIGS[name])
+    for _ in range(3):
+        param.grad = grad.clone()
+        optimizer.step()
+    exact = torch.zeros(512).addcmul(grad, grad, value=1e-3)  # fp32: denormal below 1e-38
+    v = moment(optimizer, param, "exp_avg_sq")
+    assert torch.equal(v != 0, exact != 0)
+    assert (exact > 0).sum() > 300
+    assert (exact[exact > 0].min() < torch.finfo(torch.float32).tiny).item()
+    assert param.isfinite().all()
+
+
+def test_without_expansion_small_exp_avg_sq_underflows() -> None:
+    """The counter-example that expansion is there for."""
+    param = Parameter(torch.zeros(128))
+    optimizer = FP8AdamW([param], fp8_config=FP8QuantizationConfig(use_dynamic_range_expansion=False))
+    param.grad = torch.logspace(-6, 0, 128)
+    optimizer.step()
+    lost = (moment(optimizer, param, "exp_avg_sq") == 0).sum()
+    assert lost > 40
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_gradients_show_in_the_parameter(name: str, bad: float) -> None:
+    param, healthy = Parameter(torch.ones(300)), Parameter(torch.ones(300))
+    optimizer = FP8AdamW([param, healthy], fp8_config=CONFIGS[name])
+    for step in range(3):
+        param.grad, healthy.grad = torch.full_like(param, 0.1), torch.full_like(healthy, 0.1)
+        if step == 1:
+            param.grad[5] = bad
+        optimizer.step()
+    assert param[5].isnan()
+    assert healthy.isfinite().all()
+
+
+def test_one_element_parameters_follow_adamw() -> None:
+    """A block of one magnitude is exact in FP8, so a single element is AdamW up to fp32 rounding."""
+    ours, theirs = Parameter(torch.tensor([2.0])), Parameter(torch.tensor([2.0]))
+    optimizers = FP8AdamW([ours], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
+    for step in range(20):
+        for param, optimizer in zip((ours, theirs), optimizers, strict=True):
+            param.grad = torch.tensor([0.3 * (-1.0) ** (step // 3)])
+            optimizer.step()
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=SPECIAL_UPDATE_REL, atol=0.0)

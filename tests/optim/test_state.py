@@ -1,0 +1,203 @@
+"""What is stored, and that packing, chunking and strides do not change it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from coat_core.config import FP8QuantizationConfig
+from coat_core.optim import FP8AdamW, fp8_adamw
+from coat_core.optim.packing import chunked, spans
+from tests.helpers.asserts import assert_bitwise
+from tests.optim.common import CONFIGS, make_params, run, set_grads
+
+
+def expected_keys(name: str, fp8: bool, expanded: bool) -> set[str]:
+    suffixes = ("_scale", "_exponent", "_center") if expanded else ("_scale",)
+    return {name, *(name + suffix for suffix in suffixes if fp8)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_option_is_visible_in_the_stored_tensors(name: str, dtype: torch.dtype) -> None:
+    config = CONFIGS[name]
+    params = make_params(dtype=dtype)
+    optimizer = FP8AdamW(params, fp8_config=config)
+    run(optimizer, params, range(2))
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    asked = {
+        "exp_avg": (config.use_fp8_m1, config.m1_format),
+        "exp_avg_sq": (config.use_fp8_m2, config.m2_format),
+    }
+    for param in params:
+        state = optimizer.state[param]
+        keys = {"step"}
+        for moment, (fp8, fmt) in asked.items():
+            keys |= expected_keys(moment, fp8, config.use_dynamic_range_expansion)
+            assert state[moment].dtype == (dtypes[fmt] if fp8 else torch.float32)
+            assert state[moment].shape == param.shape
+            if fp8:
+                assert state[f"{moment}_scale"].shape == (math.ceil(param.numel() / config.block_size),)
+                assert state[f"{moment}_scale"].dtype == torch.float32
+        assert set(state) == keys
+        assert all(type(tensor) is torch.Tensor for tensor in state.values())
+        assert state["step"].device.type == "cpu"
+        assert state["step"].dtype == torch.float32
+
+
+def test_first_state_is_zero_codes_and_scale_one() -> None:
+    param = Parameter(torch.randn(200))
+    param.grad = torch.zeros_like(param)
+    optimizer = FP8AdamW([param], weight_decay=0.0)
+    optimizer.step()
+    state = optimizer.state[param]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert not state[moment].view(torch.uint8).any()
+        for suffix in ("scale", "exponent", "center"):
+            assert_bitwise(state[f"{moment}_{suffix}"], torch.ones(2))
+
+
+def test_state_bytes_counts_codes_and_per_block_numbers() -> None:
+    param = Parameter(torch.randn(1024, 16))
+    param.grad = torch.randn_like(param)
+    sizes = {}
+    for name in ("default", "plain", "unquantized", "only_m1"):
+        optimizer = FP8AdamW([param], fp8_config=CONFIGS[name])
+        assert optimizer.state_bytes() == 0
+        optimizer.step()
+        sizes[name] = optimizer.state_bytes()
+    n, blocks = 16384, 128
+    assert sizes == {
+        "default": 2 * n + 6 * 4 * blocks,
+        "plain": 2 * n + 2 * 4 * blocks,
+        "unquantized": 8 * n,
+        "only_m1": 5 * n + 3 * 4 * blocks,
+    }
+
+
+@pytest.mark.parametrize("limit", [1, 128, 256, 1 << 20])
+def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    def trained() -> tuple[list[Parameter], FP8AdamW]:
+        params = make_params([(40, 33), (128,), (5,), (700,), (3, 128)])
+        optimizer = FP8AdamW(params)
+        run(optimizer, params, range(4))
+        return params, optimizer
+
+    expected_params, expected = trained()
+    monkeypatch.setattr(fp8_adamw, "chunk_elements", lambda _: limit)
+    params, optimizer = trained()
+    for a, b in zip(expected_params, params, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+        for key, tensor in expected.state[a].items():
+            assert_bitwise(tensor, optimizer.state[b][key])
+
+
+def test_spans_and_chunks_cover_everything_once() -> None:
+    assert list(spans(10, 4)) == [(0, 4), (4, 8), (8, 10)]
+    assert list(spans(0, 4)) == [(0, 0)]
+    assert list(chunked([3, 1, 5, 0, 2], 4)) == [slice(0, 2), slice(2, 3), slice(3, 5)]
+    assert list(chunked([], 4)) == []
+
+
+@pytest.mark.parametrize("limit", [128, 1 << 20])
+def test_non_contiguous_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(fp8_adamw, "chunk_elements", lambda _: limit)
+    dense = Parameter(torch.randn(40, 24))
+    strided = Parameter(dense.detach().t().contiguous().t())
+    sliced = Parameter(torch.stack([dense.detach(), dense.detach()], -1)[..., 0])
+    assert not strided.is_contiguous()
+    assert not sliced.is_contiguous()
+    params = [dense, strided, sliced]
+    optimizer = FP8AdamW(params)
+    for step in range(3):
+        set_grads([dense], step)
+        strided.grad = dense.grad.t().contiguous().t()
+        sliced.grad = dense.grad.clone()
+        optimizer.step()
+    for other in (strided, sliced):
+        assert_bitwise(dense.detach(), other.detach().contiguous())
+        assert_bitwise(optimizer.state[dense]["exp_avg"], optimizer.state[other]["exp_avg"])
+
+
+def test_parameters_of_several_dtypes_in_one_group() -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    mixed = [Parameter(torch.randn(50, generator=torch.Generator().manual_seed(3)).to(dtype)) for dtype in dtypes]
+    alone = [Parameter(param.detach().clone()) for param in mixed]
+    together = FP8AdamW(mixed)
+    run(together, mixed, range(3))
+    for i, param in enumerate(alone):
+        optimizer = FP8AdamW([param])
+        for step in range(3):
+            set_grads(alone, step)
+            optimizer.step()
+        assert_bitwise(mixed[i].detach(), param.detach())
+
+
+def test_same_run_twice_is_bitwise_equal_also_with_stochastic_rounding() -> None:
+    config = FP8QuantizationConfig(stochastic_rounding=True)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        params = make_params(dtype=torch.bfloat16)
+        run(FP8AdamW(params, fp8_config=config), params, range(5))
+        runs.append(params)
+    for a, b in zip(*runs, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+
+
+def test_stochastic_rounding_moves_bf16_parameters_that_nearest_leaves() -> None:
+    def mean_after(stochastic: bool) -> float:
+        param = Parameter(torch.ones(20_000, dtype=torch.bfloat16))
+        config = FP8QuantizationConfig(stochastic_rounding=stochastic)
+        optimizer = FP8AdamW([param], lr=1e-4, weight_decay=0.0, fp8_config=config)  # 1/39 of an ulp below 1
+        for _ in range(50):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        return param.detach().double().mean().item()
+
+    assert mean_after(stochastic=False) == 1.0
+    assert mean_after(stochastic=True) == pytest.approx(1 - 50 * 1e-4, abs=5e-4)
+
+
+def test_stochastic_rounding_leaves_fp32_parameters_and_the_generator_alone() -> None:
+    exact, stochastic = make_params(), make_params()
+    run(FP8AdamW(exact), exact, range(3))
+    before = torch.get_rng_state()
+    run(FP8AdamW(stochastic, fp8_config=FP8QuantizationConfig(stochastic_rounding=True)), stochastic, range(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    for a, b in zip(exact, stochastic, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+
+
+def _through_torch_save(optimizer: FP8AdamW) -> FP8AdamW:
+    buffer = io.BytesIO()
+    torch.save(optimizer, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, _through_torch_save])
+def test_copies_of_the_optimizer_go_on_alike(clone) -> None:
+    params = make_params()
+    optimizer = FP8AdamW(params, fp8_config=CONFIGS["e4m3_e5m2"])
+    run(optimizer, params, range(3))
+    twin = clone(optimizer)
+    twins = twin.param_groups[0]["params"]
+    assert twin.fp8_config == optimizer.fp8_config
+    run(optimizer, params, range(3, 6))
+    run(twin, twins, range(3, 6))
+    for a, b in zip(params, twins, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+
+
+def test_configuration_shows_in_repr_and_in_the_groups() -> None:
+    config = FP8QuantizationConfig(m2_format="e5m2", block_size=64)
+    optimizer = FP8AdamW(make_params(), fp8_config=config)
+    assert optimizer.param_groups[0]["fp8"] == asdict(config)
+    assert "'m2_format': 'e5m2'" in repr(optimizer)
+    assert "'block_size': 64" in repr(optimizer)
