@@ -14,7 +14,7 @@ where it was not 0.
 
 Zeros are left out of lo; a block without nonzero values, or with only one magnitude, gets k = 1 and stays finite.
 NaN stays NaN and touches no other element of its block; ±inf becomes ± the largest finite magnitude of its block.
-Source: arXiv 2410.19313, section 4, and the constants of its CUDA kernel (`ExpansionConfig`'s defaults).
+Source: arXiv 2410.19313, section 4; the constants of its CUDA kernel are `PAPER_EXPANSION`.
 
 Shapes: blocks [n, B]; center, exponent [n, 1].
 """

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch.nn import Parameter
 
-from coat_core.config import ExpansionConfig, FP8QuantizationConfig
+from coat_core.config import PAPER_EXPANSION, ExpansionConfig, FP8QuantizationConfig
 from coat_core.expansion import dequantize_blocks, quantize_blocks
 from coat_core.formats import get_format
 from coat_core.optim import FP8AdamW
@@ -17,9 +17,9 @@ from tests.optim.common import read_back
 from tests.tolerances import REPEATED_ROUND_TRIP_REL
 
 magnitudes = st.floats(min_value=0.0, max_value=2.0**127, width=32, allow_subnormal=True)
-FIXED_POINT = ExpansionConfig(range_fraction=4 / 7, exponent_step=0.0)
+FIXED_POINT = ExpansionConfig()
 constants = st.sampled_from(
-    [ExpansionConfig(), FIXED_POINT, ExpansionConfig(0.5, 1 / 16), ExpansionConfig(1.0, 0.0, 1.0)]
+    [FIXED_POINT, PAPER_EXPANSION, ExpansionConfig(1.0, 0.0, 1.0)]
 )
 
 

@@ -1,0 +1,140 @@
+"""Captures AdamW's exact moments from a real LoRA training, for `scripts/moment_error.py`.
+
+    python scripts/capture_moments.py [--out output/moments] [--steps 1 2 10 100 400]
+
+A FLUX transformer (diffusers' own class, the embedded tiny model's geometry made wider and deeper) is trained with PEFT
+LoRA on every linear of its blocks, B = 0 at the start, on the latents and captions of `datasets_example/clothing`, with
+FLUX's flow-matching loss and fp32 torch.optim.AdamW. At each of the steps exp_avg and exp_avg_sq go to
+`step_000100.safetensors` and so on; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from coat_flux.engine.flow_matching import draw_sigmas, noisy_latents, predict_velocity, sample_losses, sigma_table
+from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.tiny_flux.models import TINY_TRANSFORMER_CONFIG, initialise
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def build_lora_flux(blocks: int, heads: int, head_dim: int, rank: int, seed: int = 0) -> nn.Module:
+    """Return a FLUX transformer of `blocks` double and `blocks` single blocks, frozen, with fp32 adapters, B = 0."""
+    from diffusers import FluxTransformer2DModel
+
+    rope = (head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3)
+    geometry = {
+        "num_layers": blocks,
+        "num_single_layers": blocks,
+        "num_attention_heads": heads,
+        "attention_head_dim": head_dim,
+        "axes_dims_rope": rope,
+    }
+    model = initialise(FluxTransformer2DModel(**{**TINY_TRANSFORMER_CONFIG, **geometry}), f"moments-{seed}")
+    model.requires_grad_(False)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    targets = [name for name in names if name.startswith(("transformer_blocks.", "single_transformer_blocks."))]
+    torch.manual_seed(seed)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), model)
+    return model.train()
+
+
+def encode_dataset(folder: Path, models: Path, size: int) -> dict[str, Tensor]:
+    """Return latents [N, C, size/8, size/8], prompt_embeds [N, L, D] and pooled [N, P] of a folder of images."""
+    from diffusers import FluxPipeline
+    from PIL import Image, ImageOps
+
+    pipeline = FluxPipeline.from_pretrained(make_tiny_flux(models), transformer=None)
+    images = sorted(path for path in folder.iterdir() if path.suffix in (".jpg", ".png"))
+    captions = [path.with_suffix(".txt").read_text(encoding="utf-8").strip() for path in images]
+    pixels = []
+    for path in images:
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+        pixels.append(pipeline.image_processor.preprocess(ImageOps.fit(upright, (size, size))))
+    with torch.no_grad():
+        vae = pipeline.vae
+        latents = (
+            vae.encode(torch.cat(pixels)).latent_dist.mode() - vae.config.shift_factor
+        ) * vae.config.scaling_factor
+        prompt_embeds, pooled, _ = pipeline.encode_prompt(captions, None, max_sequence_length=32)
+    return {"latents": latents, "prompt_embeds": prompt_embeds, "pooled": pooled}
+
+
+def losses(model: nn.Module, data: dict[str, Tensor], batch: int, seed: int) -> Iterator[Tensor]:
+    """Yield FLUX's flow-matching loss of one random batch after another."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        chosen = torch.randint(len(data["latents"]), (batch,), generator=generator)
+        latents = data["latents"][chosen]
+        _, sigmas = draw_sigmas(sigma_table("sigmoid", tokens=0, generator=generator), batch, generator=generator)
+        noise = torch.randn(latents.shape, generator=generator)
+        x_t = noisy_latents(latents, noise, sigmas)
+        embeds, pooled = data["prompt_embeds"][chosen], data["pooled"][chosen]
+        prediction = predict_velocity(model, x_t, sigmas, embeds, pooled, dtype=torch.float32)
+        yield sample_losses(prediction, latents, noise, None).mean()
+
+
+def train_and_capture(
+    model: nn.Module, data: dict[str, Tensor], steps: list[int], *, lr: float, batch: int, seed: int = 0
+) -> Iterator[tuple[int, float, dict[str, Tensor]]]:
+    """Train with fp32 AdamW; yield (step, loss, {"<parameter>.exp_avg" | "….exp_avg_sq": fp32}) at each of `steps`."""
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    optimizer = torch.optim.AdamW(named.values(), lr=lr, betas=(0.9, 0.999), weight_decay=1e-4)
+    for step, loss in enumerate(losses(model, data, batch, seed), start=1):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step in steps:
+            moments = {
+                f"{name}.{key}": optimizer.state[param][key].clone()
+                for name, param in named.items()
+                for key in ("exp_avg", "exp_avg_sq")
+            }
+            yield step, loss.item(), moments
+        if step == max(steps):
+            return
+
+
+def main() -> None:
+    """Train and write the captures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "output" / "moments")
+    parser.add_argument("--data", type=Path, default=ROOT / "datasets_example" / "clothing")
+    parser.add_argument("--models", type=Path, default=ROOT / "models" / "tiny-flux", help="where the tiny FLUX is")
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 10, 100, 400])
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--size", type=int, default=128, help="image size in pixels")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    model = build_lora_flux(args.blocks, args.heads, args.head_dim, args.rank, args.seed)
+    data = encode_dataset(args.data, args.models, args.size)
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    adapters = sum(name.endswith("lora_A.default.weight") for name, _ in model.named_parameters())
+    print(f"{adapters} adapters of rank {args.rank}, {trained:,} parameters; {len(data['latents'])} images")
+    start = time.perf_counter()
+    settings = {key: str(value) for key, value in vars(args).items()}
+    for step, loss, moments in train_and_capture(model, data, args.steps, lr=args.lr, batch=args.batch, seed=args.seed):
+        path = args.out / f"step_{step:06d}.safetensors"
+        save_file(moments, path, metadata={"settings": json.dumps(settings), "step": str(step)})
+        print(f"step {step}: loss {loss:.4f}, {time.perf_counter() - start:.0f} s -> {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Dynamic range expansion: the paper's constants, blocks worked out by hand, and what it is worth on real shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from coat_core.config import PAPER_EXPANSION, ExpansionConfig
+from coat_core.expansion import contract, dequantize_blocks, expand, expansion_parameters, quantize_blocks
+from coat_core.formats import E4M3, FORMATS, Format
+from coat_core.quantize import join_groups, split_groups
+from tests.helpers.asserts import assert_bitwise
+from tests.tolerances import CONSTANT_BLOCK_REL, EXPONENT_BOUNDARY, ROUND_TRIP_REL
+
+formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
+PAPER = PAPER_EXPANSION
+
+
+def _lognormal(n: int, sigma: float) -> torch.Tensor:
+    """exp_avg_sq-like blocks [n, 128] around 1e-8."""
+    return torch.exp(torch.randn(n, 128) * sigma) * 1e-8
+
+
+def _relative_error(x: torch.Tensor, fmt: Format, config: ExpansionConfig | None) -> float:
+    return ((dequantize_blocks(quantize_blocks(x, fmt, config)) - x).abs() / x.abs()).mean().item()
+
+
+@formats
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0, 2.0, 4.0])
+def test_paper_constants_give_the_papers_exponent(fmt: Format, sigma: float) -> None:
+    x = _lognormal(500, sigma) * torch.sign(torch.randn(500, 128))
+    _, exponent = expansion_parameters(x, fmt, PAPER)
+    magnitude = x.abs().double()
+    ratio = magnitude.amax(-1, keepdim=True) / magnitude.amin(-1, keepdim=True)
+    steps = 16.0 * math.log2(fmt.max**2 / 2.0) / torch.log2(ratio)
+    undecided = (steps - steps.round()).abs() <= EXPONENT_BOUNDARY * steps
+    expected = torch.floor(steps) / 16.0
+    assert undecided.float().mean() < 0.1
+    assert torch.equal(exponent.double()[~undecided], expected[~undecided])
+    assert ((exponent.double() - expected).abs() <= 1.0 / 16.0).all()
+
+
+def test_worked_example() -> None:
+    """[1, 4, 16]: center 4, spread 2^4, bound 2^16.61: k = 4.125 after rounding down; f = 4^-4.125, 1, 4^4.125."""
+    x = torch.tensor([[1.0, 4.0, 16.0, 0.0, -16.0]])
+    center, exponent = expansion_parameters(x, E4M3, PAPER)
+    assert (center.item(), exponent.item()) == (4.0, 4.125)
+    expanded = expand(x, center, exponent)
+    torch.testing.assert_close(expanded, torch.tensor([[4**-4.125, 1.0, 4**4.125, 0.0, -(4**4.125)]]))
+    stored = quantize_blocks(x, E4M3, PAPER)
+    assert stored.codes.to(torch.float32)[0, 2:].tolist() == [448.0, 0.0, -448.0]
+
+
+@formats
+@pytest.mark.parametrize("step", [1.0 / 16.0, 0.0])
+def test_expanded_blocks_fill_the_range_that_was_asked_for(fmt: Format, step: float) -> None:
+    x = _lognormal(200, 0.5)
+    config = ExpansionConfig(range_fraction=0.5, exponent_step=step)
+    expanded = expand(x, *expansion_parameters(x, fmt, config))
+    filled = torch.log2(expanded.amax(-1) / expanded.amin(-1))
+    bound = math.log2(fmt.max**2 / 2)
+    spread = torch.log2(x.amax(-1) / x.amin(-1))
+    assert (filled <= bound * (1 + EXPONENT_BOUNDARY)).all()
+    assert (filled >= bound * (1 - EXPONENT_BOUNDARY) - step * spread).all()
+
+
+@formats
+def test_contract_is_the_inverse_of_expand(fmt: Format) -> None:
+    x = _lognormal(100, 2.0) * torch.sign(torch.randn(100, 128))
+    center, exponent = expansion_parameters(x, fmt, PAPER)
+    torch.testing.assert_close(
+        contract(expand(x, center, exponent), center, exponent), x, rtol=ROUND_TRIP_REL, atol=0.0
+    )
+
+
+@formats
+@pytest.mark.parametrize("value", [1e-30, 3e-9, 1.0, -7.0, 1e30])
+def test_constant_blocks_come_back(fmt: Format, value: float) -> None:
+    x = torch.full((2, 128), value)
+    stored = quantize_blocks(x, fmt, PAPER)
+    assert stored.exponent.tolist() == [[1.0], [1.0]]
+    torch.testing.assert_close(dequantize_blocks(stored), x, rtol=CONSTANT_BLOCK_REL, atol=0.0)
+
+
+@formats
+def test_all_zeros(fmt: Format) -> None:
+    stored = quantize_blocks(torch.zeros(3, 64), fmt, PAPER)
+    assert_bitwise(stored.codes.view(torch.uint8), torch.zeros(3, 64, dtype=torch.uint8))
+    assert stored.scale.tolist() == stored.exponent.tolist() == stored.center.tolist() == [[1.0]] * 3
+    assert_bitwise(dequantize_blocks(stored), torch.zeros(3, 64))
+
+
+@formats
+@pytest.mark.parametrize("value", [1e-12, -2.5, 1e20])
+def test_a_single_nonzero_among_zeros(fmt: Format, value: float) -> None:
+    x = torch.zeros(1, 128)
+    x[0, 77] = value
+    back = dequantize_blocks(quantize_blocks(x, fmt, PAPER))
+    assert back.nonzero().tolist() == [[0, 77]]
+    torch.testing.assert_close(back, x, rtol=CONSTANT_BLOCK_REL, atol=0.0)
+
+
+@formats
+def test_zero_padding_leaves_a_tail_alone(fmt: Format) -> None:
+    x = _lognormal(1, 1.0)[0, :70]
+    padded = dequantize_blocks(quantize_blocks(split_groups(x, 64), fmt, PAPER))
+    tail = dequantize_blocks(quantize_blocks(x[None, 64:], fmt, PAPER))
+    # not bitwise: torch's CPU pow takes another path for elements beyond the last full vector
+    torch.testing.assert_close(join_groups(padded, 70)[64:], tail[0], rtol=ROUND_TRIP_REL, atol=0.0)
+
+
+@formats
+@pytest.mark.parametrize("expansion", [PAPER, None], ids=["expanded", "plain"])
+def test_nonfinite_elements_touch_nothing_else(fmt: Format, expansion: ExpansionConfig | None) -> None:
+    clean = torch.randn(4, 64)
+    clean[0, 3] = clean[1, 4] = clean[2, 5] = 0.0
+    dirty = clean.clone()
+    dirty[0, 3], dirty[1, 4], dirty[2, 5] = math.nan, math.inf, -math.inf
+    expected = dequantize_blocks(quantize_blocks(clean, fmt, expansion))
+    actual = dequantize_blocks(quantize_blocks(dirty, fmt, expansion))
+    assert actual[0, 3].isnan()
+    assert actual[1, 4] == actual[1].max() == expected[1].abs().max()
+    assert actual[2, 5] == actual[2].min() == -expected[2].abs().max()
+    same = dirty.isfinite()
+    assert_bitwise(actual[same], expected[same])
+
+
+def test_a_block_of_nothing_finite_is_finite_after_clamping() -> None:
+    back = dequantize_blocks(quantize_blocks(torch.full((1, 16), math.inf), E4M3, PAPER))
+    assert back.isfinite().all()
+    assert (back > 0).all()
+
+
+@formats
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0])
+def test_expansion_lowers_the_error_of_exp_avg_sq(fmt: Format, sigma: float) -> None:
+    """Blocks narrower than the format are what expansion is for: error falls about with 1/k."""
+    x = _lognormal(300, sigma)
+    _, exponent = expansion_parameters(x, fmt, PAPER)
+    plain, expanded = _relative_error(x, fmt, None), _relative_error(x, fmt, PAPER)
+    assert exponent.min() > 1.0
+    assert expanded < plain / exponent.mean().item() * 1.5
+
+
+def test_expansion_saves_what_plain_e4m3_loses() -> None:
+    """Blocks wider than the format (sigma 5: 10 decades): plain e4m3 zeroes elements, expansion none."""
+    x = _lognormal(300, 5.0)
+    assert (dequantize_blocks(quantize_blocks(x, E4M3, None)) == 0).float().mean() > 0.1
+    assert (dequantize_blocks(quantize_blocks(x, E4M3, PAPER)) > 0).all()
+    assert _relative_error(x, E4M3, PAPER) < _relative_error(x, E4M3, None)
+
+
+@pytest.mark.parametrize("bits", [(0x3F800000, 0x3F800001), (0x00000001, 0x00000002), (0x7F7FFFFE, 0x7F7FFFFF)])
+def test_two_neighbouring_magnitudes(bits: tuple[int, int]) -> None:
+    """Nearly constant: log2(max/min) may round to 0 or to one ulp; k stays finite either way."""
+    x = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    stored = quantize_blocks(x, E4M3, PAPER)
+    assert stored.exponent.item() <= PAPER.exponent_max
+    back = dequantize_blocks(stored)
+    assert back.isfinite().all()
+    assert (back > 0).all()
