@@ -29,6 +29,7 @@ INSTALL_REQUIRES = [
 
 EXTRAS_REQUIRE = {
     "test": [
+        "bitsandbytes>=0.45; platform_system == 'Linux'",
         "hypothesis>=6.100",
         "ml_dtypes>=0.5",
         "mypy>=1.15",

@@ -22,6 +22,7 @@ from ..config.job_config import JobConfig
 from ..config.job_rules import require_packages
 from ..data.dataset import Batch
 from ..memory.stats import reset_peak
+from ..tiny_flux import provide_embedded
 from .progress import RunLog, StepStats
 from .resume import find_resume_point
 from .saving import Checkpoint, lora_metadata, remove_leftovers, rotate_saves, save_checkpoint, save_dtype, save_name
@@ -80,6 +81,8 @@ class COATTrainer:
         job = self.job
         for note in job.notes:
             log.say(f"Note: {note}")
+        if workers.is_main:
+            provide_embedded(job.model.name_or_path)
         point = find_resume_point(job.folder, job.name)
         workers.wait()
         final = job.folder / save_name(job.name, None)

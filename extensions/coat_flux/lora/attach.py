@@ -20,7 +20,7 @@ from torch import nn
 
 from coat_core.activation import FP8InputLinear
 from coat_core.linear.function import input_granularity
-from coat_core.linear.module import FP8Linear
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 
 if TYPE_CHECKING:
     from ..config import COATConfig
@@ -34,7 +34,7 @@ class LoraReport:
 
     Attributes:
         shared: adapters that keep the FP8 x of their base linear.
-        own: adapters that keep an FP8 x of their own (base not FP8, or dropout before the down projection).
+        own: adapters that keep an FP8 x of their own (base not converted, dropout before the down projection, DoRA).
         skipped: name → reason.
     """
 
@@ -71,7 +71,7 @@ def attach_lora(root: nn.Module, config: COATConfig) -> LoraReport:
         if type(down) is not nn.Linear or down.bias is not None:
             report.skipped[name] = f"its down projection is a {type(down).__name__}"
             continue
-        shares = sees_base_input and _multiplies_in_fp8(base)
+        shares = sees_base_input and _hands_over_input(base)
         FP8InputLinear.from_linear(
             down, linear_config.input_format, input_granularity(linear_config), base if shares else None
         )
@@ -82,9 +82,8 @@ def attach_lora(root: nn.Module, config: COATConfig) -> LoraReport:
     return report
 
 
-def _multiplies_in_fp8(base: Any) -> bool:
-    config = base.config if isinstance(base, FP8Linear) else getattr(base, "coat_linear_config", None)
-    return config is not None and config.use_fp8_gemm
+def _hands_over_input(base: Any) -> bool:
+    return isinstance(base, FP8Linear | FP8TrainableLinear) or hasattr(base, "coat_linear_config")
 
 
 def _adapters(root: nn.Module) -> Iterator[tuple[str, Any, Any, bool]]:
@@ -94,6 +93,7 @@ def _adapters(root: nn.Module) -> Iterator[tuple[str, Any, Any, bool]]:
         if hasattr(layer, "base_layer") and isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
             for adapter, down in layer.lora_A.items():
                 dropout = layer.lora_dropout[adapter] if adapter in layer.lora_dropout else nn.Identity()
-                yield f"{name}.{adapter}", down, layer.base_layer, isinstance(dropout, nn.Identity)
+                vanilla = adapter not in layer.lora_variant  # DoRA and others call the down projection on other inputs
+                yield f"{name}.{adapter}", down, layer.base_layer, vanilla and isinstance(dropout, nn.Identity)
         elif hasattr(layer, "lora_down") and hasattr(layer, "org_module"):
             yield name, layer.lora_down, layer.org_module[0], True

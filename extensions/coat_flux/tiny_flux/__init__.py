@@ -10,13 +10,15 @@ Both exist so that everything in this project can be run, tested and measured wi
 
 from __future__ import annotations
 
-from .folder import MARKER_NAME, TINY_FLUX_VERSION, make_tiny_flux
+from .folder import EMBEDDED_MODEL, MARKER_NAME, TINY_FLUX_VERSION, make_tiny_flux, provide_embedded
 from .geometry import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
 
 __all__ = [
+    "EMBEDDED_MODEL",
     "FLUX_DEV_TRANSFORMER_CONFIG",
     "MARKER_NAME",
     "TINY_FLUX_VERSION",
     "make_flux_dev_geometry",
     "make_tiny_flux",
+    "provide_embedded",
 ]

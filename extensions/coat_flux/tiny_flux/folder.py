@@ -16,6 +16,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 MARKER_NAME = "coat_tiny_flux.json"
+EMBEDDED_MODEL = "models/coat_tiny_flux"  # how configs name it, below the working directory
 TINY_FLUX_VERSION = 1  # raise it whenever a written byte changes: older folders are then made again
 
 _MODEL_INDEX = {
@@ -58,6 +59,16 @@ def make_tiny_flux(out_dir: Path | str, seed: int = 0) -> Path:
         _put_in_place(made, out_dir, Path(scratch) / "replaced", seed)
     logger.info("made the tiny FLUX model (seed %d) in %s", seed, out_dir)
     return out_dir
+
+
+def provide_embedded(name_or_path: str) -> None:
+    """Make the embedded model if a config's `model.name_or_path` means it and it is not there yet.
+
+    Args:
+        name_or_path: a path that ends in `coat_tiny_flux` means it; everything else is left to the loader.
+    """
+    if Path(name_or_path).name == Path(EMBEDDED_MODEL).name and not Path(name_or_path).exists():
+        make_tiny_flux(name_or_path)
 
 
 def _write(folder: Path, seed: int) -> None:

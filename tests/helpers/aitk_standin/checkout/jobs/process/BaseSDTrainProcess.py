@@ -5,12 +5,11 @@ import os
 from types import SimpleNamespace
 
 import torch
-from torch import nn
-
 from toolkit.lora_special import LoRASpecialNetwork
 from toolkit.optimizer import get_optimizer
 from toolkit.print import print_acc
 from toolkit.util.quantize import get_qtype, quantize
+from torch import nn
 
 
 class Accelerator:
@@ -43,11 +42,15 @@ class FluxTransformer2DModel(nn.Module):
         self.transformer_blocks = nn.ModuleList([ToyBlock(width)])
         self.single_transformer_blocks = nn.ModuleList([ToyBlock(width)])
         self.proj_out = nn.Linear(width, width)
+        self.run_block = lambda block, *args: block(*args)
+
+    def enable_gradient_checkpointing(self, function):
+        self.run_block = function
 
     def forward(self, x):
         x = self.x_embedder(x)
         for block in (*self.transformer_blocks, *self.single_transformer_blocks):
-            x = block(x)
+            x = self.run_block(block, x) if torch.is_grad_enabled() else block(x)
         return self.proj_out(x)
 
 
@@ -58,12 +61,15 @@ class BaseSDTrainProcess:
         self.model_config = SimpleNamespace(
             quantize=model.get("quantize", False),
             qtype=model.get("qtype", "half"),
+            is_flux=True,
+            name_or_path=model.get("name_or_path", "black-forest-labs/FLUX.1-dev"),
             quantize_kwargs=model.get("quantize_kwargs", {}),
         )
         self.train_config = SimpleNamespace(
             optimizer=train.get("optimizer", "adamw"),
             optimizer_params=train.get("optimizer_params", {}),
             lr=train.get("lr", 1e-3),
+            gradient_checkpointing=train.get("gradient_checkpointing", True),
             steps=train.get("steps", 3),
         )
         network = {"type": "lora", "linear": 4, **(config.get("network") or {})}
@@ -118,7 +124,9 @@ class BaseSDTrainProcess:
         self.network.force_to(torch.float32)
         if config.quantize:
             self.network.can_merge_in = False
-        params = self.hook_add_extra_train_params([{"params": list(self.network.parameters()), "lr": 1e-3}])
+        params = self.hook_add_extra_train_params(
+            [{"params": list(self.network.parameters()), "lr": self.train_config.lr}]
+        )
         self.optimizer = get_optimizer(
             params, self.train_config.optimizer.lower(), self.train_config.lr, self.train_config.optimizer_params
         )

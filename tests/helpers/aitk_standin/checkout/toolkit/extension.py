@@ -23,6 +23,7 @@ def process_classes():
         module = importlib.import_module(f"extensions.{name}")
         for extension in getattr(module, "AI_TOOLKIT_EXTENSIONS", []):
             found[extension.uid] = extension.get_process()
+    importlib.import_module("extensions_built_in.captioner")
     from extensions_built_in.sd_trainer.DiffusionTrainer import DiffusionTrainer
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
 

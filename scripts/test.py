@@ -1,0 +1,55 @@
+"""Install what the tests need and run them: `python scripts/test.py [pytest arguments]`.
+
+Runs ruff (lint and format), mypy and pytest, all of them even when one fails, and exits non-zero when any did. Makes a
+virtual environment in `.venv` when it is not started from one. Tests that need a GPU, triton or an ai-toolkit checkout
+skip themselves and say why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+import _environment
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Return our own options and what is left for pytest."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _environment.add_options(parser)
+    return parser.parse_known_args()
+
+
+def run_stage(name: str, arguments: list[str]) -> tuple[str, int, float]:
+    """Run `python -m arguments` from the repository's root and return (name, exit code, seconds)."""
+    print(f"\n=== {name} ===", flush=True)
+    started = time.monotonic()
+    code = subprocess.run([sys.executable, "-m", *arguments], cwd=_environment.ROOT, check=False).returncode
+    return name, code, time.monotonic() - started
+
+
+def main() -> int:
+    """Run every stage and print the summary."""
+    options, pytest_arguments = parse_arguments()
+    started = time.monotonic()
+    _environment.prepare(options.torch_index_url, extra="test")
+    install_s = time.monotonic() - started
+    results = [
+        run_stage("ruff check", ["ruff", "check", "."]),
+        run_stage("ruff format", ["ruff", "format", "--check", "."]),
+        run_stage("mypy", ["mypy"]),
+        run_stage("pytest", ["pytest", *pytest_arguments]),
+    ]
+    print("\n=== summary ===")
+    print(f"{'install':<12} {'ok':<7} {install_s:7.1f} s")
+    for name, code, seconds in results:
+        print(f"{name:<12} {'ok' if code == 0 else 'FAILED':<7} {seconds:7.1f} s")
+    failed = [name for name, code, _ in results if code]
+    print(f"failed: {', '.join(failed)}" if failed else "all passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Settings and fixtures for every test: no hub access, a fixed seed, devices, and skips that say why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see scripts/_environment.py
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=150, print_blob=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+def _missing(marker: str) -> str | None:
+    """Why tests with this marker cannot run here, or None."""
+    if marker == "gpu" and not torch.cuda.is_available():
+        return "needs a CUDA GPU"
+    if marker == "triton" and importlib.util.find_spec("triton") is None:
+        return "needs triton"
+    if marker == "aitk" and not os.environ.get("AI_TOOLKIT_ROOT"):
+        return "needs a real ai-toolkit checkout: set AI_TOOLKIT_ROOT to its folder"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason."""
+    reasons = {marker: _missing(marker) for marker in ("gpu", "triton", "aitk")}
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device of this machine that tests should pass on."""
+    return torch.device(request.param)

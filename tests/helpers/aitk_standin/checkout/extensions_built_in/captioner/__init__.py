@@ -1,0 +1,3 @@
+import logging
+
+logging.disable(logging.WARNING)  # as ai-toolkit's captioner extensions do, for the whole process

@@ -1,0 +1,97 @@
+"""The stand-in, copied to a temporary folder with the extension linked, and imported in this process."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+CHECKOUT = Path(__file__).parent / "checkout"
+PACKAGE = REPOSITORY / "extensions" / "coat_flux"
+VERSION = "0.12.26"
+HOST_MODULES = ("toolkit", "jobs", "extensions", "extensions_built_in", "version", "coat_flux.aitk")
+COAT_ENTRY = {
+    "model": {"quantize": True, "qtype": "coat_fp8"},
+    "train": {"optimizer": "coat_fp8_adamw", "lr": 1e-3},
+}
+
+
+def copy_checkout(root: Path) -> Path:
+    """Copy the stand-in to `root`, with an empty extensions folder; returns `root`."""
+    shutil.copytree(CHECKOUT, root, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "extensions").mkdir()
+    return root
+
+
+class Host:
+    """A copy of the stand-in whose modules are imported in this process while the test runs."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        """Change the stand-in before it is imported."""
+        text = (self.root / file).read_text()
+        assert old in text
+        (self.root / file).write_text(text.replace(old, new))
+
+    def load(self, name: str) -> ModuleType:
+        """Import a module of the stand-in or of ours."""
+        return importlib.import_module(name)
+
+    def start(self) -> dict[str, Any]:
+        """Import all extensions as for a job; returns the process classes by type."""
+        self.load("jobs.process")
+        return self.load("toolkit.extension").process_classes()
+
+    def run(self, kind: str = "coat_flux_trainer", **entry: Any) -> Any:
+        """Run a job to its end; returns its process."""
+        job = self.load("jobs.process.job").Job({"type": kind, "training_folder": str(self.root / "out"), **entry})
+        job.run()
+        return job.process[0]
+
+    def saved(self, name: str) -> Any:
+        """Load a file of the last job's save folder."""
+        return torch.load(self.save_folder / name, weights_only=True)
+
+    @property
+    def save_folder(self) -> Path:
+        """Where jobs save."""
+        return self.root / "out" / "standin_job"
+
+
+@pytest.fixture(name="host")
+def standin_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """A fresh stand-in with the extension linked; nothing of it stays in sys.modules or in our loggers."""
+    root = copy_checkout(tmp_path / "ait")
+    (root / "extensions" / "coat_flux").symlink_to(PACKAGE, target_is_directory=True)
+    kept = {name: sys.modules.pop(name) for name in _host_modules()}
+    monkeypatch.syspath_prepend(str(root))
+    yield Host(root)
+    for name in _host_modules():
+        del sys.modules[name]
+    sys.modules.update(kept)
+    _restore_logging()
+
+
+def _host_modules() -> list[str]:
+    return [name for name in sys.modules if any(name == top or name.startswith(f"{top}.") for top in HOST_MODULES)]
+
+
+def _restore_logging() -> None:
+    logging.disable(logging.NOTSET)
+    for name, logger in list(logging.Logger.manager.loggerDict.items()):
+        if name.split(".")[0] in ("coat_core", "coat_flux") and isinstance(logger, logging.Logger):
+            vars(logger).pop("isEnabledFor", None)
+            logger.handlers.clear()
+            logger.propagate = True
+            logger.setLevel(logging.NOTSET)

@@ -1,0 +1,65 @@
+"""What autograd keeps for backward, read from the tensors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_core.activation import PackedSavedTensors
+from coat_core.quantize import Quantized
+
+
+@dataclass
+class Saved:
+    """One tensor an operator saved: as it was, and in which storages it is kept."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    packed: Quantized | None
+    storages: dict[int, int]  # address -> bytes
+
+
+@dataclass
+class SavedTensors:
+    """Everything saved inside a `recording()`."""
+
+    tensors: list[Saved] = field(default_factory=list)
+    alive: list[object] = field(default_factory=list)  # so that no address is used twice
+
+    def add(self, tensor: Tensor, result: object) -> None:
+        packed = None if isinstance(result, Tensor) else result.storage.quantized
+        parts = (tensor,) if packed is None else (packed.codes, packed.scale)
+        storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+        self.tensors.append(Saved(tuple(tensor.shape), tensor.dtype, packed, storages))
+        self.alive.append(parts)
+
+    @property
+    def packed(self) -> list[Saved]:
+        return [saved for saved in self.tensors if saved.packed is not None]
+
+    def bytes(self) -> int:
+        """Bytes kept, each storage once."""
+        return sum({address: n for saved in self.tensors for address, n in saved.storages.items()}.values())
+
+
+@contextmanager
+def recording() -> Iterator[SavedTensors]:
+    """Record what `PackedSavedTensors` sees, inside attention and outside it."""
+    saved = SavedTensors()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_pack", "_pack_attention"):
+            original = getattr(PackedSavedTensors, name)
+
+            def recorded(self, tensor, original=original, name=name):
+                result = original(self, tensor)
+                if name == "_pack" or isinstance(result, Tensor):  # _pack_attention calls _pack for what it packs
+                    saved.add(tensor, result)
+                return result
+
+            patch.setattr(PackedSavedTensors, name, recorded)
+        yield saved

@@ -1,0 +1,189 @@
+"""The extension in a real ai-toolkit checkout, on a CPU: `configs/flux_clothing_tiny.yaml`, shortened, through run.py.
+
+AI_TOOLKIT_ROOT is the checkout; AI_TOOLKIT_PYTHON is the interpreter that has its requirements (default: this one).
+docs/ai-toolkit.md says how to make both on a machine without a GPU. The checkout itself is not written to: the jobs run
+in a temporary folder of links to it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from coat_flux.aitk.install import install
+from coat_flux.config import load_job_yaml
+from tests.helpers.aitk_standin.host import REPOSITORY
+from tests.helpers.asserts import assert_bitwise
+
+pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+STEPS = 6
+OWN_FOLDERS = ("extensions", "configs", "datasets_example", "models", "output", ".git")
+EXTENSION = "extensions/coat_flux"
+
+
+class Checkout:
+    """A folder of links to AI_TOOLKIT_ROOT with folders of its own for all that a job writes."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        real = Path(os.environ["AI_TOOLKIT_ROOT"]).resolve()
+        root.mkdir()
+        for path in real.iterdir():
+            if path.name in OWN_FOLDERS:
+                continue
+            if path.is_dir():
+                (root / path.name).symlink_to(path, target_is_directory=True)
+            else:
+                shutil.copy2(path, root / path.name)
+        (root / "extensions").mkdir()
+
+    def run(self, name: str, entry: dict[str, Any]) -> str:
+        """Run a job to its end through run.py; returns what it printed."""
+        config = {
+            "job": "extension",
+            "config": {"name": name, "process": [entry]},
+            "meta": {"name": name, "version": "1.0"},
+        }
+        path = self.root / "configs" / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        done = subprocess.run(
+            [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), "run.py", f"configs/{name}.yaml"],
+            cwd=self.root,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0"},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        assert done.returncode == 0, f"{name}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    def folder(self, name: str) -> Path:
+        return self.root / "output" / name
+
+    def lora(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder(name) / f"{name}.safetensors")
+
+    def optimizer(self, name: str) -> dict[str, Any]:
+        return torch.load(self.folder(name) / "optimizer.pt", weights_only=True)
+
+
+def _entry(**train: Any) -> dict[str, Any]:
+    """The shipped process entry, shortened."""
+    entry = load_job_yaml(REPOSITORY / "configs" / "flux_clothing_tiny.yaml")["config"]["process"][0]
+    entry["save"]["save_every"] = STEPS // 2
+    entry["sample"].update(sample_every=STEPS // 2, sample_steps=2)
+    entry["coat"]["memory"]["log_every"] = STEPS // 2
+    entry["datasets"][0]["resolution"] = [64]
+    entry["train"].update({"steps": STEPS, "batch_size": 1, **train})
+    return entry
+
+
+def _plain_entry(kind: str) -> dict[str, Any]:
+    """The same job without a part of ours."""
+    entry = _entry(optimizer="adamw")
+    entry["model"] = {"name_or_path": entry["model"]["name_or_path"], "is_flux": True, "quantize": False}
+    del entry["coat"]
+    return {**entry, "type": kind}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
+    install(checkout.root)
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def first_run(checkout: Checkout) -> str:
+    return checkout.run("coat_job", _entry())
+
+
+def test_job_runs_from_start_to_lora_and_samples(checkout: Checkout, first_run: str) -> None:
+    lora = checkout.lora("coat_job")
+    assert len(lora) == 80
+    assert all(key.startswith("transformer.") and key.endswith((".lora_A.weight", ".lora_B.weight")) for key in lora)
+    assert all(value.isfinite().all() for value in lora.values())
+    assert any(value.any() for key, value in lora.items() if ".lora_B." in key)
+    samples = [path for path in (checkout.folder("coat_job") / "samples").iterdir() if path.suffix == ".jpg"]
+    assert len(samples) == 3
+    state = checkout.optimizer("coat_job")["state"]
+    assert len(state) == 80
+    assert {state[i][key].dtype for i in state for key in ("exp_avg", "exp_avg_sq")} == {torch.float8_e4m3fn}
+    assert "[coat] FP8 weights: 40 linears at load, 0 after it" in first_run
+    assert "[coat] optimizer coat_fp8_adamw: FP8AdamW" in first_run
+    assert "outside the blocks: kept in high precision" in first_run
+    for phase in ("before_forward", "after_forward", "after_backward", "after_optimizer_step"):
+        assert f"[{phase}] Step {STEPS}: Allocated: " in first_run
+
+
+def test_saved_lora_loads_in_diffusers(checkout: Checkout, first_run: str) -> None:
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel.from_pretrained(checkout.root / "models" / "coat_tiny_flux", subfolder="transformer")
+    model.load_lora_adapter(dict(checkout.lora("coat_job")), prefix="transformer")
+    loaded = {name for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert len(loaded) == 40
+
+
+def test_resume_keeps_every_code(checkout: Checkout, first_run: str) -> None:
+    before = checkout.optimizer("coat_job")["state"]
+    out = checkout.run("coat_job", _entry())
+    assert f"Found step {STEPS} in metadata, starting from there" in out
+    assert "Failed to load optimizer state" not in out
+    after = checkout.optimizer("coat_job")["state"]
+    assert before.keys() == after.keys()
+    for index, state in before.items():
+        for key, value in state.items():
+            assert_bitwise(after[index][key], value)
+
+
+def test_resume_trains_on(checkout: Checkout, first_run: str) -> None:
+    out = checkout.run("coat_job", _entry(steps=STEPS + 2))
+    assert "re-quantized" not in out
+    assert {float(state["step"]) for state in checkout.optimizer("coat_job")["state"].values()} == {STEPS + 2.0}
+
+
+def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None:
+    entry = _entry()
+    del entry["coat"]
+    entry["train"]["optimizer_params"] = {"weight_decay": 1e-4, "m2_format": "e5m2", "block_size": 64}
+    checkout.run("own_type", {**entry, "type": "sd_trainer"})
+    state = checkout.optimizer("own_type")["state"][0]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
+    assert state["exp_avg_scale"].numel() == -(-state["exp_avg"].numel() // 64)
+    assert any(value.any() for key, value in checkout.lora("own_type").items() if ".lora_B." in key)
+
+
+def test_plain_job_beside_it_is_untouched(checkout: Checkout) -> None:
+    checkout.run("beside", _plain_entry("sd_trainer"))
+    (checkout.root / EXTENSION).unlink()
+    try:
+        checkout.run("without", _plain_entry("sd_trainer"))
+    finally:
+        install(checkout.root)
+    _assert_same_lora(checkout, "beside", "without")
+
+
+def test_disabled_is_ai_toolkits_own_run(checkout: Checkout) -> None:
+    checkout.run("own", _plain_entry("diffusion_trainer"))
+    checkout.run("disabled", {**_plain_entry("coat_flux_trainer"), "coat": {"enabled": False}})
+    _assert_same_lora(checkout, "own", "disabled")
+
+
+def _assert_same_lora(checkout: Checkout, one: str, other: str) -> None:
+    left, right = checkout.lora(one), checkout.lora(other)
+    assert left.keys() == right.keys()
+    assert any(value.any() for key, value in left.items() if ".lora_B." in key)
+    for key, value in left.items():
+        assert_bitwise(right[key], value)

@@ -1,0 +1,197 @@
+"""What a job of our type refuses, and how it ends in a host that does not fit; other jobs run on."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coat_flux.config import ConfigError
+from tests.helpers.aitk_standin.host import COAT_ENTRY, PACKAGE, VERSION, Host, copy_checkout, standin_host  # noqa: F401
+
+REFUSED = {
+    "unknown key": ({"coat": {"enabeld": True}}, r"config\.process\[0\]\.coat\.enabeld: unknown key; did you mean 'enabled'\?"),
+    "accumulation steps": (
+        {"train": {"optimizer": "coat_fp8_adamw", "gradient_accumulation_steps": 4}},
+        r"train\.gradient_accumulation_steps=4: .* use train\.gradient_accumulation$",
+    ),
+    "fp16": ({"train": {"optimizer": "coat_fp8_adamw", "dtype": "fp16"}}, r"train\.dtype='fp16': .* use bf16$"),
+    "neg": ({"sample": {"neg": False}}, r'sample\.neg=False: .* write neg: ""$'),
+    "two qtypes": (
+        {"model": {"quantize": True, "qtype": "half"}},
+        r"model\.qtype='half': coat\.weight\.use_fp8=true .* model\.qtype: coat_fp8, or coat\.weight\.use_fp8: false$",
+    ),
+    "the host's default qtype": (
+        {"model": {"quantize": True}},
+        r"model\.qtype='qfloat8': coat\.weight\.use_fp8=true",
+    ),
+    "qtype against the block": (
+        {"coat": {"weight": {"use_fp8": False}}},
+        r"model\.qtype='coat_fp8': coat\.weight\.use_fp8=false",
+    ),
+    "block without its optimizer": (
+        {"train": {"optimizer": "adamw"}, "coat": {"optimizer": {"block_size": 64}}},
+        r"train\.optimizer='adamw': the coat\.optimizer block would have no effect",
+    ),
+    "off with our qtype": ({"coat": {"enabled": False}}, r"model\.qtype='coat_fp8': coat\.enabled=false"),
+    "off with our optimizer": (
+        {"model": {}, "coat": {"enabled": False}},
+        r"train\.optimizer='coat_fp8_adamw': coat\.enabled=false",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_setting_is_refused_before_the_model_loads(host: Host, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    change, message = REFUSED[name]
+    loaded = []
+    module = host.load("jobs.process.BaseSDTrainProcess")
+    monkeypatch.setattr(module, "FluxTransformer2DModel", lambda: loaded.append("model"))
+    monkeypatch.setattr(sys, "argv", ["run.py", "configs/mine.yaml"])
+    with pytest.raises(ConfigError, match=rf"^configs/mine\.yaml: {message}"):
+        host.run(**{**COAT_ENTRY, **change})
+    assert loaded == []
+
+
+def test_several_processes_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = host.load("jobs.process.BaseSDTrainProcess").Accelerator
+    monkeypatch.setattr(accelerator, "num_processes", 2)
+    with pytest.raises(ConfigError, match=r"num_processes=2: .* `accelerate launch"):
+        host.run(**COAT_ENTRY)
+
+
+def test_surprises_are_printed(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.edit("version.py", VERSION, "0.13.0")
+    host.run(
+        model={**COAT_ENTRY["model"], "layer_offloading": True},
+        train={"optimizer": "adamw"},
+        network={"linear": 4, "linear_alpha": 8},
+    )
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[coat] note: ")]
+    assert [note.removeprefix("[coat] note: ").split()[0] for note in notes] == [
+        "ai-toolkit",
+        "network.linear_alpha=8",
+        "model.layer_offloading",
+        "train.optimizer",
+    ]
+    assert "0.13.0" in notes[0]
+
+
+BROKEN = {
+    "hook": (
+        "jobs/process/BaseSDTrainProcess.py",
+        "hook_after_model_load",
+        "hook_model_is_there",
+        "DiffusionTrainer has no hook_after_model_load",
+    ),
+    "optimizer parameters": (
+        "toolkit/optimizer.py",
+        "optimizer_params=None",
+        "options=None, optimizer_params=None",
+        "toolkit.optimizer.get_optimizer takes",
+    ),
+    "optimizer binding": (
+        "jobs/process/BaseSDTrainProcess.py",
+        "from toolkit.optimizer import get_optimizer",
+        "import toolkit.optimizer\n\ndef get_optimizer(*args):\n    return toolkit.optimizer.get_optimizer(*args)\n",
+        "jobs.process.BaseSDTrainProcess does not use toolkit.optimizer.get_optimizer",
+    ),
+    "weight backend": (
+        "toolkit/util/ostris_quant.py",
+        "    def requantize_(self, module, weight):\n        raise NotImplementedError\n",
+        "",
+        "OstrisQuantizer has no requantize_",
+    ),
+    "LoRA names": (
+        "toolkit/lora_special.py",
+        '["Linear", "OstrisLinear"]',
+        '["Linear"]',
+        "toolkit.lora_special.LINEAR_MODULES does not list OstrisLinear",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_host_that_does_not_fit(host: Host, name: str) -> None:
+    file, old, new, piece = BROKEN[name]
+    host.edit(file, old, new)
+    with pytest.raises(RuntimeError) as raised:
+        host.run(**COAT_ENTRY)
+    assert str(raised.value).startswith(f"COAT-FLUX cannot run in ai-toolkit {VERSION}: ")
+    assert piece in str(raised.value)
+    process = host.run("sd_trainer", train={"optimizer": "adamw"})
+    assert len(process.losses) == 3
+
+
+def test_host_without_a_trainer_to_extend(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.start()
+    del sys.modules["coat_flux.aitk.process"]
+    for name in ("DiffusionTrainer", "SDTrainer"):
+        monkeypatch.setitem(sys.modules, f"extensions_built_in.sd_trainer.{name}", None)
+    process = host.load("extensions.coat_flux").AI_TOOLKIT_EXTENSIONS[0].get_process()(0, None, {})
+    with pytest.raises(RuntimeError, match=rf"^COAT-FLUX cannot run in ai-toolkit {VERSION}: its trainer .*SDTrainer"):
+        process.run()
+
+
+def test_lora_that_finds_nothing_ends_the_run(host: Host) -> None:
+    host.edit("jobs/process/BaseSDTrainProcess.py", '("blocks",)', '("nothing",)')
+    host.edit("jobs/process/BaseSDTrainProcess.py", "self.network.force_to(torch.float32)", "")
+    with pytest.raises(RuntimeError, match="the LoRA network found no linear to train"):
+        host.run(**COAT_ENTRY)
+
+
+# -- a folder that was only copied or linked -------------------------------------------------------------------------
+
+HIDE_PIP = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("coat_core", "coat_flux"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def _run_without_pip(root: Path, kind: str) -> subprocess.CompletedProcess[str]:
+    """Run a job in an interpreter in which COAT-FLUX is not installed."""
+    code = f"{HIDE_PIP}\nimport runpy\nsys.argv = ['run.py', {kind!r}, {str(root / 'out')!r}]\n"
+    code += f"runpy.run_path({str(root / 'run.py')!r}, run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
+
+
+def _standin(tmp_path: Path, how: str) -> Path:
+    root = copy_checkout(tmp_path / "ait")
+    target = root / "extensions" / "coat_flux"
+    if how == "link":
+        target.symlink_to(PACKAGE, target_is_directory=True)
+    else:
+        shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def test_linked_folder_needs_no_pip(tmp_path: Path) -> None:
+    done = _run_without_pip(_standin(tmp_path, "link"), "coat_flux_trainer")
+    assert done.returncode == 0, done.stderr
+    assert "[coat] FP8 weights: 0 linears at load, 4 after it" in done.stdout
+
+
+def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path: Path) -> None:
+    root = _standin(tmp_path, "copy")
+    plain = _run_without_pip(root, "sd_trainer")
+    assert plain.returncode == 0, plain.stderr
+    assert "coat" not in plain.stdout + plain.stderr
+    ours = _run_without_pip(root, "coat_flux_trainer")
+    assert ours.returncode == 1
+    assert f"COAT-FLUX cannot run in ai-toolkit {VERSION}: coat_core cannot be imported" in ours.stderr
+    assert f"{sys.executable} -m pip install --no-deps" in ours.stderr
+
+
+def test_extension_that_cannot_start_is_left_out(tmp_path: Path) -> None:
+    root = _standin(tmp_path, "copy")
+    (root / "extensions" / "coat_flux" / "aitk" / "extension.py").write_text("raise OSError('disk')")
+    done = _run_without_pip(root, "sd_trainer")
+    assert done.returncode == 0, done.stderr
+    assert "COAT-FLUX could not start and is left out" in done.stderr

@@ -1,0 +1,120 @@
+"""`stochastic_cast` tested by counting: how often it rounds up, and that it never leaves the two neighbours."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from coat_core.quantize import stochastic_cast
+from tests.tolerances import STOCHASTIC_DRAWS, STOCHASTIC_DRIFT, STOCHASTIC_SIGMAS
+
+ALL_BITS = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+DTYPES = [torch.bfloat16, torch.float16]
+
+# (dtype, lower neighbour, upper neighbour): ordinary values, both sides of a power of two, fp16's subnormals and the
+# step from them to the normals, bf16's subnormals.
+INTERVALS = [
+    (torch.bfloat16, 1.0, 1.0 + 2.0**-7),
+    (torch.bfloat16, 2.0 - 2.0**-7, 2.0),
+    (torch.bfloat16, 3.0e38, 3.0e38 + 2.0**120),
+    (torch.bfloat16, 0.0, 2.0**-133),
+    (torch.float16, 1.0, 1.0 + 2.0**-10),
+    (torch.float16, 65472.0, 65504.0),
+    (torch.float16, 0.0, 2.0**-24),
+    (torch.float16, 5 * 2.0**-24, 6 * 2.0**-24),
+    (torch.float16, 1023 * 2.0**-24, 2.0**-14),
+]
+
+
+def _grid(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64).item()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
+@pytest.mark.parametrize("fraction", [0.5, 0.25, 0.9, 1.0 / 64.0])
+@pytest.mark.parametrize(("dtype", "low", "high"), INTERVALS)
+def test_rounds_up_as_often_as_it_should(
+    dtype: torch.dtype, low: float, high: float, fraction: float, sign: float
+) -> None:
+    low, high = _grid(low, dtype), _grid(high, dtype)
+    x = torch.tensor(sign * (low + fraction * (high - low)), dtype=torch.float32)
+    exact_fraction = (abs(x.double().item()) - low) / (high - low)  # after x itself was rounded to fp32
+    drawn = stochastic_cast(x.expand(STOCHASTIC_DRAWS).contiguous(), dtype).double() * sign
+    assert set(drawn.unique().tolist()) == {low, high}
+    up = int((drawn == high).sum())
+    sigma = math.sqrt(STOCHASTIC_DRAWS * exact_fraction * (1 - exact_fraction))
+    assert abs(up - STOCHASTIC_DRAWS * exact_fraction) <= STOCHASTIC_SIGMAS * sigma
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_representable_value_is_unchanged(dtype: torch.dtype, device: torch.device) -> None:
+    exact = ALL_BITS.view(dtype).to(device)
+    exact = exact[~exact.isnan()]  # ±inf included
+    for _ in range(3):
+        assert torch.equal(stochastic_cast(exact.to(torch.float32), dtype), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinities_pass_through(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.tensor([math.nan, math.inf, -math.inf, -math.nan], device=device)
+    rounded = stochastic_cast(x, dtype)
+    assert rounded.isnan().tolist() == [True, False, False, True]
+    assert rounded[1:3].tolist() == [math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_never_beyond_the_two_neighbours(dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    exponents = torch.linspace(-45, math.log10(limit), 200_000, dtype=torch.float64)
+    x = (10.0**exponents * (torch.rand(200_000, dtype=torch.float64) + 0.5)).clamp(max=limit).to(torch.float32)
+    x = torch.cat([x, -x])
+    rounded = stochastic_cast(x, dtype).double()
+    nearest = x.to(dtype)
+    towards_zero = torch.where(nearest.double().abs() > x.double().abs(), _step(nearest, -1), nearest).double()
+    away = torch.where(towards_zero == x, towards_zero, _step(towards_zero.to(dtype), 1).double())
+    assert ((rounded == towards_zero) | (rounded == away)).all()
+
+
+def _step(x: torch.Tensor, steps: int) -> torch.Tensor:
+    """The value whose magnitude is `steps` bit patterns away (16-bit floats are ordered like their bits)."""
+    return (x.view(torch.int16) + steps).view(x.dtype)
+
+
+def test_fp16_clamps_finite_values_above_its_range() -> None:
+    x = torch.tensor([65504.0, 65519.0, 1e6, -3e38])
+    assert stochastic_cast(x, torch.float16).tolist() == [65504.0, 65504.0, 65504.0, -65504.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_generator_decides_the_draw(dtype: torch.dtype) -> None:
+    x = torch.randn(1000) * 3
+    first = stochastic_cast(x, dtype, torch.Generator().manual_seed(1))
+    again = stochastic_cast(x, dtype, torch.Generator().manual_seed(1))
+    other = stochastic_cast(x, dtype, torch.Generator().manual_seed(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_mean_of_many_small_updates_survives_in_bf16() -> None:
+    """What it is for: 1000 steps of 1e-4 on a weight of 1 are lost by nearest rounding and kept on average here."""
+    weight = torch.ones(20_000, dtype=torch.bfloat16)
+    for _ in range(1000):
+        weight = stochastic_cast(weight.float() + 1e-4, torch.bfloat16)
+    steps = (weight.float().mean().item() - 1.0) / 1e-4
+    assert abs(steps - 1000.0) < 1000.0 * STOCHASTIC_DRIFT
+    assert (torch.ones(1, dtype=torch.bfloat16) + 1e-4).item() == 1.0
+
+
+def test_non_contiguous_input() -> None:
+    x = torch.arange(12, dtype=torch.float32).reshape(3, 4).t()
+    assert np.array_equal(stochastic_cast(x, torch.bfloat16).float().numpy(), x.numpy())
+
+
+def test_refuses_other_dtypes() -> None:
+    with pytest.raises(ValueError, match=r"dtype=torch\.float32: stochastic rounding needs"):
+        stochastic_cast(torch.ones(1), torch.float32)
+    with pytest.raises(ValueError, match=r"x of dtype torch\.bfloat16: must be torch\.float32"):
+        stochastic_cast(torch.ones(1, dtype=torch.bfloat16), torch.float16)

@@ -1,0 +1,65 @@
+"""`coat_core.metrics` on values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from coat_core.formats import E4M3, E5M2
+from coat_core.metrics import cosine, nonfinite_count, saturation_rate, sqnr_db, underflow_rate
+
+
+def test_sqnr_of_a_tenth_is_twenty_db() -> None:
+    x = torch.tensor([3.0, 4.0])
+    assert sqnr_db(x, x * 0.9) == pytest.approx(20.0, abs=1e-5)
+    assert sqnr_db(x, torch.zeros(2)) == pytest.approx(0.0, abs=1e-12)
+    assert sqnr_db(x.double(), x.double() * 1.001) == pytest.approx(60.0, abs=1e-9)
+
+
+def test_sqnr_of_equal_and_of_zero_tensors() -> None:
+    assert sqnr_db(torch.ones(3), torch.ones(3)) == math.inf
+    assert sqnr_db(torch.zeros(3), torch.zeros(3)) == math.inf
+    assert math.isnan(sqnr_db(torch.zeros(3), torch.ones(3)))
+
+
+def test_sqnr_does_not_overflow_or_underflow_in_low_precision() -> None:
+    big = torch.full((4096,), 6e4, dtype=torch.float16)
+    assert sqnr_db(big, big * 0.5) == pytest.approx(6.0206, abs=1e-3)
+    tiny = torch.full((8,), 1e-30)
+    assert sqnr_db(tiny, tiny * 0.5) == pytest.approx(6.0206, abs=1e-3)
+
+
+def test_sqnr_refuses_other_shapes() -> None:
+    with pytest.raises(ValueError, match=r"x_hat of shape \(3,\): must have the shape of x, \(1, 3\)"):
+        sqnr_db(torch.ones(1, 3), torch.ones(3))
+
+
+def test_sqnr_takes_tensors_that_need_grad() -> None:
+    x = torch.ones(4, requires_grad=True)
+    assert sqnr_db(x, x * 0.9) == pytest.approx(20.0, abs=1e-4)
+
+
+def test_cosine() -> None:
+    assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])) == pytest.approx(0.0)
+    assert cosine(torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [3.0]])) == pytest.approx(1.0)
+    assert cosine(torch.tensor([1.0, 2.0]), torch.tensor([-1.0, -2.0])) == pytest.approx(-1.0)
+
+
+def test_underflow_rate_counts_only_what_was_not_zero() -> None:
+    x = torch.tensor([0.0, 0.0, 1.0, 1e-6, -1e-6])
+    codes = x.to(E4M3.dtype)
+    assert underflow_rate(x, codes) == pytest.approx(2 / 3)
+    assert underflow_rate(torch.zeros(4), torch.zeros(4).to(E4M3.dtype)) == 0.0
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_saturation_rate_counts_both_ends(fmt) -> None:
+    codes = torch.tensor([fmt.max, -fmt.max, 1.0, 0.0]).to(fmt.dtype)
+    assert saturation_rate(codes) == 0.5
+
+
+def test_nonfinite_count() -> None:
+    assert nonfinite_count(torch.tensor([1.0, math.nan, math.inf, -math.inf, 0.0])) == 3
+    assert nonfinite_count(torch.tensor([1.0, 2.0], dtype=torch.bfloat16)) == 0

@@ -1,0 +1,178 @@
+"""`coat_core.quantize` on cases worked out by hand, and its SQNR floors. Properties are in tests/property."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from coat_core.formats import E4M3, FORMATS
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
+from coat_core.metrics import nonfinite_count, underflow_rate
+from coat_core.quantize import amax, dequantize, join_groups, quantize, quantize_once, scale_from_amax, split_groups
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.tolerances import GAUSSIAN_FLOOR_DB, GAUSSIAN_UNDERFLOW, OUTLIER_REST_FLOOR_DB, OUTLIER_UNDERFLOW_REL
+
+GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128)]
+granularities = pytest.mark.parametrize("granularity", GRANULARITIES, ids=lambda g: f"{g.name}{g.group_size}")
+formats = pytest.mark.parametrize("fmt", list(FORMATS))
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+@formats
+@granularities
+@dtypes
+def test_gaussian_floor(fmt: str, granularity: Granularity, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(256, 384, device=device).to(dtype)
+    quantized = quantize(x, fmt, granularity)
+    assert_sqnr(x, quantized.dequantize(), GAUSSIAN_FLOOR_DB[fmt])
+    assert underflow_rate(x, quantized.codes) < GAUSSIAN_UNDERFLOW
+
+
+@formats
+def test_an_outlier_spoils_only_its_own_group(fmt: str) -> None:
+    x = torch.randn(8, 512)
+    x[3, 200] = 1e4
+    group = slice(128, 256)
+    back = quantize(x, fmt, per_group(128)).dequantize()
+    outside = torch.ones(8, 512, dtype=torch.bool)
+    outside[3, group] = False
+    assert_sqnr(x[outside], back[outside], OUTLIER_REST_FLOOR_DB[fmt])
+    assert back[3, 200].item() == pytest.approx(1e4, rel=1e-6)
+
+
+def test_underflow_rate_shows_what_an_outlier_does_per_tensor() -> None:
+    """A scale of 1e4/448 sends e4m3 everything under 0.0218: P(abs(N(0,1)) < 0.0218) = 1.74 %."""
+    x = torch.randn(512, 512)
+    x[3, 200] = 1e4
+    assert underflow_rate(x, quantize(x, "e4m3", PER_TENSOR).codes) == pytest.approx(0.0174, rel=OUTLIER_UNDERFLOW_REL)
+    assert underflow_rate(x, quantize(x, "e4m3", per_group(128)).codes) < 1e-4
+
+
+def test_worked_example_per_group() -> None:
+    x = torch.zeros(1, 40)
+    x[0, 0], x[0, 1], x[0, 16], x[0, 39] = 448.0, -1.0, 0.5, -3.5
+    codes, scale, _ = quantize(x, "e4m3", per_group(16))
+    assert_bitwise(scale, torch.tensor([[448.0, 0.5, 3.5]]) / 448.0)
+    values = codes.to(torch.float32)[0]
+    assert (values[0], values[1], values[16], values[39]) == (448.0, -1.0, 448.0, -448.0)
+    assert values.count_nonzero() == 4
+
+
+@formats
+@granularities
+def test_all_zero_groups_give_zero_codes_and_scale_one(fmt: str, granularity: Granularity) -> None:
+    x = torch.zeros(3, 200)
+    codes, scale, _ = quantize(x, fmt, granularity)
+    assert_bitwise(codes.view(torch.uint8), torch.zeros(3, 200, dtype=torch.uint8))
+    assert_bitwise(scale, torch.ones(granularity.scale_shape((3, 200))))
+    assert_bitwise(dequantize(codes, scale, granularity), x)
+
+
+@granularities
+@formats
+@dtypes
+def test_nonfinite_elements_touch_nothing_else(granularity: Granularity, fmt: str, dtype: torch.dtype) -> None:
+    clean = torch.randn(4, 256).to(dtype)
+    clean[1, 5], clean[2, 6], clean[3, 7] = 0.0, 0.0, 0.0
+    dirty = clean.clone()
+    dirty[1, 5], dirty[2, 6], dirty[3, 7] = math.nan, math.inf, -math.inf
+    expected, actual = quantize(clean, fmt, granularity), quantize(dirty, fmt, granularity)
+    assert nonfinite_count(dirty) == 3
+    assert_bitwise(actual.scale, expected.scale)
+    values = actual.codes.to(torch.float32)
+    assert values[1, 5].isnan()
+    assert (values[2, 6].item(), values[3, 7].item()) == (FORMATS[fmt].max, -FORMATS[fmt].max)
+    same = torch.ones(4, 256, dtype=torch.bool)
+    same[1, 5] = same[2, 6] = same[3, 7] = False
+    assert_bitwise(actual.codes.view(torch.uint8)[same], expected.codes.view(torch.uint8)[same])
+
+
+def test_a_group_of_nothing_finite_is_finite_after_clamping() -> None:
+    codes, scale, _ = quantize(torch.tensor([[math.inf, -math.inf]]), "e5m2", PER_ROW)
+    assert scale.tolist() == [[1.0]]
+    assert codes.to(torch.float32).tolist() == [[57344.0, -57344.0]]
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 48, 250])
+def test_amax_in_two_stages_is_the_plain_one(size: int) -> None:
+    x = torch.randn(3, 5, size)
+    assert amax(x, PER_TENSOR).item() == x.abs().max().item()
+    assert_bitwise(amax(x, PER_ROW), x.abs().amax(dim=-1, keepdim=True))
+    by_hand = [x[..., start : start + 16].abs().amax(dim=-1) for start in range(0, size, 16)]
+    assert_bitwise(amax(x, per_group(16)), torch.stack(by_hand, dim=-1))
+
+
+def test_scale_from_amax_survives_the_smallest_amax() -> None:
+    smallest = torch.tensor([0.0, 2.0**-149, 1e-40])
+    scale = scale_from_amax(smallest, E4M3)
+    assert (scale > 0).all()
+    assert (smallest / scale).isfinite().all()
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-149, 1e-42, 1e-38, 3.4e38])
+@formats
+def test_ends_of_fp32_stay_finite(magnitude: float, fmt: str) -> None:
+    x = torch.full((2, 32), magnitude)
+    x[1, ::2] *= -0.5
+    for granularity in GRANULARITIES:
+        back = quantize(x, fmt, granularity).dequantize()
+        assert back.isfinite().all()
+        assert (back.abs() <= x.abs().max() * 1.0625).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@formats
+def test_dequantize_rounds_once(dtype: torch.dtype, fmt: str) -> None:
+    quantized = quantize(torch.randn(64, 100), fmt, per_group(32))
+    assert_bitwise(quantized.dequantize(dtype), quantized.dequantize().to(dtype))
+
+
+def test_split_and_join_are_inverse() -> None:
+    x = torch.randn(2, 3, 50)
+    groups = split_groups(x, 16)
+    assert groups.shape == (2, 3, 4, 16)
+    assert groups[..., 3, 2:].count_nonzero() == 0
+    assert_bitwise(join_groups(groups, 50).contiguous(), x)
+
+
+def test_result_carries_no_gradient_and_leaves_x_alone() -> None:
+    x = torch.randn(4, 32, requires_grad=True)
+    before = x.detach().clone()
+    quantized = quantize(x)
+    assert not quantized.scale.requires_grad
+    assert not quantized.codes.requires_grad
+    assert_bitwise(x.detach(), before)
+
+
+@pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(0, 4), torch.ones(3, 0), torch.ones(4, dtype=torch.int64)])
+def test_refuses_what_cannot_be_scaled(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="must be floating, non-empty, with a last dimension"):
+        quantize(x)
+
+
+def test_refuses_an_unknown_format() -> None:
+    with pytest.raises(ValueError, match="format='fp8': must be one of e4m3, e5m2"):
+        quantize(torch.ones(4), "fp8")
+
+
+def test_quantize_once_shares_one_copy_until_x_changes() -> None:
+    x = torch.randn(8, 64)
+    first = quantize_once(x, "e4m3", PER_ROW)
+    assert_bitwise(first.codes.view(torch.uint8), quantize(x, "e4m3", PER_ROW).codes.view(torch.uint8))
+    assert quantize_once(x, "e4m3", PER_ROW).codes is first.codes
+    assert quantize_once(x, "e5m2", PER_ROW).codes.dtype == torch.float8_e5m2
+    assert quantize_once(x, "e4m3", PER_TENSOR).scale.shape == ()
+    x.mul_(-1.0)
+    again = quantize_once(x, "e4m3", PER_ROW)
+    assert torch.equal(again.dequantize(), -first.dequantize())
+    assert quantize_once(x.clone(), "e4m3", PER_ROW).codes is not again.codes
+
+
+def test_quantize_once_in_inference_mode_never_goes_stale() -> None:
+    with torch.inference_mode():
+        x = torch.randn(4, 32)
+        first = quantize_once(x, "e4m3", PER_TENSOR).dequantize()
+        x.mul_(2.0)
+        assert torch.equal(quantize_once(x, "e4m3", PER_TENSOR).dequantize(), 2.0 * first)

@@ -1,0 +1,170 @@
+"""scripts/_environment.py: which torch a machine gets, when pip runs, and what a user reads when it cannot work."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = "2.13.0"
+
+
+@pytest.fixture
+def environment() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_environment", ROOT / "scripts" / "_environment.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Pip:
+    """Stands in for pip: remembers the arguments, fails for the requirements named in `missing`."""
+
+    def __init__(self, missing: tuple[str, ...] = ()):
+        self.calls: list[list[str]] = []
+        self.missing = missing
+
+    def __call__(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+        self.calls.append(arguments)
+        failed = any(name in arguments for name in self.missing)
+        return subprocess.CompletedProcess(arguments, int(failed), "pip's own words" if failed else "")
+
+
+def _machine(monkeypatch, environment, *, gpu: bool, torch=None, cuda: str = "", missing: tuple[str, ...] = ()) -> Pip:
+    pip = Pip(missing)
+    monkeypatch.setattr(environment, "has_nvidia_gpu", lambda: gpu)
+    monkeypatch.setattr(environment, "_torch_release", lambda: torch)
+    monkeypatch.setattr(environment, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(environment, "_pip_install", pip)
+    return pip
+
+
+def test_cpu_machine_gets_the_cpu_build(monkeypatch, environment) -> None:
+    pip = _machine(monkeypatch, environment, gpu=False)
+    environment._install_torch(None)
+    assert pip.calls == [[f"torch=={VERSION}+cpu"]]
+
+
+def test_cpu_machine_without_a_cpu_build_on_the_index_gets_the_default_one(monkeypatch, environment) -> None:
+    pip = _machine(monkeypatch, environment, gpu=False, missing=(f"torch=={VERSION}+cpu",))
+    environment._install_torch(None)
+    assert pip.calls == [[f"torch=={VERSION}+cpu"], [f"torch=={VERSION}"]]
+
+
+@pytest.mark.parametrize(("gpu", "cuda"), [(False, ""), (False, "12.8"), (True, "12.8")])
+def test_a_torch_that_fits_is_kept(monkeypatch, environment, gpu: bool, cuda: str) -> None:
+    pip = _machine(monkeypatch, environment, gpu=gpu, torch=(2, 9), cuda=cuda)
+    environment._install_torch(None)
+    assert pip.calls == []
+
+
+def test_an_old_torch_is_replaced(monkeypatch, environment) -> None:
+    pip = _machine(monkeypatch, environment, gpu=False, torch=(2, 8))
+    environment._install_torch(None)
+    assert pip.calls == [[f"torch=={VERSION}+cpu"]]
+
+
+def test_cuda_machine_gets_the_default_build_and_it_is_checked(monkeypatch, environment) -> None:
+    pip = _machine(monkeypatch, environment, gpu=True, cuda="12.8")
+    environment._install_torch(None)
+    assert pip.calls == [[f"torch=={VERSION}"]]
+    _machine(monkeypatch, environment, gpu=True, cuda="")
+    with pytest.raises(environment.SetupError, match=r"gave a CPU build.*rerun with --torch-index-url URL"):
+        environment._install_torch(None)
+
+
+def test_cuda_machine_with_a_cpu_torch_stops_or_replaces_it(monkeypatch, environment) -> None:
+    pip = _machine(monkeypatch, environment, gpu=True, torch=(2, 13), cuda="")
+    with pytest.raises(environment.SetupError, match=r"a CPU build on a machine with an NVIDIA GPU.*--torch-index-url"):
+        environment._install_torch(None)
+    assert pip.calls == []
+    builds = iter(["", "12.8"])
+    monkeypatch.setattr(environment, "_torch_cuda", lambda: next(builds))
+    environment._install_torch("some-index")
+    assert pip.calls == [["--force-reinstall", f"torch=={VERSION}", "--index-url", "some-index"]]
+
+
+def test_pips_output_is_shown_when_it_fails(monkeypatch, environment, capsys) -> None:
+    _machine(monkeypatch, environment, gpu=False, missing=(f"torch=={VERSION}+cpu", f"torch=={VERSION}"))
+    with pytest.raises(environment.SetupError, match=r"torch==2\.13\.0: pip failed, its output is above"):
+        environment._install_torch(None)
+    assert "pip's own words" in capsys.readouterr().out
+
+
+def test_the_package_is_installed_once_per_setup_py(monkeypatch, environment, tmp_path) -> None:
+    pip = _machine(monkeypatch, environment, gpu=False)
+    (tmp_path / "env").mkdir()
+    (tmp_path / "setup.py").write_text("one")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    for _ in range(2):
+        environment._install_package("test")
+    assert pip.calls == [["-e", f"{tmp_path}[test]"]]
+    environment._install_package("")
+    assert pip.calls[1:] == [["-e", str(tmp_path)]]
+    (tmp_path / "setup.py").write_text("two")
+    environment._install_package("test")
+    assert len(pip.calls) == 3
+
+
+def test_a_failed_installation_is_tried_again(monkeypatch, environment, tmp_path) -> None:
+    (tmp_path / "setup.py").write_text("one")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    _machine(monkeypatch, environment, gpu=False, missing=(str(tmp_path),))
+    with pytest.raises(environment.SetupError, match="coat-flux: pip failed"):
+        environment._install_package("")
+    pip = _machine(monkeypatch, environment, gpu=False)
+    environment._install_package("")
+    assert pip.calls == [["-e", str(tmp_path)]]
+
+
+def test_old_python_is_named(monkeypatch, environment, capsys) -> None:
+    monkeypatch.setattr(environment, "PYTHON_MINIMUM", (99, 0))
+    with pytest.raises(SystemExit) as stopped:
+        environment.prepare(None)
+    assert "must be 3.10 or newer" in str(stopped.value)
+    assert sys.executable in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "conda_name", "expected"),
+    [("elsewhere", None, True), ("here", None, False), ("here", "photos", True), ("here", "base", False)],
+)
+def test_what_counts_as_an_environment(monkeypatch, environment, base: str, conda_name, expected: bool) -> None:
+    monkeypatch.setattr(sys, "prefix", "here")
+    monkeypatch.setattr(sys, "base_prefix", base)
+    for name, value in (("CONDA_PREFIX", conda_name and "here"), ("CONDA_DEFAULT_ENV", conda_name)):
+        if value:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    assert environment._in_environment() is expected
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvidia-smi is a shell script")
+@pytest.mark.parametrize("code", [0, 9])
+def test_nvidia_gpu_is_found_without_torch(monkeypatch, environment, tmp_path, code: int) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nexit {code}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    device_node = Path("/dev/nvidia0").exists()
+    assert environment.has_nvidia_gpu() is (code == 0 or device_node)
+    tool.unlink()
+    assert environment.has_nvidia_gpu() is device_node
+
+
+def test_index_url_comes_from_option_or_variable(monkeypatch, environment) -> None:
+    import argparse
+
+    monkeypatch.setenv("COAT_TORCH_INDEX_URL", "from-variable")
+    parser = argparse.ArgumentParser()
+    environment.add_options(parser)
+    assert parser.parse_args([]).torch_index_url == "from-variable"
+    assert parser.parse_args(["--torch-index-url", "from-option"]).torch_index_url == "from-option"
