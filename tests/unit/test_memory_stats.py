@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 
-from coat_flux.memory.stats import CPU_NOTE, GIB, PHASES, MemoryLog, memory_line, peak_bytes, used_bytes
+from coat_flux.memory.stats import CPU_NOTE, GB, PHASES, MemoryLog, memory_line, peak_bytes, used_bytes
 from tests import tolerances
 
 
 def test_line_has_the_promised_shape() -> None:
-    line = memory_line("before_forward", 100, int(8.23 * GIB), int(10.5 * GIB))
+    line = memory_line("before_forward", 100, int(8.23 * GB), int(10.5 * GB))
     assert line == "[before_forward] Step 100: Allocated: 8.23GB, Reserved: 10.50GB"
 
 

@@ -210,7 +210,7 @@ class CoatFluxTrainer(HostTrainer):
         """Print the summary."""
         super().done_hook()
         if self._on:
-            from ..memory.stats import peak_bytes
+            from ..memory.stats import GB, peak_bytes
 
-            peak = peak_bytes(self.device_torch) / 2**30
+            peak = peak_bytes(self.device_torch) / GB
             say(f"[coat] done: {self.step_num} steps, peak memory {peak:.2f}GB, files in {self.save_root}")

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from ..config.job_config import JobConfig
-from ..memory.stats import GIB, peak_bytes
+from ..memory.stats import GB, peak_bytes
 from .saving import replacing
 
 __all__ = ["METRICS", "RunLog", "StepStats"]
@@ -87,7 +87,7 @@ class RunLog:
         """Record one optimizer step."""
         if self._bar is None or self._metrics is None:
             return
-        peak = peak_bytes(self._device) / GIB
+        peak = peak_bytes(self._device) / GB
         self._bar.update(stats.step - self._bar.n)
         self._bar.set_postfix_str(f"lr: {stats.lr:.1e} loss: {stats.loss:.3e} peak: {peak:.2f}GB")
         exact = [repr(value) for value in (stats.loss, stats.lr, stats.grad_norm)]

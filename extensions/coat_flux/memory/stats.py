@@ -1,8 +1,8 @@
-"""The memory lines of SPEC section 5, and the peak shown in the progress bar.
+"""The memory lines of a run, and the peak shown in the progress bar.
 
     [before_forward] Step 100: Allocated: 8.23GB, Reserved: 10.50GB
 
-GB is 2^30 bytes, as in torch's own reports. A CPU has no allocator to ask: there Allocated is the process's resident
+GB is 1e9 bytes. A CPU has no allocator to ask: there Allocated is the process's resident
 set and Reserved its peak so far, and the log says so once.
 """
 
@@ -17,7 +17,7 @@ import torch
 __all__ = ["PHASES", "MemoryLog", "memory_line", "peak_bytes", "reset_peak", "used_bytes"]
 
 PHASES = ("before_forward", "after_forward", "after_backward", "after_optimizer_step")
-GIB = 2**30
+GB = 1e9  # as everywhere here: memory.budget_gb, metrics.csv, EXPERIMENTS.md
 CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
 
 
@@ -56,7 +56,7 @@ def memory_line(phase: str, step: int, allocated: int, reserved: int) -> str:
         allocated: bytes in use.
         reserved: bytes held from the device.
     """
-    return f"[{phase}] Step {step}: Allocated: {allocated / GIB:.2f}GB, Reserved: {reserved / GIB:.2f}GB"
+    return f"[{phase}] Step {step}: Allocated: {allocated / GB:.2f}GB, Reserved: {reserved / GB:.2f}GB"
 
 
 class MemoryLog:
