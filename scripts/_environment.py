@@ -64,7 +64,8 @@ def prepare(torch_index_url: str | None, extra: str = "") -> None:
         if not _in_environment():
             _rerun_in(_create_venv())
         _install_torch(torch_index_url)
-        _install_package(extra)
+        if _install_package(extra):
+            _rerun_in(Path(sys.executable))  # an editable install is seen by interpreters that start after it
     except SetupError as error:
         sys.exit(f"error: {error}")
 
@@ -207,15 +208,16 @@ def _pip_install_cpu_torch() -> subprocess.CompletedProcess[str]:
     return _pip_install([f"torch=={TORCH_VERSION}"])
 
 
-def _install_package(extra: str) -> None:
-    """Install this repository in editable mode, once per content of setup.py."""
+def _install_package(extra: str) -> bool:
+    """Install this repository in editable mode, once per content of setup.py; True when that was done now."""
     wanted = hashlib.sha256((ROOT / "setup.py").read_bytes() + str(ROOT).encode() + extra.encode()).hexdigest()
     stamp = Path(sys.prefix) / f".coat-flux{'-' + extra if extra else ''}.stamp"
     if stamp.is_file() and stamp.read_text(encoding="ascii") == wanted:
-        return
+        return False
     started = time.monotonic()
     _say(f"installing coat-flux{' for ' + extra if extra else ''} in {sys.prefix}; this can take minutes")
     target = f"{ROOT}[{extra}]" if extra else str(ROOT)
     _must(_pip_install(["-e", target]), "coat-flux", "check the network, or delete .venv and run this script again")
     stamp.write_text(wanted, encoding="ascii")
     _say(f"installed coat-flux in {time.monotonic() - started:.0f} s")
+    return True

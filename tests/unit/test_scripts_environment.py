@@ -120,8 +120,20 @@ def test_a_failed_installation_is_tried_again(monkeypatch, environment, tmp_path
     with pytest.raises(environment.SetupError, match="coat-flux: pip failed"):
         environment._install_package("")
     pip = _machine(monkeypatch, environment, gpu=False)
-    environment._install_package("")
+    assert environment._install_package("") is True
+    assert environment._install_package("") is False
     assert pip.calls == [["-e", str(tmp_path)]]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_only_a_new_install_starts_a_new_interpreter(monkeypatch, environment, installed: bool) -> None:
+    reruns = []
+    monkeypatch.setattr(environment, "_in_environment", lambda: True)
+    monkeypatch.setattr(environment, "_install_torch", lambda index_url: None)
+    monkeypatch.setattr(environment, "_install_package", lambda extra: installed)
+    monkeypatch.setattr(environment, "_rerun_in", reruns.append)
+    environment.prepare(None)
+    assert reruns == ([Path(sys.executable)] if installed else [])
 
 
 def test_old_python_is_named(monkeypatch, environment, capsys) -> None:
