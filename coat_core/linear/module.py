@@ -64,7 +64,7 @@ class ReadOnlyWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The values as a plain tensor."""
         return self.as_subclass(Tensor)
 

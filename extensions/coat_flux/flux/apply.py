@@ -72,7 +72,9 @@ def _check_model(model: nn.Module) -> None:
         )
     wrapped = next((name for name, module in model.named_modules() if hasattr(module, "base_layer")), None)
     if wrapped is not None:
-        raise ValueError(f"{wrapped}: already has an adapter; call apply_coat before adding the LoRA, attach_lora after")
+        raise ValueError(
+            f"{wrapped}: already has an adapter; call apply_coat before adding the LoRA, attach_lora after"
+        )
 
 
 def _check_patterns(model: nn.Module, config: COATConfig) -> None:

@@ -99,8 +99,8 @@ class BlockPolicy:
             return id(block) in self._recomputed
         if self.mode == "every_n":
             raise ValueError(
-                f"coat.memory.checkpointing='every_n': this model checkpoints {type(block).__name__} modules inside its "
-                "blocks, which cannot be counted; set checkpointing: all or none"
+                f"coat.memory.checkpointing='every_n': this model checkpoints {type(block).__name__} modules inside "
+                "its blocks, which cannot be counted; set checkpointing: all or none"
             )
         return self.mode in ("all", "auto")  # what such a part saves is unknown to auto
 

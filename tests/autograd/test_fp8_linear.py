@@ -1,0 +1,280 @@
+"""FP8Linear's fprop and dgrad: against the formula written out here, and against high precision."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from coat_core.activation import fp8_checkpoint
+from coat_core.config import FP8LinearConfig
+from coat_core.granularity import Granularity
+from coat_core.linear import FP8Linear, fp8_linear
+from coat_core.quantize import quantize
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.tolerances import BF16_ORDER_FLOOR_DB, FP32_ORDER_FLOOR_DB, product_floor_db
+
+FORMATS = ("e4m3", "e5m2")
+K, N, GROUP = 64, 48, 16
+CONFIGS = [
+    FP8LinearConfig(
+        weight_format=weight, weight_granularity=rows, input_format=x, input_granularity=granularity,
+        grad_format=grad, group_size=GROUP,
+    )
+    for weight, rows, x, granularity, grad in itertools.product(
+        FORMATS, ("per_tensor", "per_row"), FORMATS, ("per_tensor", "per_row", "per_group"), (*FORMATS, "bf16")
+    )
+]  # fmt: skip
+
+
+def name_of(config: FP8LinearConfig) -> str:
+    return "-".join(
+        (config.weight_format, config.weight_granularity, config.input_format, config.input_granularity,
+         config.grad_format)
+    )  # fmt: skip
+
+
+def fp8_values(x: Tensor, fmt: str, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
+    """(values, scale): x ≈ values · scale with values exact FP8 numbers in fp32; scale 1 where values hold it."""
+    quantized = quantize(x, fmt, Granularity(config.input_granularity, config.group_size))
+    if config.input_granularity == "per_group":
+        return quantized.codes.float() * quantized.scale.repeat_interleave(GROUP, -1), torch.ones(())
+    return quantized.codes.float(), quantized.scale
+
+
+def expected_fprop(x: Tensor, weight: Tensor, bias: Tensor, config: FP8LinearConfig) -> Tensor:
+    rows = Granularity(config.weight_granularity)
+    codes, scale, _ = quantize(weight, config.weight_format, rows)
+    values, x_scale = fp8_values(x, config.input_format, config)
+    return (values @ codes.float().t()) * x_scale * scale.reshape(-1) + bias
+
+
+def expected_dgrad(dy: Tensor, weight: Tensor, config: FP8LinearConfig) -> Tensor:
+    codes, scale, _ = quantize(weight, config.weight_format, Granularity(config.weight_granularity))
+    if config.grad_format == "bf16":
+        return dy @ (codes.float() * scale)
+    if config.weight_granularity == "per_row":  # lies on the contraction axis: goes into dy
+        dy, scale = dy * scale.reshape(-1), torch.ones(())
+    values, dy_scale = fp8_values(dy, config.grad_format, config)
+    return (values @ codes.float()) * dy_scale * scale
+
+
+def layer_of(weight: Tensor, bias: Tensor | None, config: FP8LinearConfig) -> FP8Linear:
+    linear_layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, dtype=weight.dtype)
+    linear_layer.weight.data.copy_(weight)
+    if bias is not None:
+        linear_layer.bias.data.copy_(bias)
+    return FP8Linear.from_linear(linear_layer, config)
+
+
+def tensors(*lead: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x requiring grad, W, b, dy."""
+    x = torch.randn(*lead, K, dtype=dtype).requires_grad_()
+    return x, torch.randn(N, K, dtype=dtype), torch.randn(N, dtype=dtype), torch.randn(*lead, N, dtype=dtype)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_equals_the_formula_and_stays_near_high_precision(config: FP8LinearConfig) -> None:
+    x, weight, bias, dy = tensors(2, 96)
+    layer = layer_of(weight, bias, config)
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert_bitwise(y.detach(), expected_fprop(x.detach(), weight, bias, config))
+    assert_bitwise(dx, expected_dgrad(dy, weight, config))
+    assert_sqnr(linear(x, weight, bias) - bias, y - bias, product_floor_db(config.input_format, config.weight_format))
+    assert_sqnr(dy @ weight, dx, product_floor_db(config.grad_format, config.weight_format))
+
+
+@pytest.mark.parametrize("config", CONFIGS[::7], ids=name_of)
+def test_is_the_product_of_the_dequantized_operands(config: FP8LinearConfig) -> None:
+    x, weight, _, _ = tensors(33)
+    layer = layer_of(weight, None, config)
+    x_hat = quantize(x, config.input_format, Granularity(config.input_granularity, GROUP)).dequantize()
+    assert_sqnr(x_hat.double() @ layer.weight.double().t(), layer(x), FP32_ORDER_FLOOR_DB)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 5), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_group"])
+def test_leading_shapes_are_rows(device: torch.device, lead: tuple[int, ...], granularity: str) -> None:
+    config = FP8LinearConfig(input_granularity=granularity, grad_format="bf16")
+    x, weight, bias, dy = (t.detach().to(device) for t in tensors(*lead))
+    x.requires_grad_()
+    layer = layer_of(weight.cpu(), bias.cpu(), config).to(device)
+    y = layer(x)
+    y.backward(dy)
+    flat = x.detach().reshape(-1, K).requires_grad_()
+    layer(flat).backward(dy.reshape(-1, N))
+    assert y.shape == (*lead, N)
+    assert_bitwise(y.detach().reshape(-1, N), layer(flat).detach())
+    assert_bitwise(x.grad.reshape(-1, K), flat.grad)
+
+
+@pytest.mark.parametrize("lead", [(0,), (2, 0)], ids=str)
+def test_no_tokens(lead: tuple[int, ...]) -> None:
+    x, weight, bias, dy = tensors(*lead)
+    y = layer_of(weight, bias, FP8LinearConfig())(x)
+    y.backward(dy)
+    assert y.shape == (*lead, N)
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_group"])
+def test_low_precision_inputs(dtype: torch.dtype, granularity: str) -> None:
+    config = FP8LinearConfig(input_granularity=granularity, weight_granularity="per_row", group_size=GROUP)
+    x, weight, bias, dy = tensors(2, 33, dtype=dtype)
+    y = layer_of(weight, bias, config)(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert (y.dtype, dx.dtype) == (dtype, dtype)
+    assert_sqnr(expected_fprop(x.detach().float(), weight.float(), bias.float(), config), y, BF16_ORDER_FLOOR_DB)
+    assert_sqnr(expected_dgrad(dy.float(), weight.float(), config), dx, BF16_ORDER_FLOOR_DB)
+
+
+def test_autocast_writes_its_dtype_and_returns_gradients_in_that_of_x(device: torch.device) -> None:
+    x, weight, bias, dy = (t.detach().to(device) for t in tensors(4, 8))
+    x.requires_grad_()
+    layer = layer_of(weight.cpu(), bias.cpu(), FP8LinearConfig()).to(device)
+    plain = layer(x)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = layer(x)
+        (inside,) = torch.autograd.grad(y, x, dy.bfloat16(), retain_graph=True)
+    (dx,) = torch.autograd.grad(y, x, dy.bfloat16())
+    assert_bitwise(y.detach(), plain.detach().bfloat16())
+    assert dx.dtype == torch.float32
+    assert_bitwise(dx, inside)
+    assert_sqnr(dy @ weight, dx, product_floor_db("e5m2", "e4m3"))
+
+
+@pytest.mark.parametrize("use_fp8_gemm", [True, False])
+def test_bias_gradient(use_fp8_gemm: bool) -> None:
+    x, weight, bias, dy = tensors(3, 7)
+    layer = layer_of(weight, bias, FP8LinearConfig(use_fp8_gemm=use_fp8_gemm))
+    assert not layer.bias.requires_grad
+    layer.bias.requires_grad_()
+    layer(x).backward(dy)
+    assert_bitwise(layer.bias.grad, dy.reshape(-1, N).sum(0))
+
+
+def test_without_fp8_gemm_it_multiplies_by_the_dequantized_weight() -> None:
+    x, weight, bias, dy = tensors(3, 7)
+    layer = layer_of(weight, bias, FP8LinearConfig(use_fp8_gemm=False))
+    w_hat = quantize(weight).dequantize()
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert_bitwise(y.detach(), linear(x.detach(), w_hat, bias))
+    assert_bitwise(dx, dy @ w_hat)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torch_checkpoint_gives_the_same_gradients(reentrant: bool) -> None:
+    x, weight, bias, dy = tensors(2, 9)
+    layer = layer_of(weight, bias, FP8LinearConfig())
+    (plain,) = torch.autograd.grad(layer(x), x, dy)
+    checkpoint(layer, x, use_reentrant=reentrant).backward(dy)
+    assert_bitwise(x.grad, plain)
+
+
+def test_fp8_checkpoint_gives_the_same_gradient_of_a_linear_map() -> None:
+    x, weight, bias, dy = tensors(2, 9)
+    layer = layer_of(weight, bias, FP8LinearConfig())
+    (plain,) = torch.autograd.grad(layer(x), x, dy)
+    fp8_checkpoint(layer, x, min_elements=1).backward(dy)
+    assert_bitwise(x.grad, plain)
+
+
+def test_saved_for_backward_are_codes_and_scale_only() -> None:
+    x, weight, bias, _ = tensors(2, 9)
+    layer = layer_of(weight, bias, FP8LinearConfig())
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(x)
+    assert [(t.dtype, tuple(t.shape)) for t in saved] == [(torch.float8_e4m3fn, (N, K)), (torch.float32, ())]
+    storages = {t.untyped_storage().data_ptr() for t in saved}
+    assert storages == {b.untyped_storage().data_ptr() for b in (layer.weight_codes, layer.weight_scale_bits)}
+
+
+def test_linears_share_one_quantized_input() -> None:
+    x, weight, bias, _ = tensors(2, 9)
+    config = FP8LinearConfig(input_granularity="per_row")
+    layers = [layer_of(weight, bias, config) for _ in range(3)]
+    kept = []
+    for layer in layers:
+        layer(x)
+        kept.append(x._coat_quantized[1].codes.data_ptr())
+    assert len(set(kept)) == 1
+    layer_of(weight, bias, FP8LinearConfig(input_format="e5m2"))(x)
+    assert x._coat_quantized[1].codes.dtype == torch.float8_e5m2
+
+
+def test_a_change_in_place_is_seen() -> None:
+    x, layer = torch.randn(5, K), layer_of(torch.randn(N, K), None, FP8LinearConfig())
+    before = layer(x)
+    x.mul_(2)
+    assert_bitwise(layer(x), 2 * before)
+    x[0].zero_()
+    assert_bitwise(layer(x)[0], torch.zeros(N))
+
+
+def test_inference_mode() -> None:
+    outside, layer = torch.randn(5, K), layer_of(torch.randn(N, K), None, FP8LinearConfig())
+    with torch.inference_mode():
+        x = outside.clone()
+        first = layer(x)
+        x.mul_(2)
+        assert_bitwise(layer(x), 2 * first)
+        assert_bitwise(layer(outside), first)
+
+
+def test_double_backward_is_refused() -> None:
+    x, weight, bias, _ = tensors(5)
+    (dx,) = torch.autograd.grad(layer_of(weight, bias, FP8LinearConfig())(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("use_fp8_gemm", [True, False])
+def test_nan_and_zeros(use_fp8_gemm: bool) -> None:
+    _, weight, bias, _ = tensors()
+    layer = layer_of(weight, bias, FP8LinearConfig(use_fp8_gemm=use_fp8_gemm))
+    x = torch.randn(3, K)
+    x[1, 2] = torch.nan
+    y = layer(x)
+    assert y.isnan().sum() == N
+    assert y[1].isnan().all()
+    zeros = torch.zeros(3, K, requires_grad=True)
+    assert_bitwise(layer(zeros).detach(), bias.expand(3, -1))
+    layer(zeros).backward(torch.zeros(3, N))
+    assert_bitwise(zeros.grad, torch.zeros(3, K))
+
+
+class TestFallback:
+    REASON = "cuda: no FP8 here"
+
+    @pytest.fixture(autouse=True)
+    def _no_fp8(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: self.REASON)
+
+    def test_bf16_multiplies_by_the_dequantized_weight(self) -> None:
+        x, weight, bias, dy = tensors(3, 7)
+        layer = layer_of(weight, bias, FP8LinearConfig())
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        assert_bitwise(y.detach(), linear(x.detach(), layer.weight, bias))
+        assert_bitwise(dx, dy @ layer.weight)
+        assert not hasattr(x, "_coat_quantized")
+
+    def test_error_says_what_to_change(self) -> None:
+        x, weight, bias, _ = tensors(3)
+        layer = layer_of(weight, bias, FP8LinearConfig(fallback="error"))
+        with pytest.raises(RuntimeError, match="fallback='error': cuda: no FP8 here; set fallback: bf16 or change"):
+            layer(x)
+
+    def test_function_falls_back_too(self) -> None:
+        x, weight, _, _ = tensors(3)
+        codes, scale, _ = quantize(weight)
+        y = fp8_linear(x, codes, scale, None, FP8LinearConfig())
+        assert_bitwise(y.detach(), linear(x.detach(), quantize(weight).dequantize()))

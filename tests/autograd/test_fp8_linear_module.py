@@ -1,0 +1,186 @@
+"""FP8Linear as a module: what it stores, casts, copies, state_dict, PEFT around it."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from coat_core.config import FP8LinearConfig
+from coat_core.linear import FP8Linear, replace_linear_with_fp8, restore_linear
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.tolerances import GAUSSIAN_FLOOR_DB, product_floor_db
+
+K, N = 64, 48
+
+
+def make(dtype: torch.dtype = torch.float32, **config: str) -> FP8Linear:
+    return FP8Linear.from_linear(nn.Linear(K, N, dtype=dtype), FP8LinearConfig(**config))
+
+
+def tensor_bytes(module: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+@pytest.mark.parametrize("rows", ["per_tensor", "per_row"])
+def test_conversion_is_in_place_and_leaves_no_high_precision_weight(rows: str) -> None:
+    linear = nn.Linear(K, N, dtype=torch.bfloat16)
+    weight = linear.weight.detach().clone()
+    layer = FP8Linear.from_linear(linear, FP8LinearConfig(weight_granularity=rows))
+    scales = 1 if rows == "per_tensor" else N
+    assert layer is linear
+    assert tensor_bytes(layer) == N * K + 4 * scales + 2 * N
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
+    assert layer.weight.dtype == torch.bfloat16
+    assert layer.weight.shape == (N, K)
+    assert_sqnr(weight, layer.weight, GAUSSIAN_FLOOR_DB["e4m3"])
+    assert "weight=e4m3/" + rows in repr(layer)
+
+
+def test_constructor_and_refused_sizes() -> None:
+    layer = FP8Linear(K, N, bias=False, dtype=torch.bfloat16, config=FP8LinearConfig(weight_format="e5m2"))
+    assert (layer.weight_codes.dtype, layer.config.weight_format) == (torch.uint8, "e5m2")
+    assert layer(torch.randn(2, K, dtype=torch.bfloat16)).shape == (2, N)
+    with pytest.raises(ValueError, match=r"Linear\(24, 48\): in and out features must be multiples of 16"):
+        FP8Linear(24, 48)
+    with pytest.raises(ValueError, match="its weight is not a plain floating parameter"):
+        FP8Linear.from_linear(make())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_casts_reach_neither_codes_nor_scale(dtype: torch.dtype) -> None:
+    layer = make(weight_granularity="per_row")
+    codes, bits = layer.weight_codes.clone(), layer.weight_scale_bits.clone()
+    values = layer.weight.clone()
+    layer.to(dtype)
+    layer.half().bfloat16().to(dtype)
+    assert_bitwise(layer.weight_codes, codes)
+    assert_bitwise(layer.weight_scale_bits, bits)
+    assert layer.bias.dtype == layer.weight.dtype == dtype
+    assert_bitwise(layer.weight, values.to(dtype))
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_group"])
+def test_to_meta_and_empty(granularity: str) -> None:
+    layer = make(input_granularity=granularity)
+    expected = layer.state_dict()
+    layer.to("meta")
+    assert layer(torch.randn(3, K, device="meta")).shape == (3, N)
+    layer.to_empty(device="cpu").load_state_dict(expected)
+    x = torch.randn(3, K)
+    twin = make(input_granularity=granularity)
+    twin.load_state_dict(expected)
+    assert_bitwise(layer(x), twin(x))
+
+
+def test_deepcopy_is_independent() -> None:
+    layer = make()
+    x = torch.randn(3, K)
+    before = layer(x)
+    twin = copy.deepcopy(layer)
+    twin.weight_codes.zero_()
+    assert_bitwise(layer(x), before)
+    assert_bitwise(twin(x), layer.bias.expand(3, -1))
+
+
+@pytest.mark.parametrize("rows", ["per_tensor", "per_row"])
+def test_state_dict_round_trip(rows: str) -> None:
+    layer, twin = make(weight_granularity=rows), make(weight_granularity=rows)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    twin.load_state_dict(torch.load(file, weights_only=True))
+    x = torch.randn(3, K)
+    assert_bitwise(twin(x), layer(x))
+
+
+def test_state_of_another_format_is_refused_by_name() -> None:
+    layer = make(weight_format="e5m2")
+    with pytest.raises(ValueError, match=r"weight_format='e5m2': the loaded weight is 'e4m3'; convert .*'e4m3'"):
+        layer.load_state_dict(make(weight_format="e4m3").state_dict())
+    with pytest.raises(RuntimeError, match="weight_scale_bits"):
+        make(weight_granularity="per_row").load_state_dict(make().state_dict())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        make().load_state_dict(nn.Linear(K, N).state_dict())
+
+
+def test_restore_gives_what_was_multiplied_by() -> None:
+    model = replace_linear_with_fp8(nn.Sequential(nn.Linear(K, N, dtype=torch.bfloat16), nn.SiLU()))
+    weight = model[0].weight.clone()
+    model.to(torch.float32)  # a host's cast in between: the bias is fp32 now, so must the weight be
+    restore_linear(model)
+    assert type(model[0]) is nn.Linear
+    assert type(model[0].weight) is nn.Parameter
+    assert not model[0].weight.requires_grad
+    assert_sqnr(weight, model[0].weight, GAUSSIAN_FLOOR_DB["e4m3"])
+    x = torch.randn(2, K)
+    assert_bitwise(model[0](x), nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+def test_writing_the_weight_is_refused() -> None:
+    layer = make()
+    before = layer.weight.clone()
+    with pytest.raises(RuntimeError, match=r"weight of an FP8Linear: cannot be written.*restore_linear"):
+        layer.weight.data += 1.0
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        layer.weight.data = torch.zeros(N, K)
+    with pytest.raises(KeyError, match="weight"):
+        layer.weight = nn.Parameter(torch.zeros(N, K))
+    assert_bitwise(layer.weight, before)
+    assert type(layer.weight + 1) is torch.Tensor
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(K, N), nn.Linear(N, K)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def lora_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = replace_linear_with_fp8(Model())
+    config = LoraConfig(r=4, target_modules=["first", "second"], init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+def test_peft_trains_around_it() -> None:
+    model = lora_model()
+    x, target = torch.randn(64, K), torch.randn(64, K)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    codes = model.base_model.model.first.base_layer.weight_codes.clone()
+    losses = []
+    for _ in range(30):
+        loss = (model(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert_bitwise(model.base_model.model.first.base_layer.weight_codes, codes)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_peft_merge_is_refused_and_changes_nothing(safe: bool) -> None:
+    model = lora_model()
+    x = torch.randn(4, K)
+    before = model(x)
+    with pytest.raises(RuntimeError, match=r"to merge an adapter, call coat_core.restore_linear"):
+        model.merge_adapter(safe_merge=safe)
+    assert_bitwise(model(x), before)
+
+
+def test_peft_merges_after_restoring() -> None:
+    model = lora_model()
+    x = torch.randn(4, K)
+    before = model(x)
+    restore_linear(model)
+    merged = model.merge_and_unload()
+    assert type(merged.first) is nn.Linear
+    assert_sqnr(before, merged(x), product_floor_db("e4m3", "e4m3"))

@@ -1,0 +1,263 @@
+"""PackedSavedTensors: same values forward, gradients near the exact ones, fewer bytes, and nothing exact touched."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+from coat_core.activation import PackedSavedTensors, PackingConfig
+from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
+from coat_core.quantize import quantize
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.saved_tensors import recording
+from tests.tolerances import ATTENTION_GRADIENT_FLOOR_DB, PACKED_GRADIENT_FLOOR_DB
+
+T, D, HEADS = 96, 64, 2
+SMALL = PackingConfig(min_elements=64, granularity=per_group(32))
+
+
+class Block(nn.Module):
+    """Norm, GELU, gate and attention around plain linears: what a transformer block saves."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(D), nn.Linear(D, 3 * D)
+        self.out, self.up, self.down = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.gate = nn.Parameter(torch.randn(D))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        x = x + torch.tanh(self.gate) * self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(x), approximate="tanh")))
+
+
+def gradients(block: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    inputs = {name: p for name, p in block.named_parameters() if p.requires_grad} | {"x": x}
+    torch.manual_seed(3)
+    return dict(zip(inputs, torch.autograd.grad(y, inputs.values(), torch.randn_like(y)), strict=True))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("granularity", [per_group(32), PER_TENSOR], ids=str)
+@pytest.mark.parametrize("attention", ["fp8", "bf16"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_forward_is_untouched_and_gradients_are_near(device, fmt, granularity, attention, autocast) -> None:
+    block, x = Block().to(device), torch.randn(2, T, D, device=device, requires_grad=True)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        exact = block(x)
+        with PackedSavedTensors(PackingConfig(fmt, granularity, attention, 64)):
+            y = block(x)
+    assert_bitwise(y, exact)
+    expected = gradients(block, x, exact)
+    for name, gradient in gradients(block, x, y).items():
+        assert_sqnr(expected[name], gradient, PACKED_GRADIENT_FLOOR_DB[fmt])
+
+
+def test_keeps_fewer_bytes_and_each_storage_once() -> None:
+    block, x = Block().bfloat16(), torch.randn(2, T, D).bfloat16().requires_grad_()
+    block.out.requires_grad_(False)  # else it keeps attention's out a second time, as its own input
+    kept = {}
+    for name, config in {
+        "fp8": SMALL,
+        "bf16 attention": PackingConfig(min_elements=64, granularity=per_group(32), attention="bf16"),
+        "nothing": PackingConfig(min_elements=10**9),
+    }.items():
+        with recording() as saved, PackedSavedTensors(config):
+            block(x * 1)
+        kept[name] = saved.bytes() - sum(2 * p.numel() for p in block.parameters())
+        storages = [address for s in saved.packed for address in s.storages]
+        assert len(set(storages)) <= 2 * len({id(s.packed) for s in saved.packed})
+    rows = 2 * T * D
+    # q, k, v are one storage in bf16 instead of FP8 with one fp32 scale per 32, attention's out another
+    assert kept["bf16 attention"] - kept["fp8"] == pytest.approx(4 * rows * (2 - 1 - 4 / 32), rel=0.01)
+    # bf16's 2 bytes an element become 1 and the scales
+    assert kept["fp8"] < 0.65 * kept["nothing"]
+
+
+def packs(tensor: Tensor, config: PackingConfig = SMALL, keep: tuple[Tensor, ...] = ()) -> bool:
+    """Whether `tensor`, saved by a product, is packed."""
+    with recording() as saved, PackedSavedTensors(config, keep):
+        _ = tensor.detach() * torch.ones((), requires_grad=True) if not tensor.requires_grad else tensor * tensor
+    return bool(saved.packed)
+
+
+def test_what_is_left_alone() -> None:
+    big = torch.randn(8, 64)
+    assert packs(big)
+    assert not packs(big, PackingConfig(min_elements=big.numel() + 1))
+    assert not packs(torch.randn(64, 16))  # rank-r activations
+    assert not packs(big.double())
+    assert not packs(nn.Parameter(big.clone()))
+    assert not packs(nn.Parameter(torch.randn(64, 16)).t())
+    assert not packs(big, keep=(big,))
+    assert not packs(big[:, ::2], keep=(big,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lora_weights_are_never_packed_not_even_autocasts_copies(dtype: torch.dtype) -> None:
+    """dx = dh A with the A that was multiplied by, whatever its size and whichever dtype it was cast to."""
+    down, up = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    x = torch.randn(32, 64, requires_grad=True)
+    with torch.autocast("cpu", dtype), recording() as saved, PackedSavedTensors(SMALL):
+        y = up(down(x * 1))
+    assert [s.shape for s in saved.packed] == [(32, 64), (32, 64)]
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    dh = torch.ones_like(y) @ up.weight.to(dtype)
+    assert_bitwise(dx, (dh @ down.weight.to(dtype)).float())
+
+
+def test_packs_the_values_it_was_given() -> None:
+    x, scale = torch.randn(4, 64), torch.ones((), requires_grad=True)
+    with PackedSavedTensors(SMALL):
+        y = x * scale
+    x_hat = quantize(x, "e4m3", per_group(32)).dequantize()
+    y.backward(torch.ones_like(y))
+    assert scale.grad.item() == pytest.approx(x_hat.double().sum().item(), rel=1e-5)
+
+
+def saved_by_product(make) -> tuple[Tensor, Tensor, int]:
+    """(gradient of w, the gradient from packed groups along the storage, packed storages) of make(x)·w, twice saved."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    view = make(x)
+    w, v = (torch.ones(view.shape, requires_grad=True) for _ in range(2))
+    with recording() as saved, PackedSavedTensors(SMALL):
+        y = view * w + make(x) * v
+    y.sum().backward()
+    assert_bitwise(w.grad, v.grad)
+    storage = quantize(x.reshape(-1), "e4m3", per_group(32)).dequantize().view(8, 64)
+    return w.grad, make(storage), len({id(s.packed) for s in saved.packed})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: x.t()[:, ::2].t(),
+        lambda x: x.view(4, 2, 64).transpose(0, 1),
+        lambda x: x[3:5],
+        lambda x: x[2].expand(4, 64),
+        lambda x: x.unflatten(-1, (2, 32)).transpose(0, 1),
+        lambda x: x.as_strided((4, 64), (64, 1), 64),
+    ],
+    ids=["whole", "strided", "transposed", "slice", "expanded", "heads", "offset"],
+)
+def test_views_share_one_packed_storage(make) -> None:
+    measured, expected, storages = saved_by_product(make)
+    assert_bitwise(measured, expected)
+    assert storages == 1
+
+
+def test_a_change_in_place_makes_a_second_copy_and_the_first_stays_right() -> None:
+    x = torch.randn(8, 64)
+    first, second = (torch.ones(8, 64, requires_grad=True) for _ in range(2))
+    with recording() as saved, PackedSavedTensors(SMALL):
+        y = x * first
+        before = x.clone()
+        x.mul_(-3)
+        y = y + x * second
+    y.sum().backward()
+    assert len({id(s.packed) for s in saved.packed}) == 2
+    assert_bitwise(first.grad, quantize(before, "e4m3", per_group(32)).dequantize())
+    assert_bitwise(second.grad, quantize(x, "e4m3", per_group(32)).dequantize())
+
+
+def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
+    gates = [torch.ones(8, 64, requires_grad=True) for _ in range(16)]
+    total, values = torch.zeros(()), []
+    with PackedSavedTensors(SMALL):
+        for i, gate in enumerate(gates):
+            x = torch.full((8, 64), float(i + 1))
+            values.append(float(i + 1))
+            total = total + (x * gate).sum()
+            del x
+    total.backward()
+    assert [gate.grad.mean().item() for gate in gates] == pytest.approx(values)
+
+
+def test_attention_statistics_stay_exact() -> None:
+    q, k, v = (torch.randn(1, HEADS, T, 32, requires_grad=True) for _ in range(3))
+    with recording() as saved, PackedSavedTensors(SMALL):
+        y = attend(q * 1, k * 1, v * 1)
+    statistics = [s for s in saved.tensors if s.shape == (1, HEADS, T)]
+    assert len(statistics) == 1
+    assert statistics[0].packed is None
+    assert sorted(s.shape for s in saved.packed) == [(1, HEADS, T, 32)] * 4
+    dy = torch.randn_like(y)
+    exact = torch.autograd.grad(attend(q, k, v), (q, k, v), dy)
+    for expected, gradient in zip(exact, torch.autograd.grad(y, (q, k, v), dy), strict=True):
+        assert_sqnr(expected, gradient, ATTENTION_GRADIENT_FLOOR_DB)
+
+
+def test_bf16_attention_keeps_q_k_v_out_as_they_are() -> None:
+    q, k, v = (torch.randn(1, HEADS, T, 32, requires_grad=True) for _ in range(3))
+    with recording() as saved, PackedSavedTensors(PackingConfig(min_elements=64, attention="bf16")):
+        y = attend(q * 1, k * 1, v * 1)
+    assert saved.packed == []
+    dy = torch.randn_like(y)
+    for exact, gradient in zip(
+        torch.autograd.grad(attend(q, k, v), (q, k, v), dy), torch.autograd.grad(y, (q, k, v), dy), strict=True
+    ):
+        assert_bitwise(gradient, exact)
+
+
+def test_nothing_lives_on_after_backward() -> None:
+    block, x = Block(), torch.randn(2, T, D, requires_grad=True)
+    with recording() as saved, PackedSavedTensors(SMALL) as packing:
+        y = block(x * 1)
+    codes = [weakref.ref(s.packed.codes) for s in saved.packed]
+    saved.tensors.clear()
+    saved.alive.clear()
+    assert packing._packed == {}
+    assert all(ref() is not None for ref in codes)
+    y.sum().backward()
+    del y
+    gc.collect()
+    assert [ref() for ref in codes] == [None] * len(codes)
+
+
+def test_the_packed_tensor_itself_is_freed() -> None:
+    w = torch.ones(8, 64, requires_grad=True)
+    x = torch.randn(8, 64)
+    alive = weakref.ref(x.untyped_storage())
+    original = weakref.ref(x)
+    with PackedSavedTensors(SMALL):
+        y = x * w
+        del x
+        assert original() is None
+    assert alive() is None
+    y.sum().backward()
+    assert w.grad.isfinite().all()
+
+
+def test_retain_graph_gives_the_same_gradients_twice() -> None:
+    block, x = Block(), torch.randn(2, T, D, requires_grad=True)
+    with PackedSavedTensors(SMALL):
+        y = block(x).sum()
+    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert_bitwise(torch.autograd.grad(y, x)[0], first)
+
+
+def test_an_exception_inside_takes_the_hooks_away() -> None:
+    x, w = torch.randn(8, 64), torch.ones(8, 64, requires_grad=True)
+    with pytest.raises(ZeroDivisionError), PackedSavedTensors(SMALL):
+        1 / 0  # noqa: B018
+    with recording() as saved:
+        (x * w).sum().backward()
+        attend(*(torch.randn(1, 2, 8, 32, requires_grad=True) for _ in range(3)))
+    assert saved.tensors == []
+    assert_bitwise(w.grad, x)
+
+
+def test_refused_options() -> None:
+    with pytest.raises(ValueError, match="granularity='per_row': saved tensors are packed per_group or per_tensor"):
+        PackingConfig(granularity=PER_ROW)
+    with pytest.raises(ValueError, match="attention='fp16': must be fp8 or bf16"):
+        PackingConfig(attention="fp16")
+    with pytest.raises(ValueError, match="format='int8'"):
+        PackingConfig("int8")

@@ -1,0 +1,123 @@
+"""One training step under a `coat:` block written as YAML, and what can be read from its tensors afterwards."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coat_core.activation.checkpoint import _Keeper
+from coat_flux.config import COATConfig
+from coat_flux.engine.network import lora_parameters
+from coat_flux.flux import apply_coat
+from coat_flux.optimizer import build_optimizer
+from tests.helpers.flux import loss_of, predict, tiny_flux, tiny_lora
+from tests.helpers.saved_tensors import SavedTensors, recording
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+LAYER = "transformer.transformer_blocks.0.attn.to_k"
+
+
+class GemmLog(TorchDispatchMode):
+    """(dtype of a, shape of its scale) of every FP8 GEMM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.coat.scaled_mm.default:
+            self.calls.append((args[0].dtype, tuple(args[1].shape)))
+        return func(*args, **(kwargs or {}))
+
+
+class Run:
+    """A step of the tiny FLUX with LoRA: `text` is the YAML of the whole coat block.
+
+    `find_inputs` looks through all Python objects for the FP8 block inputs kept after the forward pass.
+    """
+
+    def __init__(
+        self, text: str, lora_dtype: torch.dtype = torch.float32, seed: int = 0, find_inputs: bool = False
+    ) -> None:
+        config = COATConfig.from_dict(yaml.safe_load(text))
+        self.model = tiny_flux()
+        self.report = apply_coat(self.model, config)
+        self.lora_report = tiny_lora(self.model, config)
+        self.lora = lora_parameters(self.model)
+        for param in self.lora.values():
+            param.data = param.data.to(lora_dtype)
+        self.optimizer = build_optimizer(list(self.lora.values()), 1e-3, config)
+        self.layer = self.model.transformer_blocks[0].attn.to_k.base_layer
+        self.block_calls, self.block_inputs = 0, []
+        for block in self._blocks():
+            block.register_forward_pre_hook(self._see_block, with_kwargs=True)
+        self.find_inputs = find_inputs
+        if find_inputs:
+            gc.collect()  # what other tests left in reference cycles
+        torch.manual_seed(seed)
+        self._step()
+
+    def _blocks(self) -> list[nn.Module]:
+        return [*self.model.transformer_blocks, *self.model.single_transformer_blocks]
+
+    def _see_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.block_calls += 1
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.block_inputs.append(weakref.ref(hidden.untyped_storage()))
+
+    def _step(self) -> None:
+        self.forward_gemms, self.backward_gemms = GemmLog(), GemmLog()
+        with recording() as self.saved, self.forward_gemms:
+            loss = loss_of(predict(self.model))
+        self.saved_for_layer = _adapter_input(self.saved, self.lora[f"{LAYER}.lora_A.weight"])
+        # the first block's input requires no gradient: all hold it, no one stores it
+        self.inputs_alive = [ref() is not None for ref in self.block_inputs[1:]]
+        objects = gc.get_objects() if self.find_inputs else []
+        self.kept_inputs = {k._quantized.codes.dtype for k in objects if type(k) is _Keeper}
+        with self.backward_gemms:
+            loss.backward()
+        self.gradients = {name: param.grad.clone() for name, param in self.lora.items()}
+        self.optimizer.step()
+
+    @property
+    def weight_dtypes(self) -> set[torch.dtype]:
+        """Dtypes in which the converted layer's weight was saved for its dX."""
+        codes = getattr(self.layer, "weight_codes", self.layer.weight)
+        address = codes.untyped_storage().data_ptr()
+        return {saved.dtype for saved in self.saved.tensors if address in saved.storages}
+
+    @property
+    def float_weights(self) -> int:
+        """Bytes of high precision weights in the converted blocks, adapters and biases apart."""
+        return sum(
+            p.numel() * p.element_size()
+            for block in self._blocks()
+            for name, p in block.named_parameters()
+            if p.ndim == 2 and "lora_" not in name
+        )
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Optimizer state of one adapter's B, [64, 4]."""
+        return self.optimizer.state[self.lora[f"{LAYER}.lora_B.weight"]]
+
+
+def _adapter_input(saved: SavedTensors, weight: Tensor) -> tuple[Tensor, ...]:
+    """(codes, scale) saved beside this down projection for its gradient; empty where it saved no FP8."""
+    for i, one in enumerate(saved.tensors):
+        if weight.untyped_storage().data_ptr() in one.storages and i >= 2 and saved.tensors[i - 2].dtype in FP8:
+            return saved.alive[i - 2][0], saved.alive[i - 1][0]
+    return ()
+
+
+@functools.cache
+def run(text: str, lora_dtype: torch.dtype = torch.float32, seed: int = 0) -> Run:
+    """Make a step once for all tests that read it."""
+    return Run(text, lora_dtype, seed)

@@ -1,0 +1,326 @@
+"""apply_coat on the real diffusers FLUX (embedded tiny geometry), and on a transformer it does not know."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from coat_core.linear import FP8Linear, FP8TrainableLinear, restore_linear
+from coat_core.metrics import cosine
+from coat_flux.config import COATConfig
+from coat_flux.flux import apply_coat
+from coat_flux.memory import policy as memory_policy
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.flux import coat_flux_model, flux_inputs, lora_gradients, loss_of, predict, tiny_flux, tiny_lora
+from tests.tolerances import FLUX_GRADIENT_COSINE, FLUX_GRADIENT_COSINE_MEAN, FLUX_OUTPUT_FLOOR_DB
+
+KEEP = {"checkpointing": "none"}
+EMBEDDERS_AND_HEAD = {
+    "time_text_embed.timestep_embedder.linear_1",
+    "time_text_embed.timestep_embedder.linear_2",
+    "time_text_embed.guidance_embedder.linear_1",
+    "time_text_embed.guidance_embedder.linear_2",
+    "time_text_embed.text_embedder.linear_1",
+    "time_text_embed.text_embedder.linear_2",
+    "context_embedder",
+    "x_embedder",
+    "norm_out.linear",
+    "proj_out",
+}
+MODULATION = {f"transformer_blocks.{i}.{norm}.linear" for i in range(2) for norm in ("norm1", "norm1_context")} | {
+    f"single_transformer_blocks.{i}.norm.linear" for i in range(2)
+}
+
+
+def config(**block: Any) -> COATConfig:
+    return COATConfig.from_dict({"memory": KEEP, **block})
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def test_which_linears_are_converted() -> None:
+    model = tiny_flux()
+    report = apply_coat(model, config())
+    found = linears(model)
+    assert set(report.skipped) == EMBEDDERS_AND_HEAD
+    assert set(report.converted) == set(found) - EMBEDDERS_AND_HEAD
+    assert "single_transformer_blocks.0.proj_out" in report.converted
+    assert all(type(found[name]) is FP8Linear for name in report.converted)
+    assert all(type(found[name]) is nn.Linear for name in report.skipped)
+    assert {name for name in report.converted if not found[name].config.use_fp8_gemm} == MODULATION
+    assert set(report.why) == MODULATION
+
+
+def test_report_rows_and_table() -> None:
+    report = apply_coat(tiny_flux(), config(weight={"granularity": "per_row"}))
+    rows = report.rows()
+    gemm = "W e4m3/per_row, x e4m3/per_tensor, dy e5m2"
+    assert ("transformer_blocks.*", 24, gemm, "") in rows
+    assert ("single_transformer_blocks.*", 10, gemm, "") in rows
+    assert [count for part, count, got, _ in rows if got == "W e4m3/per_row, high precision GEMM"] == [4, 2]
+    assert sum(count for _, count, _, _ in rows) == len(report.converted) + len(report.skipped) == 50
+    lines = report.table().splitlines()
+    assert lines[0].split() == ["layers", "count", "got", "why"]
+    assert "one row per image" in lines[1] + lines[2]
+    assert lines[-1] == (
+        "checkpointing none: 0 of 4 blocks recompute from FP8 inputs; "
+        "kept blocks save FP8 e4m3 per_group, attention fp8"
+    )
+
+
+def test_weights_in_fp8_leave_no_copy() -> None:
+    model = tiny_flux()
+    blocks = nn.ModuleList([model.transformer_blocks, model.single_transformer_blocks])
+    matrices = sum(m.weight.numel() for m in blocks.modules() if isinstance(m, nn.Linear))
+    before = sum(p.numel() * p.element_size() for p in model.parameters())
+    apply_coat(model, config())
+    after = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    assert before - after == matrices - 4 * 40  # bf16 to FP8, and a fp32 scale for each of 40 layers
+    assert model.dtype == torch.bfloat16
+
+
+def test_disabled_is_a_bit_exact_no_op() -> None:
+    plain, model = tiny_flux(), tiny_flux()
+    report = apply_coat(model, COATConfig.from_dict({"enabled": False, "activation": {"include": ["nothing.*"]}}))
+    assert (report.converted, report.skipped) == ([], {})
+    assert not model.is_gradient_checkpointing
+    disabled = COATConfig.from_dict({"enabled": False})
+    tiny_lora(plain, disabled)
+    tiny_lora(model, disabled)
+    assert {type(m) for m in model.modules()} == {type(m) for m in plain.modules()}
+    assert_bitwise(predict(model), predict(plain))
+    expected, gradients = lora_gradients(plain), lora_gradients(model)
+    for name, gradient in gradients.items():
+        assert_bitwise(gradient, expected[name])
+
+
+def test_exclude_and_include_decide_the_gemm_by_full_name() -> None:
+    model = tiny_flux()
+    report = apply_coat(model, config(activation={"include": ["single*", "*to_q"], "exclude": ["*.1.attn.to_q"]}))
+    fp8 = {name for name in report.converted if linears(model)[name].config.use_fp8_gemm}
+    expected = {f"single_transformer_blocks.{i}.{part}" for i in range(2) for part in ("proj_mlp", "proj_out")}
+    expected |= {f"single_transformer_blocks.{i}.attn.{part}" for i in range(2) for part in ("to_q", "to_k", "to_v")}
+    expected |= {"transformer_blocks.0.attn.to_q"}
+    assert fp8 == expected - {"single_transformer_blocks.1.attn.to_q"}
+    assert report.why["transformer_blocks.1.attn.to_q"] == "activation.include / exclude"
+
+
+def test_proj_out_names_the_final_projection_only() -> None:
+    model = tiny_flux()
+    report = apply_coat(model, config(activation={"exclude": ["proj_out"]}))
+    assert linears(model)["single_transformer_blocks.0.proj_out"].config.use_fp8_gemm
+    assert set(report.why) == MODULATION
+
+
+@pytest.mark.parametrize("key", ["include", "exclude"])
+def test_a_pattern_without_a_match_is_an_error(key: str) -> None:
+    model = tiny_flux()
+    with pytest.raises(ValueError, match=rf"coat.activation.{key}: 'to_q' matches no linear layer of FluxTransformer"):
+        apply_coat(model, config(activation={key: ["*", "to_q"]}))
+    assert not any(isinstance(m, FP8Linear) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "kind"),
+    [(True, True, FP8Linear), (True, False, FP8Linear), (False, True, FP8TrainableLinear), (False, False, nn.Linear)],
+)
+def test_weight_and_activation_switches(weight: bool, activation: bool, kind: type) -> None:
+    model = tiny_flux()
+    report = apply_coat(model, config(weight={"use_fp8": weight}, activation={"use_fp8": activation}))
+    layer = model.transformer_blocks[0].attn.to_q
+    assert type(layer) is kind
+    assert type(model.transformer_blocks[0].norm1.linear) is (FP8Linear if weight else nn.Linear)
+    if kind is nn.Linear:
+        reason = "weight.use_fp8: false; activation.use_fp8: false"
+        assert report.skipped["transformer_blocks.0.attn.to_q"] == reason
+    else:
+        got = report.got["transformer_blocks.0.attn.to_q"]
+        assert ("cast at each use" in got) == (not weight)
+        assert ("high precision GEMM" in got) == (not activation)
+
+
+def test_a_second_application_reconfigures_but_never_misreads_codes() -> None:
+    model = tiny_flux()
+    apply_coat(model, config())
+    codes = model.transformer_blocks[0].attn.to_q.weight_codes.clone()
+    apply_coat(model, config(activation={"format": "e5m2"}))
+    assert model.transformer_blocks[0].attn.to_q.config.input_format == "e5m2"
+    assert_bitwise(model.transformer_blocks[0].attn.to_q.weight_codes, codes)
+    with pytest.raises(ValueError, match=r"coat.weight.format='e5m2': transformer_blocks.*is already stored as 'e4m3'"):
+        apply_coat(model, config(weight={"format": "e5m2"}))
+
+
+def test_a_model_that_has_its_lora_already_is_refused() -> None:
+    model = tiny_flux()
+    tiny_lora(model, COATConfig.from_dict({"enabled": False}))
+    with pytest.raises(ValueError, match=r"already has an adapter; call apply_coat before adding the LoRA"):
+        apply_coat(model, config())
+
+
+class Odd(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(24, 24), Odd(64, 64)], ids=["size", "subclass"])
+def test_fallback_for_a_layer(layer: nn.Linear, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_flux()
+    model.transformer_blocks[0].attn.extra = layer
+    with pytest.raises(
+        RuntimeError, match=r"coat.fallback='error': 1 layers cannot be FP8 \(first transformer_b.*extra"
+    ):
+        apply_coat(model, config(fallback="error"))
+    model = tiny_flux()
+    model.transformer_blocks[0].attn.extra = layer
+    report = apply_coat(model, config())
+    assert report.skipped["transformer_blocks.0.attn.extra"].startswith("fallback: ")
+    assert "1 layers stay in high precision: fallback: " in caplog.text
+
+
+def test_fallback_for_a_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: compute capability 8.0")
+    with pytest.raises(
+        RuntimeError, match=r"34 layers cannot be FP8 .*compute capability 8.0.*set coat.fallback: bf16"
+    ):
+        apply_coat(tiny_flux(), config(fallback="error"))
+    model, report, _ = coat_flux_model({"memory": KEEP})
+    assert report.why["transformer_blocks.0.attn.to_q"] == "fallback: cuda: compute capability 8.0"
+    assert "34 layers stay in high precision: fallback: cuda: compute capability 8.0" in caplog.text
+    assert "fallback: cuda: compute capability 8.0" in report.table()
+    assert all(gradient.isfinite().all() for gradient in lora_gradients(model).values())
+
+
+def reference_model(model: nn.Module | None = None) -> nn.Module:
+    """The bf16 model with the same LoRA; with the weights that `model` multiplies by, if given."""
+    plain = tiny_flux() if model is None else restore_linear(model)
+    tiny_lora(plain, COATConfig.from_dict({"enabled": False}))
+    return plain
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"memory": KEEP},
+        {"memory": {"checkpointing": "all"}},
+        {"memory": {"checkpointing": "every_n"}},
+        {"memory": {"checkpointing": "all", "enable_efficient_checkpoint": False}},
+        {"memory": KEEP, "weight": {"granularity": "per_row"}, "activation": {"linear_granularity": "per_row"}},
+        {"memory": KEEP, "weight": {"use_fp8": False}},
+        {"memory": KEEP, "activation": {"use_fp8": False}},
+        {"memory": KEEP, "activation": {"nonlinear_granularity": "per_tensor", "attention": "bf16"}},
+    ],
+    ids=str,
+)
+def test_a_training_step_stays_near_bf16(block: dict[str, Any]) -> None:
+    model, _, _ = coat_flux_model(block)
+    expected, gradients = lora_gradients(reference_model()), lora_gradients(model)
+    assert_sqnr(predict(reference_model()), predict(model), FLUX_OUTPUT_FLOOR_DB)
+    similarity = {name: cosine(expected[name], gradient) for name, gradient in gradients.items()}
+    assert len(similarity) == 80
+    assert min(similarity.values()) > FLUX_GRADIENT_COSINE
+    assert sum(similarity.values()) / 80 > FLUX_GRADIENT_COSINE_MEAN
+
+
+def test_autocast_training_step() -> None:
+    """ACCELERATE_MIXED_PRECISION=bf16 in ai-toolkit: fp32 model under autocast."""
+    model, _, _ = coat_flux_model({"memory": KEEP}, dtype=torch.float32)
+    expected = lora_gradients(reference_model())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(predict(model))
+    loss.backward()
+    named = {name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+    similarity = [cosine(expected["transformer." + name], p.grad) for name, p in named.items()]
+    assert len(similarity) == 80
+    assert sum(similarity) / 80 > FLUX_GRADIENT_COSINE_MEAN
+
+
+@pytest.mark.parametrize(("budget_gb", "blocks"), [(1e-3, 4), (1e4, 0)])
+def test_auto_follows_the_budget(budget_gb: float, blocks: int, caplog: pytest.LogCaptureFixture) -> None:
+    model, report, _ = coat_flux_model({"memory": {"budget_gb": budget_gb}})
+    calls: list[int] = []
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        block.register_forward_pre_hook(lambda module, args: calls.append(id(module)))
+    with caplog.at_level(logging.INFO, logger=memory_policy.__name__):
+        lora_gradients(model)
+    assert len(calls) == 4 + blocks
+    assert f"checkpointing auto: {blocks} of 4 blocks recompute" in caplog.text
+    assert "checkpointing auto" in report.checkpointing
+
+
+def test_recomputation_can_be_forbidden() -> None:
+    with pytest.raises(ValueError, match=r"coat.memory.checkpointing='all': train.gradient_checkpointing is false"):
+        apply_coat(tiny_flux(), config(memory={"checkpointing": "all"}), allow_recompute=False)
+    report = apply_coat(tiny_flux(), COATConfig.from_dict({}), allow_recompute=False)
+    assert report.checkpointing.startswith("checkpointing none: 0 of 4 blocks recompute")
+
+
+def test_inference_after_training_is_unpacked_and_deterministic() -> None:
+    model, _, _ = coat_flux_model()
+    lora_gradients(model)
+    with torch.no_grad():
+        first = predict(model)
+    with torch.inference_mode():
+        inside = predict(model)
+    assert_bitwise(inside, first)
+
+
+class TestUnknownArchitecture:
+    @pytest.fixture
+    def sd3(self) -> nn.Module:
+        from diffusers import SD3Transformer2DModel
+
+        torch.manual_seed(0)
+        return SD3Transformer2DModel(
+            sample_size=16, patch_size=1, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=32,
+            num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=64, pooled_projection_dim=64,
+            pos_embed_max_size=16,
+        ).requires_grad_(False).train()  # fmt: skip
+
+    @pytest.mark.parametrize("mode", ["none", "all"])
+    def test_goes_the_generic_way(self, sd3: nn.Module, mode: str) -> None:
+        from peft import LoraConfig
+
+        from coat_flux.lora import attach_lora
+
+        block = COATConfig.from_dict({"memory": {"checkpointing": mode}})
+        plain = torch.randn(2, 4, 16, 16)
+        args = {
+            "hidden_states": plain, "encoder_hidden_states": torch.randn(2, 64, 32),
+            "pooled_projections": torch.randn(2, 64), "timestep": torch.tensor([300.0, 600.0]),
+        }  # fmt: skip
+        with torch.no_grad():
+            expected = sd3(**args, return_dict=False)[0]
+        report = apply_coat(sd3, block)
+        assert report.converted
+        assert {name.split(".")[0] for name in report.converted} == {"transformer_blocks"}
+        assert {name.split(".")[0] for name in report.skipped} >= {"time_text_embed", "context_embedder", "proj_out"}
+        with torch.no_grad():
+            assert_sqnr(expected, sd3(**args, return_dict=False)[0], FLUX_OUTPUT_FLOOR_DB)
+        sd3.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
+        attach_lora(sd3, block)
+        sd3(**args, return_dict=False)[0].square().mean().backward()
+        gradients = [p.grad for p in sd3.parameters() if p.requires_grad]
+        assert len(gradients) == 12
+        assert all(g.isfinite().all() and g.abs().sum() > 0 for g in gradients)
+
+    def test_without_blocks_it_is_refused(self, sd3: nn.Module) -> None:
+        with pytest.raises(ValueError, match="Linear: has no enable_gradient_checkpointing"):
+            apply_coat(nn.Linear(16, 16), config())
+        sd3.transformer_blocks = nn.Sequential(*sd3.transformer_blocks)
+        with pytest.raises(ValueError, match="SD3Transformer2DModel: no policy for this class and no top-level list"):
+            apply_coat(sd3, config())
+
+
+def test_batches_of_two_and_larger_images() -> None:
+    """Two images per batch: modulation rows are saved and packed too."""
+    model, plain = coat_flux_model()[0], reference_model()
+    for options in ({"batch": 2}, {"side": 12}):
+        expected, gradients = lora_gradients(plain, **options), lora_gradients(model, **options)
+        similarity = [cosine(expected[name], gradient) for name, gradient in gradients.items()]
+        assert sum(similarity) / 80 > FLUX_GRADIENT_COSINE_MEAN
+    assert flux_inputs(batch=2)["hidden_states"].shape == (2, 64, 64)

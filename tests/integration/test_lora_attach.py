@@ -1,0 +1,239 @@
+"""attach_lora: adapters of PEFT and of ai-toolkit's shape keep one FP8 x per tensor, the right one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from coat_core.activation import FP8InputLinear
+from coat_core.linear import replace_linear_with_fp8
+from coat_core.quantize import quantize
+from coat_flux.config import COATConfig
+from coat_flux.lora import attach_lora
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict, tiny_flux, tiny_lora
+from tests.tolerances import BF16_ORDER_FLOOR_DB, product_floor_db
+
+K, R = 64, 8
+COAT = COATConfig.from_dict({"activation": {"linear_granularity": "per_row"}})
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(K, K) for _ in range(3))
+        self.to_out = nn.Sequential(nn.Linear(K, K), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        return self.to_out(self.to_q(x) + torch.tanh(self.to_k(x)) * self.to_v(x))
+
+
+def peft_model(base_fp8: bool = True, **lora: Any) -> nn.Module:
+    model = Attention().bfloat16()
+    if base_fp8:
+        replace_linear_with_fp8(model, COAT.linear_config())
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    return get_peft_model(model, LoraConfig(r=R, target_modules=targets, init_lora_weights=False, **lora)).train()
+
+
+def saved_inputs(run: Any) -> list[Tensor]:
+    """FP8 tensors with one row per token that `run` saves."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run()
+    return [t for t in saved if t.element_size() == 1 and t.ndim == 3]
+
+
+def some_x() -> Tensor:
+    return torch.randn(2, 9, K).bfloat16().requires_grad_()
+
+
+def test_peft_adapters_share_with_their_base() -> None:
+    model = peft_model()
+    report = attach_lora(model, COAT)
+    assert len(report.shared) == 4
+    assert (report.own, report.skipped) == ([], {})
+    assert report.summary() == (
+        "LoRA inputs in FP8: 4 shared with their base linear, 0 of their own, 0 left in high precision"
+    )
+    inputs = saved_inputs(lambda: model(some_x()))
+    assert len(inputs) == 4
+    assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2  # one for q, k, v, one for to_out
+    assert all(t.dtype == torch.float8_e4m3fn for t in inputs)
+
+
+def test_gradients_are_those_of_plain_adapters_from_the_fp8_input() -> None:
+    plain, ours, x = peft_model(), None, some_x()
+    ours = copy.deepcopy(plain)
+    attach_lora(ours, COAT)
+    dy = torch.randn(2, 9, K).bfloat16()
+    y, expected = ours(x), plain(x)
+    assert_bitwise(y, expected)
+    y.backward(dy)
+    expected.backward(dy)
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        if "lora_A" in name:
+            assert_sqnr(q.grad, p.grad, product_floor_db("e4m3"))
+        elif "lora_B" in name:
+            assert_bitwise(p.grad, q.grad)
+
+
+@pytest.mark.parametrize(
+    ("base_fp8", "lora", "group"),
+    [(False, {}, "own"), (True, {"lora_dropout": 0.5}, "own"), (True, {"use_dora": True}, "own"), (True, {}, "shared")],
+    ids=["plain base", "dropout", "dora", "vanilla"],
+)
+def test_who_shares_and_who_does_not(base_fp8: bool, lora: dict[str, Any], group: str) -> None:
+    model = peft_model(base_fp8, **lora)
+    report = attach_lora(model, COAT)
+    assert len(getattr(report, group)) == 4
+    x = some_x()
+    model(x).square().mean().backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(g is not None and g.isfinite().all() for g in gradients)
+
+
+def test_dropout_uses_the_dropped_x() -> None:
+    model = peft_model(lora_dropout=0.5)
+    attach_lora(model, COAT)
+    layer, seen = model.base_model.model.to_q, []
+    down = layer.lora_A["default"]
+    down.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    layer(some_x()).sum().backward()
+    dh = torch.ones(18, K) @ layer.lora_B["default"].weight * layer.scaling["default"]
+    x_hat = quantize(seen[0], "e4m3", down.input_granularity).dequantize().reshape(-1, K)
+    assert 0.3 < (seen[0] == 0).float().mean() < 0.7
+    assert_sqnr(dh.t() @ x_hat, down.weight.grad, BF16_ORDER_FLOOR_DB)
+
+
+def test_an_adapter_switched_off_for_one_call_never_gives_its_x_to_the_next() -> None:
+    """PEFT's disable_adapter under grad: the base runs, the adapter does not."""
+    model = peft_model()
+    attach_lora(model, COAT)
+    layer = model.base_model.model.to_q
+    x1, x2 = some_x(), some_x()
+    with model.disable_adapter():
+        layer(x1 * 1)
+    twin = copy.deepcopy(layer)
+    for one in (layer, twin):
+        one(x2 * 1).sum().backward()
+    assert_bitwise(layer.lora_A["default"].weight.grad, twin.lora_A["default"].weight.grad)
+    x_hat = quantize(x2.detach(), "e4m3", layer.lora_A["default"].input_granularity).dequantize().reshape(-1, K)
+    dh = torch.ones(18, K) @ layer.lora_B["default"].weight * layer.scaling["default"]
+    assert_sqnr(dh.t() @ x_hat, layer.lora_A["default"].weight.grad, BF16_ORDER_FLOOR_DB)
+
+
+class ToolkitLora(nn.Module):
+    """As ai-toolkit's LoRAModule: beside the base linear, whose forward it replaces, with an fp32 copy of x."""
+
+    def __init__(self, org: nn.Module, active: bool = True) -> None:
+        super().__init__()
+        self.lora_down, self.lora_up = nn.Linear(org.in_features, R, bias=False), nn.Linear(R, org.out_features)
+        self.org_module, self.active = [org], active
+        self.org_forward = org.forward
+        org.forward = self.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.org_forward(x)
+        if not self.active:
+            return out
+        return out + self.lora_up(self.lora_down(x.to(self.lora_down.weight.dtype))).to(out.dtype)
+
+
+class Network(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.loras = nn.ModuleList(ToolkitLora(m) for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def toolkit_pair() -> tuple[nn.Module, Network]:
+    model = replace_linear_with_fp8(Attention().bfloat16(), COAT.linear_config()).requires_grad_(False)
+    return model, Network(model)
+
+
+def test_ai_toolkits_adapters_share_with_their_base_too() -> None:
+    model, network = toolkit_pair()
+    report = attach_lora(network, COAT)
+    assert report.shared == [f"loras.{i}" for i in range(4)]
+    inputs = saved_inputs(lambda: model(some_x()))
+    assert len(inputs) == 4
+    assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2
+
+
+def test_ai_toolkits_inactive_network_leaves_nothing() -> None:
+    model, network = toolkit_pair()
+    attach_lora(network, COAT)
+    for lora in network.loras:
+        lora.active = False
+    x = some_x()
+    model(x).sum().backward()
+    for lora in network.loras:
+        lora.active = True
+        reference = lora.org_module[0].adapter_input
+        assert reference is not None
+        assert reference() is None  # a weak reference: the x of the inactive pass is gone
+
+
+def test_a_convolutions_adapter_is_skipped_by_name() -> None:
+    _, network = toolkit_pair()
+    network.loras[0].lora_down = nn.Conv2d(K, R, 1, bias=False)
+    network.loras[1].lora_down = nn.Linear(K, R)
+    report = attach_lora(network, COAT)
+    assert report.skipped == {
+        "loras.0": "its down projection is a Conv2d",
+        "loras.1": "its down projection is a Linear",
+    }
+
+
+@pytest.mark.parametrize("block", [{"enabled": False}, {"activation": {"use_fp8": False}}], ids=str)
+def test_switched_off_it_changes_nothing(block: dict[str, Any]) -> None:
+    model = peft_model()
+    report = attach_lora(model, COATConfig.from_dict(block))
+    assert (report.shared, report.own, report.skipped) == ([], [], {})
+    assert not any(isinstance(m, FP8InputLinear) for m in model.modules())
+
+
+def test_without_an_adapter_it_is_an_error() -> None:
+    with pytest.raises(ValueError, match="Attention: no LoRA adapter found; attach after the LoRA network is made"):
+        attach_lora(Attention(), COAT)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "all"])
+def test_flux_adapters_share_and_train(checkpointing: str) -> None:
+    model, _, report = coat_flux_model({"memory": {"checkpointing": checkpointing}})
+    assert len(report.shared) == 40
+    gradients = lora_gradients(model)
+    assert all(g.isfinite().all() and g.abs().sum() > 0 for g in gradients.values())
+
+
+def test_flux_two_passes_accumulate() -> None:
+    model, _, _ = coat_flux_model()
+    once = lora_gradients(model)
+    for _ in range(2):
+        loss_of(predict(model)).backward()
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            key = "transformer." + name.replace(".default.", ".")
+            assert_bitwise(param.grad, 2 * once[key])
+
+
+def test_flux_with_weights_cast_at_each_use_shares_too() -> None:
+    model, _, report = coat_flux_model({"memory": {"checkpointing": "none"}, "weight": {"use_fp8": False}})
+    assert len(report.shared) == 34
+    assert all(".norm" in name for name in report.own)  # modulation: plain linears, adapters keep their own
+    assert len(report.own) == 6
+    assert all(g.isfinite().all() for g in lora_gradients(model).values())
+
+
+def test_flux_with_a_plain_base_keeps_inputs_of_its_own() -> None:
+    config = COATConfig.from_dict({})
+    model = tiny_flux()
+    report = tiny_lora(model, config)
+    assert len(report.own) == 40
+    assert all(g.isfinite().all() for g in lora_gradients(model).values())

@@ -1,0 +1,179 @@
+"""coat::scaled_mm: the reference against a float64 product, against torch's own operator, and its refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_core.formats import get_format
+from coat_core.granularity import PER_ROW, PER_TENSOR
+from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
+from coat_core.quantize import quantize
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.tolerances import SCALED_MM_BF16_FLOOR_DB, SCALED_MM_FP32_FLOOR_DB
+
+SCALINGS = {"tensor": PER_TENSOR, "row": PER_ROW}
+FORMATS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]
+
+
+def operands(
+    device: torch.device, m: int = 17, k: int = 48, n: int = 32, a_format: str = "e4m3", b_format: str = "e4m3",
+    scaling: str = "tensor",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """a, a_scale, b, b_scale of Gaussian data with rows of very different size."""
+    size = torch.logspace(-3, 3, m).unsqueeze(1)
+    a = quantize((torch.randn(m, k) * size).to(device), a_format, SCALINGS[scaling])
+    b = quantize(torch.randn(n, k).to(device), b_format, SCALINGS[scaling])
+    return a.codes, a.scale, b.codes, b.scale
+
+
+def exact(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    return (a.double() * a_scale.double()) @ (b.double() * b_scale.double()).t()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(("a_format", "b_format"), FORMATS)
+@pytest.mark.parametrize("m", [1, 3, 17])
+def test_agrees_with_a_float64_product(
+    device: torch.device, m: int, a_format: str, b_format: str, scaling: str
+) -> None:
+    dtypes = get_format(a_format).dtype, get_format(b_format).dtype
+    if reason := unsupported_reason(device, *dtypes, scaling == "row"):
+        pytest.skip(reason)
+    args = operands(device, m, a_format=a_format, b_format=b_format, scaling=scaling)
+    expected = exact(*args)
+    # CUDA's row-wise kernels write bf16 whatever is asked for
+    wide_floor = SCALED_MM_BF16_FLOOR_DB if device.type == "cuda" and scaling == "row" else SCALED_MM_FP32_FLOOR_DB
+    assert_sqnr(expected, scaled_mm(*args, None, torch.float32), wide_floor)
+    assert_sqnr(expected, scaled_mm(*args, None, torch.bfloat16), SCALED_MM_BF16_FLOOR_DB)
+
+
+def torch_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if b_scale.ndim == 2:
+        b_scale = b_scale.t()
+    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(("a_format", "b_format"), [("e4m3", "e4m3"), ("e5m2", "e4m3")])
+@pytest.mark.parametrize("m", [1, 3, 17])
+def test_reference_agrees_with_torchs_own_operator(m: int, a_format: str, b_format: str, scaling: str) -> None:
+    args = operands(torch.device("cpu"), m, a_format=a_format, b_format=b_format, scaling=scaling)
+    theirs = torch_scaled_mm(*args, torch.bfloat16)
+    assert_sqnr(theirs, scaled_mm(*args, None, torch.bfloat16), SCALED_MM_BF16_FLOOR_DB)
+
+
+def test_bias_is_added_before_the_only_rounding() -> None:
+    a, a_scale, b, b_scale = operands(torch.device("cpu"))
+    bias = torch.randn(b.shape[0])
+    wide = scaled_mm(a, a_scale, b, b_scale, None, torch.float32)
+    assert_bitwise(scaled_mm(a, a_scale, b, b_scale, bias, torch.bfloat16), (wide + bias).to(torch.bfloat16))
+
+
+def test_mixed_scalings(device: torch.device) -> None:
+    a, a_scale, _, _ = operands(device, scaling="row")
+    _, _, b, b_scale = operands(device, scaling="tensor")
+    out = scaled_mm(a, a_scale, b, b_scale, None, torch.bfloat16)
+    assert_sqnr(exact(a, a_scale, b, b_scale), out, SCALED_MM_BF16_FLOOR_DB)
+
+
+def test_views_as_dgrad_makes_them(device: torch.device) -> None:
+    """dgrad multiplies by the transposed codes of W."""
+    dy, dy_scale, _, scale = operands(device, k=32)
+    codes = quantize(torch.randn(32, 48).to(device)).codes
+    out = scaled_mm(dy, dy_scale, codes.t(), scale, None, torch.bfloat16)
+    assert not codes.t().is_contiguous()
+    assert_bitwise(out, scaled_mm(dy, dy_scale, codes.t().contiguous(), scale, None, torch.bfloat16))
+    strided = torch.stack([dy.view(torch.uint8)] * 2, dim=1)[:, 0].view(dy.dtype)
+    assert_bitwise(scaled_mm(strided, dy_scale, codes.t(), scale, None, torch.bfloat16), out)
+
+
+def test_special_values() -> None:
+    a, a_scale, b, b_scale = operands(torch.device("cpu"))
+    with_nan = a.float()
+    with_nan[2, 3] = torch.nan
+    out = scaled_mm(with_nan.to(a.dtype), a_scale, b, b_scale, None, torch.float32)
+    assert out[2].isnan().all()
+    assert out.isnan().sum() == out.shape[1]
+    assert_bitwise(scaled_mm(torch.zeros_like(a), a_scale, b, b_scale, None, torch.float32), torch.zeros(17, 32))
+    huge = scaled_mm(a, torch.tensor(1e30), b, b_scale, None, torch.float32)
+    assert huge.isfinite().all()
+    assert_sqnr(exact(a, torch.tensor(1e30), b, b_scale), huge, SCALED_MM_FP32_FLOOR_DB)
+    assert scaled_mm(a, torch.tensor(1e30), b, b_scale, None, torch.float16).isinf().any()
+
+
+def test_largest_codes_do_not_overflow_the_accumulator() -> None:
+    a = torch.full((1, 512), get_format("e5m2").max).to(torch.float8_e5m2)
+    one = torch.tensor(1.0)
+    assert scaled_mm(a, one, a.expand(16, -1), one, None, torch.float32).eq(512 * 57344.0**2).all()
+
+
+def test_no_rows() -> None:
+    a, a_scale, b, b_scale = operands(torch.device("cpu"))
+    assert scaled_mm(a[:0], a_scale, b, b_scale, None, torch.bfloat16).shape == (0, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_change_it(device: torch.device, dtype: torch.dtype) -> None:
+    args = operands(device)
+    plain = scaled_mm(*args, None, torch.float32)
+    with torch.autocast(device.type, dtype):
+        assert_bitwise(scaled_mm(*args, None, torch.float32), plain)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_opcheck(device: torch.device, scaling: str, with_bias: bool) -> None:
+    args = operands(device, scaling=scaling)
+    bias = torch.randn(32, device=device) if with_bias else None
+    before = [arg.clone() for arg in args]
+    # torch's schema check compares inputs with an operator that has no FP8 kernel: compared below instead
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(scaled_mm, (*args, bias, torch.bfloat16), test_utils=tests)
+    for arg, copy in zip(args, before, strict=True):
+        assert_bitwise(arg, copy)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "a_scale", "b_scale", "bias", "message"),
+    [
+        ((4, 32), (16, 48), (), (), None, r"a \(4, 32\) and b \(16, 48\): must be \[M, K\] and \[N, K\]"),
+        ((2, 2, 32), (16, 32), (), (), None, r"a \(2, 2, 32\) and b \(16, 32\): must be \[M, K\] and \[N, K\]"),
+        ((4, 24), (16, 24), (), (), None, r"K=24, N=16: must be multiples of 16; leave this layer in bf16"),
+        ((4, 32), (20, 32), (), (), None, r"K=32, N=20: must be multiples of 16"),
+        ((4, 32), (16, 32), (4,), (), None, r"a_scale \(4,\): must be \[\] or \[4, 1\]"),
+        ((4, 32), (16, 32), (), (1, 16), None, r"b_scale \(1, 16\): must be \[\] or \[16, 1\]"),
+        ((4, 32), (16, 32), (), (), (4,), r"bias \(4,\): must be \[16\]"),
+    ],
+)
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_shape_errors(where, a, b, a_scale, b_scale, bias, message) -> None:
+    codes = [torch.zeros(shape, device=where).to(torch.float8_e4m3fn) for shape in (a, b)]
+    a_scale, b_scale = torch.ones(a_scale, device=where), torch.ones(b_scale, device=where)
+    bias = None if bias is None else torch.zeros(bias, device=where)
+    with pytest.raises(ValueError, match=message):
+        scaled_mm(codes[0], a_scale, codes[1], b_scale, bias, torch.bfloat16)
+
+
+def test_a_cpu_multiplies_everything_and_a_broken_device_says_why() -> None:
+    e4m3 = torch.float8_e4m3fn
+    assert unsupported_reason(torch.device("cpu"), e4m3, e4m3, True) is None
+    reason = unsupported_reason(torch.device("mps"), e4m3, e4m3, False)
+    if not torch.backends.mps.is_available():
+        assert reason is not None
+        assert reason.startswith("mps: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(("a_format", "b_format"), FORMATS)
+def test_gpu_agrees_with_the_reference(a_format: str, b_format: str, scaling: str) -> None:
+    device = torch.device("cuda")
+    a_dtype, b_dtype = get_format(a_format).dtype, get_format(b_format).dtype
+    if reason := unsupported_reason(device, a_dtype, b_dtype, scaling == "row"):
+        pytest.skip(reason)
+    args = operands(torch.device("cpu"), a_format=a_format, b_format=b_format, scaling=scaling)
+    bias = torch.randn(32)
+    on_gpu = scaled_mm(*(arg.to(device) for arg in args), bias.to(device), torch.bfloat16)
+    assert_sqnr(scaled_mm(*args, bias, torch.float32), on_gpu.cpu(), SCALED_MM_BF16_FLOOR_DB)

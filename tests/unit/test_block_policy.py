@@ -1,0 +1,182 @@
+"""BlockPolicy: which blocks recompute, and what happens to each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_flux.config import COATConfig
+from coat_flux.memory import policy as policy_module
+from coat_flux.memory.policy import SAVED_BYTES_UNKNOWN, BlockPolicy
+from tests.helpers.saved_tensors import recording
+
+TOKENS, WIDTH, BLOCKS = 64, 64, 6
+ELEMENTS = TOKENS * WIDTH
+
+
+class Doubling(nn.Module):
+    """Counts its calls: 2 where it is recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor, constant: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return x * torch.tanh(x * self.gain)
+
+
+class Model(nn.Module):
+    """Diffusers' protocol: a function is called instead of each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Doubling() for _ in range(BLOCKS))
+
+    def enable_gradient_checkpointing(self, function: Any) -> None:
+        self.run = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+def make(allow_recompute: bool = True, activation: dict[str, Any] | None = None, **memory: Any) -> Model:
+    config = COATConfig.from_dict({"memory": memory, "activation": activation or {}})
+    model = Model()
+    model.policy = BlockPolicy.install(model, ("blocks",), config, allow_recompute)
+    return model
+
+
+def recomputed(model: Model, tokens: int = TOKENS) -> list[int]:
+    """Indices of the blocks that ran twice."""
+    for block in model.blocks:
+        block.calls = 0
+    model(torch.randn(1, tokens, WIDTH)).sum().backward()
+    assert all(block.gain.grad.isfinite().all() for block in model.blocks)
+    return [i for i, block in enumerate(model.blocks) if block.calls == 2]
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ({"checkpointing": "none"}, []),
+        ({"checkpointing": "all"}, [0, 1, 2, 3, 4, 5]),
+        ({"checkpointing": "every_n"}, [1, 3, 5]),
+        ({"checkpointing": "every_n", "every_n": 1}, [0, 1, 2, 3, 4, 5]),
+        ({"checkpointing": "every_n", "every_n": 4}, [3]),
+        ({"checkpointing": "every_n", "every_n": 9}, []),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("efficient", [True, False])
+def test_fixed_modes(memory: dict[str, Any], expected: list[int], efficient: bool) -> None:
+    model = make(**memory, enable_efficient_checkpoint=efficient)
+    assert recomputed(model) == expected
+    line = model.policy.describe()
+    inputs = "FP8" if efficient else "high precision"
+    assert f"{len(expected)} of 6 blocks recompute from {inputs} inputs" in line
+
+
+@pytest.mark.parametrize("mode", ["all", "every_n"])
+def test_host_that_forbids_recomputation(mode: str) -> None:
+    with pytest.raises(ValueError, match=f"coat.memory.checkpointing='{mode}': train.gradient_checkpointing is false"):
+        make(False, checkpointing=mode)
+    assert recomputed(make(False, checkpointing="auto", budget_gb=1e-6)) == []
+    assert recomputed(make(False, checkpointing="none")) == []
+
+
+def budget_for(kept: int, elements: int = ELEMENTS) -> float:
+    """GB that are just enough for `kept` of the six blocks, by the policy's own estimate of what a block saves."""
+    high_precision, packed = SAVED_BYTES_UNKNOWN
+    return elements * (high_precision + kept * packed + (BLOCKS - kept) * 1.03 + 1) / 1e9
+
+
+@pytest.mark.parametrize("kept", range(BLOCKS + 1))
+def test_auto_keeps_as_many_blocks_as_fit(monkeypatch, caplog, kept: int) -> None:
+    monkeypatch.setattr(policy_module, "held_bytes", lambda device: 0.0)
+    with caplog.at_level(logging.INFO):
+        assert len(recomputed(make(budget_gb=budget_for(kept)))) == BLOCKS - kept
+    assert f"checkpointing auto: {BLOCKS - kept} of 6 blocks recompute" in caplog.text
+    assert "even recomputing every block" not in caplog.text
+
+
+def test_auto_counts_what_is_held_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "held_bytes", lambda device: 1e9)
+    assert len(recomputed(make(budget_gb=1.0 + budget_for(4)))) == 2
+
+
+def test_auto_without_packing_keeps_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "held_bytes", lambda device: 0.0)
+    budget = budget_for(6)
+    assert recomputed(make(budget_gb=budget)) == []
+    assert len(recomputed(make(budget_gb=budget, activation={"use_fp8": False}))) >= 4
+
+
+def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(policy_module, "held_bytes", lambda device: 0.0)
+    model = make(budget_gb=budget_for(3))
+    with caplog.at_level(logging.INFO):
+        assert len(recomputed(model)) == 3
+        assert len(recomputed(model, 2 * TOKENS)) > 3
+        chosen = len(recomputed(model, 2 * TOKENS))
+        assert len(recomputed(model, TOKENS)) == chosen
+    assert len([m for m in caplog.messages if m.startswith("checkpointing auto: ")]) == 2
+
+
+def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(policy_module, "held_bytes", lambda device: 1e9)
+    model = make(budget_gb=0.5)
+    assert model.policy.describe().startswith("checkpointing auto (chosen at the first step)")
+    assert len(recomputed(model)) == BLOCKS
+    assert "memory.budget_gb: even recomputing every block may exceed the budget; lower the resolution" in caplog.text
+
+
+def test_auto_without_a_budget_takes_what_the_machine_has() -> None:
+    assert recomputed(make()) == []
+
+
+@pytest.mark.parametrize("use_fp8", [True, False])
+def test_kept_blocks_pack_what_they_save(use_fp8: bool) -> None:
+    model = make(checkpointing="none", activation={"use_fp8": use_fp8})
+    with recording() as saved:
+        model(torch.randn(1, TOKENS, WIDTH, requires_grad=True) * 1)
+    assert bool(saved.packed) == use_fp8
+
+
+def test_constants_given_to_blocks_are_not_packed() -> None:
+    config = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
+    block = Doubling()
+    policy = BlockPolicy({"0": block}, config, True)
+    cos, sin, mask = (torch.randn(TOKENS, WIDTH) for _ in range(3))
+
+    class Rotated(nn.Module):
+        def forward(self, x: Tensor, rotary: Any, options: Any) -> Tensor:
+            return x * rotary[0] + x * rotary[1][:, :] * options["mask"].view(TOKENS, WIDTH)
+
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True) * 1
+    with recording() as saved:
+        policy(Rotated(), x, (cos, sin), {"mask": mask})
+    assert len(saved.tensors) >= 3
+    assert saved.packed == []
+
+
+class TestPartsOfABlock:
+    """A model (a UNet) that checkpoints modules inside its blocks."""
+
+    @pytest.mark.parametrize(("mode", "expected"), [("none", 1), ("all", 2), ("auto", 2)])
+    def test_are_kept_or_recomputed_as_a_whole_mode(self, mode: str, expected: int) -> None:
+        model, part = make(checkpointing=mode), Doubling()
+        model.run(part, torch.randn(1, TOKENS, WIDTH)).sum().backward()
+        assert part.calls == expected
+
+    def test_cannot_be_counted(self) -> None:
+        model = make(checkpointing="every_n")
+        with pytest.raises(ValueError, match="checkpointing='every_n': this model checkpoints Doubling modules inside"):
+            model.run(Doubling(), torch.randn(1, TOKENS, WIDTH))

@@ -1,0 +1,120 @@
+"""Conversion of whole models: what becomes FP8, what does not and why, and back."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from coat_core.config import FP8LinearConfig
+from coat_core.linear import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8, restore_linear
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.tolerances import product_floor_db
+
+
+class Special(nn.Linear):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.odd_in, self.odd_out = nn.Linear(20, 32), nn.Linear(32, 10)
+        self.special, self.head = Special(32, 32), nn.Linear(32, 32)
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+
+
+def test_report_names_every_linear_and_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        model = replace_linear_with_fp8(Model(), filter_fn=lambda module, name: name != "head")
+    size = "in and out features must be multiples of 16"
+    assert model.fp8_report.converted == ["body.0", "body.2"]
+    assert model.fp8_report.skipped == {
+        "odd_in": size,
+        "odd_out": size,
+        "special": "a subclass of nn.Linear (Special)",
+        "head": "excluded by the filter",
+        "norm": "a subclass of nn.Linear (ParametrizedLinear)",
+    }
+    assert caplog.messages == [
+        f"Model: 2 linear layers in FP8; 2 left: {size}; 1 left: a subclass of nn.Linear (Special); "
+        "1 left: excluded by the filter; 1 left: a subclass of nn.Linear (ParametrizedLinear)"
+    ]
+    assert type(model.body[0]) is FP8Linear
+    assert type(model.head) is nn.Linear
+
+
+def test_filter_sees_module_and_full_name() -> None:
+    seen = []
+    replace_linear_with_fp8(Model(), filter_fn=lambda module, name: seen.append((name, module.in_features)) or False)
+    assert ("body.2", 64) in seen
+    assert len(seen) == 7
+
+
+def test_a_second_conversion_changes_nothing() -> None:
+    model = replace_linear_with_fp8(Model())
+    codes = model.body[0].weight_codes.clone()
+    replace_linear_with_fp8(model, FP8LinearConfig(weight_format="e5m2"))
+    assert model.fp8_report.converted == []
+    assert model.fp8_report.skipped["body.0"] == "already FP8"
+    assert_bitwise(model.body[0].weight_codes, codes)
+    assert model.body[0].config.weight_format == "e4m3"
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_model_that_is_itself_a_linear(trainable: bool) -> None:
+    linear = nn.Linear(32, 32)
+    x, expected = torch.randn(64, 32), None
+    expected = linear(x)
+    model = replace_linear_with_fp8(linear, trainable=trainable)
+    assert model is linear
+    assert type(model) is (FP8TrainableLinear if trainable else FP8Linear)
+    assert model.fp8_report.converted == [""]
+    assert_sqnr(expected, model(x), product_floor_db("e4m3", "e4m3"))
+
+
+def test_one_layer_in_two_places_is_converted_once_and_stays_one() -> None:
+    shared = nn.Linear(32, 32)
+    model = replace_linear_with_fp8(nn.ModuleDict({"first": shared, "second": shared}))
+    assert model["first"] is model["second"]
+    assert model.fp8_report.converted == ["first"]
+    x = torch.randn(4, 32)
+    assert_bitwise(model["first"](x), model["second"](x))
+
+
+def test_layers_that_share_a_parameter_both_keep_its_values() -> None:
+    first, second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+    embedding = nn.Embedding(32, 32)
+    second.weight = first.weight = embedding.weight
+    model = replace_linear_with_fp8(nn.ModuleList([first, second, embedding]))
+    assert_bitwise(model[0].weight, model[1].weight)
+    assert model[2].weight.dtype == torch.float32
+    assert_sqnr(embedding.weight, model[0].weight, product_floor_db("e4m3"))
+
+
+def test_lora_matrices_are_never_quantized() -> None:
+    """Rank 16 is a multiple of 16: sizes alone would let A and B through."""
+    model = get_peft_model(nn.ModuleDict({"layer": nn.Linear(32, 32)}), LoraConfig(r=16, target_modules=["layer"]))
+    replace_linear_with_fp8(model)
+    layer = model.base_model.model["layer"]
+    assert type(layer.base_layer) is FP8Linear
+    assert type(layer.lora_A["default"]) is type(layer.lora_B["default"]) is nn.Linear
+    assert set(model.fp8_report.skipped.values()) == {"a LoRA matrix: never quantized"}
+    assert layer.lora_A["default"].weight.requires_grad
+
+
+def test_restore_brings_back_plain_layers() -> None:
+    model = replace_linear_with_fp8(Model())
+    x = torch.randn(4, 32)
+    multiplied_by = model.body[0].weight.clone()
+    before = model.body(x)
+    assert restore_linear(model) is model
+    assert [type(m) for m in model.body] == [nn.Linear, nn.GELU, nn.Linear]
+    assert_bitwise(model.body[0].weight.detach(), multiplied_by)
+    assert_sqnr(before, model.body(x), product_floor_db("e4m3", "e4m3"))  # gone are two casts of x
+    restore_linear(model)
+    assert set(dict(model.body.named_parameters())) == {"0.weight", "0.bias", "2.weight", "2.bias"}
