@@ -109,11 +109,13 @@ class PackedSavedTensors:
         return saved_tensors_hooks(self._pack_attention, _unpack)
 
     def _pack_attention(self, tensor: Tensor) -> Tensor | _PackedView:
-        return self._pack(tensor) if self.config.attention == "fp8" and tensor.ndim == 4 else tensor
+        return self._pack(tensor) if self.config.attention == "fp8" and tensor.ndim == 4 else tensor.detach()
 
     def _pack(self, tensor: Tensor) -> Tensor | _PackedView:
         if not self._is_worth_packing(tensor):
-            return tensor
+            # an operator's own output, returned as it is, would hold the operator that holds it: a graph that is
+            # dropped without a backward pass would never be freed
+            return tensor.detach()
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.dtype, tensor._version)
         if key not in self._packed:

@@ -221,6 +221,19 @@ def test_nothing_lives_on_after_backward() -> None:
     assert [ref() for ref in codes] == [None] * len(codes)
 
 
+@pytest.mark.parametrize("config", [SMALL, PackingConfig(min_elements=10**9)], ids=["packs", "packs nothing"])
+def test_a_graph_dropped_without_backward_is_freed(config: PackingConfig) -> None:
+    """A NaN loss, an exception, a validation pass: tensors that are left as they are must not hold their own node."""
+    block, x = Block(), torch.randn(2, T, D, requires_grad=True)
+    with PackedSavedTensors(config):
+        hidden = torch.tanh(x * 1)
+        y = torch.softmax(block(hidden), dim=-1)
+    nodes = [weakref.ref(hidden.untyped_storage()), weakref.ref(y.untyped_storage())]
+    del hidden, y
+    gc.collect()
+    assert [node() for node in nodes] == [None, None]
+
+
 def test_the_packed_tensor_itself_is_freed() -> None:
     w = torch.ones(8, 64, requires_grad=True)
     x = torch.randn(8, 64)

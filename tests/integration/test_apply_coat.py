@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -267,6 +268,21 @@ def test_inference_after_training_is_unpacked_and_deterministic() -> None:
     with torch.inference_mode():
         inside = predict(model)
     assert_bitwise(inside, first)
+
+
+def live_objects(*names: str) -> int:
+    gc.collect()
+    return sum(type(o).__name__ in names for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("mode", ["none", "all", "every_n"])
+def test_a_forward_pass_without_backward_leaves_nothing(mode: str) -> None:
+    model, _, _ = coat_flux_model({"memory": {"checkpointing": mode}})
+    before = live_objects("_PackedView", "_Keeper")
+    prediction = predict(model)
+    assert live_objects("_PackedView", "_Keeper") > before
+    del prediction
+    assert live_objects("_PackedView", "_Keeper") == before
 
 
 class TestUnknownArchitecture:
