@@ -13,7 +13,10 @@ from coat_flux.config import ConfigError
 from tests.helpers.aitk_standin.host import COAT_ENTRY, PACKAGE, VERSION, Host, copy_checkout, standin_host  # noqa: F401
 
 REFUSED = {
-    "unknown key": ({"coat": {"enabeld": True}}, r"config\.process\[0\]\.coat\.enabeld: unknown key; did you mean 'enabled'\?"),
+    "unknown key": (
+        {"coat": {"enabeld": True}},
+        r"config\.process\[0\]\.coat\.enabeld: unknown key; did you mean 'enabled'\?",
+    ),
     "accumulation steps": (
         {"train": {"optimizer": "coat_fp8_adamw", "gradient_accumulation_steps": 4}},
         r"train\.gradient_accumulation_steps=4: .* use train\.gradient_accumulation$",

@@ -18,9 +18,7 @@ from tests.tolerances import REPEATED_ROUND_TRIP_REL
 
 magnitudes = st.floats(min_value=0.0, max_value=2.0**127, width=32, allow_subnormal=True)
 FIXED_POINT = ExpansionConfig()
-constants = st.sampled_from(
-    [FIXED_POINT, PAPER_EXPANSION, ExpansionConfig(1.0, 0.0, 1.0)]
-)
+constants = st.sampled_from([FIXED_POINT, PAPER_EXPANSION, ExpansionConfig(1.0, 0.0, 1.0)])
 
 
 @settings(max_examples=200)

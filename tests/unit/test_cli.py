@@ -39,6 +39,10 @@ def job_file(tmp_path):
     return path
 
 
+class TrainingError(RuntimeError):
+    """Stands in for the engine's."""
+
+
 @pytest.fixture
 def trainer(monkeypatch):
     """Stands in for the engine's module; `.run` is what `train()` does, `.jobs` what it was given."""
@@ -51,7 +55,9 @@ def trainer(monkeypatch):
         def train(self):
             return seen.run()
 
-    monkeypatch.setitem(sys.modules, "coat_flux.engine.trainer", SimpleNamespace(COATTrainer=COATTrainer))
+    monkeypatch.setitem(
+        sys.modules, "coat_flux.engine.trainer", SimpleNamespace(COATTrainer=COATTrainer, TrainingError=TrainingError)
+    )
     for package in ("coat_core", "coat_flux"):
         monkeypatch.setattr(logging.getLogger(package), "level", logging.NOTSET)
     return seen
@@ -122,6 +128,12 @@ def test_a_dataset_error_needs_no_traceback(job_file, trainer, capsys):
     trainer.run = raises(DatasetError("photos: no images; put some there"))
     assert main(["train", str(job_file)]) == 2
     assert capsys.readouterr().err == "error: photos: no images; put some there\n"
+
+
+def test_a_training_that_went_wrong_needs_no_traceback(job_file, trainer, capsys):
+    trainer.run = raises(TrainingError("step 3: loss nan: must be finite; lower train.lr"))
+    assert main(["train", str(job_file)]) == 2
+    assert capsys.readouterr().err == "error: step 3: loss nan: must be finite; lower train.lr\n"
 
 
 def test_other_errors_keep_their_traceback(job_file, trainer):
