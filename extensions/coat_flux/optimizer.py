@@ -10,7 +10,7 @@ from coat_core.optim import FP8AdamW
 
 from .config import COATConfig
 
-__all__ = ["build_optimizer"]
+__all__ = ["build_optimizer", "describe_optimizer"]
 
 
 def build_optimizer(
@@ -19,8 +19,8 @@ def build_optimizer(
     """Build FP8AdamW from the `coat:` block and the host's `train.optimizer_params`.
 
     `optimizer.use_fp8: false`, like `enabled: false`, keeps both moments in fp32: torch.optim.AdamW to the last bit.
-    eps is torch's 1e-8 unless given (ai-toolkit passes 1e-6 to its own AdamW): with B = 0 at the start sqrt(v) of LoRA
-    moments is itself near 1e-6, and the error of the update was measured with 1e-8.
+    eps is 1e-6 unless given, as ai-toolkit passes to every AdamW of its own (torch's default is 1e-8): sqrt(v) of LoRA
+    moments is itself near 1e-6 at the start, so another eps would be another run than the bf16 one it is compared with.
 
     Args:
         params: parameters or param groups.
@@ -36,3 +36,17 @@ def build_optimizer(
     if not config.enabled:
         fp8_config = replace(fp8_config, use_fp8_m1=False, use_fp8_m2=False, stochastic_rounding=False)
     return FP8AdamW(params, lr=lr, fp8_config=fp8_config, **adamw)
+
+
+def describe_optimizer(optimizer: FP8AdamW) -> str:
+    """One line for the start of a run: how many parameters, and how both moments are stored."""
+    config = optimizer.fp8_config
+    count = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+    m1 = config.m1_format if config.use_fp8_m1 else "fp32"
+    m2 = config.m2_format if config.use_fp8_m2 else "fp32"
+    expansion = "on" if config.use_dynamic_range_expansion else "off"
+    rounding = ", stochastic rounding" if config.stochastic_rounding else ""
+    return (
+        f"FP8AdamW over {count:,} parameters, exp_avg {m1}, exp_avg_sq {m2}, blocks of {config.block_size}, "
+        f"expansion {expansion}{rounding}"
+    )

@@ -44,7 +44,7 @@ def test_adamw_arguments_and_defaults() -> None:
     optimizer = build_optimizer(make_params(), 2e-4, COATConfig())
     group = optimizer.param_groups[0]
     assert isinstance(optimizer, FP8AdamW)
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-4, (0.9, 0.999), 1e-8, 1e-2)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-4, (0.9, 0.999), 1e-6, 1e-2)
     given = {"betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.0, "block_size": 64}
     group = build_optimizer(make_params(), 2e-4, COATConfig(), given).param_groups[0]
     assert (tuple(group["betas"]), group["eps"], group["weight_decay"]) == ((0.8, 0.99), 1e-6, 0.0)
@@ -55,7 +55,7 @@ def test_use_fp8_false_is_torch_adamw_to_the_last_bit() -> None:
     ours, theirs = make_params(), make_params()
     config = COATConfig.from_dict({"optimizer": {"use_fp8": False}})
     run(build_optimizer(ours, 1e-3, config), ours, range(5))
-    run(torch.optim.AdamW(theirs, 1e-3, foreach=False), theirs, range(5))
+    run(torch.optim.AdamW(theirs, 1e-3, eps=1e-6, foreach=False), theirs, range(5))
     for a, b in zip(theirs, ours, strict=True):
         assert_bitwise(a.detach(), b.detach())
 

@@ -124,7 +124,7 @@ def test_the_optimizer_gets_the_block_s_values():
     block = {"optimizer": {"m2_format": "e5m2", "block_size": 64, "stochastic_rounding": True}}
     config, adamw = COATConfig.from_dict(block).optimizer_config()
     assert config == FP8QuantizationConfig(m2_format="e5m2", block_size=64, stochastic_rounding=True)
-    assert adamw == {}
+    assert adamw == {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2}
 
 
 def test_optimizer_params_override_the_block_and_pass_adamw_s_arguments_on():

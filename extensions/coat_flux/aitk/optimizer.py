@@ -19,7 +19,6 @@ from .host import HostError, load_core, rebind, say, show_logs
 if TYPE_CHECKING:
     import torch
 
-    from coat_core.optim import FP8AdamW
 
 __all__ = ["OPTIMIZER_NAME", "install_optimizer", "is_wrapped", "load_error"]
 
@@ -75,24 +74,13 @@ def _wrap(original: Callable) -> Callable:
 
 def _build(params: Any, lr: float, optimizer_params: dict | None) -> torch.optim.Optimizer:
     load_core()
-    from ..optimizer import build_optimizer
+    from ..optimizer import build_optimizer, describe_optimizer
 
     show_logs()
     optimizer = build_optimizer(params, lr, active_config(), dict(optimizer_params or {}))
     _guard_loading(optimizer)
-    count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    what = f"{type(optimizer).__name__} over {count:,} parameters, {_describe(optimizer)}"
-    say(f"[coat] optimizer {OPTIMIZER_NAME}: {what}")
+    say(f"[coat] optimizer {OPTIMIZER_NAME}: {describe_optimizer(optimizer)}")
     return optimizer
-
-
-def _describe(optimizer: FP8AdamW) -> str:
-    config = optimizer.fp8_config
-    m1 = config.m1_format if config.use_fp8_m1 else "fp32"
-    m2 = config.m2_format if config.use_fp8_m2 else "fp32"
-    expansion = "on" if config.use_dynamic_range_expansion else "off"
-    rounding = ", stochastic rounding" if config.stochastic_rounding else ""
-    return f"exp_avg {m1}, exp_avg_sq {m2}, blocks of {config.block_size}, expansion {expansion}{rounding}"
 
 
 def _guard_loading(optimizer: torch.optim.Optimizer) -> None:

@@ -116,7 +116,7 @@ class COATConfig:
             key_path: dotted key of the block, named in errors.
 
         Returns:
-            (config, keyword arguments of AdamW that were given).
+            (config, keyword arguments of AdamW).
 
         Raises:
             ConfigError: unknown keys or refused values in `optimizer_params`.
@@ -126,7 +126,7 @@ class COATConfig:
         findings = Findings(file)
         given = parse_optimizer_params(optimizer_params, key_path, findings)
         findings.raise_if_any()
-        adamw = {option.key: given.pop(option.key) for option in ADAMW_OPTIONS if option.key in given}
+        adamw = {option.key: given.pop(option.key, option.default) for option in ADAMW_OPTIONS}
         values = {**to_plain(self.optimizer), **given}
         use_fp8 = values.pop("use_fp8")
         values["use_fp8_m1"] = use_fp8 and values["use_fp8_m1"]

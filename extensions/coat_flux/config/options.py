@@ -79,7 +79,7 @@ BY_KEY: dict[str, Option] = {option.key: option for option in OPTIONS}
 
 ADAMW_OPTIONS: tuple[Option, ...] = (
     Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
-    Option("eps", 1e-8, "float", "added to sqrt(exp_avg_sq)", above=0),
+    Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq); the default is ai-toolkit's for every AdamW", above=0),
     Option("weight_decay", 1e-2, "float", "decoupled weight decay", minimum=0),
 )
 

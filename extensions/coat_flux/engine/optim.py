@@ -18,19 +18,20 @@ from torch.optim.lr_scheduler import (
 )
 
 from ..config import COATConfig
+from ..config.options import ADAMW_OPTIONS
 from ..optimizer import build_optimizer
 
 __all__ = ["advance", "make_optimizer", "make_scheduler", "restore_optimizer"]
 
 COAT_NAME = "coat_fp8_adamw"
-HOST_EPS = 1e-6
+HOST_EPS = next(option.default for option in ADAMW_OPTIONS if option.key == "eps")
 DEFAULT_WARMUP_STEPS = 1000
 
 
 def make_optimizer(
     name: str, params: Iterable[torch.nn.Parameter], lr: float, config: COATConfig, optimizer_params: Mapping[str, Any]
 ) -> Optimizer:
-    """The optimizer `train.optimizer` names, with ai-toolkit's defaults (eps 1e-6 for all but ours).
+    """The optimizer `train.optimizer` names, with ai-toolkit's default of eps, 1e-6.
 
     Args:
         name: coat_fp8_adamw, adamw, adam or adamw8bit (bitsandbytes); upper and lower case are the same.

@@ -18,12 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from coat_core.optim import FP8AdamW
+
 from ..config.job_config import JobConfig
 from ..data.dataset import BucketBatchSampler, scan
 from ..data.loader import LatentDataset, cache_all
 from ..flux import apply_coat
 from ..lora import attach_lora
 from ..memory.stats import MemoryLog
+from ..optimizer import describe_optimizer
 from .ema import LoraEMA
 from .loading import Encoders, load_encoders, load_transformer
 from .network import add_lora, load_lora_tensors, lora_parameters, lora_targets
@@ -127,6 +130,8 @@ def _prepare_optimizer(
 ) -> Optimizer:
     train = job.train
     optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, train.optimizer_params or {})
+    if isinstance(optimizer, FP8AdamW):
+        log.say(f"optimizer {train.optimizer}: {describe_optimizer(optimizer)}")
     if point is not None:
         _restore_optimizer(optimizer, job.folder, point, train.optimizer, log)
     return optimizer

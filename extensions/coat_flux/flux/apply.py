@@ -52,6 +52,7 @@ def apply_coat(
         return report
     _check_model(model)
     policy = policy_for(model)
+    report.asked = _asked(config)
     run_device = torch.device(device) if device is not None else next(model.parameters()).device
     _check_patterns(model, config)
     for name, module in list(model.named_modules()):
@@ -157,6 +158,12 @@ def _describe(linear: FP8LinearConfig, stored: bool, high_precision: bool) -> st
     if high_precision:
         return f"{weight}, high precision GEMM"
     return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"
+
+
+def _asked(config: COATConfig) -> str:
+    if not (config.weight.use_fp8 or config.activation.use_fp8):
+        return "W and GEMMs in high precision"
+    return _describe(config.linear_config(), config.weight.use_fp8, not config.activation.use_fp8)
 
 
 def _check_fallback(report: CoatReport, config: COATConfig) -> None:

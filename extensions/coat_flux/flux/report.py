@@ -10,6 +10,7 @@ class CoatReport:
     """Result of `apply_coat`, by full module name.
 
     Attributes:
+        asked: what the config asks of a linear of the blocks, in words.
         converted: linears whose weight is FP8 or whose GEMMs are.
         got: name → what the layer does now, in words.
         why: name → reason, where a layer got less than the config asks for in general.
@@ -17,6 +18,7 @@ class CoatReport:
         checkpointing: one line on recomputation and saved tensors.
     """
 
+    asked: str = ""
     converted: list[str] = field(default_factory=list)
     got: dict[str, str] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
@@ -45,7 +47,8 @@ class CoatReport:
         """Return the start-up table as text."""
         rows = [("layers", "count", "got", "why"), *((g, str(n), got, why) for g, n, got, why in self.rows())]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+        lines = [f"asked for: {self.asked}"] if self.asked else []
+        lines += ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
         if self.checkpointing:
             lines.append(self.checkpointing)
         return "\n".join(line.rstrip() for line in lines)
