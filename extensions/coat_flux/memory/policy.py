@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # bytes kept per element of hidden states: (bf16 with fp32 LoRA, packed FP8); scripts/bench_memory.py, EXPERIMENTS.md
-SAVED_BYTES = {"FluxTransformerBlock": (63.0, 19.3), "FluxSingleTransformerBlock": (63.0, 18.1)}
-SAVED_BYTES_UNKNOWN = (63.0, 30.0)
+SAVED_BYTES = {"FluxTransformerBlock": (62.3, 18.6), "FluxSingleTransformerBlock": (62.2, 17.6)}
+SAVED_BYTES_UNKNOWN = (62.3, 30.0)
 
 
 class BlockPolicy:
