@@ -94,7 +94,7 @@ def test_host_that_forbids_recomputation(mode: str) -> None:
 
 def budget_for(kept: int, elements: int = ELEMENTS) -> float:
     """GB that are just enough for `kept` of the six blocks, by the policy's own estimate of what a block saves."""
-    high_precision, packed = SAVED_BYTES_UNKNOWN
+    high_precision, packed, _ = SAVED_BYTES_UNKNOWN
     return elements * (high_precision + kept * packed + (BLOCKS - kept) * 1.03 + 1) / 1e9
 
 

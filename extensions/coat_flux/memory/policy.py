@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# bytes kept per element of hidden states: (bf16 with fp32 LoRA, packed FP8); scripts/bench_memory.py, EXPERIMENTS.md
-SAVED_BYTES = {"FluxTransformerBlock": (62.3, 18.6), "FluxSingleTransformerBlock": (62.2, 17.6)}
-SAVED_BYTES_UNKNOWN = (62.3, 30.0)
+# bytes kept per element of hidden states: bf16 with fp32 LoRA, packed FP8, packed FP8 but attention in bf16;
+# scripts/bench_memory.py, EXPERIMENTS.md
+SAVED_BYTES = {"FluxTransformerBlock": (62.3, 18.6, 22.5), "FluxSingleTransformerBlock": (62.2, 17.6, 21.4)}
+SAVED_BYTES_UNKNOWN = (62.3, 30.0, 34.0)
 
 
 class BlockPolicy:
@@ -139,13 +140,16 @@ class BlockPolicy:
             logger.warning("memory.budget_gb: even recomputing every block may exceed the budget; lower the resolution")
 
     def _saved_bytes(self, block: nn.Module) -> float:
-        return _rates(block)[1 if self.packs else 0]
+        high_precision, packed, attention_kept = _rates(block)
+        if not self.packs:
+            return high_precision
+        return packed if self.packing.attention == "fp8" else attention_kept
 
     def _input_bytes(self) -> float:
         return 1.03 if self.memory.enable_efficient_checkpoint else 2.0
 
 
-def _rates(block: nn.Module) -> tuple[float, float]:
+def _rates(block: nn.Module) -> tuple[float, float, float]:
     return SAVED_BYTES.get(type(block).__name__, SAVED_BYTES_UNKNOWN)
 
 
