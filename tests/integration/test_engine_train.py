@@ -244,7 +244,7 @@ def test_final_lora_loads_into_a_diffusers_pipeline(place: dict[str, Path]) -> N
         return pipeline("sks shirt", generator=torch.Generator().manual_seed(0), **size).images
 
     before = draw()
-    pipeline.load_lora_weights(final)
+    pipeline.load_lora_weights(final.parent, weight_name=final.name)
     assert len(pipeline.transformer.peft_config["default_0"].target_modules) > 0
     layer = pipeline.transformer.transformer_blocks[1].attn.to_v
     saved = load_file(final)["transformer.transformer_blocks.1.attn.to_v.lora_B.weight"]

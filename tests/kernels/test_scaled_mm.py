@@ -60,7 +60,10 @@ def torch_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtyp
 @pytest.mark.parametrize("m", [1, 3, 17])
 def test_reference_agrees_with_torchs_own_operator(m: int, a_format: str, b_format: str, scaling: str) -> None:
     args = operands(torch.device("cpu"), m, a_format=a_format, b_format=b_format, scaling=scaling)
-    theirs = torch_scaled_mm(*args, torch.bfloat16)
+    try:
+        theirs = torch_scaled_mm(*args, torch.bfloat16)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
     assert_sqnr(theirs, scaled_mm(*args, None, torch.bfloat16), SCALED_MM_BF16_FLOOR_DB)
 
 

@@ -97,4 +97,5 @@ def test_enumerated_values_are_the_format(fmt: Format) -> None:
 def test_torch_own_cast_overflows_in_e5m2() -> None:
     """Why saturating_cast exists: the day torch saturates E5M2 too, this test says so."""
     assert torch.tensor([1e6]).to(torch.float8_e5m2).to(torch.float32).item() == math.inf
-    assert torch.tensor([1e6]).to(torch.float8_e4m3fn).to(torch.float32).item() == E4M3.max
+    e4m3 = torch.tensor([1e6]).to(torch.float8_e4m3fn).to(torch.float32).item()
+    assert e4m3 == E4M3.max or math.isnan(e4m3)  # torch 2.13 saturates here, 2.9 gives NaN
