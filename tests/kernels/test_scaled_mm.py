@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR
-from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
+from coat_core.kernels.scaled_mm import _scaled_mm_cuda, scaled_mm, unsupported_reason
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import SCALED_MM_BF16_FLOOR_DB, SCALED_MM_FP32_FLOOR_DB
@@ -65,6 +65,27 @@ def test_reference_agrees_with_torchs_own_operator(m: int, a_format: str, b_form
     except RuntimeError as error:
         pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
     assert_sqnr(theirs, scaled_mm(*args, None, torch.bfloat16), SCALED_MM_BF16_FLOOR_DB)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("a_scaling", "b_scaling"), [("tensor", "tensor"), ("row", "row"), ("row", "tensor")])
+def test_gpu_path_calls_torchs_operator_rightly(
+    a_scaling: str, b_scaling: str, dtype: torch.dtype, bias: bool, transposed: bool
+) -> None:
+    """The body of the CUDA kernel, on CPU tensors: torch's operator has the same arguments on both."""
+    cpu = torch.device("cpu")
+    a, a_scale, *_ = operands(cpu, m=7, scaling=a_scaling, a_format="e5m2")
+    *_, b, b_scale = operands(cpu, scaling=b_scaling)
+    b = b.t().contiguous().t() if transposed else b
+    bias_N = torch.randn(b.shape[0], dtype=torch.bfloat16) if bias else None
+    try:
+        ours = _scaled_mm_cuda(a, a_scale, b, b_scale, bias_N, dtype)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
+    assert ours.dtype == dtype
+    assert_sqnr(scaled_mm(a, a_scale, b, b_scale, bias_N, dtype), ours, SCALED_MM_BF16_FLOOR_DB)
 
 
 def test_bias_is_added_before_the_only_rounding() -> None:
