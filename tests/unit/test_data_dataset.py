@@ -130,6 +130,13 @@ def test_empty_folder(tmp_path):
         scan([config(tmp_path / "full"), config(tmp_path / "empty")])
 
 
+def test_photos_in_formats_that_are_not_read_are_named(tmp_path, caplog):
+    photo(tmp_path / "a.png", caption="a")
+    (tmp_path / "IMG_1.HEIC").write_bytes(b"phone")
+    assert len(scan([config(tmp_path)])) == 1
+    assert "1 images are not read (first: IMG_1.HEIC); save them as one of .jpg" in caplog.text
+
+
 def test_all_unreadable_images_are_named_at_once(tmp_path):
     photo(tmp_path / "good.png")
     for i in range(7):

@@ -79,10 +79,12 @@ def _train(args: argparse.Namespace) -> None:
     from ..engine.loading import ModelLoadError
     from ..engine.resume import ResumeError
     from ..engine.trainer import COATTrainer, TrainingError
+    from ..engine.workers import LaunchError
+    from ..flux.apply import FallbackError
 
     try:
         COATTrainer(job).train()
-    except (DatasetError, ModelLoadError, ResumeError, TrainingError) as error:
+    except (DatasetError, FallbackError, LaunchError, ModelLoadError, ResumeError, TrainingError) as error:
         raise _Refused(str(error)) from error
 
 

@@ -18,6 +18,7 @@ from .images import image_size
 logger = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+_OTHER_IMAGES = (".heic", ".heif", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jxl", ".dng")
 _CONTROL_FOLDER = "_controls"  # ai-toolkit keeps conditioning images there
 _LISTED = 5
 
@@ -74,6 +75,7 @@ def scan(dataset_configs: Sequence[Any], trigger_word: str | None = None, *, ste
     samples: list[Sample] = []
     for index, config in enumerate(dataset_configs):
         paths = _images_of(index, config)
+        _report_unread(config.folder_path)
         sizes = _sizes_of(paths)
         captions = _captions_of(paths, config, trigger_word)
         dropped = inject_trigger("", trigger_word)
@@ -101,6 +103,19 @@ def _images_of(index: int, config: Any) -> list[Path]:
     if not paths:
         raise DatasetError(f"{where}: the folder has no images; {wanted}")
     return paths
+
+
+def _report_unread(folder: Path | str) -> None:
+    """Name photos in formats that are not read, such as a phone's HEIC: they would be missed in silence."""
+    unread = sorted(path.name for path in Path(folder).rglob("*") if path.suffix.lower() in _OTHER_IMAGES)
+    if unread:
+        logger.warning(
+            "%s: %d images are not read (first: %s); save them as one of %s to train on them",
+            folder,
+            len(unread),
+            unread[0],
+            ", ".join(IMAGE_EXTENSIONS),
+        )
 
 
 def _sizes_of(paths: list[Path]) -> dict[Path, tuple[int, int]]:

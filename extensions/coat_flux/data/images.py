@@ -80,6 +80,8 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
 
 
 def _unreadable(path: Path | str, error: Exception) -> DatasetError:
+    if isinstance(error, Image.DecompressionBombError):
+        return DatasetError(f"{path}: is too large to be read ({error}); make it smaller, or remove it")
     return DatasetError(
         f"{path}: cannot be read as an image ({error}); open it and save it again as PNG or JPEG, or remove it"
     )

@@ -189,7 +189,7 @@ def _prepare_transformer(job: JobConfig, workers: Workers, log: RunLog, dtype: t
     transformer.to(workers.device)
     add_lora(transformer, targets, job.network.linear, seed=seed_of(job), dropout=job.network.dropout or 0.0)
     if job.coat.enabled:
-        log.say(attach_lora(transformer, job.coat).summary())
+        attach_lora(transformer, job.coat)
     log.say(f"LoRA: rank {job.network.linear} on {len(targets)} linears")
     return transformer.train()
 

@@ -19,10 +19,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, broadcast
 from torch import Tensor, nn
 
-__all__ = ["Workers"]
+__all__ = ["LaunchError", "Workers"]
 
 MAX_WAIT_HOURS = 12  # the others wait while the main process fills the caches or draws samples
 logger = logging.getLogger(__name__)
+
+
+class LaunchError(RuntimeError):
+    """The processes were started in a way that cannot train together."""
 
 
 class Workers:
@@ -34,7 +38,7 @@ class Workers:
             goes to the CPU, with a warning.
 
     Raises:
-        RuntimeError: `accelerate launch` was asked for several processes and started one.
+        LaunchError: `accelerate launch` was asked for several processes and started one.
     """
 
     def __init__(self, device: str | None = None):
@@ -98,7 +102,7 @@ def _check_launch(world_size: int) -> None:
     """`accelerate launch --cpu --num_processes 2` leaves starting two to mpirun, starts one, and does not say so."""
     launched_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
     if launched_on_cpu and "MASTER_ADDR" in os.environ and world_size == 1:
-        raise RuntimeError(
+        raise LaunchError(
             "accelerate launch --cpu with several num_processes starts only one, without mpirun; "
             "use accelerate launch --multi_gpu --num_processes N, which also works without GPUs"
         )

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class FallbackError(RuntimeError):
+    """`fallback: error`, and FP8 cannot be used for a layer or on this device."""
+
+
 def apply_coat(
     model: nn.Module,
     config: COATConfig,
@@ -45,7 +49,7 @@ def apply_coat(
     Raises:
         ValueError: an include/exclude pattern matches no layer, `memory.checkpointing` asks for recomputation that
             the host forbids, or the model has no blocks.
-        RuntimeError: `fallback: error` and FP8 cannot be used on this device.
+        FallbackError: `fallback: error` and FP8 cannot be used on this device.
     """
     report = CoatReport()
     if not config.enabled:
@@ -171,7 +175,7 @@ def _check_fallback(report: CoatReport, config: COATConfig) -> None:
     failed = {name: why for name, why in reasons.items() if why.startswith("fallback: ")}
     if failed and config.fallback == "error":
         name, why = next(iter(failed.items()))
-        raise RuntimeError(
+        raise FallbackError(
             f"coat.fallback='error': {len(failed)} layers cannot be FP8 (first {name}: "
             f"{why.removeprefix('fallback: ')}); set coat.fallback: bf16 or change coat.activation / coat.weight"
         )
