@@ -12,7 +12,7 @@ from torch import nn
 
 from coat_core.linear import FP8Linear, FP8TrainableLinear, restore_linear
 from coat_core.metrics import cosine
-from coat_flux.config import COATConfig
+from coat_flux.config import COATConfig, ConfigError
 from coat_flux.flux import apply_coat
 from coat_flux.memory import policy as memory_policy
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
@@ -341,3 +341,9 @@ def test_batches_of_two_and_larger_images() -> None:
         similarity = [cosine(expected[name], gradient) for name, gradient in gradients.items()]
         assert sum(similarity) / 80 > FLUX_GRADIENT_COSINE_MEAN
     assert flux_inputs(batch=2)["hidden_states"].shape == (2, 64, 64)
+
+
+def test_a_pattern_that_matches_nothing_is_a_config_error() -> None:
+    """The command line prints those without a traceback."""
+    with pytest.raises(ConfigError, match=r"coat\.activation\.exclude: 'proj_uot' matches no linear layer"):
+        apply_coat(tiny_flux(), config(activation={"exclude": ["proj_uot"]}))

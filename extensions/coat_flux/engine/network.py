@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from ..config.findings import ConfigError
 from .seeding import Stream, generator_for
 
 __all__ = ["add_lora", "load_lora_tensors", "lora_parameters", "lora_targets"]
@@ -45,14 +46,14 @@ def lora_targets(
         Names in module order.
 
     Raises:
-        ValueError: nothing is left to train.
+        ConfigError: nothing is left to train.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if transformer_only:
         names = [name for name in names if name.split(".")[0] in BLOCK_LISTS]
     chosen = [name for name in names if _is_chosen(KEY_PREFIX + name, only_if_contains, ignore_if_contains)]
     if not chosen:
-        raise ValueError(
+        raise ConfigError(
             f"network.network_kwargs: only_if_contains={only_if_contains}, ignore_if_contains={ignore_if_contains}: "
             f"none of the model's {len(names)} linears is left to train; a name looks like {KEY_PREFIX}{names[0]}"
         )

@@ -13,6 +13,7 @@ from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion
 
+from ..config.findings import ConfigError
 from ..memory.policy import BlockPolicy
 from .policy import ArchitecturePolicy, matches, policy_for
 from .report import CoatReport
@@ -47,7 +48,8 @@ def apply_coat(
         CoatReport; `report.table()` is the start-up table.
 
     Raises:
-        ValueError: an include/exclude pattern matches no layer, `memory.checkpointing` asks for recomputation that
+        ConfigError: an include/exclude pattern matches no layer.
+        ValueError: `memory.checkpointing` asks for recomputation that
             the host forbids, or the model has no blocks.
         FallbackError: `fallback: error` and FP8 cannot be used on this device.
     """
@@ -87,7 +89,7 @@ def _check_patterns(model: nn.Module, config: COATConfig) -> None:
     for key in ("include", "exclude"):
         for pattern in getattr(config.activation, key):
             if not any(matches(name, (pattern,)) for name in names):
-                raise ValueError(
+                raise ConfigError(
                     f"coat.activation.{key}: {pattern!r} matches no linear layer of {type(model).__name__}; "
                     f"patterns are matched against full names such as {names[-1]!r}"
                 )
