@@ -13,6 +13,8 @@ import yaml
 
 from coat_flux.cli import main
 from coat_flux.data.errors import DatasetError
+from coat_flux.engine.workers import LaunchError
+from coat_flux.flux.apply import FallbackError
 
 JOB = {
     "job": "extension",
@@ -134,6 +136,13 @@ def test_a_training_that_went_wrong_needs_no_traceback(job_file, trainer, capsys
     trainer.run = raises(TrainingError("step 3: loss nan: must be finite; lower train.lr"))
     assert main(["train", str(job_file)]) == 2
     assert capsys.readouterr().err == "error: step 3: loss nan: must be finite; lower train.lr\n"
+
+
+def test_a_launch_or_a_fallback_that_is_refused_needs_no_traceback(job_file, trainer, capsys):
+    for error in (LaunchError("starts only one"), FallbackError("coat.fallback='error': 1 layers cannot be FP8")):
+        trainer.run = raises(error)
+        assert main(["train", str(job_file)]) == 2
+        assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_other_errors_keep_their_traceback(job_file, trainer):
