@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from coat_core.autograd import first_order_only
 from coat_core.formats import get_format
 from coat_core.granularity import Granularity
 from coat_core.quantize import Quantized, dequantize, quantize_once
@@ -33,7 +33,7 @@ class _LinearWithFP8Input(torch.autograd.Function):
         return torch.nn.functional.linear(x, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         codes, scale, weight = ctx.saved_tensors
         dx = dw = None

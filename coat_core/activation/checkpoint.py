@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from coat_core.activation.packing import PACKED_DTYPES
+from coat_core.autograd import first_order_only
 from coat_core.granularity import PER_GROUP, Granularity
 from coat_core.quantize import Quantized, quantize
 
@@ -43,7 +44,7 @@ class _Anchor(torch.autograd.Function):
         return x.new_zeros(1).expand(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
@@ -54,7 +55,7 @@ class _Read(torch.autograd.Function):
         return keeper.read()
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -65,8 +66,9 @@ def fp8_checkpoint(
     fmt: str = "e4m3",
     granularity: Granularity = PER_GROUP,
     min_elements: int = 4096,
+    **kwargs: Any,
 ) -> Any:
-    """Run `function(*args)` under checkpointing, keeping its large floating tensor arguments in FP8.
+    """Run `function(*args, **kwargs)` under checkpointing, keeping its large floating tensor arguments in FP8.
 
     Args:
         function: block to recompute in backward; returns a tensor or a tuple of tensors.
@@ -75,19 +77,26 @@ def fp8_checkpoint(
         fmt: "e4m3" or "e5m2".
         granularity: scaling of the kept inputs.
         min_elements: smaller tensors are kept exactly.
+        **kwargs: more arguments, kept as `args` are.
 
     Returns:
         What `function` returns; the forward values are those of the exact inputs.
     """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    inputs, positional, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
     keepers: dict[int, _Keeper] = {}
-    anchored = list(args)
-    for i, arg in enumerate(args):
-        if isinstance(arg, Tensor) and arg.requires_grad and arg.numel() >= min_elements:
-            keepers[i] = _Keeper(arg, fmt, granularity)
-            anchored[i] = _Anchor.apply(arg)
+    for i, x in enumerate(inputs):
+        if isinstance(x, Tensor) and x.requires_grad and _is_worth_keeping(x, min_elements):
+            keepers[i] = _Keeper(x, fmt, granularity)
+            inputs[i] = _Anchor.apply(x)
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: Any) -> Any:  # outlives this call: must not refer to args or kwargs
         read = [_Read.apply(x, keepers[i]) if i in keepers else x for i, x in enumerate(inputs)]
-        return function(*read)
+        return function(*read[:positional], **dict(zip(names, read[positional:], strict=True)))
 
-    return checkpoint(run, *anchored, use_reentrant=False)
+    return checkpoint(run, *inputs, use_reentrant=False)
+
+
+def _is_worth_keeping(x: Tensor, min_elements: int) -> bool:
+    return x.dtype in PACKED_DTYPES and x.layout == torch.strided and x.ndim > 0 and x.numel() >= max(min_elements, 1)

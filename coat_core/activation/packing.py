@@ -4,17 +4,25 @@ Norms, GELU, gates and attention save their inputs and outputs in high precision
 large floating tensor that autograd saves is stored as FP8 with 1×G (or per tensor) scales and comes back in its own
 dtype in backward. Each storage is packed once, however many operators save it and through whatever views.
 
-Left alone: parameters and buffers, integer and FP8 tensors, small tensors (row statistics), tensors whose last
-dimension is short (a LoRA's rank-r activations), and everything but q, k, v and out inside attention (its
-log-sum-exp must stay exact).
+Left alone: parameters, buffers and all that is passed as `keep`, trained parameters and their autocast copies, integer
+and FP8 tensors, small tensors, tensors whose last dimension is short (a LoRA's rank-r activations), and statistics: one
+fp32 value per row of the tensor saved just before (attention's log-sum-exp, whichever kernel saved it) or the scales of
+FP8 codes saved just before. Of scaled_dot_product_attention only q, k, v, out and probabilities are packed, no mask.
+A frozen weight that autocast copies is no parameter any more: its copy is packed as an activation is.
 
-Do not open this inside a block under `torch.utils.checkpoint`: its hooks would displace checkpoint's own.
+A tensor may be changed in place after it was packed: backward sees the values that were saved. One that was left alone
+may not, and backward says so, as it does without hooks.
+
+Opened inside a block under non-reentrant `torch.utils.checkpoint` this does nothing: its hooks would displace those of
+checkpoint, which keeps none of these tensors.
 Source: arXiv 2410.19313, section 5.1 (non-linear layers keep FP8 with 1×G groups).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +32,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from coat_core.formats import get_format
+from coat_core.autograd import refuse_second_order
+from coat_core.formats import FORMATS, get_format
 from coat_core.granularity import PER_GROUP, Granularity
 from coat_core.quantize import Quantized, quantize
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODE_DTYPES = tuple(fmt.dtype for fmt in FORMATS.values())
 SHORTEST_ROW = 32  # tensors with a shorter last dimension are row statistics or rank-r activations
+STATISTICS_PADDING = 32  # some attention kernels round the rows of their log-sum-exp up to a multiple of this
+
+_thread = threading.local()  # .innermost: the PackedSavedTensors opened last in this thread
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,8 @@ class PackingConfig:
             raise ValueError("granularity='per_row': saved tensors are packed per_group or per_tensor")
         if self.attention not in ("fp8", "bf16"):
             raise ValueError(f"attention={self.attention!r}: must be fp8 or bf16")
+        if self.min_elements < 1:
+            raise ValueError(f"min_elements={self.min_elements!r}: must be at least 1")
 
 
 @dataclass
@@ -75,12 +90,41 @@ class _PackedView:
     offset: int
 
     def unpack(self) -> Tensor:
+        refuse_second_order()
         flat = self.storage.quantized.dequantize(self.storage.dtype)
         return flat.as_strided(self.size, self.stride, self.offset)
 
 
+class _Exact:
+    """A tensor that is left alone, with torch's own check that it is not changed in place until backward.
+
+    Autograd does not check what passes through hooks. Detached: an operator's own output, held as it is, would hold the
+    operator that holds it, and a graph that is dropped without a backward pass would never be freed.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # shares the version counter
+        self._version = tensor._version
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype} saved for backward was changed "
+                f"in place since (version {self._version}, now {self.tensor._version}): change a clone of it, or after "
+                "the backward pass"
+            )
+        return self.tensor
+
+
+def _unpack(saved: _Exact | _PackedView) -> Tensor:
+    return saved.unpack()
+
+
 class PackedSavedTensors:
     """Context manager: tensors saved for backward inside it are stored in FP8.
+
+    It belongs to the thread that opens it. Opened inside another one it takes over, and what the outer one has packed
+    or keeps is neither packed again nor packed at all.
 
     Args:
         config: how they are stored.
@@ -90,49 +134,95 @@ class PackedSavedTensors:
 
     def __init__(self, config: PackingConfig, keep: Iterable[Tensor] = ()) -> None:
         self.config = config
-        self._kept_storages = {tensor.untyped_storage().data_ptr() for tensor in keep}
+        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in keep}
         self._packed: dict[tuple[Any, ...], tuple[StorageWeakRef, _PackedStorage]] = {}
-        self._stack: list[Any] = []
+        self._before: tuple[torch.dtype, torch.Size] | None = None  # of the tensor saved just before
+        self._open: list[ExitStack] = []
 
     def __enter__(self) -> PackedSavedTensors:
-        for context in (saved_tensors_hooks(self._pack, _unpack), _AttentionMode(self._attention_hooks)):
-            context.__enter__()
-            self._stack.append(context)
+        with ExitStack() as stack:
+            if not _checkpoint_records():
+                outer: PackedSavedTensors | None = getattr(_thread, "innermost", None)
+                stack.callback(setattr, _thread, "innermost", outer)
+                if outer is None:
+                    stack.callback(self._packed.clear)
+                else:
+                    self._packed = outer._packed
+                    self._kept_storages |= outer._kept_storages
+                _thread.innermost = self
+                stack.enter_context(saved_tensors_hooks(self._pack, _unpack))
+                stack.enter_context(_AttentionMode(self))
+            self._open.append(stack.pop_all())
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        while self._stack:
-            self._stack.pop().__exit__(*exc_info)
-        self._packed.clear()
+        self._open.pop().__exit__(*exc_info)
 
-    def _attention_hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._pack_attention, _unpack)
+    def _is_on_top(self) -> bool:
+        """Whether a tensor that is saved now comes to this one, and not to hooks that were opened after it."""
+        top = _top_hooks()
+        return top is not None and top[0] == self._pack
 
-    def _pack_attention(self, tensor: Tensor) -> Tensor | _PackedView:
-        return self._pack(tensor) if self.config.attention == "fp8" and tensor.ndim == 4 else tensor.detach()
+    def _pack_attention(self, tensor: Tensor, ndim: int, mask_length: int | None) -> _Exact | _PackedView:
+        """As `_pack`, for what attention with inputs of `ndim` dimensions saves.
 
-    def _pack(self, tensor: Tensor) -> Tensor | _PackedView:
-        if not self._is_worth_packing(tensor):
-            # an operator's own output, returned as it is, would hold the operator that holds it: a graph that is
-            # dropped without a backward pass would never be freed
-            return tensor.detach()
-        storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.dtype, tensor._version)
+        A mask holds −inf, which FP8 has not. It or torch's copy of it has rows of `mask_length`, the number of keys.
+        """
+        is_mask = mask_length is not None and tensor.shape[-1:] == (mask_length,)
+        if self.config.attention == "bf16" or is_mask or tensor.ndim != ndim:
+            return _Exact(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> _Exact | _PackedView:
+        worth_packing = self._is_worth_packing(tensor)
+        self._before = tensor.dtype, tensor.shape
+        if not worth_packing:
+            return _Exact(tensor)
+        storage, how = tensor.untyped_storage(), (self.config.format, self.config.granularity)
+        key = (storage._cdata, tensor.dtype, tensor._version, how)
         if key not in self._packed:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            packed = _PackedStorage(quantize(flat, self.config.format, self.config.granularity), tensor.dtype)
+            packed = _PackedStorage(quantize(flat, *how), tensor.dtype)
             self._packed[key] = (StorageWeakRef(storage), packed)  # the weak reference keeps the address from reuse
         return _PackedView(self._packed[key][1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _is_worth_packing(self, tensor: Tensor) -> bool:
+        if tensor.dtype not in PACKED_DTYPES or tensor.layout != torch.strided or tensor.ndim == 0:
+            return False
+        storage = tensor.untyped_storage()
         return (
-            tensor.dtype in PACKED_DTYPES
-            and tensor.layout == torch.strided
-            and tensor.numel() >= self.config.min_elements
+            min(tensor.numel(), storage.nbytes() // tensor.itemsize) >= self.config.min_elements  # expanded: few
             and tensor.shape[-1] >= SHORTEST_ROW
+            and not self._is_statistics(tensor)
             and not _is_trained(tensor)
-            and tensor.untyped_storage().data_ptr() not in self._kept_storages
+            and storage._cdata not in self._kept_storages
         )
+
+    def _is_statistics(self, tensor: Tensor) -> bool:
+        """Whether this is fp32 with one value per row, or the scales, of the tensor saved just before it."""
+        if tensor.dtype != torch.float32 or self._before is None:
+            return False
+        dtype, shape = self._before
+        if dtype in CODE_DTYPES:
+            return tensor.ndim <= len(shape)
+        if tensor.ndim != len(shape) - 1:
+            return False
+        padding = tensor.numel() - shape[:-1].numel()
+        return 0 <= padding < STATISTICS_PADDING * tensor.shape[:-1].numel()
+
+
+def _top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The saved-tensor hooks that are called now, (pack, unpack); no public function tells."""
+    top: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
+        True
+    )
+    return top
+
+
+def _checkpoint_records() -> bool:
+    """Whether we are inside a function under non-reentrant torch.utils.checkpoint, first time or recomputing."""
+    top = _top_hooks()
+    return top is not None and top[0].__module__ == "torch.utils.checkpoint"
 
 
 def _is_trained(tensor: Tensor) -> bool:
@@ -144,21 +234,26 @@ def _is_trained(tensor: Tensor) -> bool:
     return made_by == "ToCopyBackward0" and source is not None and source.name() == "torch::autograd::AccumulateGrad"
 
 
-def _unpack(packed: Tensor | _PackedView) -> Tensor:
-    return packed.unpack() if isinstance(packed, _PackedView) else packed
-
-
 class _AttentionMode(TorchFunctionMode):
-    """Opens its own saved-tensor hooks around each scaled_dot_product_attention call."""
+    """Opens hooks of its own around each scaled_dot_product_attention call, where `packing` is what is called there."""
 
-    def __init__(self, hooks: Callable[[], saved_tensors_hooks]) -> None:
+    def __init__(self, packing: PackedSavedTensors) -> None:
         super().__init__()
-        self._hooks = hooks
+        self._packing = packing
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            with self._hooks():
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention or not self._packing._is_on_top():
+            return func(*args, **kwargs)
+        shape = _attention_shape(*args, **kwargs)
+        with saved_tensors_hooks(lambda tensor: self._packing._pack_attention(tensor, *shape), _unpack):
+            return func(*args, **kwargs)
+
+
+def _attention_shape(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> tuple[int, int | None]:
+    """Dimensions of attention's inputs, and the number of keys where it has a mask."""
+    return query.ndim, None if attn_mask is None else key.shape[-2]

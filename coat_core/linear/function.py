@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from coat_core.autograd import first_order_only, refuse_second_order
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
@@ -79,7 +79,7 @@ def _multiply(a: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None, 
     return out.reshape(*lead, -1)
 
 
-def _dgrad(grad: Tensor, codes: Tensor, scale: Tensor, config: FP8LinearConfig, in_fp8: bool) -> Tensor:
+def dgrad(grad: Tensor, codes: Tensor, scale: Tensor, config: FP8LinearConfig, in_fp8: bool) -> Tensor:
     """Return dx = dy · W for dy [..., N] and weight codes [N, K]; result [..., K] in dy's dtype."""
     per_row = scale.ndim == 2
     if not in_fp8 or config.grad_format == "bf16":
@@ -113,12 +113,13 @@ class _FrozenLinear(torch.autograd.Function):
         return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.in_fp8:  # by the dequantized weight it is an ordinary product, differentiable any number of times
+            refuse_second_order()
         codes, scale = ctx.saved_tensors
         dx = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = _dgrad(grad, codes, scale, ctx.config, ctx.in_fp8).to(ctx.x_dtype)
+            dx = dgrad(grad, codes, scale, ctx.config, ctx.in_fp8).to(ctx.x_dtype)
         if ctx.needs_input_grad[4]:
             dbias = _rows(grad).sum(0)
         return dx, None, None, None, dbias, None, None
@@ -144,12 +145,12 @@ class _TrainableLinear(torch.autograd.Function):
         return _multiply(quantized, codes, scale, bias, dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_codes, x_scale, codes, scale = ctx.saved_tensors
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = _dgrad(grad, codes, scale, ctx.config, in_fp8=True).to(ctx.x_dtype)
+            dx = dgrad(grad, codes, scale, ctx.config, in_fp8=True).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
             x_hat = dequantize(x_codes, x_scale, ctx.granularity, grad.dtype)
             dw = (_rows(grad).t() @ _rows(x_hat)).to(ctx.weight_dtype)

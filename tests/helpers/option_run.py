@@ -18,7 +18,7 @@ from coat_flux.engine.network import lora_parameters
 from coat_flux.flux import apply_coat
 from coat_flux.optimizer import build_optimizer
 from tests.helpers.flux import loss_of, predict, tiny_flux, tiny_lora
-from tests.helpers.saved_tensors import SavedTensors, recording
+from tests.helpers.saved_tensors import SavedTensors, recording, recording_fused
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYER = "transformer.transformer_blocks.0.attn.to_k"
@@ -40,13 +40,19 @@ class GemmLog(TorchDispatchMode):
 class Run:
     """A step of the tiny FLUX with LoRA: `text` is the YAML of the whole coat block.
 
+    The flow is generic where the text does not say otherwise: its saved tensors can be told apart by the operators that
+    saved them. `kept` has what the fused flow kept instead, as (name, tensors).
+
     `find_inputs` looks through all Python objects for the FP8 block inputs kept after the forward pass.
     """
 
     def __init__(
         self, text: str, lora_dtype: torch.dtype = torch.float32, seed: int = 0, find_inputs: bool = False
     ) -> None:
-        config = COATConfig.from_dict(yaml.safe_load(text))
+        block = yaml.safe_load(text)
+        block["activation"] = {"flow": "generic"} | block.get("activation", {})
+        self.fused = block["activation"]["flow"] == "fused"
+        config = COATConfig.from_dict(block)
         self.model = tiny_flux()
         self.report = apply_coat(self.model, config)
         self.lora_report = tiny_lora(self.model, config)
@@ -56,8 +62,9 @@ class Run:
         self.optimizer = build_optimizer(list(self.lora.values()), 1e-3, config)
         self.layer = self.model.transformer_blocks[0].attn.to_k.base_layer
         self.block_calls, self.block_inputs = 0, []
-        for block in self._blocks():
-            block.register_forward_pre_hook(self._see_block, with_kwargs=True)
+        if not self.fused:  # a block with hooks is not fused
+            for block in self._blocks():
+                block.register_forward_pre_hook(self._see_block, with_kwargs=True)
         self.find_inputs = find_inputs
         if find_inputs:
             gc.collect()  # what other tests left in reference cycles
@@ -74,7 +81,7 @@ class Run:
 
     def _step(self) -> None:
         self.forward_gemms, self.backward_gemms = GemmLog(), GemmLog()
-        with recording() as self.saved, self.forward_gemms:
+        with recording() as self.saved, recording_fused() as self.kept, self.forward_gemms:
             loss = loss_of(predict(self.model))
         self.saved_for_layer = _adapter_input(self.saved, self.lora[f"{LAYER}.lora_A.weight"])
         # the first block's input requires no gradient: all hold it, no one stores it
@@ -85,6 +92,11 @@ class Run:
             loss.backward()
         self.gradients = {name: param.grad.clone() for name, param in self.lora.items()}
         self.optimizer.step()
+
+    def fused_tensors(self) -> list[tuple[str, tuple[Tensor, ...]]]:
+        """(name, tensors) of the token-sized tensors the fused flow keeps."""
+        named = ("x", "mlp", "result", "stream", "out")
+        return [(name, tensors) for name, tensors in self.kept if tensors and name.startswith(named)]
 
     @property
     def weight_dtypes(self) -> set[torch.dtype]:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from coat_core.activation import PackedSavedTensors
+from coat_core.activation.packing import _Exact
 from coat_core.quantize import Quantized
+from coat_flux.flow.kept import Kept
 
 
 @dataclass
@@ -32,7 +34,7 @@ class SavedTensors:
     alive: list[object] = field(default_factory=list)  # so that no address is used twice
 
     def add(self, tensor: Tensor, result: object) -> None:
-        packed = None if isinstance(result, Tensor) else result.storage.quantized
+        packed = None if isinstance(result, _Exact) else result.storage.quantized
         parts = (tensor,) if packed is None else (packed.codes, packed.scale)
         storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
         self.tensors.append(Saved(tuple(tensor.shape), tensor.dtype, packed, storages))
@@ -55,11 +57,27 @@ def recording() -> Iterator[SavedTensors]:
         for name in ("_pack", "_pack_attention"):
             original = getattr(PackedSavedTensors, name)
 
-            def recorded(self, tensor, original=original, name=name):
-                result = original(self, tensor)
-                if name == "_pack" or isinstance(result, Tensor):  # _pack_attention calls _pack for what it packs
+            def recorded(self, tensor, *inputs, original=original):
+                before = len(saved.tensors)
+                result = original(self, tensor, *inputs)
+                if len(saved.tensors) == before:  # _pack_attention calls _pack for what it may pack
                     saved.add(tensor, result)
                 return result
 
             patch.setattr(PackedSavedTensors, name, recorded)
         yield saved
+
+
+@contextmanager
+def recording_fused() -> Iterator[list[tuple[str, tuple[Tensor, ...]]]]:
+    """Record what the fused flow's functions keep, by name."""
+    kept: list[tuple[str, tuple[Tensor, ...]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        add = Kept.add
+
+        def recorded(self, name, *tensors):
+            kept.append((name, tensors))
+            add(self, name, *tensors)
+
+        patch.setattr(Kept, "add", recorded)
+        yield kept

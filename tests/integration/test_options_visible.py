@@ -101,6 +101,53 @@ def moment_expansion(r: Run) -> Any:
     return sorted(name for name in r.state if name.endswith(("_exponent", "_center")))
 
 
+def fused_dtypes(r: Run) -> Any:
+    """Of what the fused flow keeps of a block's own tensors."""
+    return {tensors[0].dtype for _, tensors in r.fused_tensors()}
+
+
+def fused_elements_per_scale(r: Run) -> Any:
+    """Of the residual stream's x [1, 64, 64]; 0 is one scale for all."""
+    _, (codes, scale) = next(found for found in r.fused_tensors() if found[0] == "x")
+    return 0 if scale.ndim == 0 else codes.numel() // scale.numel()
+
+
+def fused_attention(r: Run) -> Any:
+    """How q, k, v and out are kept."""
+    return {tensors[0].dtype for name, tensors in r.fused_tensors() if name.startswith(("stream", "out"))}
+
+
+def packed_by_hooks(r: Run) -> Any:
+    return len(r.saved.packed) > 0
+
+
+def fused(options: str = "") -> str:
+    return f"{{activation: {{flow: fused{options}}}, {KEPT}}}"
+
+
+FUSED = [
+    ("activation.flow", fused(), packed_by_hooks, False),
+    ("activation.flow", fused(), fused_dtypes, {E4M3}),
+    ("activation.flow", f"{{activation: {{flow: generic}}, {KEPT}}}", fused_dtypes, set()),
+    ("activation.flow", f"{{activation: {{flow: generic}}, {KEPT}}}", packed_by_hooks, True),
+    ("activation.use_fp8", fused(", use_fp8: false"), fused_dtypes, set()),
+    ("activation.format", fused(", format: e5m2"), fused_dtypes, {E5M2}),
+    ("activation.nonlinear_granularity", fused(", nonlinear_granularity: per_tensor"), fused_elements_per_scale, 0),
+    ("activation.group_size", fused(", group_size: 16"), fused_elements_per_scale, 16),
+    ("activation.group_size", fused(", group_size: 32"), fused_elements_per_scale, 32),
+    ("activation.attention", fused(), fused_attention, {E4M3}),
+    ("activation.attention", fused(", attention: bf16"), fused_attention, {BF16}),
+    ("activation.grad_format", fused(), backward_gemm_dtypes, {E5M2}),
+    ("activation.grad_format", fused(", grad_format: e4m3"), backward_gemm_dtypes, {E4M3}),
+    ("activation.linear_granularity", fused(), forward_gemms, {(E4M3, ())}),
+    (
+        "activation.linear_granularity",
+        fused(", linear_granularity: per_row"),
+        forward_gemms,
+        {(E4M3, (n, 1)) for n in (TOKENS, TEXT_TOKENS, TOKENS + TEXT_TOKENS)},
+    ),
+    ("weight.use_fp8", f"{{activation: {{flow: fused}}, weight: {{use_fp8: false}}, {KEPT}}}", float_weights, True),
+]
 CASES = [
     Case("enabled", f"{{enabled: true, {KEPT}}}", float_weights, False),
     Case("enabled", "{enabled: false}", float_weights, True),
@@ -193,6 +240,7 @@ CASES = [
     ),
     Case("activation.attention", KEPT, attention_inputs, {E4M3}),
     Case("activation.attention", f"{{activation: {{attention: bf16}}, {KEPT}}}", attention_inputs, {BF16}),
+    *(Case(key, text, probe, expected) for key, text, probe, expected in FUSED),
     Case("activation.include", f"{{activation: {{include: ['single*']}}, {KEPT}}}", forward_gemm_count, 10),
     Case("activation.exclude", f"{{activation: {{exclude: ['single*']}}, {KEPT}}}", forward_gemm_count, 24),
     # memory
@@ -232,6 +280,7 @@ def test_the_number_of_linears_is_what_the_cases_count_on() -> None:
 
 
 CHANGES_GRADIENTS = [
+    fused(),
     "{activation: {grad_format: e4m3}, memory: {checkpointing: none}}",
     "{activation: {grad_format: bf16}, memory: {checkpointing: none}}",
     "{activation: {format: e5m2}, memory: {checkpointing: none}}",

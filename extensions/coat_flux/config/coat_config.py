@@ -48,6 +48,7 @@ class ActivationOptions:
     nonlinear_granularity: str = from_option(BY_KEY["activation.nonlinear_granularity"])
     group_size: int = from_option(BY_KEY["activation.group_size"])
     attention: str = from_option(BY_KEY["activation.attention"])
+    flow: str = from_option(BY_KEY["activation.flow"])
     include: tuple[str, ...] = from_option(BY_KEY["activation.include"])
     exclude: tuple[str, ...] = from_option(BY_KEY["activation.exclude"])
 

@@ -48,6 +48,11 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _choice("activation.group_size", (128, 16, 32, 64, 256), "the 1×G group of per_group"),
     _choice("activation.attention", ("fp8", "bf16"), "how q, k, v, out are saved for attention's backward"),
+    _choice(
+        "activation.flow",
+        ("fused", "generic"),
+        "fused: FLUX's blocks keep only what cannot be made anew; generic: diffusers' code with packed saved tensors",
+    ),
     Option("activation.include", ("*",), "strings", "fnmatch patterns, full names: the linears that multiply in FP8"),
     Option(
         "activation.exclude",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import PackedSavedTensors, PackingConfig, fp8_checkpoint
 from coat_core.granularity import Granularity
 
+from ..flow import FUSABLE, FusedBlock, NotFusable, fused_block, relative_difference
 from .budget import budget_bytes, held_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +33,11 @@ logger = logging.getLogger(__name__)
 # scripts/bench_memory.py, EXPERIMENTS.md
 SAVED_BYTES = {"FluxTransformerBlock": (62.3, 18.6, 22.5), "FluxSingleTransformerBlock": (62.2, 17.6, 21.4)}
 SAVED_BYTES_UNKNOWN = (62.3, 30.0, 34.0)
+
+
+LARGEST_DIFFERENCE = (
+    0.02  # of a block's output between the fused flow and diffusers' code, in norms; rounding gives 1e-3
+)
 
 
 class BlockPolicy:
@@ -60,13 +67,23 @@ class BlockPolicy:
         self.blocks = blocks
         self._recomputed: set[int] = self._fixed_choice()
         self._chosen_for = 0
+        self.flow = config.activation.flow
+        self._compared: set[type] = set()
+        self._unequal: set[type] = set()
+        self._told: set[tuple[str, str]] = set()
 
     @classmethod
     def install(
         cls, model: Any, block_lists: tuple[str, ...], config: COATConfig, allow_recompute: bool
     ) -> BlockPolicy:
         """Make the policy for `model` and put it in place of its gradient checkpointing function."""
-        blocks = {f"{name}.{i}": block for name in block_lists for i, block in enumerate(getattr(model, name))}
+        blocks = {
+            f"{name}.{i}": block
+            for pattern in block_lists
+            for name, blocks in model.named_modules()
+            if isinstance(blocks, nn.ModuleList) and fnmatchcase(name, pattern)
+            for i, block in enumerate(blocks)
+        }
         policy = cls(blocks, config, allow_recompute)
         model.enable_gradient_checkpointing(policy)
         return policy
@@ -74,7 +91,9 @@ class BlockPolicy:
     def describe(self) -> str:
         """One line: what is recomputed, how kept blocks store what they save."""
         stored = f"FP8 {self.packing.format} {self.packing.granularity.name}, attention {self.packing.attention}"
-        kept = f"kept blocks save {stored}" if self.packs else "kept blocks save high precision"
+        fusable = any(type(block).__name__ in FUSABLE for block in self.blocks.values())
+        flow = "fused" if self.flow == "fused" and fusable else "generic"
+        kept = f"kept blocks save {stored}, {flow} flow" if self.packs else "kept blocks save high precision"
         inputs = "FP8" if self.memory.enable_efficient_checkpoint else "high precision"
         if self.mode == "auto":
             return f"checkpointing auto (chosen at the first step); {kept}; recomputed blocks keep {inputs} inputs"
@@ -92,8 +111,36 @@ class BlockPolicy:
             return checkpoint(block, *args, use_reentrant=False)
         if not self.packs:
             return block(*args)
+        fused = self._fused(block, args)
+        if fused is not None:
+            return fused(*args)
         with PackedSavedTensors(self.packing, keep=_frozen_tensors(block, args)):
             return block(*args)
+
+    def _fused(self, block: nn.Module, args: tuple[Any, ...]) -> FusedBlock | None:
+        """The block's fused form, or None (and the reason in the log, once) where it takes the generic flow."""
+        kind = type(block)
+        if self.flow != "fused" or kind.__name__ not in FUSABLE or kind in self._unequal:
+            return None
+        try:
+            fused = fused_block(block, args, self.packing)
+        except NotFusable as error:
+            self._tell_generic(block, str(error))
+            return None
+        if kind not in self._compared:
+            self._compared.add(kind)
+            difference = relative_difference(fused, block, args)
+            if not difference <= LARGEST_DIFFERENCE:
+                self._unequal.add(kind)
+                self._tell_generic(block, f"its output differs from diffusers' by {difference:.1%}")
+                return None
+        return fused
+
+    def _tell_generic(self, block: nn.Module, reason: str) -> None:
+        kind = type(block).__name__
+        if (kind, reason) not in self._told:
+            self._told.add((kind, reason))
+            logger.warning("%s: generic flow in place of the fused one, which keeps less: %s", kind, reason)
 
     def _recomputes(self, block: nn.Module) -> bool:
         if any(block is listed for listed in self.blocks.values()):

@@ -1,0 +1,51 @@
+"""Gradients that exist once: what every autograd function over FP8 values says to `create_graph=True`.
+
+A second derivative would go through casts, whose derivative is zero nearly everywhere, or through saved FP8 values that
+autograd takes for constants: a wrong number, not an approximate one. Torch's own `once_differentiable` objects only in
+the second backward pass, and names no remedy. Autograd runs a backward pass with grad mode on exactly when it was asked
+for a graph of it, so that the first pass can object.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+REFUSAL = (
+    "create_graph=True: gradients through FP8 activations cannot be differentiated again; call backward without "
+    "create_graph, or set coat.activation.use_fp8: false and coat.memory.enable_efficient_checkpoint: false"
+)
+
+
+def refuse_second_order() -> None:
+    """Object to a backward pass that records a graph of itself; does nothing in any other and outside backward.
+
+    Raises:
+        RuntimeError: the running backward pass was started with create_graph=True.
+    """
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(REFUSAL)
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the `backward` of an autograd function whose gradients must not be differentiated again.
+
+    Put it under `@staticmethod`, in place of torch's `once_differentiable`:
+
+        @staticmethod
+        @first_order_only
+        def backward(ctx, grad): ...
+
+    Returns:
+        `backward`, which raises RuntimeError at once in a backward pass with create_graph=True.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Any) -> Any:
+        refuse_second_order()
+        return backward(ctx, *grads)
+
+    return refusing

@@ -1,0 +1,141 @@
+"""LayerNorm with adaLN modulation, and QK-RMSNorm with rotary embedding: forward and backward, as operators.
+
+    layer_norm_modulate   n = LayerNorm(x)·(1 + scale) + shift            one scale and shift per image
+    rms_norm_rope         y = rotate(RMSNorm(x)·weight)                   per head
+
+The bodies are the reference. The forward passes round where diffusers' FLUX blocks round, so that both give the same
+bits; the backward passes are computed in fp32 from x alone (row statistics are made anew) and rounded once.
+
+Shapes: x [B, S, D] tokens; [B, S, H, d] heads of d; scale, shift [B, D]; weight [d]; cos, sin [S, d], each rotary angle
+repeated for its pair of neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    """Autocast would send LayerNorm through fp32 on CUDA only; here the dtype of x decides everywhere."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+@torch.library.custom_op("coat::layer_norm_modulate", mutates_args=())
+def layer_norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Return LayerNorm(x)·(1 + scale) + shift.
+
+    Args:
+        x: floating [B, S, D].
+        scale: [B, D].
+        shift: [B, D].
+        eps: added to the variance.
+
+    Returns:
+        Tensor like x.
+
+    Numerics: bit-equal to diffusers' AdaLayerNormZero on a CPU.
+    Source: FLUX's adaLN-Zero, diffusers models/normalization.py.
+    """
+    with _no_autocast(x):
+        normed = torch.nn.functional.layer_norm(x, (x.shape[-1],), eps=eps)
+        return normed * (1 + scale[:, None]) + shift[:, None]
+
+
+@layer_norm_modulate.register_fake
+def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype))
+
+
+@torch.library.custom_op("coat::layer_norm_modulate_backward", mutates_args=())
+def layer_norm_modulate_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, scale and shift.
+
+        z = (x - mean)·rstd,   dz = grad·(1 + scale)
+        dx = rstd·(dz - mean(dz) - z·mean(dz·z)),   dscale = Σ_S grad·z,   dshift = Σ_S grad
+
+    Args:
+        grad: of the output [B, S, D].
+        x: what the forward pass read (or its FP8 round trip) [B, S, D].
+        scale: [B, D].
+        eps: as in the forward pass.
+
+    Returns:
+        dx like x; dscale and dshift like scale.
+    """
+    values, g = x.to(torch.float32), grad.to(torch.float32)
+    centred = values - values.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    z = centred * rstd
+    dz = g * (1 + scale.to(torch.float32)[:, None])
+    dx = rstd * (dz - dz.mean(-1, keepdim=True) - z * (dz * z).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (g * z).sum(1).to(scale.dtype), g.sum(1).to(scale.dtype)
+
+
+@layer_norm_modulate_backward.register_fake
+def _(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(scale)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """(a, b) → (-b, a) for each pair of neighbours."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([-b, a], dim=-1).flatten(-2)
+
+
+@torch.library.custom_op("coat::rms_norm_rope", mutates_args=())
+def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm(x)·weight, each pair of neighbours rotated by its angle.
+
+    Args:
+        x: floating [B, S, H, d], d even.
+        weight: [d].
+        cos: fp32 [S, d].
+        sin: fp32 [S, d].
+        eps: added to the mean square.
+
+    Returns:
+        Tensor like x.
+
+    Numerics: bit-equal to torch.nn.RMSNorm followed by diffusers' apply_rotary_emb on a CPU.
+    Source: FLUX's QK norm and rotary embedding, diffusers models/transformers/transformer_flux.py.
+    """
+    with _no_autocast(x):
+        normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        cos, sin = cos[None, :, None], sin[None, :, None]
+        return (normed.to(torch.float32) * cos + _turned(normed).to(torch.float32) * sin).to(x.dtype)
+
+
+@rms_norm_rope.register_fake
+def _(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("coat::rms_norm_rope_backward", mutates_args=())
+def rms_norm_rope_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Return the gradient of x.
+
+        g = (gradient rotated back)·weight,   z = x·rstd,   dx = rstd·(g - z·mean(g·z))
+
+    Args:
+        grad: of the output [B, S, H, d].
+        x: what the forward pass read (or its FP8 round trip) [B, S, H, d].
+        weight: [d].
+        cos: fp32 [S, d].
+        sin: fp32 [S, d].
+        eps: as in the forward pass.
+
+    Returns:
+        dx like x.
+    """
+    g, values = grad.to(torch.float32), x.to(torch.float32)
+    back = g * cos[None, :, None] - _turned(g * sin[None, :, None])
+    weighted = back * weight.to(torch.float32)
+    rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    z = values * rstd
+    return (rstd * (weighted - z * (weighted * z).mean(-1, keepdim=True))).to(x.dtype)
+
+
+@rms_norm_rope_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)

@@ -1,0 +1,104 @@
+"""Read a linear with its LoRA adapters as plain matrices: y = base(x) + Σ (x Aᵀ)·factor Bᵀ.
+
+Two shapes of adapter, as in `attach`: PEFT's layers around a base linear, and ai-toolkit's modules that have replaced
+their base linear's `forward`. What is more than matrices (dropout, DoRA, LoKr, merged or per-image strengths) is
+refused with its reason, so that the caller can take the module as it is instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class NotPlain(Exception):
+    """This module does more than linear plus LoRA; the message says what."""
+
+
+@dataclass(frozen=True)
+class PlainAdapter:
+    """One adapter's matrices.
+
+    Attributes:
+        down: A [r, K].
+        up: B [N, r].
+        factors: numbers or one-element tensors that multiply x Aᵀ.
+        joins_in_base_dtype: the adapter's output is cast to the base output's dtype before they are added
+            (ai-toolkit), not after (PEFT).
+    """
+
+    down: nn.Parameter
+    up: nn.Parameter
+    factors: tuple[float | Tensor, ...]
+    joins_in_base_dtype: bool
+
+
+def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
+    """Return the base linear and its active adapters.
+
+    Args:
+        module: a linear, a PEFT layer around one, or a linear whose `forward` is an ai-toolkit LoRA module's.
+
+    Returns:
+        (base linear, adapters); no adapters where they are switched off.
+
+    Raises:
+        NotPlain: it is none of these, or does more.
+    """
+    if hasattr(module, "base_layer"):
+        return module.base_layer, _of_peft(module)
+    replaced = module.__dict__.get("forward")
+    if replaced is None:
+        return module, ()
+    owner = getattr(replaced, "__self__", None)
+    if hasattr(owner, "lora_down") and hasattr(owner, "org_module"):
+        return module, _of_toolkit(owner)
+    raise NotPlain(f"the forward of a {type(module).__name__} was replaced by something else than a LoRA")
+
+
+def _of_peft(layer: Any) -> tuple[PlainAdapter, ...]:
+    if layer.disable_adapters:
+        return ()
+    if layer.merged:
+        raise NotPlain("a LoRA is merged into its base")
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    return tuple(_of_peft_one(layer, name) for name in names)
+
+
+def _of_peft_one(layer: Any, name: str) -> PlainAdapter:
+    down, up = layer.lora_A[name], layer.lora_B[name]
+    if name in layer.lora_variant:
+        raise NotPlain(f"a LoRA variant ({type(layer.lora_variant[name]).__name__})")
+    if layer.training and getattr(layer.lora_dropout[name], "p", 0.0):
+        raise NotPlain("LoRA dropout")
+    _check_matrices(down, up)
+    return PlainAdapter(down.weight, up.weight, (layer.scaling[name],), False)
+
+
+def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
+    network = lora.network_ref()
+    if not network.is_active or network.is_merged_in or network._multiplier == 0:
+        return ()
+    if type(lora).__name__ != "LoRAModule" or network.is_lorm:
+        raise NotPlain(f"a {type(lora).__name__}")
+    dropout = getattr(lora.dropout, "p", 0.0) if isinstance(lora.dropout, nn.Module) else lora.dropout
+    if lora.training and (dropout or lora.rank_dropout or lora.module_dropout):
+        raise NotPlain("LoRA dropout")
+    if hasattr(lora, "scalar") or getattr(lora, "lora_mid", None) is not None:
+        raise NotPlain("a LoRA with a scalar or a middle matrix")
+    if network.torch_multiplier.numel() != 1:
+        raise NotPlain("a LoRA strength per image")
+    _check_matrices(lora.lora_down, lora.lora_up)
+    return (
+        PlainAdapter(lora.lora_down.weight, lora.lora_up.weight, (lora._runtime_scale, network.torch_multiplier), True),
+    )
+
+
+def _check_matrices(down: Any, up: Any) -> None:
+    for part in (down, up):
+        if not isinstance(part, nn.Linear):
+            raise NotPlain(f"a LoRA made of a {type(part).__name__}")
+        if part.bias is not None:
+            raise NotPlain("a LoRA with a bias")
