@@ -186,3 +186,8 @@ NORM_BACKWARD_BF16_FLOOR_DB = 51.0
 # dq, dk, dv of attention whose q, k, v and out went through e4m3 with 1x128 groups, Gaussian data, 4 heads x 320 x 128:
 # measured over three seeds 25.3-25.4, 25.4, 28.2-28.3 dB.
 ATTENTION_FP8_FLOOR_DB = (24.0, 24.0, 27.0)
+
+# One FLUX block, all kept as it is: fp32 operations in another order; and bf16, where diffusers' backward rounds between
+# its operations and the fused one mostly does not (relative error of norms). Measured at most 3.7e-7 and 1.04e-2.
+FUSED_FP32_RTOL = 2e-6
+FUSED_BF16_RTOL = 2e-2
