@@ -23,6 +23,7 @@ from coat_flux.aitk.install import install
 from coat_flux.config import load_job_yaml
 from tests.helpers.aitk_standin.host import REPOSITORY
 from tests.helpers.asserts import assert_bitwise
+from tests.tolerances import FLOW_DIRECTION_COSINE
 
 pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -179,6 +180,36 @@ def test_disabled_is_ai_toolkits_own_run(checkout: Checkout) -> None:
     checkout.run("own", _plain_entry("diffusion_trainer"))
     checkout.run("disabled", {**_plain_entry("coat_flux_trainer"), "coat": {"enabled": False}})
     _assert_same_lora(checkout, "own", "disabled")
+
+
+FLOWS = {
+    "fused": ({}, "none", "4 kept in FP8, fused flow, attention fp8"),
+    "fused_bf16_attention": ({"attention": "bf16"}, "none", "4 kept in FP8, fused flow, attention bf16"),
+    "generic": ({"flow": "generic"}, "none", "4 kept in FP8, generic flow, attention fp8"),
+    "recomputed": ({}, "all", "4 recomputed"),
+    "high_precision": ({"use_fp8": False}, "none", "4 kept in high precision"),
+}
+
+
+def _flow_entry(activation: dict[str, Any], checkpointing: str) -> dict[str, Any]:
+    entry = _entry()
+    entry["coat"] = {**entry["coat"], "activation": activation}
+    entry["coat"]["memory"] = {"checkpointing": checkpointing}
+    return entry
+
+
+def test_flows_and_recomputation_from_the_yaml_alone(checkout: Checkout, first_run: str) -> None:
+    """After `first_run`, whose caching of latents draws random numbers, all runs see the same noise."""
+    directions = {}
+    for name, (activation, checkpointing, got) in FLOWS.items():
+        out = checkout.run(f"flow_{name}", _flow_entry(activation, checkpointing))
+        assert f"[coat] blocks: {got}\n" in out
+        assert "generic flow in place of" not in out
+        lora = checkout.lora(f"flow_{name}")
+        directions[name] = torch.cat([lora[key].float().flatten() for key in lora if ".lora_B." in key])
+    for name, direction in directions.items():
+        similarity = float(torch.nn.functional.cosine_similarity(direction, directions["high_precision"], dim=0))
+        assert similarity >= FLOW_DIRECTION_COSINE, f"{name}: {similarity:.4f}"
 
 
 def _assert_same_lora(checkout: Checkout, one: str, other: str) -> None:

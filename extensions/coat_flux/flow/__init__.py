@@ -1,6 +1,15 @@
-"""The fused FP8 flow: FLUX blocks through autograd functions that keep only what DESIGN lists, in FP8."""
+"""The fused FP8 flow: FLUX's blocks as autograd functions that keep in FP8 only what cannot be made anew.
 
-from .blocks import FUSABLE, FusedBlock, fused_block, relative_difference
+blocks.py          FLUX's double and single blocks, put together from
+norm_linears.py    LayerNorm, modulation, linears         keeps x
+attention.py       QK norm, rotary embedding, attention   keeps q, k, v, out
+gated_linear.py    GELU, linear, gate, residual           keeps what GELU reads, the result for the gate's gradient
+linears.py         a frozen linear with LoRA              keeps h = x Aᵀ
+chooser.py         which blocks take it
+"""
+
+from .blocks import FUSABLE, FusedBlock, fused_block
+from .chooser import FusedFlow
 from .linears import NotFusable
 
-__all__ = ["FUSABLE", "FusedBlock", "NotFusable", "fused_block", "relative_difference"]
+__all__ = ["FUSABLE", "FusedBlock", "FusedFlow", "NotFusable", "fused_block"]

@@ -48,13 +48,6 @@ def fused_block(block: nn.Module, args: tuple[Any, ...], config: PackingConfig) 
     return (_read_double if type(block).__name__ == "FluxTransformerBlock" else _read_single)(block, config)
 
 
-@torch.no_grad()
-def relative_difference(fused: FusedBlock, block: nn.Module, args: tuple[Any, ...]) -> float:
-    """Return how far the fused block's outputs are from the block's own, as a fraction of their norm."""
-    expected, found = (torch.cat([x.float() for x in run(*args)], dim=1) for run in (block, fused))
-    return float((expected - found).norm() / expected.norm())
-
-
 def _check_call(block: nn.Module, args: tuple[Any, ...]) -> None:
     if "forward" in vars(block):
         raise NotFusable("its forward was replaced")

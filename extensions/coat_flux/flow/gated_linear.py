@@ -93,13 +93,16 @@ class _GatedLinear(torch.autograd.Function):
                 attention = unpack(kept["attention"], ctx.config, result_dtype) if kept["attention"] else None
                 x = _linear_input(attention, mlp)
             dy = (grad * gate[:, None]).to(result_dtype)
-            needs_dx = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-            dx, parameter_grads = ctx.linear.backward(dy, x, kept["h"], needs_dx)
+            parameter_grads, middle_grads = ctx.linear.parameter_gradients(dy, x, kept["h"])
+            del x  # as wide as dx, which comes next
             dattention = dmlp = None
-            if dx is not None:
+            if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
+                dx = ctx.linear.input_gradient(dy, middle_grads)
                 dattention, dmlp = dx.to(result_dtype).split(ctx.widths, dim=-1)
-                dmlp = None if mlp is None else aten.gelu_backward(dmlp.to(mlp.dtype), mlp, approximate="tanh")
-        needed = [grad, dgate, dattention if ctx.widths[0] else None, dmlp]
+                if mlp is not None:
+                    dmlp = aten.gelu_backward(dmlp.to(mlp.dtype), mlp, approximate="tanh")
+                    dattention = dattention.contiguous()  # or it would hold the gradient of both
+        needed = [grad, dgate, dattention if ctx.widths[0] else None, dmlp if ctx.widths[1] else None]
         return *needed, None, None, None, *parameter_grads
 
 

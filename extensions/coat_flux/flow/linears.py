@@ -79,31 +79,40 @@ class AdaptedLinear:
             middles.append(h)
         return total.to(base.dtype), tuple(middles)
 
-    def backward(
-        self, grad: Tensor, x: Tensor | None, middles: Sequence[Tensor], needs_dx: bool
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """Return dx (fp32, None where not needed) and [dA, dB] of each adapter.
+    def parameter_gradients(
+        self, grad: Tensor, x: Tensor | None, middles: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return [dA, dB] of each adapter, and each adapter's dh for `input_gradient`.
 
         Args:
             grad: dy [..., N].
             x: what the forward pass read, or its FP8 round trip; None without adapters.
             middles: each adapter's h.
-            needs_dx: whether dx is wanted.
         """
-        dx = self.base.dgrad(grad).to(torch.float32) if needs_dx else None
         gradients: list[Tensor] = []
+        middle_grads: list[Tensor] = []
         for adapter, h in zip(self.adapters, middles, strict=True):
             assert x is not None
-            dtype = h.dtype
-            dy = grad.to(dtype)
-            dh = dy @ adapter.up.to(dtype)
+            dy = grad.to(h.dtype)
+            dh = dy @ adapter.up.to(h.dtype)
             for factor in adapter.factors:
-                dh = dh * factor
-            dh = dh.to(dtype)
+                dh = (dh * factor).to(h.dtype)
             gradients += [_weight_gradient(dh, x, adapter.down), _weight_gradient(dy, h, adapter.up)]
-            if dx is not None:
-                dx += dh @ adapter.down.to(dtype)
-        return dx, gradients
+            middle_grads.append(dh)
+        return gradients, middle_grads
+
+    def input_gradient(self, grad: Tensor, middle_grads: Sequence[Tensor]) -> Tensor:
+        """Return dx [..., K] in fp32.
+
+        Args:
+            grad: dy [..., N].
+            middle_grads: each adapter's dh.
+        """
+        dx = self.base.dgrad(grad).to(torch.float32)
+        rows = dx.view(-1, dx.shape[-1])
+        for adapter, dh in zip(self.adapters, middle_grads, strict=True):
+            rows.addmm_(dh.flatten(0, -2).to(torch.float32), adapter.down.to(torch.float32))
+        return dx
 
 
 def _as_adapter_input(x: Tensor, adapter: PlainAdapter) -> Tensor:

@@ -80,8 +80,10 @@ class _NormLinears(torch.autograd.Function):
             needs_dn = any(ctx.needs_input_grad[:3])
             dn, parameter_grads = None, []
             for i, (linear, grad) in enumerate(zip(ctx.linears, grads, strict=True)):
-                dx, found = linear.backward(grad, n, kept[f"h{i}"], needs_dn)
+                found, middle_grads = linear.parameter_gradients(grad, n, kept[f"h{i}"])
                 parameter_grads += found
-                dn = dx if dn is None else dn.add_(dx)
+                if needs_dn:
+                    dx = linear.input_gradient(grad, middle_grads)
+                    dn = dx if dn is None else dn.add_(dx)
             gradients = (None, None, None) if dn is None else layer_norm_modulate_backward(dn, x, scale, ctx.eps)
         return *gradients, None, None, None, *parameter_grads

@@ -1,0 +1,71 @@
+"""Which blocks take the fused flow: those that can, after one comparison of each kind with diffusers' own code."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from coat_core.activation import PackingConfig
+
+from .blocks import FUSABLE, FusedBlock, fused_block
+from .linears import NotFusable
+
+logger = logging.getLogger(__name__)
+
+# of a block's output between the fused flow and diffusers' code, relative, in norms; on a CPU it is 0
+LARGEST_DIFFERENCE = 0.02
+
+
+class FusedFlow:
+    """Gives the fused form of a block, or None where it takes the generic flow; the reason is logged once per kind.
+
+    The first block of each kind is run both ways, so that a diffusers version whose blocks compute something else is
+    noticed at the first step and trained through its own code.
+
+    Args:
+        packing: how kept tensors are stored.
+    """
+
+    def __init__(self, packing: PackingConfig) -> None:
+        self._packing = packing
+        self._equal: dict[type, bool] = {}
+        self._told: set[tuple[str, str]] = set()
+
+    def form_of(self, block: nn.Module, args: tuple[Any, ...]) -> FusedBlock | None:
+        """Return the block's fused form, or None.
+
+        Args:
+            block: of any class.
+            args: what it is about to be called with.
+        """
+        kind = type(block)
+        if kind.__name__ not in FUSABLE or not self._equal.get(kind, True):
+            return None
+        try:
+            fused = fused_block(block, args, self._packing)
+        except NotFusable as error:
+            self._tell(block, str(error))
+            return None
+        if kind not in self._equal:
+            difference = relative_difference(fused, block, args)
+            self._equal[kind] = difference <= LARGEST_DIFFERENCE
+            if not self._equal[kind]:
+                self._tell(block, f"its output differs from diffusers' by {difference:.1%}")
+                return None
+        return fused
+
+    def _tell(self, block: nn.Module, reason: str) -> None:
+        key = (type(block).__name__, reason)
+        if key not in self._told:
+            self._told.add(key)
+            logger.warning("%s: generic flow in place of the fused one, which keeps less: %s", *key)
+
+
+@torch.no_grad()
+def relative_difference(fused: FusedBlock, block: nn.Module, args: tuple[Any, ...]) -> float:
+    """Return how far the fused block's outputs are from the block's own, as a fraction of their norm."""
+    expected, found = (torch.cat([x.float() for x in run(*args)], dim=1) for run in (block, fused))
+    return float((expected - found).norm() / expected.norm())
