@@ -13,10 +13,12 @@ Source: arXiv 2410.19313, sections 3 and 5.2 (group scaling).
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.formats import Format, get_format
 from coat_core.granularity import PER_TENSOR, Granularity
@@ -178,18 +180,20 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
 def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
     """Quantize x once for all that read this very tensor; arguments, result and errors as `quantize`.
 
-    The result stays on the tensor object (and dies with it), so that q, k, v and their adapters share one copy. A
-    change of x in place invalidates it.
+    The result lives as long as the tensor object, so that q, k, v and their adapters share one copy. A change of x in
+    place invalidates it.
     """
     if x.is_inference():  # such tensors count no in-place changes
         return quantize(x, fmt, granularity)
     key = (fmt, granularity, x._version)
-    cached: tuple[object, Quantized] | None = getattr(x, "_coat_quantized", None)
-    if cached is not None and cached[0] == key:
-        return cached[1]
-    quantized = quantize(x, fmt, granularity)
-    x._coat_quantized = (key, quantized)  # type: ignore[attr-defined]
-    return quantized
+    copy = _copies.get(x)
+    if copy is None or copy[0] != key:
+        copy = _copies[x] = key, quantize(x, fmt, granularity)
+    return copy[1]
+
+
+# beside the tensors and not in an attribute of theirs, which torch.save and copy.deepcopy would take along
+_copies: MutableMapping[Tensor, tuple[tuple[str, Granularity, int], Quantized]] = WeakTensorKeyDictionary()
 
 
 def dequantize(

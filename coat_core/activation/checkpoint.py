@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation.packing import PACKED_DTYPES
+from coat_core.activation.packing import PACKED_DTYPES, ExactTensor, unpack_saved
 from coat_core.autograd import first_order_only
 from coat_core.granularity import PER_GROUP, Granularity
 from coat_core.quantize import Quantized, quantize
@@ -95,7 +96,8 @@ def fp8_checkpoint(
         read = [_Read.apply(x, keepers[i]) if i in keepers else x for i, x in enumerate(inputs)]
         return function(*read[:positional], **dict(zip(names, read[positional:], strict=True)))
 
-    return checkpoint(run, *inputs, use_reentrant=False)
+    with saved_tensors_hooks(ExactTensor, unpack_saved):  # what is kept as it is, also inside PackedSavedTensors
+        return checkpoint(run, *inputs, use_reentrant=False)
 
 
 def _is_worth_keeping(x: Tensor, min_elements: int) -> bool:

@@ -5,10 +5,10 @@ large floating tensor that autograd saves is stored as FP8 with 1×G (or per ten
 dtype in backward. Each storage is packed once, however many operators save it and through whatever views.
 
 Left alone: parameters, buffers and all that is passed as `keep`, trained parameters and their autocast copies, integer
-and FP8 tensors, small tensors, tensors whose last dimension is short (a LoRA's rank-r activations), and statistics: one
-fp32 value per row of the tensor saved just before (attention's log-sum-exp, whichever kernel saved it) or the scales of
-FP8 codes saved just before. Of scaled_dot_product_attention only q, k, v, out and probabilities are packed, no mask.
-A frozen weight that autocast copies is no parameter any more: its copy is packed as an activation is.
+and FP8 tensors, small tensors, tensors with short rows (a LoRA's rank-r activations), and statistics: one fp32 value
+per row of the tensor saved just before (attention's log-sum-exp, whichever kernel saved it) or the scales of FP8 codes
+saved just before. Of scaled_dot_product_attention only q, k, v, out and probabilities are packed, no mask. A frozen
+weight that autocast copies is no parameter any more: its copy is packed as an activation is.
 
 A tensor may be changed in place after it was packed: backward sees the values that were saved. One that was left alone
 may not, and backward says so, as it does without hooks.
@@ -39,7 +39,7 @@ from coat_core.quantize import Quantized, quantize
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODE_DTYPES = tuple(fmt.dtype for fmt in FORMATS.values())
-SHORTEST_ROW = 32  # tensors with a shorter last dimension are row statistics or rank-r activations
+SHORTEST_ROW = 32  # tensors with shorter rows are row statistics or rank-r activations
 STATISTICS_PADDING = 32  # some attention kernels round the rows of their log-sum-exp up to a multiple of this
 
 _thread = threading.local()  # .innermost: the PackedSavedTensors opened last in this thread
@@ -95,7 +95,7 @@ class _PackedView:
         return flat.as_strided(self.size, self.stride, self.offset)
 
 
-class _Exact:
+class ExactTensor:
     """A tensor that is left alone, with torch's own check that it is not changed in place until backward.
 
     Autograd does not check what passes through hooks. Detached: an operator's own output, held as it is, would hold the
@@ -107,6 +107,7 @@ class _Exact:
         self._version = tensor._version
 
     def unpack(self) -> Tensor:
+        """Return the tensor, or raise RuntimeError where it was changed since."""
         if self.tensor._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype} saved for backward was changed "
@@ -116,7 +117,8 @@ class _Exact:
         return self.tensor
 
 
-def _unpack(saved: _Exact | _PackedView) -> Tensor:
+def unpack_saved(saved: ExactTensor | _PackedView) -> Tensor:
+    """Return the tensor that was saved: the unpack hook."""
     return saved.unpack()
 
 
@@ -150,7 +152,7 @@ class PackedSavedTensors:
                     self._packed = outer._packed
                     self._kept_storages |= outer._kept_storages
                 _thread.innermost = self
-                stack.enter_context(saved_tensors_hooks(self._pack, _unpack))
+                stack.enter_context(saved_tensors_hooks(self._pack, unpack_saved))
                 stack.enter_context(_AttentionMode(self))
             self._open.append(stack.pop_all())
         return self
@@ -163,21 +165,21 @@ class PackedSavedTensors:
         top = _top_hooks()
         return top is not None and top[0] == self._pack
 
-    def _pack_attention(self, tensor: Tensor, ndim: int, mask_length: int | None) -> _Exact | _PackedView:
+    def _pack_attention(self, tensor: Tensor, ndim: int, mask_length: int | None) -> ExactTensor | _PackedView:
         """As `_pack`, for what attention with inputs of `ndim` dimensions saves.
 
         A mask holds −inf, which FP8 has not. It or torch's copy of it has rows of `mask_length`, the number of keys.
         """
         is_mask = mask_length is not None and tensor.shape[-1:] == (mask_length,)
         if self.config.attention == "bf16" or is_mask or tensor.ndim != ndim:
-            return _Exact(tensor)
+            return ExactTensor(tensor)
         return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> _Exact | _PackedView:
+    def _pack(self, tensor: Tensor) -> ExactTensor | _PackedView:
         worth_packing = self._is_worth_packing(tensor)
         self._before = tensor.dtype, tensor.shape
         if not worth_packing:
-            return _Exact(tensor)
+            return ExactTensor(tensor)
         storage, how = tensor.untyped_storage(), (self.config.format, self.config.granularity)
         key = (storage._cdata, tensor.dtype, tensor._version, how)
         if key not in self._packed:
@@ -192,7 +194,7 @@ class PackedSavedTensors:
         storage = tensor.untyped_storage()
         return (
             min(tensor.numel(), storage.nbytes() // tensor.itemsize) >= self.config.min_elements  # expanded: few
-            and tensor.shape[-1] >= SHORTEST_ROW
+            and _row_length(tensor) >= SHORTEST_ROW
             and not self._is_statistics(tensor)
             and not _is_trained(tensor)
             and storage._cdata not in self._kept_storages
@@ -209,6 +211,12 @@ class PackedSavedTensors:
             return False
         padding = tensor.numel() - shape[:-1].numel()
         return 0 <= padding < STATISTICS_PADDING * tensor.shape[:-1].numel()
+
+
+def _row_length(tensor: Tensor) -> int:
+    """Elements of one row; of one plane H×W where convolutions give four dimensions or more [B, C, ..., H, W]."""
+    width = tensor.shape[-1]
+    return width * tensor.shape[-2] if tensor.ndim >= 4 and width > 1 else width
 
 
 def _top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -248,7 +256,7 @@ class _AttentionMode(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention or not self._packing._is_on_top():
             return func(*args, **kwargs)
         shape = _attention_shape(*args, **kwargs)
-        with saved_tensors_hooks(lambda tensor: self._packing._pack_attention(tensor, *shape), _unpack):
+        with saved_tensors_hooks(lambda tensor: self._packing._pack_attention(tensor, *shape), unpack_saved):
             return func(*args, **kwargs)
 
 

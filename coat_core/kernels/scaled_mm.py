@@ -106,6 +106,8 @@ def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torc
         b = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(b_dtype)
         scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
         scaled_mm(a, scale, b, scale, None, torch.bfloat16)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about FP8, and the answer is kept
     except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is a RuntimeError; mps: TypeError
         return f"{device.type}: {str(error).splitlines()[0]}"
     return None

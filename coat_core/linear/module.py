@@ -55,13 +55,33 @@ def hand_over_input(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> No
         quantized_input(x, config)
 
 
-class ReadOnlyWeight(Tensor):
-    """What `FP8Linear.weight` returns: a plain tensor to every operator, but assigning its data is an error.
+_LOST = (
+    "weight of an FP8Linear: cannot be written, it is made anew from the FP8 codes on every access; to merge an "
+    "adapter, call coat_core.restore_linear(model) first, or keep the adapter apart"
+)
+_HARMLESS = {"requires_grad_"}  # changes no value
+_CHANGING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
-    Code that merges a LoRA writes `layer.weight.data`; the write would be lost, the LoRA with it.
+
+class ReadOnlyWeight(Tensor):
+    """What `FP8Linear.weight` returns: a plain tensor to every operator that only reads it; changing it is an error.
+
+    Code that merges a LoRA writes `layer.weight.data` or `layer.weight`; the write would be lost, the LoRA with it.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse what changes a weight in place; results of all else are plain tensors."""
+        name = getattr(func, "__name__", "")
+        in_place = name in _CHANGING or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
+        kwargs = kwargs or {}
+        changed = next(iter((*args, *kwargs.values())), None)
+        if in_place and isinstance(changed, ReadOnlyWeight):
+            raise RuntimeError(_LOST)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -70,10 +90,7 @@ class ReadOnlyWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise RuntimeError(
-            "weight of an FP8Linear: cannot be written, it is made anew from the FP8 codes on every access; to merge "
-            "an adapter, call coat_core.restore_linear(model) first, or keep the adapter apart"
-        )
+        raise RuntimeError(_LOST)
 
 
 class FP8Linear(nn.Linear):

@@ -16,7 +16,7 @@ from coat_core.activation import FP8InputLinear
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_TENSOR, Granularity
 from coat_core.linear import FP8Linear, FP8TrainableLinear
-from coat_core.quantize import quantize
+from coat_core.quantize import _copies, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import product_floor_db
 
@@ -96,8 +96,8 @@ def test_a_frozen_linear_whose_weight_is_cast_at_each_use_shares_too() -> None:
     down, x = adapter(base), torch.randn(8, K, requires_grad=True)
     codes = saved_codes(lambda: (base(x), down(x.double().float())))
     assert len(codes) == 1
-    assert codes[0].data_ptr() != x._coat_quantized[1].codes.data_ptr()  # not x, nor one cast of it: its own copy
-    assert saved_codes(lambda: (base(x), down(x)))[0].data_ptr() == x._coat_quantized[1].codes.data_ptr()
+    assert codes[0].data_ptr() != _copies[x][1].codes.data_ptr()  # not x, nor one cast of it: its own copy
+    assert saved_codes(lambda: (base(x), down(x)))[0].data_ptr() == _copies[x][1].codes.data_ptr()
 
 
 def test_without_a_base_adapters_of_one_tensor_share() -> None:
@@ -176,7 +176,7 @@ def test_nothing_is_left_behind() -> None:
     assert base.adapter_input is None
     x = torch.randn(9, K)
     base(x)  # the adapter is switched off, grad is not
-    codes = weakref.ref(x._coat_quantized[1].codes)
+    codes = weakref.ref(_copies[x][1].codes)
     del x
     gc.collect()
     assert codes() is None

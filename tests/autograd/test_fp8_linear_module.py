@@ -131,7 +131,43 @@ def test_writing_the_weight_is_refused() -> None:
     with pytest.raises(KeyError, match="weight"):
         layer.weight = nn.Parameter(torch.zeros(N, K))
     assert_bitwise(layer.weight, before)
-    assert type(layer.weight + 1) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.add_(1.0),
+        lambda weight: weight.copy_(torch.zeros(N, K)),
+        lambda weight: weight.__setitem__(0, 1.0),
+        lambda weight: weight.__iadd__(1.0),
+        nn.init.normal_,
+    ],
+    ids=["add_", "copy_", "item", "+=", "init"],
+)
+def test_changing_the_weight_in_place_is_refused(write) -> None:
+    layer = make()
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"weight of an FP8Linear: cannot be written.*restore_linear"),
+    ):
+        write(layer.weight)
+
+
+def test_reading_the_weight_gives_plain_tensors() -> None:
+    layer = make()
+    values, x = layer.weight.data, torch.randn(3, K)
+    assert type(values) is torch.Tensor
+    for found, expected in (
+        (layer.weight + 1, values + 1),
+        (~(layer.weight > 0), ~(values > 0)),
+        (layer.weight[1:3].t(), values[1:3].t()),
+        (torch.cat([layer.weight, values]), torch.cat([values, values])),
+        (layer.weight.requires_grad_(False).double().float(), values),
+        (torch.ones(N, K).add_(layer.weight), 1 + values),
+        (nn.functional.linear(x, layer.weight), x @ values.t()),
+    ):
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, expected)
 
 
 class Model(nn.Module):

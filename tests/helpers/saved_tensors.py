@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coat_core.activation import PackedSavedTensors
-from coat_core.activation.packing import _Exact
+from coat_core.activation.packing import ExactTensor
 from coat_core.quantize import Quantized
 from coat_flux.flow.kept import Kept
 
@@ -34,7 +34,7 @@ class SavedTensors:
     alive: list[object] = field(default_factory=list)  # so that no address is used twice
 
     def add(self, tensor: Tensor, result: object) -> None:
-        packed = None if isinstance(result, _Exact) else result.storage.quantized
+        packed = None if isinstance(result, ExactTensor) else result.storage.quantized
         parts = (tensor,) if packed is None else (packed.codes, packed.scale)
         storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
         self.tensors.append(Saved(tuple(tensor.shape), tensor.dtype, packed, storages))

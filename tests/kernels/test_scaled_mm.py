@@ -201,3 +201,14 @@ def test_gpu_agrees_with_the_reference(a_format: str, b_format: str, scaling: st
     bias = torch.randn(32)
     on_gpu = scaled_mm(*(arg.to(device) for arg in args), bias.to(device), torch.bfloat16)
     assert_sqnr(scaled_mm(*args, bias, torch.float32), on_gpu.cpu(), SCALED_MM_BF16_FLOOR_DB)
+
+
+def test_running_out_of_memory_is_not_taken_for_missing_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    unsupported_reason.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        unsupported_reason(torch.device("meta"), torch.float8_e4m3fn, torch.float8_e4m3fn, False)
+    unsupported_reason.cache_clear()

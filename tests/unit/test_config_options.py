@@ -32,6 +32,7 @@ SPEC_DEFAULTS = {
     "activation.nonlinear_granularity": "per_group",
     "activation.group_size": 128,
     "activation.attention": "fp8",
+    "activation.flow": "fused",
     "activation.include": ("*",),
     "activation.exclude": (),
     "memory.enable_efficient_checkpoint": True,

@@ -1,0 +1,129 @@
+"""create_graph=True is refused in the first backward pass, with the remedy; where nothing is FP8 it works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from coat_core.activation import FP8InputLinear, PackedSavedTensors, PackingConfig, fp8_checkpoint
+from coat_core.autograd import first_order_only
+from coat_core.config import FP8LinearConfig
+from coat_core.granularity import PER_TENSOR, per_group
+from coat_core.linear import FP8Linear, FP8TrainableLinear
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.flux import coat_flux_model, loss_of, predict
+
+D = 32
+PACKS = PackingConfig(min_elements=64, granularity=per_group(32))
+REFUSAL = r"create_graph=True: .* coat\.activation\.use_fp8: false and coat\.memory\.enable_efficient_checkpoint: false"
+
+
+def packed(x: Tensor) -> Tensor:
+    with PackedSavedTensors(PACKS):
+        return x.sigmoid() * x
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    return fp8_checkpoint(torch.sigmoid, x, min_elements=64)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def functions() -> dict[str, object]:
+    return {
+        "decorated": Doubled.apply,
+        "packed": packed,
+        "checkpoint": checkpointed,
+        "linear": FP8Linear.from_linear(nn.Linear(D, D)),
+        "linear, bf16 gradients": FP8Linear.from_linear(nn.Linear(D, D), FP8LinearConfig(grad_format="bf16")),
+        "trainable linear": FP8TrainableLinear.from_linear(nn.Linear(D, D)),
+        "adapter": FP8InputLinear.from_linear(nn.Linear(D, 4, bias=False), "e4m3", PER_TENSOR),
+    }
+
+
+@pytest.mark.parametrize("name", list(functions()))
+@pytest.mark.parametrize("autocast", [False, True])
+def test_is_refused_at_once(name: str, autocast: bool) -> None:
+    function, x = functions()[name], torch.randn(8, D, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = function(x * 1)
+    loss = y.float().square().sum()
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        loss.backward(create_graph=True)
+    assert x.grad is None
+    (dx,) = torch.autograd.grad(loss, x, retain_graph=True)  # the graph is none the worse for it
+    assert_bitwise(torch.autograd.grad(loss, x)[0], dx)
+    assert dx.abs().sum() > 0
+
+
+def test_is_refused_below_what_may_be_differentiated_twice() -> None:
+    """The FP8 function is not the last one, so that grad mode, and not the gradient, must be what it looks at."""
+    x = torch.randn(8, D, requires_grad=True)
+    y = Doubled.apply(x).sum()
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        torch.autograd.grad(y, x, create_graph=True)  # the gradient that arrives requires no gradient
+
+
+def second_derivative(function, x: Tensor) -> Tensor:
+    (dx,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+    return torch.autograd.grad(dx.square().sum(), x)[0]
+
+
+def test_weights_alone_in_fp8_are_differentiated_twice() -> None:
+    x, linear = torch.randn(8, D, requires_grad=True), nn.Linear(D, D)
+    layer = FP8Linear.from_linear(nn.Linear(D, D), FP8LinearConfig(use_fp8_gemm=False))
+    linear.weight.data, linear.bias.data = layer.weight.data, layer.bias.data
+    expected = second_derivative(linear, x)
+    assert expected.abs().min() > 0
+    assert_bitwise(second_derivative(layer, x), expected)
+
+
+@pytest.mark.parametrize("kind", ["packing", "checkpoint"])
+def test_what_stays_exact_is_differentiated_twice(kind: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        if kind == "checkpoint":
+            return fp8_checkpoint(torch.sigmoid, x, min_elements=10**9)
+        with PackedSavedTensors(PackingConfig(min_elements=10**9)):
+            return torch.sigmoid(x)
+
+    x = torch.randn(8, D, requires_grad=True)
+    assert_bitwise(second_derivative(function, x), second_derivative(torch.sigmoid, x))
+
+
+def test_looking_at_a_saved_tensor_is_no_backward_pass() -> None:
+    y = packed(torch.randn(8, D, requires_grad=True) * 1)
+    assert y.grad_fn._saved_other.shape == (8, D)
+
+
+def test_the_remedy_is_true_for_flux() -> None:
+    off = {"activation": {"use_fp8": False}, "memory": {"enable_efficient_checkpoint": False}}
+    for checkpointing in ("none", "all"):
+        block = {"activation": off["activation"], "memory": {**off["memory"], "checkpointing": checkpointing}}
+        model, _, _ = coat_flux_model(block)
+        weights = [p for p in model.parameters() if p.requires_grad]
+        with sdpa_kernel(SDPBackend.MATH):  # torch's CPU flash attention has no second derivative
+            gradients = torch.autograd.grad(loss_of(predict(model)), weights, create_graph=True)
+            sum(g.square().sum() for g in gradients).backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in weights)
+        assert any(p.grad.abs().sum() > 0 for p in weights)
+
+
+@pytest.mark.parametrize(("flow", "checkpointing"), [("fused", "none"), ("generic", "none"), ("generic", "all")])
+def test_flux_refuses(flow: str, checkpointing: str) -> None:
+    model, _, _ = coat_flux_model({"activation": {"flow": flow}, "memory": {"checkpointing": checkpointing}})
+    weights = [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        torch.autograd.grad(loss_of(predict(model)), weights, create_graph=True)
