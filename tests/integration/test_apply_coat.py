@@ -286,7 +286,7 @@ def test_a_forward_pass_without_backward_leaves_nothing(mode: str) -> None:
     assert live_objects("_PackedView", "_Keeper", "_NormLinearsBackward") == before
 
 
-class TestUnknownArchitecture:
+class TestSD3:
     @pytest.fixture
     def sd3(self) -> nn.Module:
         from diffusers import SD3Transformer2DModel
@@ -329,8 +329,11 @@ class TestUnknownArchitecture:
         with pytest.raises(ValueError, match="Linear: has no enable_gradient_checkpointing"):
             apply_coat(nn.Linear(16, 16), config())
         sd3.transformer_blocks = nn.Sequential(*sd3.transformer_blocks)
-        with pytest.raises(ValueError, match="SD3Transformer2DModel: no policy for this class and no top-level list"):
+        with pytest.raises(ValueError, match="SD3Transformer2DModel: has none of the block lists its policy names"):
             apply_coat(sd3, config())
+        unknown = type("Unknown", (nn.Module,), {"enable_gradient_checkpointing": lambda *_: None})()
+        with pytest.raises(ValueError, match="Unknown: no policy for this class and no top-level list"):
+            apply_coat(unknown, config())
 
 
 def test_batches_of_two_and_larger_images() -> None:

@@ -34,15 +34,19 @@ class FusedFlow:
         self._equal: dict[type, bool] = {}
         self._told: set[tuple[str, str]] = set()
 
-    def form_of(self, block: nn.Module, args: tuple[Any, ...]) -> FusedBlock | None:
-        """Return the block's fused form, or None.
+    def form_of(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FusedBlock | None:
+        """Return the block's fused form, which takes `args` alone, or None.
 
         Args:
             block: of any class.
             args: what it is about to be called with.
+            kwargs: likewise; FLUX's blocks are given none.
         """
         kind = type(block)
         if kind.__name__ not in FUSABLE or not self._equal.get(kind, True):
+            return None
+        if kwargs:
+            self._tell(block, f"called with keywords ({', '.join(kwargs)})")
             return None
         try:
             fused = fused_block(block, args, self._packing)

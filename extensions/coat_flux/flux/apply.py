@@ -64,10 +64,14 @@ def apply_coat(
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             _convert_one(name, module, config, policy, run_device, report)
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            report.skipped[name] = f"a {type(module).__name__}: only linear layers become FP8"
     _check_fallback(report, config)
     blocks = BlockPolicy.install(model, policy.blocks, config, allow_recompute)
     report.checkpointing = blocks.describe()
-    logger.info("%s: %d linears converted, %d left", type(model).__name__, len(report.converted), len(report.skipped))
+    logger.info(
+        "%s: %d linears converted, %d layers left", type(model).__name__, len(report.converted), len(report.skipped)
+    )
     return report
 
 

@@ -20,7 +20,7 @@ class ArchitecturePolicy:
         convert: patterns of the linears whose weights become FP8; all others stay in high precision.
         weight_only: of those, patterns of linears that multiply in high precision: they run on one row per image
             (adaLN modulation), where reading the weight is all the time there is.
-        blocks: names of the module lists whose items are recomputed or kept as a whole.
+        blocks: patterns of the module lists whose items are recomputed or kept as a whole, in forward order.
     """
 
     convert: tuple[str, ...]
@@ -38,7 +38,39 @@ FLUX = ArchitecturePolicy(
     blocks=("transformer_blocks", "single_transformer_blocks"),
 )
 
-POLICIES = {"FluxTransformer2DModel": FLUX}
+# SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
+# but the middle's first resnet; that one, the attentions' own norms and the samplers keep what they save in bf16.
+UNET = ArchitecturePolicy(
+    convert=("down_blocks.*", "mid_block.*", "up_blocks.*"),
+    weight_only=("*.resnets.*.time_emb_proj",),
+    blocks=(
+        "down_blocks.*.resnets",
+        "down_blocks.*.transformer_blocks",
+        "mid_block.*.transformer_blocks",
+        "mid_block.resnets",
+        "up_blocks.*.transformer_blocks",
+        "up_blocks.*.resnets",
+    ),
+)
+
+SD3 = ArchitecturePolicy(
+    convert=("transformer_blocks.*",),
+    weight_only=("transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear"),
+    blocks=("transformer_blocks",),
+)
+
+COGVIDEOX = ArchitecturePolicy(
+    convert=("transformer_blocks.*",),
+    weight_only=("transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm2.linear"),
+    blocks=("transformer_blocks",),
+)
+
+POLICIES = {
+    "FluxTransformer2DModel": FLUX,
+    "UNet2DConditionModel": UNET,
+    "SD3Transformer2DModel": SD3,
+    "CogVideoXTransformer3DModel": COGVIDEOX,
+}
 
 
 def policy_for(model: nn.Module) -> ArchitecturePolicy:

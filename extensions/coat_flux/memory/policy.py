@@ -11,6 +11,7 @@ so that is when the choice is made, and printed.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import PackedSavedTensors, PackingConfig, fp8_checkpoint
 from coat_core.granularity import Granularity
 
-from ..flow import FUSABLE, FusedBlock, NotFusable, fused_block, relative_difference
+from ..flow import FUSABLE, FusedFlow
 from .budget import budget_bytes, held_bytes
 
 if TYPE_CHECKING:
@@ -33,11 +34,6 @@ logger = logging.getLogger(__name__)
 # scripts/bench_memory.py, EXPERIMENTS.md
 SAVED_BYTES = {"FluxTransformerBlock": (62.3, 18.6, 22.5), "FluxSingleTransformerBlock": (62.2, 17.6, 21.4)}
 SAVED_BYTES_UNKNOWN = (62.3, 30.0, 34.0)
-
-
-LARGEST_DIFFERENCE = (
-    0.02  # of a block's output between the fused flow and diffusers' code, in norms; rounding gives 1e-3
-)
 
 
 class BlockPolicy:
@@ -67,23 +63,39 @@ class BlockPolicy:
         self.blocks = blocks
         self._recomputed: set[int] = self._fixed_choice()
         self._chosen_for = 0
-        self.flow = config.activation.flow
-        self._compared: set[type] = set()
-        self._unequal: set[type] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._fused_flow = FusedFlow(self.packing) if self.packs and config.activation.flow == "fused" else None
+        self._got: dict[int, str] = {}
+        self._told: Counter[str] = Counter()
+        self._last = id(list(blocks.values())[-1])
 
     @classmethod
     def install(
         cls, model: Any, block_lists: tuple[str, ...], config: COATConfig, allow_recompute: bool
     ) -> BlockPolicy:
-        """Make the policy for `model` and put it in place of its gradient checkpointing function."""
+        """Make the policy for `model` and put it in place of its gradient checkpointing function.
+
+        Args:
+            model: a diffusers model.
+            block_lists: fnmatch patterns of the module lists whose items the model passes to that function, in
+                forward order.
+            config: the `coat:` block.
+            allow_recompute: False forbids recomputation.
+
+        Raises:
+            ValueError: no module list matches, or as the class.
+        """
         blocks = {
             f"{name}.{i}": block
             for pattern in block_lists
-            for name, blocks in model.named_modules()
-            if isinstance(blocks, nn.ModuleList) and fnmatchcase(name, pattern)
-            for i, block in enumerate(blocks)
+            for name, items in model.named_modules()
+            if isinstance(items, nn.ModuleList) and fnmatchcase(name, pattern)
+            for i, block in enumerate(items)
         }
+        if not blocks:
+            raise ValueError(
+                f"{type(model).__name__}: has none of the block lists its policy names ({', '.join(block_lists)}); "
+                "use a diffusers version that has them, or change coat_flux.flux.policy"
+            )
         policy = cls(blocks, config, allow_recompute)
         model.enable_gradient_checkpointing(policy)
         return policy
@@ -92,7 +104,7 @@ class BlockPolicy:
         """One line: what is recomputed, how kept blocks store what they save."""
         stored = f"FP8 {self.packing.format} {self.packing.granularity.name}, attention {self.packing.attention}"
         fusable = any(type(block).__name__ in FUSABLE for block in self.blocks.values())
-        flow = "fused" if self.flow == "fused" and fusable else "generic"
+        flow = "fused" if self._fused_flow and fusable else "generic"
         kept = f"kept blocks save {stored}, {flow} flow" if self.packs else "kept blocks save high precision"
         inputs = "FP8" if self.memory.enable_efficient_checkpoint else "high precision"
         if self.mode == "auto":
@@ -100,47 +112,34 @@ class BlockPolicy:
         count = len(self._recomputed)
         return f"checkpointing {self.mode}: {count} of {len(self.blocks)} blocks recompute from {inputs} inputs; {kept}"
 
-    def __call__(self, block: nn.Module, *args: Any) -> Any:
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run one block, recomputing it in backward or keeping what it saves."""
         if self.mode == "auto":
             self._choose(args)
         if self._recomputes(block):
+            self._note(block, "recomputed")
             if self.memory.enable_efficient_checkpoint:
                 packing = self.packing
-                return fp8_checkpoint(block, *args, fmt=packing.format, granularity=packing.granularity)
-            return checkpoint(block, *args, use_reentrant=False)
+                return fp8_checkpoint(block, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
+            return checkpoint(block, *args, use_reentrant=False, **kwargs)
         if not self.packs:
-            return block(*args)
-        fused = self._fused(block, args)
+            self._note(block, "kept in high precision")
+            return block(*args, **kwargs)
+        fused = None if self._fused_flow is None else self._fused_flow.form_of(block, args, kwargs)
         if fused is not None:
+            self._note(block, f"kept in FP8, fused flow, attention {self.packing.attention}")
             return fused(*args)
-        with PackedSavedTensors(self.packing, keep=_frozen_tensors(block, args)):
-            return block(*args)
+        self._note(block, f"kept in FP8, generic flow, attention {self.packing.attention}")
+        with PackedSavedTensors(self.packing, keep=_frozen_tensors(block, (args, kwargs))):
+            return block(*args, **kwargs)
 
-    def _fused(self, block: nn.Module, args: tuple[Any, ...]) -> FusedBlock | None:
-        """The block's fused form, or None (and the reason in the log, once) where it takes the generic flow."""
-        kind = type(block)
-        if self.flow != "fused" or kind.__name__ not in FUSABLE or kind in self._unequal:
-            return None
-        try:
-            fused = fused_block(block, args, self.packing)
-        except NotFusable as error:
-            self._tell_generic(block, str(error))
-            return None
-        if kind not in self._compared:
-            self._compared.add(kind)
-            difference = relative_difference(fused, block, args)
-            if not difference <= LARGEST_DIFFERENCE:
-                self._unequal.add(kind)
-                self._tell_generic(block, f"its output differs from diffusers' by {difference:.1%}")
-                return None
-        return fused
-
-    def _tell_generic(self, block: nn.Module, reason: str) -> None:
-        kind = type(block).__name__
-        if (kind, reason) not in self._told:
-            self._told.add((kind, reason))
-            logger.warning("%s: generic flow in place of the fused one, which keeps less: %s", kind, reason)
+    def _note(self, block: nn.Module, got: str) -> None:
+        """Count what each block got; one line in the log at the last block, where that is new."""
+        self._got[id(block)] = got
+        counts = Counter(self._got.values())
+        if id(block) == self._last and counts != self._told:
+            self._told = counts
+            logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
 
     def _recomputes(self, block: nn.Module) -> bool:
         if any(block is listed for listed in self.blocks.values()):

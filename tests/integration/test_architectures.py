@@ -1,0 +1,329 @@
+"""COAT on diffusers models other than FLUX, through the generic flow: SDXL's and Kolors' UNet, SD3, CogVideoX, Wan."""
+
+from __future__ import annotations
+
+import logging
+import math
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_core.linear import FP8Linear
+from coat_core.metrics import cosine
+from coat_flux.config import COATConfig
+from coat_flux.flux import apply_coat
+from coat_flux.flux.policy import POLICIES, policy_for
+from coat_flux.memory.policy import BlockPolicy
+from coat_flux.optimizer import build_optimizer
+from scripts.bench_architectures import ARCHITECTURES as BENCHMARK
+from scripts.bench_architectures import frozen_model
+from scripts.bench_memory import kept_bytes
+from tests.helpers.architectures import (
+    ARCHITECTURES,
+    WAN,
+    Architecture,
+    coat_model,
+    lora_parameters,
+    loss_of,
+    predict,
+    step,
+    with_options,
+)
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.saved_tensors import recording
+from tests.tolerances import (
+    ARCHITECTURE_GRADIENT_COSINE,
+    ARCHITECTURE_KEPT_RATIO,
+    ARCHITECTURE_LOSS_FRACTION,
+    ARCHITECTURE_OUTPUT_FLOOR_DB,
+    PACKED_GRADIENT_COSINE,
+)
+
+BF16 = {"enabled": False}
+KEEP = {"memory": {"checkpointing": "none"}}
+PACKING_ONLY = KEEP | {"weight": {"use_fp8": False}, "activation": {"exclude": ["*"]}}
+ALL = pytest.mark.parametrize("name", [*ARCHITECTURES, "Wan"])
+OUTSIDE = {
+    "SDXL": {"time_embedding.*", "add_embedding.*"},
+    "Kolors": {"time_embedding.*", "add_embedding.*", "encoder_hid_proj"},
+    "SD3": {"time_text_embed.*", "context_embedder", "norm_out.linear", "proj_out"},
+    "CogVideoX": {"time_embedding.*", "patch_embed.text_proj", "norm_out.linear", "proj_out"},
+    "Wan": {"condition_embedder.*", "proj_out"},
+}
+ROW_PER_IMAGE = {
+    "SDXL": {"*.time_emb_proj"},
+    "Kolors": {"*.time_emb_proj"},
+    "SD3": {"*.norm1.linear", "*.norm1_context.linear"},
+    "CogVideoX": {"*.norm1.linear", "*.norm2.linear"},
+    "Wan": set(),
+}
+
+
+def architecture(name: str) -> Architecture:
+    return WAN if name == "Wan" else ARCHITECTURES[name]
+
+
+def matching(names: set[str], patterns: set[str]) -> set[str]:
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def policy_of(model: nn.Module) -> BlockPolicy:
+    policies = {id(f): f for m in model.modules() if (f := getattr(m, "_gradient_checkpointing_func", None))}
+    (policy,) = policies.values()  # every part of the model calls the same one
+    return policy
+
+
+def dead(gradients: dict[str, Tensor]) -> set[str]:
+    return {name for name, gradient in gradients.items() if not gradient.any()}
+
+
+@pytest.fixture(scope="module")
+def in_bf16() -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    """Output and gradients of each model without COAT."""
+    return {name: step(architecture(name), coat_model(architecture(name), BF16)[0]) for name in [*ARCHITECTURES, "Wan"]}
+
+
+@pytest.fixture(scope="module")
+def without_gradients() -> dict[str, Tensor]:
+    """Output of each model with COAT, from a forward pass that keeps nothing."""
+    names = [*ARCHITECTURES, "Wan"]
+    with torch.no_grad():
+        return {name: predict(architecture(name), coat_model(architecture(name), KEEP)[0]) for name in names}
+
+
+@ALL
+def test_what_is_converted_what_is_left_and_why(name: str) -> None:
+    model = frozen_model(architecture(name), **architecture(name).options)
+    linears = {key for key, module in model.named_modules() if isinstance(module, nn.Linear)}
+    convolutions = {key for key, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d)}
+    report = apply_coat(model, COATConfig.from_dict(KEEP))
+    outside = matching(linears, OUTSIDE[name])
+    assert set(report.converted) == linears - outside
+    assert set(report.skipped) == outside | convolutions
+    assert set(report.why) == matching(linears, ROW_PER_IMAGE[name])
+    assert all(not model.get_submodule(key).config.use_fp8_gemm for key in report.why)
+    assert all(type(model.get_submodule(key)) is FP8Linear for key in report.converted)
+    table = report.table()
+    assert "outside the blocks: kept in high precision" in table
+    assert table.count(": only linear layers become FP8") == len({key.split(".")[0] for key in convolutions})
+    assert ("one row per image" in table) == bool(ROW_PER_IMAGE[name])
+
+
+@ALL
+def test_the_policy_lists_the_blocks_that_are_called(name: str) -> None:
+    model, _, _ = coat_model(architecture(name), KEEP)
+    policy, called = policy_of(model), []
+
+    def note(block: nn.Module, *args: Any) -> Any:
+        called.append(block)
+        return block(*args)
+
+    model.enable_gradient_checkpointing(note)
+    predict(architecture(name), model)
+    never_checkpointed = {"mid_block.resnets.0"} & set(policy.blocks)
+    assert {id(block) for block in called} == {
+        id(block) for key, block in policy.blocks.items() if key not in never_checkpointed
+    }
+    assert len(called) == len(policy.blocks) - len(never_checkpointed)
+
+
+@ALL
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"checkpointing": "none"},
+        {"checkpointing": "all"},
+        {"checkpointing": "all", "enable_efficient_checkpoint": False},
+        {"checkpointing": "every_n", "every_n": 2},
+        {"checkpointing": "auto"},
+        {"checkpointing": "auto", "budget_gb": 1e-3},
+    ],
+    ids=lambda memory: "-".join(str(value) for value in memory.values()),
+)
+def test_a_lora_step_stays_near_bf16(name: str, memory: dict[str, Any], in_bf16: Any, without_gradients: Any) -> None:
+    """Whatever is recomputed: the forward values are the same, and the gradients near those of bf16."""
+    model, _, attached = coat_model(architecture(name), {"memory": memory})
+    assert len(attached.shared) == len(lora_parameters(model)) // 2
+    output, gradients = step(architecture(name), model)
+    exact_output, exact = in_bf16[name]
+    assert_bitwise(output, without_gradients[name])
+    assert_sqnr(exact_output, output, ARCHITECTURE_OUTPUT_FLOOR_DB)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    assert dead(gradients) == dead(exact)
+    cosines = sorted(float(cosine(gradients[key], exact[key])) for key in exact.keys() - dead(exact))
+    low_floor, mean_floor = ARCHITECTURE_GRADIENT_COSINE["UNet" if name in ("SDXL", "Kolors") else "transformer"]
+    assert cosines[len(cosines) // 20] >= low_floor, f"5 % quantile {cosines[len(cosines) // 20]:.4f}"
+    assert sum(cosines) / len(cosines) >= mean_floor, f"mean {sum(cosines) / len(cosines):.4f}"
+
+
+def test_only_what_the_model_throws_away_has_no_gradient(in_bf16: Any) -> None:
+    """SD3's last block computes text queries whose output it drops."""
+    last_text_query = {f"transformer_blocks.2.attn.add_q_proj.lora_{side}.default.weight" for side in "AB"}
+    assert {name: dead(gradients) for name, (_, gradients) in in_bf16.items()} == {
+        name: last_text_query if name == "SD3" else set() for name in in_bf16
+    }
+
+
+@ALL
+def test_packing_alone(name: str, in_bf16: Any) -> None:
+    """With weights and GEMMs in bf16 the output is bf16's bit for bit, and the gradients differ by what is packed."""
+    model, _, _ = coat_model(architecture(name), PACKING_ONLY)
+    with recording() as saved:
+        output, gradients = step(architecture(name), model)
+    assert saved.packed
+    exact_output, exact = in_bf16[name]
+    assert_bitwise(output, exact_output)
+    cosines = {key: float(cosine(gradients[key], exact[key])) for key in exact.keys() - dead(exact)}
+    worst = min(cosines, key=cosines.__getitem__)
+    assert cosines[worst] >= PACKED_GRADIENT_COSINE, f"{worst}: {cosines[worst]:.4f}"
+
+
+@pytest.mark.parametrize("name", ["SDXL", "SD3", "CogVideoX", "Wan"])
+def test_kept_bytes(name: str) -> None:
+    kept = []
+    for block in (BF16, KEEP, {"memory": {"checkpointing": "all"}}):
+        model, _, _ = coat_model(architecture(name), block)
+        kept.append(kept_bytes(lambda model=model: (predict(architecture(name), model),)))
+    bf16, packed, recomputed = kept
+    floors = ARCHITECTURE_KEPT_RATIO["UNet" if name == "SDXL" else "transformer"]
+    assert bf16 / packed >= floors[0], f"{bf16 / packed:.2f}"
+    assert bf16 / recomputed >= floors[1], f"{bf16 / recomputed:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("SDXL", "all"), ("Kolors", "none"), ("SD3", "all"), ("CogVideoX", "none"), ("Wan", "all")]
+)
+def test_the_loss_goes_down(name: str, mode: str) -> None:
+    block = {"memory": {"checkpointing": mode}}
+    model, _, _ = coat_model(architecture(name), block)
+    parameters = lora_parameters(model)
+    optimizer = build_optimizer(parameters.values(), 2e-2, COATConfig.from_dict(block))
+    losses = []
+    for _ in range(4):
+        loss = loss_of(predict(architecture(name), model, batch=2))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < ARCHITECTURE_LOSS_FRACTION * losses[0], losses
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+
+
+@ALL
+def test_inference_never_reaches_the_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = coat_model(architecture(name), KEEP)
+    trained = predict(architecture(name), model).detach()
+    called: list[nn.Module] = []
+    monkeypatch.setattr(BlockPolicy, "__call__", lambda self, block, *args: called.append(block) or block(*args))
+    with torch.no_grad(), recording() as saved:
+        inferred = predict(architecture(name), model.eval())
+    assert called == []
+    assert saved.tensors == []
+    assert_bitwise(inferred, trained)
+
+
+def test_text_states_of_an_odd_width() -> None:
+    """Linears whose K is no multiple of 16 are left alone, by name and reason, and the rest trains."""
+    odd = with_options(ARCHITECTURES["SDXL"], cross_attention_dim=40)
+    model, report, attached = coat_model(odd, KEEP)
+    left = {name for name, why in report.skipped.items() if why.startswith("fallback: ")}
+    assert left == {name for name in left | set(report.converted) if ".attn2.to_k" in name or ".attn2.to_v" in name}
+    assert len(attached.own) == len(left) > 0
+    assert "fallback: in and out features must be multiples of 16" in report.table()
+    _, gradients = step(odd, model)
+    assert dead(gradients) == set()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_unknown_class_gets_the_cautious_policy() -> None:
+    model = frozen_model(WAN)
+    assert type(model).__name__ not in POLICIES
+    policy = policy_for(model)
+    assert (policy.convert, policy.weight_only, policy.blocks) == (("blocks.*",), (), ("blocks",))
+
+
+def test_a_known_class_without_its_block_lists_is_an_error() -> None:
+    model = frozen_model(ARCHITECTURES["SD3"], **ARCHITECTURES["SD3"].options)
+    model.layers = model.transformer_blocks
+    del model.transformer_blocks
+    with pytest.raises(ValueError, match=r"SD3Transformer2DModel: has none of the block lists .*transformer_blocks"):
+        apply_coat(model, COATConfig.from_dict(KEEP))
+
+
+def test_every_n_refuses_blocks_it_cannot_count() -> None:
+    """An unknown UNet: its top-level lists hold levels, but resnets and transformer blocks are what it checkpoints."""
+    name = "SDXL"
+    model = frozen_model(architecture(name), **architecture(name).options)
+    config = COATConfig.from_dict({"memory": {"checkpointing": "every_n"}})
+    BlockPolicy.install(model, ("down_blocks", "up_blocks"), config, True)
+    model.conv_in.requires_grad_(True)
+    with pytest.raises(ValueError, match="checkpoints ResnetBlock2D modules inside its blocks, which cannot"):
+        predict(architecture(name), model)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gain = nn.LayerNorm(64), nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(x) * self.gain)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = Inner(), nn.Parameter(torch.rand(64))
+        self.run: Any = lambda block, *args: block(*args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.gain  # saved by the inner block and, again, by the product
+        return torch.sigmoid(self.run(self.inner, scaled)) * scaled
+
+
+class Nested(nn.Module):
+    """Checkpoints a block inside a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Outer() for _ in range(2))
+        self.run: Any = lambda block, *args: block(*args)
+
+    def enable_gradient_checkpointing(self, function: Any) -> None:
+        for module in (self, *self.blocks):
+            module.run = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+@pytest.mark.parametrize("memory", [{"checkpointing": m} for m in ("none", "all")] + [{"budget_gb": 1e-6}], ids=str)
+def test_a_block_inside_a_block(memory: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Nested(), torch.randn(1, 128, 64)
+    model(x).square().sum().backward()
+    exact = {name: param.grad.clone() for name, param in model.named_parameters()}
+    output = model(x).detach()
+    model.zero_grad(set_to_none=True)
+    BlockPolicy.install(model, ("blocks",), COATConfig.from_dict({"memory": memory}), True)
+    with recording() as saved:
+        result = model(x)
+    assert bool(saved.packed) == (memory == {"checkpointing": "none"})
+    codes = {tensor.packed.codes.data_ptr(): tensor.packed.codes.view(torch.uint8) for tensor in saved.packed}
+    assert len({bytes(values.flatten().tolist()) for values in codes.values()}) == len(codes)  # none is packed twice
+    result.square().sum().backward()
+    assert_bitwise(result.detach(), output)
+    for name, param in model.named_parameters():
+        assert cosine(param.grad, exact[name]) >= PACKED_GRADIENT_COSINE, name
+
+
+def test_the_benchmark_measures_every_known_architecture(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), torch.device("meta"):
+        classes = {type(item.build(**item.options)).__name__ for item in BENCHMARK.values()}
+    assert classes == POLICIES.keys() - {"FluxTransformer2DModel"}

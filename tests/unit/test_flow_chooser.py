@@ -1,0 +1,83 @@
+"""Which blocks take the fused flow, and what is said about the others."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import diffusers.models.transformers.transformer_flux as transformer_flux
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_core.activation import PackingConfig
+from coat_flux.flow import FusedFlow
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.flux import coat_flux_model, lora_gradients, tiny_flux
+
+
+class FluxSingleTransformerBlock(transformer_flux.FluxSingleTransformerBlock):
+    """A later diffusers whose block computes something else under the same names."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Any = None,
+        joint_attention_kwargs: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """1.1 times the block's change."""
+        text, image = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
+        return text + 0.1 * (text - encoder_hidden_states), image + 0.1 * (image - hidden_states)
+
+
+def arguments(model: Any) -> tuple[Any, ...]:
+    hidden, text = (torch.randn(1, n, model.inner_dim).to(model.dtype) for n in (40, 24))
+    return hidden, text, torch.randn(1, model.inner_dim).to(model.dtype), model.pos_embed(torch.zeros(64, 3)), None
+
+
+def test_a_block_that_computes_something_else_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_flux()
+    changed, same = model.single_transformer_blocks
+    changed.__class__ = FluxSingleTransformerBlock
+    flow, args = FusedFlow(PackingConfig()), arguments(model)
+    caplog.clear()  # diffusers' own
+    with caplog.at_level(logging.WARNING):
+        assert flow.form_of(changed, args, {}) is None
+        assert flow.form_of(changed, args, {}) is None
+        fused = flow.form_of(same, args, {})
+    assert [record.getMessage().rsplit(" by ", 1)[0] for record in caplog.records] == [
+        "FluxSingleTransformerBlock: generic flow in place of the fused one, which keeps less: its output differs from "
+        "diffusers'"
+    ]
+    assert fused is not None
+    with torch.no_grad():
+        for found, expected in zip(fused(*args), same(*args), strict=True):
+            assert_bitwise(found, expected)
+
+
+def test_keywords_and_other_blocks_take_the_generic_flow(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_flux()
+    flow, args = FusedFlow(PackingConfig()), arguments(model)
+    caplog.clear()  # diffusers' own
+    with caplog.at_level(logging.WARNING):
+        assert flow.form_of(nn.Linear(16, 16), args, {}) is None
+        assert caplog.records == []
+        assert flow.form_of(model.transformer_blocks[0], args, {"attention_mask": None}) is None
+    assert "called with keywords (attention_mask)" in caplog.text
+
+
+def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> None:
+    model, _, _ = coat_flux_model()
+    with caplog.at_level(logging.INFO, logger="coat_flux"):
+        lora_gradients(model)
+        lora_gradients(model)
+        model.transformer_blocks[1].register_forward_hook(lambda *_: None)
+        lora_gradients(model)
+    lines = [r.getMessage() for r in caplog.records if "blocks:" in r.getMessage() or "in place of" in r.getMessage()]
+    assert lines == [
+        "blocks: 4 kept in FP8, fused flow, attention fp8",
+        "FluxTransformerBlock: generic flow in place of the fused one, which keeps less: hooks on the block",
+        "blocks: 3 kept in FP8, fused flow, attention fp8; 1 kept in FP8, generic flow, attention fp8",
+    ]
