@@ -20,6 +20,7 @@ INSTALL_REQUIRES = [
     "safetensors>=0.5",
     "pyyaml>=6.0",
     "oyaml>=1.0",
+    "matplotlib>=3.8",
     "numpy>=1.26",
     "pillow>=10.1",
     "psutil>=5.9",

@@ -1,78 +1,75 @@
-"""Bytes one FLUX block keeps for backward: `python scripts/bench_memory.py [--heads 24]`.
+"""Bytes one FLUX block keeps for backward: `python scripts/bench_memory.py [--json FILE] [--picture FILE]`.
 
-Builds one double and one single block at FLUX.1's head size with random weights and a rank-16 LoRA (fp32, PEFT) on
-every linear that sees tokens, runs them forward in bf16 without autocast, as the trainer does, and counts every
-allocation still alive afterwards (torch's profiler: sum of allocations minus frees), less the block's outputs.
-Prints bytes per token and hidden element as a Markdown table. Runs on a CPU.
+Builds one double and one single block of FLUX.1's width (d = 3072, 24 heads of 128) with random weights and a rank-16
+LoRA on every linear of the blocks, runs them forward, and counts every allocation alive afterwards (torch's profiler:
+allocations minus frees), less the block's outputs. The blocks' inputs are made inside, so that keeping them counts.
+Prints bytes per token and hidden element, then scales them to the 19 + 38 blocks of FLUX.1-dev. Runs on a CPU in about
+ten minutes; `--heads 4` in one. Exit code 1 where a bound is missed (at full width).
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
+import json
+import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-HEAD_DIM = 128  # FLUX.1's
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _flux_block import HEAD_DIM, block_call, block_inputs, loop_context, make_model, prepare, toolkit_is_real
+
 RANK = 16
-SETTINGS: dict[str, dict[str, Any]] = {
-    "bf16, nothing recomputed": {"enabled": False},
-    "FP8, attention in bf16": {"memory": {"checkpointing": "none"}, "activation": {"attention": "bf16"}},
-    "FP8": {"memory": {"checkpointing": "none"}},
-    "recomputed from an FP8 input": {"memory": {"checkpointing": "all"}},
-}
+FLUX_BLOCKS = {"double": 19, "single": 38}
+FLUX_HIDDEN, FLUX_TEXT = 3072, 512
+PIXELS = (512, 768, 1024)
+KEEP = {"checkpointing": "none"}
 
 
-def make_model(heads: int) -> nn.Module:
-    """Return a FLUX transformer with one double and one single block."""
-    from diffusers import FluxTransformer2DModel
+class Row(NamedTuple):
+    """One setting in one loop; bounds in bytes per token and hidden element, double and single."""
 
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=heads,
-        joint_attention_dim=256,
-        pooled_projection_dim=64,
-        guidance_embeds=True,
-        in_channels=64,
-    )
-    return model.to(torch.bfloat16).requires_grad_(False)
+    name: str
+    loop: str
+    coat: dict[str, Any]
+    checkpointed: bool = False
+    bounds: tuple[float, float] | None = None
 
 
-def prepare(model: nn.Module, setting: dict[str, Any]) -> nn.Module:
-    """Return a copy of the model with COAT as set and an fp32 LoRA."""
-    from peft import LoraConfig
+OFF = {"enabled": False}
+GENERIC = {"memory": KEEP, "activation": {"flow": "generic"}}
+GENERIC_BF16 = {"memory": KEEP, "activation": {"flow": "generic", "attention": "bf16"}}
+FUSED = {"memory": KEEP}
+FUSED_BF16 = {"memory": KEEP, "activation": {"attention": "bf16"}}
+ROWS = [
+    Row("bf16", "autocast", OFF),
+    Row("bf16, recomputed", "autocast", OFF, checkpointed=True),
+    Row("generic, attention bf16", "autocast", GENERIC_BF16),
+    Row("generic", "autocast", GENERIC, bounds=(30, 26)),
+    Row("fused, attention bf16", "autocast", FUSED_BF16, bounds=(17, 15)),
+    Row("fused", "autocast", FUSED, bounds=(13, 11)),
+    Row("bf16", "peft", OFF),
+    Row("generic", "peft", GENERIC),
+    Row("fused, attention bf16", "peft", FUSED_BF16, bounds=(17, 15)),
+    Row("fused", "peft", FUSED, bounds=(13, 11)),
+    Row("recomputed from FP8", "peft", {"memory": {"checkpointing": "all"}}),
+    Row("bf16", "toolkit", OFF),
+    Row("generic", "toolkit", GENERIC),
+    Row("fused, attention bf16", "toolkit", FUSED_BF16, bounds=(17, 15)),
+    Row("fused", "toolkit", FUSED, bounds=(13, 11)),
+]
 
-    from coat_flux.config import COATConfig
-    from coat_flux.flux import apply_coat
-    from coat_flux.lora import attach_lora
 
-    model, config = copy.deepcopy(model), COATConfig.from_dict(setting)
-    apply_coat(model, config)
-    targets = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "transformer_blocks." in name and ".norm" not in name
-    ]
-    model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    attach_lora(model, config)
-    return model.train()
-
-
-def kept_bytes(run: Callable[[], tuple[torch.Tensor, ...]]) -> int:
+def kept_bytes(run: Callable[[], tuple[Tensor, ...]]) -> int:
     """Return what `run` allocated and did not free, without its outputs."""
     from torch.profiler import ProfilerActivity, profile
 
-    run()
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         outputs = run()
         gc.collect()
@@ -82,37 +79,107 @@ def kept_bytes(run: Callable[[], tuple[torch.Tensor, ...]]) -> int:
     return alive - sum(storages.values())
 
 
-def measure(model: nn.Module, text_tokens: int, image_tokens: int) -> list[float]:
+def measure(model: nn.Module, row: Row, text: int, image: int) -> dict[str, float]:
     """Return bytes per token and hidden element of the double and the single block."""
-    hidden, tokens = model.inner_dim, text_tokens + image_tokens
-    image = torch.randn(1, image_tokens, hidden, dtype=torch.bfloat16).requires_grad_()
-    text = torch.randn(1, text_tokens, hidden, dtype=torch.bfloat16).requires_grad_()
-    modulation = torch.randn(1, hidden, dtype=torch.bfloat16)
-    rotary = model.pos_embed(torch.zeros(tokens, 3))
-    call = getattr(model, "_gradient_checkpointing_func", None) or (lambda block, *args: block(*args))
-    blocks = (model.transformer_blocks[0], model.single_transformer_blocks[0])
-    return [
-        kept_bytes(lambda block=block: call(block, image, text, modulation, rotary)) / (tokens * hidden)
-        for block in blocks
-    ]
+    model = prepare(model, row.coat, row.loop, RANK)
+    hidden, encoder, temb = block_inputs(model, text, image)
+    hidden.requires_grad_(), encoder.requires_grad_()
+    rotary, call = model.pos_embed(torch.zeros(text + image, 3)), block_call(model)
+    if row.checkpointed:
+        call = lambda block, *args: checkpoint(block, *args, use_reentrant=False)  # noqa: E731
+
+    def run(block: nn.Module) -> tuple[Tensor, ...]:
+        with loop_context(row.loop):
+            return call(
+                block, hidden * 1, encoder * 1, temb, rotary
+            )  # * 1: the input belongs to the block, as a tensor
+
+    blocks = {"double": model.transformer_blocks[0], "single": model.single_transformer_blocks[0]}
+    elements = (text + image) * model.inner_dim
+    return {kind: kept_bytes(lambda block=block: run(block)) / elements for kind, block in blocks.items()}
 
 
-def main() -> None:
-    """Measure every setting."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=4, help="attention heads of 128; FLUX.1 has 24 (default: 4)")
-    parser.add_argument("--text-tokens", type=int, default=128)
-    parser.add_argument("--image-tokens", type=int, default=384)
-    options = parser.parse_args()
-    model = make_model(options.heads)
-    print(
-        f"torch {torch.__version__}, {options.heads} heads x {HEAD_DIM}, rank {RANK} fp32, bytes per token x hidden\n"
+def scaled_gb(found: dict[str, float], pixels: int) -> dict[str, float]:
+    """GB (1e9) of all blocks of FLUX.1-dev for one square image."""
+    tokens = (pixels // 16) ** 2 + FLUX_TEXT
+    return {kind: FLUX_BLOCKS[kind] * rate * tokens * FLUX_HIDDEN / 1e9 for kind, rate in found.items()}
+
+
+def misses(row: Row, found: dict[str, float]) -> bool:
+    """Whether the row is above its bounds."""
+    return row.bounds is not None and (found["double"] > row.bounds[0] or found["single"] > row.bounds[1])
+
+
+def report_row(row: Row, found: dict[str, float]) -> str:
+    """One line of the Markdown table."""
+    bound = "" if row.bounds is None else f"{row.bounds[0]:g} / {row.bounds[1]:g}"
+    verdict = "" if row.bounds is None else ("missed" if misses(row, found) else "met")
+    sizes = " | ".join(f"{sum(scaled_gb(found, pixels).values()):.1f}" for pixels in PIXELS)
+    return (
+        f"| {row.loop} | {row.name} | {found['double']:.1f} | {found['single']:.1f} | {bound} | {verdict} | {sizes} |"
     )
-    print("| setting | double block | single block |\n|---|---|---|")
-    for name, setting in SETTINGS.items():
-        double, single = measure(prepare(model, setting), options.text_tokens, options.image_tokens)
-        print(f"| {name} | {double:.1f} | {single:.1f} |", flush=True)
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Bars: GB of FLUX.1-dev's blocks at 1024 px, double blocks under single ones."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.36 * len(results) + 1.4), layout="constrained")
+    axes = figure.subplots()
+    labels = [f"{r['loop']}: {r['name']}" for r in results][::-1]
+    double, single = ([scaled_gb(r["bytes"], 1024)[kind] for r in results][::-1] for kind in FLUX_BLOCKS)
+    axes.barh(labels, double, color="#4477aa", label="19 double blocks")
+    bars = axes.barh(labels, single, left=double, color="#ee6677", label="38 single blocks")
+    totals = [f"{a + b:.1f}" for a, b in zip(double, single, strict=True)]
+    axes.bar_label(bars, labels=totals, padding=3, fontsize=8)
+    axes.set_xlabel("GB kept for backward, FLUX.1-dev, one 1024 px image, rank 16 (scaled from one block each)")
+    axes.legend(loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=90)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=24, help="attention heads of 128 (default: FLUX.1's 24)")
+    parser.add_argument("--text-tokens", type=int, default=256)
+    parser.add_argument("--image-tokens", type=int, default=768)
+    parser.add_argument("--loop", action="append", help="only rows of this loop: autocast, peft, toolkit")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure every row."""
+    options = parse_arguments()
+    model = make_model(options.heads)
+    toolkit = "ai-toolkit's own LoRA modules" if toolkit_is_real() else "a stand-in for ai-toolkit's LoRA modules"
+    print(
+        f"torch {torch.__version__}, {options.heads} heads x {HEAD_DIM}, rank {RANK} fp32, toolkit: {toolkit}\n"
+        "bytes per token x hidden; GB of FLUX.1-dev's 57 blocks by scaling\n\n"
+        f"| loop | setting | double | single | bound | | {' | '.join(f'{p} px, GB' for p in PIXELS)} |\n"
+        f"|{'---|' * (6 + len(PIXELS))}",
+        flush=True,
+    )
+    results, missed = [], 0
+    for row in ROWS:
+        if options.loop and row.loop not in options.loop:
+            continue
+        found = measure(model, row, options.text_tokens, options.image_tokens)
+        missed += misses(row, found)
+        scaled = {str(pixels): scaled_gb(found, pixels) for pixels in PIXELS}
+        results.append(
+            {"loop": row.loop, "name": row.name, "bytes": found, "bounds": row.bounds, "flux_dev_gb": scaled}
+        )
+        print(report_row(row, found), flush=True)
+    if options.json:
+        head = {"torch": torch.__version__, "heads": options.heads, "rank": RANK, "toolkit": toolkit}
+        options.json.write_text(json.dumps({**head, "rows": results}, indent=2) + "\n", encoding="utf-8")
+    if options.picture:
+        draw(results, options.picture)
+    return 1 if missed and options.heads * HEAD_DIM >= FLUX_HIDDEN else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
