@@ -1,4 +1,4 @@
-"""`coat-flux`: train, install, check.
+"""`coat-flux`: train, install, check, plan.
 
 Nothing heavy is imported before a command needs it, so that `--help` and a mistake in the YAML answer at once. Exit
 code 0 only on success, 2 for something the user can put right, 130 on Ctrl+C; other exceptions show their traceback.
@@ -7,10 +7,12 @@ code 0 only on success, 2 for something the user can put right, 130 on Ctrl+C; o
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .. import __version__
 from ..config import ConfigError, JobConfig, require_packages
@@ -65,7 +67,30 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("config", metavar="CONFIG", help="YAML or JSON")
     check.add_argument("-n", "--name", help=NAME_HELP)
     check.set_defaults(run=_check)
+
+    plan = commands.add_parser("plan", help="memory, disk and time before the run", description=_plan.__doc__)
+    plan.add_argument("config", metavar="CONFIG", help="YAML or JSON")
+    plan.add_argument("-n", "--name", help=NAME_HELP)
+    plan.add_argument(
+        "--gpu", metavar="GB", type=_gigabytes, help="one card of so much memory, in place of the usual ones"
+    )
+    plan.add_argument(
+        "--json", metavar="FILE", nargs="?", const="-", help="write it as JSON, without FILE to the terminal"
+    )
+    plan.set_defaults(run=_plan)
     return parser
+
+
+def _gigabytes(text: str) -> float:
+    """Argument type: a positive number, which may end in GB."""
+    number = text.upper().removesuffix("GB").strip()
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a card's memory in GB, above 0, such as 24")
+    return value
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -105,6 +130,29 @@ def _check(args: argparse.Namespace) -> None:
     for note in job.notes:
         print(f"note: {note}")
     print(f"{job.file}: no error found; '{job.name}' would train {job.train.steps} steps into {job.folder}")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    """Predict memory by phase, disk and time of a run, which cards it fits, and the cheapest change that makes it fit.
+
+    Needs no GPU and downloads nothing.
+    """
+    job = JobConfig.from_file(args.config, name=args.name)
+    from ..plan.report import as_json, as_text, make_plan
+
+    plan = make_plan(job, args.gpu)
+    if args.json is None:
+        print(as_text(plan))
+        return
+    text = json.dumps(as_json(plan), indent=2)
+    if args.json == "-":
+        print(text)
+        return
+    try:
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _Refused(f"--json {args.json}: cannot be written: {error.strerror}; give another path") from error
+    print(f"wrote {args.json}")
 
 
 def _load(args: argparse.Namespace) -> JobConfig:

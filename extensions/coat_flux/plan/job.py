@@ -1,0 +1,188 @@
+"""What a job asks of memory and time: tokens, samples, adapters, and how its blocks keep what they keep."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from ..config import JobConfig
+from ..config.job_sections import DatasetSection
+from ..data.dataset import scan
+from ..data.errors import DatasetError
+from ..memory.choice import settings_of
+from ..memory.sizes import FP32, Block, FlowSettings, Tokens
+from .models import BLOCK_LISTS, Linear, ModelParts, find_model
+
+__all__ = ["JobFacts", "job_facts"]
+
+PIXELS_PER_TOKEN = 256  # the VAE takes 8 × 8 pixels to a latent, FLUX packs 2 × 2 of them
+VALUE_BYTES = {"bf16": 2, "fp32": FP32}
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training images.
+
+    Attributes:
+        pixels: of the largest bucket.
+        mean_pixels: on average over an epoch.
+        latents: distinct (image, size, mirrored); 0 where the images are not here.
+        captions: distinct prompts, a dropped caption included.
+        found: whether the folders are here.
+    """
+
+    pixels: int
+    mean_pixels: float
+    latents: int
+    captions: int
+    found: bool
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """A job in numbers.
+
+    Attributes:
+        job: the job.
+        model: its model's parts.
+        data: its images.
+        targets: linears with an adapter.
+        blocks: of the transformer, in forward order, with their adapters.
+        tokens: of the largest micro-batch.
+        settings: how blocks keep what they keep.
+        sample_tokens: of the largest image to be drawn, or None where none is drawn.
+    """
+
+    job: JobConfig
+    model: ModelParts
+    data: Data
+    targets: tuple[Linear, ...]
+    blocks: tuple[Block, ...]
+    tokens: Tokens
+    settings: FlowSettings
+    sample_tokens: Tokens | None
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of an element of the frozen models and of hidden states."""
+        return VALUE_BYTES[self.job.train.dtype]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the job trains on a CPU: device and host memory are one."""
+        return self.job.device == "cpu"
+
+    @property
+    def caches_latents(self) -> bool:
+        """Whether the VAE is not needed while training."""
+        return all(entry.cache_latents or entry.cache_latents_to_disk for entry in self.job.datasets)
+
+    @property
+    def caches_text(self) -> bool:
+        """Whether the text encoders are not needed while training."""
+        return all(entry.cache_text_embeddings for entry in self.job.datasets)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the run draws sample images."""
+        return self.sample_tokens is not None
+
+    @property
+    def adapter_sizes(self) -> list[int]:
+        """Elements of each LoRA parameter: A and B of every target."""
+        rank = self.job.network.linear
+        return [size for linear in self.targets for size in (rank * linear.inputs, rank * linear.outputs)]
+
+    @property
+    def lora_bytes(self) -> int:
+        """The adapters, fp32."""
+        return FP32 * sum(self.adapter_sizes)
+
+
+def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
+    """Gather a job's numbers.
+
+    Args:
+        job: the job.
+        known: facts of a job that may have the same images, which are then not read again.
+
+    Raises:
+        ConfigError: the model's sizes cannot be known, or no linear is left to train.
+    """
+    model = find_model(job.model.name_or_path, f"{job.file}: config.process[0].model.name_or_path")
+    kwargs = job.network.network_kwargs
+    targets = tuple(
+        model.targets(job.network.transformer_only, kwargs.only_if_contains, tuple(kwargs.ignore_if_contains))
+    )
+    data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
+    return JobFacts(
+        job=job,
+        model=model,
+        data=data,
+        targets=targets,
+        blocks=_blocks(model, targets, job.network.linear),
+        tokens=_tokens(model, data.pixels, job.train.batch_size),
+        settings=settings_of(
+            job.coat,
+            value_bytes=VALUE_BYTES[job.train.dtype],
+            dropout=bool(job.network.dropout),
+            cuda=job.device != "cpu",
+        ),
+        sample_tokens=_sample_tokens(job, model),
+    )
+
+
+def _images(job: JobConfig) -> list[DatasetSection]:
+    """The datasets without what does not change their images and captions."""
+    same = {"cache_latents": False, "cache_latents_to_disk": False, "cache_text_embeddings": False}
+    return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
+
+
+def _tokens(model: ModelParts, pixels: int, batch: int) -> Tokens:
+    return Tokens(batch, model.text_tokens, pixels // PIXELS_PER_TOKEN)
+
+
+def _sample_tokens(job: JobConfig, model: ModelParts) -> Tokens | None:
+    items = () if job.train.disable_sampling else job.sample.items()
+    if not items:
+        return None
+    return _tokens(model, max(item.width * item.height for item in items), 1)
+
+
+def _blocks(model: ModelParts, targets: tuple[Linear, ...], rank: int) -> tuple[Block, ...]:
+    adapters: dict[str, list[str]] = {}
+    for linear in targets:
+        parts = linear.name.split(".", 2)
+        if parts[0] in BLOCK_LISTS:
+            adapters.setdefault(f"{parts[0]}.{parts[1]}", []).append(parts[2])
+    outside = [linear.name for linear in targets if linear.name.split(".")[0] not in BLOCK_LISTS]
+    embedding = any(name.startswith("time_text_embed.") for name in outside)
+    trained = any(name in ("x_embedder", "context_embedder") for name in outside)
+    blocks = []
+    counts = (model.config["num_layers"], model.config["num_single_layers"])
+    for list_name, kind, count in zip(BLOCK_LISTS, ("double", "single"), counts, strict=True):
+        for i in range(count):
+            ranks = tuple((name, rank) for name in adapters.get(f"{list_name}.{i}", ()))
+            heads = model.config["num_attention_heads"]
+            blocks.append(Block(kind, model.hidden, heads, 4 * model.hidden, ranks, trained, embedding))
+            trained = blocks[-1].trained_output
+    return tuple(blocks)
+
+
+def _data(job: JobConfig) -> Data:
+    """The images as training would take them, or, where they are not here or refused, the largest there could be."""
+    logger = logging.getLogger("coat_flux.data")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what they lack is for `train` to say
+    try:
+        samples = scan(job.datasets, job.trigger_word)
+    except DatasetError:
+        sizes = [resolution**2 for entry in job.datasets for resolution in entry.resolution]
+        return Data(max(sizes), sum(sizes) / len(sizes), 0, 0, False)
+    finally:
+        logger.setLevel(level)
+    pixels = [sample.bucket.width * sample.bucket.height for sample in samples]
+    captions = {sample.caption for sample in samples}
+    if any(entry.caption_dropout_rate > 0 for entry in job.datasets):
+        captions |= {sample.dropped_caption for sample in samples}
+    return Data(max(pixels), sum(pixels) / len(pixels), len(set(samples)), len(captions), True)

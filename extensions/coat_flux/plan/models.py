@@ -1,0 +1,206 @@
+"""A model's parts, made by their real classes on the meta device: exact bytes without a download."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from coat_core.linear.module import obstacle_to_conversion
+
+from ..config import COATConfig, ConfigError
+from ..flux.policy import matches, policy_for
+from ..memory.sizes import FP32
+from ..tiny_flux import EMBEDDED_MODEL
+from .facts import CLIP_L, FLUX_VAE, HUB_MODELS, T5_XXL, TEXT_TOKENS
+from .live import largest_held
+
+__all__ = ["ModelParts", "find_model"]
+
+PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
+BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
+KEY_PREFIX = "transformer."  # of the names that network_kwargs' words are matched against
+_PROBE_PIXELS = 256  # a VAE's memory grows with the pixels; half this side and its attention would not
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of the transformer.
+
+    Attributes:
+        name: full name.
+        inputs: K.
+        outputs: N.
+        is_fp8: `weight.use_fp8` stores its weight as FP8 codes.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    is_fp8: bool
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What is known of a FLUX model: elements and shapes.
+
+    Attributes:
+        config: the transformer's config.
+        linears: of the transformer, in module order.
+        elements: parameters of each of `PARTS`.
+        text_tokens: tokens that T5's embeddings have.
+        text_width: features of T5's embeddings.
+        pooled_width: features of CLIP's pooled embedding.
+        latent_channels: of the VAE.
+        encode_values: the VAE's largest moment while it encodes, in values per pixel.
+        decode_values: the same while it decodes.
+        text_values: T5's with one prompt, in values.
+    """
+
+    config: dict[str, Any] = field(hash=False)
+    linears: tuple[Linear, ...]
+    elements: dict[str, int] = field(hash=False)
+    text_tokens: int
+    text_width: int
+    pooled_width: int
+    latent_channels: int
+    encode_values: float
+    decode_values: float
+    text_values: float
+
+    @property
+    def hidden(self) -> int:
+        """Width d of hidden states."""
+        return int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
+
+    def transformer_bytes(self, coat: COATConfig, value_bytes: int) -> int:
+        """The transformer as `apply_coat` leaves it: FP8 codes and scales, all else as it was loaded."""
+        total = self.elements["transformer"] * value_bytes
+        if coat.enabled and coat.weight.use_fp8:
+            for linear in self.linears:
+                if linear.is_fp8:
+                    scales = linear.outputs if coat.weight.granularity == "per_row" else 1
+                    total += linear.weights * (1 - value_bytes) + FP32 * scales
+        return total
+
+    def text_bytes(self, value_bytes: int) -> int:
+        """CLIP and T5."""
+        return (self.elements["text_encoder"] + self.elements["text_encoder_2"]) * value_bytes
+
+    def targets(self, transformer_only: bool, only: Sequence[str] | None, ignore: Sequence[str]) -> list[Linear]:
+        """The linears that get an adapter, as the engine (and ai-toolkit) chooses them."""
+
+        def is_chosen(name: str) -> bool:
+            if transformer_only and name.split(".")[0] not in BLOCK_LISTS:
+                return False
+            full = KEY_PREFIX + name
+            if any(word in full for word in ignore):
+                return False
+            return only is None or any(word in full or word in full.replace(".", "$$") for word in only)
+
+        return [linear for linear in self.linears if is_chosen(linear.name)]
+
+
+def find_model(name_or_path: str, where: str) -> ModelParts:
+    """Read or know a model's configs and make its parts on the meta device.
+
+    Args:
+        name_or_path: `model.name_or_path`: a diffusers folder, the embedded model's name, or a hub name.
+        where: the key, for errors.
+
+    Raises:
+        ConfigError: a folder without its configs, or a hub name whose configs are not here.
+    """
+    configs, text_tokens = _configs(name_or_path, where)
+    return _make(json.dumps(configs, sort_keys=True, default=list), text_tokens)
+
+
+def _configs(name_or_path: str, where: str) -> tuple[dict[str, dict[str, Any]], int]:
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return _of_folder(folder, where)
+    if folder.name == Path(EMBEDDED_MODEL).name:
+        return _of_embedded()
+    if name_or_path in HUB_MODELS:
+        known = {"transformer": HUB_MODELS[name_or_path], "vae": FLUX_VAE}
+        return {**known, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL}, TEXT_TOKENS
+    raise ConfigError(
+        f"{where}={name_or_path!r}: plan downloads nothing; this is no folder here, nor a model it knows "
+        f"({', '.join(HUB_MODELS)}); give the folder of a downloaded model, or plan with one of these names"
+    )
+
+
+def _of_folder(folder: Path, where: str) -> tuple[dict[str, dict[str, Any]], int]:
+    missing = [part for part in PARTS if not (folder / part / "config.json").is_file()]
+    if missing:
+        raise ConfigError(
+            f"{where}={folder}: has no {missing[0]}/config.json; give a complete diffusers folder, as training needs it"
+        )
+    configs = {part: json.loads((folder / part / "config.json").read_text(encoding="utf-8")) for part in PARTS}
+    tokenizer = folder / "tokenizer_2" / "tokenizer_config.json"
+    limit = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") if tokenizer.is_file() else None
+    return configs, min(TEXT_TOKENS, int(limit or TEXT_TOKENS))
+
+
+def _of_embedded() -> tuple[dict[str, dict[str, Any]], int]:
+    from ..tiny_flux.models import TINY_TRANSFORMER_CONFIG, clip_config, t5_config
+    from ..tiny_flux.vae import VAE_CONFIG
+    from ..tiny_flux.vocabulary import T5_MAX_LENGTH
+
+    parts = (TINY_TRANSFORMER_CONFIG, VAE_CONFIG, clip_config(), t5_config())
+    return dict(zip(PARTS, parts, strict=True)), min(TEXT_TOKENS, T5_MAX_LENGTH)
+
+
+@functools.lru_cache(maxsize=8)
+def _make(configs_json: str, text_tokens: int) -> ModelParts:
+    from diffusers import AutoencoderKL, FluxTransformer2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    configs = {part: _own_entries(config) for part, config in json.loads(configs_json).items()}
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel.from_config(configs["transformer"])
+        vae = AutoencoderKL.from_config(configs["vae"]).eval()
+        clip = CLIPTextModel(CLIPTextConfig(**configs["text_encoder"]))
+        t5 = T5EncoderModel(T5Config(**configs["text_encoder_2"])).eval()
+    models = dict(zip(PARTS, (transformer, vae, clip, t5), strict=True))
+    convert = policy_for(transformer).convert
+    channels, pixels = vae.config.latent_channels, _PROBE_PIXELS
+    factor = 2 ** (len(vae.config.block_out_channels) - 1)
+    latent = (1, channels, pixels // factor, pixels // factor)
+    return ModelParts(
+        config=dict(transformer.config),
+        linears=tuple(
+            Linear(name, m.in_features, m.out_features, matches(name, convert) and obstacle_to_conversion(m) is None)
+            for name, m in transformer.named_modules()
+            if isinstance(m, nn.Linear)
+        ),
+        elements={part: sum(p.numel() for p in model.parameters()) for part, model in models.items()},
+        text_tokens=text_tokens,
+        text_width=t5.config.d_model,
+        pooled_width=clip.config.hidden_size,
+        latent_channels=channels,
+        encode_values=largest_held(lambda: vae.encode(torch.empty(1, 3, pixels, pixels, device="meta")))
+        / (FP32 * pixels**2),
+        decode_values=largest_held(lambda: vae.decode(torch.empty(latent, device="meta"))) / (FP32 * pixels**2),
+        text_values=largest_held(lambda: t5(torch.zeros(1, text_tokens, dtype=torch.long, device="meta"))) / FP32,
+    )
+
+
+def _own_entries(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the entries that say how a file was written."""
+    return {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("_") and key not in ("architectures", "model_type", "torch_dtype", "transformers_version")
+    }

@@ -1,0 +1,290 @@
+"""Peak memory of a job, phase by phase, from what the stand-alone engine has on the device in each.
+
+    load      the transformer goes to the device linear by linear, each quantized there; adapters are added
+    cache     before that: the VAE encodes images, then CLIP and T5 encode prompts, one after the other, and go back
+    sample    the VAE joins the transformer and decodes; with an EMA the raw adapters wait aside
+    step      the moment when blocks, gradients and workspace need most, or the optimizer's
+    save      the optimizer's state is there, activations are not
+
+The engine's order of things: `engine/session.py`, `engine/trainer.py`. A GPU's own context and its allocator's gaps are
+not counted; `memory.budget.USABLE_FRACTION` of a card leaves room for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coat_core.optim.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU, n_blocks
+from coat_core.optim.state import storages
+
+from ..config import JobConfig
+from ..memory.budget import USABLE_FRACTION
+from ..memory.choice import BlockBytes, Moment, block_bytes, fewest_recomputed, largest_moment
+from ..memory.sizes import FP32, around_bytes, forward_bytes
+from .job import JobFacts, job_facts
+
+__all__ = ["PARTS", "PhasePrediction", "Prediction", "predict", "predict_facts"]
+
+PARTS = (
+    "transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "workspace",
+)  # fmt: skip
+COAT_OPTIMIZER = "coat_fp8_adamw"
+LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes from torch's allocator on a Hopper GPU, the largest of all
+OPTIMIZER_BUFFERS = 8  # fp32 buffers of a chunk while FP8AdamW updates it: w, g, m, v, and as many between
+BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale; smaller tensors keep fp32 moments
+QUANTIZED_BYTES = 8  # per element while a weight becomes FP8: two fp32 copies
+PROCESS_RAM = {True: 0.6e9, False: 3e9}  # of Python and the libraries alone: on a CPU (measured), with CUDA's
+
+
+@dataclass(frozen=True)
+class PhasePrediction:
+    """What the device holds at the peak of one phase, in bytes by part."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory of a run.
+
+    Attributes:
+        phases: load, cache, sample (where images are drawn), step and save.
+        ram_bytes: the most that the process holds in host memory.
+        disk_bytes: what the run and its caches leave on disk, without the model's own files.
+        recomputed: indices of the blocks that recompute.
+        blocks: number of blocks.
+        assumptions: what had to be assumed.
+    """
+
+    phases: list[PhasePrediction]
+    ram_bytes: int
+    disk_bytes: int
+    recomputed: tuple[int, ...] = ()
+    blocks: int = 0
+    assumptions: tuple[str, ...] = field(default=())
+
+    @property
+    def peak(self) -> int:
+        """The largest phase's total, bytes on the device."""
+        return max(phase.total for phase in self.phases)
+
+    def phase(self, name: str) -> PhasePrediction | None:
+        """The phase of this name, or None where the run has none."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+
+def predict(job: JobConfig, *, device_bytes: float | None = None) -> Prediction:
+    """Predict what a job needs.
+
+    Args:
+        job: the job.
+        device_bytes: memory of the device. With checkpointing auto and no `budget_gb`, as many blocks recompute as this
+            asks for; None: none does.
+
+    Raises:
+        ConfigError: the model's sizes cannot be known.
+    """
+    return predict_facts(job_facts(job), device_bytes)
+
+
+def predict_facts(facts: JobFacts, device_bytes: float | None = None) -> Prediction:
+    """`predict` for gathered facts."""
+    sizes = [block_bytes(block, facts.tokens, facts.settings) for block in facts.blocks]
+    held = _held(facts)
+    recomputed = _recomputed(facts, sizes, sum(held.values()), device_bytes)
+    phases = [_load(facts), _cache(facts), _sample(facts), _step(facts, sizes, recomputed), _save(facts)]
+    found = [phase for phase in phases if phase is not None]
+    return Prediction(
+        phases=found,
+        ram_bytes=_ram(facts, max(phase.total for phase in found)),
+        disk_bytes=_disk(facts),
+        recomputed=tuple(recomputed),
+        blocks=len(sizes),
+        assumptions=_assumptions(facts),
+    )
+
+
+def _phase(name: str, *held: Mapping[str, int]) -> PhasePrediction:
+    """A phase with every part, those not held at 0."""
+    return PhasePrediction(name, {part: sum(parts.get(part, 0) for parts in held) for part in PARTS})
+
+
+def _resident(facts: JobFacts) -> dict[str, int]:
+    """What is on the device from load to end: the models, as far as training needs them, and the adapters."""
+    encoders = 0 if facts.caches_text else facts.model.text_bytes(facts.value_bytes)
+    return {
+        "transformer": facts.model.transformer_bytes(facts.job.coat, facts.value_bytes),
+        "lora": facts.lora_bytes,
+        "text encoders": encoders,
+        "vae": 0 if facts.caches_latents else _vae(facts),
+    }
+
+
+def _held(facts: JobFacts) -> dict[str, int]:
+    """What is on the device in every step, whatever its moment."""
+    ema = facts.lora_bytes if facts.job.train.ema_config.use_ema else 0
+    return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema}
+
+
+def _vae(facts: JobFacts) -> int:
+    return facts.model.elements["vae"] * facts.value_bytes
+
+
+def _library(facts: JobFacts) -> int:
+    return 0 if facts.on_cpu else LIBRARY_WORKSPACE
+
+
+def _recomputed(facts: JobFacts, sizes: list[BlockBytes], held: int, device_bytes: float | None) -> list[int]:
+    """Indices of the blocks that recompute, as `BlockPolicy` has it; diffusers' own checkpointing takes all."""
+    job, memory, indices = facts.job, facts.job.coat.memory, list(range(len(sizes)))
+    mode = memory.checkpointing if job.coat.enabled else "all"
+    if not job.train.gradient_checkpointing or mode == "none":
+        return []
+    if mode == "all":
+        return indices
+    if mode == "every_n":
+        return indices[memory.every_n - 1 :: memory.every_n]
+    budget = memory.budget_gb * 1e9 if memory.budget_gb is not None else None
+    if budget is None and device_bytes is not None:
+        budget = device_bytes * USABLE_FRACTION
+    if budget is None:
+        return []
+    free = budget - held - _library(facts) - around_bytes(facts.blocks[-1], facts.tokens, facts.settings)
+    return fewest_recomputed(sizes, free, _accumulates(facts))
+
+
+def _accumulates(facts: JobFacts) -> bool:
+    return facts.job.train.gradient_accumulation > 1
+
+
+def _step(facts: JobFacts, sizes: list[BlockBytes], recomputed: list[int]) -> PhasePrediction:
+    """The larger of two moments: the blocks' and the optimizer's."""
+    moment = largest_moment(sizes, recomputed, _accumulates(facts))
+    around = around_bytes(facts.blocks[-1], facts.tokens, facts.settings)
+    chunk = CHUNK_ELEMENTS_CPU if facts.on_cpu else CHUNK_ELEMENTS_GPU
+    elements = sum(facts.adapter_sizes)
+    updated = min(chunk, elements) if facts.job.train.optimizer == COAT_OPTIMIZER else elements // OPTIMIZER_BUFFERS
+    update = Moment(0, FP32 * OPTIMIZER_BUFFERS * updated, facts.lora_bytes)
+    if update.total > moment.total + around:
+        moment, around = update, 0
+    needs = {
+        "saved activations": moment.kept + around,
+        "workspace": moment.workspace + _library(facts),
+        "gradients": moment.gradients,
+    }
+    return _phase("step", _held(facts), needs)
+
+
+def _load(facts: JobFacts) -> PhasePrediction:
+    """Linear by linear: the weight in high precision beside its codes and what quantizing needs."""
+    resident = _resident(facts)
+    coat, value_bytes = facts.job.coat, facts.value_bytes
+    workspace, there = 0, 0
+    if coat.enabled and coat.weight.use_fp8:
+        for linear in facts.model.linears:
+            if linear.is_fp8:
+                workspace = max(workspace, there + linear.weights * (value_bytes + QUANTIZED_BYTES))
+                there += linear.weights
+        workspace = max(0, workspace - resident["transformer"] - resident["lora"])
+    if facts.on_cpu:  # the model is read there as it is
+        whole = facts.model.elements["transformer"] * value_bytes
+        workspace = max(workspace, whole - resident["transformer"] - resident["lora"])
+    return _phase("load", resident, {"workspace": max(0, workspace)})
+
+
+def _cache(facts: JobFacts) -> PhasePrediction:
+    """The largest of: the VAE with an image, the text encoders with a prompt, what stays of both for training."""
+    model, a = facts.model, facts.value_bytes
+    encode = {"vae": _vae(facts), "workspace": int(model.encode_values * a * facts.data.pixels)}
+    prompt = {"text encoders": model.text_bytes(a), "workspace": int(model.text_values * a)}
+    resident = _resident(facts)
+    stays = {part: resident[part] for part in ("text encoders", "vae")}
+    moments = [stays]
+    if any(entry.cache_latents or entry.cache_latents_to_disk for entry in facts.job.datasets):
+        moments.append(encode)
+    if facts.draws or any(entry.cache_text_embeddings for entry in facts.job.datasets):
+        moments.append(prompt)
+    if facts.on_cpu:  # both are in memory all along
+        both = {"vae": encode["vae"], "text encoders": prompt["text encoders"]}
+        moments = [{**moment, **both} for moment in moments]
+    return _phase("cache", max(moments, key=lambda moment: sum(moment.values())))
+
+
+def _sample(facts: JobFacts) -> PhasePrediction | None:
+    """Denoising or decoding the largest image, after a step: gradients stay until the next one begins."""
+    if facts.sample_tokens is None:
+        return None
+    held = {**_held(facts), "vae": _vae(facts), "gradients": facts.lora_bytes}
+    held["ema"] *= 2
+    denoise = max(forward_bytes(block, facts.sample_tokens, facts.settings) for block in facts.blocks)
+    pixels = max(item.width * item.height for item in facts.job.sample.items())
+    decode = int(facts.model.decode_values * facts.value_bytes * pixels)
+    return _phase("sample", held, {"workspace": max(denoise, decode) + _library(facts)})
+
+
+def _save(facts: JobFacts) -> PhasePrediction:
+    return _phase("save", _held(facts), {"gradients": facts.lora_bytes})
+
+
+def optimizer_bytes(facts: JobFacts) -> int:
+    """Both moments of every adapter, with their scales, as `train.optimizer` stores them."""
+    train, sizes = facts.job.train, facts.adapter_sizes
+    if train.optimizer == COAT_OPTIMIZER:
+        config, _ = facts.job.coat.optimizer_config(train.optimizer_params)
+        total = 0
+        for moment in storages(config).values():
+            for size in sizes:
+                scales = len(moment.per_block) * n_blocks(size, moment.block_size)
+                total += size * moment.dtype.itemsize + FP32 * scales
+        return total
+    if train.optimizer == "adamw8bit":
+        small = sum(size for size in sizes if size < BNB_SMALLEST)
+        scales = sum(n_blocks(size, BNB_BLOCK) for size in sizes if size >= BNB_SMALLEST)
+        return 2 * (FP32 * small + sum(sizes) - small + FP32 * scales)
+    return 2 * FP32 * sum(sizes)
+
+
+def _ram(facts: JobFacts, peak: int) -> int:
+    """Host memory: the encoders first, then the transformer in high precision beside the VAE that samples need."""
+    model, a = facts.model, facts.value_bytes
+    vae = _vae(facts) if facts.draws else 0
+    latents = sum(entry.cache_latents for entry in facts.job.datasets) and facts.data.latents * _latent_bytes(facts)
+    staged = max(_vae(facts) + model.text_bytes(a), model.elements["transformer"] * a + vae)
+    return int(PROCESS_RAM[facts.on_cpu] + latents + (max(peak, staged) if facts.on_cpu else staged))
+
+
+def _latent_bytes(facts: JobFacts) -> int:
+    """One image's latents, fp32, on average."""
+    return int(facts.data.mean_pixels / 64 * facts.model.latent_channels * FP32)
+
+
+def _disk(facts: JobFacts) -> int:
+    """Saves that are kept, the final one, the state to resume from (twice while a new one is written), and caches."""
+    job, elements = facts.job, sum(facts.adapter_sizes)
+    kept = min(job.save.max_step_saves_to_keep, (job.train.steps - 1) // job.save.save_every) + 1
+    lora = elements * (FP32 if job.save.dtype == "fp32" else 2)
+    state = facts.lora_bytes * (2 if job.train.ema_config.use_ema else 1) + optimizer_bytes(facts)
+    total = kept * lora + 2 * state + lora
+    if any(entry.cache_latents_to_disk for entry in job.datasets):
+        total += facts.data.latents * _latent_bytes(facts)
+    if facts.caches_text:
+        total += facts.data.captions * 2 * (facts.model.text_tokens * facts.model.text_width + facts.model.pooled_width)
+    return total
+
+
+def _assumptions(facts: JobFacts) -> tuple[str, ...]:
+    found = []
+    if not facts.data.found:
+        found.append(
+            "the images are not here: every one is taken at its full resolution; caches on disk are not counted"
+        )
+    if facts.settings.dropout and facts.settings.flow == "fused":
+        found.append("network.dropout: blocks take the generic flow")
+    return tuple(found)

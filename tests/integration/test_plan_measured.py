@@ -1,0 +1,294 @@
+"""Predicted bytes against measured ones: what whole FLUX models keep for backward, what a run allocates and writes.
+
+The configurations differ in width, head size, rank, batch, group size, flow and recomputation. Nothing in the formulas
+was fitted to them, or to any measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from coat_core.optim import FP8AdamW
+from coat_flux.config import COATConfig, JobConfig
+from coat_flux.engine.network import add_lora, lora_parameters, lora_targets
+from coat_flux.engine.optim import make_optimizer
+from coat_flux.engine.trainer import COATTrainer
+from coat_flux.flow import chooser
+from coat_flux.flux import apply_coat
+from coat_flux.lora import attach_lora
+from coat_flux.memory.choice import block_bytes, largest_moment, settings_of
+from coat_flux.memory.sizes import Tokens, around_bytes, kept_bytes, read_block, recomputed_bytes
+from coat_flux.plan.job import job_facts
+from coat_flux.plan.live import _Held
+from coat_flux.plan.predict import optimizer_bytes, predict_facts
+from coat_flux.tiny_flux import make_tiny_flux
+from scripts.bench_memory import kept_bytes as measured_kept_bytes
+from tests.helpers.engine_job import engine_job, write_images
+from tests.tolerances import PLAN_KEPT_RTOL, PLAN_MOMENT_RTOL
+
+
+def flux_model(
+    coat: COATConfig, heads: int, head_dim: int, blocks: tuple[int, int], rank: int, words: list[str] | None = None
+) -> nn.Module:
+    """A FLUX transformer with random weights under COAT, LoRA on the linears whose names contain one of the words."""
+    from diffusers import FluxTransformer2DModel
+
+    axis = (head_dim - head_dim // 8) // 2
+    model = FluxTransformer2DModel(
+        num_layers=blocks[0],
+        num_single_layers=blocks[1],
+        attention_head_dim=head_dim,
+        num_attention_heads=heads,
+        joint_attention_dim=64,
+        pooled_projection_dim=64,
+        guidance_embeds=True,
+        axes_dims_rope=(head_dim // 8, axis, axis),
+    )
+    model = model.to(torch.bfloat16).requires_grad_(False)
+    targets = lora_targets(model, only_if_contains=words)
+    apply_coat(model, coat)
+    add_lora(model, targets, rank, seed=0)
+    if coat.enabled:
+        attach_lora(model, coat)
+    return model.train()
+
+
+def flux_inputs(tokens: Tokens, device: str = "cpu") -> dict[str, Any]:
+    """Arguments of the transformer's forward."""
+    size = {"dtype": torch.bfloat16, "device": device}
+    return {
+        "hidden_states": torch.zeros(tokens.batch, tokens.image, 64, **size),
+        "encoder_hidden_states": torch.zeros(tokens.batch, tokens.text, 64, **size),
+        "pooled_projections": torch.zeros(tokens.batch, 64, **size),
+        "timestep": torch.full((tokens.batch,), 0.5, device=device),
+        "guidance": torch.ones(tokens.batch, device=device),
+        "img_ids": torch.zeros(tokens.image, 3, device=device),
+        "txt_ids": torch.zeros(tokens.text, 3, device=device),
+        "return_dict": False,
+    }
+
+
+def described_blocks(model: Any) -> tuple[list[Any], list[int]]:
+    """The model's blocks, and which of them recompute."""
+    blocks, recomputed = [], []
+    policy = getattr(model, "_gradient_checkpointing_func", None)
+    for module in [*model.transformer_blocks, *model.single_transformer_blocks]:
+        if policy is not None and policy._recomputes(module):
+            recomputed.append(len(blocks))
+        blocks.append(read_block(module, blocks[-1].trained_output if blocks else False))
+    return blocks, recomputed
+
+
+def predicted_kept(model: nn.Module, coat: COATConfig, tokens: Tokens) -> int:
+    settings = settings_of(coat, cuda=False)
+    blocks, recomputed = described_blocks(model)
+    parts = [
+        recomputed_bytes(block, tokens, settings) if i in recomputed else kept_bytes(block, tokens, settings)
+        for i, block in enumerate(blocks)
+    ]
+    return sum(parts) + around_bytes(blocks[-1], tokens, settings)
+
+
+NONE = {"checkpointing": "none"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tokens]] = {
+    "bf16": (
+        {"enabled": False},
+        {"heads": 4, "head_dim": 64, "blocks": (1, 2), "rank": 8},
+        Tokens(1, 64, 192),
+    ),
+    "fused, rank 16, heads of 128, batch 2": (
+        {"memory": NONE},
+        {"heads": 3, "head_dim": 128, "blocks": (2, 2), "rank": 16},
+        Tokens(2, 48, 144),
+    ),
+    "fused, attention bf16, groups of 32": (
+        {"memory": NONE, "activation": {"attention": "bf16", "group_size": 32}},
+        {"heads": 4, "head_dim": 64, "blocks": (1, 3), "rank": 4},
+        Tokens(1, 96, 208),
+    ),
+    "fused, single blocks trained alone": (
+        {"memory": NONE},
+        {"heads": 4, "head_dim": 64, "blocks": (2, 3), "rank": 32, "words": ["single_transformer_blocks"]},
+        Tokens(1, 64, 160),
+    ),
+    "generic, rank 48, batch 2": (
+        {"memory": NONE, "activation": {"flow": "generic"}},
+        {"heads": 2, "head_dim": 128, "blocks": (2, 1), "rank": 48},
+        Tokens(2, 64, 128),
+    ),
+    "generic, attention bf16, groups of 16, rows": (
+        {
+            "memory": NONE,
+            "activation": {
+                "flow": "generic", "attention": "bf16", "group_size": 16, "linear_granularity": "per_row",
+            },
+        },
+        {"heads": 8, "head_dim": 64, "blocks": (1, 1), "rank": 16, "words": ["attn", "proj_out"]},
+        Tokens(1, 80, 240),
+    ),
+    "generic, weights in bf16": (
+        {"memory": NONE, "activation": {"flow": "generic"}, "weight": {"use_fp8": False}},
+        {"heads": 4, "head_dim": 64, "blocks": (1, 1), "rank": 8},
+        Tokens(1, 64, 192),
+    ),
+    "every third block recomputes, fused": (
+        {"memory": {"checkpointing": "every_n", "every_n": 3}},
+        {"heads": 4, "head_dim": 64, "blocks": (2, 4), "rank": 8},
+        Tokens(2, 64, 144),
+    ),
+    "all recompute from FP8 inputs": (
+        {"memory": {"checkpointing": "all"}, "activation": {"group_size": 32}},
+        {"heads": 4, "head_dim": 128, "blocks": (2, 3), "rank": 8},
+        Tokens(1, 64, 256),
+    ),
+    "all recompute from bf16 inputs": (
+        {"memory": {"checkpointing": "all", "enable_efficient_checkpoint": False}},
+        {"heads": 4, "head_dim": 64, "blocks": (2, 3), "rank": 8},
+        Tokens(2, 64, 256),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saved_activations_are_as_predicted(name):
+    block, options, tokens = CASES[name]
+    coat = COATConfig.from_dict(block)
+    model, inputs = flux_model(coat, **options), flux_inputs(tokens)
+    measured = measured_kept_bytes(lambda: model(**inputs))
+    assert predicted_kept(model, coat, tokens) == pytest.approx(measured, rel=PLAN_KEPT_RTOL)
+
+
+@pytest.fixture
+def meta_as_gpu(monkeypatch):
+    """Lets whole models run on the meta device: no autocast there, attention by its kernel, no comparison of values."""
+    autocast, enabled = torch.autocast, torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and enabled(kind))
+    monkeypatch.setattr(
+        torch, "autocast", lambda kind, **kw: contextlib.nullcontext() if kind == "meta" else autocast(kind, **kw)
+    )
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda query, key, value, **_: kernel(query, key, value)[0]
+    )
+    monkeypatch.setattr(chooser, "relative_difference", lambda *_: 0.0)
+    monkeypatch.setattr("coat_core.kernels.attention.chosen_kernel", lambda *_: "flash_cpu")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"enabled": False},
+        {"memory": NONE},
+        {"memory": NONE, "activation": {"attention": "bf16"}},
+        {"memory": {"checkpointing": "all"}},
+        {"memory": {"checkpointing": "every_n", "every_n": 2}},
+    ],
+    ids=["bf16", "fused", "fused, attention bf16", "all recompute", "every second recomputes"],
+)
+@pytest.mark.usefixtures("meta_as_gpu")
+def test_largest_moment_of_a_step_is_as_predicted(block):
+    """A whole forward and backward pass at FLUX.1's width, counted on the meta device, where every lifetime is real."""
+    coat, tokens = COATConfig.from_dict(block), Tokens(1, 512, 2304)
+    with torch.device("meta"):
+        model = flux_model(coat, heads=24, head_dim=128, blocks=(1, 4), rank=16)
+    model.pos_embed.forward = lambda ids: tuple(torch.empty(len(ids), 128, device="meta") for _ in range(2))
+    inputs = flux_inputs(tokens, "meta")
+    model(**inputs)[0].sum().backward()  # the first pass also compares
+    model.zero_grad(set_to_none=True)
+    with _Held() as held:
+        model(**inputs)[0].sum().backward()
+    blocks, recomputed = described_blocks(model)
+    settings = settings_of(coat, cuda=False)
+    sizes = [block_bytes(described, tokens, settings) for described in blocks]
+    predicted = largest_moment(sizes, recomputed).total + around_bytes(blocks[-1], tokens, settings)
+    assert predicted == pytest.approx(held.peak, rel=PLAN_MOMENT_RTOL)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return make_tiny_flux(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "coat"),
+    [
+        ("coat_fp8_adamw", {}),
+        ("coat_fp8_adamw", {"optimizer": {"use_fp8_m2": False, "block_size": 16}}),
+        ("coat_fp8_adamw", {"optimizer": {"use_dynamic_range_expansion": False}, "weight": {"granularity": "per_row"}}),
+        ("adamw", None),
+    ],
+)
+def test_exact_bytes_of_a_run(tiny_model, tmp_path, optimizer, coat):
+    """Transformer, adapters and optimizer states of a real model after a step, byte for byte."""
+    raw = engine_job(
+        "run", model=tiny_model, images=write_images(tmp_path / "photos", 2), out=tmp_path, coat=coat,
+        train={"optimizer": optimizer}, network={"linear": 6},
+    )  # fmt: skip
+    job = JobConfig.from_dict(raw)
+    facts = job_facts(job)
+
+    from coat_flux.engine.loading import load_transformer
+
+    model = load_transformer(str(tiny_model), torch.bfloat16)
+    targets = lora_targets(model)
+    assert [linear.name for linear in facts.targets] == targets
+    if job.coat.enabled:
+        apply_coat(model, job.coat)
+    loaded = sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
+    assert facts.model.transformer_bytes(job.coat, 2) == loaded
+
+    add_lora(model, targets, 6, seed=0)
+    lora = list(lora_parameters(model).values())
+    assert facts.lora_bytes == sum(param.nbytes for param in lora)
+
+    made = make_optimizer(optimizer, lora, 1e-3, job.coat, {})
+    for param in lora:
+        param.grad = torch.ones_like(param)
+    made.step()
+    states = [value for state in made.state.values() for key, value in state.items() if key != "step"]
+    assert optimizer_bytes(facts) == sum(value.nbytes for value in states)
+    assert isinstance(made, FP8AdamW) == (optimizer == "coat_fp8_adamw")
+
+
+def test_targets_are_the_engines(tiny_model, tmp_path):
+    from coat_flux.engine.loading import load_transformer
+
+    model = load_transformer(str(tiny_model), torch.bfloat16)
+    parts = job_facts(JobConfig.from_dict(_plain_job(tiny_model, tmp_path))).model
+    for transformer_only in (True, False):
+        for only, ignore in ((None, []), (["attn"], ["to_k"]), (["transformer$$transformer_blocks$$1$$ff"], [])):
+            expected = lora_targets(
+                model, only_if_contains=only, ignore_if_contains=ignore, transformer_only=transformer_only
+            )
+            assert [linear.name for linear in parts.targets(transformer_only, only, ignore)] == expected
+
+
+def _plain_job(tiny_model, tmp_path, **blocks):
+    images = write_images(tmp_path / "photos", 2)
+    return engine_job("run", model=tiny_model, images=images, out=tmp_path, coat={}, **blocks)
+
+
+def test_disk_of_a_run(tiny_model, tmp_path):
+    """What the run's folder and the caches hold after training: files as predicted, but for their headers."""
+    raw = _plain_job(
+        tiny_model, tmp_path, train={"steps": 3}, save={"save_every": 1, "max_step_saves_to_keep": 2},
+        dataset={"cache_latents_to_disk": True, "caption_dropout_rate": 0.5}, network={"linear": 64},
+    )  # fmt: skip
+    job = JobConfig.from_dict(yaml.safe_load(yaml.safe_dump(raw)))
+    facts = job_facts(job)
+    predicted = predict_facts(facts).disk_bytes
+    COATTrainer(job).train()
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".safetensors", ".pt")]
+    sizes = {path: path.stat().st_size for path in files}
+    headers = 700 * len(facts.adapter_sizes) * len(files)  # names and shapes of the tensors in each file
+    second_state = (
+        facts.lora_bytes + optimizer_bytes(facts) + facts.lora_bytes // 2
+    )  # there only while a save is written
+    found = sum(sizes.values())
+    assert predicted - second_state <= found <= predicted - second_state + headers

@@ -1,0 +1,210 @@
+"""The size formulas: what each flow keeps at FLUX.1's width, what no gradient needs, which blocks recompute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
+from coat_core.quantize import quantize
+from coat_flux.config import COATConfig
+from coat_flux.memory.choice import BlockBytes, fewest_recomputed, largest_moment, settings_of
+from coat_flux.memory.sizes import (
+    IMAGE,
+    SINGLE,
+    TEXT,
+    Block,
+    FlowSettings,
+    Tokens,
+    kept_bytes,
+    kept_tensors,
+    lora_bytes,
+    quantized_bytes,
+    read_block,
+    recomputed_bytes,
+)
+from tests.helpers.flux import coat_flux_model, tiny_flux
+
+TOKENS = Tokens(1, 512, 4096)
+NAMES = {"double": [*TEXT, *IMAGE], "single": [name for name in SINGLE if name]}
+EAGER = FlowSettings(flow="eager", fp8_adapters=False, fp8_gemms=False, fp8_weights=False)
+
+
+def flux_block(kind: str, names: list[str] | None = None, **options) -> Block:
+    """A block of FLUX.1-dev's width with rank 16 on the named linears, by default on all that see tokens."""
+    if names is None:
+        names = [name for name in NAMES[kind] if not name.startswith("norm")]
+    return Block(kind, 3072, 24, 4 * 3072, tuple((name, 16) for name in names), **options)
+
+
+def per_element(kind: str, settings: FlowSettings, names: list[str] | None = None) -> float:
+    """Bytes kept per token and hidden element."""
+    return kept_bytes(flux_block(kind, names), TOKENS, settings) / (TOKENS.rows * 3072)
+
+
+@pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW, per_group(16), per_group(128)], ids=str)
+def test_quantized_bytes_are_those_of_quantize(granularity):
+    found = quantize(torch.randn(6, 200), "e4m3", granularity)
+    assert quantized_bytes(6, 200, granularity) == found.codes.nbytes + found.scale.nbytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "double", "single"),
+    [
+        (FlowSettings(), 13, 11),
+        (FlowSettings(attention="bf16"), 17, 15),
+        (FlowSettings(flow="generic"), 30, 26),
+    ],
+    ids=["fused", "fused, attention bf16", "generic"],
+)
+def test_kept_at_flux_width_stays_below_the_bounds(settings, double, single):
+    """Issue 3's bounds, adapters on the modulation included; above them are only the tensors of the list."""
+    for kind, bound in (("double", double), ("single", single)):
+        found = per_element(kind, settings, NAMES[kind])
+        assert bound - 10 < found <= bound
+
+
+def test_the_fused_flow_keeps_the_list_and_no_more():
+    """x, q, k, v, out, MLP before GELU: 9 bytes in a single block; double: x before the second norm too."""
+    middles = sum(tensor.bytes for tensor in kept_tensors(flux_block("single"), TOKENS, FlowSettings()))
+    elements = TOKENS.rows * 3072
+    small = 5 * 16 * 4 * TOKENS.rows + 24 * 4 * TOKENS.rows + 3 * 3072 * 2  # h, log-sum-exp, modulation
+    assert middles == 9 * elements + 9 * elements // 128 * 4 + small
+    assert 10 < per_element("double", FlowSettings()) < 10.7
+    assert per_element("double", FlowSettings(), NAMES["double"]) == pytest.approx(
+        per_element("double", FlowSettings()) + 2 * (1 + 4 / 128), abs=0.01
+    )
+
+
+def test_what_needs_no_gradient_keeps_nothing():
+    untrained = flux_block("double", [], trained_input=False)
+    assert kept_bytes(untrained, TOKENS, FlowSettings()) == 0
+    assert not untrained.trained_output
+    frozen_part = flux_block("double", [IMAGE.down], trained_input=False)
+    found = {tensor.what for tensor in kept_tensors(frozen_part, TOKENS, EAGER)}
+    assert found == {"modulation", "LoRA inputs", "LoRA middles"}
+    assert frozen_part.trained_output
+
+
+def test_a_trained_embedding_gives_gates_a_gradient():
+    plain, trained = flux_block("single"), flux_block("single", trained_embedding=True)
+    gates = [
+        tensor.bytes for tensor in kept_tensors(trained, TOKENS, FlowSettings()) if tensor.what == "inputs of gates"
+    ]
+    assert gates == [quantized_bytes(TOKENS.rows, 3072, per_group(128))]
+    assert kept_bytes(trained, TOKENS, FlowSettings()) == kept_bytes(plain, TOKENS, FlowSettings()) + gates[0]
+
+
+def test_dropout_takes_the_generic_flow():
+    dropped = replace(FlowSettings(), dropout=True)
+    generic = replace(dropped, flow="generic")
+    block = flux_block("single")
+    assert kept_bytes(block, TOKENS, dropped) == kept_bytes(block, TOKENS, generic)
+    assert kept_bytes(block, TOKENS, dropped) > kept_bytes(block, TOKENS, FlowSettings(flow="generic"))
+
+
+def test_recomputed_inputs():
+    rows, d = TOKENS.rows, 3072
+    block, state = flux_block("double"), 5056
+    assert recomputed_bytes(block, TOKENS, FlowSettings()) == state + rows * d + rows * d // 128 * 4
+    assert recomputed_bytes(block, TOKENS, FlowSettings(fp8_checkpoint=False)) == state + 2 * rows * d
+    first = flux_block("double", trained_input=False)  # its inputs require no gradient: kept as they are
+    assert recomputed_bytes(first, TOKENS, FlowSettings()) == state + 2 * rows * d
+
+
+def test_unknown_flow():
+    with pytest.raises(ValueError, match=r"flow='fast': must be one of eager, generic, fused"):
+        FlowSettings(flow="fast")
+
+
+@pytest.mark.parametrize("kind", ["double", "single"])
+def test_shapes_of_linears_are_the_models(kind):
+    model = tiny_flux()
+    block = (model.transformer_blocks if kind == "double" else model.single_transformer_blocks)[0]
+    described = read_block(block)
+    assert described == Block(kind, 64, 2, 256)
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    assert set(linears) == set(NAMES[kind])
+    assert {name: described.shape(name) for name in linears} == {
+        name: (module.in_features, module.out_features) for name, module in linears.items()
+    }
+
+
+def test_read_block_finds_pefts_adapters():
+    model, _, _ = coat_flux_model({"memory": {"checkpointing": "none"}})
+    block = read_block(model.single_transformer_blocks[0])
+    assert dict(block.ranks) == dict.fromkeys(NAMES["single"], 4)
+    own = [p for n, p in model.single_transformer_blocks[0].named_parameters() if ".lora_" in n]
+    assert lora_bytes(block) == sum(p.nbytes for p in own)
+
+
+def test_read_block_finds_ai_toolkits_adapters():
+    block = tiny_flux().transformer_blocks[1]
+
+    class LoRAModule:
+        lora_down = nn.Linear(64, 8, bias=False)
+
+        def forward(self, x):
+            return x
+
+    block.attn.to_k.forward = LoRAModule().forward
+    assert dict(read_block(block, trained_input=False).ranks) == {"attn.to_k": 8}
+
+
+def test_read_block_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match=r"a Linear: sizes are known of FLUX\.1's blocks only"):
+        read_block(nn.Linear(4, 4))
+
+
+def test_settings_of_a_config():
+    coat = COATConfig.from_dict(
+        {
+            "activation": {"flow": "generic", "attention": "bf16", "group_size": 32, "linear_granularity": "per_row"},
+            "memory": {"enable_efficient_checkpoint": False},
+            "weight": {"use_fp8": False},
+        }
+    )
+    expected = FlowSettings(
+        flow="generic", attention="bf16", packing=per_group(32), inputs=Granularity("per_row", 32),
+        fp8_checkpoint=False, value_bytes=4, cuda=False, fp8_weights=False,
+    )  # fmt: skip
+    assert settings_of(coat, value_bytes=4, cuda=False) == expected
+    assert settings_of(COATConfig()) == FlowSettings()
+    assert settings_of(COATConfig(enabled=False)) == replace(EAGER, fp8_checkpoint=False)
+    weights_alone = settings_of(COATConfig.from_dict({"activation": {"use_fp8": False}}))
+    assert (weights_alone.flow, weights_alone.fp8_weights, weights_alone.fp8_adapters) == ("eager", True, False)
+
+
+BLOCKS = [BlockBytes(100, 10, 5, 20, 60, 3)] * 2 + [BlockBytes(80, 10, 5, 20, 60, 2)] * 3
+
+
+def test_largest_moment():
+    none = largest_moment(BLOCKS)
+    assert (none.kept, none.workspace, none.gradients) == (440, 20, 0)  # the last block's backward pass
+    assert largest_moment(BLOCKS, accumulates=True).gradients == 12
+    every = largest_moment(BLOCKS, range(5))
+    assert (every.kept, every.workspace, every.gradients, every.total) == (50, 60, 0, 110)
+    first = largest_moment([BlockBytes(10, 1, 5, 9, 500, 3), BlockBytes(10, 1, 5, 9, 500, 7)], [0])
+    assert (first.kept, first.workspace, first.gradients) == (1, 500, 7)  # by then the second block's are made
+
+
+@pytest.mark.parametrize("free", [0, 109, 110, 150, 200, 330, 389, 390, 459, 460, 1000])
+def test_fewest_recomputed_is_the_fewest(free):
+    chosen = fewest_recomputed(BLOCKS, free)
+    fits = largest_moment(BLOCKS, chosen).total <= free
+    if free < 110:
+        assert chosen == [0, 1, 2, 3, 4]
+        assert not fits
+        return
+    assert fits
+    subsets = [[i for i in range(5) if mask >> i & 1] for mask in range(32)]
+    fewest = min(len(subset) for subset in subsets if largest_moment(BLOCKS, subset).total <= free)
+    assert len(chosen) == fewest
+
+
+def test_fewest_recomputed_takes_first_those_that_save_most():
+    assert fewest_recomputed(BLOCKS, 459) == [0]
+    assert fewest_recomputed([*BLOCKS[2:], *BLOCKS[:2]], 459) == [3]
