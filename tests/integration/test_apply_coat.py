@@ -247,7 +247,7 @@ def test_auto_follows_the_budget(budget_gb: float, blocks: int, caplog: pytest.L
     calls: list[int] = []
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         block.register_forward_pre_hook(lambda module, args: calls.append(id(module)))
-    with caplog.at_level(logging.INFO, logger=memory_policy.__name__):
+    with caplog.at_level(logging.INFO, logger=memory_policy.__package__):
         lora_gradients(model)
     assert len(calls) == 4 + blocks
     assert f"checkpointing auto: {blocks} of 4 blocks recompute" in caplog.text

@@ -2,10 +2,6 @@
 
 Works through the one function that every diffusers model calls around each of its blocks
 (`enable_gradient_checkpointing(function)`), so both hosts and all architectures share it.
-
-`auto` keeps as many blocks as the budget allows. What a kept block saves is estimated as
-elements of its hidden states × bytes per element from `SAVED_BYTES`; the sizes are known at the first forward pass,
-so that is when the choice is made, and printed.
 """
 
 from __future__ import annotations
@@ -23,17 +19,12 @@ from coat_core.activation import PackedSavedTensors, PackingConfig, fp8_checkpoi
 from coat_core.granularity import Granularity
 
 from ..flow import FUSABLE, FusedFlow
-from .budget import budget_bytes, held_bytes
+from .auto import AutoCheckpointing
 
 if TYPE_CHECKING:
     from ..config import COATConfig
 
 logger = logging.getLogger(__name__)
-
-# bytes kept per element of hidden states: bf16 with fp32 LoRA, packed FP8, packed FP8 but attention in bf16;
-# scripts/bench_memory.py, EXPERIMENTS.md
-SAVED_BYTES = {"FluxTransformerBlock": (62.3, 18.6, 22.5), "FluxSingleTransformerBlock": (62.2, 17.6, 21.4)}
-SAVED_BYTES_UNKNOWN = (62.3, 30.0, 34.0)
 
 
 class BlockPolicy:
@@ -62,7 +53,7 @@ class BlockPolicy:
         self.packs = config.activation.use_fp8
         self.blocks = blocks
         self._recomputed: set[int] = self._fixed_choice()
-        self._chosen_for = 0
+        self._auto = AutoCheckpointing(blocks, config, self.packing) if self.mode == "auto" else None
         self._fused_flow = FusedFlow(self.packing) if self.packs and config.activation.flow == "fused" else None
         self._got: dict[int, str] = {}
         self._told: Counter[str] = Counter()
@@ -114,8 +105,9 @@ class BlockPolicy:
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run one block, recomputing it in backward or keeping what it saves."""
-        if self.mode == "auto":
-            self._choose(args)
+        if self._auto is not None:
+            chosen = self._auto.choose(args)
+            self._recomputed = self._recomputed if chosen is None else chosen
         if self._recomputes(block):
             self._note(block, "recomputed")
             if self.memory.enable_efficient_checkpoint:
@@ -159,44 +151,6 @@ class BlockPolicy:
             n = self.memory.every_n
             return set(ids[n - 1 :: n])
         return set()
-
-    def _choose(self, args: tuple[Any, ...]) -> None:
-        """For `auto`: the fewest recomputed blocks that fit the budget at this size, chosen anew when it grows."""
-        hidden = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
-        elements = sum(x.numel() for x in hidden)
-        if elements <= self._chosen_for:
-            return
-        self._chosen_for = elements
-        saved = {id(block): self._saved_bytes(block) * elements for block in self.blocks.values()}
-        free = budget_bytes(hidden[0].device, self.memory.budget_gb) - held_bytes(hidden[0].device)
-        # while one block is recomputed, all it saves in high precision is there at once
-        free -= max(_rates(block)[0] for block in self.blocks.values()) * elements
-        needed = sum(saved.values())
-        self._recomputed.clear()
-        for block in sorted(saved, key=saved.__getitem__, reverse=True):
-            if needed <= free:
-                break
-            self._recomputed.add(block)
-            needed -= saved[block] - self._input_bytes() * elements
-        logger.info(
-            "checkpointing auto: %d of %d blocks recompute (%.2f GB to keep for backward, %.2f GB free for it)",
-            len(self._recomputed), len(self.blocks), needed / 1e9, free / 1e9,
-        )  # fmt: skip
-        if needed > free:
-            logger.warning("memory.budget_gb: even recomputing every block may exceed the budget; lower the resolution")
-
-    def _saved_bytes(self, block: nn.Module) -> float:
-        high_precision, packed, attention_kept = _rates(block)
-        if not self.packs:
-            return high_precision
-        return packed if self.packing.attention == "fp8" else attention_kept
-
-    def _input_bytes(self) -> float:
-        return 1.03 if self.memory.enable_efficient_checkpoint else 2.0
-
-
-def _rates(block: nn.Module) -> tuple[float, float, float]:
-    return SAVED_BYTES.get(type(block).__name__, SAVED_BYTES_UNKNOWN)
 
 
 def _frozen_tensors(block: nn.Module, args: tuple[Any, ...]) -> Iterator[Tensor]:

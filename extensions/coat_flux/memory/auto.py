@@ -1,0 +1,157 @@
+"""`memory.checkpointing: auto`: the fewest recomputed blocks that stay within the budget.
+
+Sizes are known at the first forward pass, so that is when the choice is made, and printed; it is made anew when a
+larger batch or picture comes, or when gradients turn out to be accumulated. FLUX's blocks are reckoned by the formulas
+that `coat-flux plan` prints, other architectures' by measured bytes per element of hidden states.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from coat_core.activation import PackingConfig
+
+from ..flow import FUSABLE, NotFusable, fused_block
+from .budget import budget_bytes, held_bytes
+from .choice import BlockBytes, block_bytes, fewest_recomputed, largest_moment, settings_of
+from .sizes import Tokens, around_bytes, read_block
+
+if TYPE_CHECKING:
+    from ..config import COATConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Rates(NamedTuple):
+    """Bytes kept per element of hidden states: in high precision with fp32 LoRA, packed, packed but for attention."""
+
+    high_precision: float
+    packed: float
+    attention_kept: float
+
+
+# scripts/bench_architectures.py, EXPERIMENTS.md; the last for classes nobody measured
+RATES = {
+    "BasicTransformerBlock": Rates(81.0, 29.9, 35.4),
+    "JointTransformerBlock": Rates(95.7, 30.7, 37.6),
+    "CogVideoXBlock": Rates(59.4, 19.7, 23.6),
+    "ResnetBlock2D": Rates(16.0, 8.3, 8.3),
+}
+UNKNOWN = Rates(96.0, 38.0, 42.0)
+FP8_INPUT, BF16_INPUT = 1.03, 2.0  # bytes that a recomputed block keeps per element
+FP8_STATE, FP32_STATE = 1.1, 4.0  # bytes per parameter of one moment of AdamW
+
+
+class AutoCheckpointing:
+    """Chooses which blocks recompute.
+
+    Args:
+        blocks: full name → block, in forward order.
+        config: the `coat:` block.
+        packing: how kept tensors are stored.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], config: COATConfig, packing: PackingConfig) -> None:
+        self._blocks = list(blocks.values())
+        self._config, self._packing = config, packing
+        self._chosen_for = (0, False)
+        self._held: float | None = None  # before anything of a step is there
+        self._trained: list[nn.Parameter] = []
+
+    def choose(self, args: tuple[Any, ...]) -> set[int] | None:
+        """Return the ids of the blocks to recompute, or None where the last choice holds.
+
+        Args:
+            args: what a block is about to be called with.
+        """
+        hidden = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
+        size = sum(x.numel() for x in hidden)
+        accumulates = bool(self._trained) and self._trained[0].grad is not None
+        if size <= self._chosen_for[0] and accumulates <= self._chosen_for[1]:
+            return None
+        self._chosen_for = max(size, self._chosen_for[0]), accumulates or self._chosen_for[1]
+        device = hidden[0].device
+        if self._held is None:
+            self._trained = [p for block in self._blocks for p in _trained_parameters(block)]
+            self._held = held_bytes(device) + self._optimizer_bytes()
+        free = budget_bytes(device, self._config.memory.budget_gb) - self._held
+        if all(type(block).__name__ in FUSABLE for block in self._blocks):
+            sizes, around = self._flux_sizes(args)
+        else:
+            sizes, around = [self._rough_sizes(block, size) for block in self._blocks], 0
+        chosen = fewest_recomputed(sizes, free - around, self._chosen_for[1])
+        self._tell(chosen, largest_moment(sizes, chosen, self._chosen_for[1]).total + around, free)
+        return {id(self._blocks[i]) for i in chosen}
+
+    def _optimizer_bytes(self) -> float:
+        """The optimizer makes its states after the first backward pass."""
+        options = self._config.optimizer
+        fp8 = [options.use_fp8 and moment for moment in (options.use_fp8_m1, options.use_fp8_m2)]
+        return sum(FP8_STATE if moment else FP32_STATE for moment in fp8) * sum(p.numel() for p in self._trained)
+
+    def _flux_sizes(self, args: tuple[Any, ...]) -> tuple[list[BlockBytes], int]:
+        image, text = args[0], args[1]
+        tokens = Tokens(image.shape[0], text.shape[1], image.shape[1])
+        autocasts = torch.is_autocast_enabled(image.device.type)
+        lora_bytes = torch.get_autocast_dtype(image.device.type).itemsize if autocasts else torch.float32.itemsize
+        settings = settings_of(
+            self._config if self._takes_fused(args) else _generic(self._config),
+            value_bytes=image.element_size(),
+            lora_bytes=lora_bytes,
+            cuda=image.device.type == "cuda",
+        )
+        described, trained = [], image.requires_grad or text.requires_grad
+        for block in self._blocks:
+            described.append(read_block(block, trained))
+            trained = described[-1].trained_output
+        return [block_bytes(block, tokens, settings) for block in described], around_bytes(
+            described[-1], tokens, settings
+        )
+
+    def _takes_fused(self, args: tuple[Any, ...]) -> bool:
+        if self._config.activation.flow != "fused":
+            return False
+        try:
+            for block in self._blocks:
+                fused_block(block, args, self._packing)
+        except NotFusable:
+            return False
+        return True
+
+    def _rough_sizes(self, block: nn.Module, elements: int) -> BlockBytes:
+        rates, memory = RATES.get(type(block).__name__, UNKNOWN), self._config.memory
+        kept = rates.packed if self._packing.attention == "fp8" else rates.attention_kept
+        if not self._config.activation.use_fp8:
+            kept = rates.high_precision
+        recomputed = FP8_INPUT if memory.enable_efficient_checkpoint else BF16_INPUT
+        whole = int(rates.high_precision * elements)
+        gradients = sum(p.numel() * p.element_size() for p in _trained_parameters(block))
+        return BlockBytes(int(kept * elements), int(recomputed * elements), whole, whole, whole, gradients)
+
+    def _tell(self, chosen: list[int], peak: float, free: float) -> None:
+        logger.info(
+            "checkpointing auto: %d of %d blocks recompute (%.2f GB for a step, %.2f GB free for it)",
+            len(chosen), len(self._blocks), peak / 1e9, free / 1e9,
+        )  # fmt: skip
+        if peak > free:
+            logger.warning(
+                "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB; lower the resolution",
+                (peak - free) / 1e9,
+            )
+
+
+def _trained_parameters(block: nn.Module) -> list[nn.Parameter]:
+    """Those of the block, and of ai-toolkit LoRA modules, which run in its linears' place without being part of it."""
+    beside = [getattr(vars(module).get("forward"), "__self__", None) for module in block.modules()]
+    owners = [block, *(owner for owner in beside if hasattr(owner, "lora_down"))]
+    return [p for owner in owners for p in owner.parameters() if p.requires_grad]
+
+
+def _generic(config: COATConfig) -> COATConfig:
+    return replace(config, activation=replace(config.activation, flow="generic"))
