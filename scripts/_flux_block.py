@@ -1,28 +1,39 @@
-"""One double and one single FLUX block of real width with random weights, a LoRA and COAT as asked."""
+"""One double and one single FLUX block of real width with random weights, a LoRA and COAT as asked.
+
+Three training loops, all with fp32 adapters on bf16 blocks: "autocast" (PEFT under bf16 autocast, as accelerate runs
+it), "peft" (PEFT without autocast, as the stand-alone trainer runs it), "toolkit" (ai-toolkit's modules, see
+_toolkit_lora.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from _toolkit_lora import attach_network, convert_linears, toolkit_is_real
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-import _toolkit_lora
+__all__ = [
+    "HEAD_DIM",
+    "block_call",
+    "block_inputs",
+    "loop_context",
+    "lora_parameters",
+    "make_model",
+    "prepare",
+    "toolkit_is_real",
+]
 
 HEAD_DIM = 128  # FLUX.1's
-RANK = 16
-PEFT, TOOLKIT = "PEFT, autocast", "ai-toolkit, fp32"
-
-Block = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+OUTLIERS_EVERY = 256  # channels
+B_STD = 0.02  # adapters then add about a tenth to what their linears give
 
 
-def make_model(heads: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Return a frozen FLUX transformer with one double and one single block, diffusers' initialization."""
+def make_model(heads: int) -> nn.Module:
+    """Return a frozen bf16 FLUX transformer with one double and one single block, diffusers' initialization."""
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -36,123 +47,81 @@ def make_model(heads: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         guidance_embeds=True,
         in_channels=64,
     )
-    return model.to(dtype).requires_grad_(False)
+    return model.to(torch.bfloat16).requires_grad_(False)
 
 
-def block_linears(model: nn.Module) -> list[str]:
-    """Full names of all linears in the blocks, adaLN modulation included."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "transformer_blocks." in name
-    ]
-
-
-@dataclass
-class Blocks:
-    """The two blocks, ready to run.
-
-    Attributes:
-        model: that they belong to.
-        double: (image, text, temb, rotary) to (text, image), as the model would call it.
-        single: the same.
-        adapters: name of the linear → (A, B).
-        alive: what the model itself does not hold.
-    """
-
-    model: Any
-    double: Block
-    single: Block
-    adapters: dict[str, tuple[nn.Parameter, nn.Parameter]]
-    alive: Any = None
-
-
-def prepare(model: nn.Module, coat: dict[str, Any], adapters: str = PEFT, recompute: bool = False) -> Blocks:
-    """Return the blocks of a copy of the model.
+def prepare(model: nn.Module, coat: dict[str, Any], loop: str, rank: int) -> nn.Module:
+    """Return a copy of the model with COAT and an adapter, B nonzero, on every linear of the blocks.
 
     Args:
         model: from `make_model`.
-        coat: the `coat:` block; `{"enabled": False}` for plain blocks.
-        adapters: `PEFT` (fp32 parameters under bf16 autocast) or `TOOLKIT` (fp32, no autocast); "PEFT" alone is PEFT
-            without autocast, as the stand-alone trainer runs it.
-        recompute: plain blocks under torch.utils.checkpoint.
+        coat: the `coat:` block.
+        loop: "autocast", "peft" or "toolkit".
+        rank: of the adapters.
     """
     from coat_flux.config import COATConfig
     from coat_flux.flux import apply_coat
     from coat_flux.lora import attach_lora
 
-    model, config, names = copy.deepcopy(model), COATConfig.from_dict(coat), block_linears(model)
-    if adapters == TOOLKIT and config.enabled:
-        _toolkit_lora.convert_linears(model, config)
+    model, config = copy.deepcopy(model), COATConfig.from_dict(coat)
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "transformer_blocks." in n]
+    if loop == "toolkit" and config.enabled:
+        convert_linears(model, config)
     apply_coat(model, config)
-    if adapters == TOOLKIT:
-        network = _toolkit_lora.attach_network(model, names, RANK)
-        found = {name: _toolkit_matrices(model.get_submodule(name)) for name in names}
+    if loop == "toolkit":
+        root = attach_network(model, names, rank)
+        vars(model)["toolkit_network"] = root  # held by the model, but not a part of it
     else:
-        network = None
-        found = _add_peft(model, names)
-    attach_lora(network or model, config)
-    call = getattr(model, "_gradient_checkpointing_func", None) if config.enabled else None
-    if call is None:
-        call = _recomputed if recompute else _plain
-    autocast = adapters == PEFT
-    double, single = model.train().transformer_blocks[0], model.single_transformer_blocks[0]
-    return Blocks(model, _runner(call, double, autocast), _runner(call, single, autocast), found, network)
+        root = model
+        _add_peft(model, names, rank)
+    attach_lora(root, config)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, matrix in root.named_parameters():
+            if "lora_B." in name or "lora_up." in name:
+                matrix.normal_(0.0, B_STD, generator=draw)
+    return model.train()
 
 
-def _plain(block: nn.Module, *args: Any) -> Any:
-    return block(*args)
-
-
-def _recomputed(block: nn.Module, *args: Any) -> Any:
-    return checkpoint(block, *args, use_reentrant=False)
-
-
-def _runner(call: Callable[..., Any], block: nn.Module, autocast: bool) -> Block:
-    def run(*args: Any) -> tuple[Tensor, Tensor]:
-        context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
-        with context:
-            return call(block, *args)
-
-    return run
-
-
-def _add_peft(model: Any, names: list[str]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+def _add_peft(model: Any, names: list[str], rank: int) -> None:
     from peft import LoraConfig
 
-    model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names))
-    found = {}
-    for name in names:
-        layer = model.get_submodule(name)
-        pair = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        for matrix in pair:
-            matrix.data = matrix.data.float()
-        found[name] = pair
-    return found
+    torch.manual_seed(1)
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=names))
+    for parameter in lora_parameters(model).values():
+        parameter.data = parameter.data.float()
 
 
-def _toolkit_matrices(linear: Any) -> tuple[nn.Parameter, nn.Parameter]:
-    module = linear.forward.__self__
-    return module.lora_down.weight, module.lora_up.weight
+def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """PEFT's adapters' matrices by full name."""
+    return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What both blocks are called with: image and text [1, S, d], temb [1, d], rotary tables."""
-
-    image: Tensor
-    text: Tensor
-    temb: Tensor
-    rotary: Any
+def loop_context(loop: str) -> contextlib.AbstractContextManager[Any]:
+    """What the loop's forward pass runs in."""
+    return torch.autocast("cpu", torch.bfloat16) if loop == "autocast" else contextlib.nullcontext()
 
 
-def make_inputs(model: Any, text_tokens: int, image_tokens: int) -> Inputs:
-    """Draw Gaussian inputs of the model's dtype; image and text require a gradient, as inside a model."""
-    draw = torch.Generator().manual_seed(1)
-    hidden, dtype = model.inner_dim, model.dtype
-    image, text, temb = (
-        torch.randn(*shape, hidden, generator=draw).to(dtype) for shape in ((1, image_tokens), (1, text_tokens), (1,))
-    )
-    ids = torch.zeros(text_tokens + image_tokens, 3)
-    ids[text_tokens:, 1] = torch.arange(image_tokens)
-    return Inputs(image.requires_grad_(), text.requires_grad_(), temb, model.pos_embed(ids))
+def block_call(model: Any) -> Callable[..., Any]:
+    """The function the model calls around each block: COAT's policy, where it is installed."""
+    return getattr(model, "_gradient_checkpointing_func", None) or (lambda block, *args: block(*args))
+
+
+def block_inputs(model: Any, text: int, image: int, outliers: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw image [1, image, d], text [1, text, d] and time embedding [1, d], the same at each call.
+
+    Args:
+        model: gives d and the dtype.
+        text: text tokens.
+        image: image tokens.
+        outliers: factor on one of `OUTLIERS_EVERY` channels, drawn at random, of image and text.
+    """
+    draw = torch.Generator().manual_seed(4)
+    hidden: int = model.inner_dim
+    channels = torch.randperm(hidden, generator=draw)[: max(hidden // OUTLIERS_EVERY, 1)]
+    streams = []
+    for tokens in (image, text):
+        x = torch.randn(1, tokens, hidden, generator=draw)
+        x[..., channels] *= outliers
+        streams.append(x.to(model.dtype))
+    return streams[0], streams[1], torch.randn(1, hidden, generator=draw).to(model.dtype)

@@ -12,13 +12,17 @@ repeated for its pair of neighbours.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
-def _no_autocast(x: Tensor) -> torch.autocast:
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast would send LayerNorm through fp32 on CUDA only; here the dtype of x decides everywhere."""
-    return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type  # meta has no autocast
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 @torch.library.custom_op("coat::layer_norm_modulate", mutates_args=())

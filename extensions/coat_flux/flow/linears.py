@@ -117,7 +117,9 @@ class AdaptedLinear:
 
 def _as_adapter_input(x: Tensor, adapter: PlainAdapter) -> Tensor:
     """Both hosts cast x to the adapter's dtype; autocast would cast it back."""
-    return x if torch.is_autocast_enabled(x.device.type) else x.to(adapter.down.dtype)
+    device = x.device.type
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # meta has none
+    return x if autocasts else x.to(adapter.down.dtype)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
