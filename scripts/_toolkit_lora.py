@@ -1,0 +1,103 @@
+"""LoRA as ai-toolkit has it: fp32 modules beside the linears whose `forward` they replace, run without autocast.
+
+With AI_TOOLKIT_ROOT set to a checkout whose requirements this Python has, its own `LoRASpecialNetwork` is used; else a
+stand-in with the same arithmetic and attributes. Both in training mode, with strength 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
+
+
+def toolkit_is_real() -> bool:
+    """Whether `attach_network` will use ai-toolkit's own modules."""
+    return bool(os.environ.get(ROOT_VARIABLE))
+
+
+class LoRAModule(nn.Module):
+    """y = linear(x) + (lora_up(lora_down(x)) · scale · strength), the second term in fp32 until it is added.
+
+    Args:
+        linear: whose `forward` becomes this module's.
+        rank: r.
+        network: holds the strength.
+    """
+
+    dropout = rank_dropout = module_dropout = None
+
+    def __init__(self, linear: nn.Linear, rank: int, network: Network) -> None:
+        super().__init__()
+        self.lora_down = nn.Linear(linear.in_features, rank, bias=False)
+        self.lora_up = nn.Linear(rank, linear.out_features, bias=False)
+        nn.init.zeros_(self.lora_up.weight)
+        self.register_buffer("_runtime_scale", torch.ones(()), persistent=False)
+        self.network_ref = weakref.ref(network)
+        self.org_module = [linear]  # a list, so that it is no submodule
+        self.org_forward = linear.forward
+        linear.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return linear(x) with the adapter's share."""
+        base: Tensor = self.org_forward(x)
+        adapted = self.lora_up(self.lora_down(x.to(self.lora_down.weight.dtype)))
+        strength = self.network_ref().torch_multiplier  # type: ignore[union-attr]
+        return base + (adapted * self._runtime_scale * strength).to(base.dtype)
+
+
+class Network(nn.Module):
+    """All adapters of a model."""
+
+    is_active, is_merged_in, is_lorm, _multiplier = True, False, False, 1.0
+
+    def __init__(self, linears: list[nn.Linear], rank: int) -> None:
+        super().__init__()
+        self.torch_multiplier = torch.ones(1)
+        self.unet_loras = nn.ModuleList(LoRAModule(linear, rank, self) for linear in linears)
+
+
+def attach_network(model: nn.Module, names: list[str], rank: int) -> Any:
+    """Put an fp32 adapter on each of the linears called `names`, or (ai-toolkit's own) on all in the blocks.
+
+    Returns:
+        The network; the model does not hold it.
+
+    Raises:
+        RuntimeError: ai-toolkit put adapters on another number of linears.
+    """
+    if not toolkit_is_real():
+        return Network([model.get_submodule(name) for name in names], rank).train()  # type: ignore[misc]
+    sys.path.insert(0, os.environ[ROOT_VARIABLE])
+    from toolkit.lora_special import LoRASpecialNetwork
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it makes
+        network = LoRASpecialNetwork(
+            [], model, lora_dim=rank, alpha=rank, is_flux=True, transformer_only=True, train_text_encoder=False
+        )
+        network.force_to(torch.device("cpu"), torch.float32)
+        network.apply_to([], model, False, True)
+        network.force_to(torch.device("cpu"), torch.float32)
+    network._update_torch_multiplier()
+    network.is_active = True
+    if len(network.unet_loras) != len(names):
+        raise RuntimeError(f"ai-toolkit made {len(network.unet_loras)} adapters for {len(names)} linears of the blocks")
+    return network.train()
+
+
+def convert_linears(model: nn.Module, config: Any) -> None:
+    """Convert the linears as COAT's process type does in ai-toolkit; with the stand-in, `apply_coat` does it itself."""
+    if not toolkit_is_real():
+        return
+    sys.path.insert(0, os.environ[ROOT_VARIABLE])
+    from coat_flux.aitk.quantizer import convert, plain_linears
+
+    convert(model, plain_linears(model), config.linear_config())
