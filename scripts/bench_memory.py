@@ -4,7 +4,7 @@ Builds one double and one single block of FLUX.1's width (d = 3072, 24 heads of 
 LoRA on every linear of the blocks, runs them forward, and counts every allocation alive afterwards (torch's profiler:
 allocations minus frees), less the block's outputs. The blocks' inputs are made inside, so that keeping them counts.
 Prints bytes per token and hidden element, then scales them to the 19 + 38 blocks of FLUX.1-dev. Runs on a CPU in about
-ten minutes; `--heads 4` in one. Exit code 1 where a bound is missed (at full width).
+15 minutes; `--heads 4` in one. Exit code 1 where a bound is missed (at full width).
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     bars = axes.barh(labels, single, left=double, color="#ee6677", label="38 single blocks")
     totals = [f"{a + b:.1f}" for a, b in zip(double, single, strict=True)]
     axes.bar_label(bars, labels=totals, padding=3, fontsize=8)
-    axes.set_xlabel("GB kept for backward, FLUX.1-dev, one 1024 px image, rank 16 (scaled from one block each)")
+    figure.supxlabel(
+        "GB kept for backward: FLUX.1-dev, 1024 px, rank 16 (scaled from one block of each kind)", fontsize=10
+    )
     axes.legend(loc="lower right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=90)
