@@ -2,8 +2,8 @@
 
 Runs the stand-alone trainer on a config as it is, except that the transformer has FLUX.1-dev's geometry and random
 weights, made on the device, and the encoders are those of the embedded tiny model. Nothing is downloaded. Prints the
-loss, seconds per step and peak memory that the run measured. On a CPU, use --double, --single and --heads to make the
-model small.
+loss, seconds per step and peak memory that the run measured, and the peak that `coat-flux plan` predicts. On a CPU, use
+--double, --single and --heads to make the model small.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import csv
 import shutil
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--single", type=int, default=38, help="single blocks (default: 38)")
     parser.add_argument("--heads", type=int, default=24, help="attention heads of 128 (default: 24)")
     parser.add_argument("--resolution", type=int, nargs="+", help="instead of the config's")
+    parser.add_argument("--batch-size", type=int, help="instead of the config's")
+    parser.add_argument("--checkpointing", choices=("auto", "none", "all"), help="instead of the config's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -54,25 +57,49 @@ def read_job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     process["train"].update(steps=options.steps, disable_sampling=True)
     if options.resolution:
         process["datasets"][0]["resolution"] = options.resolution
+    if options.batch_size:
+        process["train"]["batch_size"] = options.batch_size
+    if options.checkpointing:
+        process["coat"].setdefault("memory", {})["checkpointing"] = options.checkpointing
     return job
+
+
+def describe_model(tiny: Path, geometry: dict[str, int], folder: Path) -> Path:
+    """Return a model folder with the embedded encoders and this transformer's config, for `plan` to read its sizes."""
+    from coat_flux.tiny_flux import make_flux_dev_geometry
+
+    shutil.copytree(tiny, folder, ignore=lambda _, names: [name for name in names if name == "transformer"])
+    make_flux_dev_geometry("meta", **geometry).save_config(folder / "transformer")
+    return folder
 
 
 def main() -> None:
     """Train and print what was measured."""
-    from coat_flux import COATTrainer
-    from coat_flux.engine import session
-    from coat_flux.tiny_flux import EMBEDDED_MODEL, make_flux_dev_geometry, make_tiny_flux
+    from coat_flux.tiny_flux import EMBEDDED_MODEL, make_tiny_flux
 
     options = parse_arguments()
-    model = make_tiny_flux(ROOT / EMBEDDED_MODEL)
+    tiny = make_tiny_flux(ROOT / EMBEDDED_MODEL)
     geometry = {
         "num_layers": options.double,
         "num_single_layers": options.single,
         "num_attention_heads": options.heads,
-        **text_widths(model),
+        **text_widths(tiny),
     }
+    with tempfile.TemporaryDirectory() as parent:
+        run(options, read_job(options, describe_model(tiny, geometry, Path(parent) / "model")), geometry)
+
+
+def run(options: argparse.Namespace, job: dict[str, Any], geometry: dict[str, int]) -> None:
+    """Train the job and print what was measured, beside the plan."""
+    from coat_flux import COATTrainer
+    from coat_flux.config import JobConfig
+    from coat_flux.engine import session
+    from coat_flux.plan import predict
+    from coat_flux.tiny_flux import make_flux_dev_geometry
+
     session.load_transformer = lambda _, dtype: make_flux_dev_geometry(options.device, dtype, **geometry)
-    job = read_job(options, model)
+    total = torch.cuda.get_device_properties(options.device).total_memory if options.device != "cpu" else None
+    predicted = predict(JobConfig.from_dict(job), device_bytes=total)
     folder = Path(job["config"]["process"][0]["training_folder"]) / NAME
     shutil.rmtree(folder, ignore_errors=True)
     COATTrainer(job).train()
@@ -81,7 +108,12 @@ def main() -> None:
     seconds = statistics.median(float(row["s_per_it"]) for row in rows[len(rows) // 4 :])
     peak = max(float(row["peak_memory_gb"]) for row in rows)
     print(f"{options.config.name}: {len(rows)} steps, loss {rows[0]['loss']} -> {rows[-1]['loss']}")
-    print(f"median {seconds:.3f} s/it after the first quarter, peak memory {peak:.2f} GB")
+    print(f"median {seconds:.3f} s/it after the first quarter")
+    step = next(phase for phase in predicted.phases if phase.name == "step")
+    print(
+        f"peak memory of the steps: {peak:.2f} GB, predicted {step.total / 1e9:.2f} GB with "
+        f"{len(predicted.recomputed)} of {predicted.blocks} blocks recomputed"
+    )
 
 
 if __name__ == "__main__":
