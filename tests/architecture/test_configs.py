@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from coat_flux.config import JobConfig
+from coat_flux.config import COATConfig, JobConfig
+from coat_flux.config.options import BY_KEY
 from tests.architecture.sources import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -28,3 +31,16 @@ def test_config_parses(path) -> None:
     assert job.file == str(path)
     assert job.name
     assert job.train.steps > 0
+
+
+@pytest.mark.parametrize("name", ["flux_clothing_coat.yaml", "flux_clothing_tiny.yaml"])
+def test_config_names_every_option(name: str) -> None:
+    """They say "every option stands here": so does the one that applies to another `checkpointing`, as a comment."""
+    text = (CONFIGS / name).read_text(encoding="utf-8")
+    block = text[text.index("      coat:") :]
+    missing = [key for key in BY_KEY if not re.search(rf"^ +(# )?{key.split('.')[-1]}:", block, re.MULTILINE)]
+    assert missing == []
+
+
+def test_defaults_in_the_first_config_are_the_defaults() -> None:
+    assert JobConfig.from_file(CONFIGS / "flux_clothing_coat.yaml").coat == COATConfig()
