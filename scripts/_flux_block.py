@@ -77,7 +77,7 @@ def prepare(model: nn.Module, coat: dict[str, Any], loop: str, rank: int) -> nn.
     attach_lora(root, config)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for name, matrix in root.named_parameters():
+        for name, matrix in lora_parameters(model).items():
             if "lora_B." in name or "lora_up." in name:
                 matrix.normal_(0.0, B_STD, generator=draw)
     return model.train()
@@ -93,8 +93,9 @@ def _add_peft(model: Any, names: list[str], rank: int) -> None:
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """PEFT's adapters' matrices by full name."""
-    return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    """The adapters' matrices by full name."""
+    root = vars(model).get("toolkit_network", model)
+    return {name: parameter for name, parameter in root.named_parameters() if ".lora_" in name}
 
 
 def loop_context(loop: str) -> contextlib.AbstractContextManager[Any]:

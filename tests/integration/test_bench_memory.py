@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tolerances import BLOCK_GRADIENT_FLOOR_DB, BLOCK_OUTPUT_FLOOR_DB
+from tests.tolerances import (
+    BLOCK_GRADIENT_FLOOR_DB,
+    BLOCK_OUTPUT_FLOOR_DB,
+    KEPT_TWO_COUNTS_RTOL,
+    SMALL_BLOCK_GRADIENT_FLOOR_DB,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, RANK = 256, 16
@@ -39,6 +45,10 @@ def test_bytes_kept_by_loop_and_flow(tmp_path: Path) -> None:
             assert listed < found < listed + 2.0
             assert found < kept[loop, "fused, attention bf16"][kind] < kept[loop, "generic"][kind]
             assert kept[loop, "generic"][kind] < kept[loop, "bf16"][kind] / 2
+    for row in rows:  # two ways to count agree
+        seen = row["hooks"]
+        assert (seen is None) == (row["name"] in ("generic", "recomputed from FP8"))
+        assert seen is None or seen == pytest.approx(row["bytes"], rel=KEPT_TWO_COUNTS_RTOL)
     for kind in ("double", "single"):
         assert kept["peft", "fused"][kind] == pytest.approx(kept["toolkit", "fused"][kind], rel=0.02)
         assert kept["peft", "recomputed from FP8"][kind] < 2
@@ -57,5 +67,7 @@ def test_gradient_errors_of_every_adapter(tmp_path: Path) -> None:
         adapters = dict(result["rows"])
         assert adapters.pop("output")["db"] > BLOCK_OUTPUT_FLOOR_DB
         assert len(adapters) == {"double": 2 * 14, "single": 2 * 6}[result["block"]]  # A and B of each linear
-        assert min(row["db"] for row in adapters.values()) > BLOCK_GRADIENT_FLOOR_DB
+        decibels = [row["db"] for row in adapters.values()]
+        assert statistics.median(decibels) > BLOCK_GRADIENT_FLOOR_DB
+        assert min(decibels) > SMALL_BLOCK_GRADIENT_FLOOR_DB
     assert out.count("\n| fused, per_row |") == 4

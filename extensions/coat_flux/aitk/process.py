@@ -1,11 +1,13 @@
-"""Process type `coat_flux_trainer`: ai-toolkit's own trainer with COAT applied at its hooks, nothing overridden.
+"""Process type `coat_flux_trainer`: ai-toolkit's own trainer with COAT applied at its hooks.
 
     hook_before_model_load        read and check the `coat:` block, ai-toolkit, and their settings against each other
     hook_after_model_load         FP8 linears (unless they were made at load), checkpoint policy
     hook_add_extra_train_params   the LoRA network is complete: adapters share the FP8 input of their base linear
     hook_before_train_loop        the optimizer is the right one and a resume really happened; the start table
     hook_train_loop               memory lines, watch the loss
-    post_save_hook, done_hook     adapters alive; summary
+    post_save_hook, done_hook     adapters alive; summary, memory report
+
+`before_dataset_load`, `sample` and `save` only tell the memory report which phase it is.
 
 `coat.enabled: false` leaves every one of them to ai-toolkit.
 """
@@ -13,6 +15,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 try:
@@ -20,6 +23,7 @@ try:
 except ImportError:
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer as HostTrainer
 
+from . import memory
 from .active import job_scope, set_active
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
 from .host import HostError, load_core, say, show_logs
@@ -73,6 +77,7 @@ class CoatFluxTrainer(HostTrainer):
                 say(f"[coat] note: {line}")
         set_active(self.coat)
         self._choose_at_load()
+        self._phases = memory.tracker(self.device_torch, self.save_root, self.accelerator.is_main_process)
 
     def _choose_at_load(self) -> None:
         """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what lies around them."""
@@ -103,6 +108,7 @@ class CoatFluxTrainer(HostTrainer):
             allow_recompute=bool(self.train_config.gradient_checkpointing),
             device=self.device_torch,
         )
+        memory.hold_models(self._phases, self.sd, self._text_encoders())
 
     def _convert_weights(self) -> None:
         """Convert what loading did not, and count: ai-toolkit's quantize() prints "Failed to quantize" and goes on."""
@@ -133,6 +139,27 @@ class CoatFluxTrainer(HostTrainer):
             attach_lora(self.network, self.coat)
         return params
 
+    # -- phases of the memory report -------------------------------------------------------------------------------
+
+    def before_dataset_load(self) -> None:
+        """Loading ends, caching begins."""
+        super().before_dataset_load()
+        if self._on:
+            self._phases.enter("cache")
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Let ai-toolkit sample."""
+        with self._phase("sample"):
+            return super().sample(*args, **kwargs)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """Let ai-toolkit save."""
+        with self._phase("save"):
+            return super().save(*args, **kwargs)
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return self._phases.during(name) if self._on else nullcontext()
+
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def hook_before_train_loop(self) -> None:
@@ -142,6 +169,9 @@ class CoatFluxTrainer(HostTrainer):
             say(self._report.table())
             self._start_watching()
         super().hook_before_train_loop()
+        if self._on:
+            memory.hold_training(self._phases, self.network, self.optimizer, getattr(self, "ema", None))
+            self._phases.enter("step")
 
     def _check_optimizer(self) -> None:
         if self.train_config.optimizer.lower() != OPTIMIZER_NAME:
@@ -163,8 +193,8 @@ class CoatFluxTrainer(HostTrainer):
     def _start_watching(self) -> None:
         from ..memory.stats import MemoryLog
 
-        memory = self.coat.memory
-        self._memory = MemoryLog(self.device_torch, memory.log_every, memory.log_memory_stats, say)
+        asked, phases = self.coat.memory, self._phases
+        self._memory = MemoryLog(self.device_torch, asked.log_every, asked.log_memory_stats, say, phases.see)
         self._losses = LossWatch()
         self._first_step = self.step_num
         self._codes_checked = False
@@ -210,7 +240,15 @@ class CoatFluxTrainer(HostTrainer):
         """Print the summary."""
         super().done_hook()
         if self._on:
-            from ..memory.stats import GB, peak_bytes
+            from ..memory.report import finish
+            from ..memory.stats import GB
 
-            peak = peak_bytes(self.device_torch) / GB
+            file = config_file(self.save_root)
+            finish(
+                self._phases,
+                lambda: memory.job_config(self.job.name, self.config, file),
+                say,
+                table=self.coat.memory.log_memory_stats,
+            )
+            peak = self._phases.peak / GB
             say(f"[coat] done: {self.step_num} steps, peak memory {peak:.2f}GB, files in {self.save_root}")

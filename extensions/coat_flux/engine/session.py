@@ -25,6 +25,8 @@ from ..data.dataset import BucketBatchSampler, scan
 from ..data.loader import LatentDataset, cache_all
 from ..flux import apply_coat
 from ..lora import attach_lora
+from ..memory.parts import gradients, module_tensors, state_tensors, trained
+from ..memory.phases import PhaseTracker
 from ..memory.stats import MemoryLog
 from ..optimizer import describe_optimizer
 from .ema import LoraEMA
@@ -51,6 +53,7 @@ class Session:
     workers: Workers
     log: RunLog
     memory: MemoryLog
+    phases: PhaseTracker
     dataset: LatentDataset
     sampler: BucketBatchSampler
     images: ImageSampler | None
@@ -79,7 +82,9 @@ def seed_of(job: JobConfig) -> int:
     return DEFAULT_SEED if job.training_seed is None else job.training_seed
 
 
-def open_session(job: JobConfig, workers: Workers, log: RunLog, point: ResumePoint | None) -> Session:
+def open_session(
+    job: JobConfig, workers: Workers, log: RunLog, phases: PhaseTracker, point: ResumePoint | None
+) -> Session:
     """Make a session, continuing from `point`, the newest save, where there is one.
 
     Raises:
@@ -89,8 +94,11 @@ def open_session(job: JobConfig, workers: Workers, log: RunLog, point: ResumePoi
     """
     dtype = TORCH_DTYPES[job.train.dtype]
     samples = scan(job.datasets, job.trigger_word)
+    phases.enter("cache")
     encoders = load_encoders(job.model.name_or_path, dtype)
+    phases.hold_models(encoders.vae, [encoders.text.clip, encoders.text.t5])
     dataset, images = _prepare_data(job, workers, encoders, samples)
+    phases.enter("load")
     transformer = _prepare_transformer(job, workers, log, dtype)
     lora = lora_parameters(transformer)
     if point is not None:
@@ -102,7 +110,8 @@ def open_session(job: JobConfig, workers: Workers, log: RunLog, point: ResumePoi
         job=job,
         workers=workers,
         log=log,
-        memory=_make_memory_log(job, workers, log),
+        memory=_make_memory_log(job, workers, log, phases),
+        phases=phases,
         dataset=dataset,
         sampler=BucketBatchSampler(samples, train.batch_size, seed_of(job), workers.rank, workers.world_size),
         images=images,
@@ -114,15 +123,27 @@ def open_session(job: JobConfig, workers: Workers, log: RunLog, point: ResumePoi
         lr_scheduler=make_scheduler(train.lr_scheduler, optimizer, train.steps, train.lr_scheduler_params or {}),
         ema=_make_ema(job, lora),
     )
+    _hold(session)
     if point is not None:
         _continue(session, point)
     return session
 
 
-def _make_memory_log(job: JobConfig, workers: Workers, log: RunLog) -> MemoryLog:
+def _hold(session: Session) -> None:
+    """Let the memory report count the run's parts."""
+    phases = session.phases
+    phases.hold("transformer", session.transformer, module_tensors)
+    phases.hold("lora", session.transformer, trained)
+    phases.hold("gradients", session.transformer, gradients)
+    phases.hold("optimizer", session.optimizer, state_tensors)
+    if session.ema is not None:
+        phases.hold("ema", session.ema, lambda ema: ema.shadow.values())
+
+
+def _make_memory_log(job: JobConfig, workers: Workers, log: RunLog, phases: PhaseTracker) -> MemoryLog:
     memory = job.coat.memory
     enabled = job.coat.enabled and memory.log_memory_stats and workers.is_main
-    return MemoryLog(workers.device, memory.log_every, enabled, log.say)
+    return MemoryLog(workers.device, memory.log_every, enabled, log.say, phases.see)
 
 
 def _prepare_optimizer(

@@ -21,7 +21,8 @@ from torch.nn.utils import clip_grad_norm_
 from ..config.job_config import JobConfig
 from ..config.job_rules import require_packages
 from ..data.dataset import Batch
-from ..memory.stats import reset_peak
+from ..memory.phases import PhaseTracker
+from ..memory.report import finish
 from ..tiny_flux import provide_embedded
 from .progress import RunLog, StepStats
 from .resume import find_resume_point
@@ -32,6 +33,8 @@ from .validation import fixed_noise_loss
 from .workers import Workers
 
 __all__ = ["COATTrainer", "TrainingError"]
+
+MEMORY_FILE = Path("coat") / "memory.json"
 
 
 class TrainingError(RuntimeError):
@@ -71,13 +74,14 @@ class COATTrainer:
         require_packages(job)
         workers = Workers(job.device)
         log = RunLog(job, workers.device, active=workers.is_main)
+        phases = PhaseTracker(workers.device, None)
         try:
-            return self._train(workers, log)
+            return self._train(workers, log, phases)
         finally:
             log.close()
             workers.close()
 
-    def _train(self, workers: Workers, log: RunLog) -> Path:
+    def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker) -> Path:
         job = self.job
         for note in job.notes:
             log.say(f"Note: {note}")
@@ -91,7 +95,9 @@ class COATTrainer:
             return final
         if point is not None:
             log.say(f"#### IMPORTANT RESUMING FROM {point.path} ####")
-        return _run(open_session(job, workers, log, point))
+        elif workers.is_main:  # a run that cannot be continued is left as it is
+            phases.path = job.folder / MEMORY_FILE
+        return _run(open_session(job, workers, log, phases, point))
 
 
 def _run(session: Session) -> Path:
@@ -99,6 +105,7 @@ def _run(session: Session) -> Path:
     if workers.is_main:
         job.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(job.folder)
+        session.phases.path = job.folder / MEMORY_FILE
         text = yaml.safe_dump(job.raw, sort_keys=False, allow_unicode=True)
         (job.folder / "config.yaml").write_text(text, encoding="utf-8")
     log.open(session.step)
@@ -108,7 +115,7 @@ def _run(session: Session) -> Path:
         _draw_samples(session)
     log.start(session.step)
     batches = iter(session.sampler)
-    reset_peak(workers.device)
+    session.phases.enter("step")
     while session.step < job.train.steps:
         log.step(_train_step(session, batches))
         if session.step < job.train.steps:
@@ -117,6 +124,7 @@ def _run(session: Session) -> Path:
     path = _save(session, final=True)
     _draw_samples(session)
     log.say(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
+    finish(session.phases, lambda: job, log.say, table=job.coat.memory.log_memory_stats)
     log.say(f"Saved the LoRA to {path}")
     return path
 
@@ -179,28 +187,32 @@ def _save_and_sample(session: Session) -> None:
         session.log.say(f"Saved checkpoint to {_save(session, final=False)}")
     if samples:
         _draw_samples(session)
-    if saves or samples:
-        reset_peak(session.workers.device)
 
 
 def _save(session: Session, *, final: bool) -> Path:
     job, workers = session.job, session.workers
     file_name = save_name(job.name, None if final else session.step)
     if workers.is_main:
-        record = {**session.record, "sampler": session.sampler.state_dict(), "optimizer": job.train.optimizer}
-        point = Checkpoint(
-            step=session.step,
-            lora=session.lora,
-            ema=None if session.ema is None else session.ema.shadow,
-            optimizer=session.optimizer.state_dict(),
-            metadata=_metadata(session),
-            record=record,
-        )
-        save_checkpoint(session.job.folder, file_name, point, save_dtype(job.save.dtype))
-        for old in rotate_saves(session.job.folder, job.name, job.save.max_step_saves_to_keep):
-            session.log.say(f"Removing old save: {old}")
+        with session.phases.during("save"):
+            _write_save(session, file_name)
     workers.wait()
     return session.job.folder / file_name
+
+
+def _write_save(session: Session, file_name: str) -> None:
+    job = session.job
+    record = {**session.record, "sampler": session.sampler.state_dict(), "optimizer": job.train.optimizer}
+    point = Checkpoint(
+        step=session.step,
+        lora=session.lora,
+        ema=None if session.ema is None else session.ema.shadow,
+        optimizer=session.optimizer.state_dict(),
+        metadata=_metadata(session),
+        record=record,
+    )
+    save_checkpoint(session.job.folder, file_name, point, save_dtype(job.save.dtype))
+    for old in rotate_saves(session.job.folder, job.name, job.save.max_step_saves_to_keep):
+        session.log.say(f"Removing old save: {old}")
 
 
 def _metadata(session: Session) -> dict[str, str]:
@@ -217,13 +229,13 @@ def _metadata(session: Session) -> dict[str, str]:
 
 def _draw_samples(session: Session) -> None:
     if session.images is not None:
-        with session.averaged():
+        with session.phases.during("sample"), session.averaged():
             session.images.draw(session.transformer, session.step, session.job.folder / "samples")
     session.workers.wait()
 
 
 def _validate(session: Session) -> float:
-    with session.averaged():
+    with session.phases.during("validate"), session.averaged():
         loss = fixed_noise_loss(session.transformer, session.dataset, dtype=session.dtype)
     session.log.validation(session.step, loss)
     return loss

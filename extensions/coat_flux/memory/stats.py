@@ -14,7 +14,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-__all__ = ["PHASES", "MemoryLog", "memory_line", "peak_bytes", "reset_peak", "used_bytes"]
+__all__ = ["PHASES", "MemoryLog", "memory_line", "peak_bytes", "peak_reserved_bytes", "reset_peak", "used_bytes"]
 
 PHASES = ("before_forward", "after_forward", "after_backward", "after_optimizer_step")
 GB = 1e9  # as everywhere here: memory.budget_gb, metrics.csv, EXPERIMENTS.md
@@ -41,9 +41,15 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Most bytes held from the device so far: by torch on a GPU, as `peak_bytes` on other devices."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_bytes(device)
+
+
 def reset_peak(device: torch.device) -> None:
     """Start a new peak on a GPU, so that samples and saves do not count as training; a process's peak only grows."""
     if device.type == "cuda":
+        torch.cuda.init()  # without it the first phase of a run has no statistics to reset
         torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -67,12 +73,20 @@ class MemoryLog:
         log_every: steps between reports, at least 1.
         enabled: False writes nothing.
         sink: takes each line.
+        watcher: told of every phase of every step, reported or not.
 
     Raises:
         ValueError: `log_every` below 1.
     """
 
-    def __init__(self, device: torch.device | str, log_every: int, enabled: bool, sink: Callable[[str], None]):
+    def __init__(
+        self,
+        device: torch.device | str,
+        log_every: int,
+        enabled: bool,
+        sink: Callable[[str], None],
+        watcher: Callable[[str], None] | None = None,
+    ):
         if log_every < 1:
             raise ValueError(
                 f"coat.memory.log_every={log_every}: must be at least 1; log_memory_stats: false turns the lines off"
@@ -81,6 +95,7 @@ class MemoryLog:
         self.log_every = log_every
         self.enabled = enabled
         self._sink = sink
+        self._watcher = watcher
         self._noted = self.device.type == "cuda"
 
     def line(self, phase: str, step: int) -> None:
@@ -95,6 +110,8 @@ class MemoryLog:
         """
         if phase not in PHASES:
             raise ValueError(f"phase={phase!r}: must be one of {', '.join(PHASES)}")
+        if self._watcher is not None:
+            self._watcher(phase)
         if not self.enabled or step % self.log_every != 0:
             return
         if not self._noted:

@@ -94,6 +94,9 @@ class BaseSDTrainProcess:
     def hook_add_extra_train_params(self, params):
         return params
 
+    def before_dataset_load(self):
+        pass
+
     def hook_before_train_loop(self):
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
@@ -131,6 +134,7 @@ class BaseSDTrainProcess:
             params, self.train_config.optimizer.lower(), self.train_config.lr, self.train_config.optimizer_params
         )
         self._load_optimizer()
+        self.before_dataset_load()
         self.hook_before_train_loop()
         self.sample()
         for step in range(self.step_num, self.train_config.steps):

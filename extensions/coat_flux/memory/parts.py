@@ -1,0 +1,118 @@
+"""Which tensors a run holds: bytes of the transformer, the adapters, gradients and so on, each storage once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PARTS", "HeldParts", "gradients", "module_tensors", "state_tensors", "trained"]
+
+SAVED = "saved activations"
+# adapters may be part of the transformer, so they are counted before it
+PARTS = ("lora", "gradients", "optimizer", "ema", "transformer", "text encoders", "vae", SAVED)
+KINDS = ("fp8 codes", "scales", "high precision")
+TensorsOf = Callable[[Any], Iterable[Tensor]]
+
+
+class HeldParts:
+    """Counts tensors on one device by part; their owners may go at any time.
+
+    Args:
+        device: tensors elsewhere are not counted.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._owners: list[tuple[str, weakref.ref[Any], TensorsOf]] = []
+
+    def add(self, part: str, owner: Any, tensors: TensorsOf) -> None:
+        """Count the tensors of `owner`, as long as it lives, under `part`.
+
+        Args:
+            part: one of `PARTS`.
+            owner: kept by a weak reference only.
+            tensors: gives the owner's tensors.
+
+        Raises:
+            ValueError: unknown part.
+        """
+        if part not in PARTS:
+            raise ValueError(f"part={part!r}: must be one of {', '.join(PARTS)}")
+        self._owners.append((part, weakref.ref(owner), tensors))
+        self._owners.sort(key=lambda item: PARTS.index(item[0]))
+
+    def count(self) -> dict[str, int]:
+        """Bytes of every part now."""
+        seen: set[int] = set()
+        parts = dict.fromkeys(PARTS, 0)
+        for part, owner, tensors in self._living():
+            parts[part] += sum(_new_bytes(x, self._device, seen) for x in tensors(owner))
+        return parts
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients alone."""
+        seen: set[int] = set()
+        found = (x for part, owner, get in self._living() if part == "gradients" for x in get(owner))
+        return sum(_new_bytes(x, self._device, seen) for x in found)
+
+    def transformer_kinds(self) -> dict[str, int]:
+        """The transformer's parameters and buffers, on the device and not trained, by kind; empty without one."""
+        kinds: dict[str, int] = {}
+        seen: set[int] = set()
+        for owner in (owner for part, owner, _ in self._living() if part == "transformer"):
+            kinds = kinds or dict.fromkeys(KINDS, 0)
+            for name, x in (*owner.named_parameters(), *owner.named_buffers()):
+                if not x.requires_grad:
+                    kinds[_kind(name, x)] += _new_bytes(x, self._device, seen)
+        return kinds
+
+    def _living(self) -> Iterator[tuple[str, Any, TensorsOf]]:
+        for part, reference, tensors in self._owners:
+            owner = reference()
+            if owner is not None:
+                yield part, owner, tensors
+
+
+def _kind(name: str, tensor: Tensor) -> str:
+    if "scale" in name.rpartition(".")[2]:
+        return "scales"
+    return "fp8 codes" if tensor.element_size() == 1 else "high precision"
+
+
+def _new_bytes(tensor: Tensor, device: torch.device, seen: set[int]) -> int:
+    """Bytes of a tensor's storage, if it is on the device and was not counted."""
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of several tensors, as torchao's and quanto's weights
+        return sum(_new_bytes(getattr(tensor, name), device, seen) for name in tensor.__tensor_flatten__()[0])
+    if tensor.device.type != device.type or (device.index is not None and tensor.device.index != device.index):
+        return 0
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() in seen:
+        return 0
+    seen.add(storage.data_ptr())
+    return storage.nbytes()
+
+
+def module_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def trained(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters that are trained."""
+    return (p for p in module.parameters() if p.requires_grad)
+
+
+def gradients(module: nn.Module) -> Iterator[Tensor]:
+    """Gradients of a module's parameters, as far as there are any."""
+    return (p.grad for p in module.parameters() if p.grad is not None)
+
+
+def state_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Everything an optimizer keeps per parameter."""
+    for state in optimizer.state.values():
+        yield from (x for x in torch.utils._pytree.tree_iter(state) if isinstance(x, Tensor))

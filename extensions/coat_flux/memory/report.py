@@ -1,0 +1,191 @@
+"""What a run held in memory, as a table and a picture, with the plan's prediction beside the measurement.
+
+Both are made from the JSON that `phases` describes, so they can be made again later.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .phases import PhaseTracker, write_whole
+from .stats import GB
+
+if TYPE_CHECKING:
+    from ..config import JobConfig
+
+__all__ = ["as_table", "finish", "picture"]
+
+MB = 1e6
+COLOURS = {  # in the order of the bars, from below
+    "transformer": "#4c72b0",
+    "lora": "#dd8452",
+    "gradients": "#55a868",
+    "optimizer": "#c44e52",
+    "ema": "#8172b3",
+    "saved activations": "#937860",
+    "text encoders": "#da8bc3",
+    "vae": "#64b5cd",
+    "rest": "#d9d9d9",
+}
+
+
+def finish(
+    tracker: PhaseTracker, job: Callable[[], JobConfig], say: Callable[[str], None], *, table: bool = True
+) -> None:
+    """End a run's tracking: JSON with the prediction, table, picture.
+
+    Args:
+        tracker: of the run; one that writes nothing says nothing.
+        job: makes the job that is predicted; its error is the reason why there is no prediction.
+        say: takes lines for the run's log.
+        table: False leaves the table out of the log.
+    """
+    if tracker.path is not None:
+        tracker.forecast = _forecast(job, tracker.device)
+    tracker.close()
+    if tracker.path is None:
+        return
+    record = tracker.record()
+    if table:
+        say(as_table(record))
+    target = tracker.path.with_suffix(".png")
+    try:
+        write_whole(target, picture(record))
+    except ImportError as error:
+        say(f"Memory report: coat/{target.name} is left out: {error}; pip install matplotlib")
+
+
+def _forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
+    """The plan's prediction, or why there is none."""
+    try:
+        from ..plan import predict
+
+        room = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+        found = predict(make_job(), device_bytes=room)
+    except Exception as error:  # told in the report: a run that is done must not fail for its forecast
+        reason = " ".join(str(error).split())
+        return {"missing": f"{type(error).__name__}: {reason}"}
+    return {"peak": found.peak, "phases": {phase.name: phase.parts for phase in found.phases}}
+
+
+def as_table(record: Mapping[str, Any]) -> str:
+    """The table of a run.
+
+    Args:
+        record: the JSON's content.
+    """
+    unit, scale = ("GB", GB) if record["peak"] >= 10 * GB else ("MB", MB)
+    rows = [_head(record), *_phase_rows(record, scale)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    title = f"Memory by phase, {unit} (10^{9 if unit == 'GB' else 6} bytes), {record['method']['memory']}"
+    return "\n".join(
+        [title, *lines, *_moments(record, scale), *_holdings(record, scale), _verdict(record, scale, unit)]
+    )
+
+
+def _head(record: Mapping[str, Any]) -> list[str]:
+    return [
+        "phase", "times", "start", "end", "peak", "reserved", *["above start"] * bool(record["baseline"]), "predicted",
+    ]  # fmt: skip
+
+
+def _phase_rows(record: Mapping[str, Any], scale: float) -> list[list[str]]:
+    predicted = (record["prediction"] or {}).get("phases", {})
+    rows = []
+    for name, phase in record["phases"].items():
+        sign, peak = "" if phase["exact"] else ">=", phase["peak"]
+        row = [name, str(phase["entered"])]
+        row += [_size(phase[side].get("allocated", 0), scale) for side in ("start", "end")]
+        row += [sign + _size(peak["allocated"], scale), _size(peak["reserved"], scale)]
+        if record["baseline"]:
+            row.append(sign + _size(max(0, peak["allocated"] - record["baseline"]), scale))
+        parts = predicted.get(name)
+        rows.append([*row, "-" if parts is None else _size(sum(parts.values()), scale)])
+    return rows
+
+
+def _moments(record: Mapping[str, Any], scale: float) -> list[str]:
+    return [
+        f"{name.replace('_', ' ')}: {_size(at['allocated'], scale)}, peak until then {_size(at['peak'], scale)}"
+        for name, at in record["moments"].items()
+    ]
+
+
+def _holdings(record: Mapping[str, Any], scale: float) -> list[str]:
+    """What the training step holds, measured and predicted."""
+    step = record["phases"].get("step")
+    if step is None:
+        return []
+    predicted = (record["prediction"] or {}).get("phases", {}).get("step", {})
+    held = [
+        f"{part} {_size(size, scale)}" + (f" ({_size(predicted[part], scale)})" if part in predicted else "")
+        for part in COLOURS
+        if (size := step["parts"].get(part, 0)) or predicted.get(part)
+    ]
+    return [f"held in a step{' (predicted)' if predicted else ''}: {', '.join(held)}"]
+
+
+def _verdict(record: Mapping[str, Any], scale: float, unit: str) -> str:
+    prediction = record["prediction"]
+    if prediction is None:
+        return "prediction: none, the run did not come to its end"
+    if "missing" in prediction:
+        return f"prediction: none for this run ({prediction['missing']})"
+    peak, measured = prediction["peak"], record["peak"] - record["baseline"]
+    said = f"prediction: peak {_size(peak, scale)} {unit}; measured"
+    if record["baseline"]:
+        return f"{said} {_size(measured, scale)} {unit} of resident memory above the start, libraries included"
+    return f"{said} {_size(measured, scale)} {unit}, {(measured - peak) / peak:+.1%} of the prediction"
+
+
+def _size(size: float, scale: float) -> str:
+    return f"{size / scale:.2f}"
+
+
+def picture(record: Mapping[str, Any]) -> bytes:
+    """Stacked bars of what each phase holds at its peak, as a PNG; dashed lines mark the prediction.
+
+    Args:
+        record: the JSON's content.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    unit, scale = ("GB", GB) if record["peak"] >= GB else ("MB", MB)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_bars(axes, record["phases"], scale)
+    _draw_prediction(axes, record, scale)
+    above = " above the start of the run" if record["baseline"] else ""
+    axes.set_ylabel(f"{unit} at the phase's peak{above}")
+    axes.set_title(f"What memory holds ({record['method']['memory'].split(';')[0]})")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    return png.getvalue()
+
+
+def _draw_bars(axes: Any, phases: Mapping[str, Any], scale: float) -> None:
+    below = [0.0] * len(phases)
+    for part, colour in COLOURS.items():
+        heights = [phase["parts"].get(part, 0) / scale for phase in phases.values()]
+        if any(heights):
+            axes.bar(list(phases), heights, bottom=below, color=colour, label=part, width=0.6)
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+
+
+def _draw_prediction(axes: Any, record: Mapping[str, Any], scale: float) -> None:
+    predicted = (record["prediction"] or {}).get("phases", {})
+    marks = [(i, sum(predicted[name].values()) / scale) for i, name in enumerate(record["phases"]) if name in predicted]
+    if marks:
+        starts, ends = [i - 0.4 for i, _ in marks], [i + 0.4 for i, _ in marks]
+        axes.hlines([y for _, y in marks], starts, ends, colors="black", linestyles="dashed", label="predicted")

@@ -1,0 +1,114 @@
+"""The memory report of whole runs: the stand-alone engine on the embedded model, our process in the stand-in host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coat_flux.engine.trainer import COATTrainer
+from coat_flux.memory.parts import PARTS
+from coat_flux.tiny_flux import make_tiny_flux
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
+from tests.helpers.engine_job import engine_job, write_images
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    root = tmp_path_factory.mktemp("memory")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images"), "out": root / "out"}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "memory.json").read_text(encoding="utf-8"))
+
+
+def test_engine_run(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    train = {"disable_sampling": False, "ema_config": {"use_ema": True}}
+    job = engine_job(
+        "whole", **place, coat={"enabled": True}, train=train, save={"save_every": 2}, sample={"sample_every": 2}
+    )
+    final = COATTrainer(job).train()
+    out = capsys.readouterr().out
+    record = read(final.parent / "coat")
+    phases = record["phases"]
+    assert {name: phase["entered"] for name, phase in phases.items()} == {
+        "load": 1, "cache": 1, "validate": 2, "sample": 3, "step": 1, "save": 2,
+    }  # fmt: skip
+    assert not any(phase["open"] for phase in phases.values())
+    assert record["peak"] == max(phase["peak"]["allocated"] for phase in phases.values()) > record["baseline"] > 0
+    assert set(record["moments"]) == {"before_training", "before_sampling", "after_sampling"}
+
+    saved = torch.load(final.parent / "optimizer.pt", weights_only=True)["state"]
+    lora = 4 * sum(state["exp_avg"].numel() for state in saved.values())
+    most = phases["step"]["most"]
+    assert most["lora"] == most["gradients"] == most["ema"] == lora
+    assert 0.5 * lora < most["optimizer"] < 0.75 * lora  # two FP8 moments and their scales, of fp32
+    assert most["transformer"] == sum(record["transformer"].values())
+    assert record["transformer"]["fp8 codes"] > 0.5 * most["transformer"]
+    assert phases["cache"]["most"]["text encoders"] > 0
+    assert phases["step"]["most"]["text encoders"] == 0  # gone before the transformer came
+    assert phases["sample"]["most"]["vae"] > 0
+
+    predicted = record["prediction"]["phases"]["step"]
+    assert (predicted["lora"], predicted["ema"]) == (lora, lora)
+    assert predicted["transformer"] == most["transformer"]
+    assert "Memory by phase, MB" in out
+    assert "prediction: peak" in out
+    assert (final.parent / "coat" / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_that_fails_leaves_its_phases_and_no_picture(
+    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr("coat_flux.engine.trainer.clip_grad_norm_", fail)
+    with pytest.raises(MemoryError):
+        COATTrainer(engine_job("broken", **place)).train()
+    folder = place["out"] / "broken" / "coat"
+    record = read(folder)
+    assert {"load", "cache", "step"} <= set(record["phases"])
+    assert record["phases"]["step"]["most"]["gradients"] > 0
+    assert record["prediction"] is None
+    assert not (folder / "memory.png").exists()
+
+
+def test_table_is_left_out_where_memory_lines_are(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    coat = {"enabled": True, "memory": {"log_memory_stats": False}}
+    final = COATTrainer(engine_job("quiet", **place, coat=coat, train={"steps": 1})).train()
+    assert "Memory by phase" not in capsys.readouterr().out
+    assert read(final.parent / "coat")["phases"]["step"]["entered"] == 1
+
+
+def test_process_in_ai_toolkit(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    process = host.start() and host.run(**COAT_ENTRY)
+    out = capsys.readouterr().out
+    record = read(host.save_folder / "coat")
+    phases = record["phases"]
+    assert {name: phase["entered"] for name, phase in phases.items()} == {
+        "load": 1, "cache": 1, "sample": 1, "step": 1, "save": 1,
+    }  # fmt: skip
+    state = host.saved("optimizer.pt")["state"]
+    lora = 4 * sum(value["exp_avg"].numel() for value in state.values())
+    most = phases["step"]["most"]
+    assert most["lora"] == most["gradients"] == lora
+    assert set(most) == set(PARTS)
+    assert record["transformer"]["fp8 codes"] == 4 * 32 * 32
+    assert record["prediction"]["missing"].startswith("ConfigError: ")
+    assert out.count("prediction: none for this run (ConfigError: ") == 1
+    assert "Traceback" not in out
+    assert process.step_num == 3
+
+
+def test_disabled_process_has_no_report(host: Host) -> None:
+    host.start()
+    host.run(coat={"enabled": False})
+    assert not (host.save_folder / "coat").exists()
