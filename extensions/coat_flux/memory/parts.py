@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PARTS", "HeldParts", "gradients", "module_tensors", "state_tensors", "trained"]
+__all__ = ["PARTS", "SAVED", "HeldParts", "gradients", "module_tensors", "state_tensors", "trained"]
 
 SAVED = "saved activations"
 # adapters may be part of the transformer, so they are counted before it

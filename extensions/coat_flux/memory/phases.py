@@ -56,7 +56,7 @@ METHODS = {
     },
     "cpu": {
         "memory": "resident memory of the process; reserved: its peak so far",
-        "saved activations": "resident memory after the forward pass less before it: at most roughly what is kept",
+        "saved activations": "growth of resident memory in the forward pass: rough, for the allocator reuses pages",
     },
 }
 

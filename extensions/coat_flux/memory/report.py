@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .parts import SAVED
 from .phases import PhaseTracker, write_whole
 from .stats import GB
 
@@ -123,7 +124,8 @@ def _holdings(record: Mapping[str, Any], scale: float) -> list[str]:
         return []
     predicted = (record["prediction"] or {}).get("phases", {}).get("step", {})
     held = [
-        f"{part} {_size(size, scale)}" + (f" ({_size(predicted[part], scale)})" if part in predicted else "")
+        f"{part} {'~' if record['baseline'] and part == SAVED else ''}{_size(size, scale)}"
+        + (f" ({_size(predicted[part], scale)})" if part in predicted else "")
         for part in COLOURS
         if (size := step["parts"].get(part, 0)) or predicted.get(part)
     ]
@@ -168,7 +170,8 @@ def picture(record: Mapping[str, Any]) -> bytes:
     above = " above the start of the run" if record["baseline"] else ""
     axes.set_ylabel(f"{unit} at the phase's peak{above}")
     axes.set_title(f"What memory holds ({record['method']['memory'].split(';')[0]})")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     return png.getvalue()
