@@ -15,12 +15,11 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from ..config.findings import ConfigError
+from ..lora.targets import KEY_PREFIX, target_names
 from .seeding import Stream, generator_for
 
 __all__ = ["add_lora", "load_lora_tensors", "lora_parameters", "lora_targets"]
 
-BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
-KEY_PREFIX = "transformer."
 ADAPTER = "default"
 
 
@@ -31,10 +30,7 @@ def lora_targets(
     ignore_if_contains: Sequence[str] | None = None,
     transformer_only: bool = True,
 ) -> list[str]:
-    """Full names of the linears that get an adapter.
-
-    Words are matched as ai-toolkit does: as substrings of `transformer.<full name>`; `only_if_contains` also of that
-    name with `$$` for each dot.
+    """Full names of the linears that get an adapter; `coat_flux.lora.targets` has the rule.
 
     Args:
         model: the transformer before any adapter.
@@ -48,24 +44,20 @@ def lora_targets(
     Raises:
         ConfigError: nothing is left to train.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if transformer_only:
-        names = [name for name in names if name.split(".")[0] in BLOCK_LISTS]
-    chosen = [name for name in names if _is_chosen(KEY_PREFIX + name, only_if_contains, ignore_if_contains)]
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = target_names(linears, transformer_only=transformer_only)
+    chosen = target_names(
+        names,
+        only_if_contains=only_if_contains,
+        ignore_if_contains=ignore_if_contains,
+        transformer_only=transformer_only,
+    )
     if not chosen:
         raise ConfigError(
             f"network.network_kwargs: only_if_contains={only_if_contains}, ignore_if_contains={ignore_if_contains}: "
             f"none of the model's {len(names)} linears is left to train; a name looks like {KEY_PREFIX}{names[0]}"
         )
     return chosen
-
-
-def _is_chosen(name: str, only: Sequence[str] | None, ignore: Sequence[str] | None) -> bool:
-    if any(word in name for word in ignore or ()):
-        return False
-    if only is None:
-        return True
-    return any(word in name or word in name.replace(".", "$$") for word in only)
 
 
 def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, dropout: float = 0.0) -> None:

@@ -9,9 +9,10 @@ from ..config import JobConfig
 from ..config.job_sections import DatasetSection
 from ..data.dataset import scan
 from ..data.errors import DatasetError
+from ..lora.targets import BLOCK_LISTS
 from ..memory.choice import settings_of
 from ..memory.sizes import FP32, Block, FlowSettings, Tokens
-from .models import BLOCK_LISTS, Linear, ModelParts, find_model
+from .models import Linear, ModelParts, find_model
 
 __all__ = ["JobFacts", "job_facts"]
 

@@ -16,6 +16,7 @@ from coat_core.linear.module import obstacle_to_conversion
 
 from ..config import COATConfig, ConfigError
 from ..flux.policy import matches, policy_for
+from ..lora.targets import target_names
 from ..memory.sizes import FP32
 from ..tiny_flux import EMBEDDED_MODEL
 from .facts import CLIP_L, FLUX_VAE, HUB_MODELS, T5_XXL, TEXT_TOKENS
@@ -24,8 +25,6 @@ from .live import largest_held
 __all__ = ["ModelParts", "find_model"]
 
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
-BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
-KEY_PREFIX = "transformer."  # of the names that network_kwargs' words are matched against
 _PROBE_PIXELS = 256  # a VAE's memory grows with the pixels; half this side and its attention would not
 
 
@@ -99,17 +98,15 @@ class ModelParts:
         return (self.elements["text_encoder"] + self.elements["text_encoder_2"]) * value_bytes
 
     def targets(self, transformer_only: bool, only: Sequence[str] | None, ignore: Sequence[str]) -> list[Linear]:
-        """The linears that get an adapter, as the engine (and ai-toolkit) chooses them."""
-
-        def is_chosen(name: str) -> bool:
-            if transformer_only and name.split(".")[0] not in BLOCK_LISTS:
-                return False
-            full = KEY_PREFIX + name
-            if any(word in full for word in ignore):
-                return False
-            return only is None or any(word in full or word in full.replace(".", "$$") for word in only)
-
-        return [linear for linear in self.linears if is_chosen(linear.name)]
+        """The linears that get an adapter."""
+        names = target_names(
+            (linear.name for linear in self.linears),
+            only_if_contains=only,
+            ignore_if_contains=ignore,
+            transformer_only=transformer_only,
+        )
+        chosen = set(names)
+        return [linear for linear in self.linears if linear.name in chosen]
 
 
 def find_model(name_or_path: str, where: str) -> ModelParts:
