@@ -231,3 +231,7 @@ SMALL_BLOCK_GRADIENT_FLOOR_DB = 15.0
 # Bytes kept for backward: what saved-tensor hooks see against the profiler's count of what is alive. Measured within
 # 7e-5.
 KEPT_TWO_COUNTS_RTOL = 1e-3
+
+# --- memory report -------------------------------------------------------------------------------------------------
+# Saved activations of a tiny run, counted, against the plan: counted are also the batch's noise, inputs and loss.
+REPORT_SAVED_RTOL = 0.1

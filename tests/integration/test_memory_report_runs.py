@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from coat_flux.config import JobConfig
 from coat_flux.engine.trainer import COATTrainer
 from coat_flux.memory.parts import PARTS
+from coat_flux.memory.phases import PhaseTracker
+from coat_flux.memory.report import finish
+from coat_flux.plan import predict
 from coat_flux.tiny_flux import make_tiny_flux
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.engine_job import engine_job, write_images
+from tests.tolerances import REPORT_SAVED_RTOL
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     root = tmp_path_factory.mktemp("memory")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        patch.setattr("coat_flux.plan.models.TEXT_TOKENS", 48)
         yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images"), "out": root / "out"}
 
 
@@ -30,7 +37,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def test_engine_run(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    train = {"disable_sampling": False, "ema_config": {"use_ema": True}}
+    train = {"disable_sampling": False, "ema_config": {"use_ema": True}, "batch_size": 4}
     job = engine_job(
         "whole", **place, coat={"enabled": True}, train=train, save={"save_every": 2}, sample={"sample_every": 2}
     )
@@ -59,6 +66,7 @@ def test_engine_run(place: dict[str, Path], capsys: pytest.CaptureFixture[str]) 
     predicted = record["prediction"]["phases"]["step"]
     assert (predicted["lora"], predicted["ema"]) == (lora, lora)
     assert predicted["transformer"] == most["transformer"]
+    assert most["saved activations"] == pytest.approx(predicted["saved activations"], rel=REPORT_SAVED_RTOL)
     assert "Memory by phase, MB" in out
     assert "prediction: peak" in out
     assert (final.parent / "coat" / "memory.png").read_bytes().startswith(b"\x89PNG")
@@ -86,6 +94,16 @@ def test_table_is_left_out_where_memory_lines_are(place: dict[str, Path], capsys
     final = COATTrainer(engine_job("quiet", **place, coat=coat, train={"steps": 1})).train()
     assert "Memory by phase" not in capsys.readouterr().out
     assert read(final.parent / "coat")["phases"]["step"]["entered"] == 1
+
+
+def test_prediction_is_for_the_device_that_trained(place: dict[str, Path], tmp_path: Path) -> None:
+    raw = engine_job("anywhere", **place, coat={})
+    raw["config"]["process"][0]["device"] = None
+    job = JobConfig.from_dict(raw)
+    finish(PhaseTracker(torch.device("cpu"), tmp_path / "memory.json"), lambda: job, lambda _: None)
+    found = read(tmp_path)["prediction"]["peak"]
+    assert found == predict(replace(job, device="cpu")).peak
+    assert found != predict(replace(job, device="cuda")).peak
 
 
 def test_process_in_ai_toolkit(host: Host, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,9 +23,9 @@ from coat_flux.flow import chooser
 from coat_flux.flux import apply_coat
 from coat_flux.lora import attach_lora
 from coat_flux.memory.choice import block_bytes, largest_moment, settings_of
+from coat_flux.memory.parts import HeldTensors
 from coat_flux.memory.sizes import Tokens, around_bytes, kept_bytes, read_block, recomputed_bytes
 from coat_flux.plan.job import job_facts
-from coat_flux.plan.live import _Held
 from coat_flux.plan.predict import optimizer_bytes, predict_facts
 from coat_flux.tiny_flux import make_tiny_flux
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
@@ -201,7 +201,7 @@ def test_largest_moment_of_a_step_is_as_predicted(block):
     inputs = flux_inputs(tokens, "meta")
     model(**inputs)[0].sum().backward()  # the first pass also compares
     model.zero_grad(set_to_none=True)
-    with _Held() as held:
+    with HeldTensors() as held:
         model(**inputs)[0].sum().backward()
     blocks, recomputed = described_blocks(model)
     settings = settings_of(coat, cuda=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from coat_flux.memory import phases as phases_module
 from coat_flux.memory.parts import HeldParts, gradients, module_tensors, state_tensors, trained
@@ -126,6 +127,41 @@ def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu: Fake
     assert step["parts"] | {"rest": 0} == step["parts"] | {"rest": 0, "saved activations": 700, "lora": 1024}
     assert step["parts"]["rest"] == 2048 - 700 - 1024
     assert step["most"]["saved activations"] == 700
+
+
+def test_saved_activations_are_counted_on_a_cpu(tmp_path: Path) -> None:
+    linear = nn.Linear(64, 64, bias=False)
+    tracker = PhaseTracker(CPU, tmp_path / "memory.json")
+    tracker.enter("step")
+    for rows in (8, 32, 128):  # counted in the first two steps
+        x = torch.ones(rows, 64)
+        tracker.see("before_forward")
+        y = torch.sigmoid(linear(x) * 2)  # keeps its result; the product and its double are gone
+        tracker.see("after_forward")
+        y.sum().backward()
+        tracker.see("after_backward")
+    tracker.close()
+    record = json.loads((tmp_path / "memory.json").read_text())
+    assert record["phases"]["step"]["most"]["saved activations"] == 32 * 64 * 4
+    assert record["method"]["saved activations"].startswith("storages that operators made")
+
+
+def test_a_forward_pass_that_fails_is_no_longer_counted(tmp_path: Path) -> None:
+    tracker = PhaseTracker(CPU, tmp_path / "memory.json")
+    tracker.enter("step")
+    tracker.see("before_forward")
+    assert _get_current_dispatch_mode() is not None
+    tracker.close()
+    assert _get_current_dispatch_mode() is None
+
+
+def test_growth_of_resident_memory_where_a_model_is_compiled(tmp_path: Path) -> None:
+    tracker = PhaseTracker(CPU, tmp_path / "memory.json", counts=False)
+    tracker.enter("step")
+    tracker.see("before_forward")
+    assert _get_current_dispatch_mode() is None
+    tracker.see("after_forward")
+    assert tracker.record()["method"]["saved activations"].startswith("growth of resident memory")
 
 
 def test_cpu_peak_is_exact_only_where_the_process_peak_rose(tmp_path: Path) -> None:

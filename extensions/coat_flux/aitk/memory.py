@@ -20,11 +20,11 @@ __all__ = ["JSON_FILE", "hold_models", "hold_training", "job_config", "tracker"]
 JSON_FILE = Path("coat") / "memory.json"
 
 
-def tracker(device: Any, save_root: str, is_main: bool) -> PhaseTracker:
-    """Return the tracker of a run that begins to load its model."""
+def tracker(device: Any, save_root: str, is_main: bool, compiled: bool) -> PhaseTracker:
+    """Return the tracker of a run that begins to load its model, which ai-toolkit may compile."""
     from ..memory.phases import PhaseTracker
 
-    made = PhaseTracker(device, Path(save_root) / JSON_FILE if is_main else None)
+    made = PhaseTracker(device, Path(save_root) / JSON_FILE if is_main else None, counts=not compiled)
     made.enter("load")
     return made
 

@@ -39,6 +39,7 @@ class CoatFluxTrainer(HostTrainer):
     """ai-toolkit's trainer with the `coat:` block of its process entry applied."""
 
     coat: Any = None
+    _phases: Any = None
 
     def run(self) -> None:
         """Run the job; what it left for the optimizer and the qtype is forgotten afterwards."""
@@ -46,7 +47,11 @@ class CoatFluxTrainer(HostTrainer):
         if absent:
             raise HostError(f"{HostTrainer.__name__} has no {', '.join(absent)}")
         with job_scope():
-            super().run()
+            try:
+                super().run()
+            finally:
+                if self._phases is not None:
+                    self._phases.close()
 
     @property
     def _on(self) -> bool:
@@ -77,7 +82,8 @@ class CoatFluxTrainer(HostTrainer):
                 say(f"[coat] note: {line}")
         set_active(self.coat)
         self._choose_at_load()
-        self._phases = memory.tracker(self.device_torch, self.save_root, self.accelerator.is_main_process)
+        compiled = bool(getattr(self.model_config, "compile", False))
+        self._phases = memory.tracker(self.device_torch, self.save_root, self.accelerator.is_main_process, compiled)
 
     def _choose_at_load(self) -> None:
         """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what lies around them."""

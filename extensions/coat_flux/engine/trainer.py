@@ -78,6 +78,7 @@ class COATTrainer:
         try:
             return self._train(workers, log, phases)
         finally:
+            phases.close()
             log.close()
             workers.close()
 

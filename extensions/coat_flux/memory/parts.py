@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-__all__ = ["PARTS", "SAVED", "HeldParts", "gradients", "module_tensors", "state_tensors", "trained"]
+__all__ = ["PARTS", "SAVED", "HeldParts", "HeldTensors", "gradients", "module_tensors", "state_tensors", "trained"]
 
 SAVED = "saved activations"
 # adapters may be part of the transformer, so they are counted before it
@@ -77,6 +79,40 @@ class HeldParts:
                 yield part, owner, tensors
 
 
+class HeldTensors(TorchDispatchMode):
+    """Adds up the storages that operators make inside the `with` block, until they are freed.
+
+    Attributes:
+        now: bytes of those that live.
+        peak: the most there were at one moment.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_iter(result):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                self._add(x.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
 def _kind(name: str, tensor: Tensor) -> str:
     if "scale" in name.rpartition(".")[2]:
         return "scales"
@@ -115,4 +151,4 @@ def gradients(module: nn.Module) -> Iterator[Tensor]:
 def state_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Everything an optimizer keeps per parameter."""
     for state in optimizer.state.values():
-        yield from (x for x in torch.utils._pytree.tree_iter(state) if isinstance(x, Tensor))
+        yield from (x for x in tree_iter(state) if isinstance(x, Tensor))

@@ -41,13 +41,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .parts import SAVED, HeldParts, module_tensors
+from .parts import SAVED, HeldParts, HeldTensors, module_tensors
 from .stats import peak_bytes, peak_reserved_bytes, reset_peak, used_bytes
 
 __all__ = ["RUN_PHASES", "PhaseTracker", "write_whole"]
 
 RUN_PHASES = ("load", "cache", "validate", "sample", "step", "save")
 MOMENTS = ("before_training", "before_sampling", "after_sampling")
+COUNTED = 2  # first micro-batches whose saved activations are counted where no allocator can be asked
 LOOKS = 6  # times a phase is looked at whatever is held; later only when more is held than at any look before
 METHODS = {
     "cuda": {
@@ -56,9 +57,10 @@ METHODS = {
     },
     "cpu": {
         "memory": "resident memory of the process; reserved: its peak so far",
-        "saved activations": "growth of resident memory in the forward pass: rough, for the allocator reuses pages",
+        "saved activations": "storages that operators made in the first forward passes, each once, and that live after",
     },
 }
+GROWTH = "growth of resident memory in the forward pass: rough, for the allocator reuses pages"
 
 
 @dataclass
@@ -91,9 +93,11 @@ class PhaseTracker:
     Args:
         device: whose memory is followed.
         path: of the JSON; None writes nothing (every process but the main one). May be set later.
+        counts: False for a compiled model, whose operators cannot be counted: without a GPU its saved activations are
+            the growth of resident memory, which is rough, for the allocator reuses pages.
     """
 
-    def __init__(self, device: torch.device, path: Path | None):
+    def __init__(self, device: torch.device, path: Path | None, *, counts: bool = True):
         self.device = device
         self.path = path
         self.forecast: dict[str, Any] | None = None
@@ -104,6 +108,9 @@ class PhaseTracker:
         self._now: str | None = None
         self._held = HeldParts(device)
         self._before_forward = (0, 0)
+        self._counts = counts and device.type != "cuda"
+        self._counter: HeldTensors | None = None  # while it counts
+        self._counted = 0
         self._steps = 0
         self._watched: set[tuple[str, int]] = set()
 
@@ -181,7 +188,8 @@ class PhaseTracker:
             self.write()
 
     def close(self) -> None:
-        """End the phase under way and write the JSON."""
+        """End the phase under way and write the JSON. Also for a run that fails: it may have failed while counting."""
+        self._stop_counting()
         self._end()
         self.write()
 
@@ -193,18 +201,28 @@ class PhaseTracker:
             self._steps += 1
             if self._steps == 2 and self._now is not None:  # libraries warm up in the first
                 self._phases[self._now].forget()
+            self._stop_counting()
+            if self._counts and self._steps <= COUNTED:
+                self._counter = HeldTensors()
+                self._counter.__enter__()
         elif moment == "after_forward":
+            self._stop_counting()
             kept = held - self._before_forward[0] - (self._held.gradient_bytes() - self._before_forward[1])
-            self._look({SAVED: max(0, kept)})
+            self._look({SAVED: self._counted if self._counts else max(0, kept)})
         elif moment == "after_backward":
             self._look()
+
+    def _stop_counting(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self._counted, self._counter = max(self._counter.now, self._counted), None
 
     def record(self) -> dict[str, Any]:
         """The JSON's content, as this module describes it."""
         peak = self.peak
         return {
             "device": str(self.device),
-            "method": METHODS["cuda" if self.device.type == "cuda" else "cpu"],
+            "method": self._method(),
             "baseline": self._baseline,
             "peak": peak,
             "phases": {name: self._phases[name].record(self._baseline) for name in RUN_PHASES if name in self._phases},
@@ -212,6 +230,11 @@ class PhaseTracker:
             "transformer": self._kinds,
             "prediction": self.forecast,
         }
+
+    def _method(self) -> dict[str, str]:
+        if self.device.type == "cuda":
+            return METHODS["cuda"]
+        return METHODS["cpu"] if self._counts else METHODS["cpu"] | {SAVED: GROWTH}
 
     def write(self) -> None:
         """Write the JSON; the old one stays whole until the new one is."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .parts import SAVED
-from .phases import PhaseTracker, write_whole
+from .phases import GROWTH, PhaseTracker, write_whole
 from .stats import GB
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def _forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[s
         from ..plan import predict
 
         room = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
-        found = predict(make_job(), device_bytes=room)
+        job = replace(make_job(), device=str(device))  # where the run was, whatever its config left open
+        found = predict(job, device_bytes=room)
     except Exception as error:  # told in the report: a run that is done must not fail for its forecast
         reason = " ".join(str(error).split())
         return {"missing": f"{type(error).__name__}: {reason}"}
@@ -124,7 +126,7 @@ def _holdings(record: Mapping[str, Any], scale: float) -> list[str]:
         return []
     predicted = (record["prediction"] or {}).get("phases", {}).get("step", {})
     held = [
-        f"{part} {'~' if record['baseline'] and part == SAVED else ''}{_size(size, scale)}"
+        f"{part} {'~' if part == SAVED and record['method'][SAVED] == GROWTH else ''}{_size(size, scale)}"
         + (f" ({_size(predicted[part], scale)})" if part in predicted else "")
         for part in COLOURS
         if (size := step["parts"].get(part, 0)) or predicted.get(part)

@@ -6,47 +6,16 @@ Counted is what torch would allocate; what a convolution or matrix library takes
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from ..memory.parts import HeldTensors
 
 __all__ = ["largest_held"]
-
-
-class _Held(TorchDispatchMode):
-    """Adds up the storages that operators make, until they are freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._now = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_iter(result):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
-                self._add(x.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._sizes:
-            return
-        self._sizes[key] = storage.nbytes()
-        self._now += storage.nbytes()
-        self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self._now -= self._sizes.pop(key)
 
 
 class _AttentionKernel(TorchFunctionMode):
@@ -71,6 +40,6 @@ def largest_held(run: Callable[[], Any]) -> int:
     Args:
         run: calls a module on the meta device, with inputs it makes itself.
     """
-    with _AttentionKernel(), _Held() as held:
+    with _AttentionKernel(), HeldTensors() as held:
         run()
     return held.peak
