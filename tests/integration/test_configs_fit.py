@@ -1,0 +1,28 @@
+"""The cards the shipped configs are named for hold them, by the plan's own figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from coat_flux.config import JobConfig
+from coat_flux.memory.budget import USABLE_FRACTION
+from coat_flux.plan import predict
+from tests.architecture.sources import ROOT
+
+CARDS_GB = {
+    "flux_clothing_coat.yaml": 24,
+    "flux_clothing_coat_16gb.yaml": 16,
+    "flux_clothing_coat_80gb.yaml": 80,
+    "flux_clothing_bf16_baseline.yaml": 80,
+}
+
+
+@pytest.mark.parametrize(("name", "card_gb"), CARDS_GB.items())
+def test_config_fits_its_card(name: str, card_gb: int) -> None:
+    prediction = predict(JobConfig.from_file(ROOT / "configs" / name), device_bytes=card_gb * 1e9)
+    assert prediction.peak <= USABLE_FRACTION * card_gb * 1e9
+
+
+def test_24_gb_hold_flux_dev_without_recomputation() -> None:
+    prediction = predict(JobConfig.from_file(ROOT / "configs" / "flux_clothing_coat.yaml"), device_bytes=24e9)
+    assert (prediction.recomputed, prediction.blocks) == ((), 57)
