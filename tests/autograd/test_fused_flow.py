@@ -261,7 +261,12 @@ def with_other_activation(block: Any) -> None:
     block.act_mlp = nn.GELU()
 
 
+def with_activation_of_another_kind(block: Any) -> None:
+    block.act_mlp = nn.SiLU()
+
+
 UNFUSABLE = {
+    "its activation is a SiLU, not GELU-tanh": with_activation_of_another_kind,
     "attention by OtherProcessor": with_processor,
     "hooks on attn.to_q": with_hook,
     "its forward was replaced": with_forward,

@@ -9,6 +9,7 @@ Source: diffusers models/transformers/transformer_flux.py, whose arithmetic this
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -51,16 +52,21 @@ def fused_block(block: nn.Module, args: tuple[Any, ...], config: PackingConfig) 
 def _check_call(block: nn.Module, args: tuple[Any, ...]) -> None:
     if "forward" in vars(block):
         raise NotFusable("its forward was replaced")
-    hooked = next((name for name, module in block.named_modules() if _has_hooks(module)), None)
-    if hooked is not None:
+    if any(map(_has_hooks, block.modules())):  # names are made only where they are told: this runs for every block
+        hooked = next(name for name, module in block.named_modules() if _has_hooks(module))
         raise NotFusable(f"hooks on {hooked or 'the block'}")
-    names = list(inspect.signature(type(block).forward).parameters)[1:]
+    names = _argument_names(type(block))
     if names != BLOCK_ARGUMENTS:
         raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
     if len(args) > 4 and args[4]:
         raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, args[4]))}")
     if len(args) < 4 or args[3] is None:
         raise NotFusable("no rotary embedding is given")
+
+
+@functools.cache
+def _argument_names(kind: type[nn.Module]) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)[1:]
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -124,7 +130,7 @@ def _read_single(block: Any, config: PackingConfig) -> FusedBlock:
     attn, eps = block.attn, _check_norm(block.norm.norm)
     _check_attention(attn)
     norm = _qk_norm(attn.norm_q, attn.norm_k)
-    _check_gelu(block.act_mlp, block.act_mlp.approximate)
+    _check_gelu(block.act_mlp)
     inputs = [read_linear(m) for m in (attn.to_q, attn.to_k, attn.to_v, block.proj_mlp)]
     output = read_linear(block.proj_out)
 
@@ -170,7 +176,7 @@ class _Stream:
         self._eps = (_check_norm(norm1.norm), _check_norm(norm2))
         if len(ff.net) != 3:
             raise NotFusable("a feed-forward of more than GELU, dropout and a linear")
-        _check_gelu(ff.net[0], getattr(ff.net[0], "approximate", None))
+        _check_gelu(ff.net[0])
         _check_dropout(ff.net[1])
         self._qkv = [read_linear(module) for module in qkv]
         self._out, self._up, self._down = (read_linear(module) for module in (out, ff.net[0].proj, ff.net[2]))
@@ -191,6 +197,6 @@ class _Stream:
         return gated_linear(x, gate_mlp, self._down, self._config, mlp=mlp)
 
 
-def _check_gelu(module: nn.Module, approximate: Any) -> None:
-    if type(module).__name__ != "GELU" or approximate != "tanh":
+def _check_gelu(module: nn.Module) -> None:
+    if type(module).__name__ != "GELU" or getattr(module, "approximate", None) != "tanh":
         raise NotFusable(f"its activation is a {type(module).__name__}, not GELU-tanh")

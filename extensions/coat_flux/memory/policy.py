@@ -128,8 +128,10 @@ class BlockPolicy:
     def _note(self, block: nn.Module, got: str) -> None:
         """Count what each block got; one line in the log at the last block, where that is new."""
         self._got[id(block)] = got
+        if id(block) != self._last:
+            return
         counts = Counter(self._got.values())
-        if id(block) == self._last and counts != self._told:
+        if counts != self._told:
             self._told = counts
             logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
 
