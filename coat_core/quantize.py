@@ -1,4 +1,6 @@
-"""Scaling to FP8 and back: the one place where a high precision tensor becomes codes.
+"""Scaling to FP8 and back: the specification of how a high precision tensor becomes codes.
+
+`coat_core.kernels.quantize` has the same functions by the device's kernel.
 
     scale = amax / format.max            (fp32; the dequantization multiplier)
     codes = saturating_cast(x / scale)
@@ -13,12 +15,10 @@ Source: arXiv 2410.19313, sections 3 and 5.2 (group scaling).
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.formats import Format, get_format
 from coat_core.granularity import PER_TENSOR, Granularity
@@ -148,6 +148,14 @@ def _spread(scale: Tensor, granularity: Granularity, size: int) -> Tensor:
     return scale.repeat_interleave(granularity.group_size, dim=-1)[..., :size]
 
 
+def check_input(x: Tensor) -> None:
+    """Raise ValueError unless x can be quantized: floating, not empty, with a last dimension."""
+    if x.ndim == 0 or x.numel() == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} and {x.dtype}: must be floating, non-empty, with a last dimension"
+        )
+
+
 def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR) -> Quantized:
     """Quantize to FP8 with just-in-time scales.
 
@@ -167,33 +175,11 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
     Numerics: Gaussian data comes back at 31.5 dB (e4m3) and 25.5 dB (e5m2) or better; tests/tolerances.py.
     Source: arXiv 2410.19313, section 3.
     """
-    if x.ndim == 0 or x.numel() == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} and {x.dtype}: must be floating, non-empty, with a last dimension"
-        )
+    check_input(x)
     fmt = get_format(fmt) if isinstance(fmt, str) else fmt
     scale = scale_from_amax(amax(x, granularity), fmt)
     codes = saturating_cast(x.detach().to(torch.float32) / _spread(scale, granularity, x.shape[-1]), fmt)
     return Quantized(codes, scale, granularity)
-
-
-def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
-    """Quantize x once for all that read this very tensor; arguments, result and errors as `quantize`.
-
-    The result lives as long as the tensor object, so that q, k, v and their adapters share one copy. A change of x in
-    place invalidates it.
-    """
-    if x.is_inference():  # such tensors count no in-place changes
-        return quantize(x, fmt, granularity)
-    key = (fmt, granularity, x._version)
-    copy = _copies.get(x)
-    if copy is None or copy[0] != key:
-        copy = _copies[x] = key, quantize(x, fmt, granularity)
-    return copy[1]
-
-
-# beside the tensors and not in an attribute of theirs, which torch.save and copy.deepcopy would take along
-_copies: MutableMapping[Tensor, tuple[tuple[str, Granularity, int], Quantized]] = WeakTensorKeyDictionary()
 
 
 def dequantize(

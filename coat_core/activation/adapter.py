@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from coat_core.autograd import first_order_only
 from coat_core.formats import get_format
 from coat_core.granularity import Granularity
-from coat_core.quantize import Quantized, dequantize, quantize_once
+from coat_core.kernels.quantize import dequantize, quantize_once
+from coat_core.quantize import Quantized
 
 
 class _LinearWithFP8Input(torch.autograd.Function):

@@ -35,7 +35,8 @@ from torch.overrides import TorchFunctionMode
 from coat_core.autograd import refuse_second_order
 from coat_core.formats import FORMATS, get_format
 from coat_core.granularity import PER_GROUP, Granularity
-from coat_core.quantize import Quantized, quantize
+from coat_core.kernels.quantize import quantize
+from coat_core.quantize import Quantized
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODE_DTYPES = tuple(fmt.dtype for fmt in FORMATS.values())

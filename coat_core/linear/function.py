@@ -25,8 +25,9 @@ from coat_core.autograd import first_order_only, refuse_second_order
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
+from coat_core.kernels.quantize import dequantize, quantize, quantize_once
 from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
-from coat_core.quantize import Quantized, dequantize, quantize, quantize_once
+from coat_core.quantize import Quantized
 
 
 def input_granularity(config: FP8LinearConfig) -> Granularity:

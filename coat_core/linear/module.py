@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import get_format
+from coat_core.kernels.quantize import dequantize
 from coat_core.kernels.scaled_mm import ALIGNMENT
 from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantize_weight, quantized_input
-from coat_core.quantize import dequantize
 
 
 def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> None:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import fp8_checkpoint
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Granularity
+from coat_core.kernels.quantize import _copies, quantize
 from coat_core.linear import FP8Linear, fp8_linear
-from coat_core.quantize import _copies, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import BF16_ORDER_FLOOR_DB, FP32_ORDER_FLOOR_DB, product_floor_db
 

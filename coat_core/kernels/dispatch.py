@@ -1,0 +1,79 @@
+"""What an operator runs on CUDA: its Triton launcher where Triton works on that card, else the reference.
+
+Callers never ask: the reason for the reference is one line of log. Triton is imported when the first CUDA tensor meets
+an operator, never before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FIRST_FP8_CAPABILITY = (8, 9)  # Ada; older cards have no instruction that converts to FP8
+
+
+def run_by_triton(op: Any, launcher: str) -> None:
+    """Make `op` run a launcher of `coat_core.kernels.gpu` on CUDA.
+
+    Args:
+        op: from torch.library.custom_op; its body is the reference, and what runs without Triton.
+        launcher: "<module>.<function>", with the arguments and results of the operator.
+    """
+    module, name = launcher.split(".")
+    reference = op._init_fn
+
+    @op.register_kernel("cuda")
+    def run(*args: Any) -> Any:
+        device = _device_of(args)
+        if triton_obstacle(device) is not None:
+            return reference(*args)
+        with torch.cuda.device(device):
+            return getattr(_gpu_module(module), name)(*args)
+
+
+@functools.cache
+def triton_obstacle(device: torch.device) -> str | None:
+    """Say why the Triton kernels do not run on this CUDA device, or None where they do; warns once where they do not.
+
+    The answer comes from quantizing a few numbers on the device and comparing them with the reference.
+    """
+    reason = _find_obstacle(device)
+    if reason is not None:
+        logger.warning("%s: no Triton kernels, the slower PyTorch reference runs instead: %s", device, reason)
+    return reason
+
+
+def _find_obstacle(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton; on Windows triton-windows)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FIRST_FP8_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} converts no FP8 (8.9 and up do)"
+    try:
+        with torch.cuda.device(device):
+            return None if _gpu_module("quantize").agrees_with_reference(device) else "a trial gave wrong codes"
+    except torch.OutOfMemoryError:
+        raise  # says nothing about Triton, and the answer is kept
+    except Exception as error:  # whatever a missing compiler, driver or cache folder raises; it is told
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+
+
+def _gpu_module(name: str) -> Any:
+    return importlib.import_module(f"coat_core.kernels.gpu.{name}")
+
+
+def _device_of(args: tuple[Any, ...]) -> torch.device:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg.device
+        if isinstance(arg, list) and arg:
+            return _device_of(tuple(arg))
+    raise TypeError("an operator without tensors")

@@ -1,0 +1,217 @@
+"""Quantize per tensor, per row or per group, dequantize, and transpose codes.
+
+Shapes: x [M, K] (leading dimensions joined), n groups a row. Each kernel reads x from memory once or, per row, once and
+again from the cache; per tensor takes two launches: amax of each program's share, then the cast.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_core.formats import E4M3, get_format
+from coat_core.granularity import Granularity
+from coat_core.kernels.gpu.common import finite_abs, saturated, scale_from_amax
+from coat_core.kernels.gpu.runtime import blocks, empty, empty_codes, empty_values, finished, launch, power_of_two
+
+ROW_BLOCK = 2048
+GROUPS_ELEMENTS = 2048
+SHARE_BLOCK = 2048
+SHARES_MAX = 1024
+TILE = 64
+
+
+@triton.jit
+def _quantize_rows_fwd_kernel(x_ptr, codes_ptr, scale_ptr, K, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr):
+    """One row a program: amax over the row, then the cast."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, K, BLOCK):
+        inside = start + columns < K
+        x = tl.load(x_ptr + row * K + start + columns, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, finite_abs(x))
+    scale = scale_from_amax(tl.max(largest, axis=0), FORMAT_MAX)
+    tl.store(scale_ptr + row, scale)
+    for start in range(0, K, BLOCK):
+        inside = start + columns < K
+        offsets = row * K + start + columns
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
+        tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantize_groups_fwd_kernel(
+    x_ptr, codes_ptr, scale_ptr, K, groups_per_row, total, FORMAT_MAX: tl.constexpr, G: tl.constexpr, N: tl.constexpr
+):
+    """N groups of G a program; the last group of a row may be shorter."""
+    group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    row, place = group // groups_per_row, group % groups_per_row
+    columns = place[:, None] * G + tl.arange(0, G)[None, :]
+    inside = (group[:, None] < total) & (columns < K)
+    offsets = row[:, None] * K + columns
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    scale = scale_from_amax(tl.max(finite_abs(x), axis=1), FORMAT_MAX)
+    tl.store(scale_ptr + group, scale, mask=group < total)
+    codes = saturated(tl.div_rn(x, scale[:, None]), FORMAT_MAX)
+    tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _share_amax_fwd_kernel(x_ptr, amax_ptr, total, ROUNDS, BLOCK: tl.constexpr):
+    """Amax over each program's ROUNDS·BLOCK consecutive elements."""
+    share = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for turn in range(ROUNDS):
+        offsets = (share * ROUNDS + turn) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offsets, mask=offsets < total, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, finite_abs(x))
+    tl.store(amax_ptr + share, tl.max(largest, axis=0))
+
+
+@triton.jit
+def _cast_by_amax_fwd_kernel(
+    x_ptr,
+    amax_ptr,
+    codes_ptr,
+    scale_ptr,
+    total,
+    parts,
+    FORMAT_MAX: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The cast with one scale for all, from the amax of parts (shares, or rows from a fused producer)."""
+    largest = tl.zeros([PARTS_BLOCK], tl.float32)
+    for start in range(0, parts, PARTS_BLOCK):
+        index = start + tl.arange(0, PARTS_BLOCK)
+        largest = tl.maximum(largest, tl.load(amax_ptr + index, mask=index < parts, other=0.0))
+    scale = scale_from_amax(tl.max(largest, axis=0), FORMAT_MAX)
+    block = tl.program_id(0).to(tl.int64)
+    tl.store(scale_ptr, scale, mask=block == 0)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < total
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
+    tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+def quantize(x: Tensor, fmt: str, granularity: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """Launcher of `coat::quantize`."""
+    x, form = x.contiguous(), get_format(fmt)
+    k = x.shape[-1]
+    rows = x.numel() // k
+    codes = empty_codes(tuple(x.shape), form, x.device)
+    scale = empty(Granularity(granularity, group_size).scale_shape(tuple(x.shape)), torch.float32, x.device)
+    if granularity == "per_row":
+        launch(_quantize_rows_fwd_kernel, (rows,), x, codes, scale, k, FORMAT_MAX=form.max, BLOCK=_row_block(k))
+    elif granularity == "per_group":
+        per_row, n = blocks(k, group_size), GROUPS_ELEMENTS // group_size
+        grid = (blocks(rows * per_row, n),)
+        options = {"FORMAT_MAX": form.max, "G": group_size, "N": n}
+        launch(_quantize_groups_fwd_kernel, grid, x, codes, scale, k, per_row, rows * per_row, **options)
+    else:
+        _cast_by_amax(x, _share_amax(x), codes, scale, form.max)
+    return finished(codes, form.dtype), scale
+
+
+def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Quantize x per tensor where a fused producer has left the amax of its parts.
+
+    Args:
+        x: floating, any shape, contiguous.
+        amax: fp32, the finite amax of parts that cover x, of any number.
+        fmt: name of the format.
+
+    Returns:
+        codes FP8 like x, scale fp32 [].
+    """
+    form = get_format(fmt)
+    codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((), torch.float32, x.device)
+    _cast_by_amax(x, amax, codes, scale, form.max)
+    return finished(codes, form.dtype), scale
+
+
+def _share_amax(x: Tensor) -> Tensor:
+    rounds = blocks(blocks(x.numel(), SHARE_BLOCK), SHARES_MAX)
+    shares = blocks(x.numel(), rounds * SHARE_BLOCK)
+    amax = empty((shares,), torch.float32, x.device)
+    launch(_share_amax_fwd_kernel, (shares,), x, amax, x.numel(), rounds, BLOCK=SHARE_BLOCK)
+    return amax
+
+
+def _cast_by_amax(x: Tensor, amax: Tensor, codes: Tensor, scale: Tensor, format_max: float) -> None:
+    grid, parts = (blocks(x.numel(), SHARE_BLOCK),), amax.numel()
+    options = {"FORMAT_MAX": format_max, "PARTS_BLOCK": SHARES_MAX, "BLOCK": SHARE_BLOCK}
+    launch(_cast_by_amax_fwd_kernel, grid, x, amax, codes, scale, x.numel(), parts, **options)
+
+
+def _row_block(k: int) -> int:
+    return min(power_of_two(k), ROW_BLOCK)
+
+
+@triton.jit
+def _dequantize_fwd_kernel(codes_ptr, scale_ptr, out_ptr, K, scales_per_row, group_size, BLOCK: tl.constexpr):
+    """One stretch of a row a program; scales_per_row is 0 where one scale serves all."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < K
+    codes = tl.load(codes_ptr + row * K + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + row * scales_per_row + columns // group_size, mask=inside, other=1.0)
+    tl.store(out_ptr + row * K + columns, (codes * scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
+    """Launcher of `coat::dequantize`."""
+    codes, scale, k = codes.contiguous(), scale.contiguous(), codes.shape[-1]
+    out = empty_values(tuple(codes.shape), dtype, codes.device)
+    if granularity == "per_group":
+        per_row, group = blocks(k, group_size), group_size
+    else:
+        per_row, group = (1 if granularity == "per_row" else 0), k
+    block = _row_block(k)
+    launch(
+        _dequantize_fwd_kernel,
+        (codes.numel() // k, blocks(k, block)),
+        codes,
+        scale,
+        out,
+        k,
+        per_row,
+        group,
+        BLOCK=block,
+    )
+    return finished(out, dtype)
+
+
+@triton.jit
+def _transpose_codes_fwd_kernel(codes_ptr, out_ptr, N, K, TILE: tl.constexpr):
+    """One square tile a program."""
+    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (rows[:, None] < N) & (columns[None, :] < K)
+    tile = tl.load(codes_ptr + rows[:, None] * K + columns[None, :], mask=inside, other=0)
+    tl.store(out_ptr + columns[:, None] * N + rows[None, :], tl.trans(tile), mask=tl.trans(inside))
+
+
+def transpose_codes(codes: Tensor) -> Tensor:
+    """Launcher of `coat::transpose_codes`."""
+    bits = codes.contiguous().view(torch.uint8)
+    n, k = bits.shape
+    out = empty((k, n), torch.uint8, codes.device)
+    launch(_transpose_codes_fwd_kernel, (blocks(n, TILE), blocks(k, TILE)), bits, out, n, k, TILE=TILE)
+    return out.view(codes.dtype)
+
+
+def agrees_with_reference(device: torch.device) -> bool:
+    """Whether a few hundred numbers get the reference's codes on this device."""
+    from coat_core.quantize import quantize as reference
+
+    x = torch.linspace(-3.0, 3.0, 300).exp().view(3, 100)
+    codes, scale = quantize(x.to(device), E4M3.name, "per_row", 128)
+    expected = reference(x, E4M3, Granularity("per_row"))
+    same = torch.equal(codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
+    return same and torch.equal(scale.cpu(), expected.scale)

@@ -1,0 +1,53 @@
+"""Launching kernels and allocating what they write.
+
+Triton's interpreter truncates on stores to bf16 and FP8 (triton issue 8322), so on the CPU kernels write fp32, which
+`finished` casts. On CUDA the buffers have their own dtype from the start and `finished` returns them as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_core.formats import FORMATS, Format, format_of
+from coat_core.quantize import saturating_cast
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch a Triton kernel without contraction to fused multiply-adds, so that it rounds as its reference does."""
+    kernel[grid](*args, **options, enable_fp_fusion=False)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate what a kernel writes; the tests poison it."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def empty_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate floating values that become `dtype` through `finished`."""
+    return empty(shape, torch.float32 if device.type == "cpu" else dtype, device)
+
+
+def empty_codes(shape: tuple[int, ...], fmt: Format, device: torch.device) -> Tensor:
+    """Allocate codes that become FP8 through `finished`."""
+    return empty_values(shape, fmt.dtype, device)
+
+
+def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a kernel wrote, in the dtype it was meant to have."""
+    if buffer.dtype == dtype:
+        return buffer
+    is_fp8 = any(dtype == fmt.dtype for fmt in FORMATS.values())
+    return saturating_cast(buffer, format_of(dtype)) if is_fp8 else buffer.to(dtype)
+
+
+def blocks(size: int, block: int) -> int:
+    """Return how many blocks cover `size` elements."""
+    return -(-size // block)
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size`."""
+    return 1 << max(size - 1, 0).bit_length()

@@ -1,0 +1,118 @@
+"""Quantize, dequantize and transpose as operators; the references of the first two are `coat_core.quantize`.
+
+Shapes: x [..., K]; codes like x; scale as `Granularity.scale_shape` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from coat_core.formats import Format, get_format
+from coat_core.granularity import PER_TENSOR, Granularity
+from coat_core.kernels.dispatch import run_by_triton
+from coat_core.quantize import Quantized, check_input
+from coat_core.quantize import dequantize as dequantize_reference
+from coat_core.quantize import quantize as quantize_reference
+
+
+@torch.library.custom_op("coat::quantize", mutates_args=())
+def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int) -> tuple[Tensor, Tensor]:
+    codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size))
+    return codes, scale
+
+
+@_quantize.register_fake
+def _(x: Tensor, fmt: str, granularity: str, group_size: int) -> tuple[Tensor, Tensor]:
+    scale_shape = Granularity(granularity, group_size).scale_shape(tuple(x.shape))
+    return x.new_empty(x.shape, dtype=get_format(fmt).dtype), x.new_empty(scale_shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("coat::dequantize", mutates_args=())
+def _dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
+    return dequantize_reference(codes, scale, Granularity(granularity, group_size), dtype)
+
+
+@_dequantize.register_fake
+def _(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@torch.library.custom_op("coat::transpose_codes", mutates_args=())
+def transpose_codes(codes: Tensor) -> Tensor:
+    """Return the FP8 codes [N, K] as a contiguous [K, N]: the layout dgrad multiplies by."""
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+@transpose_codes.register_fake
+def _(codes: Tensor) -> Tensor:
+    return codes.new_empty((codes.shape[1], codes.shape[0]))
+
+
+def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR) -> Quantized:
+    """Quantize to FP8 with just-in-time scales, by the device's kernel.
+
+    scale = amax / format.max, codes = saturating_cast(x / scale), x ≈ codes · scale.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K], at least one dimension and one element.
+        fmt: "e4m3", "e5m2" or a Format.
+        granularity: which elements share a scale.
+
+    Returns:
+        Quantized(codes FP8 like x, scale fp32, granularity).
+
+    Raises:
+        ValueError: unknown format, an empty or 0-dimensional x, or a non-floating x.
+
+    Numerics: the codes and scales of `coat_core.quantize.quantize`, to the bit.
+    Source: arXiv 2410.19313, section 3.
+    """
+    check_input(x)
+    name = get_format(fmt).name if isinstance(fmt, str) else fmt.name
+    codes, scale = _quantize(x.detach(), name, granularity.name, granularity.group_size)
+    return Quantized(codes, scale, granularity)
+
+
+def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
+    """Quantize x once for all that read this very tensor; arguments, result and errors as `quantize`.
+
+    The result lives as long as the tensor object, so that q, k, v and their adapters share one copy. A change of x in
+    place invalidates it.
+    """
+    if x.is_inference():  # such tensors count no in-place changes
+        return quantize(x, fmt, granularity)
+    key = (fmt, granularity, x._version)
+    copy = _copies.get(x)
+    if copy is None or copy[0] != key:
+        copy = _copies[x] = key, quantize(x, fmt, granularity)
+    return copy[1]
+
+
+# beside the tensors and not in an attribute of theirs, which torch.save and copy.deepcopy would take along
+_copies: MutableMapping[Tensor, tuple[tuple[str, Granularity, int], Quantized]] = WeakTensorKeyDictionary()
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, granularity: Granularity = PER_TENSOR, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return codes · scale, computed in fp32 and rounded once to `dtype`, by the device's kernel.
+
+    Args:
+        codes: FP8 [..., K].
+        scale: fp32, `granularity.scale_shape(codes.shape)`.
+        granularity: which elements share a scale.
+        dtype: fp32, bf16 or fp16.
+
+    Returns:
+        Tensor of `dtype`, the shape of the codes.
+    """
+    return _dequantize(codes, scale, granularity.name, granularity.group_size, dtype)
+
+
+run_by_triton(_quantize, "quantize.quantize")
+run_by_triton(_dequantize, "quantize.dequantize")
+run_by_triton(transpose_codes, "quantize.transpose_codes")

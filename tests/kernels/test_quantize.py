@@ -1,0 +1,144 @@
+"""Quantize, dequantize and transpose: operators, and their Triton kernels against the reference to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_core.formats import FORMATS, get_format
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
+from coat_core.kernels import quantize as ops
+from coat_core.quantize import dequantize as dequantize_reference
+from coat_core.quantize import quantize as quantize_reference
+from tests.helpers.asserts import assert_bitwise
+
+GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128), per_group(256)]
+SHAPES = [(3, 40), (2, 5, 300), (1, 4100), (7, 16), (1, 1)]
+
+
+def values(kind: str, shape: tuple[int, ...]) -> Tensor:
+    x = torch.randn(shape)
+    if kind == "zeros":
+        x[0] = 0
+    elif kind == "outlier":
+        x.view(-1)[x.numel() // 2] = 1e9
+    elif kind == "heavy tails":
+        x = x / torch.rand(shape).clamp_min(1e-4)
+    elif kind == "tiny":
+        x = x * 1e-42
+    elif kind == "not finite":
+        x.view(-1)[0], x.view(-1)[-1] = float("inf"), float("nan")
+    elif kind == "strided":
+        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+    return x
+
+
+KINDS = ["plain", "zeros", "outlier", "heavy tails", "tiny", "not finite", "strided"]
+
+
+def assert_same_codes(found: Tensor, expected: Tensor) -> None:
+    """Equal bits, but for the sign of NaN."""
+    assert found.dtype == expected.dtype
+    assert_bitwise(found.to(torch.float32).nan_to_num(nan=1e6), expected.to(torch.float32).nan_to_num(nan=1e6))
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantize_kernel_has_the_references_bits(
+    kind: str, fmt: str, granularity: Granularity, device: torch.device
+) -> None:
+    from coat_core.kernels.gpu.quantize import quantize
+
+    for shape in SHAPES:
+        x = values(kind, shape).to(device)
+        expected = quantize_reference(x, fmt, granularity)
+        codes, scale = quantize(x, fmt, granularity.name, granularity.group_size)
+        assert_bitwise(scale, expected.scale)
+        assert_same_codes(codes, expected.codes)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quantize_kernel_reads_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    from coat_core.kernels.gpu.quantize import quantize
+
+    x = torch.randn(5, 200, device=device).to(dtype)
+    for granularity in GRANULARITIES:
+        expected = quantize_reference(x, "e4m3", granularity)
+        codes, scale = quantize(x, "e4m3", granularity.name, granularity.group_size)
+        assert_bitwise(scale, expected.scale)
+        assert_same_codes(codes, expected.codes)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_per_tensor_amax_covers_more_than_one_share_a_program(device: torch.device) -> None:
+    from coat_core.kernels.gpu import quantize as kernels
+
+    x = torch.randn(kernels.SHARE_BLOCK * 5 + 3, device=device)
+    for place in (0, kernels.SHARE_BLOCK, x.numel() - 1):
+        spiked = x.clone()
+        spiked[place] = -1000.0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "SHARES_MAX", 2)  # so that each program takes several blocks
+            _, scale = kernels.quantize(spiked, "e4m3", "per_tensor", 128)
+        assert scale.item() == pytest.approx(1000.0 / 448.0)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_cast_by_amax_is_per_tensor_quantization_from_rows(device: torch.device) -> None:
+    from coat_core.kernels.gpu.quantize import cast_by_amax
+
+    x = torch.randn(37, 130, device=device)
+    codes, scale = cast_by_amax(x, x.abs().amax(1), "e5m2")
+    expected = quantize_reference(x, "e5m2", PER_TENSOR)
+    assert_bitwise(scale, expected.scale)
+    assert_same_codes(codes, expected.codes)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_dequantize_kernel_has_the_references_bits(fmt: str, granularity: Granularity, device: torch.device) -> None:
+    from coat_core.kernels.gpu.quantize import dequantize
+
+    for shape in SHAPES:
+        codes, scale, _ = quantize_reference(values("heavy tails", shape).to(device), fmt, granularity)
+        found = dequantize(codes, scale, granularity.name, granularity.group_size, torch.float32)
+        assert_bitwise(found, dequantize_reference(codes, scale, granularity))
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("shape", [(64, 64), (48, 80), (130, 16), (1, 16)])
+def test_transpose_kernel(shape: tuple[int, int], device: torch.device) -> None:
+    from coat_core.kernels.gpu.quantize import transpose_codes
+
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8, device=device).view(get_format("e4m3").dtype)
+    found = transpose_codes(codes)
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8).t())
+
+
+def test_operators_pass_opcheck() -> None:
+    x = torch.randn(4, 48)
+    for granularity in (PER_TENSOR, PER_ROW, per_group(16)):
+        torch.library.opcheck(ops._quantize, (x, "e4m3", granularity.name, 16))
+        codes, scale, _ = quantize_reference(x, "e4m3", Granularity(granularity.name, 16))
+        torch.library.opcheck(ops._dequantize, (codes, scale, granularity.name, 16, torch.bfloat16))
+    torch.library.opcheck(ops.transpose_codes, (codes,))
+
+
+def test_the_wrappers_are_the_reference_on_a_cpu() -> None:
+    x = torch.randn(3, 70, dtype=torch.bfloat16)
+    found, expected = ops.quantize(x, "e5m2", per_group(32)), quantize_reference(x, "e5m2", per_group(32))
+    assert_same_codes(found.codes, expected.codes)
+    assert_bitwise(found.scale, expected.scale)
+    assert_bitwise(ops.dequantize(*found[:2], per_group(32)), expected.dequantize())
