@@ -37,6 +37,7 @@ EXTRAS_REQUIRE = {
         "pytest>=8.0",
         "pytest-timeout>=2.3",
         "ruff>=0.12",
+        "triton>=3.5; platform_system == 'Linux'",  # kernels run in its interpreter, and compile for absent GPUs
         "types-PyYAML",
     ],
 }

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 FIRST_FP8_CAPABILITY = (8, 9)  # Ada; older cards have no instruction that converts to FP8
 
 
+launchers: dict[str, tuple[Any, str]] = {}  # name of the operator → (operator, launcher)
+
+
 def run_by_triton(op: Any, launcher: str) -> None:
     """Make `op` run a launcher of `coat_core.kernels.gpu` on CUDA.
 
@@ -29,6 +32,7 @@ def run_by_triton(op: Any, launcher: str) -> None:
     """
     module, name = launcher.split(".")
     reference = op._init_fn
+    launchers[op._qualname] = (op, launcher)
 
     @op.register_kernel("cuda")
     def run(*args: Any) -> Any:

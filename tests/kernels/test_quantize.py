@@ -12,6 +12,7 @@ from coat_core.kernels import quantize as ops
 from coat_core.quantize import dequantize as dequantize_reference
 from coat_core.quantize import quantize as quantize_reference
 from tests.helpers.asserts import assert_bitwise
+from tests.helpers.operators import check_operator
 
 GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128), per_group(256)]
 SHAPES = [(3, 40), (2, 5, 300), (1, 4100), (7, 16), (1, 1)]
@@ -130,10 +131,10 @@ def test_transpose_kernel(shape: tuple[int, int], device: torch.device) -> None:
 def test_operators_pass_opcheck() -> None:
     x = torch.randn(4, 48)
     for granularity in (PER_TENSOR, PER_ROW, per_group(16)):
-        torch.library.opcheck(ops._quantize, (x, "e4m3", granularity.name, 16))
+        check_operator(ops._quantize, (x, "e4m3", granularity.name, 16))
         codes, scale, _ = quantize_reference(x, "e4m3", Granularity(granularity.name, 16))
-        torch.library.opcheck(ops._dequantize, (codes, scale, granularity.name, 16, torch.bfloat16))
-    torch.library.opcheck(ops.transpose_codes, (codes,))
+        check_operator(ops._dequantize, (codes, scale, granularity.name, 16, torch.bfloat16))
+    check_operator(ops.transpose_codes, (codes,))
 
 
 def test_the_wrappers_are_the_reference_on_a_cpu() -> None:

@@ -1,0 +1,49 @@
+"""Every kernel, as its launcher starts it at FLUX.1's shapes, compiles for GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compile_kernels.py"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("compile")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, str(SCRIPT), "--json", str(folder / "rows.json")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (folder / "rows.json").exists(), run.stderr
+    return json.loads((folder / "rows.json").read_text("utf-8"))["rows"]
+
+
+@pytest.mark.triton
+def test_no_kernel_spills_registers(rows: list[dict[str, Any]]) -> None:
+    assert {row["sm"] for row in rows} == {89, 90, 100, 120}
+    assert [row for row in rows if row["stack_bytes"] > 0] == []
+
+
+@pytest.mark.triton
+def test_fp8_is_converted_by_instruction(rows: list[dict[str, Any]]) -> None:
+    converting = [row for row in rows if row["fp8_by_instruction"] is not None]
+    assert len(converting) > len(rows) / 2
+    assert [row for row in converting if not row["fp8_by_instruction"]] == []
+
+
+@pytest.mark.triton
+def test_every_kernel_is_compiled(rows: list[dict[str, Any]]) -> None:
+    import importlib
+    import pkgutil
+
+    from coat_core.kernels import gpu
+
+    modules = [importlib.import_module(f"{gpu.__name__}.{found.name}") for found in pkgutil.iter_modules(gpu.__path__)]
+    kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    assert kernels == {row["kernel"] for row in rows}

@@ -1,0 +1,79 @@
+"""Which kernel an operator runs: every operator has a launcher with its arguments, and what stands in Triton's way."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import pkgutil
+
+import pytest
+import torch
+
+from coat_core import kernels
+from coat_core.kernels import dispatch
+
+CUDA = torch.device("cuda", 0)
+
+for found in pkgutil.iter_modules(kernels.__path__):
+    importlib.import_module(f"{kernels.__name__}.{found.name}")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", sorted(dispatch.launchers))
+def test_the_launcher_takes_what_the_operator_takes(name: str) -> None:
+    op, launcher = dispatch.launchers[name]
+    module, function = launcher.split(".")
+    launch = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), function)
+    assert list(inspect.signature(launch).parameters) == list(inspect.signature(op._init_fn).parameters)
+
+
+def test_every_operator_of_ours_is_launched_by_triton_or_by_torch() -> None:
+    ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("coat::")}
+    assert ours - set(dispatch.launchers) == {"coat::scaled_mm"}  # torch._scaled_mm on CUDA
+
+
+def test_without_triton_the_reference_runs_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    dispatch.triton_obstacle.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        reasons = [dispatch.triton_obstacle(CUDA) for _ in range(3)]
+    dispatch.triton_obstacle.cache_clear()
+    assert reasons == ["triton is not installed (pip install triton; on Windows triton-windows)"] * 3
+    assert len(caplog.records) == 1
+    assert "reference runs instead" in caplog.text
+
+
+@pytest.mark.triton
+def test_a_card_without_fp8_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert dispatch._find_obstacle(CUDA) == "compute capability 8.6 converts no FP8 (8.9 and up do)"
+
+
+@pytest.mark.triton
+def test_a_triton_that_cannot_compile_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    from coat_core.kernels.gpu import quantize
+
+    def fails(device: torch.device) -> bool:
+        raise FileNotFoundError("no C compiler\nand more")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(quantize, "agrees_with_reference", fails)
+    assert dispatch._find_obstacle(CUDA) == "FileNotFoundError: no C compiler"
+    monkeypatch.setattr(quantize, "agrees_with_reference", lambda device: False)
+    assert dispatch._find_obstacle(CUDA) == "a trial gave wrong codes"
+
+
+@pytest.mark.triton
+def test_the_trial_agrees_here_and_sees_wrong_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from coat_core.kernels.gpu import quantize
+
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert quantize.agrees_with_reference(here)
+    right = quantize.quantize
+    monkeypatch.setattr(quantize, "quantize", lambda x, *how: right(x * 1.1, *how))
+    assert not quantize.agrees_with_reference(here)
