@@ -33,13 +33,14 @@ def _quantize_cases() -> dict[str, Callable[[], Any]]:
     x, wide, row_scale = _empty(TOKENS, HIDDEN), _empty(TOKENS, MLP), _empty(TOKENS, 1, dtype=torch.float32)
     for name, fmt in FORMATS.items():
         codes = _empty(TOKENS, HIDDEN, dtype=fmt.dtype)
-        cases[f"quantize per tensor {name}"] = partial(quantize, x, name, "per_tensor", 128)
-        cases[f"quantize per row {name}"] = partial(quantize, wide, name, "per_row", 128)
-        cases[f"quantize fp32 per row {name}"] = partial(
-            quantize, _empty(8, 64, dtype=torch.float32), name, "per_row", 128
-        )
+        cases[f"quantize per tensor {name}"] = partial(quantize, x, name, "per_tensor", 128, None)
+        cases[f"quantize per row {name}"] = partial(quantize, wide, name, "per_row", 128, None)
+        narrow, factors = _empty(8, 64, dtype=torch.float32), _empty(HIDDEN, dtype=torch.float32)
+        cases[f"quantize fp32 per row {name}"] = partial(quantize, narrow, name, "per_row", 128, None)
+        cases[f"quantize with factors per row {name}"] = partial(quantize, x, name, "per_row", 128, factors)
+        cases[f"quantize with factors per tensor {name}"] = partial(quantize, x, name, "per_tensor", 128, factors)
         for group in (16, 128, 256):
-            cases[f"quantize 1x{group} {name}"] = partial(quantize, x, name, "per_group", group)
+            cases[f"quantize 1x{group} {name}"] = partial(quantize, x, name, "per_group", group, None)
             scale = _empty(TOKENS, HIDDEN // group, dtype=torch.float32)
             cases[f"dequantize 1x{group} {name}"] = partial(
                 dequantize, codes, scale, "per_group", group, torch.bfloat16

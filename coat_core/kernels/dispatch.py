@@ -34,13 +34,14 @@ def run_by_triton(op: Any, launcher: str) -> None:
     reference = op._init_fn
     launchers[op._qualname] = (op, launcher)
 
-    @op.register_kernel("cuda")
     def run(*args: Any) -> Any:
         device = _device_of(args)
         if triton_obstacle(device) is not None:
             return reference(*args)
         with torch.cuda.device(device):
             return getattr(_gpu_module(module), name)(*args)
+
+    op.register_kernel("cuda")(run)
 
 
 @functools.cache

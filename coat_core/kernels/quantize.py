@@ -20,13 +20,14 @@ from coat_core.quantize import quantize as quantize_reference
 
 
 @torch.library.custom_op("coat::quantize", mutates_args=())
-def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x if factors is None else x.to(torch.float32) * factors
     codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size))
     return codes, scale
 
 
 @_quantize.register_fake
-def _(x: Tensor, fmt: str, granularity: str, group_size: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     scale_shape = Granularity(granularity, group_size).scale_shape(tuple(x.shape))
     return x.new_empty(x.shape, dtype=get_format(fmt).dtype), x.new_empty(scale_shape, dtype=torch.float32)
 
@@ -52,7 +53,9 @@ def _(codes: Tensor) -> Tensor:
     return codes.new_empty((codes.shape[1], codes.shape[0]))
 
 
-def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR) -> Quantized:
+def quantize(
+    x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
+) -> Quantized:
     """Quantize to FP8 with just-in-time scales, by the device's kernel.
 
     scale = amax / format.max, codes = saturating_cast(x / scale), x ≈ codes · scale.
@@ -61,6 +64,7 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
         x: fp32, bf16 or fp16 [..., K], at least one dimension and one element.
         fmt: "e4m3", "e5m2" or a Format.
         granularity: which elements share a scale.
+        factors: fp32 [K] that x is multiplied by, in fp32, before all else.
 
     Returns:
         Quantized(codes FP8 like x, scale fp32, granularity).
@@ -73,7 +77,7 @@ def quantize(x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = P
     """
     check_input(x)
     name = get_format(fmt).name if isinstance(fmt, str) else fmt.name
-    codes, scale = _quantize(x.detach(), name, granularity.name, granularity.group_size)
+    codes, scale = _quantize(x.detach(), name, granularity.name, granularity.group_size, factors)
     return Quantized(codes, scale, granularity)
 
 
@@ -110,7 +114,8 @@ def dequantize(
     Returns:
         Tensor of `dtype`, the shape of the codes.
     """
-    return _dequantize(codes, scale, granularity.name, granularity.group_size, dtype)
+    values: Tensor = _dequantize(codes, scale, granularity.name, granularity.group_size, dtype)
+    return values
 
 
 run_by_triton(_quantize, "quantize.quantize")

@@ -4,7 +4,7 @@ On CUDA it is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that operator's e
 1000 times slower than a GEMM, so the reference multiplies the codes in fp32: codes are exact there, the sum is
 accumulated in fp32 and rounded once, as the GPU does.
 
-Shapes: a [M, K], b [N, K] (any strides: a transposed view for dgrad costs one copy on CUDA), a_scale [] or [M, 1],
+Shapes: a [M, K], b [N, K] (any strides: on CUDA a transposed view is copied by `coat::transpose_codes`), a_scale [] or [M, 1],
 b_scale [] or [N, 1], bias [N], result [M, N]. K and N must be multiples of 16.
 """
 
@@ -14,6 +14,8 @@ import functools
 
 import torch
 from torch import Tensor
+
+from coat_core.kernels.quantize import transpose_codes
 
 ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
 
@@ -33,7 +35,13 @@ def _check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: 
 
 @torch.library.custom_op("coat::scaled_mm", mutates_args=())
 def scaled_mm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
 ) -> Tensor:
     """Return (a · a_scale)(b · b_scale)ᵀ + bias in `out_dtype`; this body is the reference.
 
@@ -44,6 +52,7 @@ def scaled_mm(
         b_scale: fp32 [] or [N, 1].
         bias: floating [N] or None.
         out_dtype: bf16, fp16 or fp32.
+        fast_accum: let Hopper's tensor cores accumulate with about 14 bits, which is faster; for fprop only.
 
     Returns:
         Tensor [M, N] of `out_dtype`.
@@ -62,14 +71,28 @@ def scaled_mm(
 
 
 @scaled_mm.register_fake
-def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+) -> Tensor:
     _check_shapes(a, a_scale, b, b_scale, bias)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 @scaled_mm.register_kernel("cuda")
 def _scaled_mm_cuda(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
 ) -> Tensor:
     _check_shapes(a, a_scale, b, b_scale, bias)
     row_wise = a_scale.ndim == 2 or b_scale.ndim == 2
@@ -81,16 +104,21 @@ def _scaled_mm_cuda(
     kernel_bias = None if bias is None or kernel_dtype == torch.float32 else bias.to(kernel_dtype)
     out: Tensor = torch._scaled_mm(
         a.contiguous(),
-        b.contiguous().t(),
+        _row_major(b).t(),
         scale_a=a_scale,
         scale_b=b_scale,
         bias=kernel_bias,
         out_dtype=kernel_dtype,
-        use_fast_accum=False,
+        use_fast_accum=fast_accum,
     )
     if bias is not None and kernel_bias is None:
         out = out + bias
     return out.to(out_dtype)
+
+
+def _row_major(b: Tensor) -> Tensor:
+    """b [N, K] with rows in one piece, as TN GEMMs want it."""
+    return transpose_codes(b.t()) if b.t().is_contiguous() and not b.is_contiguous() else b.contiguous()
 
 
 @functools.cache

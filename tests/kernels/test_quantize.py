@@ -57,7 +57,7 @@ def test_quantize_kernel_has_the_references_bits(
     for shape in SHAPES:
         x = values(kind, shape).to(device)
         expected = quantize_reference(x, fmt, granularity)
-        codes, scale = quantize(x, fmt, granularity.name, granularity.group_size)
+        codes, scale = quantize(x, fmt, granularity.name, granularity.group_size, None)
         assert_bitwise(scale, expected.scale)
         assert_same_codes(codes, expected.codes)
 
@@ -71,7 +71,7 @@ def test_quantize_kernel_reads_half_precision(dtype: torch.dtype, device: torch.
     x = torch.randn(5, 200, device=device).to(dtype)
     for granularity in GRANULARITIES:
         expected = quantize_reference(x, "e4m3", granularity)
-        codes, scale = quantize(x, "e4m3", granularity.name, granularity.group_size)
+        codes, scale = quantize(x, "e4m3", granularity.name, granularity.group_size, None)
         assert_bitwise(scale, expected.scale)
         assert_same_codes(codes, expected.codes)
 
@@ -87,8 +87,24 @@ def test_per_tensor_amax_covers_more_than_one_share_a_program(device: torch.devi
         spiked[place] = -1000.0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "SHARES_MAX", 2)  # so that each program takes several blocks
-            _, scale = kernels.quantize(spiked, "e4m3", "per_tensor", 128)
+            _, scale = kernels.quantize(spiked, "e4m3", "per_tensor", 128, None)
         assert scale.item() == pytest.approx(1000.0 / 448.0)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_quantize_kernel_multiplies_columns_first(granularity: Granularity, device: torch.device) -> None:
+    from coat_core.kernels.gpu.quantize import quantize
+
+    for shape in SHAPES:
+        x = torch.randn(shape, device=device).to(torch.bfloat16)
+        factors = torch.rand(2 * shape[-1], device=device)[::2]
+        expected = quantize_reference(x.to(torch.float32) * factors, "e5m2", granularity)
+        codes, scale = quantize(x, "e5m2", granularity.name, granularity.group_size, factors)
+        assert_bitwise(scale, expected.scale)
+        assert_same_codes(codes, expected.codes)
+        assert_same_codes(ops.quantize(x, "e5m2", granularity, factors).codes, expected.codes)
 
 
 @pytest.mark.triton
@@ -131,7 +147,8 @@ def test_transpose_kernel(shape: tuple[int, int], device: torch.device) -> None:
 def test_operators_pass_opcheck() -> None:
     x = torch.randn(4, 48)
     for granularity in (PER_TENSOR, PER_ROW, per_group(16)):
-        check_operator(ops._quantize, (x, "e4m3", granularity.name, 16))
+        check_operator(ops._quantize, (x, "e4m3", granularity.name, 16, None))
+        check_operator(ops._quantize, (x, "e5m2", granularity.name, 16, torch.rand(48)))
         codes, scale, _ = quantize_reference(x, "e4m3", Granularity(granularity.name, 16))
         check_operator(ops._dequantize, (codes, scale, granularity.name, 16, torch.bfloat16))
     check_operator(ops.transpose_codes, (codes,))

@@ -24,28 +24,48 @@ TILE = 64
 
 
 @triton.jit
-def _quantize_rows_fwd_kernel(x_ptr, codes_ptr, scale_ptr, K, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr):
+def _load(x_ptr, factor_ptr, offsets, columns, inside):
+    """Read x in fp32, times its column's factor where there are factors."""
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if factor_ptr is not None:
+        x *= tl.load(factor_ptr + columns, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def _quantize_rows_fwd_kernel(
+    x_ptr, factor_ptr, codes_ptr, scale_ptr, K, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr
+):
     """One row a program: amax over the row, then the cast."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    in_block = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
     for start in range(0, K, BLOCK):
-        inside = start + columns < K
-        x = tl.load(x_ptr + row * K + start + columns, mask=inside, other=0.0).to(tl.float32)
+        columns = start + in_block
+        x = _load(x_ptr, factor_ptr, row * K + columns, columns, columns < K)
         largest = tl.maximum(largest, finite_abs(x))
     scale = scale_from_amax(tl.max(largest, axis=0), FORMAT_MAX)
     tl.store(scale_ptr + row, scale)
     for start in range(0, K, BLOCK):
-        inside = start + columns < K
-        offsets = row * K + start + columns
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        columns = start + in_block
+        offsets, inside = row * K + columns, columns < K
+        x = _load(x_ptr, factor_ptr, offsets, columns, inside)
         codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
         tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _quantize_groups_fwd_kernel(
-    x_ptr, codes_ptr, scale_ptr, K, groups_per_row, total, FORMAT_MAX: tl.constexpr, G: tl.constexpr, N: tl.constexpr
+    x_ptr,
+    factor_ptr,
+    codes_ptr,
+    scale_ptr,
+    K,
+    groups_per_row,
+    total,
+    FORMAT_MAX: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
 ):
     """N groups of G a program; the last group of a row may be shorter."""
     group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
@@ -53,7 +73,7 @@ def _quantize_groups_fwd_kernel(
     columns = place[:, None] * G + tl.arange(0, G)[None, :]
     inside = (group[:, None] < total) & (columns < K)
     offsets = row[:, None] * K + columns
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = _load(x_ptr, factor_ptr, offsets, columns, inside)
     scale = scale_from_amax(tl.max(finite_abs(x), axis=1), FORMAT_MAX)
     tl.store(scale_ptr + group, scale, mask=group < total)
     codes = saturated(tl.div_rn(x, scale[:, None]), FORMAT_MAX)
@@ -61,13 +81,13 @@ def _quantize_groups_fwd_kernel(
 
 
 @triton.jit
-def _share_amax_fwd_kernel(x_ptr, amax_ptr, total, ROUNDS, BLOCK: tl.constexpr):
-    """Amax over each program's ROUNDS·BLOCK consecutive elements."""
+def _share_amax_fwd_kernel(x_ptr, factor_ptr, amax_ptr, K, total, rounds, BLOCK: tl.constexpr):
+    """Amax over each program's rounds·BLOCK consecutive elements."""
     share = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK], tl.float32)
-    for turn in range(ROUNDS):
-        offsets = (share * ROUNDS + turn) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offsets, mask=offsets < total, other=0.0).to(tl.float32)
+    for turn in range(rounds):
+        offsets = (share * rounds + turn) * BLOCK + tl.arange(0, BLOCK)
+        x = _load(x_ptr, factor_ptr, offsets, offsets % K, offsets < total)
         largest = tl.maximum(largest, finite_abs(x))
     tl.store(amax_ptr + share, tl.max(largest, axis=0))
 
@@ -75,9 +95,11 @@ def _share_amax_fwd_kernel(x_ptr, amax_ptr, total, ROUNDS, BLOCK: tl.constexpr):
 @triton.jit
 def _cast_by_amax_fwd_kernel(
     x_ptr,
+    factor_ptr,
     amax_ptr,
     codes_ptr,
     scale_ptr,
+    K,
     total,
     parts,
     FORMAT_MAX: tl.constexpr,
@@ -94,27 +116,29 @@ def _cast_by_amax_fwd_kernel(
     tl.store(scale_ptr, scale, mask=block == 0)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < total
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = _load(x_ptr, factor_ptr, offsets, offsets % K, inside)
     codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
     tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
-def quantize(x: Tensor, fmt: str, granularity: str, group_size: int) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Launcher of `coat::quantize`."""
     x, form = x.contiguous(), get_format(fmt)
+    factors = None if factors is None else factors.contiguous()
     k = x.shape[-1]
     rows = x.numel() // k
     codes = empty_codes(tuple(x.shape), form, x.device)
     scale = empty(Granularity(granularity, group_size).scale_shape(tuple(x.shape)), torch.float32, x.device)
     if granularity == "per_row":
-        launch(_quantize_rows_fwd_kernel, (rows,), x, codes, scale, k, FORMAT_MAX=form.max, BLOCK=_row_block(k))
+        options = {"FORMAT_MAX": form.max, "BLOCK": _row_block(k)}
+        launch(_quantize_rows_fwd_kernel, (rows,), x, factors, codes, scale, k, **options)
     elif granularity == "per_group":
         per_row, n = blocks(k, group_size), GROUPS_ELEMENTS // group_size
         grid = (blocks(rows * per_row, n),)
         options = {"FORMAT_MAX": form.max, "G": group_size, "N": n}
-        launch(_quantize_groups_fwd_kernel, grid, x, codes, scale, k, per_row, rows * per_row, **options)
+        launch(_quantize_groups_fwd_kernel, grid, x, factors, codes, scale, k, per_row, rows * per_row, **options)
     else:
-        _cast_by_amax(x, _share_amax(x), codes, scale, form.max)
+        _cast_by_amax(x, factors, _share_amax(x, factors), codes, scale, form.max)
     return finished(codes, form.dtype), scale
 
 
@@ -131,22 +155,24 @@ def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """
     form = get_format(fmt)
     codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((), torch.float32, x.device)
-    _cast_by_amax(x, amax, codes, scale, form.max)
+    _cast_by_amax(x, None, amax, codes, scale, form.max)
     return finished(codes, form.dtype), scale
 
 
-def _share_amax(x: Tensor) -> Tensor:
+def _share_amax(x: Tensor, factors: Tensor | None) -> Tensor:
     rounds = blocks(blocks(x.numel(), SHARE_BLOCK), SHARES_MAX)
     shares = blocks(x.numel(), rounds * SHARE_BLOCK)
-    amax = empty((shares,), torch.float32, x.device)
-    launch(_share_amax_fwd_kernel, (shares,), x, amax, x.numel(), rounds, BLOCK=SHARE_BLOCK)
+    amax, k = empty((shares,), torch.float32, x.device), x.shape[-1]
+    launch(_share_amax_fwd_kernel, (shares,), x, factors, amax, k, x.numel(), rounds, BLOCK=SHARE_BLOCK)
     return amax
 
 
-def _cast_by_amax(x: Tensor, amax: Tensor, codes: Tensor, scale: Tensor, format_max: float) -> None:
-    grid, parts = (blocks(x.numel(), SHARE_BLOCK),), amax.numel()
+def _cast_by_amax(
+    x: Tensor, factors: Tensor | None, amax: Tensor, codes: Tensor, scale: Tensor, format_max: float
+) -> None:
+    grid, parts, k = (blocks(x.numel(), SHARE_BLOCK),), amax.numel(), x.shape[-1]
     options = {"FORMAT_MAX": format_max, "PARTS_BLOCK": SHARES_MAX, "BLOCK": SHARE_BLOCK}
-    launch(_cast_by_amax_fwd_kernel, grid, x, amax, codes, scale, x.numel(), parts, **options)
+    launch(_cast_by_amax_fwd_kernel, grid, x, factors, amax, codes, scale, k, x.numel(), parts, **options)
 
 
 def _row_block(k: int) -> int:
@@ -211,7 +237,7 @@ def agrees_with_reference(device: torch.device) -> bool:
     from coat_core.quantize import quantize as reference
 
     x = torch.linspace(-3.0, 3.0, 300).exp().view(3, 100)
-    codes, scale = quantize(x.to(device), E4M3.name, "per_row", 128)
+    codes, scale = quantize(x.to(device), E4M3.name, "per_row", 128, None)
     expected = reference(x, E4M3, Granularity("per_row"))
     same = torch.equal(codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
     return same and torch.equal(scale.cpu(), expected.scale)

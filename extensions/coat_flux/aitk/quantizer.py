@@ -110,8 +110,8 @@ class _Backend:
         _store(module, weight)
 
     def dequantize(self, module: nn.Linear) -> Tensor:
+        from coat_core.kernels.quantize import dequantize
         from coat_core.linear.module import load_weight
-        from coat_core.quantize import dequantize
 
         return dequantize(*load_weight(module, self._config_of(module)))
 
