@@ -4,8 +4,8 @@ On CUDA it is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that operator's e
 1000 times slower than a GEMM, so the reference multiplies the codes in fp32: codes are exact there, the sum is
 accumulated in fp32 and rounded once, as the GPU does.
 
-Shapes: a [M, K], b [N, K] (any strides: on CUDA a transposed view is copied by `coat::transpose_codes`), a_scale [] or [M, 1],
-b_scale [] or [N, 1], bias [N], result [M, N]. K and N must be multiples of 16.
+Shapes: a [M, K], b [N, K] (any strides: on CUDA a transposed view is copied by `coat::transpose_codes`), a_scale [] or
+[M, 1], b_scale [] or [N, 1], bias [N], result [M, N]. K and N must be multiples of 16.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _scaled_mm_cuda(
 
 
 def _row_major(b: Tensor) -> Tensor:
-    """b [N, K] with rows in one piece, as TN GEMMs want it."""
+    """Return b [N, K] with rows in one piece, as TN GEMMs want it."""
     return transpose_codes(b.t()) if b.t().is_contiguous() and not b.is_contiguous() else b.contiguous()
 
 

@@ -5,7 +5,8 @@
     wgrad   dW = dyᵀ x_q                           trainable weights only; from the FP8 x
 
 A frozen W needs no x for dgrad, so `fp8_linear` saves nothing but a reference to the codes of W. A per-row scale of W
-lies on dgrad's contraction axis, so it is multiplied into dy before dy is cast.
+lies on dgrad's contraction axis, so it is multiplied into dy before dy is cast. Tensor cores of sm_89 and sm_90 read W
+along its rows only, so dgrad wants Wᵀ [K, N]: a second copy of the codes, or one made at each use.
 
 per_group inputs (1×G) have no GPU kernel that takes any G; their FP8 values are multiplied in high precision.
 
@@ -66,8 +67,27 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _multiply(a: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(a)(weight · scale)ᵀ + bias for FP8 a [..., K] and weight codes [N, K]; result [..., N]."""
+def multiply(
+    a: Quantized,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool = False,
+) -> Tensor:
+    """Return (a)(weight · scale)ᵀ + bias.
+
+    Args:
+        a: FP8 [..., K].
+        weight: FP8 codes [N, K].
+        scale: fp32 [] or [N, 1].
+        bias: [N] or None.
+        dtype: of the result.
+        fast_accum: see `scaled_mm`.
+
+    Returns:
+        Tensor [..., N].
+    """
     if a.granularity.name == "per_group":
         values = a.dequantize(torch.float32 if a.codes.device.type == "cpu" else dtype)
         device = a.codes.device.type
@@ -76,20 +96,39 @@ def _multiply(a: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None, 
         return (out if bias is None else out + bias).to(dtype)
     lead = a.codes.shape[:-1]
     a_scale = a.scale.reshape(-1, 1) if a.scale.ndim else a.scale
-    out = scaled_mm(_rows(a.codes), a_scale, weight, scale, bias, dtype)
+    out = scaled_mm(_rows(a.codes), a_scale, weight, scale, bias, dtype, fast_accum)
     return out.reshape(*lead, -1)
 
 
-def dgrad(grad: Tensor, codes: Tensor, scale: Tensor, config: FP8LinearConfig, in_fp8: bool) -> Tensor:
-    """Return dx = dy · W for dy [..., N] and weight codes [N, K]; result [..., K] in dy's dtype."""
-    per_row = scale.ndim == 2
+def dgrad(
+    grad: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    config: FP8LinearConfig,
+    in_fp8: bool,
+    transposed: Tensor | None = None,
+) -> Tensor:
+    """Return dx = dy · W.
+
+    Args:
+        grad: dy [..., N].
+        codes: weight codes [N, K].
+        scale: fp32 [] or [N, 1].
+        config: formats and granularities.
+        in_fp8: False multiplies by the dequantized weight.
+        transposed: the codes as a contiguous [K, N], where there is such a copy.
+
+    Returns:
+        Tensor [..., K] in dy's dtype.
+    """
     if not in_fp8 or config.grad_format == "bf16":
         weight = dequantize(codes, scale, dtype=grad.dtype)
         return grad @ weight
-    folded = grad.to(torch.float32) * scale.reshape(-1) if per_row else grad
-    quantized = quantize(folded, config.grad_format, input_granularity(config))
-    unit = torch.ones_like(scale).amax() if per_row else scale
-    return _multiply(quantized, codes.t(), unit, None, grad.dtype)
+    per_row = scale.ndim == 2
+    factors = scale.reshape(-1) if per_row else None
+    quantized = quantize(grad, config.grad_format, input_granularity(config), factors)
+    unit = scale.new_ones(()) if per_row else scale
+    return multiply(quantized, codes.t() if transposed is None else transposed, unit, None, grad.dtype)
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -105,11 +144,12 @@ class _FrozenLinear(torch.autograd.Function):
         bias: Tensor | None,
         config: FP8LinearConfig,
         dtype: torch.dtype,
+        transposed: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(codes, scale)
+        ctx.save_for_backward(codes, scale, transposed)
         ctx.config, ctx.in_fp8, ctx.x_dtype = config, quantized is not None, x.dtype
         if quantized is not None:
-            return _multiply(quantized, codes, scale, bias, dtype)
+            return multiply(quantized, codes, scale, bias, dtype, fast_accum=True)
         weight = dequantize(codes, scale, dtype=dtype)
         return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
 
@@ -117,13 +157,13 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.in_fp8:  # by the dequantized weight it is an ordinary product, differentiable any number of times
             refuse_second_order()
-        codes, scale = ctx.saved_tensors
+        codes, scale, transposed = ctx.saved_tensors
         dx = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = dgrad(grad, codes, scale, ctx.config, ctx.in_fp8).to(ctx.x_dtype)
+            dx = dgrad(grad, codes, scale, ctx.config, ctx.in_fp8, transposed).to(ctx.x_dtype)
         if ctx.needs_input_grad[4]:
             dbias = _rows(grad).sum(0)
-        return dx, None, None, None, dbias, None, None
+        return dx, None, None, None, dbias, None, None, None
 
 
 class _TrainableLinear(torch.autograd.Function):
@@ -143,7 +183,7 @@ class _TrainableLinear(torch.autograd.Function):
         ctx.save_for_backward(quantized.codes, quantized.scale, codes, scale)
         ctx.config, ctx.granularity = config, quantized.granularity
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        return _multiply(quantized, codes, scale, bias, dtype)
+        return multiply(quantized, codes, scale, bias, dtype, fast_accum=True)
 
     @staticmethod
     @first_order_only
@@ -173,6 +213,7 @@ def fp8_linear(
     scale: Tensor,
     bias: Tensor | None,
     config: FP8LinearConfig,
+    transposed: Tensor | None = None,
 ) -> Tensor:
     """Linear layer with a frozen FP8 weight: y = x Wᵀ + b, W = codes · scale.
 
@@ -182,6 +223,7 @@ def fp8_linear(
         scale: fp32 [] or [N, 1].
         bias: [N] or None.
         config: formats and granularities; `use_fp8_gemm=False` multiplies x by the dequantized weight.
+        transposed: the codes as a contiguous [K, N] for dgrad, where there is such a copy.
 
     Returns:
         y [..., N] in the dtype of x (autocast's under autocast).
@@ -193,7 +235,7 @@ def fp8_linear(
     Source: arXiv 2410.19313, section 5.
     """
     quantized = quantized_input(x, config) if wants_fp8_gemm(x.device, config) and x.numel() else None
-    result: Tensor = _FrozenLinear.apply(x, quantized, codes, scale, bias, config, compute_dtype(x))
+    result: Tensor = _FrozenLinear.apply(x, quantized, codes, scale, bias, config, compute_dtype(x), transposed)
     return result
 
 

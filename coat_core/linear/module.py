@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import get_format
-from coat_core.kernels.quantize import dequantize
+from coat_core.kernels.quantize import dequantize, transpose_codes
 from coat_core.kernels.scaled_mm import ALIGNMENT
 from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantize_weight, quantized_input
 
@@ -23,6 +23,7 @@ from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantize
 def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> None:
     """Quantize `weight` [N, K] and register it on `module` as `weight_codes` and `weight_scale_bits`."""
     codes, scale, _ = quantize_weight(weight, config)
+    module._buffers.pop("weight_codes_transposed", None)  # of another weight
     module.register_buffer("weight_codes", codes.view(torch.uint8))
     module.register_buffer("weight_scale_bits", scale.view(torch.int32))
 
@@ -34,11 +35,24 @@ def load_weight(module: nn.Module, config: FP8LinearConfig) -> tuple[Tensor, Ten
     return codes.view(get_format(config.weight_format).dtype), bits.view(torch.float32)
 
 
+def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:
+    """Keep a second copy of a stored weight's codes, as [K, N], for dgrad; it is not part of the state dict."""
+    codes, _ = load_weight(module, config)
+    module.register_buffer("weight_codes_transposed", transpose_codes(codes).view(torch.uint8), persistent=False)
+
+
+def load_transposed(module: nn.Module, config: FP8LinearConfig) -> Tensor | None:
+    """Return what `keep_transposed` keeps, FP8 [K, N], or None."""
+    codes: Tensor | None = module._buffers.get("weight_codes_transposed")
+    return None if codes is None else codes.view(get_format(config.weight_format).dtype)
+
+
 def run_stored_linear(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> Tensor:
     """Forward pass of a module that holds its weight through `store_weight`; x [..., K] to [..., N]."""
     codes, scale = load_weight(module, config)
     hand_over_input(module, x, config)
-    return fp8_linear(x, codes, scale, module.bias, config)  # type: ignore[arg-type]
+    transposed = load_transposed(module, config)
+    return fp8_linear(x, codes, scale, module.bias, config, transposed)  # type: ignore[arg-type]
 
 
 def hand_over_input(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> None:
@@ -183,6 +197,7 @@ class FP8Linear(nn.Linear):
         """Convert back in place to nn.Linear with the dequantized weight (frozen)."""
         weight = self.weight.data
         del self.weight_codes, self.weight_scale_bits
+        self._buffers.pop("weight_codes_transposed", None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         return self

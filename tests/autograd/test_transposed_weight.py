@@ -1,0 +1,68 @@
+"""A second copy of the weight's codes, transposed for dgrad: same gradients, never saved, gone with its weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from coat_core import FP8Linear, FP8LinearConfig
+from coat_core.linear.module import keep_transposed, load_transposed, load_weight, store_weight
+from tests.helpers.asserts import assert_bitwise
+
+CONFIGS = [
+    FP8LinearConfig(),
+    FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row", grad_format="e4m3"),
+    FP8LinearConfig(input_granularity="per_group", group_size=16),
+]
+
+
+def make(config: FP8LinearConfig) -> FP8Linear:
+    torch.manual_seed(1)
+    return FP8Linear.from_linear(nn.Linear(48, 32), config)
+
+
+def gradient(layer: FP8Linear) -> torch.Tensor:
+    torch.manual_seed(2)
+    x = torch.randn(5, 48, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.weight_granularity} {c.input_granularity}")
+def test_gradients_are_those_without_the_copy(config: FP8LinearConfig) -> None:
+    layer = make(config)
+    expected = gradient(layer)
+    keep_transposed(layer, config)
+    found = load_transposed(layer, config)
+    assert found is not None
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8), load_weight(layer, config)[0].view(torch.uint8).t())
+    assert_bitwise(gradient(layer), expected)
+
+
+def test_the_copy_is_what_dgrad_reads() -> None:
+    layer = make(CONFIGS[0])
+    keep_transposed(layer, layer.config)
+    layer.weight_codes_transposed.zero_()
+    assert torch.equal(gradient(layer), torch.zeros(5, 48))
+
+
+def test_the_copy_survives_casts_and_is_not_saved() -> None:
+    layer = make(CONFIGS[0])
+    keys = set(layer.state_dict())
+    keep_transposed(layer, layer.config)
+    layer.to(torch.bfloat16)
+    assert layer.weight_codes_transposed.dtype == torch.uint8
+    assert set(layer.state_dict()) == keys
+
+
+def test_the_copy_goes_with_its_weight() -> None:
+    layer = make(CONFIGS[0])
+    keep_transposed(layer, layer.config)
+    store_weight(layer, torch.randn(32, 48), layer.config)
+    assert load_transposed(layer, layer.config) is None
+    keep_transposed(layer, layer.config)
+    restored = layer.to_linear()
+    assert not list(restored.buffers())
