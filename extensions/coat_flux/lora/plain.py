@@ -58,6 +58,13 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
     raise NotPlain(f"the forward of a {type(module).__name__} was replaced by something else than a LoRA")
 
 
+def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
+    """Return the trained parameters of a block, and of ai-toolkit LoRA modules, which run in its linears' place without being part of it."""
+    beside = [getattr(vars(module).get("forward"), "__self__", None) for module in block.modules()]
+    owners = [block, *(owner for owner in beside if hasattr(owner, "lora_down"))]
+    return [p for owner in owners for p in owner.parameters() if p.requires_grad]
+
+
 def _of_peft(layer: Any) -> tuple[PlainAdapter, ...]:
     if layer.disable_adapters:
         return ()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from coat_core.activation import PackingConfig
 
 from ..flow import FUSABLE, NotFusable, fused_block
+from ..lora.plain import trained_parameters
 from .budget import budget_bytes, held_bytes
 from .choice import BlockBytes, block_bytes, fewest_recomputed, largest_moment, settings_of
 from .sizes import Tokens, around_bytes, read_block
@@ -78,7 +79,7 @@ class AutoCheckpointing:
         self._chosen_for = max(size, self._chosen_for[0]), accumulates or self._chosen_for[1]
         device = hidden[0].device
         if self._held is None:
-            self._trained = [p for block in self._blocks for p in _trained_parameters(block)]
+            self._trained = [p for block in self._blocks for p in trained_parameters(block)]
             self._held = held_bytes(device) + self._optimizer_bytes()
         free = budget_bytes(device, self._config.memory.budget_gb) - self._held
         if all(type(block).__name__ in FUSABLE for block in self._blocks):
@@ -131,7 +132,7 @@ class AutoCheckpointing:
             kept = rates.high_precision
         recomputed = FP8_INPUT if memory.enable_efficient_checkpoint else BF16_INPUT
         whole = int(rates.high_precision * elements)
-        gradients = sum(p.numel() * p.element_size() for p in _trained_parameters(block))
+        gradients = sum(p.numel() * p.element_size() for p in trained_parameters(block))
         return BlockBytes(int(kept * elements), int(recomputed * elements), whole, whole, whole, gradients)
 
     def _tell(self, chosen: list[int], peak: float, free: float) -> None:
@@ -144,13 +145,6 @@ class AutoCheckpointing:
                 "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB; lower the resolution",
                 (peak - free) / 1e9,
             )
-
-
-def _trained_parameters(block: nn.Module) -> list[nn.Parameter]:
-    """Those of the block, and of ai-toolkit LoRA modules, which run in its linears' place without being part of it."""
-    beside = [getattr(vars(module).get("forward"), "__self__", None) for module in block.modules()]
-    owners = [block, *(owner for owner in beside if hasattr(owner, "lora_down"))]
-    return [p for owner in owners for p in owner.parameters() if p.requires_grad]
 
 
 def _generic(config: COATConfig) -> COATConfig:
