@@ -59,7 +59,7 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
 
 
 def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters of a block, and of ai-toolkit LoRA modules, which run in its linears' place without being part of it."""
+    """Return the trained parameters of a block and of ai-toolkit LoRA modules on it, which are no part of it."""
     beside = [getattr(vars(module).get("forward"), "__self__", None) for module in block.modules()]
     owners = [block, *(owner for owner in beside if hasattr(owner, "lora_down"))]
     return [p for owner in owners for p in owner.parameters() if p.requires_grad]
