@@ -36,6 +36,7 @@ EXTRAS_REQUIRE = {
         "mypy>=1.15",
         "pytest>=8.0",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.5",
         "ruff>=0.12",
         "triton>=3.5; platform_system == 'Linux'",  # kernels run in its interpreter, and compile for absent GPUs
         "types-PyYAML",

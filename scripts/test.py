@@ -8,11 +8,14 @@ skip themselves and say why.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
 
 import _environment
+
+MAX_WORKERS = 4  # each holds PyTorch and a small model or two: about 1.5 GB
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -30,6 +33,15 @@ def run_stage(name: str, arguments: list[str]) -> tuple[str, int, float]:
     return name, code, time.monotonic() - started
 
 
+def side_by_side(pytest_arguments: list[str]) -> list[str]:
+    """Return options that run test files side by side on the cores there are, unless `-n` is given."""
+    workers = min(os.cpu_count() or 1, MAX_WORKERS)
+    if workers == 1 or any(argument.startswith("-n") for argument in pytest_arguments):
+        return []
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes started from here
+    return ["-n", str(workers), "--dist", "loadfile"]
+
+
 def main() -> int:
     """Run every stage and print the summary."""
     options, pytest_arguments = parse_arguments()
@@ -40,7 +52,7 @@ def main() -> int:
         run_stage("ruff check", ["ruff", "check", "."]),
         run_stage("ruff format", ["ruff", "format", "--check", "."]),
         run_stage("mypy", ["mypy"]),
-        run_stage("pytest", ["pytest", *pytest_arguments]),
+        run_stage("pytest", ["pytest", *side_by_side(pytest_arguments), *pytest_arguments]),
     ]
     print("\n=== summary ===")
     print(f"{'install':<12} {'ok':<7} {install_s:7.1f} s")

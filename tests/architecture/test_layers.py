@@ -30,9 +30,11 @@ LAYERS = {
     "coat_flux.data": 4,
     "coat_flux.optimizer": 4,
     "coat_flux.tiny_flux": 4,
+    "coat_flux.speed": 4,
     "coat_flux.engine": 5,
     "coat_flux.aitk": 5,
-    "coat_flux.cli": 6,
+    "coat_flux.bench": 6,
+    "coat_flux.cli": 7,
 }
 SIBLINGS = [("coat_core.optim", "coat_core.linear", "coat_core.activation"), ("coat_flux.engine", "coat_flux.aitk")]
 AI_TOOLKIT_MODULES = {"toolkit", "jobs", "extensions_built_in"}
