@@ -51,4 +51,18 @@ def _quantize_cases() -> dict[str, Callable[[], Any]]:
     return cases
 
 
-CASES: dict[str, Callable[[], Any]] = {**_quantize_cases()}
+def _weight_only_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.kernels.gpu.weight_only import weight_only_linear
+
+    bias, scale = _empty(6 * HIDDEN), _empty(dtype=torch.float32)
+    codes = {name: _empty(6 * HIDDEN, HIDDEN, dtype=fmt.dtype) for name, fmt in FORMATS.items()}
+    return {
+        f"weight only, batch {batch} {name}": partial(
+            weight_only_linear, _empty(batch, HIDDEN), codes[name], scale, bias, torch.bfloat16
+        )
+        for name in FORMATS
+        for batch in (1, 4)
+    }
+
+
+CASES: dict[str, Callable[[], Any]] = {**_quantize_cases(), **_weight_only_cases()}
