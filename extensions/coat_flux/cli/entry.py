@@ -1,7 +1,8 @@
-"""`coat-flux`: train, install, check, plan.
+"""`coat-flux`: train, install, check, plan, bench.
 
 Nothing heavy is imported before a command needs it, so that `--help` and a mistake in the YAML answer at once. Exit
-code 0 only on success, 2 for something the user can put right, 130 on Ctrl+C; other exceptions show their traceback.
+code 0 only on success, 1 where a benchmark misses figures, 2 for something the user can put right, 130 on Ctrl+C; other
+exceptions show their traceback.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..config import ConfigError, JobConfig, require_packages
+from . import bench
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (ConfigError, _Refused) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -45,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json", metavar="FILE", nargs="?", const="-", help="write it as JSON, without FILE to the terminal"
     )
     plan.set_defaults(run=_plan)
+    bench.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,155 @@
+"""What is compared. A new row in `CONFIGURATIONS` or `OPTIMIZERS` is all that a new configuration takes.
+
+All rows train the same LoRA (PEFT, fp32 adapters on every linear of the blocks) under bf16 autocast, as accelerate runs
+it. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OK, CANNOT, OUT_OF_MEMORY, FAILED = "ok", "cannot", "out of memory", "failed"  # how a process ends; see worker
+LEVELS = ("op", "block", "step", "optimizer")
+MODEL_LEVELS = ("block", "step")
+ALL_MODEL_LEVELS = ("op", *MODEL_LEVELS)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a model is prepared.
+
+    Attributes:
+        name: on the command line and in the results.
+        about: what it is, for the table.
+        levels: where it is measured.
+        coat: the `coat:` block; None is a baseline.
+        checkpointing: torch's recomputation of every block (baselines; COAT's is in its block).
+        compiled: "blocks" compiles each block by itself, "model" the whole transformer, "" nothing.
+        quantizer: "quanto" (qfloat8 weights) or "torchao" (float8 training) converts the linears of the blocks.
+        optimizer: a name of `OPTIMIZERS`.
+        needs: packages, as they are imported.
+    """
+
+    name: str
+    about: str
+    levels: tuple[str, ...] = MODEL_LEVELS
+    coat: Mapping[str, Any] | None = None
+    checkpointing: bool = False
+    compiled: str = ""
+    quantizer: str = ""
+    optimizer: str = "adamw_fused"
+    needs: tuple[str, ...] = ()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether every block is recomputed in backward."""
+        return self.checkpointing or (self.coat or {}).get("memory", {}).get("checkpointing") == "all"
+
+    @property
+    def fp8_linears(self) -> bool:
+        """Whether the linears multiply in FP8 where the card does."""
+        if self.coat is not None:
+            return bool(self.coat.get("activation", {}).get("use_fp8", True))
+        return self.quantizer == "torchao"
+
+    @property
+    def may_be_missing(self) -> bool:
+        """Whether an error means that others' code cannot run on this machine, rather than that ours is broken."""
+        return bool(self.needs or (self.compiled and self.coat is None))
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer of the comparison; `models.make_optimizer` builds it."""
+
+    name: str
+    about: str
+    needs: tuple[str, ...] = ()
+
+    @property
+    def may_be_missing(self) -> bool:
+        """As `Configuration.may_be_missing`."""
+        return bool(self.needs)
+
+
+KEPT = {"checkpointing": "none"}
+RECOMPUTED = {"checkpointing": "all"}
+
+CONFIGURATIONS = (
+    Configuration("bf16_checkpointed", "bf16, every block recomputed", checkpointing=True),
+    Configuration("bf16", "bf16", ALL_MODEL_LEVELS),
+    Configuration(
+        "bf16_compiled_checkpointed",
+        "bf16, blocks compiled, every block recomputed",
+        checkpointing=True,
+        compiled="blocks",
+    ),
+    Configuration("bf16_compiled", "bf16, blocks compiled", compiled="blocks"),
+    Configuration("bf16_compiled_model", "bf16, whole model compiled", ("step",), compiled="model"),
+    Configuration(
+        "toolkit_default",
+        "optimum-quanto qfloat8 weights, every block recomputed, bitsandbytes AdamW8bit: ai-toolkit's default",
+        checkpointing=True,
+        quantizer="quanto",
+        optimizer="adamw8bit",
+        needs=("optimum.quanto", "bitsandbytes"),
+    ),
+    Configuration(
+        "torchao_float8", "torchao float8 training", ALL_MODEL_LEVELS, quantizer="torchao", needs=("torchao",)
+    ),
+    Configuration(
+        "torchao_float8_compiled",
+        "torchao float8 training, blocks compiled",
+        compiled="blocks",
+        quantizer="torchao",
+        needs=("torchao",),
+    ),
+    Configuration(
+        "coat", "COAT, fused flow, nothing recomputed", ALL_MODEL_LEVELS, {"memory": KEPT}, optimizer="coat_fp8_adamw"
+    ),
+    Configuration(
+        "coat_recomputed", "COAT, every block recomputed", coat={"memory": RECOMPUTED}, optimizer="coat_fp8_adamw"
+    ),
+    Configuration(
+        "coat_per_row",
+        "COAT, GEMM inputs scaled per row",
+        ALL_MODEL_LEVELS,
+        {"memory": KEPT, "activation": {"linear_granularity": "per_row"}},
+        optimizer="coat_fp8_adamw",
+    ),
+    Configuration(
+        "coat_weight_only",
+        "COAT, FP8 weights only, bf16 GEMMs and activations",
+        ALL_MODEL_LEVELS,
+        {"memory": KEPT, "activation": {"use_fp8": False}},
+        optimizer="coat_fp8_adamw",
+    ),
+)
+
+OPTIMIZERS = (
+    OptimizerChoice("adamw_fused", "torch AdamW, fused, fp32 moments"),
+    OptimizerChoice("adamw8bit", "bitsandbytes AdamW8bit", ("bitsandbytes",)),
+    OptimizerChoice("adamw_fp8_torchao", "torchao AdamWFp8", ("torchao",)),
+    OptimizerChoice("coat_fp8_adamw", "COAT FP8AdamW, e4m3 moments, expansion"),
+)
+
+
+def named(level: str) -> dict[str, Configuration | OptimizerChoice]:
+    """The rows measured at `level`, by name, in the table's order."""
+    if level == "optimizer":
+        return {choice.name: choice for choice in OPTIMIZERS}
+    return {choice.name: choice for choice in CONFIGURATIONS if level in choice.levels}
+
+
+def rivals(level: str, name: str) -> dict[str, str]:
+    """What a row is compared with: column title to the name of the baseline at the same level."""
+    if level == "op":
+        return {"bf16": "bf16"}
+    if level == "optimizer":
+        return {"torch fused": "adamw_fused"}
+    row = named(level)[name]
+    assert isinstance(row, Configuration)
+    compiled = "bf16_compiled_checkpointed" if row.recomputes else "bf16_compiled"
+    return {"bf16 + compile": compiled, "ai-toolkit": "toolkit_default"}

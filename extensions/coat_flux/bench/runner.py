@@ -1,0 +1,117 @@
+"""Run every case in a process of its own, in interleaved rounds.
+
+Round 1 goes through the cases in order, round 2 backwards, and so on: a card that grows warm, or a machine that grows
+busy, then favours nobody. This process never touches the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY
+from .options import BenchOptions, Case
+
+__all__ = ["MachineError", "describe", "run_cases", "schedule", "start_worker"]
+
+WORKER = f"{__package__}.worker"
+STDERR_LINES = 5
+Start = Callable[[dict[str, Any], float], dict[str, Any]]
+
+
+class MachineError(RuntimeError):
+    """The device cannot be used at all; the message says why."""
+
+
+def schedule(cases: Sequence[Case], rounds: int) -> Iterator[tuple[int, Case]]:
+    """Yield (round, case), rounds counted from 1, every second one backwards."""
+    for number in range(1, rounds + 1):
+        for case in cases if number % 2 else reversed(cases):
+            yield number, case
+
+
+def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Run one worker process and return its result; a process that leaves none has failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec_file, result_file = Path(folder) / "spec.json", Path(folder) / "result.json"
+        spec_file.write_text(json.dumps(spec), encoding="utf-8")
+        command = [sys.executable, "-m", WORKER, str(spec_file), str(result_file)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            return {"status": FAILED, "reason": f"took longer than {timeout_s:g} s and was stopped; raise --timeout"}
+        if result_file.exists():
+            result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+            return result
+    last = " | ".join(done.stderr.strip().splitlines()[-STDERR_LINES:])
+    ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    return {"status": FAILED, "reason": f"the process ended with {ended} and no result: {last}"}
+
+
+def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, Any]:
+    """Machine, versions and physical limit, found in a process of its own.
+
+    Raises:
+        MachineError: the device cannot be used.
+    """
+    result = start({"level": "machine", "device": options.device}, options.timeout_s)
+    if result["status"] != OK:
+        raise MachineError(f"--device {options.device}: {result['reason']}; give a device that torch can use")
+    machine: dict[str, Any] = result["machine"]
+    return machine
+
+
+def run_cases(
+    options: BenchOptions, tell: Callable[[str], None], start: Start = start_worker
+) -> Iterator[dict[str, Any]]:
+    """Measure every case in every round.
+
+    A case that gave no figures is not tried again: what is missing or too small stays so.
+
+    Args:
+        options: what to run.
+        tell: gets one line per process.
+        start: runs one worker.
+
+    Yields:
+        After each process: round, level, configuration, sizes, seconds, and the worker's result.
+    """
+    cases, given_up = options.cases(), set()
+    total = len(cases) * options.rounds
+    for count, (number, case) in enumerate(schedule(cases, options.rounds), start=1):
+        if case in given_up:
+            continue
+        started = time.monotonic()
+        result = start(_spec(case, options), options.timeout_s)
+        seconds = time.monotonic() - started
+        if result["status"] != OK:
+            given_up.add(case)
+        tell(f"[{count}/{total}] round {number}, {case.label}: {_outcome(result)} ({seconds:.0f} s)")
+        yield {"round": number, **asdict(case), "seconds": seconds, **result}
+
+
+def _spec(case: Case, options: BenchOptions) -> dict[str, Any]:
+    return {
+        **asdict(case),
+        "geometry": asdict(options.geometry),
+        "device": options.device,
+        "repeats": options.repeats,
+    }
+
+
+def _outcome(result: dict[str, Any]) -> str:
+    if result["status"] == OK:
+        count = len(result["measurements"])
+        last = result["measurements"][-1]
+        median = sorted(last["samples_ms"])[len(last["samples_ms"]) // 2]
+        return f"{last['what']} {median:.2f} ms" + (f" and {count - 1} more" if count > 1 else "")
+    if result["status"] == OUT_OF_MEMORY:
+        return OUT_OF_MEMORY
+    return f"{'cannot run here' if result['status'] == CANNOT else 'FAILED'}: {result['reason']}"

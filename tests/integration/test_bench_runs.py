@@ -1,0 +1,135 @@
+"""`coat-flux bench` and `scripts/benchmark_coat.py` at tiny sizes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coat_flux.bench import worker
+from coat_flux.bench.configurations import named
+from coat_flux.cli import main
+from tests.tolerances import BENCH_LOSS_RTOL
+
+ROOT = Path(__file__).resolve().parents[2]
+GEOMETRY = {"double": 1, "single": 1, "heads": 2, "rank": 4}
+TINY = [word for name, value in GEOMETRY.items() for word in (f"--{name}", str(value))]
+
+
+def work(level: str, configuration: str) -> dict[str, dict[str, Any]]:
+    spec = {"sizes": [[64, 1]], "geometry": GEOMETRY, "device": "cpu", "repeats": 2}
+    found = worker.run({"level": level, "configuration": configuration, **spec})
+    assert found["status"] == "ok", found["traceback"]
+    assert all(len(one["samples_ms"]) == 2 and min(one["samples_ms"]) > 0 for one in found["measurements"])
+    return {one["what"]: one for one in found["measurements"]}
+
+
+def test_steps_train_the_same_task() -> None:
+    names = ("bf16", "bf16_checkpointed", "coat", "coat_recomputed", "coat_per_row", "coat_weight_only")
+    found = {name: work("step", name) for name in names}
+    losses = {name: one["step"]["figures"]["loss"] for name, one in found.items()}
+    assert losses["bf16_checkpointed"] == losses["bf16"]
+    for name, values in losses.items():
+        assert values[-1] < values[0]
+        assert values == pytest.approx(losses["bf16"], rel=BENCH_LOSS_RTOL), name
+    assert found["bf16"].keys() == {"forward", "step"}
+    states = {name: one["step"]["figures"]["state_bytes"] for name, one in found.items()}
+    assert states["coat"] < 0.3 * states["bf16"]
+
+
+def test_blocks_and_linears_of_every_own_configuration() -> None:
+    for name in ("bf16", "coat", "coat_recomputed"):
+        kinds = [f"{kind} {what}" for kind in ("double", "single") for what in ("forward", "forward + backward")]
+        assert list(work("block", name)) == kinds
+    for name, row in named("op").items():
+        if not row.may_be_missing:
+            found = work("op", name)
+            assert [(what, one["figures"]["m"]) for what, one in found.items()] == [
+                (f"{what} {k} -> {n}", 528)
+                for k, n in ((256, 256), (256, 1024), (1024, 256), (1280, 256))
+                for what in ("forward", "dX")
+            ]
+
+
+@pytest.fixture
+def no_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes started from here do not find bitsandbytes."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def find_others(name, path=None, target=None):\n"
+        "    return None if name == 'bitsandbytes' else find(name, path, target)\n"
+        "PathFinder.find_spec = find_others\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+
+
+@pytest.mark.usefixtures("no_bitsandbytes")
+def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["adamw_fused", "adamw8bit", "coat_fp8_adamw"]
+    where = ["--device", "cpu", "--repeats", "2", "--skip-tests", "--out", str(tmp_path)]
+    assert main(["bench", "--level", "optimizer", "--configs", *names, "--rounds", "2", *TINY, *where]) == 0
+    out, missing = capsys.readouterr().out, "needs the package bitsandbytes, which is not installed"
+    assert [line.split(": ")[0] for line in out.splitlines() if line.startswith("[")] == [
+        "[1/6] round 1, optimizer adamw_fused",
+        "[2/6] round 1, optimizer adamw8bit",
+        "[3/6] round 1, optimizer coat_fp8_adamw",
+        "[4/6] round 2, optimizer coat_fp8_adamw",
+        "[6/6] round 2, optimizer adamw_fused",
+    ]
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert results["tests"] == "not run: --skip-tests"
+    assert results["options"]["geometry"] == GEOMETRY
+    assert results["date"].startswith("20")
+    assert results["command"].startswith("coat-flux ")
+    assert results["machine"]["versions"]["torch"] == torch.__version__
+    assert results["machine"]["limit"]["source"].startswith("measured: a 1024")
+    measured = [run["measurements"][0] for run in results["runs"] if run["status"] == "ok"]
+    assert [len(found["samples_ms"]) for found in measured] == [2] * 4
+    fused, theirs, coat = results["rows"]
+    assert (theirs["status"], theirs["reason"]) == ("cannot", f"{missing} (round 1)")
+    assert f"adamw8bit: cannot run here: {missing}" in out
+    assert fused["figures"]["tensors"] == 2 * (14 + 6)
+    assert coat["figures"]["state_bytes"] < 0.3 * fused["figures"]["state_bytes"]
+    assert coat["speedup"] == {"torch fused": fused["median_ms"] / coat["median_ms"]}
+    assert fused["percent_of_limit"] > 0
+    assert "| adamw_fused | optimizer step | " in (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_benchmark_coat(tmp_path: Path, fp8: bool) -> None:
+    out = tmp_path / "results.json"
+    sizes = ["--hidden_size", "128", "--num_layers", "2", "--batch_size", "2", "--num_steps", "12", "--device", "cpu"]
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark_coat.py"), *sizes, "--output", str(out)]
+    command += ["--use_fp8_activation"] if fp8 else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(out.read_text(encoding="utf-8"))
+    standard, coat, against = results["standard"], results["coat"], results["comparison"]
+    parameters = 2 * (128 * 128 + 128 + 2 * 128)
+    memory = standard["memory_bytes"]
+    assert memory["weights"] == memory["gradients"] == 4 * parameters
+    assert memory["optimizer_states"] == 8 * parameters
+    assert coat["memory_bytes"]["optimizer_states"] < 0.3 * memory["optimizer_states"]
+    saved = coat["memory_bytes"]["saved_activations"] / memory["saved_activations"]
+    assert saved < 0.75 if fp8 else saved == 1.0  # the loss keeps its own in fp32
+    assert coat["largest_batch"] > standard["largest_batch"] > 0
+    for side in (standard, coat):
+        parts = [value for name, value in side["memory_bytes"].items() if name != "peak"]
+        assert side["memory_bytes"]["peak"] == sum(parts)
+        assert len(side["losses"]) == len(side["step_ms"]) == 12
+        assert side["losses"][-1] < side["losses"][0]
+        assert side["ms_per_step"] > 0
+    assert against["optimizer_states_ratio"] == coat["memory_bytes"]["optimizer_states"] / memory["optimizer_states"]
+    assert math.isclose(against["final_loss_difference"], coat["final_loss"] - standard["final_loss"])
+    assert abs(against["final_loss_relative_difference"]) < BENCH_LOSS_RTOL
+    assert "optimizer states, MB" in done.stdout

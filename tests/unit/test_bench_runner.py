@@ -1,0 +1,146 @@
+"""Which cases a benchmark has, in which order they run, and what becomes of those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coat_flux.bench import runner, worker
+from coat_flux.bench.configurations import CONFIGURATIONS, LEVELS, OPTIMIZERS, named, rivals
+from coat_flux.bench.flops import Geometry
+from coat_flux.bench.options import BenchOptions, Case
+from coat_flux.config import COATConfig
+
+TINY = {"double": 1, "single": 1, "heads": 2, "rank": 4}
+
+
+def spec(level: str, configuration: str, **changes: Any) -> dict[str, Any]:
+    plain = {"sizes": [[64, 1]], "geometry": TINY, "device": "cpu", "repeats": 2}
+    return {"level": level, "configuration": configuration, **plain, **changes}
+
+
+def figures(milliseconds: float) -> dict[str, Any]:
+    found = {"what": "step", "resolution": 64, "batch": 1, "samples_ms": [milliseconds], "peak_bytes": 7}
+    return {"status": "ok", "measurements": [{**found, "figures": {}}], "said": []}
+
+
+def test_rounds_alternate_in_direction() -> None:
+    a, b, c = (Case("step", name) for name in "abc")
+    order = [(number, case.configuration) for number, case in runner.schedule([a, b, c], 3)]
+    assert order == [(1, "a"), (1, "b"), (1, "c"), (2, "c"), (2, "b"), (2, "a"), (3, "a"), (3, "b"), (3, "c")]
+
+
+def test_cases_put_rivals_next_to_each_other() -> None:
+    options = BenchOptions(resolutions=(512, 1024), batches=(1, 4), configurations=("bf16", "coat", "adamw_fused"))
+    by_level = {level: [case for case in options.cases() if case.level == level] for level in LEVELS}
+    assert [(case.configuration, case.sizes) for case in by_level["step"]] == [
+        (name, ((resolution, batch),)) for batch in (1, 4) for resolution in (512, 1024) for name in ("bf16", "coat")
+    ]
+    assert [case.sizes for case in by_level["op"]] == [((512, 1), (1024, 1))] * 2
+    assert [(case.configuration, case.sizes) for case in by_level["optimizer"]] == [("adamw_fused", ())]
+
+
+def test_every_configuration_is_complete() -> None:
+    optimizers = {choice.name for choice in OPTIMIZERS}
+    assert len({row.name for row in CONFIGURATIONS}) == len(CONFIGURATIONS)
+    for row in CONFIGURATIONS:
+        assert row.optimizer in optimizers
+        assert set(row.levels) <= set(LEVELS)
+        assert COATConfig.from_dict(dict(row.coat or {})).enabled
+        assert row.coat is None or row.coat["memory"]["checkpointing"] in ("none", "all")  # else the limit is unknown
+    for level in LEVELS:
+        for name in named(level):
+            assert set(rivals(level, name).values()) <= named(level).keys() | {"toolkit_default"}
+    assert named("step")["coat"].fp8_linears
+    assert not named("step")["coat_weight_only"].fp8_linears
+    assert [name for name, row in named("step").items() if row.recomputes] == [
+        "bf16_checkpointed",
+        "bf16_compiled_checkpointed",
+        "toolkit_default",
+        "coat_recomputed",
+    ]
+
+
+def test_what_gives_no_figures_is_kept_and_not_tried_again() -> None:
+    results = {
+        "bf16": figures(2.0),
+        "torchao_float8": {"status": "cannot", "reason": "needs the package torchao, which is not installed"},
+        "coat": {"status": "out of memory", "reason": "OutOfMemoryError: 5 GB asked for"},
+    }
+    started, told = [], []
+
+    def start(asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        started.append(asked["configuration"])
+        return results[asked["configuration"]]
+
+    options = BenchOptions(("step",), (64,), (1,), 2, tuple(results), Geometry(**TINY), timeout_s=9.0)
+    runs = list(runner.run_cases(options, told.append, start))
+    assert started == ["bf16", "torchao_float8", "coat", "bf16"]
+    assert [(run["round"], run["configuration"], run["status"]) for run in runs] == [
+        (1, "bf16", "ok"),
+        (1, "torchao_float8", "cannot"),
+        (1, "coat", "out of memory"),
+        (2, "bf16", "ok"),
+    ]
+    assert [line.rsplit(" (", 1)[0] for line in told] == [
+        "[1/6] round 1, step bf16 at 64 px x 1: step 2.00 ms",
+        "[2/6] round 1, step torchao_float8 at 64 px x 1: cannot run here: "
+        "needs the package torchao, which is not installed",
+        "[3/6] round 1, step coat at 64 px x 1: out of memory",
+        "[6/6] round 2, step bf16 at 64 px x 1: step 2.00 ms",
+    ]
+
+
+def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_is_installed", lambda package: package != "optimum.quanto")
+    found = worker.run(spec("step", "toolkit_default"))
+    assert found["status"] == "cannot"
+    assert found["reason"] == "needs the package optimum.quanto, which is not installed"
+
+
+@pytest.mark.parametrize(
+    ("configuration", "error", "status", "reason"),
+    [
+        ("torchao_float8", ValueError("no such card\nmore"), "cannot", "ValueError: no such card"),
+        ("bf16_compiled", RuntimeError("no compiler"), "cannot", "RuntimeError: no compiler"),
+        ("coat", ValueError("our mistake"), "failed", "ValueError: our mistake"),
+        ("bf16", ValueError("x" * 999), "failed", "ValueError: " + "x" * 287 + "…"),
+        ("coat", RuntimeError("CUDA error: out of memory"), "out of memory", "RuntimeError: CUDA error: out of memory"),
+    ],
+)
+def test_errors_become_results(
+    monkeypatch: pytest.MonkeyPatch, configuration: str, error: Exception, status: str, reason: str
+) -> None:
+    from coat_flux.bench import models
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(models, "make_model", fail)
+    found = worker.run(spec("step", configuration))
+    assert (found["status"], found["reason"]) == (status, reason)
+    assert reason[:40].split(": ")[1] in found["traceback"]
+
+
+def test_a_process_that_leaves_no_result_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "WORKER", "no_such_module_here")
+    found = runner.start_worker(spec("step", "bf16"), 60.0)
+    assert found["status"] == "failed"
+    assert "exit code 1 and no result" in found["reason"]
+    assert "No module named no_such_module_here" in found["reason"]
+
+
+def test_a_process_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.subprocess, "run", lambda command, **options: _hang(options["timeout"]))
+    found = runner.start_worker(spec("step", "bf16"), 0.5)
+    assert found == {"status": "failed", "reason": "took longer than 0.5 s and was stopped; raise --timeout"}
+
+
+def _hang(timeout: float) -> None:
+    raise runner.subprocess.TimeoutExpired("worker", timeout)
+
+
+def test_an_unusable_device_is_refused() -> None:
+    with pytest.raises(runner.MachineError, match=r"--device nonsense: .*give a device that torch can use"):
+        runner.describe(BenchOptions(device="nonsense"), lambda asked, _: worker.run(asked))
