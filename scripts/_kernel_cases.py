@@ -65,4 +65,39 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
     }
 
 
-CASES: dict[str, Callable[[], Any]] = {**_quantize_cases(), **_weight_only_cases()}
+def _row_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.kernels.gpu import gate, gelu, norm, rope
+
+    x, wide, modulation = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, MLP), _empty(1, HIDDEN)
+    grad = _empty(1, TOKENS, HIDDEN + MLP, dtype=torch.float32)
+    dx, dwide, dtype = grad[..., :HIDDEN].contiguous(), grad[..., HIDDEN:], torch.bfloat16
+    heads, weight, angles = _empty(1, TOKENS, 24, 128), _empty(128), _empty(TOKENS, 128, dtype=torch.float32)
+    codes = _empty(1, TOKENS, HIDDEN, dtype=FORMATS["e4m3"].dtype)
+    scale = _empty(1, TOKENS, HIDDEN // 128, dtype=torch.float32)
+    cases: dict[str, Callable[[], Any]] = {
+        "layer norm backward": partial(norm.layer_norm_modulate_backward, dx, x, modulation, 1e-6),
+        "layer norm backward bf16": partial(norm.layer_norm_modulate_backward, x, x, modulation, 1e-6),
+        "rms norm and rope": partial(rope.rms_norm_rope, heads, weight, angles, angles, 1e-6),
+        "rms norm and rope backward": partial(rope.rms_norm_rope_backward, heads, heads, weight, angles, angles, 1e-6),
+        "gate": partial(gate.gate_residual, x, modulation, x),
+    }
+    for spec in [("e4m3", "none"), *((name, part) for name in FORMATS for part in ("per_row", "per_tensor"))]:
+        label = " ".join(spec)
+        cases[f"layer norm {label}"] = partial(
+            norm.layer_norm_modulate_quantize, x, modulation, modulation, 1e-6, *spec
+        )
+        cases[f"gelu {label}"] = partial(gelu.gelu_concat_quantize, x, wide, *spec)
+        cases[f"gelu alone {label}"] = partial(gelu.gelu_concat_quantize, None, wide, *spec)
+        cases[f"gelu backward {label}"] = partial(gelu.gelu_backward_quantize, dwide, wide, *spec)
+        for name, result in {
+            "without result": (None, None),
+            "from codes": (codes, scale),
+            "from values": (x, None),
+        }.items():
+            cases[f"gate backward {name} {label}"] = partial(
+                gate.gate_residual_backward, dx, modulation, *result, 128, dtype, *spec
+            )
+    return cases
+
+
+CASES: dict[str, Callable[[], Any]] = {**_quantize_cases(), **_weight_only_cases(), **_row_cases()}

@@ -38,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if torch.cuda.is_available() and item.get_closest_marker("triton") and _device_of(item) == "cpu":
+            item.add_marker(pytest.mark.skip(reason="Triton's interpreter runs kernels where there is no GPU"))
+
+
+def _device_of(item: pytest.Item) -> object:
+    return (
+        item.callspec.params.get("device") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+    )
 
 
 @pytest.fixture(autouse=True)

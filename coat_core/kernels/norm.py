@@ -1,7 +1,8 @@
 """LayerNorm with adaLN modulation, and QK-RMSNorm with rotary embedding: forward and backward, as operators.
 
-    layer_norm_modulate   n = LayerNorm(x)·(1 + scale) + shift            one scale and shift per image
-    rms_norm_rope         y = rotate(RMSNorm(x)·weight)                   per head
+    layer_norm_modulate            n = LayerNorm(x)·(1 + scale) + shift            one scale and shift per image
+    layer_norm_modulate_quantize   n, and its codes                                what the linears after it read
+    rms_norm_rope                  y = rotate(RMSNorm(x)·weight)                   per head
 
 The bodies are the reference. The forward passes round where diffusers' FLUX blocks round, so that both give the same
 bits; the backward passes are computed in fp32 from x alone (row statistics are made anew) and rounded once.
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from coat_core.kernels.codes import codes_of, fake_codes_of
+from coat_core.kernels.dispatch import run_by_triton
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -43,12 +47,42 @@ def layer_norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> 
     """
     with _no_autocast(x):
         normed = torch.nn.functional.layer_norm(x, (x.shape[-1],), eps=eps)
-        return normed * (1 + scale[:, None]) + shift[:, None]
+        return (normed * (1 + scale[:, None]) + shift[:, None]).contiguous()
 
 
 @layer_norm_modulate.register_fake
 def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype))
+
+
+@torch.library.custom_op("coat::layer_norm_modulate_quantize", mutates_args=())
+def layer_norm_modulate_quantize(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float, fmt: str, granularity: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `layer_norm_modulate`'s n and its codes.
+
+    Args:
+        x: floating [B, S, D].
+        scale: [B, D].
+        shift: [B, D].
+        eps: added to the variance.
+        fmt: "e4m3" or "e5m2".
+        granularity: "none", "per_row" or "per_tensor"; see `coat_core.kernels.codes`.
+
+    Returns:
+        n [B, S, D]; its codes; the scale of the codes.
+
+    Raises:
+        ValueError: unknown format or granularity.
+    """
+    n = layer_norm_modulate(x, scale, shift, eps)
+    return n, *codes_of(n, fmt, granularity)
+
+
+@layer_norm_modulate_quantize.register_fake
+def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float, fmt: str, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
+    n = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype))
+    return n, *fake_codes_of(n, fmt, granularity)
 
 
 @torch.library.custom_op("coat::layer_norm_modulate_backward", mutates_args=())
@@ -73,12 +107,12 @@ def layer_norm_modulate_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: fl
     z = centred * rstd
     dz = g * (1 + scale.to(torch.float32)[:, None])
     dx = rstd * (dz - dz.mean(-1, keepdim=True) - z * (dz * z).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (g * z).sum(1).to(scale.dtype), g.sum(1).to(scale.dtype)
+    return dx.to(x.dtype).contiguous(), (g * z).sum(1).to(scale.dtype), g.sum(1).to(scale.dtype)
 
 
 @layer_norm_modulate_backward.register_fake
 def _(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(scale)
+    return x.new_empty(x.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape)
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -107,7 +141,8 @@ def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: floa
     with _no_autocast(x):
         normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
         cos, sin = cos[None, :, None], sin[None, :, None]
-        return (normed.to(torch.float32) * cos + _turned(normed).to(torch.float32) * sin).to(x.dtype)
+        y = normed.to(torch.float32) * cos + _turned(normed).to(torch.float32) * sin
+        return y.to(x.dtype).contiguous()
 
 
 @rms_norm_rope.register_fake
@@ -137,9 +172,16 @@ def rms_norm_rope_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor,
     weighted = back * weight.to(torch.float32)
     rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     z = values * rstd
-    return (rstd * (weighted - z * (weighted * z).mean(-1, keepdim=True))).to(x.dtype)
+    return (rstd * (weighted - z * (weighted * z).mean(-1, keepdim=True))).to(x.dtype).contiguous()
 
 
 @rms_norm_rope_backward.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
+
+
+run_by_triton(layer_norm_modulate, "norm.layer_norm_modulate")
+run_by_triton(layer_norm_modulate_quantize, "norm.layer_norm_modulate_quantize")
+run_by_triton(layer_norm_modulate_backward, "norm.layer_norm_modulate_backward")
+run_by_triton(rms_norm_rope, "rope.rms_norm_rope")
+run_by_triton(rms_norm_rope_backward, "rope.rms_norm_rope_backward")

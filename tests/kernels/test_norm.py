@@ -1,4 +1,7 @@
-"""LayerNorm+modulate and RMSNorm+rotary: against diffusers' modules to the bit, against autograd in float64."""
+"""LayerNorm+modulate and RMSNorm+rotary: against diffusers' modules to the bit, against autograd in float64.
+
+Their Triton kernels, in the interpreter, against the operators in fp32: the interpreter truncates to bf16.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,20 @@ from torch import Tensor
 from coat_core.kernels.norm import (
     layer_norm_modulate,
     layer_norm_modulate_backward,
+    layer_norm_modulate_quantize,
     rms_norm_rope,
     rms_norm_rope_backward,
 )
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.tolerances import NORM_BACKWARD_BF16_FLOOR_DB, NORM_BACKWARD_FP32_FLOOR_DB
+from tests.helpers.operators import check_operator
+from tests.helpers.rows import CASES, SPECS, assert_codes_of, assert_rows_close, rows_of_kind
+from tests.helpers.rows import KINDS as ROW_KINDS
+from tests.tolerances import (
+    BF16_ULP_RTOL,
+    KERNEL_ROW_RTOL,
+    NORM_BACKWARD_BF16_FLOOR_DB,
+    NORM_BACKWARD_FP32_FLOOR_DB,
+)
 
 EPS = 1e-6
 FLOOR = {torch.float32: NORM_BACKWARD_FP32_FLOOR_DB, torch.bfloat16: NORM_BACKWARD_BF16_FLOOR_DB}
@@ -153,3 +165,171 @@ def test_operators_keep_torch_library_rules(dtype: torch.dtype, device: torch.de
     torch.library.opcheck(layer_norm_modulate_backward, (x, x, scale, EPS))
     torch.library.opcheck(rms_norm_rope, (y, weight, cos, sin, EPS))
     torch.library.opcheck(rms_norm_rope_backward, (y, y, weight, cos, sin, EPS))
+    for spec in SPECS:
+        check_operator(layer_norm_modulate_quantize, (x, scale, shift, EPS, *spec))
+
+
+def test_layer_norm_modulate_quantize_is_the_two_operators() -> None:
+    x, scale, shift = modulated("plain", torch.bfloat16, torch.device("cpu"))
+    for spec in SPECS:
+        n, codes, code_scale = layer_norm_modulate_quantize(x, scale, shift, EPS, *spec)
+        assert_bitwise(n, layer_norm_modulate(x, scale, shift, EPS))
+        assert_codes_of(n, codes, code_scale, *spec)
+
+
+ROW_SHAPES = [(2, 7, 48), (1, 7, 40), (3, 5, 130), (1, 3, 2100)]
+
+
+def rows(kind: str, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, S, D]; scale and shift, chunks of the modulation of a whole block."""
+    b, _, d = shape
+    scale, shift = torch.randn(b, 6 * d, device=device).chunk(6, dim=1)[1:3]
+    return rows_of_kind(kind, shape).to(device), scale, shift
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_layer_norm_modulate_kernel(case: tuple[str, str, str], device: torch.device) -> None:
+    from coat_core.kernels.gpu import norm as kernels
+
+    kind, *spec = case
+    for shape in ROW_SHAPES:
+        x, scale, shift = rows(kind, shape, device)
+        n, codes, code_scale = kernels.layer_norm_modulate_quantize(x, scale, shift, EPS, *spec)
+        assert_rows_close(n, layer_norm_modulate(x, scale, shift, EPS), KERNEL_ROW_RTOL)
+        assert_codes_of(n, codes, code_scale, *spec)
+        assert_bitwise(kernels.layer_norm_modulate(x, scale, shift, EPS), n)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("granularity", ["per_row", "per_tensor"])
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
+def test_layer_norm_modulate_kernel_in_half_precision(
+    scale_dtype: torch.dtype, granularity: str, device: torch.device
+) -> None:
+    from coat_core.kernels.gpu.norm import layer_norm_modulate_quantize as kernel
+
+    x, scale, shift = (x.to(scale_dtype) for x in rows("plain", (2, 7, 48), device))
+    x = x.to(torch.bfloat16)
+    n, codes, code_scale = kernel(x, scale, shift, EPS, "e4m3", granularity)
+    assert_codes_of(n, codes, code_scale, "e4m3", granularity)
+    # three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
+    assert_rows_close(n, layer_norm_modulate(x, scale, shift, EPS), 3 * BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_layer_norm_modulate_backward_kernel(kind: str, device: torch.device) -> None:
+    from coat_core.kernels.gpu.norm import layer_norm_modulate_backward as kernel
+
+    for shape in ROW_SHAPES:
+        x, scale, _ = rows(kind, shape, device)
+        grad = rows_of_kind("strided", shape).to(device)
+        expected = layer_norm_modulate_backward(grad, x, scale, EPS)
+        for found, gradient in zip(kernel(grad, x, scale, EPS), expected, strict=True):
+            assert_rows_close(found, gradient, KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_layer_norms_backward_shares_rows_among_programs(
+    programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coat_core.kernels.gpu import codes
+    from coat_core.kernels.gpu.norm import layer_norm_modulate_backward as kernel
+
+    monkeypatch.setattr(codes, "PROGRAMS", programs)
+    monkeypatch.setattr(codes, "TILE_ELEMENTS", 128)  # two rows at once
+    x, scale, _ = rows("plain", (2, 13, 48), device)
+    grad = torch.randn_like(x)
+    expected = layer_norm_modulate_backward(grad, x, scale, EPS)
+    for found, gradient in zip(kernel(grad, x, scale, EPS), expected, strict=True):
+        assert_rows_close(found, gradient, KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_layer_norms_backward_kernel_reads_half_precision(device: torch.device) -> None:
+    from coat_core.kernels.gpu.norm import layer_norm_modulate_backward as kernel
+
+    x, scale, _ = (x.to(torch.bfloat16) for x in rows("plain", (2, 7, 48), device))
+    for dtype in (torch.bfloat16, torch.float32):
+        grad = torch.randn(x.shape, device=device).to(dtype)
+        expected = layer_norm_modulate_backward(grad, x, scale, EPS)
+        for found, gradient in zip(kernel(grad, x, scale, EPS), expected, strict=True):
+            assert_rows_close(found, gradient, BF16_ULP_RTOL)
+
+
+def angles(tokens: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    table = torch.randn(tokens, d // 2, device=device).repeat_interleave(2, dim=1)
+    return table.cos(), table.sin()
+
+
+def per_head(kind: str, heads: int, d: int, device: torch.device) -> Tensor:
+    """[2, 7, H, d] as callers have it: a view of [B, S, H·d], of [B, H, S, d], or with neighbours apart."""
+    x = rows_of_kind(kind if kind in ROW_KINDS else "plain", (2, heads, 7, d)).to(device)
+    if kind == "tokens first":
+        return x.transpose(1, 2).contiguous().view(2, 7, heads * d)[:, 2:].unflatten(-1, (heads, d))
+    return x.transpose(1, 2)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", [*ROW_KINDS, "tokens first"])
+@pytest.mark.parametrize(("heads", "d"), [(3, 16), (2, 24), (9, 128), (1, 2)])
+def test_rms_norm_rope_kernels(kind: str, heads: int, d: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu import rope as kernels
+
+    x = per_head(kind, heads, d, device)
+    grad = per_head("plain", heads, d, device)[:, -x.shape[1] :]
+    tables = (torch.randn(d, device=device), *angles(x.shape[1], d, device), EPS)
+    y, dx = kernels.rms_norm_rope(x, *tables), kernels.rms_norm_rope_backward(grad, x, *tables)
+    assert y.is_contiguous()
+    assert dx.is_contiguous()
+    assert_rows_close(y, rms_norm_rope(x, *tables), KERNEL_ROW_RTOL)
+    assert_rows_close(dx, rms_norm_rope_backward(grad, x, *tables), KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_rms_norm_rope_kernels_read_half_precision(device: torch.device) -> None:
+    from coat_core.kernels.gpu import rope as kernels
+
+    x, grad = per_head("plain", 3, 16, device).bfloat16(), per_head("plain", 3, 16, device)
+    tables = (torch.randn(16, device=device).bfloat16(), *angles(7, 16, device), EPS)
+    assert_rows_close(kernels.rms_norm_rope(x, *tables), rms_norm_rope(x, *tables), 2 * BF16_ULP_RTOL)
+    expected = rms_norm_rope_backward(grad, x, *tables)
+    assert_rows_close(kernels.rms_norm_rope_backward(grad, x, *tables), expected, BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+def test_two_launches_agree(device: torch.device) -> None:
+    from coat_core.kernels.gpu import norm as kernels
+    from coat_core.kernels.gpu import rope
+
+    x, scale, shift = rows("heavy tails", (2, 40, 48), device)
+    y, tables = x.unflatten(-1, (3, 16)), (scale[0, :16], *angles(40, 16, device), EPS)
+    first, second = (
+        (
+            *kernels.layer_norm_modulate_backward(x, x, scale, EPS),
+            kernels.layer_norm_modulate_quantize(x, scale, shift, EPS, "e4m3", "per_tensor")[2],
+            rope.rms_norm_rope(y, *tables),
+            rope.rms_norm_rope_backward(y, y, *tables),
+        )
+        for _ in range(2)
+    )
+    for a, b in zip(first, second, strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.triton
+def test_a_row_too_wide_for_a_program_is_refused(device: torch.device) -> None:
+    from coat_core.kernels.gpu.norm import layer_norm_modulate as kernel
+
+    wide = torch.zeros(1, 1, 16385, device=device)
+    with pytest.raises(ValueError, match="rows of 16385: the Triton kernel holds at most 16384"):
+        kernel(wide, wide[0], wide[0], EPS)

@@ -1,0 +1,51 @@
+"""What kernels that make and quantize rows are tested with: inputs of every kind, and codes that are their values'."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coat_core.formats import get_format
+from coat_core.granularity import Granularity
+from coat_core.quantize import quantize
+from tests.helpers.asserts import assert_bitwise
+
+KINDS = ["plain", "zero row", "outlier", "heavy tails", "strided", "slice"]
+SPECS = [("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor"), ("e5m2", "per_tensor")]
+CASES = [(kind, "e4m3", "per_row") for kind in KINDS] + [("plain", *spec) for spec in SPECS if spec != SPECS[1]]
+
+
+def rows_of_kind(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """fp32 [..., K]: one row of zeros, one huge value, heavy tails, strided, or the end of wider rows."""
+    x = torch.randn(shape)
+    if kind == "zero row":
+        x[0, -1] = 0
+    elif kind == "outlier":
+        x.view(-1)[x.numel() // 2] = -1e4
+    elif kind == "heavy tails":
+        x = x / torch.rand(shape).clamp_min(1e-3)
+    elif kind == "strided":
+        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+    elif kind == "slice":
+        x = torch.randn(*shape[:-1], shape[-1] + 16)[..., 16:]
+    return x
+
+
+def assert_codes_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: str, granularity: str) -> None:
+    """Assert that values came with their own codes and scale, to the bit."""
+    assert values.is_contiguous()
+    if granularity == "none":
+        assert codes.shape == scale.shape == (0,)
+        assert (codes.dtype, scale.dtype) == (get_format(fmt).dtype, torch.float32)
+        return
+    expected = quantize(values, fmt, Granularity(granularity))
+    assert_bitwise(scale, expected.scale)
+    assert_bitwise(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+
+
+def assert_rows_close(found: Tensor, expected: Tensor, rtol: float) -> None:
+    """Assert same dtype and shape, and that no element is off by more than `rtol` of its row's largest magnitude."""
+    assert (found.dtype, found.shape, found.device) == (expected.dtype, expected.shape, expected.device)
+    off = (found.double() - expected.double()).abs()
+    allowed = rtol * expected.double().abs().amax(-1, keepdim=True)
+    assert bool((off <= allowed).all()), f"off by {float((off / allowed).max()):.3g} of what is allowed"
