@@ -26,6 +26,8 @@ def refuse_second_order() -> None:
     Raises:
         RuntimeError: the running backward pass was started with create_graph=True.
     """
+    if torch.compiler.is_dynamo_compiling():  # while it traces; compiled backward passes are guarded from outside
+        return
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(REFUSAL)
 

@@ -36,6 +36,9 @@ class AttentionContext(NamedTuple):
 
 def chosen_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Name the kernel torch chooses for these tensors; see `AttentionContext.kernel`."""
+    if torch.compiler.is_dynamo_compiling():
+        chosen: str = _chosen_for(q.device, q.dtype, tuple(q.shape), k.shape[2])
+        return chosen
     choice = torch._fused_sdp_choice(q, k, v)
     if choice == SDPBackend.FLASH_ATTENTION.value:
         on_gpu = "flash" if q.shape[-1] % 8 == 0 else "plain"  # torch pads other head sizes around the kernel
@@ -44,6 +47,14 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
         named = {SDPBackend.EFFICIENT_ATTENTION.value: "efficient", SDPBackend.CUDNN_ATTENTION.value: "cudnn"}
         return named.get(choice, "plain")
     return "plain"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _chosen_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], keys: int) -> str:
+    """`chosen_kernel` for tensors that are views of [B, S, H, d]: while torch.compile traces there are no others."""
+    batch, heads, queries, head_dim = shape
+    q, k = (torch.empty(batch, n, heads, head_dim, device=device, dtype=dtype) for n in (queries, keys))
+    return chosen_kernel(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2))
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, AttentionContext]:

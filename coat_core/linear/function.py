@@ -28,6 +28,7 @@ from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
 from coat_core.kernels.quantize import dequantize, quantize, quantize_once
 from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
+from coat_core.kernels.weight_only import weight_only_linear
 from coat_core.quantize import Quantized
 
 
@@ -100,6 +101,28 @@ def multiply(
     return out.reshape(*lead, -1)
 
 
+def fprop(
+    x: Tensor, quantized: Quantized | None, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return y = x Wᵀ + b, without a gradient.
+
+    Args:
+        x: [..., K].
+        quantized: x in FP8; None multiplies x by the dequantized weight.
+        codes: weight codes [N, K].
+        scale: fp32 [] or [N, 1].
+        bias: [N] or None.
+        dtype: of the result.
+
+    Returns:
+        Tensor [..., N].
+    """
+    if quantized is not None:
+        return multiply(quantized, codes, scale, bias, dtype, fast_accum=True)
+    y: Tensor = weight_only_linear(x, codes, scale, bias, dtype)
+    return y
+
+
 def dgrad(
     grad: Tensor,
     codes: Tensor,
@@ -107,6 +130,7 @@ def dgrad(
     config: FP8LinearConfig,
     in_fp8: bool,
     transposed: Tensor | None = None,
+    quantized: Quantized | None = None,
 ) -> Tensor:
     """Return dx = dy · W.
 
@@ -117,6 +141,7 @@ def dgrad(
         config: formats and granularities.
         in_fp8: False multiplies by the dequantized weight.
         transposed: the codes as a contiguous [K, N], where there is such a copy.
+        quantized: dy in `grad_format`, where its maker has quantized it; of a weight scaled per tensor.
 
     Returns:
         Tensor [..., K] in dy's dtype.
@@ -126,7 +151,8 @@ def dgrad(
         return grad @ weight
     per_row = scale.ndim == 2
     factors = scale.reshape(-1) if per_row else None
-    quantized = quantize(grad, config.grad_format, input_granularity(config), factors)
+    if quantized is None:
+        quantized = quantize(grad, config.grad_format, input_granularity(config), factors)
     unit = scale.new_ones(()) if per_row else scale
     return multiply(quantized, codes.t() if transposed is None else transposed, unit, None, grad.dtype)
 
@@ -148,10 +174,7 @@ class _FrozenLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scale, transposed)
         ctx.config, ctx.in_fp8, ctx.x_dtype = config, quantized is not None, x.dtype
-        if quantized is not None:
-            return multiply(quantized, codes, scale, bias, dtype, fast_accum=True)
-        weight = dequantize(codes, scale, dtype=dtype)
-        return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
+        return fprop(x, quantized, codes, scale, bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -261,6 +261,7 @@ CASES = [
     Case("memory.budget_gb", "memory: {budget_gb: 1000.0}", block_runs, 4),
 ]
 SEPARATE = {"optimizer.stochastic_rounding", "memory.log_memory_stats", "memory.log_every", "fallback"}
+SPEED = {"speed.compile", "speed.measure"}  # change no tensor: test_compile.py, test_speed_pick.py
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key}: {case.probe.__name__} of {case.yaml}")
@@ -271,7 +272,7 @@ def test_option_is_visible_in_the_tensors(case: Case) -> None:
 
 
 def test_every_option_has_a_case() -> None:
-    assert {case.key for case in CASES} | SEPARATE == set(BY_KEY)
+    assert {case.key for case in CASES} | SEPARATE | SPEED == set(BY_KEY)
 
 
 def test_the_number_of_linears_is_what_the_cases_count_on() -> None:

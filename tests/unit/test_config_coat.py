@@ -115,7 +115,7 @@ def test_to_dict_holds_every_option_and_reads_back(block):
     config = COATConfig.from_dict(block)
     tree = config.to_dict()
     assert COATConfig.from_dict(tree) == config
-    assert set(tree) == {"enabled", "optimizer", "weight", "activation", "memory", "fallback"}
+    assert set(tree) == {"enabled", "optimizer", "weight", "activation", "memory", "speed", "fallback"}
     assert tree["activation"]["include"] == ["*"]
     assert len(tree["optimizer"]) == 8
 

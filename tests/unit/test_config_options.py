@@ -41,6 +41,8 @@ SPEC_DEFAULTS = {
     "memory.budget_gb": None,
     "memory.log_memory_stats": True,
     "memory.log_every": 100,
+    "speed.compile": "auto",
+    "speed.measure": "auto",
     "fallback": "bf16",
 }
 GOOD = {

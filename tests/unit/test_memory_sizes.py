@@ -71,7 +71,7 @@ def test_the_fused_flow_keeps_the_list_and_no_more():
     """x, q, k, v, out, MLP before GELU: 9 bytes in a single block; double: x before the second norm too."""
     middles = sum(tensor.bytes for tensor in kept_tensors(flux_block("single"), TOKENS, FlowSettings()))
     elements = TOKENS.rows * 3072
-    small = 5 * 16 * 4 * TOKENS.rows + 24 * 4 * TOKENS.rows + 3 * 3072 * 2  # h, log-sum-exp, modulation
+    small = 5 * 16 * 2 * TOKENS.rows + 24 * 4 * TOKENS.rows + 3 * 3072 * 2  # h, log-sum-exp, modulation
     assert middles == 9 * elements + 9 * elements // 128 * 4 + small
     assert 10 < per_element("double", FlowSettings()) < 10.7
     assert per_element("double", FlowSettings(), NAMES["double"]) == pytest.approx(
@@ -169,7 +169,7 @@ def test_settings_of_a_config():
     )
     expected = FlowSettings(
         flow="generic", attention="bf16", packing=per_group(32), inputs=Granularity("per_row", 32),
-        fp8_checkpoint=False, value_bytes=4, cuda=False, fp8_weights=False,
+        fp8_checkpoint=False, value_bytes=4, cuda=False, fp8_weights=False, kernels=False,
     )  # fmt: skip
     assert settings_of(coat, value_bytes=4, cuda=False) == expected
     assert settings_of(COATConfig()) == FlowSettings()

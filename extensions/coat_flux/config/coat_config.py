@@ -66,6 +66,14 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True)
+class SpeedOptions:
+    """`coat.speed`: how blocks run."""
+
+    compile: str = from_option(BY_KEY["speed.compile"])
+    measure: str = from_option(BY_KEY["speed.measure"])
+
+
+@dataclass(frozen=True)
 class COATConfig:
     """The whole `coat:` block; `COATConfig()` has every default."""
 
@@ -74,6 +82,7 @@ class COATConfig:
     weight: WeightOptions = field(default_factory=WeightOptions)
     activation: ActivationOptions = field(default_factory=ActivationOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    speed: SpeedOptions = field(default_factory=SpeedOptions)
     fallback: str = from_option(BY_KEY["fallback"])
 
     @classmethod
@@ -166,3 +175,6 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
     if config.memory.budget_gb is not None and mode != "auto":
         rule = f"only used with checkpointing: auto, which is {mode}; write null or checkpointing: auto"
         findings.add(f"{memory}.budget_gb", rule, config.memory.budget_gb)
+    if config.speed.compile in ("blocks", "cudagraphs") and config.activation.flow == "generic":
+        rule = "compiles the fused flow's blocks, and activation.flow is generic; write flow: fused or compile: none"
+        findings.add(f"{path}.speed.compile", rule, config.speed.compile)

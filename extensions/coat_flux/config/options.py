@@ -77,6 +77,16 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _switch("memory.log_memory_stats", True, "print memory lines"),
     Option("memory.log_every", 100, "int", "steps from one memory line to the next", minimum=1),
+    _choice(
+        "speed.compile",
+        ("auto", "none", "blocks", "cudagraphs"),
+        "torch.compile of FLUX's blocks, each by itself; cudagraphs: as CUDA graphs; auto: what is measured, else none",
+    ),
+    _choice(
+        "speed.measure",
+        ("auto", "always", "never"),
+        "at the start, at most 20 s: takes the fastest GEMM as precise as asked, eager or compiled; auto: on a GPU",
+    ),
     _choice("fallback", ("bf16", "error"), "when FP8 cannot be used on this device, torch or layer"),
 )
 

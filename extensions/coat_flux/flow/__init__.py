@@ -5,11 +5,13 @@ norm_linears.py    LayerNorm, modulation, linears         keeps x
 attention.py       QK norm, rotary embedding, attention   keeps q, k, v, out
 gated_linear.py    GELU, linear, gate, residual           keeps what GELU reads, the result for the gate's gradient
 linears.py         a frozen linear with LoRA              keeps h = x Aᵀ
+compiled.py        a block through torch.compile
 chooser.py         which blocks take it
 """
 
 from .blocks import FUSABLE, FusedBlock, fused_block
 from .chooser import FusedFlow
+from .compiled import CompiledBlocks
 from .linears import NotFusable
 
-__all__ = ["FUSABLE", "FusedBlock", "FusedFlow", "NotFusable", "fused_block"]
+__all__ = ["FUSABLE", "CompiledBlocks", "FusedBlock", "FusedFlow", "NotFusable", "fused_block"]

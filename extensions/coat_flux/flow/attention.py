@@ -33,7 +33,7 @@ def attention(
     norms: Sequence[HeadNorms],
     rotary: tuple[Tensor, Tensor],
     streams: Sequence[Tensor],
-    config: PackingConfig,
+    config: PackingConfig | None,
 ) -> list[KeptOut]:
     """QK-RMSNorm, rotary embedding and attention over one or two streams of tokens together.
 
@@ -42,7 +42,7 @@ def attention(
         norms: one per stream.
         rotary: cos and sin [S, d] over the tokens of all streams.
         streams: q, k, v [B, S_i, H·d] of each stream in turn.
-        config: how q, k, v and out are kept; `config.attention` "bf16" keeps them as they are.
+        config: how q, k, v and out are kept; None, or `config.attention` "bf16", keeps them as they are.
 
     Returns:
         For each stream, out [B, S_i, H·d] and what is kept of it, for `gated_linear`.
@@ -62,10 +62,10 @@ class _Attention(torch.autograd.Function):
         heads: int,
         norms: Sequence[HeadNorms],
         rotary: tuple[Tensor, Tensor],
-        config: PackingConfig,
+        config: PackingConfig | None,
         *streams: Tensor,
     ) -> tuple[Tensor, ...]:
-        store = config if config.attention == "fp8" else None
+        store = config if config is not None and config.attention == "fp8" else None
         q, k, v, lengths = _joined(heads, norms, rotary, streams)
         out, context = attention_forward(q, k, v)
         joined = out.transpose(1, 2).flatten(2).to(streams[0].dtype)
@@ -95,10 +95,15 @@ class _Attention(torch.autograd.Function):
             outs = [unpack(kept[f"out{i}"], ctx.config, ctx.dtype) for i in range(count)]
             q, k, v, _ = _joined(ctx.heads, ctx.norms, ctx.rotary, streams)
             context = AttentionContext(ctx.kernel, kept["attention"], ctx.sizes)
-            out, grad = (_by_head(torch.cat(parts, dim=1), ctx.heads) for parts in (outs, list(grads[:count])))
+            out, grad = (_by_head(_together(parts), ctx.heads) for parts in (outs, list(grads[:count])))
             joint = attention_backward(grad.to(q.dtype), q, k, v, out.to(q.dtype), context)
             gradients = _split_back(joint, ctx.norms, ctx.rotary, streams, ctx.lengths)
         return None, None, None, None, *gradients
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """Tokens of all streams, one after the other; of one stream the tensor itself."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
@@ -125,7 +130,7 @@ def _joined(
         parts[0].append(rms_norm_rope(q, norm[0], *angles, norm[1]))
         parts[1].append(rms_norm_rope(k, norm[2], *angles, norm[3]))
         parts[2].append(v)
-    q, k, v = (torch.cat(part, dim=1).transpose(1, 2) if len(part) > 1 else part[0].transpose(1, 2) for part in parts)
+    q, k, v = (_together(part).transpose(1, 2) for part in parts)
     return q, k, v, lengths
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from coat_core.activation import PackingConfig
 
 from .attention import HeadNorms, KeptOut, attention
 from .gated_linear import gated_linear
-from .linears import NotFusable, read_linear
+from .linears import AdaptedLinear, NotFusable, adapted_linear, read_group, read_linear
 from .norm_linears import norm_linears
 
 BLOCK_ARGUMENTS = ["hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs"]
@@ -32,13 +33,13 @@ FUSABLE = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
 FusedBlock = Callable[..., tuple[Tensor, Tensor]]
 
 
-def fused_block(block: nn.Module, args: tuple[Any, ...], config: PackingConfig) -> FusedBlock:
+def fused_block(block: nn.Module, args: tuple[Any, ...], config: PackingConfig | None) -> FusedBlock:
     """Return a function with the block's arguments and results that keeps for backward what the fused flow lists.
 
     Args:
         block: a diffusers FluxTransformerBlock or FluxSingleTransformerBlock, with or without LoRA.
         args: what it is about to be called with.
-        config: how kept tensors are stored.
+        config: how kept tensors are stored; None keeps them as they are.
 
     Raises:
         NotFusable: another class, or a block that does more than the fused functions; the message says what.
@@ -111,90 +112,157 @@ def _check_attention(attn: Any) -> None:
         raise NotFusable(f"diffusers' attention backend {getattr(name, 'value', name)}")
 
 
-def _modulation(norm: Any, temb: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The adaLN vectors [B, D]; one row per image, so they take the ordinary way through autograd."""
-    if getattr(norm, "emb", None) is not None:
-        raise NotFusable("class embeddings in adaLN")
-    return tuple(norm.linear(norm.silu(temb)).chunk(count, dim=1))
+def _read_modulation(norm: Any) -> AdaptedLinear:
+    if getattr(norm, "emb", None) is not None or type(norm.silu) is not nn.SiLU:
+        raise NotFusable("class embeddings or another activation in adaLN")
+    return read_linear(norm.linear)
 
 
-def _heads(attn: Any, qkv: list[Tensor]) -> int:
-    return int(qkv[0].shape[-1] // attn.head_dim)
+def _modulation(linear: AdaptedLinear, temb: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The adaLN vectors [B, D]."""
+    return adapted_linear(torch.nn.functional.silu(temb), linear).chunk(count, dim=1)
 
 
 def _clipped(x: Tensor) -> Tensor:
     return x.clip(-FP16_LIMIT, FP16_LIMIT) if x.dtype == torch.float16 else x
 
 
-def _read_single(block: Any, config: PackingConfig) -> FusedBlock:
-    attn, eps = block.attn, _check_norm(block.norm.norm)
-    _check_attention(attn)
-    norm = _qk_norm(attn.norm_q, attn.norm_k)
-    _check_gelu(block.act_mlp)
-    inputs = [read_linear(m) for m in (attn.to_q, attn.to_k, attn.to_v, block.proj_mlp)]
-    output = read_linear(block.proj_out)
+@dataclass(frozen=True)
+class SingleBlock:
+    """A FluxSingleTransformerBlock as it was read.
 
-    def run(hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any, _: Any = None) -> tuple[Tensor, Tensor]:
+    Attributes:
+        config: how kept tensors are stored; None keeps them as they are.
+        modulation: makes shift, scale and gate.
+        eps: LayerNorm's.
+        head_dim: d of one head.
+        qk_norm: RMSNorms of q and k.
+        inputs: to_q, to_k, to_v, proj_mlp.
+        output: proj_out.
+    """
+
+    config: PackingConfig | None
+    modulation: AdaptedLinear
+    eps: float
+    head_dim: int
+    qk_norm: HeadNorms
+    inputs: tuple[AdaptedLinear, ...]
+    output: AdaptedLinear
+
+    def __call__(self, hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any, _: Any = None) -> tuple[Tensor, Tensor]:
+        """Return the text and the image stream; arguments as diffusers' block."""
         x = torch.cat([text, hidden], dim=1)
-        shift, scale, gate = _modulation(block.norm, temb, 3)
-        *qkv, mlp = norm_linears(x, scale, shift, eps, inputs, config)
-        (out,) = attention(_heads(attn, qkv), [norm], rotary, qkv, config)
-        y = _clipped(gated_linear(x, gate, output, config, out, mlp))
+        shift, scale, gate = _modulation(self.modulation, temb, 3)
+        *qkv, mlp = norm_linears(x, scale, shift, self.eps, self.inputs, self.config)
+        (out,) = attention(qkv[0].shape[-1] // self.head_dim, [self.qk_norm], rotary, qkv, self.config)
+        y = _clipped(gated_linear(x, gate, self.output, self.config, out, mlp))
         return y[:, : text.shape[1]], y[:, text.shape[1] :]
 
-    return run
+
+@dataclass(frozen=True)
+class DoubleBlock:
+    """A FluxTransformerBlock as it was read: two streams and their common attention."""
+
+    config: PackingConfig | None
+    head_dim: int
+    text: Stream
+    image: Stream
+
+    def __call__(
+        self, hidden: Tensor, encoder: Tensor, temb: Tensor, rotary: Any, _: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the text and the image stream; arguments as diffusers' block."""
+        image_modulation, text_modulation = (_modulation(s.modulation, temb, 6) for s in (self.image, self.text))
+        qkv = [
+            *self.text.qkv(encoder, text_modulation, self.config),
+            *self.image.qkv(hidden, image_modulation, self.config),
+        ]
+        norms = [self.text.qk_norm, self.image.qk_norm]
+        text_out, image_out = attention(qkv[0].shape[-1] // self.head_dim, norms, rotary, qkv, self.config)
+        hidden = self.image.rest(hidden, image_out, image_modulation, self.config)
+        return _clipped(self.text.rest(encoder, text_out, text_modulation, self.config)), hidden
 
 
-def _read_double(block: Any, config: PackingConfig) -> FusedBlock:
+@dataclass(frozen=True)
+class Stream:
+    """One of a double block's two streams.
+
+    Attributes:
+        modulation: makes shift, scale and gate of attention, then of the MLP.
+        eps: of the two LayerNorms.
+        qk_norm: RMSNorms of q and k.
+        inputs: to q, k and v.
+        output: attention's projection.
+        up: the MLP's first linear.
+        down: the MLP's second linear.
+    """
+
+    modulation: AdaptedLinear
+    eps: tuple[float, float]
+    qk_norm: HeadNorms
+    inputs: tuple[AdaptedLinear, ...]
+    output: AdaptedLinear
+    up: AdaptedLinear
+    down: AdaptedLinear
+
+    def qkv(self, x: Tensor, modulation: tuple[Tensor, ...], config: PackingConfig | None) -> tuple[Tensor, ...]:
+        """q, k and v before their norms."""
+        return norm_linears(x, modulation[1], modulation[0], self.eps[0], self.inputs, config)
+
+    def rest(self, x: Tensor, out: KeptOut, modulation: tuple[Tensor, ...], config: PackingConfig | None) -> Tensor:
+        """The stream after attention: projection, gate and residual, then the MLP with its own."""
+        _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation
+        x = gated_linear(x, gate, self.output, config, out=out)
+        (mlp,) = norm_linears(x, scale_mlp, shift_mlp, self.eps[1], (self.up,), config)
+        return gated_linear(x, gate_mlp, self.down, config, mlp=mlp)
+
+
+def _read_single(block: Any, config: PackingConfig | None) -> SingleBlock:
+    attn, eps = block.attn, _check_norm(block.norm.norm)
+    _check_attention(attn)
+    _check_gelu(block.act_mlp)
+    return SingleBlock(
+        config,
+        _read_modulation(block.norm),
+        eps,
+        attn.head_dim,
+        _qk_norm(attn.norm_q, attn.norm_k),
+        read_group((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp)),
+        read_linear(block.proj_out),
+    )
+
+
+def _read_double(block: Any, config: PackingConfig | None) -> DoubleBlock:
     attn = block.attn
     _check_attention(attn)
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
     _check_dropout(attn.to_out[1])
-    text = _Stream(
-        block.norm1_context, block.norm2_context, block.ff_context,
-        (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.to_add_out, config,
-    )  # fmt: skip
-    image = _Stream(block.norm1, block.norm2, block.ff, (attn.to_q, attn.to_k, attn.to_v), attn.to_out[0], config)
-    norms = [_qk_norm(attn.norm_added_q, attn.norm_added_k), _qk_norm(attn.norm_q, attn.norm_k)]
+    text = _read_stream(
+        block.norm1_context,
+        block.norm2_context,
+        block.ff_context,
+        _qk_norm(attn.norm_added_q, attn.norm_added_k),
+        (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out),
+    )
+    image = _read_stream(
+        block.norm1,
+        block.norm2,
+        block.ff,
+        _qk_norm(attn.norm_q, attn.norm_k),
+        (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]),
+    )
+    return DoubleBlock(config, attn.head_dim, text, image)
 
-    def run(hidden: Tensor, encoder: Tensor, temb: Tensor, rotary: Any, _: Any = None) -> tuple[Tensor, Tensor]:
-        image_modulation, text_modulation = image.modulation(temb), text.modulation(temb)
-        qkv = [*text.qkv(encoder, text_modulation), *image.qkv(hidden, image_modulation)]
-        text_out, image_out = attention(_heads(attn, qkv), norms, rotary, qkv, config)
-        hidden = image.rest(hidden, image_out, image_modulation)
-        return _clipped(text.rest(encoder, text_out, text_modulation)), hidden
 
-    return run
-
-
-class _Stream:
-    """One of a double block's two streams."""
-
-    def __init__(self, norm1: Any, norm2: Any, ff: Any, qkv: tuple[Any, ...], out: Any, config: PackingConfig) -> None:
-        self._norm1, self._config = norm1, config
-        self._eps = (_check_norm(norm1.norm), _check_norm(norm2))
-        if len(ff.net) != 3:
-            raise NotFusable("a feed-forward of more than GELU, dropout and a linear")
-        _check_gelu(ff.net[0])
-        _check_dropout(ff.net[1])
-        self._qkv = [read_linear(module) for module in qkv]
-        self._out, self._up, self._down = (read_linear(module) for module in (out, ff.net[0].proj, ff.net[2]))
-
-    def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
-        """shift, scale, gate of attention, then of the MLP."""
-        return _modulation(self._norm1, temb, 6)
-
-    def qkv(self, x: Tensor, modulation: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """q, k and v before their norms."""
-        return norm_linears(x, modulation[1], modulation[0], self._eps[0], self._qkv, self._config)
-
-    def rest(self, x: Tensor, out: KeptOut, modulation: tuple[Tensor, ...]) -> Tensor:
-        """The stream after attention: projection, gate and residual, then the MLP with its own."""
-        _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation
-        x = gated_linear(x, gate, self._out, self._config, out=out)
-        (mlp,) = norm_linears(x, scale_mlp, shift_mlp, self._eps[1], [self._up], self._config)
-        return gated_linear(x, gate_mlp, self._down, self._config, mlp=mlp)
+def _read_stream(norm1: Any, norm2: Any, ff: Any, qk_norm: HeadNorms, linears: tuple[Any, ...]) -> Stream:
+    eps = (_check_norm(norm1.norm), _check_norm(norm2))
+    if len(ff.net) != 3:
+        raise NotFusable("a feed-forward of more than GELU, dropout and a linear")
+    _check_gelu(ff.net[0])
+    _check_dropout(ff.net[1])
+    output, up, down = (read_linear(module) for module in (linears[3], ff.net[0].proj, ff.net[2]))
+    return Stream(_read_modulation(norm1), eps, qk_norm, read_group(linears[:3]), output, up, down)
 
 
 def _check_gelu(module: nn.Module) -> None:

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 # of a block's output between the fused flow and diffusers' code, relative, in norms; on a CPU it is 0
 LARGEST_DIFFERENCE = 0.02
 
+GENERIC = "generic flow in place of the fused one, which keeps less"
+
 
 class FusedFlow:
     """Gives the fused form of a block, or None where it takes the generic flow; the reason is logged once per kind.
@@ -26,11 +28,12 @@ class FusedFlow:
     noticed at the first step and trained through its own code.
 
     Args:
-        packing: how kept tensors are stored.
+        packing: how kept tensors are stored; None keeps them as they are.
+        otherwise: what a block does that cannot be fused, for the log.
     """
 
-    def __init__(self, packing: PackingConfig) -> None:
-        self._packing = packing
+    def __init__(self, packing: PackingConfig | None, otherwise: str = GENERIC) -> None:
+        self._packing, self._otherwise = packing, otherwise
         self._equal: dict[type, bool] = {}
         self._told: set[tuple[str, str]] = set()
 
@@ -65,7 +68,7 @@ class FusedFlow:
         key = (type(block).__name__, reason)
         if key not in self._told:
             self._told.add(key)
-            logger.warning("%s: generic flow in place of the fused one, which keeps less: %s", *key)
+            logger.warning("%s: %s: %s", key[0], self._otherwise, reason)
 
 
 @torch.no_grad()

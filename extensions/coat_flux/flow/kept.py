@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coat_core.activation import PackingConfig
-from coat_core.quantize import dequantize, quantize
+from coat_core.kernels.quantize import dequantize, quantize
 
 Packed = tuple[Tensor, ...]  # (codes, scale), or (values,) where a tensor is kept as it is
 
@@ -21,9 +21,9 @@ def pack(x: Tensor, config: PackingConfig | None) -> Packed:
     return quantized.codes, quantized.scale
 
 
-def unpack(packed: Packed, config: PackingConfig, dtype: torch.dtype) -> Tensor:
+def unpack(packed: Packed, config: PackingConfig | None, dtype: torch.dtype) -> Tensor:
     """Return what `pack` was given, in `dtype`."""
-    if len(packed) == 1:
+    if config is None or len(packed) == 1:
         return packed[0]
     return dequantize(packed[0], packed[1], config.granularity, dtype)
 

@@ -1,10 +1,15 @@
-"""A frozen linear with its LoRA adapters, forward and backward apart, for the autograd functions of this package.
+"""Frozen linears with LoRA adapters, forward and backward apart, for the autograd functions of this package.
 
-    y  = x Wᵀ + b + Σ h Bᵀ          h = x Aᵀ · factor
-    dx = dy W + Σ dh A               dh = dy B · factor
-    dA = dhᵀ x,  dB = dyᵀ h
+Linears that read the same x go together: x is quantized once, and all their adapters share one down-projection.
 
-Shapes: x [..., K], y [..., N], A [r, K], B [N, r], h [..., r].
+    h  = x Dᵀ                                D: every A · factor, one above the other
+    y  = x Wᵀ + b + h Bᵀ                     of each linear, with its own adapters' part of h
+    dx = Σ dy W + dh D                       dh = dy B
+    dA = factor · dhᵀ x,  dB = dyᵀ h
+
+Adapters multiply in the dtype of y (their own precision is the optimizer's) and are added to y by the GEMM itself.
+
+Shapes: x [..., K], y [..., N], A [r, K], B [N, r], h [..., Σr].
 """
 
 from __future__ import annotations
@@ -16,11 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coat_core.autograd import first_order_only
 from coat_core.config import FP8LinearConfig
-from coat_core.linear.function import dgrad, fp8_linear, quantize_weight, wants_fp8_gemm
-from coat_core.linear.module import FP8Linear, FP8TrainableLinear, load_weight
+from coat_core.granularity import Granularity
+from coat_core.kernels.quantize import quantize
+from coat_core.linear.function import (
+    compute_dtype,
+    dgrad,
+    fprop,
+    input_granularity,
+    quantize_weight,
+    wants_fp8_gemm,
+)
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear, load_transposed, load_weight
+from coat_core.quantize import Quantized
 
 from ..lora.plain import NotPlain, PlainAdapter, plain_adapters
+from .kept import Kept
+
+Spec = tuple[str, Granularity]
 
 
 class NotFusable(Exception):
@@ -32,26 +51,61 @@ class FrozenLinear:
     """The base: an FP8 linear of ours, in either host's shape, or a plain frozen nn.Linear.
 
     Attributes:
-        module: holds weight and bias.
-        config: how it multiplies; None for a plain nn.Linear.
-        read_weight: returns (codes, scale) for `config`.
+        weight: FP8 codes, or values [N, K].
+        scale: of the codes, fp32 [] or [N, 1]; None where `weight` has values.
+        bias: [N] or None.
+        config: how it multiplies; None for a plain nn.Linear. Values with a config are quantized at each use.
+        in_fp8: whether this device multiplies so; False multiplies by the dequantized weight.
+        transposed: the codes as a contiguous [K, N] for dgrad, where there is such a copy.
     """
 
-    module: Any
+    weight: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
     config: FP8LinearConfig | None = None
-    read_weight: Callable[[], tuple[Tensor, Tensor]] | None = None
+    in_fp8: bool = False
+    transposed: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ + b."""
-        if self.config is None or self.read_weight is None:
-            return torch.nn.functional.linear(x, self.module.weight, self.module.bias)
-        return fp8_linear(x, *self.read_weight(), self.module.bias, self.config)
+    def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
+        """Return x Wᵀ + b.
 
-    def dgrad(self, grad: Tensor) -> Tensor:
-        """Return dy W for dy [..., N]."""
-        if self.config is None or self.read_weight is None:
-            return grad @ self.module.weight.to(grad.dtype)
-        return dgrad(grad, *self.read_weight(), self.config, wants_fp8_gemm(grad.device, self.config))
+        Args:
+            x: [..., K].
+            quantized: x in FP8 by `input_spec`; None where that is.
+        """
+        if self.config is None:
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+        return fprop(x, quantized, *self._codes(self.config), self.bias, compute_dtype(x))
+
+    def dgrad(self, grad: Tensor, quantized: Quantized | None = None) -> Tensor:
+        """Return dy W.
+
+        Args:
+            grad: dy [..., N].
+            quantized: dy in FP8, where whoever made it has quantized it by `grad_spec`.
+        """
+        if self.config is None:
+            return grad @ self.weight.to(grad.dtype)
+        return dgrad(grad, *self._codes(self.config), self.config, self.in_fp8, self.transposed, quantized)
+
+    @property
+    def input_spec(self) -> Spec | None:
+        """Format and scaling of x in the GEMM; None where it multiplies in high precision."""
+        if self.config is None or not self.in_fp8:
+            return None
+        return self.config.input_format, input_granularity(self.config)
+
+    @property
+    def grad_spec(self) -> Spec | None:
+        """The same of dy; None also where dy is multiplied by the weight's scales before the cast."""
+        if self.config is None or not self.in_fp8 or self.config.grad_format == "bf16":
+            return None
+        if self.config.weight_granularity == "per_row":
+            return None
+        return self.config.grad_format, input_granularity(self.config)
+
+    def _codes(self, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
+        return (self.weight, self.scale) if self.scale is not None else quantize_weight(self.weight, config)[:2]
 
 
 @dataclass(frozen=True)
@@ -66,65 +120,99 @@ class AdaptedLinear:
         """A and B of each adapter in turn."""
         return [matrix for adapter in self.adapters for matrix in (adapter.down, adapter.up)]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return y and each adapter's h, which backward needs."""
-        base = self.base.forward(x)
-        total, middles = base, []
-        for adapter in self.adapters:
-            h = torch.nn.functional.linear(_as_adapter_input(x, adapter), adapter.down)
-            for factor in adapter.factors:
-                h = h * factor
-            up = torch.nn.functional.linear(h, adapter.up)
-            total = total + (up.to(base.dtype) if adapter.joins_in_base_dtype else up)
-            middles.append(h)
-        return total.to(base.dtype), tuple(middles)
 
-    def parameter_gradients(
-        self, grad: Tensor, x: Tensor | None, middles: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return [dA, dB] of each adapter, and each adapter's dh for `input_gradient`.
+def run_linears(
+    x: Tensor, quantized: Quantized | None, linears: Sequence[AdaptedLinear]
+) -> tuple[list[Tensor], Tensor | None]:
+    """Run linears that read the same x.
 
-        Args:
-            grad: dy [..., N].
-            x: what the forward pass read, or its FP8 round trip; None without adapters.
-            middles: each adapter's h.
-        """
-        gradients: list[Tensor] = []
-        middle_grads: list[Tensor] = []
-        for adapter, h in zip(self.adapters, middles, strict=True):
-            assert x is not None
-            dy = grad.to(h.dtype)
-            dh = dy @ adapter.up.to(h.dtype)
-            for factor in adapter.factors:
-                dh = (dh * factor).to(h.dtype)
-            gradients += [_weight_gradient(dh, x, adapter.down), _weight_gradient(dy, h, adapter.up)]
-            middle_grads.append(dh)
-        return gradients, middle_grads
+    Args:
+        x: [..., K].
+        quantized: x in FP8 by the linears' common `input_spec`, or None.
+        linears: some of them with adapters.
 
-    def input_gradient(self, grad: Tensor, middle_grads: Sequence[Tensor]) -> Tensor:
-        """Return dx [..., K] in fp32.
-
-        Args:
-            grad: dy [..., N].
-            middle_grads: each adapter's dh.
-        """
-        dx = self.base.dgrad(grad).to(torch.float32)
-        rows = dx.view(-1, dx.shape[-1])
-        for adapter, dh in zip(self.adapters, middle_grads, strict=True):
-            rows.addmm_(dh.flatten(0, -2).to(torch.float32), adapter.down.to(torch.float32))
-        return dx
+    Returns:
+        y of each, and h, which backward needs; None without adapters.
+    """
+    outputs = [linear.base.forward(x, quantized if linear.base.input_spec else None) for linear in linears]
+    adapters = [adapter for linear in linears for adapter in linear.adapters]
+    if not adapters:
+        return outputs, None
+    dtype = outputs[0].dtype
+    h = torch.nn.functional.linear(x.to(dtype), _joint_down(adapters, dtype))
+    parts = iter(h.flatten(0, -2).split(_ranks(adapters), dim=1))
+    for linear, y in zip(linears, outputs, strict=True):
+        for adapter in linear.adapters:
+            y.view(-1, y.shape[-1]).addmm_(next(parts), adapter.up.to(dtype).t())
+    return outputs, h
 
 
-def _as_adapter_input(x: Tensor, adapter: PlainAdapter) -> Tensor:
-    """Both hosts cast x to the adapter's dtype; autocast would cast it back."""
-    device = x.device.type
-    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # meta has none
-    return x if autocasts else x.to(adapter.down.dtype)
+def linears_backward(
+    grads: Sequence[Tensor],
+    make_x: Callable[[], Tensor],
+    h: Tensor | None,
+    linears: Sequence[AdaptedLinear],
+    needs_dx: bool,
+    quantized: Quantized | None = None,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Return dx [..., K] in the dtype of the first dy, or None, and [dA, dB] of each adapter in turn.
+
+    Args:
+        grads: dy of each linear.
+        make_x: gives what the linears read, or its FP8 round trip; called where there are adapters, and dropped before
+            dx, which is as large, is there.
+        h: from `run_linears`.
+        linears: likewise.
+        needs_dx: whether anything before x is trained.
+        quantized: the first dy in FP8, where its maker has quantized it.
+    """
+    adapters = [adapter for linear in linears for adapter in linear.adapters]
+    dh, gradients = None, []
+    if h is not None:
+        dh, gradients = _adapter_gradients(grads, make_x, h, linears)
+    if not needs_dx:
+        return None, gradients
+    dx = linears[0].base.dgrad(grads[0], quantized)
+    for linear, grad in zip(linears[1:], grads[1:], strict=True):
+        dx += linear.base.dgrad(grad).to(dx.dtype)
+    if dh is not None:
+        dx.view(-1, dx.shape[-1]).addmm_(dh.to(dx.dtype), _joint_down(adapters, dx.dtype))
+    return dx, gradients
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """gradᵀ x over all tokens, in the weight's dtype."""
-    return (grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)).to(weight.dtype)
+def _adapter_gradients(
+    grads: Sequence[Tensor], make_x: Callable[[], Tensor], h: Tensor, linears: Sequence[AdaptedLinear]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return dh [rows, Σr] of all adapters, and [dA, dB] of each in turn."""
+    pairs = [
+        (grad.to(h.dtype).flatten(0, -2), adapter)
+        for grad, linear in zip(grads, linears, strict=True)
+        for adapter in linear.adapters
+    ]
+    ranks = _ranks([adapter for _, adapter in pairs])
+    dh = torch.cat([dy @ adapter.up.to(h.dtype) for dy, adapter in pairs], dim=1)
+    downs = (dh.t() @ make_x().to(h.dtype).flatten(0, -2)).split(ranks)
+    gradients = []
+    for (dy, adapter), down, part in zip(pairs, downs, h.flatten(0, -2).split(ranks, dim=1), strict=True):
+        gradients.append(_times_factors(down.to(adapter.down.dtype), adapter))
+        gradients.append((dy.t() @ part).to(adapter.up.dtype))
+    return dh, gradients
+
+
+def _joint_down(adapters: Sequence[PlainAdapter], dtype: torch.dtype) -> Tensor:
+    """D [Σr, K] in `dtype`."""
+    return torch.cat([_times_factors(adapter.down, adapter) for adapter in adapters]).to(dtype)
+
+
+def _times_factors(matrix: Tensor, adapter: PlainAdapter) -> Tensor:
+    for factor in adapter.factors:
+        if isinstance(factor, Tensor) or factor != 1.0:
+            matrix = matrix * factor
+    return matrix
+
+
+def _ranks(adapters: Sequence[PlainAdapter]) -> list[int]:
+    return [adapter.down.shape[0] for adapter in adapters]
 
 
 def read_linear(module: nn.Module) -> AdaptedLinear:
@@ -140,16 +228,57 @@ def read_linear(module: nn.Module) -> AdaptedLinear:
     return AdaptedLinear(_read_base(base), adapters)
 
 
+def read_group(modules: Sequence[nn.Module]) -> tuple[AdaptedLinear, ...]:
+    """Read linears that read the same x; arguments and errors as `read_linear`."""
+    group = tuple(read_linear(module) for module in modules)
+    if len({linear.base.input_spec for linear in group} - {None}) > 1:
+        raise NotFusable("linears that read the same tensor want it in different formats")
+    return group
+
+
+def adapted_linear(x: Tensor, linear: AdaptedLinear) -> Tensor:
+    """Return y [..., N] for the few rows of x [..., K], which are kept as they are."""
+    result: Tensor = _AdaptedLinear.apply(x, linear, *linear.parameters)
+    return result
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: AdaptedLinear, *parameters: Tensor) -> Tensor:
+        spec = linear.base.input_spec
+        (y,), h = run_linears(x, quantize(x, *spec) if spec else None, [linear])
+        kept = Kept()
+        kept.add("rows", x)
+        kept.add("h", *(() if h is None else (h,)))
+        kept.add("parameters", *parameters)
+        kept.save(ctx)
+        ctx.linear = linear
+        return y
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with torch.autocast(grad.device.type, enabled=False):
+            kept = Kept.of(ctx)
+            (x,), h = kept["rows"], next(iter(kept["h"]), None)
+            dx, parameter_grads = linears_backward([grad], lambda: x, h, [ctx.linear], ctx.needs_input_grad[0])
+        return None if dx is None else dx.to(x.dtype), None, *parameter_grads
+
+
 def _read_base(base: Any) -> FrozenLinear:
-    if base.bias is not None and base.bias.requires_grad:
+    bias = base.bias
+    if bias is not None and bias.requires_grad:
         raise NotFusable("a linear whose bias is trained")
     config = base.config if isinstance(base, FP8Linear) else getattr(base, "coat_linear_config", None)
     if config is not None:
-        return FrozenLinear(base, config, lambda: load_weight(base, config))
+        codes, scale = load_weight(base, config)
+        in_fp8 = wants_fp8_gemm(codes.device, config)
+        return FrozenLinear(codes, scale, bias, config, in_fp8, load_transposed(base, config))
     if not isinstance(base, nn.Linear) or type(base.weight.data) is not Tensor:
         raise NotFusable(f"a {type(base).__name__} of another quantization")
     if base.weight.requires_grad:
         raise NotFusable("a linear whose weight is trained")
     if isinstance(base, FP8TrainableLinear):
-        return FrozenLinear(base, base.config, lambda: quantize_weight(base.weight, base.config)[:2])
-    return FrozenLinear(base)
+        in_fp8 = wants_fp8_gemm(base.weight.device, base.config)
+        return FrozenLinear(base.weight, None, bias, base.config if in_fp8 else None, in_fp8)
+    return FrozenLinear(base.weight, None, bias)

@@ -2,7 +2,8 @@
 
     n = LayerNorm(x)·(1 + scale) + shift,   y_i = linear_i(n)
 
-Backward makes n anew from the FP8 x, for each adapter's dA and for LayerNorm's own gradient; h of each adapter is kept.
+n is quantized as it is made. Backward makes n anew from the FP8 x, for the adapters' dA and LayerNorm's own gradient.
+The adapters' h is kept.
 Source: arXiv 2410.19313, section 5, carried over to FLUX's blocks.
 """
 
@@ -16,14 +17,20 @@ from torch import Tensor
 
 from coat_core.activation import PackingConfig
 from coat_core.autograd import first_order_only
-from coat_core.kernels.norm import layer_norm_modulate, layer_norm_modulate_backward
+from coat_core.kernels.norm import (
+    layer_norm_modulate,
+    layer_norm_modulate_backward,
+    layer_norm_modulate_quantize,
+)
+from coat_core.kernels.quantize import quantize
+from coat_core.quantize import Quantized
 
 from .kept import Kept, pack, unpack
-from .linears import AdaptedLinear
+from .linears import AdaptedLinear, Spec, linears_backward, run_linears
 
 
 def norm_linears(
-    x: Tensor, scale: Tensor, shift: Tensor, eps: float, linears: Sequence[AdaptedLinear], config: PackingConfig
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float, linears: Sequence[AdaptedLinear], config: PackingConfig | None
 ) -> tuple[Tensor, ...]:
     """LayerNorm, modulation and the linears that read the result.
 
@@ -33,7 +40,7 @@ def norm_linears(
         shift: [B, D].
         eps: LayerNorm's.
         linears: all that read n = LayerNorm(x)·(1 + scale) + shift.
-        config: how x is kept.
+        config: how x is kept; None keeps it as it is.
 
     Returns:
         Each linear's y [B, S, N].
@@ -52,18 +59,15 @@ class _NormLinears(torch.autograd.Function):
         shift: Tensor,
         eps: float,
         linears: Sequence[AdaptedLinear],
-        config: PackingConfig,
+        config: PackingConfig | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        n = layer_norm_modulate(x, scale, shift, eps)
-        kept = Kept()
-        outputs = []
-        for i, linear in enumerate(linears):
-            y, middles = linear.forward(n)
-            outputs.append(y)
-            kept.add(f"h{i}", *middles)
+        spec = next((linear.base.input_spec for linear in linears if linear.base.input_spec), None)
+        outputs, h = run_linears(*_normed(x, scale, shift, eps, spec), linears)
         if any(ctx.needs_input_grad):
+            kept = Kept()
             kept.add("x", *pack(x, config))
+            kept.add("h", *(() if h is None else (h,)))
             kept.add("modulation", scale, shift)
             kept.add("parameters", *parameters)
             kept.save(ctx)
@@ -76,14 +80,22 @@ class _NormLinears(torch.autograd.Function):
         with torch.autocast(grads[0].device.type, enabled=False):
             kept = Kept.of(ctx)
             x, (scale, shift) = unpack(kept["x"], ctx.config, ctx.dtype), kept["modulation"]
-            n = layer_norm_modulate(x, scale, shift, ctx.eps)
             needs_dn = any(ctx.needs_input_grad[:3])
-            dn, parameter_grads = None, []
-            for i, (linear, grad) in enumerate(zip(ctx.linears, grads, strict=True)):
-                found, middle_grads = linear.parameter_gradients(grad, n, kept[f"h{i}"])
-                parameter_grads += found
-                if needs_dn:
-                    dx = linear.input_gradient(grad, middle_grads)
-                    dn = dx if dn is None else dn.add_(dx)
+            h = next(iter(kept["h"]), None)
+            dn, parameter_grads = linears_backward(
+                grads, lambda: layer_norm_modulate(x, scale, shift, ctx.eps), h, ctx.linears, needs_dn
+            )
             gradients = (None, None, None) if dn is None else layer_norm_modulate_backward(dn, x, scale, ctx.eps)
         return *gradients, None, None, None, *parameter_grads
+
+
+def _normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float, spec: Spec | None) -> tuple[Tensor, Quantized | None]:
+    """LayerNorm and modulation, and the result in FP8."""
+    if spec is None:
+        return layer_norm_modulate(x, scale, shift, eps), None
+    fmt, granularity = spec
+    if granularity.name == "per_group":
+        n = layer_norm_modulate(x, scale, shift, eps)
+        return n, quantize(n, fmt, granularity)
+    n, codes, code_scale = layer_norm_modulate_quantize(x, scale, shift, eps, fmt, granularity.name)
+    return n, Quantized(codes, code_scale, granularity)

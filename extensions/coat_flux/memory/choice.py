@@ -52,6 +52,7 @@ def settings_of(
         cuda=cuda,
         fp8_gemms=in_fp8,
         fp8_weights=config.enabled and config.weight.use_fp8,
+        kernels=cuda,
     )
 
 

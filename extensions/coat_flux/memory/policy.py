@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import PackedSavedTensors, PackingConfig, fp8_checkpoint
 from coat_core.granularity import Granularity
 
-from ..flow import FUSABLE, FusedFlow
+from ..flow import FUSABLE, CompiledBlocks, FusedBlock, FusedFlow
 from .auto import AutoCheckpointing
 
 if TYPE_CHECKING:
@@ -55,9 +55,15 @@ class BlockPolicy:
         self._recomputed: set[int] = self._fixed_choice()
         self._auto = AutoCheckpointing(blocks, config, self.packing) if self.mode == "auto" else None
         self._fused_flow = FusedFlow(self.packing) if self.packs and config.activation.flow == "fused" else None
+        self.compile = "none" if config.speed.compile == "auto" else config.speed.compile
+        self._fallback = config.fallback
+        self._compiled = CompiledBlocks(self.compile == "cudagraphs", config.fallback)
+        self._exact_flow = FusedFlow(None, "runs eager, not compiled")
         self._got: dict[int, str] = {}
+        self._warned: set[str] = set()
         self._told: Counter[str] = Counter()
-        self._last = id(list(blocks.values())[-1])
+        ids = [id(block) for block in blocks.values()]
+        self._first, self._last = ids[0], ids[-1]
 
     @classmethod
     def install(
@@ -97,6 +103,7 @@ class BlockPolicy:
         fusable = any(type(block).__name__ in FUSABLE for block in self.blocks.values())
         flow = "fused" if self._fused_flow and fusable else "generic"
         kept = f"kept blocks save {stored}, {flow} flow" if self.packs else "kept blocks save high precision"
+        kept += "" if self.compile == "none" else f"; compiled {self.compile}"
         inputs = "FP8" if self.memory.enable_efficient_checkpoint else "high precision"
         if self.mode == "auto":
             return f"checkpointing auto (chosen at the first step); {kept}; recomputed blocks keep {inputs} inputs"
@@ -108,22 +115,45 @@ class BlockPolicy:
         if self._auto is not None:
             chosen = self._auto.choose(args)
             self._recomputed = self._recomputed if chosen is None else chosen
-        if self._recomputes(block):
-            self._note(block, "recomputed")
-            if self.memory.enable_efficient_checkpoint:
-                packing = self.packing
-                return fp8_checkpoint(block, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
-            return checkpoint(block, *args, use_reentrant=False, **kwargs)
+        if id(block) == self._first:
+            self._compiled.begin_pass()
+        recomputed = self._recomputes(block)
+        compiled = ""
+        kept_in_fp8 = self.packs and not recomputed
+        flow = self._fused_flow if kept_in_fp8 else self._exact_flow if self.compile != "none" else None
+        fused = None if flow is None else flow.form_of(block, args, kwargs)
+        if self.compile != "none":
+            fused = self._compiled_form(block, fused, replayable=not recomputed)
+            compiled = ", compiled" if fused is not None and not self._compiled.failed else ", eager"
+        if recomputed:
+            self._note(block, f"recomputed{compiled}")
+            return self._recompute(fused or block, *args, **kwargs)
         if not self.packs:
-            self._note(block, "kept in high precision")
-            return block(*args, **kwargs)
-        fused = None if self._fused_flow is None else self._fused_flow.form_of(block, args, kwargs)
+            self._note(block, f"kept in high precision{compiled}")
+            return (fused or block)(*args, **kwargs)
         if fused is not None:
-            self._note(block, f"kept in FP8, fused flow, attention {self.packing.attention}")
+            self._note(block, f"kept in FP8, fused flow, attention {self.packing.attention}{compiled}")
             return fused(*args)
-        self._note(block, f"kept in FP8, generic flow, attention {self.packing.attention}")
+        self._note(block, f"kept in FP8, generic flow, attention {self.packing.attention}{compiled}")
         with PackedSavedTensors(self.packing, keep=_frozen_tensors(block, (args, kwargs))):
             return block(*args, **kwargs)
+
+    def _recompute(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.memory.enable_efficient_checkpoint:
+            packing = self.packing
+            return fp8_checkpoint(run, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def _compiled_form(self, block: nn.Module, fused: FusedBlock | None, replayable: bool) -> FusedBlock | None:
+        if fused is not None:
+            return self._compiled.form_of(fused, replayable)
+        reason = f"speed.compile={self.compile!r}: a {type(block).__name__} that cannot be fused is not compiled"
+        if self._fallback == "error":
+            raise RuntimeError(f"fallback='error': {reason}; set coat.speed.compile: none, or fallback: bf16")
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("%s, it runs eager", reason)
+        return None
 
     def _note(self, block: nn.Module, got: str) -> None:
         """Count what each block got; one line in the log at the last block, where that is new."""

@@ -119,12 +119,13 @@ class FlowSettings:
         fp8_adapters: adapters keep their x in FP8 (`attach_lora`); where the flow is eager, only in recomputed blocks.
         fp8_checkpoint: recomputed blocks keep FP8 inputs.
         value_bytes: of an element of hidden states, 2 for bf16.
-        lora_bytes: of an element of an adapter's x and h: 4 for fp32 adapters without autocast.
+        lora_bytes: of an element of an adapter's x and h outside the fused flow: 4 for fp32 adapters without autocast.
         dropout: the adapters have dropout.
         cuda: torch's CUDA operators; on a CPU RMSNorm keeps an fp32 copy and LayerNorm its statistics in bf16.
         fp8_gemms: linears quantize what they multiply.
         fp8_weights: linears hold FP8 codes; where not, FP8 GEMMs make the codes anew at each use, and the generic flow
             keeps them.
+        kernels: casts and norms run as kernels; where not, they go through whole fp32 tensors.
     """
 
     flow: str = "fused"
@@ -139,6 +140,7 @@ class FlowSettings:
     cuda: bool = True
     fp8_gemms: bool = True
     fp8_weights: bool = True
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         if self.flow not in FLOWS:
@@ -204,7 +206,7 @@ class _Ledger:
                 self.exact("LoRA inputs", len(ranks) * rows * width * mask)
         for rank in ranks:
             packs = s.flow == "generic" and rank >= SHORTEST_ROW and rows * rank >= SMALLEST_PACKED
-            exact = rows * rank * s.lora_bytes
+            exact = rows * rank * (s.value_bytes if s.flow == "fused" else s.lora_bytes)
             self.exact("LoRA middles", quantized_bytes(1, rows * rank, s.packing) if packs else exact)
 
     def layer_norm(self, rows: int, width: int, reaches_input: bool, trained_scale: bool) -> None:
@@ -251,8 +253,9 @@ def _before_attention(ledger: _Ledger, block: Block, names: Stream, rows: int, b
     readers = [names.q, names.k, names.v] + ([names.up] if block.kind == "single" else [])
     modulated = block.trained_embedding or names.norm in ranks
     if names.norm in ranks:
-        ledger.exact("modulation", batch * (d if s.fp8_adapters else d * s.lora_bytes))
-        ledger.exact("modulation", batch * ranks[names.norm] * s.lora_bytes)
+        fused = s.flow == "fused"
+        ledger.exact("modulation", batch * d * (s.value_bytes if fused else 1 if s.fp8_adapters else s.lora_bytes))
+        ledger.exact("modulation", batch * ranks[names.norm] * (s.value_bytes if fused else s.lora_bytes))
     ledger.exact("modulation", batch * (3 if block.kind == "single" else 6) * d * s.value_bytes)
     reaches_n = block.trained_input or modulated
     if reaches_n or any(name in ranks for name in readers):
@@ -310,23 +313,29 @@ def workspace_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int
 
     Three moments compete, all at the widest linear or in attention. Lists per token and stream, w the widest input:
 
-        forward     the linear's input, with two fp32 copies and codes while it is quantized; in the fused flow the MLP
-        backward    dx in fp32, and where x was kept in FP8, its round trip through two fp32 tensors; in the fused flow
-                    the base's dx, the MLP and its gradient
-        attention   fused flow: q, k, v, out and their gradients, and seven fp32 tensors in the norm's gradient
+        forward     the linear's input, its codes, and beside them the MLP; an fp32 copy for an fp32 adapter
+        backward    fused: dx, the MLP and its gradient; else dx and x of an fp32 adapter
+        attention   fused: q, k, v and out, q and k normed, gradients of all, and behind it what the MLP's gradient is
+
+    Without kernels casts go through two fp32 tensors, the norms' gradients through seven and GELU's through three.
     """
     d, a, wide, rows = block.hidden, settings.value_bytes, block.widest, _widest_rows(block, tokens)
-    lora, fused = settings.lora_bytes, settings.flow == "fused" and not settings.dropout
-    quantizing = (2 * FP32 + 1) * wide if settings.fp8_gemms else 2 * lora * d + 2 * a * d
-    forward = rows * (quantizing + a * wide) + 2 * a * d * tokens.rows
-    if not fused:
-        round_trip = 2 * FP32 * wide if settings.fp8_adapters else 0
-        return max(forward, rows * (lora * wide + round_trip + 2 * a * d))
-    shared = 0 if settings.attention == "fp8" else 4 * a * d  # kept as they are: nothing to be made anew
-    forward += rows * a * block.mlp - tokens.rows * shared
-    backward = rows * (lora * wide + a * (wide + 2 * block.mlp)) + 5 * a * d * tokens.rows
+    lora = 0 if settings.lora_bytes == a else settings.lora_bytes
+    hidden = a * d * tokens.rows
+    casts = 0 if settings.kernels else 2 * FP32
+    codes = (1 + casts) * wide if settings.fp8_gemms else 0
+    if settings.flow != "fused" or settings.dropout:
+        copy = lora * wide if settings.fp8_adapters else 0  # where x is kept in fp32, it is no more than that
+        forward = rows * (max(codes, copy) + a * (wide + block.mlp)) + 5 * hidden
+        unpacked = max(lora, a, casts) * wide if settings.fp8_adapters else 0
+        return max(forward, rows * (max(lora, a) * wide + unpacked) + 2 * hidden)
+    shared = 0 if settings.attention == "fp8" else 4 * hidden  # kept as they are: nothing to be made anew
+    not_yet = block.mlp + d  # of what the block will have kept
+    forward = rows * (codes + a * (wide + block.mlp) - not_yet) + 6 * hidden - shared
+    through = 0 if settings.kernels else FP32
+    backward = rows * (a * (wide + 2 * block.mlp) + 3 * through * block.mlp) + 4 * hidden
     behind = a * block.mlp if block.kind == "single" else 0
-    attention = rows * (7 * FP32 * d + behind) + tokens.rows * (13 * a * d - shared)
+    attention = rows * (7 * through * d + behind) + 12 * hidden - shared
     return max(forward, backward, attention)
 
 
@@ -340,14 +349,16 @@ def recomputation_bytes(block: Block, tokens: Tokens, settings: FlowSettings) ->
 def forward_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
     """The most that a block's forward pass needs where nothing is kept: sampling, and the start of a block.
 
-    At the widest linear: its input, the MLP, four hidden states, and the input in fp32: twice while it is quantized, or
-    once for an fp32 adapter. With few tokens, the modulation's weight on its way from FP8, in fp32 twice.
+    At the widest linear: its input with its codes or an fp32 adapter's copy, the MLP, four hidden states. Without
+    kernels casts go through two fp32 tensors, and with few tokens the modulation's weight, dequantized, is larger.
     """
     d, a, wide = block.hidden, settings.value_bytes, block.widest
-    copies = 2 * FP32 + 1 if settings.fp8_gemms else settings.lora_bytes if block.ranks else 0
+    casts = 0 if settings.kernels else 2 * FP32
+    adapter = settings.lora_bytes if block.ranks and settings.flow != "fused" else 0
+    copies = max(1 + casts if settings.fp8_gemms else 0, adapter)
     widest = _widest_rows(block, tokens) * (a * (wide + block.mlp) + copies * wide) + 4 * a * d * tokens.rows
     inputs, outputs = block.shape(SINGLE.norm)
-    return max(widest, 2 * FP32 * inputs * outputs if settings.fp8_weights else 0)
+    return max(widest, casts * inputs * outputs if settings.fp8_weights else 0)
 
 
 def _widest_rows(block: Block, tokens: Tokens) -> int:

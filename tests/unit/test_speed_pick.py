@@ -1,0 +1,201 @@
+"""The start-up pick: never coarser than asked, the fastest of what was measured, within its budget, remembered."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path as File
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from coat_core import FP8Linear
+from coat_flux.config import COATConfig
+from coat_flux.speed import Path, SpeedPick, cache, pick
+from coat_flux.speed.gemm import BlockGemms
+
+HIDDEN = 32
+MS = {"per_tensor": 3.0, "per_row": 2.0, "bf16": 5.0}
+
+
+class Double(nn.Module):
+    """A block with one FP8 linear and one that the config leaves in bf16."""
+
+    def __init__(self, config: COATConfig) -> None:
+        super().__init__()
+        plain = COATConfig.from_dict({"activation": {"use_fp8": False}}).linear_config()
+        self.linear = FP8Linear.from_linear(nn.Linear(HIDDEN, HIDDEN), config.linear_config())
+        self.excluded = FP8Linear.from_linear(nn.Linear(HIDDEN, HIDDEN), plain)
+        self.lora = nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return text * self.lora, self.excluded(self.linear(hidden))
+
+
+class Single(Double):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def config_of(**coat: Any) -> COATConfig:
+    return COATConfig.from_dict({"speed": {"measure": "always"}, **coat})
+
+
+class Bench:
+    """Blocks whose time is a table's: the clock is replaced, the passes run."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        config: COATConfig,
+        times: dict[tuple[str, str], float],
+        pass_s: float = 0.1,
+    ) -> None:
+        self.blocks = {"a.0": Double(config), "b.0": Single(config), "b.1": Single(config)}
+        self.runs: list[tuple[str, type, str]] = []
+        self.now = 0.0
+        self.args = (torch.randn(1, 6, HIDDEN), torch.randn(1, 4, HIDDEN))
+        self.pick = SpeedPick(self.blocks, config, self.run)
+        self._times, self._pass_s = times, pass_s
+        monkeypatch.setattr(pick, "_timed", self.timed)
+        monkeypatch.setattr(pick.time, "monotonic", lambda: self.now)
+
+    def gemm(self) -> str:
+        own = self.blocks["a.0"].linear.config
+        return own.input_granularity if own.use_fp8_gemm else "bf16"
+
+    def run(self, compile: str, block: nn.Module, args: tuple[Any, ...]) -> Any:
+        self.runs.append((compile, type(block), self.gemm()))
+        self.now += self._pass_s
+        return block(*args)
+
+    def timed(self, once: Callable[[], None], device: torch.device) -> float:
+        once()
+        compile, _, gemm = self.runs[-1]
+        return self._times[gemm, compile]
+
+
+def table(compiled: float = 2.0) -> dict[tuple[str, str], float]:
+    """Milliseconds of one block; compiled ones faster by a factor."""
+    return {(g, c): ms / (compiled if c == "blocks" else 1.0) for g, ms in MS.items() for c in ("none", "blocks")}
+
+
+def test_candidates_are_at_least_as_precise_as_asked() -> None:
+    def gemms(**activation: Any) -> list[str]:
+        return [path.gemm for path in pick.candidates(config_of(activation=activation, speed={"compile": "none"}))]
+
+    assert gemms() == ["per_tensor", "per_row", "bf16"]
+    assert gemms(linear_granularity="per_row") == ["per_row", "bf16"]
+    assert gemms(linear_granularity="per_group") == ["per_group"]
+    assert gemms(use_fp8=False) == ["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("auto", ["none", "blocks"]), ("none", ["none"]), ("cudagraphs", ["cudagraphs"])]
+)
+def test_compile_is_measured_only_where_it_is_left_open(asked: str, expected: list[str]) -> None:
+    found = pick.candidates(config_of(speed={"compile": asked}))
+    assert list(dict.fromkeys(path.compile for path in found)) == expected
+
+
+def test_the_fastest_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, config_of(), table())
+    picked = bench.pick.choose(bench.args)
+    assert picked.path == Path("per_row", "blocks")
+    assert bench.gemm() == "per_row"
+    assert picked.milliseconds == {
+        Path("per_tensor", "none"): 9.0,
+        Path("per_row", "none"): 6.0,
+        Path("bf16", "none"): 15.0,
+        Path("per_row", "blocks"): 3.0,  # of the compiled ones only the fastest GEMM
+    }
+    text = picked.describe()
+    assert text.startswith("path: per_row GEMM, compiled blocks 3.0 ms (fastest, measured in")
+    assert "per_tensor GEMM, eager 9.0 ms" in text
+
+
+def test_excluded_linears_stay_in_bf16_and_fp8_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of()
+    bench = Bench(monkeypatch, config, table())
+    gemms = BlockGemms(bench.blocks.values(), config)
+    for gemm in ("bf16", "per_row", "per_tensor"):
+        gemms.set(gemm)
+        assert bench.gemm() == gemm
+        assert all(not block.excluded.config.use_fp8_gemm for block in bench.blocks.values())
+
+
+def test_nothing_of_the_run_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, config_of(), table())
+    before, state = [x.clone() for x in bench.args], torch.get_rng_state()
+    bench.pick.choose(bench.args)
+    assert all(torch.equal(x, copy) and not x.requires_grad for x, copy in zip(bench.args, before, strict=True))
+    assert all(p.grad is None for block in bench.blocks.values() for p in block.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of two seconds: one candidate uses up the budget, compilation is not begun after half of it."""
+    bench = Bench(monkeypatch, config_of(), table(), pass_s=4.0)
+    picked = bench.pick.choose(bench.args)
+    assert list(picked.milliseconds) == [Path("per_tensor", "none")]
+    assert picked.path == Path("per_tensor", "none")
+
+
+def test_the_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Bench(monkeypatch, config_of(), table())
+    expected = first.pick.choose(first.args)
+    second = Bench(monkeypatch, config_of(), table())
+    picked = second.pick.choose(second.args)
+    assert (picked.path, picked.milliseconds, second.runs) == (expected.path, expected.milliseconds, [])
+    assert "measured earlier" in picked.describe()
+    other = Bench(monkeypatch, config_of(), table())
+    other.pick.choose((torch.randn(1, 8, HIDDEN), other.args[1]))
+    assert other.runs, "another shape is measured"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 3}', "\x00"])
+def test_a_broken_cache_costs_a_measurement(monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    cache.cache_file().parent.mkdir(parents=True)
+    cache.cache_file().write_text(content)
+    bench = Bench(monkeypatch, config_of(), table())
+    assert bench.pick.choose(bench.args).path == Path("per_row", "blocks")
+    assert len(json.loads(cache.cache_file().read_text())) == 1
+
+
+def test_an_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: File) -> None:
+    (tmp_path / "coat_flux").write_text("a file where the folder should be")
+    bench = Bench(monkeypatch, config_of(), table())
+    assert bench.pick.choose(bench.args).path == Path("per_row", "blocks")
+
+
+@pytest.mark.parametrize(
+    ("coat", "why"),
+    [
+        ({"speed": {"measure": "never"}}, "speed.measure: never"),
+        ({"speed": {"measure": "auto"}}, "nothing is measured on a cpu"),
+        ({"activation": {"use_fp8": False}, "speed": {"measure": "always", "compile": "none"}}, "the only one"),
+    ],
+)
+def test_as_written_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, coat: dict[str, Any], why: str) -> None:
+    bench = Bench(monkeypatch, COATConfig.from_dict(coat), table())
+    picked = bench.pick.choose(bench.args)
+    assert (bench.runs, picked.milliseconds) == ([], {})
+    assert why in picked.describe()
+    assert picked.path.compile == "none"
+
+
+def test_a_cached_answer_of_another_config_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    coats = ({}, {"activation": {"linear_granularity": "per_row"}}, {"weight": {"granularity": "per_row"}})
+    benches = [Bench(monkeypatch, config_of(**coat), table()) for coat in coats]
+    keys = [
+        cache.key_of(bench.args, bench.blocks.values(), config_of(**coat))
+        for bench, coat in zip(benches, coats, strict=True)
+    ]
+    assert all(a != b for a, b in itertools.combinations(keys, 2))
