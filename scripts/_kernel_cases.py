@@ -100,4 +100,35 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
     return cases
 
 
-CASES: dict[str, Callable[[], Any]] = {**_quantize_cases(), **_weight_only_cases(), **_row_cases()}
+def _adamw_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.kernels.gpu.adamw import fp8_adamw_step
+
+    def case(
+        dtype: torch.dtype,
+        codes: torch.dtype,
+        numbers: int,
+        block: int,
+        *,
+        stochastic: bool = False,
+        table: bool = False,
+    ) -> Callable[[], Any]:
+        size, fp32 = 16 * HIDDEN, torch.float32
+        n = -(-size // block)
+        moment = (_empty(2 * n, block, dtype=codes), _empty(numbers, 2 * n, dtype=fp32))
+        tensors = [_empty(size, dtype=dtype)] * 2
+        hyper = [0.1, 0.999, 0.001, 1e-8, 0.99, 0.1, 0.3]
+        rows = _empty(2, 3, dtype=fp32) if table else None
+        how = ([0, n], hyper, rows, [4 / 7, 0.0, 256.0], False, stochastic)
+        return partial(fp8_adamw_step, tensors, tensors, *moment, *moment, *how)
+
+    e4m3, e5m2, fp32, bf16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
+    return {
+        **{f"adamw fp32 e4m3 block {b}": case(fp32, e4m3, 3, b) for b in (16, 48, 128, 1024, 4096)},
+        "adamw bf16 e5m2 on the device": case(bf16, e5m2, 3, 128, table=True),
+        "adamw bf16 stochastic": case(bf16, e4m3, 3, 128, stochastic=True),
+        "adamw plain": case(fp32, e4m3, 1, 128),
+        "adamw unquantized": case(fp32, fp32, 0, 128),
+    }
+
+
+CASES: dict[str, Callable[[], Any]] = {**_quantize_cases(), **_weight_only_cases(), **_row_cases(), **_adamw_cases()}

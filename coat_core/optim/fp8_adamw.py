@@ -1,39 +1,31 @@
 """FP8AdamW: torch.optim.AdamW with its moments stored in FP8.
 
-Each step dequantizes both moments, does the AdamW update in fp32 (`rule`) and quantizes them again, on packed buffers
-(`packing`) so that launches and host syncs do not grow with the number of parameters. What is stored: `state`; what a
-state file may contain: `loading`.
+A step is one call of the operator `coat_core.kernels.adamw` for all parameters of a group, on state that lies packed in
+one buffer of each kind (`packing`), so that launches do not grow with the number of parameters and nothing is read back
+from the device. What is stored: `state`; what a state file may contain: `loading`.
 Source: arXiv 2410.19313, section 3.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
+from coat_core.kernels.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
 from coat_core.optim.loading import TORCH_ONLY_OPTIONS, adopt_group, check_groups, restored_states
-from coat_core.optim.packing import Layout, chunk_elements, chunked, spans
-from coat_core.optim.rule import Hyper, adamw_update_
-from coat_core.optim.state import MOMENTS, State, Storage, flat_state, read_moment, storages, write_moment, zero_state
-from coat_core.quantize import stochastic_cast
+from coat_core.optim.packing import Batch, PackedState
+from coat_core.optim.state import State, Storage, storages
 
 logger = logging.getLogger(__name__)
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class _Piece(NamedTuple):
-    """A flat span of one parameter with its gradient and the matching part of its state."""
-
-    param: Tensor
-    grad: Tensor
-    state: State
 
 
 def _where(group_index: int, index: int, param: Tensor) -> str:
@@ -60,18 +52,15 @@ def _check_hyper(group: dict[str, Any]) -> None:
         raise ValueError(f"betas={group['betas']!r}: must be two numbers from 0 to below 1")
 
 
-def _pieces(param: Tensor, flat_param: Tensor, state: State, limit: int, block_size: int) -> list[_Piece]:
-    """Cut one parameter at block borders into pieces of at most `limit` elements."""
-    assert param.grad is not None
-    whole = _Piece(flat_param, param.grad.reshape(-1), flat_state(state))
-    if param.numel() <= limit:
-        return [whole]
-    pieces = []
-    for start, stop in spans(param.numel(), limit):
-        blocks = slice(start // block_size, -(-stop // block_size))
-        part = {k: v[start:stop] if k in MOMENTS else v[blocks] for k, v in whole.state.items() if k != "step"}
-        pieces.append(_Piece(whole.param[start:stop], whole.grad[start:stop], part))
-    return pieces
+def _hyper(group: dict[str, Any], batch: Batch) -> tuple[Hyper, Tensor | None]:
+    """Return the scalars of a step: on the host where step and lr are there, else as a table on the device."""
+    lr, weight_decay = group["lr"], group["weight_decay"]
+    betas = float(group["betas"][0]), float(group["betas"][1])
+    lr_on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    if batch.step is not None and not lr_on_device:
+        return hyper_of_step(lr, batch.step, betas, group["eps"], weight_decay), None
+    hyper = Hyper(1 - betas[0], betas[1], 1 - betas[1], group["eps"], math.nan, math.nan, math.nan)
+    return hyper, hyper_table(lr if lr_on_device else float(lr), batch.steps(), betas, weight_decay)
 
 
 class FP8AdamW(torch.optim.Optimizer):
@@ -88,15 +77,19 @@ class FP8AdamW(torch.optim.Optimizer):
         eps: added to sqrt(v̂).
         weight_decay: decoupled weight decay λ.
         maximize: ascend instead of descend.
+        capturable: keep the step counters on the parameters' device, so that a step captured in a CUDA graph counts on
+            when it is replayed. A lr that changes between replays is a tensor on the device. The same for all groups;
+            a state file does not change it.
         fp8_config: how the moments are stored; None is `FP8QuantizationConfig()`.
-        torch_options: torch.optim.AdamW's amsgrad, foreach, capturable, differentiable, fused; only False or None.
+        torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
 
     Raises:
         ValueError: a hyper-parameter outside its range, a torch option that is on, an empty parameter list, or a
             parameter that is not fp32, bf16 or fp16.
 
-    Numerics: with both moments unquantized, fp32 parameters are bit-equal to torch.optim.AdamW(foreach=False) and bf16
-        ones equal its fp32 result rounded to nearest. With expansion no nonzero exp_avg_sq comes back as zero.
+    Numerics: with both moments unquantized, on a CPU, fp32 parameters are bit-equal to torch.optim.AdamW(foreach=False)
+        and bf16 ones equal its fp32 result rounded to nearest; `kernels.adamw` says how near the GPU's kernel comes.
+        With expansion no nonzero exp_avg_sq comes back as zero.
     Source: arXiv 2410.19313, section 3; state layout in `coat_core.optim.state`.
     """
 
@@ -109,6 +102,7 @@ class FP8AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        capturable: bool = False,
         fp8_config: FP8QuantizationConfig | None = None,
         **torch_options: Any,
     ) -> None:
@@ -120,12 +114,14 @@ class FP8AdamW(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
+            "capturable": capturable,
             "fp8": asdict(self.fp8_config),
         }
+        self._packed: PackedState | None = None
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "fp8_config": self.fp8_config}
+        return {**super().__getstate__(), "fp8_config": self.fp8_config, "_packed": None}
 
     def _storages(self) -> dict[str, Storage]:
         return storages(self.fp8_config)
@@ -136,8 +132,11 @@ class FP8AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: see the class; the group is not added.
         """
-        if param_group.get("fp8", self.defaults["fp8"]) != self.defaults["fp8"]:
-            raise ValueError("param group has its own 'fp8': it is the same for all groups; pass fp8_config instead")
+        for key, argument in (("fp8", "fp8_config"), ("capturable", "capturable")):
+            if param_group.get(key, self.defaults[key]) != self.defaults[key]:
+                raise ValueError(
+                    f"param group has its own {key!r}: it is the same for all groups; pass {argument} instead"
+                )
         _check_torch_options({k: v for k, v in param_group.items() if k in TORCH_ONLY_OPTIONS})
         _check_hyper({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -167,27 +166,40 @@ class FP8AdamW(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse; nothing has been updated then.
+            RuntimeError: a gradient is sparse, or a CUDA graph is captured without `capturable`; nothing has been
+                updated then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        active = [[param for param in group["params"] if param.grad is not None] for group in self.param_groups]
         self._check_gradients()
-        for group in self.param_groups:
-            lr = group["lr"].detach().cpu() if isinstance(group["lr"], Tensor) else group["lr"]
-            for (device, dtype, step), params in self._buckets(group).items():
-                hyper = Hyper(
-                    step=step,
-                    lr=lr,
-                    beta1=float(group["betas"][0]),
-                    beta2=float(group["betas"][1]),
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    maximize=group["maximize"],
-                )
-                self._update(params, device, dtype, hyper)
+        every = [param for params in active for param in params]
+        if not every:
+            return loss
+        packed = self._packed_state(every)
+        packed.count_step(every)
+        for group, params in zip(self.param_groups, active, strict=True):
+            for batch in packed.batches(params):
+                self._step_batch(group, batch)
         return loss
+
+    def _packed_state(self, params: list[Tensor]) -> PackedState:
+        """Return the packed state, packed anew where it is not that of `params` and all others any more."""
+        known = self._packed is not None and self._packed.holds(self.state, params)
+        if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
+            if not self.defaults["capturable"]:
+                raise RuntimeError(
+                    "capturable=False: a CUDA graph needs step counters on the GPU; pass capturable=True"
+                )
+            if not known:
+                raise RuntimeError(
+                    "first step inside a CUDA graph: do a step before the capture, which makes the state"
+                )
+        if self._packed is None or not known:
+            self._packed = PackedState(self.state, params, self._storages(), self.defaults["capturable"])
+        return self._packed
 
     def _check_gradients(self) -> None:
         for group_index, group in enumerate(self.param_groups):
@@ -198,55 +210,20 @@ class FP8AdamW(torch.optim.Optimizer):
                         "make the layer with sparse=False or use torch.optim.SparseAdam for this parameter"
                     )
 
-    def _buckets(self, group: dict[str, Any]) -> dict[tuple[torch.device, torch.dtype, float], list[Tensor]]:
-        """Count the step of every parameter with a gradient and sort them by (device, dtype, step).
-
-        The counters are tensors on the CPU, read all at once: no device sync, and one read whatever their number.
-        """
-        params = [param for param in group["params"] if param.grad is not None]
-        moments = self._storages()
-        for param in params:
-            if not self.state[param]:
-                self.state[param] = zero_state(param, moments)
-        if not params:
-            return {}
-        counters = [self.state[param]["step"] for param in params]
-        torch._foreach_add_(counters, 1.0)
-        buckets: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
-        for param, step in zip(params, torch.stack(counters).tolist(), strict=True):
-            buckets.setdefault((param.device, param.dtype, step), []).append(param)
-        return buckets
-
-    def _update(self, params: list[Tensor], device: torch.device, dtype: torch.dtype, hyper: Hyper) -> None:
-        """Step parameters of one device, dtype and step number, one packed buffer at a time."""
-        block_size = self.fp8_config.block_size
-        limit = max(chunk_elements(device) // block_size, 1) * block_size
-        # A non-contiguous parameter is updated in a flat copy and written back.
-        flat_params = [param.detach().reshape(-1) for param in params]
-        pieces = [
-            piece
-            for param, flat_param in zip(params, flat_params, strict=True)
-            for piece in _pieces(param, flat_param, self.state[param], limit, block_size)
-        ]
-        for part in chunked([piece.param.numel() for piece in pieces], limit):
-            self._update_pieces(pieces[part], dtype, hyper)
-        for param, flat_param in zip(params, flat_params, strict=True):
-            if not param.is_contiguous():
-                param.copy_(flat_param.view(param.shape))
-
-    def _update_pieces(self, pieces: list[_Piece], dtype: torch.dtype, hyper: Hyper) -> None:
-        layout = Layout([piece.param.numel() for piece in pieces], self.fp8_config.block_size)
-        params, states = [piece.param for piece in pieces], [piece.state for piece in pieces]
-        moments = self._storages()
-        param = layout.gather(params, torch.float32)
-        grad = layout.gather([piece.grad for piece in pieces], torch.float32)
-        exp_avg, exp_avg_sq = (read_moment(name, states, moments[name], layout) for name in MOMENTS)
-        adamw_update_(param, grad, exp_avg, exp_avg_sq, hyper)
-        write_moment("exp_avg", states, moments["exp_avg"], layout, exp_avg)
-        write_moment("exp_avg_sq", states, moments["exp_avg_sq"], layout, exp_avg_sq)
-        if self.fp8_config.stochastic_rounding and dtype != torch.float32:
-            param = stochastic_cast(param, dtype)
-        layout.scatter(param, params)
+    def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
+        hyper, table = _hyper(group, batch)
+        fp8_adamw_step(
+            batch.params,
+            batch.grads,
+            batch.packed.moments["exp_avg"],
+            batch.packed.moments["exp_avg_sq"],
+            [batch.packed.first_blocks[index] for index in batch.indices],
+            hyper,
+            table=table,
+            expansion=self.fp8_config.expansion,
+            maximize=group["maximize"],
+            stochastic_rounding=self.fp8_config.stochastic_rounding,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or torch.optim.AdamW's `state_dict` gave; codes and scales come back untouched.
@@ -272,6 +249,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
         def install(_: torch.optim.Optimizer) -> None:
             self.state.update(states)
+            self._packed = None
             for group in self.param_groups:
                 adopt_group(group, self.defaults)
 

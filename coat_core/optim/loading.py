@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.formats import FORMATS, Format, format_of
-from coat_core.optim.packing import n_blocks
+from coat_core.kernels.packing import n_blocks
 from coat_core.optim.state import MOMENTS, State, Storage, convert_moment
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ UNQUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PER_BLOCK = ("scale", "exponent", "center")
 KEYS = {"step", *MOMENTS, *(f"{name}_{suffix}" for name in MOMENTS for suffix in PER_BLOCK)}
 # Options of torch.optim.AdamW without a meaning here, and what else its groups hold.
-TORCH_ONLY_OPTIONS = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
+TORCH_ONLY_OPTIONS = ("amsgrad", "foreach", "differentiable", "fused")
 TORCH_GROUP_KEYS = (*TORCH_ONLY_OPTIONS, "decoupled_weight_decay")
 ANOTHER_FILE = "load the optimizer state of this run, or start without one"
 
@@ -53,12 +53,12 @@ def check_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> No
 
 
 def adopt_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Make a group that came from a file ours: no torch-only entries, none missing, our own fp8 configuration."""
+    """Make a group that came from a file ours: no torch-only entries, none missing, stored and run as we do."""
     for key, value in defaults.items():
         group.setdefault(key, value)
     for key in TORCH_GROUP_KEYS:  # torch itself adds `differentiable` to the defaults
         group.pop(key, None)
-    group["fp8"] = defaults["fp8"]
+    group.update(fp8=defaults["fp8"], capturable=defaults["capturable"])
 
 
 def restored_states(

@@ -1,91 +1,168 @@
-"""Many small tensors as one buffer of blocks.
+"""The state of all parameters in one buffer of each kind, and the tensors of `Optimizer.state` as views into them.
 
-LoRA has hundreds of small parameters, so a step works on packed fp32 buffers instead of on one tensor at a time: the
-number of launches does not depend on the number of parameters. Each flat piece starts a new block and its last block
-is filled with zeros, so a block never mixes two parameters and scales belong to one piece each:
+A step then needs no list of state tensors: it takes no time to collect them, and the operator reads the buffers as they
+are. Files do not change: `state_dict` has the same tensors per parameter, and torch.save writes shared memory once.
 
-    piece 0: a a a a a 0 0 0 | piece 1: b b b b | ...      (block_size 4)
-
-Large parameters are split at block borders, which keeps the buffers bounded and changes no result.
-Shapes: a piece [size]; buffer [n_blocks, B].
+    codes of a moment    [n_blocks, B]        parameter 0 from block 0 on, the next one in the block after its last
+    numbers of a moment  fp32 [S, n_blocks]   scale, exponent, center
+    steps                fp32 [n_params]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping
+from itertools import chain
+from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Elements of one packed buffer. GPU: large enough to hide the launches, small enough (64 MiB in fp32) to fit beside a
-# model that fills the memory. CPU: about what stays in the cache between the passes; measured, EXPERIMENTS.md.
-CHUNK_ELEMENTS_GPU = 1 << 24
-CHUNK_ELEMENTS_CPU = 1 << 17
+from coat_core.kernels.packing import n_blocks
+from coat_core.optim.state import State, Storage, empty_moment, moment_views
 
 
-def chunk_elements(device: torch.device) -> int:
-    """Return the largest number of elements to pack into one buffer on this device."""
-    return CHUNK_ELEMENTS_CPU if device.type == "cpu" else CHUNK_ELEMENTS_GPU
-
-
-def n_blocks(size: int, block_size: int) -> int:
-    """Return the number of blocks that `size` elements take, the last one possibly shorter."""
-    return -(-size // block_size)
-
-
-def spans(size: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cut 0 … size into (start, stop) of at most `limit` elements; an empty range gives one empty span."""
-    for start in range(0, max(size, 1), limit):
-        yield start, min(start + limit, size)
-
-
-def chunked(sizes: Iterable[int], limit: int) -> Iterator[slice]:
-    """Cut a sequence of sizes into consecutive slices whose sizes add up to at most `limit` (or are one piece)."""
-    first = total = 0
-    index = -1
-    for index, size in enumerate(sizes):
-        if index > first and total + size > limit:
-            yield slice(first, index)
-            first, total = index, 0
-        total += size
-    if index >= 0:
-        yield slice(first, index + 1)
-
-
-class Layout:
-    """Where each of a list of flat pieces lies in a packed buffer [n_blocks, block_size].
+class DeviceState:
+    """The packed state of the parameters on one device.
 
     Args:
-        sizes: number of elements of each piece.
-        block_size: elements of a block.
+        params: the parameters.
+        moments: how each moment is stored.
+        steps_on_device: whether the step counters lie on the device and not on the CPU.
+
+    Attributes:
+        moments: packed codes and numbers, zero codes and ones at first.
+        steps: fp32 [n_params], zeros at first.
+        views: the state of each parameter, as views.
+        first_blocks: where each parameter's blocks start.
     """
 
-    def __init__(self, sizes: Sequence[int], block_size: int) -> None:
-        self.block_size = block_size
-        self.blocks = [n_blocks(size, block_size) for size in sizes]
-        self.padded = any(size % block_size for size in sizes)
-        padding = [blocks * block_size - size for blocks, size in zip(self.blocks, sizes, strict=True)]
-        self._cuts = [cut for pair in zip(sizes, padding, strict=True) for cut in pair] if self.padded else list(sizes)
+    def __init__(self, params: list[Tensor], moments: dict[str, Storage], steps_on_device: bool) -> None:
+        device, block_size = params[0].device, next(iter(moments.values())).block_size
+        self.first_blocks = []
+        blocks = 0
+        for param in params:
+            self.first_blocks.append(blocks)
+            blocks += n_blocks(param.numel(), block_size)
+        self.moments = {name: empty_moment(blocks, storage, device) for name, storage in moments.items()}
+        self.steps = torch.zeros(len(params), dtype=torch.float32, device=device if steps_on_device else "cpu")
+        self.views: list[State] = []
+        for step, param, first in zip(self.steps.unbind(), params, self.first_blocks, strict=True):
+            state: State = {"step": step}
+            for name, storage in moments.items():
+                state.update(moment_views(name, self.moments[name], storage, first, param.shape))
+            self.views.append(state)
 
-    def _pieces_of(self, buffer: Tensor) -> list[Tensor]:
-        return list(buffer.view(-1).split(self._cuts))[:: 2 if self.padded else 1]
 
-    def gather(self, pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Copy flat pieces into a new buffer [n_blocks, block_size] of `dtype`, zeros in the padding."""
-        shape = (sum(self.blocks), self.block_size)
-        new = torch.zeros if self.padded else torch.empty
-        buffer = new(shape, dtype=dtype, device=pieces[0].device)
-        torch._foreach_copy_(self._pieces_of(buffer), pieces)
-        return buffer
+class Batch(NamedTuple):
+    """Parameters that one call of the operator takes.
 
-    def scatter(self, buffer: Tensor, pieces: list[Tensor]) -> None:
-        """Copy a buffer [n_blocks, block_size] back into the flat pieces, converting to their dtype."""
-        torch._foreach_copy_(pieces, self._pieces_of(buffer))
+    Attributes:
+        params: of one device and dtype.
+        grads: of one dtype.
+        indices: where each parameter is among those of its device.
+        packed: the state on that device.
+        step: the number of the step; None where it is only on the device.
+    """
 
-    def gather_per_block(self, pieces: list[Tensor]) -> Tensor:
-        """Join per-block numbers, a piece each [blocks], to [n_blocks, 1]."""
-        return torch.cat(pieces).unsqueeze(-1)
+    params: list[Tensor]
+    grads: list[Tensor]
+    indices: list[int]
+    packed: DeviceState
+    step: float | None
 
-    def scatter_per_block(self, values: Tensor, pieces: list[Tensor]) -> None:
-        """Inverse of `gather_per_block`."""
-        torch._foreach_copy_(pieces, list(values.view(-1).split(self.blocks)))
+    def steps(self) -> Tensor:
+        """Return the step numbers as fp32 [n] on the parameters' device, without reading any."""
+        if self.step is not None:
+            return torch.full((len(self.params),), self.step, device=self.params[0].device)
+        first, steps = self.indices[0], self.packed.steps
+        if self.indices == list(range(first, first + len(self.indices))):
+            return steps[first:][: len(self.indices)]
+        return torch.stack([steps[index] for index in self.indices])
+
+
+class PackedState:
+    """The packed state of every parameter that has one.
+
+    Args:
+        state: `Optimizer.state`; its entries become views with the values they had, or zeros where there were none.
+        new: parameters that get a state now.
+        moments: how each moment is stored.
+        steps_on_device: whether the step counters lie on the parameters' device and not on the CPU.
+
+    Attributes:
+        devices: the packed state on each device.
+    """
+
+    def __init__(
+        self,
+        state: MutableMapping[Tensor, State],
+        new: Iterable[Tensor],
+        moments: dict[str, Storage],
+        steps_on_device: bool,
+    ) -> None:
+        self._steps_on_device = steps_on_device
+        added = {id(param) for param in new if not state.setdefault(param, {})}
+        self._params = [param for param, entry in state.items() if entry or id(param) in added]
+        self._devices = [param.device for param in self._params]
+        self._entries = [state[param] for param in self._params]
+        self.devices: dict[torch.device, DeviceState] = {}
+        self._indices: dict[int, int] = {}
+        for device in dict.fromkeys(self._devices):
+            here = [i for i, other in enumerate(self._devices) if other == device]
+            packed = DeviceState([self._params[i] for i in here], moments, steps_on_device)
+            self.devices[device] = packed
+            for index, (i, views) in enumerate(zip(here, packed.views, strict=True)):
+                self._indices[id(self._params[i])] = index
+                for key, values in self._entries[i].items():
+                    views[key].copy_(values)
+                self._entries[i].clear()
+                self._entries[i].update(views)
+        self._addresses = _addresses(self._entries)
+
+    def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
+        """Whether this still is the state of all parameters, `params` among them.
+
+        It is not after `load_state_dict`, a first gradient, or when somebody replaced or moved any tensor of it.
+        """
+        entries = [entry for entry in state.values() if entry]
+        return (
+            len(entries) == len(self._entries)
+            and all(map(is_, entries, self._entries))
+            and self._indices.keys() >= set(map(id, params))
+            and [param.device for param in self._params] == self._devices
+            and _addresses(entries) == self._addresses
+        )
+
+    def count_step(self, params: list[Tensor]) -> None:
+        """Add 1 to the step counters of these parameters."""
+        if len(params) == len(self._params):
+            for packed in self.devices.values():
+                packed.steps += 1.0
+        else:
+            steps = [self.devices[param.device].views[self._indices[id(param)]]["step"] for param in params]
+            torch._foreach_add_(steps, 1.0)
+
+    def batches(self, params: list[Tensor]) -> Iterator[Batch]:
+        """Sort parameters with gradients by device, dtypes and, where it is known on the host, step number."""
+        if not params:
+            return
+        grads = [param.grad for param in params if param.grad is not None]
+        indices, devices = [self._indices[id(param)] for param in params], [param.device for param in params]
+        steps: list[float | None] = [None] * len(params)
+        if not self._steps_on_device:  # read all at once: a read for each would take longer than the rest
+            counts = {device: packed.steps.tolist() for device, packed in self.devices.items()}
+            steps = [counts[device][index] for device, index in zip(devices, indices, strict=True)]
+        dtypes = [param.dtype for param in params], [grad.dtype for grad in grads]
+        kinds = list(zip(devices, *dtypes, steps, strict=True))
+        if kinds.count(kinds[0]) == len(kinds):
+            yield Batch(params, grads, indices, self.devices[devices[0]], steps[0])
+            return
+        for kind in dict.fromkeys(kinds):
+            some = [i for i, other in enumerate(kinds) if other == kind]
+            chosen = [params[i] for i in some], [grads[i] for i in some], [indices[i] for i in some]
+            yield Batch(*chosen, self.devices[kind[0]], kind[3])
+
+
+def _addresses(entries: list[State]) -> list[int]:
+    return list(map(Tensor.data_ptr, chain.from_iterable(map(dict.values, entries))))

@@ -2,7 +2,7 @@
 
 | key                                             | dtype, shape                                   | present       |
 |-------------------------------------------------|------------------------------------------------|---------------|
-| step                                            | fp32 on the CPU, []                            | always        |
+| step                                            | fp32, []; on the CPU unless capturable         | always        |
 | exp_avg, exp_avg_sq                             | FP8 codes, or fp32; the parameter's shape      | always        |
 | exp_avg_scale, exp_avg_sq_scale                 | fp32 [n_blocks]                                | FP8           |
 | exp_avg_exponent, _center; exp_avg_sq_exponent, _center | fp32 [n_blocks]                        | FP8, expanded |
@@ -13,16 +13,15 @@ last one may be shorter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from coat_core.config import ExpansionConfig, FP8QuantizationConfig
-from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
 from coat_core.formats import Format, get_format
-from coat_core.optim.packing import Layout, n_blocks
+from coat_core.kernels.adamw import Moment, read_moment, write_moment
+from coat_core.kernels.packing import Layout, n_blocks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 State = dict[str, Tensor]
@@ -70,58 +69,29 @@ def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
     return {name: Storage(fmt, config.block_size, expansion) for name, fmt in zip(MOMENTS, formats, strict=True)}
 
 
-def zero_moment(name: str, param: Tensor, storage: Storage) -> State:
-    """Return the state entries of an all-zero moment: zero codes, and 1 for every per-block number."""
-    blocks = n_blocks(param.numel(), storage.block_size)
-    state = {name: torch.zeros(param.shape, dtype=storage.dtype, device=param.device)}
-    for suffix in storage.per_block:
-        state[f"{name}_{suffix}"] = torch.ones(blocks, dtype=torch.float32, device=param.device)
-    return state
+def empty_moment(blocks: int, storage: Storage, device: torch.device) -> Moment:
+    """Return an all-zero packed moment of `blocks` blocks: zero codes, and 1 for every per-block number."""
+    codes = torch.zeros((blocks, storage.block_size), dtype=storage.dtype, device=device)
+    return Moment(codes, torch.ones((len(storage.per_block), blocks), dtype=torch.float32, device=device))
 
 
-def zero_state(param: Tensor, moments: dict[str, Storage]) -> State:
-    """Return the whole state of a parameter before its first step."""
-    state = {"step": torch.tensor(0.0, dtype=torch.float32)}
-    for name, storage in moments.items():
-        state.update(zero_moment(name, param, storage))
-    return state
-
-
-def read_moment(name: str, states: Sequence[State], storage: Storage, layout: Layout) -> Tensor:
-    """Dequantize one moment of several flat states into fp32 [n_blocks, B]."""
-    codes = layout.gather([state[name] for state in states], storage.dtype)
-    if storage.format is None:
-        return codes
-    per_block = {
-        suffix: layout.gather_per_block([state[f"{name}_{suffix}"] for state in states]) for suffix in storage.per_block
-    }
-    return dequantize_blocks(QuantizedBlocks(codes, **per_block))
-
-
-def write_moment(name: str, states: Sequence[State], storage: Storage, layout: Layout, blocks: Tensor) -> None:
-    """Inverse of `read_moment`: quantize fp32 [n_blocks, B] into the tensors of the states, in place."""
-    codes = [state[name] for state in states]
-    if storage.format is None:
-        layout.scatter(blocks, codes)
-        return
-    stored = quantize_blocks(blocks, storage.format, storage.expansion)
-    layout.scatter(stored.codes, codes)
-    for suffix in storage.per_block:
-        layout.scatter_per_block(getattr(stored, suffix), [state[f"{name}_{suffix}"] for state in states])
-
-
-def flat_state(state: State) -> State:
-    """View every tensor of a state, all contiguous, as one dimension."""
-    return {key: tensor.view(-1) for key, tensor in state.items()}
+def moment_views(name: str, moment: Moment, storage: Storage, first: int, shape: torch.Size) -> State:
+    """Return the state entries of a parameter of `shape` whose blocks of a packed moment start at `first`."""
+    after = first + n_blocks(shape.numel(), storage.block_size)
+    flat = moment.codes.view(-1)[first * storage.block_size :][: shape.numel()]
+    numbers = moment.numbers[:, first:after]
+    suffixed = {f"{name}_{suffix}": row for suffix, row in zip(storage.per_block, numbers, strict=True)}
+    return {name: flat.view(shape), **suffixed}
 
 
 def convert_moment(name: str, state: State, old: Storage, new: Storage, param: Tensor) -> State:
     """Re-quantize one moment from one storage to another; through exact fp32 values, on the parameter's device."""
-    size = [param.numel()]
-    values = torch.empty(param.shape, dtype=torch.float32, device=param.device)
-    old_layout, new_layout = Layout(size, old.block_size), Layout(size, new.block_size)
-    old_layout.scatter(read_moment(name, [flat_state(state)], old, old_layout), [values.view(-1)])
-    converted = zero_moment(name, param, new)
-    blocks = new_layout.gather([values.view(-1)], torch.float32)
-    write_moment(name, [flat_state(converted)], new, new_layout, blocks)
-    return converted
+    source = empty_moment(n_blocks(param.numel(), old.block_size), old, param.device)
+    for key, view in moment_views(name, source, old, 0, param.shape).items():
+        view.copy_(state[key])
+    everything = slice(None)
+    values = read_moment(source, everything).view(-1)[: param.numel()]
+    target = empty_moment(n_blocks(param.numel(), new.block_size), new, param.device)
+    blocks = Layout([param.numel()], new.block_size).gather([values], torch.float32)
+    write_moment(target, everything, blocks, new.expansion or ExpansionConfig())
+    return moment_views(name, target, new, 0, param.shape)

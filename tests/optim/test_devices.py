@@ -25,13 +25,14 @@ def set_device_grads(params: list[Parameter], step: int) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_per_tensor_reference(device: torch.device, name: str, dtype: torch.dtype) -> None:
-    ours, theirs = on_device(device, dtype), on_device(device, dtype)
+def test_equals_the_per_tensor_reference(name: str, dtype: torch.dtype) -> None:
+    """On the CPU; the GPU's kernel against the reference: tests/kernels/test_adamw.py."""
+    ours, theirs = make_params(dtype=dtype), make_params(dtype=dtype)
     optimizer = FP8AdamW(ours, lr=1e-3, weight_decay=0.02, fp8_config=CONFIGS[name])
     reference = ReferenceAdamW(theirs, CONFIGS[name], lr=1e-3, weight_decay=0.02)
     for step in range(8):
-        set_device_grads(ours, step)
-        set_device_grads(theirs, step)
+        set_grads(ours, step)
+        set_grads(theirs, step)
         optimizer.step()
         reference.step()
     for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):

@@ -11,7 +11,7 @@ from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import make_params, run
 
 
-@pytest.mark.parametrize("name", ["amsgrad", "foreach", "capturable", "differentiable", "fused"])
+@pytest.mark.parametrize("name", ["amsgrad", "foreach", "differentiable", "fused"])
 def test_torch_options_are_refused_by_name_when_on(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}=True: not supported by FP8AdamW"):
         FP8AdamW(make_params(), **{name: True})
@@ -71,6 +71,11 @@ def test_sparse_gradient_is_refused_by_position_before_anything_moves() -> None:
 def test_group_with_its_own_fp8_configuration() -> None:
     with pytest.raises(ValueError, match="same for all groups; pass fp8_config"):
         FP8AdamW([{"params": make_params(), "fp8": {"block_size": 16}}])
+
+
+def test_group_with_its_own_capturable() -> None:
+    with pytest.raises(ValueError, match="'capturable': it is the same for all groups; pass capturable instead"):
+        FP8AdamW([{"params": make_params(), "capturable": True}])
 
 
 def test_empty_and_repeated_parameters_fail_as_in_torch() -> None:

@@ -12,8 +12,9 @@ import torch
 from torch.nn import Parameter
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.optim import FP8AdamW, fp8_adamw
-from coat_core.optim.packing import chunked, spans
+from coat_core.kernels import adamw
+from coat_core.kernels.packing import chunks, spans
+from coat_core.optim import FP8AdamW
 from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import CONFIGS, make_params, run, set_grads
 
@@ -90,7 +91,7 @@ def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int) 
         return params, optimizer
 
     expected_params, expected = trained()
-    monkeypatch.setattr(fp8_adamw, "chunk_elements", lambda _: limit)
+    monkeypatch.setattr(adamw, "chunk_elements", lambda _: limit)
     params, optimizer = trained()
     for a, b in zip(expected_params, params, strict=True):
         assert_bitwise(a.detach(), b.detach())
@@ -98,16 +99,28 @@ def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int) 
             assert_bitwise(tensor, optimizer.state[b][key])
 
 
-def test_spans_and_chunks_cover_everything_once() -> None:
+def test_spans_cover_everything_once() -> None:
     assert list(spans(10, 4)) == [(0, 4), (4, 8), (8, 10)]
     assert list(spans(0, 4)) == [(0, 0)]
-    assert list(chunked([3, 1, 5, 0, 2], 4)) == [slice(0, 2), slice(2, 3), slice(3, 5)]
-    assert list(chunked([], 4)) == []
+
+
+def test_chunks_end_at_the_limit_and_where_the_packed_state_does_not_go_on() -> None:
+    def found(sizes: tuple[int, ...], first_blocks: tuple[int, ...]) -> list[tuple[list[tuple[int, int, int]], slice]]:
+        return [(chunk.pieces, chunk.rows) for chunk in chunks(sizes, first_blocks, 4, 8)]
+
+    assert found((5, 2, 20), (0, 2, 3)) == [
+        ([(0, 0, 5), (1, 0, 2)], slice(0, 3)),
+        ([(2, 0, 8)], slice(3, 5)),
+        ([(2, 8, 16)], slice(5, 7)),
+        ([(2, 16, 20)], slice(7, 8)),
+    ]
+    assert found((3, 0, 3), (0, 4, 4)) == [([(0, 0, 3)], slice(0, 1)), ([(1, 0, 0), (2, 0, 3)], slice(4, 5))]
+    assert found((), ()) == []
 
 
 @pytest.mark.parametrize("limit", [128, 1 << 20])
 def test_non_contiguous_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(fp8_adamw, "chunk_elements", lambda _: limit)
+    monkeypatch.setattr(adamw, "chunk_elements", lambda _: limit)
     dense = Parameter(torch.randn(40, 24))
     strided = Parameter(dense.detach().t().contiguous().t())
     sliced = Parameter(torch.stack([dense.detach(), dense.detach()], -1)[..., 0])

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coat_core.optim.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU, n_blocks
+from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU, n_blocks
 from coat_core.optim.state import storages
 
 from ..config import JobConfig

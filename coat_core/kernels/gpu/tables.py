@@ -1,0 +1,67 @@
+"""Lists of integers on the device, uploaded without waiting for it: how a kernel over many tensors finds its way.
+
+The tables are known by their content, so a list that did not change since a step is found and not uploaded again, and
+one that changed (gradients get new addresses where `zero_grad` drops them) can never be mistaken for the old one. An
+upload copies from pinned memory that torch's host allocator hands out anew only when the copy is done: the host never
+waits, and never overwrites what is still to be copied.
+
+A captured CUDA graph reads at each replay the table that was there, or copies it again from its pinned source. So what
+a capture used is kept for the life of the process: for 1000 adapters of 86 M elements 16 kB of addresses a capture, and
+2.7 MB of places once. The pinned source of a capture is made ahead, by the steps before it: making one may query
+events, which a capture forbids.
+"""
+
+from __future__ import annotations
+
+import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+
+import torch
+from torch import Tensor
+
+KEPT_TABLES = 16
+
+Key = tuple[torch.device, Hashable]
+_uploaded: OrderedDict[Key, Tensor] = OrderedDict()
+_read_by_graphs: dict[Key, Tensor] = {}
+_copied_by_graphs: dict[Key, Tensor] = {}  # pinned sources
+_spares: dict[int, Tensor] = {}  # length → a pinned source for a capture
+
+
+def device_table(content: Hashable, numbers: Callable[[], Iterable[int]], device: torch.device) -> Tensor:
+    """Return integers as a table on the device.
+
+    Args:
+        content: tells tables apart; the numbers depend on it alone.
+        numbers: makes the integers, at least one.
+        device: where the kernel runs.
+
+    Returns:
+        int64 [n]; on a GPU, work that the current stream gets after this call finds it filled.
+    """
+    key = (device, content)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if key in _uploaded:
+        _uploaded.move_to_end(key)
+        if capturing:
+            _read_by_graphs[key] = _uploaded[key]
+        return _uploaded[key]
+    if capturing and key in _copied_by_graphs:
+        return _copied_by_graphs[key].to(device, non_blocking=True)
+    values = torch.frombuffer(array.array("q", numbers()), dtype=torch.int64)
+    if capturing:
+        _copied_by_graphs[key] = source = _source(values, device, _spares.pop(len(values), None))
+        return source.to(device, non_blocking=True)
+    if device.type == "cuda" and len(values) not in _spares:
+        _spares[len(values)] = torch.empty_like(values, pin_memory=True)
+    _uploaded[key] = _source(values, device, None).to(device, non_blocking=True)
+    if len(_uploaded) > KEPT_TABLES:
+        _uploaded.popitem(last=False)
+    return _uploaded[key]
+
+
+def _source(values: Tensor, device: torch.device, spare: Tensor | None) -> Tensor:
+    """Return the values in memory that is copied to the device without waiting."""
+    source = torch.empty_like(values, pin_memory=device.type == "cuda") if spare is None else spare
+    return source.copy_(values)

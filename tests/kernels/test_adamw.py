@@ -1,0 +1,363 @@
+"""The FP8 AdamW step of many tensors: the kernel against the reference, over what may be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_core.config import PAPER_EXPANSION, ExpansionConfig
+from coat_core.formats import get_format
+from coat_core.kernels import adamw
+from coat_core.kernels.adamw import Moment, fp8_adamw_step, hyper_of_step, hyper_table
+from coat_core.kernels.packing import n_blocks
+from coat_core.quantize import finite_abs
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.operators import WITHOUT_SCHEMA, bits
+from tests.tolerances import (
+    ADAMW_KERNEL_CODES_OFF,
+    ADAMW_KERNEL_ERROR_RTOL,
+    ADAMW_KERNEL_NUMBERS_RTOL,
+    ADAMW_KERNEL_UPDATE_RTOL,
+    STOCHASTIC_SIGMAS,
+)
+
+SHAPES = [(1,), (5,), (128,), (40, 25), (16, 64), (0, 3), (), (3, 5, 11)]
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.05
+
+
+class Problem:
+    """Parameters with their packed moments."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        formats: tuple[str | None, str | None] = ("e4m3", "e4m3"),
+        *,
+        expanded: bool = True,
+        block_size: int = 128,
+        dtype: torch.dtype = torch.float32,
+        shapes: list[tuple[int, ...]] = SHAPES,
+    ) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.params = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+        sizes = [n_blocks(param.numel(), block_size) for param in self.params]
+        self.first_blocks = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.moments = [self._zeros(sum(sizes), block_size, name, expanded, device) for name in formats]
+
+    @staticmethod
+    def _zeros(blocks: int, block_size: int, name: str | None, expanded: bool, device: torch.device) -> Moment:
+        dtype, rows = (torch.float32, 0) if name is None else (get_format(name).dtype, 3 if expanded else 1)
+        codes = torch.zeros((blocks, block_size), dtype=dtype, device=device)
+        return Moment(codes, torch.ones((rows, blocks), device=device))
+
+    def grads(self, step: int) -> list[Tensor]:
+        """Of magnitudes from 1e-6 to 1; those of every third parameter are zero in the first step."""
+        generator = torch.Generator().manual_seed(100 + step)
+        decades = torch.randint(-6, 1, (len(self.params),), generator=generator).tolist()
+        return [
+            (torch.randn(param.shape, generator=generator) * 10.0**decade * (step > 1 or i % 3 > 0)).to(param)
+            for i, (param, decade) in enumerate(zip(self.params, decades, strict=True))
+        ]
+
+    def step(self, step: int, grads: list[Tensor], run: Any, **options: Any) -> None:
+        """One step by `run`, a kernel's launcher or the reference."""
+        options = {"expansion": ExpansionConfig(), "betas": BETAS, **options}
+        hyper = hyper_of_step(LR, step, options.pop("betas"), EPS, DECAY)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adamw, "_fp8_adamw_step", run)
+            fp8_adamw_step(self.params, grads, *self.moments, self.first_blocks, hyper, **options)
+
+
+def kernel(*args: Any) -> None:
+    from coat_core.kernels.gpu.adamw import fp8_adamw_step as launcher
+
+    launcher(*args)
+
+
+reference = adamw._fp8_adamw_step._init_fn
+
+
+def values_of(problem: Problem) -> list[Tensor]:
+    return [adamw.read_moment(moment, slice(None)) for moment in problem.moments]
+
+
+def code_places(codes: Tensor) -> Tensor:
+    """Codes by their order: neighbours differ by 1; NaN is one place."""
+    raw = codes.view(torch.uint8).to(torch.int32)
+    magnitude = torch.where(codes.to(torch.float32).isnan(), 0x7F, raw & 0x7F)
+    return torch.where((raw & 0x80 > 0) & ~codes.to(torch.float32).isnan(), -magnitude, magnitude)
+
+
+def assert_codes_agree(ours: Tensor, theirs: Tensor) -> None:
+    """At most one step between codes, and that in few of them."""
+    off = (code_places(ours) - code_places(theirs)).abs()
+    assert off.max() <= 1
+    assert (off > 0).sum() <= 1 + ADAMW_KERNEL_CODES_OFF * off.numel()
+
+
+def assert_near(ours: Tensor, theirs: Tensor, unit: Tensor) -> None:
+    """Same places of NaN, else within ADAMW_KERNEL_UPDATE_RTOL of `unit`, the size of what may be in error."""
+    off = (ours.float() - theirs.float()).abs()
+    assert (
+        (off <= ADAMW_KERNEL_UPDATE_RTOL * unit + torch.finfo(theirs.dtype).eps * theirs.float().abs())
+        .logical_or(theirs.isnan() & ours.isnan())
+        .all()
+    )
+
+
+def assert_same_step(ours: Problem, theirs: Problem, before: list[Tensor]) -> None:
+    """After one step from the same state: codes and numbers of both moments, and how far the parameters went."""
+    for mine, other in zip(ours.moments, theirs.moments, strict=True):
+        if len(mine.numbers) == 0:
+            assert_near(mine.codes, other.codes, finite_abs(other.codes).amax())
+            continue
+        torch.testing.assert_close(mine.numbers, other.numbers, rtol=ADAMW_KERNEL_NUMBERS_RTOL, atol=0)
+        assert_codes_agree(mine.codes, other.codes)
+    for mine, other, start in zip(ours.params, theirs.params, before, strict=True):
+        if other.numel():
+            assert_near(mine, other, finite_abs(other.float() - start.float()).amax())
+
+
+def run_both(device: torch.device, steps: int = 4, spoil: Any = None, **options: Any) -> tuple[Problem, Problem]:
+    """Steps of the reference; before each, the kernel's problem gets its state."""
+    call = {k: options.pop(k) for k in ("expansion", "maximize", "betas") if k in options}
+    ours, theirs = Problem(device, **options), Problem(device, **options)
+    for step in range(1, steps + 1):
+        copy_state(theirs, ours)
+        grads = theirs.grads(step)
+        if spoil is not None and step == steps:
+            spoil(grads)
+        before = [param.clone() for param in theirs.params]
+        theirs.step(step, grads, reference, **call)
+        ours.step(step, grads, kernel, **call)
+        assert_same_step(ours, theirs, before)
+    return ours, theirs
+
+
+def copy_state(source: Problem, target: Problem) -> None:
+    for a, b in zip(source.params, target.params, strict=True):
+        b.copy_(a)
+    for moment, other in zip(source.moments, target.moments, strict=True):
+        for a, b in zip(moment, other, strict=True):
+            bits_of(b).copy_(bits_of(a))
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+FORMAT_PAIRS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e4m3", None), (None, "e5m2"), (None, None)]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("expanded", [True, False])
+@pytest.mark.parametrize("formats", FORMAT_PAIRS, ids=str)
+def test_kernel_follows_the_reference(
+    formats: tuple[str | None, str | None], expanded: bool, device: torch.device
+) -> None:
+    run_both(device, formats=formats, expanded=expanded)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("block_size", [16, 48, 1008, 4096])
+@pytest.mark.parametrize("expanded", [True, False])
+def test_kernel_takes_blocks_of_any_size(block_size: int, expanded: bool, device: torch.device) -> None:
+    run_both(device, steps=2, block_size=block_size, expanded=expanded, shapes=[*SHAPES, (5000,)])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernel_rounds_low_precision_parameters_once(dtype: torch.dtype, device: torch.device) -> None:
+    run_both(device, dtype=dtype)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "expansion", [PAPER_EXPANSION, ExpansionConfig(range_fraction=1.0, exponent_max=2.0)], ids=["paper", "narrow"]
+)
+def test_kernel_expands_with_the_constants_given(expansion: ExpansionConfig, device: torch.device) -> None:
+    run_both(device, expansion=expansion)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("call", [{"maximize": True}, {"betas": (0.0, 0.0)}, {"betas": (0.4, 0.95)}], ids=str)
+def test_kernel_with_other_arguments(call: dict[str, Any], device: torch.device) -> None:
+    run_both(device, steps=3, **call)
+
+
+@pytest.mark.triton
+def test_without_expansion_moments_have_the_references_bits_on_a_cpu() -> None:
+    """In blocks of 128, where torch's vector loops have no rest; on a GPU torch itself rounds otherwise."""
+    for formats in [("e4m3", "e5m2"), (None, None)]:
+        ours, theirs = run_both(torch.device("cpu"), formats=formats, expanded=False)
+        for mine, other in zip(ours.moments, theirs.moments, strict=True):
+            assert torch.equal(bits(mine.codes), bits(other.codes))
+            assert_bitwise(mine.numbers, other.numbers)
+
+
+def _nan_and_inf(grads: list[Tensor]) -> None:
+    grads[3][0, 0], grads[3][20, 3], grads[4][0] = float("inf"), float("nan"), float("inf")
+    grads[2].fill_(float("nan"))
+
+
+def _zeros_and_extremes(grads: list[Tensor]) -> None:
+    for grad in grads:
+        grad.zero_()
+    grads[3].view(-1)[:512] = torch.logspace(-22, 15, 512).to(grads[3])
+    grads[4].fill_(1e-3)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("expanded", [True, False])
+@pytest.mark.parametrize("spoil", [_nan_and_inf, _zeros_and_extremes])
+def test_kernel_on_special_gradients(spoil: Any, expanded: bool, steps: int, device: torch.device) -> None:
+    ours, theirs = run_both(device, steps=steps, spoil=spoil, expanded=expanded)
+    for mine, other in zip(values_of(ours), values_of(theirs), strict=True):
+        assert torch.equal(mine.isnan(), other.isnan())
+        assert torch.equal(mine == 0, other == 0)
+        assert not mine.isinf().any()
+
+
+@pytest.mark.triton
+def test_many_steps_are_as_accurate_as_the_reference(device: torch.device) -> None:
+    """The bits part (a block's expansion hangs on its smallest value), the distance to unquantized moments does not."""
+    ours, theirs, exact = Problem(device), Problem(device), Problem(device, (None, None))
+    for step in range(1, 21):
+        grads = theirs.grads(step)
+        for problem, run in ((ours, kernel), (theirs, reference), (exact, reference)):
+            problem.step(step, grads, run)
+    mine, other, best = (torch.cat([p.double().view(-1) for p in x.params]) for x in (ours, theirs, exact))
+    error, expected = torch.linalg.vector_norm(mine - best).item(), torch.linalg.vector_norm(other - best).item()
+    assert error == pytest.approx(expected, rel=ADAMW_KERNEL_ERROR_RTOL)
+
+
+@pytest.mark.triton
+def test_kernel_writes_tensors_that_are_not_contiguous(device: torch.device) -> None:
+    ours, theirs = (Problem(device, shapes=[(40, 24), (7,)]) for _ in range(2))
+    grads = theirs.grads(2)
+    ours.params[0] = ours.params[0].t().contiguous().t()
+    ours.step(2, [grads[0].t().contiguous().t(), torch.stack([grads[1]] * 2, -1)[:, 0]], kernel)
+    theirs.step(2, grads, kernel)
+    for mine, other in zip(ours.params, theirs.params, strict=True):
+        assert_bitwise(mine.contiguous(), other)
+
+
+@pytest.mark.triton
+def test_a_table_of_scalars_has_the_effect_of_the_scalars(device: torch.device) -> None:
+    """Each tensor at a step of its own, numbers on the device."""
+    steps = [1.0, 7.0, 3000.0]
+    together, alone = (Problem(device, shapes=[(40,), (300,), (128, 3)]) for _ in range(2))
+    grads = alone.grads(2)
+    table = hyper_table(torch.tensor(LR, dtype=torch.float64), torch.tensor(steps), BETAS, DECAY).to(device)
+    for run in (reference, kernel):
+        copy_state(Problem(device, shapes=[(40,), (300,), (128, 3)]), together)
+        together.step(1, grads, run, table=table)
+        copy_state(Problem(device, shapes=[(40,), (300,), (128, 3)]), alone)
+        for i, step in enumerate(steps):
+            hyper = hyper_of_step(LR, step, BETAS, EPS, DECAY)
+            args = alone.params[i : i + 1], grads[i : i + 1], *alone.moments, alone.first_blocks[i : i + 1], hyper
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(adamw, "_fp8_adamw_step", run)
+                fp8_adamw_step(*args, expansion=ExpansionConfig())
+        for mine, other in zip(together.params, alone.params, strict=True):
+            torch.testing.assert_close(mine, other, rtol=2.0**-22, atol=0)
+
+
+def test_the_first_steps_table_is_exact() -> None:
+    decay, step_size, root = hyper_table(LR, torch.tensor([1.0]), BETAS, DECAY).double()[0].tolist()
+    assert decay == pytest.approx(1 - LR * DECAY, rel=2.0**-24)
+    assert step_size == pytest.approx(LR / (1 - 0.9), rel=2.0**-24)
+    assert root == pytest.approx(0.001**0.5, rel=2.0**-24)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernel_rounds_stochastically_without_bias(dtype: torch.dtype, device: torch.device) -> None:
+    """One value between two neighbours: the share of those rounded up is where it lies between them."""
+    n = 20_000
+    problem = Problem(device, (None, None), dtype=dtype, shapes=[(n,)])
+    problem.params[0].fill_(1.0)
+    problem.step(1, [torch.full((n,), -1.0, device=device).to(dtype)], kernel, stochastic_rounding=True)
+    exact = 1.0 * (1 - LR * DECAY) + LR
+    gap = torch.finfo(dtype).eps
+    low = 1.0 + gap * ((exact - 1.0) // gap)
+    share = (exact - low) / gap
+    found = problem.params[0].double()
+    assert set(found.unique().tolist()) == {low, low + gap}
+    sigma = (share * (1 - share) / n) ** 0.5
+    assert (found > low).double().mean().item() == pytest.approx(share, abs=STOCHASTIC_SIGMAS * sigma)
+    assert (found[1:] > low).double().sub((found[:-1] > low).double()).abs().sum() > n * share * (1 - share)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("tensors", [1, 50])
+def test_one_launch_whatever_the_number_of_tensors(
+    tensors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coat_core.kernels.gpu import adamw as kernels
+
+    launches: list[str] = []
+    launch = kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda *args, **kwargs: (launches.append(args[0]), launch(*args, **kwargs)))
+    problem = Problem(device, shapes=[(4, 40)] * tensors)
+    problem.step(1, problem.grads(1), kernel)
+    assert len(launches) == 1
+
+
+@pytest.mark.triton
+def test_tables_are_uploaded_when_they_change_and_forgotten_in_time(device: torch.device) -> None:
+    from coat_core.kernels.gpu import tables
+
+    made: list[int] = []
+
+    def table(*numbers: int) -> Tensor:
+        return tables.device_table(("test", numbers), lambda: (made.append(1), numbers)[1], device)
+
+    assert table(1, 2**40).tolist() == [1, 2**40]
+    assert table(1, 2**40) is table(1, 2**40)
+    assert table(3).tolist() == [3]
+    assert len(made) == 2
+    for number in range(tables.KEPT_TABLES):
+        table(number, 0)
+    assert len(tables._uploaded) == tables.KEPT_TABLES
+    table(3)
+    assert len(made) == 3 + tables.KEPT_TABLES
+
+
+def test_operator_passes_opcheck_and_changes_what_it_says() -> None:
+    for formats, expanded in ((("e4m3", "e5m2"), True), (("e4m3", None), False)):
+        problem = Problem(torch.device("cpu"), formats, expanded=expanded, shapes=[(40,), (3, 50)])
+        hyper = list(hyper_of_step(LR, 1, BETAS, EPS, DECAY))
+        m, v = problem.moments
+        args = (
+            problem.params,
+            problem.grads(2),
+            *m,
+            *v,
+            problem.first_blocks,
+            hyper,
+            None,
+            [0.5, 0.0, 256.0],
+            False,
+            True,
+        )
+        torch.library.opcheck(adamw._fp8_adamw_step, args, test_utils=WITHOUT_SCHEMA)
+        grads = [grad.clone() for grad in args[1]]
+        before = [param.clone() for param in problem.params]
+        adamw._fp8_adamw_step(*args)
+        assert all(torch.equal(grad, kept) for grad, kept in zip(args[1], grads, strict=True))
+        assert not any(torch.equal(param, kept) for param, kept in zip(problem.params, before, strict=True))
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    problem = Problem(torch.device("cpu"), shapes=[(40,), (130,)])
+    grads = problem.grads(1)
+    with pytest.raises(ValueError, match=r"grads\[1\] of shape \(129,\): must have the shape \(130,\)"):
+        problem.step(1, [grads[0], grads[1][:-1]], reference)
+    problem.first_blocks = [0, 2]
+    with pytest.raises(ValueError, match=r"exp_avg of 3 blocks: too few"):
+        problem.step(1, grads, reference)

@@ -1,0 +1,187 @@
+"""Step counters and lr on the device, for CUDA graphs: the same training, in another place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from coat_core.optim import FP8AdamW
+from tests.optim.common import CONFIGS, make_params, run, set_grads
+from tests.tolerances import CAPTURABLE_PARAM_RTOL
+
+SHAPES = [(16, 20), (7,), (129,), ()]
+
+
+def on(device: torch.device) -> list[Parameter]:
+    return [Parameter(param.detach().to(device)) for param in make_params(SHAPES)]
+
+
+def give_grads(params: list[Parameter], step: int) -> None:
+    """The same gradients on every device, in new memory."""
+    twins = make_params(SHAPES)
+    set_grads(twins, step)
+    for param, twin in zip(params, twins, strict=True):
+        param.grad = twin.grad.to(param.device)
+
+
+def train(optimizer: FP8AdamW, params: list[Parameter], steps: range) -> None:
+    for step in steps:
+        give_grads(params, step)
+        optimizer.step()
+
+
+def assert_close(ours: list[Parameter], theirs: list[Parameter]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=CAPTURABLE_PARAM_RTOL, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["unquantized", "plain", "default"])
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_capturable_trains_as_without(name: str, tensor_lr: bool, device: torch.device) -> None:
+    ours, theirs = on(device), on(device)
+    lr = torch.tensor(1e-3, device=device) if tensor_lr else 1e-3
+    optimizer = FP8AdamW(ours, lr=lr, capturable=True, fp8_config=CONFIGS[name])
+    train(optimizer, ours, range(4))
+    train(FP8AdamW(theirs, lr=1e-3, fp8_config=CONFIGS[name]), theirs, range(4))
+    assert_close(ours, theirs)
+    for param in ours:
+        assert optimizer.state[param]["step"].device.type == device.type
+        assert optimizer.state[param]["step"].item() == 4.0
+
+
+def test_each_parameter_counts_its_own_steps(device: torch.device) -> None:
+    ours, theirs = on(device), on(device)
+    for params, capturable in ((ours, True), (theirs, False)):
+        groups = [{"params": params[:1], "lr": 1e-2}, {"params": params[1:], "weight_decay": 0.3}]
+        optimizer = FP8AdamW(groups, capturable=capturable, fp8_config=CONFIGS["unquantized"])
+        for step in range(6):
+            give_grads(params, step)
+            for param in params[step % 3 :: 3]:
+                param.grad = None
+            optimizer.step()
+        assert [optimizer.state[param]["step"].item() for param in params] == [4.0, 4.0, 4.0, 4.0]
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_state_loads_across_both(saved: bool, device: torch.device) -> None:
+    params = on(device)
+    optimizer = FP8AdamW(params, capturable=saved, fp8_config=CONFIGS["plain"])
+    train(optimizer, params, range(3))
+    twins = [Parameter(param.detach().clone()) for param in params]
+    twin = FP8AdamW(twins, capturable=not saved, fp8_config=CONFIGS["plain"])
+    twin.load_state_dict(optimizer.state_dict())
+    assert twin.param_groups[0]["capturable"] is not saved
+    train(optimizer, params, range(3, 5))
+    train(twin, twins, range(3, 5))
+    assert_close(twins, params)
+    assert twin.state[twins[0]]["step"].device.type == ("cpu" if saved else device.type)
+    assert twin.state[twins[0]]["step"].item() == 5.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_no_step_waits_for_the_gpu(capturable: bool, tensor_lr: bool) -> None:
+    device = torch.device("cuda")
+    params = on(device)
+    lr = torch.tensor(1e-3, device=device) if tensor_lr else 1e-3
+    optimizer = FP8AdamW(params, lr=lr, capturable=capturable)
+    for step in range(3):
+        give_grads(params, step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.state[params[0]]["step"].item() == 3.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["unquantized", "default"])
+def test_a_replayed_graph_goes_on_as_steps_do(name: str) -> None:
+    """Warm-up on a side stream, capture, three replays with new gradients and another lr, against eager steps."""
+    device = torch.device("cuda")
+    ours, theirs = on(device), on(device)
+    lr = torch.tensor(1e-3, device=device)
+    optimizer = FP8AdamW(ours, lr=lr, capturable=True, fp8_config=CONFIGS[name])
+    eager = FP8AdamW(theirs, lr=1e-3, capturable=True, fp8_config=CONFIGS[name])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        train(optimizer, ours, range(2))
+    torch.cuda.current_stream().wait_stream(side)
+    for param in ours:
+        param.grad = torch.zeros_like(param)  # new addresses: the capture needs a table of its own
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    train(eager, theirs, range(2))
+    for step in range(2, 5):
+        grads = on(device)
+        give_grads(grads, step)
+        for param, other in zip(ours, grads, strict=True):
+            param.grad.copy_(other.grad)
+        lr.fill_(1e-3 * step)
+        eager.param_groups[0]["lr"] = 1e-3 * step
+        graph.replay()
+        train(eager, theirs, range(step, step + 1))
+    assert_close(ours, theirs)
+    assert optimizer.state[ours[0]]["step"].item() == 5.0
+
+
+@pytest.mark.gpu
+def test_a_capture_needs_capturable_and_a_state() -> None:
+    params = on(torch.device("cuda"))
+    give_grads(params, 0)
+    for optimizer, message in (
+        (FP8AdamW(params), "capturable=False"),
+        (FP8AdamW(params, capturable=True), "do a step before the capture"),
+    ):
+        with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+
+
+def _replaced(state: dict[str, torch.Tensor], key: str) -> None:
+    state[key] = state[key].clone() * 2
+
+
+def _moved(state: dict[str, torch.Tensor], key: str) -> None:
+    state[key].data = state[key].data.clone() * 2
+
+
+@pytest.mark.parametrize("change", [_replaced, _moved])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq_scale", "step"])
+def test_a_state_tensor_that_somebody_replaced_counts(change, key: str) -> None:
+    """The state lies packed, but what stands in `state` is what is used."""
+    name = "plain" if key.endswith("scale") else "unquantized"
+    found, expected = on(torch.device("cpu")), on(torch.device("cpu"))
+    for params, by in ((found, change), (expected, lambda state, key: state[key].mul_(2))):
+        optimizer = FP8AdamW(params, fp8_config=CONFIGS[name])
+        run(optimizer, params, range(2))
+        by(optimizer.state[params[0]], key)
+        run(optimizer, params, range(2, 4))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_parameters_that_join_later_keep_the_state_of_the_others() -> None:
+    """A first gradient for more parameters makes a new packed state; what was read from it before stays in place."""
+    together, alone = on(torch.device("cpu")), on(torch.device("cpu"))
+    optimizer = FP8AdamW(together)
+    run(optimizer, together[:2], range(2))
+    entry = optimizer.state[together[0]]
+    _ = optimizer.state[together[3]]  # an empty entry of torch's defaultdict
+    run(optimizer, together, range(2, 4))
+    assert optimizer.state[together[0]] is entry
+    first = FP8AdamW(alone[:2])
+    run(first, alone[:2], range(2))
+    set_grads(alone, 2)
+    first.step()
+    set_grads(alone, 3)
+    first.step()
+    for a, b in zip(together[:2], alone[:2], strict=True):
+        assert torch.equal(a, b)
+    assert [optimizer.state[param]["step"].item() for param in together] == [4.0, 4.0, 2.0, 2.0]
