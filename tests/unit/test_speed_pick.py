@@ -14,7 +14,7 @@ from torch import nn
 
 from coat_core import FP8Linear
 from coat_flux.config import COATConfig
-from coat_flux.speed import Path, SpeedPick, cache, pick
+from coat_flux.speed import RunPath, SpeedPick, cache, pick
 from coat_flux.speed.gemm import BlockGemms
 
 HIDDEN = 32
@@ -108,13 +108,13 @@ def test_compile_is_measured_only_where_it_is_left_open(asked: str, expected: li
 def test_the_fastest_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, config_of(), table())
     picked = bench.pick.choose(bench.args)
-    assert picked.path == Path("per_row", "blocks")
+    assert picked.path == RunPath("per_row", "blocks")
     assert bench.gemm() == "per_row"
     assert picked.milliseconds == {
-        Path("per_tensor", "none"): 9.0,
-        Path("per_row", "none"): 6.0,
-        Path("bf16", "none"): 15.0,
-        Path("per_row", "blocks"): 3.0,  # of the compiled ones only the fastest GEMM
+        RunPath("per_tensor", "none"): 9.0,
+        RunPath("per_row", "none"): 6.0,
+        RunPath("bf16", "none"): 15.0,
+        RunPath("per_row", "blocks"): 3.0,  # of the compiled ones only the fastest GEMM
     }
     text = picked.describe()
     assert text.startswith("path: per_row GEMM, compiled blocks 3.0 ms (fastest, measured in")
@@ -144,8 +144,8 @@ def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of two seconds: one candidate uses up the budget, compilation is not begun after half of it."""
     bench = Bench(monkeypatch, config_of(), table(), pass_s=4.0)
     picked = bench.pick.choose(bench.args)
-    assert list(picked.milliseconds) == [Path("per_tensor", "none")]
-    assert picked.path == Path("per_tensor", "none")
+    assert list(picked.milliseconds) == [RunPath("per_tensor", "none")]
+    assert picked.path == RunPath("per_tensor", "none")
 
 
 def test_the_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +165,14 @@ def test_a_broken_cache_costs_a_measurement(monkeypatch: pytest.MonkeyPatch, con
     cache.cache_file().parent.mkdir(parents=True)
     cache.cache_file().write_text(content)
     bench = Bench(monkeypatch, config_of(), table())
-    assert bench.pick.choose(bench.args).path == Path("per_row", "blocks")
+    assert bench.pick.choose(bench.args).path == RunPath("per_row", "blocks")
     assert len(json.loads(cache.cache_file().read_text())) == 1
 
 
 def test_an_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: File) -> None:
     (tmp_path / "coat_flux").write_text("a file where the folder should be")
     bench = Bench(monkeypatch, config_of(), table())
-    assert bench.pick.choose(bench.args).path == Path("per_row", "blocks")
+    assert bench.pick.choose(bench.args).path == RunPath("per_row", "blocks")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +20,7 @@ from coat_core.activation import PackedSavedTensors, PackingConfig, fp8_checkpoi
 from coat_core.granularity import Granularity
 
 from ..flow import FUSABLE, CompiledBlocks, FusedBlock, FusedFlow
+from ..speed import Picked, SpeedPick
 from .auto import AutoCheckpointing
 
 if TYPE_CHECKING:
@@ -56,6 +58,9 @@ class BlockPolicy:
         self._auto = AutoCheckpointing(blocks, config, self.packing) if self.mode == "auto" else None
         self._fused_flow = FusedFlow(self.packing) if self.packs and config.activation.flow == "fused" else None
         self.compile = "none" if config.speed.compile == "auto" else config.speed.compile
+        self.picked: Picked | None = None
+        fusable = all(type(block).__name__ in FUSABLE for block in blocks.values())
+        self._pick = SpeedPick(blocks, config, self._run_kept) if fusable and config.speed.measure != "never" else None
         self._fallback = config.fallback
         self._compiled = CompiledBlocks(self.compile == "cudagraphs", config.fallback)
         self._exact_flow = FusedFlow(None, "runs eager, not compiled")
@@ -112,6 +117,9 @@ class BlockPolicy:
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run one block, recomputing it in backward or keeping what it saves."""
+        if self._pick is not None and torch.is_grad_enabled() and not kwargs:
+            self.picked, self._pick = self._pick.choose(args), None
+            self.compile = self.picked.path.compile
         if self._auto is not None:
             chosen = self._auto.choose(args)
             self._recomputed = self._recomputed if chosen is None else chosen
@@ -135,8 +143,20 @@ class BlockPolicy:
             self._note(block, f"kept in FP8, fused flow, attention {self.packing.attention}{compiled}")
             return fused(*args)
         self._note(block, f"kept in FP8, generic flow, attention {self.packing.attention}{compiled}")
+        return self._run_generic(block, *args, **kwargs)
+
+    def _run_generic(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with PackedSavedTensors(self.packing, keep=_frozen_tensors(block, (args, kwargs))):
             return block(*args, **kwargs)
+
+    def _run_kept(self, compile: str, block: nn.Module, args: tuple[Any, ...]) -> Any:
+        """A block that is not recomputed, for the start-up measurement."""
+        if not self.packs:
+            return block(*args)
+        fused = None if self._fused_flow is None else self._fused_flow.form_of(block, args, {})
+        if fused is None:
+            return self._run_generic(block, *args)
+        return (fused if compile == "none" else self._compiled.form_of(fused, replayable=False))(*args)
 
     def _recompute(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         if self.memory.enable_efficient_checkpoint:

@@ -35,7 +35,7 @@ COMPILE_BEFORE_S = 10.0  # compilation cannot be stopped: it is begun only while
 WARM_UP, REPEATS = 2, 5
 
 
-class Path(NamedTuple):
+class RunPath(NamedTuple):
     """One way to run the blocks: a GEMM of `GEMMS`, or the config's own where that is none of them; compile."""
 
     gemm: Gemm
@@ -54,8 +54,8 @@ class Picked(NamedTuple):
         why: in words.
     """
 
-    path: Path
-    milliseconds: dict[Path, float]
+    path: RunPath
+    milliseconds: dict[RunPath, float]
     why: str
 
     def describe(self) -> str:
@@ -94,7 +94,7 @@ class SpeedPick:
         logger.info(picked.describe())
         return picked
 
-    def _reason_not_to_measure(self, args: tuple[Any, ...], found: list[Path]) -> str | None:
+    def _reason_not_to_measure(self, args: tuple[Any, ...], found: list[RunPath]) -> str | None:
         measure = self._config.speed.measure
         if measure == "never":
             return "as written: speed.measure: never"
@@ -104,23 +104,25 @@ class SpeedPick:
             return "the only one that is as precise as asked"
         return None
 
-    def _measured(self, args: tuple[Any, ...], found: list[Path]) -> Picked:
+    def _measured(self, args: tuple[Any, ...], found: list[RunPath]) -> Picked:
         key = cache.key_of(args, self._blocks, self._config)
         kept = _from_first_process(lambda: cache.read(key))
-        known = {Path(*path): ms for path, ms in kept.items()} if kept else {}
+        known = {RunPath(*path): ms for path, ms in kept.items()} if kept else {}
         why = "measured earlier on this GPU, these shapes"
         if not set(known) & set(found):
             started = time.monotonic()
-            known = {Path(*path): ms for path, ms in _from_first_process(lambda: self._time_all(args, found)).items()}
+            known = {
+                RunPath(*path): ms for path, ms in _from_first_process(lambda: self._time_all(args, found)).items()
+            }
             why = f"fastest, measured in {time.monotonic() - started:.1f} s"
             cache.write(key, known)
         ours = {path: ms for path, ms in known.items() if path in found}
         return Picked(min(ours, key=lambda path: ours[path]), ours, why)
 
-    def _time_all(self, args: tuple[Any, ...], found: list[Path]) -> dict[Path, float]:
+    def _time_all(self, args: tuple[Any, ...], found: list[RunPath]) -> dict[RunPath, float]:
         """Eager ones first; of the compiled ones only the fastest GEMM's, while there is time."""
         started = time.monotonic()
-        times: dict[Path, float] = {}
+        times: dict[RunPath, float] = {}
         for path in (path for path in found if path.compile == found[0].compile):
             if times and time.monotonic() - started > BUDGET_S:
                 logger.info("speed.measure: no time left for %s", path)
@@ -132,13 +134,13 @@ class SpeedPick:
                 times[path] = self._milliseconds(path, args, started)
         return times
 
-    def _milliseconds(self, path: Path, args: tuple[Any, ...], started: float) -> float:
+    def _milliseconds(self, path: RunPath, args: tuple[Any, ...], started: float) -> float:
         self._gemms.set(path.gemm)
         counts = Counter(type(block) for block in self._blocks)
         first = {type(block): block for block in reversed(self._blocks)}
         return sum(count * self._block_ms(path, first[kind], args, started) for kind, count in counts.items())
 
-    def _block_ms(self, path: Path, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
+    def _block_ms(self, path: RunPath, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
         given = tuple(_leaf(x) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3 else x for x in args)
         wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
         wanted += trained_parameters(block)
@@ -156,12 +158,14 @@ class SpeedPick:
         return statistics.median(times)
 
 
-def candidates(config: COATConfig) -> list[Path]:
+def candidates(config: COATConfig) -> list[RunPath]:
     """Return the paths that are at least as precise as the config asks, what it asks for first."""
     asked = config.activation.linear_granularity if config.activation.use_fp8 else "bf16"
     gemms: Iterable[str] = GEMMS[GEMMS.index(asked) :] if asked in GEMMS else (asked,)
-    modes = ("none", "blocks") if config.speed.compile == "auto" else (config.speed.compile,)
-    return [Path(gemm, mode) for mode in modes for gemm in gemms]
+    modes: tuple[str, ...] = (config.speed.compile,)
+    if config.speed.compile == "auto":
+        modes = ("none", "blocks") if config.activation.flow == "fused" and config.activation.use_fp8 else ("none",)
+    return [RunPath(gemm, mode) for mode in modes for gemm in gemms]
 
 
 def _leaf(x: Tensor) -> Tensor:
