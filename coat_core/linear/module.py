@@ -23,7 +23,7 @@ from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantize
 def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> None:
     """Quantize `weight` [N, K] and register it on `module` as `weight_codes` and `weight_scale_bits`."""
     codes, scale, _ = quantize_weight(weight, config)
-    module._buffers.pop("weight_codes_transposed", None)  # of another weight
+    drop_transposed(module)
     module.register_buffer("weight_codes", codes.view(torch.uint8))
     module.register_buffer("weight_scale_bits", scale.view(torch.int32))
 
@@ -39,6 +39,11 @@ def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:
     """Keep a second copy of a stored weight's codes, as [K, N], for dgrad; it is not part of the state dict."""
     codes, _ = load_weight(module, config)
     module.register_buffer("weight_codes_transposed", transpose_codes(codes).view(torch.uint8), persistent=False)
+
+
+def drop_transposed(module: nn.Module) -> None:
+    """Undo `keep_transposed`."""
+    module._buffers.pop("weight_codes_transposed", None)
 
 
 def load_transposed(module: nn.Module, config: FP8LinearConfig) -> Tensor | None:
@@ -197,7 +202,7 @@ class FP8Linear(nn.Linear):
         """Convert back in place to nn.Linear with the dequantized weight (frozen)."""
         weight = self.weight.data
         del self.weight_codes, self.weight_scale_bits
-        self._buffers.pop("weight_codes_transposed", None)
+        drop_transposed(self)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         return self

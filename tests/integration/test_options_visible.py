@@ -261,7 +261,8 @@ CASES = [
     Case("memory.budget_gb", "memory: {budget_gb: 1000.0}", block_runs, 4),
 ]
 SEPARATE = {"optimizer.stochastic_rounding", "memory.log_memory_stats", "memory.log_every", "fallback"}
-SPEED = {"speed.compile", "speed.measure"}  # change no tensor: test_compile.py, test_speed_pick.py
+# change no tensor of a step: test_compile.py, test_speed_pick.py, test_transposed_weights.py
+SPEED = {"speed.compile", "speed.measure", "memory.transposed_weights"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key}: {case.probe.__name__} of {case.yaml}")

@@ -40,6 +40,7 @@ SPEC_DEFAULTS = {
     "memory.every_n": 2,
     "memory.budget_gb": None,
     "memory.log_memory_stats": True,
+    "memory.transposed_weights": "auto",
     "memory.log_every": 100,
     "speed.compile": "auto",
     "speed.measure": "auto",

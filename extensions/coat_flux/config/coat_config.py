@@ -61,6 +61,7 @@ class MemoryOptions:
     checkpointing: str = from_option(BY_KEY["memory.checkpointing"])
     every_n: int = from_option(BY_KEY["memory.every_n"])
     budget_gb: float | None = from_option(BY_KEY["memory.budget_gb"])
+    transposed_weights: str = from_option(BY_KEY["memory.transposed_weights"])
     log_memory_stats: bool = from_option(BY_KEY["memory.log_memory_stats"])
     log_every: int = from_option(BY_KEY["memory.log_every"])
 

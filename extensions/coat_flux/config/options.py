@@ -75,6 +75,11 @@ OPTIONS: tuple[Option, ...] = (
         above=0,
         nullable=True,
     ),
+    _choice(
+        "memory.transposed_weights",
+        ("auto", "always", "never"),
+        "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1); auto: where nothing recomputes and it fits",
+    ),
     _switch("memory.log_memory_stats", True, "print memory lines"),
     Option("memory.log_every", 100, "int", "steps from one memory line to the next", minimum=1),
     _choice(

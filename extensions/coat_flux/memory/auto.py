@@ -64,6 +64,7 @@ class AutoCheckpointing:
         self._chosen_for = (0, False)
         self._held: float | None = None  # before anything of a step is there
         self._trained: list[nn.Parameter] = []
+        self.spare = -1.0  # bytes that a step leaves free; below 0 where blocks recompute
 
     def choose(self, args: tuple[Any, ...]) -> set[int] | None:
         """Return the ids of the blocks to recompute, or None where the last choice holds.
@@ -87,7 +88,9 @@ class AutoCheckpointing:
         else:
             sizes, around = [self._rough_sizes(block, size) for block in self._blocks], 0
         chosen = fewest_recomputed(sizes, free - around, self._chosen_for[1])
-        self._tell(chosen, largest_moment(sizes, chosen, self._chosen_for[1]).total + around, free)
+        peak = largest_moment(sizes, chosen, self._chosen_for[1]).total + around
+        self.spare = -1.0 if chosen else free - peak
+        self._tell(chosen, peak, free)
         return {id(self._blocks[i]) for i in chosen}
 
     def _optimizer_bytes(self) -> float:

@@ -22,6 +22,7 @@ from coat_core.granularity import Granularity
 from ..flow import FUSABLE, CompiledBlocks, FusedBlock, FusedFlow
 from ..speed import Picked, SpeedPick
 from .auto import AutoCheckpointing
+from .transposed import TransposedWeights
 
 if TYPE_CHECKING:
     from ..config import COATConfig
@@ -64,6 +65,7 @@ class BlockPolicy:
         self._fallback = config.fallback
         self._compiled = CompiledBlocks(self.compile == "cudagraphs", config.fallback)
         self._exact_flow = FusedFlow(None, "runs eager, not compiled")
+        self._transposed = TransposedWeights(blocks.values(), config.memory.transposed_weights)
         self._got: dict[int, str] = {}
         self._warned: set[str] = set()
         self._told: Counter[str] = Counter()
@@ -122,7 +124,11 @@ class BlockPolicy:
             self.compile = self.picked.path.compile
         if self._auto is not None:
             chosen = self._auto.choose(args)
-            self._recomputed = self._recomputed if chosen is None else chosen
+            if chosen is not None:
+                self._recomputed = chosen
+                self._transposed.fit(args[0].device, self._auto.spare)
+        elif id(block) == self._first:
+            self._transposed.fit(args[0].device, -1.0)
         if id(block) == self._first:
             self._compiled.begin_pass()
         recomputed = self._recomputes(block)

@@ -123,8 +123,7 @@ class FlowSettings:
         dropout: the adapters have dropout.
         cuda: torch's CUDA operators; on a CPU RMSNorm keeps an fp32 copy and LayerNorm its statistics in bf16.
         fp8_gemms: linears quantize what they multiply.
-        fp8_weights: linears hold FP8 codes; where not, FP8 GEMMs make the codes anew at each use, and the generic flow
-            keeps them.
+        fp8_weights: linears hold FP8 codes; where not, GEMMs make them at each use, and the generic flow keeps them.
         kernels: casts and norms run as kernels; where not, they go through whole fp32 tensors.
     """
 
@@ -322,7 +321,7 @@ def workspace_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int
     d, a, wide, rows = block.hidden, settings.value_bytes, block.widest, _widest_rows(block, tokens)
     lora = 0 if settings.lora_bytes == a else settings.lora_bytes
     hidden = a * d * tokens.rows
-    casts = 0 if settings.kernels else 2 * FP32
+    casts, through = (0, 0) if settings.kernels else (2 * FP32, FP32)
     codes = (1 + casts) * wide if settings.fp8_gemms else 0
     if settings.flow != "fused" or settings.dropout:
         copy = lora * wide if settings.fp8_adapters else 0  # where x is kept in fp32, it is no more than that
@@ -332,7 +331,6 @@ def workspace_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int
     shared = 0 if settings.attention == "fp8" else 4 * hidden  # kept as they are: nothing to be made anew
     not_yet = block.mlp + d  # of what the block will have kept
     forward = rows * (codes + a * (wide + block.mlp) - not_yet) + 6 * hidden - shared
-    through = 0 if settings.kernels else FP32
     backward = rows * (a * (wide + 2 * block.mlp) + 3 * through * block.mlp) + 4 * hidden
     behind = a * block.mlp if block.kind == "single" else 0
     attention = rows * (7 * through * d + behind) + 12 * hidden - shared
@@ -389,9 +387,7 @@ def read_block(module: Any, trained_input: bool = True) -> Block:
     ranks = {name: rank for name in names if (rank := _rank(module.get_submodule(name)))}
     up = module.get_submodule(IMAGE.up if kind == "double" else SINGLE.up)
     base = getattr(up, "base_layer", up)
-    return Block(
-        kind, base.in_features, module.attn.heads, base.out_features, tuple(ranks.items()), trained_input
-    )  # fmt: skip
+    return Block(kind, base.in_features, module.attn.heads, base.out_features, tuple(ranks.items()), trained_input)
 
 
 def _rank(linear: Any) -> int:

@@ -19,6 +19,7 @@ from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU, n_
 from coat_core.optim.state import storages
 
 from ..config import JobConfig
+from ..flux.policy import FLUX, matches
 from ..memory.budget import USABLE_FRACTION
 from ..memory.choice import BlockBytes, Moment, block_bytes, fewest_recomputed, largest_moment
 from ..memory.sizes import FP32, around_bytes, forward_bytes
@@ -99,7 +100,10 @@ def predict_facts(facts: JobFacts, device_bytes: float | None = None) -> Predict
     sizes = [block_bytes(block, facts.tokens, facts.settings) for block in facts.blocks]
     held = _held(facts)
     recomputed = _recomputed(facts, sizes, sum(held.values()), device_bytes)
-    phases = [_load(facts), _cache(facts), _sample(facts), _step(facts, sizes, recomputed), _save(facts)]
+    step = _step(facts, sizes, recomputed)
+    phases = [_load(facts), _cache(facts), _sample(facts), step, _save(facts)]
+    if _keeps_transposed(facts, recomputed, step.total, device_bytes):
+        phases = [phase and _with_transposed(phase, facts) for phase in phases]
     found = [phase for phase in phases if phase is not None]
     return Prediction(
         phases=found,
@@ -151,13 +155,47 @@ def _recomputed(facts: JobFacts, sizes: list[BlockBytes], held: int, device_byte
         return indices
     if mode == "every_n":
         return indices[memory.every_n - 1 :: memory.every_n]
-    budget = memory.budget_gb * 1e9 if memory.budget_gb is not None else None
-    if budget is None and device_bytes is not None:
-        budget = device_bytes * USABLE_FRACTION
+    budget = _budget(facts, device_bytes)
     if budget is None:
         return []
     free = budget - held - _library(facts) - around_bytes(facts.blocks[-1], facts.tokens, facts.settings)
     return fewest_recomputed(sizes, free, _accumulates(facts))
+
+
+def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
+    """The peak that `memory.checkpointing: auto` stays under; None where it is not known."""
+    budget_gb = facts.job.coat.memory.budget_gb
+    if budget_gb is not None:
+        return budget_gb * 1e9
+    return None if device_bytes is None else device_bytes * USABLE_FRACTION
+
+
+def _transposed_bytes(facts: JobFacts) -> int:
+    """Second copies of the weights that see tokens."""
+    fp8 = [linear for linear in facts.model.linears if linear.is_fp8]
+    return sum(linear.weights for linear in fp8 if not matches(linear.name, FLUX.weight_only))
+
+
+def _keeps_transposed(facts: JobFacts, recomputed: list[int], step: int, device_bytes: float | None) -> bool:
+    """As `memory.transposed` decides at the first step."""
+    coat = facts.job.coat
+    in_fp8 = coat.enabled and coat.activation.use_fp8 and coat.activation.grad_format != "bf16"
+    if facts.on_cpu or not in_fp8 or coat.memory.transposed_weights == "never":
+        return False
+    if coat.memory.transposed_weights == "always":
+        return True
+    auto = coat.memory.checkpointing == "auto" and facts.job.train.gradient_checkpointing
+    budget = _budget(facts, device_bytes)
+    return auto and not recomputed and budget is not None and step + _transposed_bytes(facts) <= budget
+
+
+def _with_transposed(phase: PhasePrediction, facts: JobFacts) -> PhasePrediction:
+    """The phase with the copies, which the first step makes and the rest of the run keeps."""
+    if phase.name in ("load", "cache"):
+        return phase
+    return PhasePrediction(
+        phase.name, {**phase.parts, "transformer": phase.parts["transformer"] + _transposed_bytes(facts)}
+    )
 
 
 def _accumulates(facts: JobFacts) -> bool:

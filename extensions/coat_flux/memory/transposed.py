@@ -1,0 +1,64 @@
+"""`memory.transposed_weights`: a second, transposed copy of FP8 weights, so that dgrad need not make one at each use.
+
+Tensor cores of sm_89 and sm_90 multiply by W along its rows only. A copy costs one byte per weight (8.6 GB for
+FLUX.1-dev) and saves a transposition of each weight in each step, a few percent of the time. Recomputing a block costs
+far more, so `auto` keeps copies only where no block recomputes and all of them fit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from coat_core.linear.module import FP8Linear, drop_transposed, keep_transposed, load_weight
+
+logger = logging.getLogger(__name__)
+
+
+class TransposedWeights:
+    """The copies of a model's blocks: all of them, or none.
+
+    Args:
+        blocks: as `apply_coat` left them.
+        mode: "auto", "always" or "never".
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], mode: str) -> None:
+        self._blocks, self._mode, self._kept = list(blocks), mode, False
+
+    @property
+    def bytes(self) -> int:
+        """What the copies take, or would take."""
+        return sum(load_weight(module, config)[0].numel() for module, config in self._linears())
+
+    def fit(self, device: torch.device, spare: float) -> None:
+        """Make or drop the copies.
+
+        Args:
+            device: where the model runs; on others than CUDA a copy is of no use.
+            spare: bytes that a step leaves free without them; below 0 where that is not known, or blocks recompute.
+        """
+        possible = device.type == "cuda" and self._mode != "never"
+        wanted = possible and (self._mode == "always" or self.bytes <= spare)
+        if wanted == self._kept:
+            return
+        self._kept = wanted
+        for module, config in self._linears():
+            if wanted:
+                keep_transposed(module, config)
+            else:
+                drop_transposed(module)
+        made = "kept beside the weights" if wanted else "dropped, memory is needed otherwise"
+        logger.info("transposed weights: %.2f GB %s", self.bytes / 1e9, made)
+
+    def _linears(self) -> Iterator[tuple[nn.Module, Any]]:
+        """FP8 linears whose dgrad multiplies in FP8, with their config."""
+        for block in self._blocks:
+            for module in block.modules():
+                config = module.config if isinstance(module, FP8Linear) else getattr(module, "coat_linear_config", None)
+                if config is not None and config.use_fp8_gemm and config.grad_format != "bf16":
+                    yield module, config
