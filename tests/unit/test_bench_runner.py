@@ -59,6 +59,7 @@ def test_every_configuration_is_complete() -> None:
         "bf16_compiled_checkpointed",
         "toolkit_default",
         "coat_recomputed",
+        "coat_compiled_recomputed",
     ]
 
 

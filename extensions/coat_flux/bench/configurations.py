@@ -74,8 +74,21 @@ class OptimizerChoice:
         return bool(self.needs)
 
 
-KEPT = {"checkpointing": "none"}
+KEPT = {"checkpointing": "none", "transposed_weights": "never"}
+COPIED = {"checkpointing": "none", "transposed_weights": "always"}
 RECOMPUTED = {"checkpointing": "all"}
+AS_WRITTEN = {"measure": "never", "compile": "none"}
+COMPILED = {"measure": "never", "compile": "blocks"}
+REPLAYED = {"measure": "never", "compile": "cudagraphs"}
+
+PER_ROW = {"linear_granularity": "per_row"}
+
+
+def _coat(
+    name: str, about: str, levels: tuple[str, ...] = MODEL_LEVELS, speed: Mapping[str, Any] = AS_WRITTEN, **coat: Any
+) -> Configuration:
+    return Configuration(name, about, levels, coat={**coat, "speed": speed}, optimizer="coat_fp8_adamw")
+
 
 CONFIGURATIONS = (
     Configuration("bf16_checkpointed", "bf16, every block recomputed", checkpointing=True),
@@ -106,26 +119,17 @@ CONFIGURATIONS = (
         quantizer="torchao",
         needs=("torchao",),
     ),
-    Configuration(
-        "coat", "COAT, fused flow, nothing recomputed", ALL_MODEL_LEVELS, {"memory": KEPT}, optimizer="coat_fp8_adamw"
+    _coat("coat", "COAT, fused flow, nothing recomputed", ALL_MODEL_LEVELS, memory=KEPT),
+    _coat("coat_recomputed", "COAT, every block recomputed", memory=RECOMPUTED),
+    _coat("coat_per_row", "COAT, scaled per row", ALL_MODEL_LEVELS, memory=KEPT, activation=PER_ROW),
+    _coat("coat_weight_only", "COAT, FP8 weights only", ALL_MODEL_LEVELS, memory=KEPT, activation={"use_fp8": False}),
+    _coat("coat_transposed", "COAT, with transposed weights", memory=COPIED),
+    _coat("coat_compiled", "COAT, blocks compiled", memory=COPIED, speed=COMPILED),
+    _coat(
+        "coat_compiled_recomputed", "COAT, blocks compiled, every block recomputed", memory=RECOMPUTED, speed=COMPILED
     ),
-    Configuration(
-        "coat_recomputed", "COAT, every block recomputed", coat={"memory": RECOMPUTED}, optimizer="coat_fp8_adamw"
-    ),
-    Configuration(
-        "coat_per_row",
-        "COAT, GEMM inputs scaled per row",
-        ALL_MODEL_LEVELS,
-        {"memory": KEPT, "activation": {"linear_granularity": "per_row"}},
-        optimizer="coat_fp8_adamw",
-    ),
-    Configuration(
-        "coat_weight_only",
-        "COAT, FP8 weights only, bf16 GEMMs and activations",
-        ALL_MODEL_LEVELS,
-        {"memory": KEPT, "activation": {"use_fp8": False}},
-        optimizer="coat_fp8_adamw",
-    ),
+    _coat("coat_cudagraphs", "COAT, blocks as CUDA graphs", memory=COPIED, speed=REPLAYED),
+    _coat("coat_picked", "COAT, what its start-up measurement picks", ("step",), memory=COPIED, speed={}),
 )
 
 OPTIMIZERS = (
