@@ -29,6 +29,11 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
+    "bench": [  # the baselines of `coat-flux bench`; install with the torch you have pinned
+        "bitsandbytes>=0.45; platform_system == 'Linux'",
+        "optimum-quanto>=0.2.7",
+        "torchao>=0.18",
+    ],
     "test": [
         "bitsandbytes>=0.45; platform_system == 'Linux'",
         "hypothesis>=6.100",
