@@ -14,7 +14,7 @@ from torch import nn
 
 from coat_core import FP8Linear
 from coat_flux.config import COATConfig
-from coat_flux.speed import RunPath, SpeedPick, cache, pick
+from coat_flux.speed import RunPath, SpeedPick, Unavailable, cache, pick
 from coat_flux.speed.gemm import BlockGemms
 
 HIDDEN = 32
@@ -146,6 +146,21 @@ def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     picked = bench.pick.choose(bench.args)
     assert list(picked.milliseconds) == [RunPath("per_tensor", "none")]
     assert picked.path == RunPath("per_tensor", "none")
+
+
+def test_a_path_that_does_not_run_here_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, config_of(), table())
+    run = bench.run
+
+    def only_eager(compile: str, *rest: Any) -> Any:
+        if compile != "none":
+            raise Unavailable("no compiler")
+        return run(compile, *rest)
+
+    bench.pick._run = only_eager
+    picked = bench.pick.choose(bench.args)
+    assert picked.path == RunPath("per_row", "none")
+    assert bench.gemm() == "per_row"
 
 
 def test_the_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from .linears import NotFusable
 
 logger = logging.getLogger(__name__)
 
-# of a block's output between the fused flow and diffusers' code, relative, in norms; on a CPU it is 0
+# of a block's output between the fused flow and diffusers' code, relative, in norms; on a CPU it is that of rounding
 LARGEST_DIFFERENCE = 0.02
 
 GENERIC = "generic flow in place of the fused one, which keeps less"

@@ -20,7 +20,7 @@ from coat_core.activation import PackedSavedTensors, PackingConfig, fp8_checkpoi
 from coat_core.granularity import Granularity
 
 from ..flow import FUSABLE, CompiledBlocks, FusedBlock, FusedFlow
-from ..speed import Picked, SpeedPick
+from ..speed import Picked, SpeedPick, Unavailable
 from .auto import AutoCheckpointing
 from .transposed import TransposedWeights
 
@@ -162,7 +162,12 @@ class BlockPolicy:
         fused = None if self._fused_flow is None else self._fused_flow.form_of(block, args, {})
         if fused is None:
             return self._run_generic(block, *args)
-        return (fused if compile == "none" else self._compiled.form_of(fused, replayable=False))(*args)
+        if compile == "none":
+            return fused(*args)
+        outputs = self._compiled.form_of(fused, replayable=False)(*args)
+        if self._compiled.failed:
+            raise Unavailable("torch.compile failed")
+        return outputs
 
     def _recompute(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         if self.memory.enable_efficient_checkpoint:

@@ -65,6 +65,10 @@ class Picked(NamedTuple):
         return f"path: {self.path}{own} ({self.why}{f'; {others}' if others else ''})"
 
 
+class Unavailable(Exception):
+    """A path does not run on this machine; the message says why."""
+
+
 RunBlock = Callable[[str, nn.Module, tuple[Any, ...]], tuple[Tensor, ...]]
 
 
@@ -74,7 +78,7 @@ class SpeedPick:
     Args:
         blocks: full name → block; kinds are classes.
         config: the `coat:` block.
-        run: (compile, block, arguments) → outputs, the block as a training step would run it.
+        run: (compile, block, arguments) → outputs, the block as a training step would run it; raises Unavailable.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], config: COATConfig, run: RunBlock) -> None:
@@ -131,7 +135,10 @@ class SpeedPick:
         best = min(times, key=lambda path: times[path])
         for path in found:
             if path.gemm == best.gemm and path not in times and time.monotonic() - started < COMPILE_BEFORE_S:
-                times[path] = self._milliseconds(path, args, started)
+                try:
+                    times[path] = self._milliseconds(path, args, started)
+                except Unavailable as error:
+                    logger.info("speed.measure: %s: %s", path, error)
         return times
 
     def _milliseconds(self, path: RunPath, args: tuple[Any, ...], started: float) -> float:

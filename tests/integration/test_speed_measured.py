@@ -1,0 +1,70 @@
+"""The start-up measurement on a real model: it runs, it is told, and training goes on as with that path asked for."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coat_flux.engine.network import lora_parameters
+from coat_flux.memory import policy
+from coat_flux.speed import RunPath, pick
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.flux import coat_flux_model, flux_inputs
+
+KEPT = {"memory": {"checkpointing": "none"}}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def gradients(coat: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+    model, _, _ = coat_flux_model({**KEPT, **coat})
+    model(**flux_inputs())[0].float().square().mean().backward()
+    return {n: p.grad for n, p in lora_parameters(model).items()}, model._gradient_checkpointing_func
+
+
+@pytest.mark.parametrize("fastest", ["per_tensor", "per_row", "bf16"])
+def test_the_run_goes_on_with_the_path_that_was_fastest(
+    fastest: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    current: list[str] = []
+    set_gemm = pick.BlockGemms.set
+    monkeypatch.setattr(pick.BlockGemms, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
+    monkeypatch.setattr(pick, "_timed", lambda once, device: (once(), 1.0 if current[-1] == fastest else 2.0)[1])
+    with caplog.at_level(logging.INFO, logger="coat_flux"):
+        found, blocks = gradients({"speed": {"measure": "always", "compile": "none"}})
+    assert blocks.picked.path == RunPath(fastest, "none")
+    assert f"path: {fastest} GEMM, eager 4.0 ms (fastest, measured in" in caplog.text  # four blocks of 1 ms
+    exclude = {"exclude": ["*"]} if fastest == "bf16" else {"linear_granularity": fastest}
+    expected, _ = gradients({"speed": {"measure": "never"}, "activation": exclude})
+    for name, gradient in expected.items():
+        assert_bitwise(found[name], gradient)
+
+
+def test_nothing_is_measured_while_an_image_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = coat_flux_model({**KEPT, "speed": {"measure": "always", "compile": "none"}})
+    blocks = model._gradient_checkpointing_func
+    with torch.no_grad():
+        model(**flux_inputs())
+    assert blocks.picked is None
+    model(**flux_inputs())
+    assert blocks.picked is not None
+    assert set(blocks.picked.milliseconds) == {RunPath(gemm, "none") for gemm in ("per_tensor", "per_row", "bf16")}
+
+
+def test_a_compiler_that_fails_leaves_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(policy.CompiledBlocks):
+        def form_of(self, fused: Any, replayable: bool) -> Any:
+            self.failed = True
+            return fused
+
+    monkeypatch.setattr(policy, "CompiledBlocks", Fails)
+    _, blocks = gradients({"speed": {"measure": "always", "compile": "auto"}})
+    assert {path.compile for path in blocks.picked.milliseconds} == {"none"}
+    assert blocks.compile == "none"
