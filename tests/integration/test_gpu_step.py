@@ -1,0 +1,88 @@
+"""A training step on a GPU: by the kernels, without waiting for the device; eager, compiled and as CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_core import FP8AdamW
+from coat_core.kernels.dispatch import triton_obstacle
+from coat_flux.engine.network import lora_parameters
+from tests.helpers.asserts import assert_sqnr
+from tests.helpers.flux import coat_flux_model, flux_inputs
+from tests.tolerances import GPU_STEP_FLOOR_DB
+
+pytestmark = pytest.mark.gpu
+
+KEPT = {"memory": {"checkpointing": "none"}, "speed": {"measure": "never", "compile": "none"}}
+
+
+class Training:
+    """The tiny FLUX with its LoRA on a device."""
+
+    def __init__(self, device: str, coat: dict[str, Any]) -> None:
+        model, _, _ = coat_flux_model({**KEPT, **coat}, device=device)
+        self.model: nn.Module = model.to(device)
+        self.inputs = {k: v.to(device) for k, v in flux_inputs().items()}
+        self.parameters = lora_parameters(self.model)
+        self.optimizer = FP8AdamW(self.parameters.values(), lr=1e-3)
+
+    def step(self, update: bool = True) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.model(**self.inputs)[0].float().square().mean()
+        loss.backward()
+        if update:
+            self.optimizer.step()
+        return loss.detach()
+
+    def gradients(self) -> dict[str, Tensor]:
+        self.step(update=False)
+        return {name: parameter.grad.float().cpu() for name, parameter in self.parameters.items()}
+
+
+@pytest.mark.triton
+def test_the_kernels_run_here() -> None:
+    assert triton_obstacle(torch.device("cuda", torch.cuda.current_device())) is None
+
+
+@pytest.mark.parametrize("scaling", ["per_tensor", "per_row"])
+def test_gradients_are_the_cpus(scaling: str) -> None:
+    coat = {"activation": {"linear_granularity": scaling}}
+    expected, found = Training("cpu", coat).gradients(), Training("cuda", coat).gradients()
+    for name, gradient in expected.items():
+        assert_sqnr(gradient, found[name], GPU_STEP_FLOOR_DB)
+
+
+@pytest.mark.parametrize("scaling", ["per_tensor", "per_row"])
+def test_a_step_does_not_wait_for_the_gpu(scaling: str) -> None:
+    training = Training("cuda", {"activation": {"linear_granularity": scaling}})
+    for _ in range(2):  # the first pass compares with diffusers, and makes the optimizer's state
+        training.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        training.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("compile", ["blocks", "cudagraphs"])
+def test_compiled_blocks_train_as_eager_ones(compile: str) -> None:
+    eager = Training("cuda", {})
+    other = Training("cuda", {"speed": {"measure": "never", "compile": compile}, "fallback": "error"})
+    for name, gradient in eager.gradients().items():
+        assert_sqnr(gradient, other.gradients()[name], GPU_STEP_FLOOR_DB)
+    losses = [torch.stack([training.step() for _ in range(8)]).cpu() for training in (eager, other)]
+    assert_sqnr(losses[0], losses[1], GPU_STEP_FLOOR_DB)
+
+
+def test_the_start_up_measurement(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    training = Training("cuda", {"speed": {"measure": "auto", "compile": "auto"}})
+    training.step()
+    picked = training.model._gradient_checkpointing_func.picked
+    assert picked is not None
+    assert {path.gemm for path in picked.milliseconds} == {"per_tensor", "per_row", "bf16"}
+    assert picked.milliseconds[picked.path] == min(picked.milliseconds.values()) > 0
