@@ -1,0 +1,117 @@
+"""Whole blocks and optimizer steps through the Triton kernels, in the interpreter, against the operators' references.
+
+What an operator is given on CUDA, its launcher is given here: strides, dtypes and absent tensors as the flow has them.
+Each result must be laid out as the operator's fake says, and share no memory with an argument or another result.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from coat_core import FP8AdamW
+from coat_core.activation import PackingConfig
+from coat_core.granularity import Granularity
+from coat_core.kernels import dispatch
+from coat_flux.flow import fused_block
+from tests.autograd.test_fused_flow import arguments, blocks, gradients
+from tests.helpers.asserts import assert_sqnr
+from tests.helpers.flux import coat_flux_model
+from tests.tolerances import KERNEL_FLOW_FLOOR_DB
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs kernels where there is no GPU"),
+]
+
+
+class Kernels:
+    """Sends operators on CPU tensors to their launchers, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: Counter[str] = Counter()
+        self._patch = monkeypatch
+
+    def __enter__(self) -> Kernels:
+        for name, (op, launcher) in dispatch.launchers.items():
+            module, function = launcher.split(".")
+            launch = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), function)
+            self._patch.setitem(op._backend_fns, None, self._counted(name, launch))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._patch.undo()
+
+    def _counted(self, name: str, launch: Any) -> Any:
+        def run(*args: Any) -> Any:
+            self.calls[name.removeprefix("coat::")] += 1
+            results = launch(*args)
+            if results is not None:
+                check_layout(dispatch.launchers[name][0], args, results)
+            return results
+
+        return run
+
+
+def check_layout(op: Any, args: tuple[Any, ...], results: Any) -> None:
+    found = results if isinstance(results, tuple) else (results,)
+    promised = op._abstract_fn(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in args))
+    for x, wanted in zip(found, promised if isinstance(promised, tuple) else (promised,), strict=True):
+        assert (x.dtype, x.shape, x.stride()) == (wanted.dtype, wanted.shape, wanted.stride()), op
+    storages = [x.untyped_storage()._cdata for x in (*args, *found) if isinstance(x, torch.Tensor) and x.numel()]
+    made = storages[-sum(x.numel() > 0 for x in found) :]
+    assert len(set(made)) == len(made), f"{op}: results share memory"
+    assert not set(made) & set(storages[: -len(made)]), f"{op}: a result is an argument"
+
+
+@pytest.mark.parametrize("kind", ["double", "single"])
+@pytest.mark.parametrize(
+    "activation",
+    [
+        {},
+        {"linear_granularity": "per_row", "attention": "bf16", "grad_format": "e4m3"},
+        {"format": "e5m2", "nonlinear_granularity": "per_tensor"},
+    ],
+    ids=["per_tensor", "per_row, attention bf16", "e5m2, packed per tensor"],
+)
+def test_a_block_by_kernels_is_the_block_by_references(
+    kind: str, activation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coat = {"memory": {"checkpointing": "none"}, "activation": activation}
+    model, _, _ = coat_flux_model(coat, dtype=torch.float32)
+    block = blocks(model)[kind]
+    granularity = Granularity(activation.get("nonlinear_granularity", "per_group"), 32)
+    packing = PackingConfig(activation.get("format", "e4m3"), granularity, activation.get("attention", "fp8"))
+    args = arguments(model, batch=1)
+    expected = gradients(fused_block(block, args, packing), block, args)
+    with Kernels(monkeypatch) as kernels:
+        found = gradients(fused_block(block, args, packing), block, args)
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert_sqnr(wanted, found[name], KERNEL_FLOW_FLOOR_DB)
+    for name in ("layer_norm_modulate_quantize", "rms_norm_rope_backward", "gelu_concat_quantize", "gate_residual"):
+        assert kernels.calls[name] > 0
+
+
+def test_optimizer_steps_by_the_kernel_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        parameters = [nn.Parameter(torch.randn(*shape)) for shape in ((4, 64), (33, 7), (5,))]
+        optimizer = FP8AdamW(parameters, lr=1e-2)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+    expected = train()
+    with Kernels(monkeypatch) as kernels:
+        found = train()
+    assert kernels.calls["fp8_adamw_step"] == 3
+    for wanted, parameter in zip(expected, found, strict=True):
+        assert_sqnr(wanted, parameter, KERNEL_FLOW_FLOOR_DB)
