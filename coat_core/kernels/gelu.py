@@ -1,7 +1,7 @@
-"""GELU-tanh between the linears of an MLP, forward and backward, as operators that quantize what they make.
+"""GELU-tanh between the linears of an MLP, forward (quantizing what the next linear reads) and backward, as operators.
 
-    gelu_concat_quantize     [attention | GELU(mlp)]     what the linear after it reads, in FP8 too
-    gelu_backward_quantize   grad·GELU'(mlp)             what the dgrad of the linear before it reads, in FP8 too
+    gelu_concat_quantize     [attention | GELU(mlp)]
+    gelu_backward            grad·GELU'(mlp)
 
 Shapes: attention [..., D]; mlp [..., F]; `fmt` and `granularity` as in `coat_core.kernels.codes`.
 """
@@ -52,34 +52,27 @@ def _(attention: Tensor | None, mlp: Tensor, fmt: str, granularity: str) -> tupl
     return values, *fake_codes_of(values, fmt, granularity)
 
 
-@torch.library.custom_op("coat::gelu_backward_quantize", mutates_args=())
-def gelu_backward_quantize(grad: Tensor, mlp: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of mlp, and its codes.
+@torch.library.custom_op("coat::gelu_backward", mutates_args=())
+def gelu_backward(grad: Tensor, mlp: Tensor) -> Tensor:
+    """Return the gradient of mlp.
 
         dmlp = grad·(s + x·s·(1 - s)·2u'),   s = (1 + tanh(u))/2,   u' = sqrt(2/π)·(1 + 3·0.044715·x²)
 
     Args:
         grad: of GELU(mlp) [..., F], in fp32 or the dtype of mlp; a slice of a wider tensor is read where it lies.
         mlp: what GELU read (or its FP8 round trip) [..., F].
-        fmt: "e4m3" or "e5m2".
-        granularity: "none", "per_row" or "per_tensor".
 
     Returns:
-        dmlp like mlp, computed in fp32 and rounded once; its codes; the scale of the codes.
-
-    Raises:
-        ValueError: unknown format or granularity.
+        dmlp like mlp, computed in fp32 and rounded once.
     """
     dmlp = torch.ops.aten.gelu_backward(grad.to(torch.float32), mlp.to(torch.float32), approximate="tanh")
-    dmlp = dmlp.to(mlp.dtype).contiguous()
-    return dmlp, *codes_of(dmlp, fmt, granularity)
+    return dmlp.to(mlp.dtype).contiguous()
 
 
-@gelu_backward_quantize.register_fake
-def _(grad: Tensor, mlp: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
-    dmlp = mlp.new_empty(mlp.shape)
-    return dmlp, *fake_codes_of(dmlp, fmt, granularity)
+@gelu_backward.register_fake
+def _(grad: Tensor, mlp: Tensor) -> Tensor:
+    return mlp.new_empty(mlp.shape)
 
 
 run_by_triton(gelu_concat_quantize, "gelu.gelu_concat_quantize")
-run_by_triton(gelu_backward_quantize, "gelu.gelu_backward_quantize")
+run_by_triton(gelu_backward, "gelu.gelu_backward")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_core.kernels.gelu import gelu_backward_quantize, gelu_concat_quantize
+from coat_core.kernels.gelu import gelu_backward, gelu_concat_quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator
 from tests.helpers.rows import CASES, KINDS, SPECS, assert_codes_of, rows_of_kind
@@ -48,17 +48,15 @@ def test_gelu_concat_kernel(case: tuple[str, str, str], device: torch.device) ->
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_gelu_backward_kernel(case: tuple[str, str, str], device: torch.device) -> None:
-    from coat_core.kernels.gpu.gelu import gelu_backward_quantize as kernel
+@pytest.mark.parametrize("kind", KINDS)
+def test_gelu_backward_kernel(kind: str, device: torch.device) -> None:
+    from coat_core.kernels.gpu.gelu import gelu_backward as kernel
 
-    kind, *spec = case
     for b, s, d, f in SHAPES:
         grad, mlp = torch.randn(b, s, d + f, device=device)[..., d:], 3 * rows_of_kind(kind, (b, s, f)).to(device)
-        dmlp, codes, scale = kernel(grad, mlp, *spec)
+        dmlp = kernel(grad, mlp)
         assert dmlp.dtype == mlp.dtype
         assert bool(((dmlp - grad * slope(mlp)).abs() <= GELU_RTOL * grad.abs() * (1 + mlp.abs())).all())
-        assert_codes_of(dmlp, codes, scale, *spec)
 
 
 @pytest.mark.triton
@@ -82,9 +80,7 @@ def test_gelu_kernels_quantize_half_precision_as_it_is_returned(granularity: str
     values, codes, scale = kernels.gelu_concat_quantize(attention, mlp, "e4m3", granularity)
     assert values.dtype == torch.bfloat16
     assert_codes_of(values, codes, scale, "e4m3", granularity)
-    dmlp, codes, scale = kernels.gelu_backward_quantize(torch.randn(1, 5, 96, device=device), mlp, "e5m2", granularity)
-    assert dmlp.dtype == torch.bfloat16
-    assert_codes_of(dmlp, codes, scale, "e5m2", granularity)
+    assert kernels.gelu_backward(torch.randn(1, 5, 96, device=device), mlp).dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
@@ -97,7 +93,7 @@ def test_gelu_kernels_match_the_reference_in_bf16() -> None:
     values = kernels.gelu_concat_quantize(attention, mlp, "e4m3", "per_row")[0]
     expected = torch.cat([attention, gelu(mlp)], dim=-1)
     torch.testing.assert_close(values, expected, rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 15)
-    dmlp = kernels.gelu_backward_quantize(grad, mlp, "e5m2", "per_row")[0]
+    dmlp = kernels.gelu_backward(grad, mlp)
     expected = (grad * slope(mlp)).to(torch.bfloat16)
     torch.testing.assert_close(dmlp, expected, rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 100)
 
@@ -121,17 +117,15 @@ def test_the_operators_are_torchs_gelu(kind: str, dtype: torch.dtype) -> None:
     assert_codes_of(values, codes, scale, "e4m3", "per_row")
     assert_bitwise(gelu_concat_quantize(None, mlp, "e4m3", "none")[0], gelu(mlp).contiguous())
     grad = torch.randn(2, 7, 130)
-    dmlp, codes, scale = gelu_backward_quantize(grad, mlp, "e5m2", "per_tensor")
-    torch.testing.assert_close(dmlp, (grad * slope(mlp)).to(dtype))
-    assert_codes_of(dmlp, codes, scale, "e5m2", "per_tensor")
+    torch.testing.assert_close(gelu_backward(grad, mlp), (grad * slope(mlp)).to(dtype))
 
 
 def test_operators_keep_torch_library_rules() -> None:
     attention, mlp = torch.randn(2, 3, 16), torch.randn(2, 3, 64)[..., 24:]
     for spec in SPECS:
         check_operator(gelu_concat_quantize, (attention, mlp, *spec))
-        check_operator(gelu_backward_quantize, (mlp.bfloat16(), mlp, *spec))
     check_operator(gelu_concat_quantize, (None, mlp, "e4m3", "per_row"))
+    check_operator(gelu_backward, (mlp.bfloat16(), mlp))
 
 
 def test_another_granularity_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""GELU-tanh, forward (beside attention's output, and quantized) and backward (quantized).
+"""GELU-tanh, forward (beside attention's output, and quantized) and backward.
 
 GELU(x) = x·s(x) with s(x) = sigmoid(2u), u = sqrt(2/π)·(x + 0.044715·x³): the same as x/2·(1 + tanh u) without its
 cancellation at large negative x. Rows are wide: a program passes over one in blocks, and once more over the values it
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coat_core.kernels.gpu.codes import RowCodes, with_row_stride
 from coat_core.kernels.gpu.common import finite_abs, rounded, saturated, scale_from_amax
-from coat_core.kernels.gpu.runtime import empty_values, finished, launch, power_of_two
+from coat_core.kernels.gpu.runtime import blocks, empty_values, finished, launch, power_of_two
 
 WIDEST_BLOCK = 1024
 WARPS = 4
@@ -79,32 +79,16 @@ def _gelu_concat_fwd_kernel(
 
 
 @triton.jit
-def _gelu_bwd_kernel(
-    grad_ptr,
-    mlp_ptr,
-    dmlp_ptr,
-    codes_ptr,
-    scale_ptr,
-    grad_stride,
-    mlp_stride,
-    F,
-    FORMAT_MAX: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One row a program."""
+def _gelu_bwd_kernel(grad_ptr, mlp_ptr, dmlp_ptr, grad_stride, mlp_stride, F, BLOCK: tl.constexpr):
+    """A stretch of one row a program."""
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, F, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(mlp_ptr + row * mlp_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
-        g = tl.load(grad_ptr + row * grad_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
-        s = _gate_of_gelu(x)
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        dmlp = rounded(g * (s + x * (s * (1.0 - s)) * slope), mlp_ptr)
-        tl.store(dmlp_ptr + row * F + columns, dmlp.to(dmlp_ptr.dtype.element_ty), mask=columns < F)
-        largest = tl.maximum(largest, finite_abs(dmlp))
-    if scale_ptr is not None:
-        _cast_row(dmlp_ptr, codes_ptr, scale_ptr, row, F, tl.max(largest, axis=0), FORMAT_MAX, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(mlp_ptr + row * mlp_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
+    g = tl.load(grad_ptr + row * grad_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
+    s = _gate_of_gelu(x)
+    slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    dmlp = g * (s + x * (s * (1.0 - s)) * slope)
+    tl.store(dmlp_ptr + row * F + columns, dmlp.to(dmlp_ptr.dtype.element_ty), mask=columns < F)
 
 
 def gelu_concat_quantize(
@@ -138,25 +122,11 @@ def gelu_concat_quantize(
     return values, *codes.results(values)
 
 
-def gelu_backward_quantize(grad: Tensor, mlp: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Launcher of `coat::gelu_backward_quantize`."""
+def gelu_backward(grad: Tensor, mlp: Tensor) -> Tensor:
+    """Launcher of `coat::gelu_backward`."""
     (grad, grad_stride), (mlp, mlp_stride) = with_row_stride(grad), with_row_stride(mlp)
-    f, shape = mlp.shape[-1], tuple(mlp.shape)
-    dmlp, codes = empty_values(shape, mlp.dtype, mlp.device), RowCodes(shape, fmt, granularity, mlp.device)
-    launch(
-        _gelu_bwd_kernel,
-        (mlp.numel() // f,),
-        grad,
-        mlp,
-        dmlp,
-        codes.codes,
-        codes.scale,
-        grad_stride,
-        mlp_stride,
-        f,
-        FORMAT_MAX=codes.format_max,
-        BLOCK=min(power_of_two(f), WIDEST_BLOCK),
-        num_warps=WARPS,
-    )
-    dmlp = finished(dmlp, mlp.dtype)
-    return dmlp, *codes.results(dmlp)
+    f, block = mlp.shape[-1], min(power_of_two(mlp.shape[-1]), WIDEST_BLOCK)
+    dmlp = empty_values(tuple(mlp.shape), mlp.dtype, mlp.device)
+    grid, options = (mlp.numel() // f, blocks(f, block)), {"BLOCK": block, "num_warps": WARPS}
+    launch(_gelu_bwd_kernel, grid, grad, mlp, dmlp, grad_stride, mlp_stride, f, **options)
+    return finished(dmlp, mlp.dtype)

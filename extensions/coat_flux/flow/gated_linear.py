@@ -18,7 +18,7 @@ from coat_core.activation import PackingConfig
 from coat_core.autograd import first_order_only
 from coat_core.granularity import PER_TENSOR
 from coat_core.kernels.gate import gate_residual, gate_residual_backward
-from coat_core.kernels.gelu import gelu_backward_quantize, gelu_concat_quantize
+from coat_core.kernels.gelu import gelu_backward, gelu_concat_quantize
 from coat_core.kernels.quantize import quantize
 from coat_core.quantize import Quantized
 
@@ -99,7 +99,7 @@ class _GatedLinear(torch.autograd.Function):
             if dx is not None:
                 dattention, dmlp = dx.split(ctx.widths, dim=-1)
                 if mlp is not None:
-                    dmlp = gelu_backward_quantize(dmlp, mlp, "e4m3", "none")[0]
+                    dmlp = gelu_backward(dmlp, mlp)
                     dattention = dattention.contiguous()  # or it would hold the gradient of both
         needed = [grad, dgate, dattention if ctx.widths[0] else None, dmlp if ctx.widths[1] else None]
         return *needed, None, None, None, *parameter_grads
