@@ -66,7 +66,8 @@ def gelu_backward(grad: Tensor, mlp: Tensor) -> Tensor:
         dmlp like mlp, computed in fp32 and rounded once.
     """
     dmlp = torch.ops.aten.gelu_backward(grad.to(torch.float32), mlp.to(torch.float32), approximate="tanh")
-    return dmlp.to(mlp.dtype).contiguous()
+    values: Tensor = dmlp.to(mlp.dtype).contiguous()
+    return values
 
 
 @gelu_backward.register_fake
