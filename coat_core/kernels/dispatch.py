@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def run_by_triton(op: Any, launcher: str) -> None:
         if triton_obstacle(device) is not None:
             return reference(*args)
         with torch.cuda.device(device):
-            return getattr(_gpu_module(module), name)(*args)
+            return _launcher(module, name)(*args)
 
     op.register_kernel("cuda")(run)
 
@@ -64,15 +65,17 @@ def _find_obstacle(device: torch.device) -> str | None:
         return f"compute capability {capability[0]}.{capability[1]} converts no FP8 (8.9 and up do)"
     try:
         with torch.cuda.device(device):
-            return None if _gpu_module("quantize").agrees_with_reference(device) else "a trial gave wrong codes"
+            return None if _launcher("quantize", "agrees_with_reference")(device) else "a trial gave wrong codes"
     except torch.OutOfMemoryError:
         raise  # says nothing about Triton, and the answer is kept
     except Exception as error:  # whatever a missing compiler, driver or cache folder raises; it is told
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
-def _gpu_module(name: str) -> Any:
-    return importlib.import_module(f"coat_core.kernels.gpu.{name}")
+@functools.cache
+def _launcher(module: str, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), name)
+    return found
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device:
