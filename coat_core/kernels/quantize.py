@@ -23,7 +23,7 @@ from coat_core.quantize import quantize as quantize_reference
 def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     x = x if factors is None else x.to(torch.float32) * factors
     codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size))
-    return codes, scale
+    return codes.contiguous(), scale.contiguous()
 
 
 @_quantize.register_fake
@@ -34,7 +34,7 @@ def _(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | 
 
 @torch.library.custom_op("coat::dequantize", mutates_args=())
 def _dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
-    return dequantize_reference(codes, scale, Granularity(granularity, group_size), dtype)
+    return dequantize_reference(codes, scale, Granularity(granularity, group_size), dtype).contiguous()
 
 
 @_dequantize.register_fake
@@ -45,7 +45,8 @@ def _(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: to
 @torch.library.custom_op("coat::transpose_codes", mutates_args=())
 def transpose_codes(codes: Tensor) -> Tensor:
     """Return the FP8 codes [N, K] as a contiguous [K, N]: the layout dgrad multiplies by."""
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+    bits = codes.view(torch.uint8).t()
+    return bits.clone(memory_format=torch.contiguous_format).view(codes.dtype)  # one row's transpose is a view already
 
 
 @transpose_codes.register_fake

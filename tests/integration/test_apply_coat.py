@@ -70,7 +70,7 @@ def test_report_rows_and_table() -> None:
     assert lines[0] == f"asked for: {gemm}"
     assert lines[1].split() == ["layers", "count", "got", "why"]
     assert "one row per image" in lines[2] + lines[3]
-    assert lines[-1] == (
+    assert lines[-2] == (
         "checkpointing none: 0 of 4 blocks recompute from FP8 inputs; "
         "kept blocks save FP8 e4m3 per_group, attention fp8, fused flow"
     )

@@ -68,3 +68,16 @@ def test_a_compiler_that_fails_leaves_eager(monkeypatch: pytest.MonkeyPatch) -> 
     _, blocks = gradients({"speed": {"measure": "always", "compile": "auto"}})
     assert {path.compile for path in blocks.picked.milliseconds} == {"none"}
     assert blocks.compile == "none"
+
+
+@pytest.mark.parametrize(
+    ("measure", "line"),
+    [
+        ("auto", "path: as written (speed.measure: auto)"),  # nothing is measured on a CPU
+        ("always", "path: picked by measurement at the first step (speed.measure: always)"),
+        ("never", "path: as written (speed.measure: never)"),
+    ],
+)
+def test_the_start_table_says_who_chooses(measure: str, line: str) -> None:
+    _, report, _ = coat_flux_model({**KEPT, "speed": {"measure": measure}})
+    assert report.table().splitlines()[-1] == line

@@ -86,5 +86,5 @@ def shared_rows(images: int, rows: int, tile: int) -> tuple[int, int]:
         programs for each image, and how many tiles each of them takes.
     """
     tiles = blocks(rows, tile)
-    rounds = blocks(tiles, max(PROGRAMS // images, 1))
+    rounds = max(blocks(tiles, max(PROGRAMS // max(images, 1), 1)), 1)
     return blocks(tiles, rounds), rounds

@@ -68,7 +68,7 @@ def apply_coat(
             report.skipped[name] = f"a {type(module).__name__}: only linear layers become FP8"
     _check_fallback(report, config)
     blocks = BlockPolicy.install(model, policy.blocks, config, allow_recompute)
-    report.checkpointing = blocks.describe()
+    report.checkpointing, report.path = blocks.describe(), blocks.describe_path(run_device)
     logger.info(
         "%s: %d linears converted, %d layers left", type(model).__name__, len(report.converted), len(report.skipped)
     )

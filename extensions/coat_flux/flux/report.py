@@ -16,6 +16,7 @@ class CoatReport:
         why: name → reason, where a layer got less than the config asks for in general.
         skipped: name → reason, for linears left in high precision.
         checkpointing: one line on recomputation and saved tensors.
+        path: one line on who chooses the GEMMs' scaling and compilation.
     """
 
     asked: str = ""
@@ -24,6 +25,7 @@ class CoatReport:
     why: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     checkpointing: str = ""
+    path: str = ""
 
     def add(self, name: str, got: str, why: str = "") -> None:
         """Note a converted layer."""
@@ -49,8 +51,7 @@ class CoatReport:
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"asked for: {self.asked}"] if self.asked else []
         lines += ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        if self.checkpointing:
-            lines.append(self.checkpointing)
+        lines += [line for line in (self.checkpointing, self.path) if line]
         return "\n".join(line.rstrip() for line in lines)
 
 

@@ -60,6 +60,7 @@ class BlockPolicy:
         self._fused_flow = FusedFlow(self.packing) if self.packs and config.activation.flow == "fused" else None
         self.compile = "none" if config.speed.compile == "auto" else config.speed.compile
         self.picked: Picked | None = None
+        self._measure = config.speed.measure
         fusable = all(type(block).__name__ in FUSABLE for block in blocks.values())
         self._pick = SpeedPick(blocks, config, self._run_kept) if fusable and config.speed.measure != "never" else None
         self._fallback = config.fallback
@@ -116,6 +117,16 @@ class BlockPolicy:
             return f"checkpointing auto (chosen at the first step); {kept}; recomputed blocks keep {inputs} inputs"
         count = len(self._recomputed)
         return f"checkpointing {self.mode}: {count} of {len(self.blocks)} blocks recompute from {inputs} inputs; {kept}"
+
+    def describe_path(self, device: torch.device) -> str:
+        """One line: whether scaling and compilation are as written, or are picked at the first step.
+
+        Args:
+            device: where the model will run.
+        """
+        measures = self._pick is not None and (device.type == "cuda" or self._measure == "always")
+        when = "picked by measurement at the first step" if measures else "as written"
+        return f"path: {when} (speed.measure: {self._measure})"
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run one block, recomputing it in backward or keeping what it saves."""
