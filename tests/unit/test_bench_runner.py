@@ -118,6 +118,7 @@ def test_errors_become_results(
     def fail(*_: Any) -> None:
         raise error
 
+    monkeypatch.setattr(worker, "_is_installed", lambda package: True)
     monkeypatch.setattr(models, "make_model", fail)
     found = worker.run(spec("step", configuration))
     assert (found["status"], found["reason"]) == (status, reason)

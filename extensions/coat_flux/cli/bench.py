@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{machine['device']}; limit {machine['limit']['source']}", flush=True)
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["coat-flux", *sys.argv[1:]]),
+        "command": shlex.join(["coat-flux", *args.given]),
         "tests": verdict.text,
         "machine": machine,
     }

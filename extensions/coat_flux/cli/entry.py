@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    args = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(given, argparse.Namespace(given=given))
     try:
         return args.run(args) or 0
     except (ConfigError, _Refused) as error:
