@@ -137,7 +137,7 @@ def amax_from_groups(group_amax: Tensor, granularity: Granularity) -> Tensor:
 
 def scale_from_amax(group_amax: Tensor, fmt: Format) -> Tensor:
     """Dequantization multiplier amax / fmt.max (fp32, same shape); 1 where that is 0, so that it can be divided by."""
-    scale = group_amax / fmt.max
+    scale = group_amax / torch.full_like(group_amax, fmt.max)  # by a number, CUDA multiplies by its reciprocal
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 

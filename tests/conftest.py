@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 
@@ -24,11 +25,29 @@ def _missing(marker: str) -> str | None:
     """Why tests with this marker cannot run here, or None."""
     if marker == "gpu" and not torch.cuda.is_available():
         return "needs a CUDA GPU"
-    if marker == "triton" and importlib.util.find_spec("triton") is None:
-        return "needs triton"
+    if marker == "triton":
+        return _no_triton()
     if marker == "aitk" and not os.environ.get("AI_TOOLKIT_ROOT"):
         return "needs a real ai-toolkit checkout: set AI_TOOLKIT_ROOT to its folder"
     return None
+
+
+def _no_triton() -> str | None:
+    """Why kernels run neither compiled nor interpreted, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton"
+    triton, numpy = (_version(package) for package in ("triton", "numpy"))
+    if not torch.cuda.is_available() and triton < (3, 7) and numpy >= (2, 4):
+        return f"the interpreter of Triton {triton} takes a loop bound for a scalar, which NumPy {numpy} refuses"
+    return None
+
+
+def _version(package: str) -> tuple[int, ...]:
+    """Major and minor; a triton under another name (triton-windows) is taken for a new one."""
+    try:
+        return tuple(map(int, importlib.metadata.version(package).split(".")[:2]))
+    except importlib.metadata.PackageNotFoundError:
+        return (999,)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -63,6 +63,8 @@ def _find_obstacle(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < FIRST_FP8_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} converts no FP8 (8.9 and up do)"
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first FP8 operator of this GPU runs in a CUDA graph's capture: do a step before it")
     try:
         with torch.cuda.device(device):
             return None if _launcher("quantize", "agrees_with_reference")(device) else "a trial gave wrong codes"

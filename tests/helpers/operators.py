@@ -28,6 +28,34 @@ def check_operator(op: Any, args: tuple[Any, ...]) -> None:
     assert all(x.untyped_storage()._cdata not in storages for x in found), "an output shares an input's memory"
 
 
+def reference(op: Any, *args: Any) -> Any:
+    """What an operator's body returns for these arguments on the CPU: torch's CUDA operators round otherwise.
+
+    (A tensor divided by a number is multiplied by the number's reciprocal there.)
+    """
+    return op._init_fn(*(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
+
+
+def check_layout(op: Any, args: tuple[Any, ...], results: Any) -> None:
+    """Assert that results are laid out as the operator's fake says, and share no memory with each other or arguments.
+
+    `args` hold tensors, no lists of them.
+    """
+    found = results if isinstance(results, tuple) else (results,)
+    promised = op._abstract_fn(*(x.to("meta") if isinstance(x, Tensor) else x for x in args))
+    for x, wanted in zip(found, promised if isinstance(promised, tuple) else (promised,), strict=True):
+        assert (x.dtype, x.shape, _steps(x)) == (wanted.dtype, wanted.shape, _steps(wanted)), op
+    given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor) and x.numel()}
+    made = [x.untyped_storage()._cdata for x in found if x.numel()]
+    assert len(set(made)) == len(made), f"{op}: results share memory"
+    assert not set(made) & given, f"{op}: a result is an argument"
+
+
+def _steps(x: Tensor) -> list[int]:
+    """Strides of the dimensions that have a next element, which are all that torch.compile checks."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+
+
 def bits(x: Tensor) -> Tensor:
     """The tensor's bytes."""
     return x.detach().contiguous().view(-1).view(torch.uint8)

@@ -22,6 +22,7 @@ from coat_flux.flow import fused_block
 from tests.autograd.test_fused_flow import arguments, blocks, gradients
 from tests.helpers.asserts import assert_sqnr
 from tests.helpers.flux import coat_flux_model
+from tests.helpers.operators import check_layout
 from tests.tolerances import KERNEL_FLOW_FLOOR_DB
 
 pytestmark = [
@@ -56,17 +57,6 @@ class Kernels:
             return results
 
         return run
-
-
-def check_layout(op: Any, args: tuple[Any, ...], results: Any) -> None:
-    found = results if isinstance(results, tuple) else (results,)
-    promised = op._abstract_fn(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in args))
-    for x, wanted in zip(found, promised if isinstance(promised, tuple) else (promised,), strict=True):
-        assert (x.dtype, x.shape, x.stride()) == (wanted.dtype, wanted.shape, wanted.stride()), op
-    storages = [x.untyped_storage()._cdata for x in (*args, *found) if isinstance(x, torch.Tensor) and x.numel()]
-    made = storages[-sum(x.numel() > 0 for x in found) :]
-    assert len(set(made)) == len(made), f"{op}: results share memory"
-    assert not set(made) & set(storages[: -len(made)]), f"{op}: a result is an argument"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,12 @@ def kernel(*args: Any) -> None:
 reference = adamw._fp8_adamw_step._init_fn
 
 
+def triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2]))
+
+
 def values_of(problem: Problem) -> list[Tensor]:
     return [adamw.read_moment(moment, slice(None)) for moment in problem.moments]
 
@@ -93,13 +99,14 @@ def code_places(codes: Tensor) -> Tensor:
 
 def assert_codes_agree(ours: Tensor, theirs: Tensor) -> None:
     """At most one step between codes, and that in few of them."""
-    off = (code_places(ours) - code_places(theirs)).abs()
+    off = (code_places(ours.cpu()) - code_places(theirs)).abs()
     assert off.max() <= 1
     assert (off > 0).sum() <= 1 + ADAMW_KERNEL_CODES_OFF * off.numel()
 
 
 def assert_near(ours: Tensor, theirs: Tensor, unit: Tensor) -> None:
     """Same places of NaN, else within ADAMW_KERNEL_UPDATE_RTOL of `unit`, the size of what may be in error."""
+    ours = ours.cpu()
     off = (ours.float() - theirs.float()).abs()
     assert (
         (off <= ADAMW_KERNEL_UPDATE_RTOL * unit + torch.finfo(theirs.dtype).eps * theirs.float().abs())
@@ -114,7 +121,7 @@ def assert_same_step(ours: Problem, theirs: Problem, before: list[Tensor]) -> No
         if len(mine.numbers) == 0:
             assert_near(mine.codes, other.codes, finite_abs(other.codes).amax())
             continue
-        torch.testing.assert_close(mine.numbers, other.numbers, rtol=ADAMW_KERNEL_NUMBERS_RTOL, atol=0)
+        torch.testing.assert_close(mine.numbers.cpu(), other.numbers, rtol=ADAMW_KERNEL_NUMBERS_RTOL, atol=0)
         assert_codes_agree(mine.codes, other.codes)
     for mine, other, start in zip(ours.params, theirs.params, before, strict=True):
         if other.numel():
@@ -122,9 +129,9 @@ def assert_same_step(ours: Problem, theirs: Problem, before: list[Tensor]) -> No
 
 
 def run_both(device: torch.device, steps: int = 4, spoil: Any = None, **options: Any) -> tuple[Problem, Problem]:
-    """Steps of the reference; before each, the kernel's problem gets its state."""
+    """Steps of the reference on a CPU; before each, the kernel's problem gets its state."""
     call = {k: options.pop(k) for k in ("expansion", "maximize", "betas") if k in options}
-    ours, theirs = Problem(device, **options), Problem(device, **options)
+    ours, theirs = Problem(device, **options), Problem(torch.device("cpu"), **options)
     for step in range(1, steps + 1):
         copy_state(theirs, ours)
         grads = theirs.grads(step)
@@ -132,7 +139,7 @@ def run_both(device: torch.device, steps: int = 4, spoil: Any = None, **options:
             spoil(grads)
         before = [param.clone() for param in theirs.params]
         theirs.step(step, grads, reference, **call)
-        ours.step(step, grads, kernel, **call)
+        ours.step(step, [grad.to(device) for grad in grads], kernel, **call)
         assert_same_step(ours, theirs, before)
     return ours, theirs
 
@@ -189,10 +196,13 @@ def test_kernel_with_other_arguments(call: dict[str, Any], device: torch.device)
 
 
 @pytest.mark.triton
-def test_without_expansion_moments_have_the_references_bits_on_a_cpu() -> None:
+@pytest.mark.parametrize("device", ["cpu"])  # so that it is left out where Triton does not interpret
+def test_without_expansion_moments_have_the_references_bits_on_a_cpu(device: str) -> None:
     """In blocks of 128, where torch's vector loops have no rest; on a GPU torch itself rounds otherwise."""
+    if triton_version() < (3, 9):
+        pytest.skip(f"Triton {triton_version()}'s interpreter rounds an fma twice; 3.9 and up once")
     for formats in [("e4m3", "e5m2"), (None, None)]:
-        ours, theirs = run_both(torch.device("cpu"), formats=formats, expanded=False)
+        ours, theirs = run_both(torch.device(device), formats=formats, expanded=False)
         for mine, other in zip(ours.moments, theirs.moments, strict=True):
             assert torch.equal(bits(mine.codes), bits(other.codes))
             assert_bitwise(mine.numbers, other.numbers)
@@ -217,8 +227,8 @@ def _zeros_and_extremes(grads: list[Tensor]) -> None:
 def test_kernel_on_special_gradients(spoil: Any, expanded: bool, steps: int, device: torch.device) -> None:
     ours, theirs = run_both(device, steps=steps, spoil=spoil, expanded=expanded)
     for mine, other in zip(values_of(ours), values_of(theirs), strict=True):
-        assert torch.equal(mine.isnan(), other.isnan())
-        assert torch.equal(mine == 0, other == 0)
+        assert torch.equal(mine.isnan().cpu(), other.isnan())
+        assert torch.equal((mine == 0).cpu(), other == 0)
         assert not mine.isinf().any()
 
 
@@ -263,8 +273,8 @@ def test_a_table_of_scalars_has_the_effect_of_the_scalars(device: torch.device) 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(adamw, "_fp8_adamw_step", run)
                 fp8_adamw_step(*args, expansion=ExpansionConfig())
-        for mine, other in zip(together.params, alone.params, strict=True):
-            torch.testing.assert_close(mine, other, rtol=2.0**-22, atol=0)
+        for mine, other in zip(together.params, alone.params, strict=True):  # within an ulp, or of a step 10·LR long
+            torch.testing.assert_close(mine, other, rtol=2.0**-22, atol=10 * LR * 2.0**-22)
 
 
 def test_the_first_steps_table_is_exact() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import starmap
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +11,8 @@ from coat_core.granularity import PER_GROUP
 from coat_core.kernels.attention import attention_backward, attention_forward, chosen_kernel
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.tolerances import ATTENTION_FP8_FLOOR_DB
+from tests.helpers.rows import assert_rows_close
+from tests.tolerances import ATTENTION_FP8_FLOOR_DB, BF16_ULP_RTOL, KERNEL_ROW_RTOL
 
 GPU_KERNELS = ["flash", "efficient", "cudnn"]
 
@@ -21,6 +20,15 @@ GPU_KERNELS = ["flash", "efficient", "cudnn"]
 def qkv(device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 32) -> list[Tensor]:
     """q, k, v [2, 3, 65, d] as the blocks have them: heads split from the last dimension."""
     return [torch.randn(2, 65, 3, head_dim).to(device, dtype).transpose(1, 2) for _ in range(3)]
+
+
+def assert_torchs(found: Tensor, wanted: Tensor) -> None:
+    """Equal bits; on a GPU, where torch's own backward adds dq up in any order, within one rounding."""
+    if wanted.device.type == "cpu":
+        assert_bitwise(found, wanted)
+        return
+    rtol = BF16_ULP_RTOL if wanted.dtype != torch.float32 else KERNEL_ROW_RTOL
+    assert_rows_close(found, wanted, rtol)
 
 
 def torch_gradients(inputs: list[Tensor], grad: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -36,9 +44,9 @@ def test_fed_the_originals_it_is_torchs(device: torch.device, dtype: torch.dtype
     out, context = attention_forward(*inputs)
     grad = torch.randn_like(out)
     expected, expected_grads = torch_gradients(inputs, grad)
-    assert_bitwise(out, expected)
+    assert_torchs(out, expected)
     for found, wanted in zip(attention_backward(grad, *inputs, out, context), expected_grads, strict=True):
-        assert_bitwise(found, wanted)
+        assert_torchs(found, wanted)
 
 
 def test_the_cpu_kernel_keeps_the_log_sum_exp_alone() -> None:
@@ -99,5 +107,5 @@ def test_every_gpu_kernel_is_torchs(kernel: str, monkeypatch: pytest.MonkeyPatch
         grad = torch.randn_like(out)
         expected, expected_grads = torch_gradients(inputs, grad)
         found = attention_backward(grad, *inputs, out, context)
-    assert_bitwise(out, expected)
-    assert all(starmap(torch.allclose, zip(found, expected_grads, strict=True)))
+    for ours, wanted in zip((out, *found), (expected, *expected_grads), strict=True):
+        assert_torchs(ours, wanted)

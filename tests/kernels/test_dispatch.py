@@ -59,11 +59,62 @@ def test_a_triton_that_cannot_compile_is_an_obstacle(monkeypatch: pytest.MonkeyP
         raise FileNotFoundError("no C compiler\nand more")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(dispatch, "_launcher", lambda module, name: fails)
     assert dispatch._find_obstacle(CUDA) == "FileNotFoundError: no C compiler"
     monkeypatch.setattr(dispatch, "_launcher", lambda module, name: lambda device: False)
     assert dispatch._find_obstacle(CUDA) == "a trial gave wrong codes"
+
+
+@pytest.mark.triton
+def test_a_capture_is_no_place_for_the_trial_and_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    dispatch.triton_obstacle.cache_clear()
+    with pytest.raises(RuntimeError, match="in a CUDA graph's capture: do a step before it"):
+        dispatch.triton_obstacle(CUDA)
+    assert dispatch.triton_obstacle.cache_info().currsize == 0
+
+
+@pytest.mark.triton
+def test_the_trial_may_wait_where_waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from coat_core.kernels.gpu.runtime import waiting_allowed
+
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(ZeroDivisionError), waiting_allowed(CUDA):
+        raise ZeroDivisionError
+    with waiting_allowed(torch.device("cpu")):
+        pass
+    assert modes == ["default", 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.triton
+def test_the_trial_succeeds_where_waiting_is_an_error() -> None:
+    dispatch.triton_obstacle.cache_clear()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert dispatch.triton_obstacle(torch.device("cuda", torch.cuda.current_device())) is None
+        assert torch.cuda.get_sync_debug_mode() == 2
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.triton
+def test_the_trial_is_the_same_whatever_torchs_defaults_are() -> None:
+    from coat_core.kernels.gpu import quantize
+
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        assert quantize.agrees_with_reference(here)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 @pytest.mark.triton

@@ -9,6 +9,7 @@ from torch import Tensor
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.kernels.gate import gate_residual, gate_residual_backward
 from coat_core.quantize import quantize
+from tests.helpers import operators
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator
 from tests.helpers.rows import CASES, KINDS, SPECS, assert_codes_of, assert_rows_close, rows_of_kind
@@ -16,7 +17,11 @@ from tests.tolerances import BF16_ULP_RTOL, KERNEL_ROW_RTOL
 
 SHAPES = [(2, 7, 48), (1, 7, 40), (3, 5, 130), (1, 3, 2100)]
 GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128)]
-reference = gate_residual_backward._init_fn
+
+
+def reference(*args: object) -> tuple[Tensor, ...]:
+    """dy, its codes, their scale and dgate, as the operator's body makes them on a CPU."""
+    return operators.reference(gate_residual_backward, *args)
 
 
 def kernel_dtypes(device: torch.device) -> list[torch.dtype]:

@@ -21,7 +21,7 @@ from coat_core.kernels.norm import (
     rms_norm_rope_backward,
 )
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.helpers.operators import check_operator
+from tests.helpers.operators import check_operator, reference
 from tests.helpers.rows import CASES, SPECS, assert_codes_of, assert_rows_close, rows_of_kind
 from tests.helpers.rows import KINDS as ROW_KINDS
 from tests.tolerances import (
@@ -92,9 +92,9 @@ def test_a_row_of_zeros_gets_a_finite_gradient(device: torch.device) -> None:
     grad = torch.randn_like(x)
     dx, dscale, dshift = layer_norm_modulate_backward(grad, x, scale, EPS)
     dz = grad[0, 3] * (1 + scale[0])
-    torch.testing.assert_close(dx[0, 3], EPS**-0.5 * (dz - dz.mean()))
+    assert_rows_close(dx[0, 3], EPS**-0.5 * (dz - dz.mean()), KERNEL_ROW_RTOL)
     assert dscale.isfinite().all()
-    assert torch.equal(dshift, grad.sum(1))
+    assert_rows_close(dshift, grad.sum(1), KERNEL_ROW_RTOL)
 
 
 def rotary(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -197,7 +197,7 @@ def test_layer_norm_modulate_kernel(case: tuple[str, str, str], device: torch.de
     for shape in ROW_SHAPES:
         x, scale, shift = rows(kind, shape, device)
         n, codes, code_scale = kernels.layer_norm_modulate_quantize(x, scale, shift, EPS, *spec)
-        assert_rows_close(n, layer_norm_modulate(x, scale, shift, EPS), KERNEL_ROW_RTOL)
+        assert_rows_close(n, reference(layer_norm_modulate, x, scale, shift, EPS), KERNEL_ROW_RTOL)
         assert_codes_of(n, codes, code_scale, *spec)
         assert_bitwise(kernels.layer_norm_modulate(x, scale, shift, EPS), n)
 
@@ -216,7 +216,7 @@ def test_layer_norm_modulate_kernel_in_half_precision(
     n, codes, code_scale = kernel(x, scale, shift, EPS, "e4m3", granularity)
     assert_codes_of(n, codes, code_scale, "e4m3", granularity)
     # three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
-    assert_rows_close(n, layer_norm_modulate(x, scale, shift, EPS), 3 * BF16_ULP_RTOL)
+    assert_rows_close(n, reference(layer_norm_modulate, x, scale, shift, EPS), 3 * BF16_ULP_RTOL)
 
 
 @pytest.mark.triton
@@ -228,7 +228,7 @@ def test_layer_norm_modulate_backward_kernel(kind: str, device: torch.device) ->
     for shape in ROW_SHAPES:
         x, scale, _ = rows(kind, shape, device)
         grad = rows_of_kind("strided", shape).to(device)
-        expected = layer_norm_modulate_backward(grad, x, scale, EPS)
+        expected = reference(layer_norm_modulate_backward, grad, x, scale, EPS)
         for found, gradient in zip(kernel(grad, x, scale, EPS), expected, strict=True):
             assert_rows_close(found, gradient, KERNEL_ROW_RTOL)
 
@@ -246,7 +246,7 @@ def test_layer_norms_backward_shares_rows_among_programs(
     monkeypatch.setattr(codes, "TILE_ELEMENTS", 128)  # two rows at once
     x, scale, _ = rows("plain", (2, 13, 48), device)
     grad = torch.randn_like(x)
-    expected = layer_norm_modulate_backward(grad, x, scale, EPS)
+    expected = reference(layer_norm_modulate_backward, grad, x, scale, EPS)
     for found, gradient in zip(kernel(grad, x, scale, EPS), expected, strict=True):
         assert_rows_close(found, gradient, KERNEL_ROW_RTOL)
 
@@ -259,7 +259,7 @@ def test_layer_norms_backward_kernel_reads_half_precision(device: torch.device) 
     x, scale, _ = (x.to(torch.bfloat16) for x in rows("plain", (2, 7, 48), device))
     for dtype in (torch.bfloat16, torch.float32):
         grad = torch.randn(x.shape, device=device).to(dtype)
-        expected = layer_norm_modulate_backward(grad, x, scale, EPS)
+        expected = reference(layer_norm_modulate_backward, grad, x, scale, EPS)
         for found, gradient in zip(kernel(grad, x, scale, EPS), expected, strict=True):
             assert_rows_close(found, gradient, BF16_ULP_RTOL)
 
@@ -290,8 +290,8 @@ def test_rms_norm_rope_kernels(kind: str, heads: int, d: int, device: torch.devi
     y, dx = kernels.rms_norm_rope(x, *tables), kernels.rms_norm_rope_backward(grad, x, *tables)
     assert y.is_contiguous()
     assert dx.is_contiguous()
-    assert_rows_close(y, rms_norm_rope(x, *tables), KERNEL_ROW_RTOL)
-    assert_rows_close(dx, rms_norm_rope_backward(grad, x, *tables), KERNEL_ROW_RTOL)
+    assert_rows_close(y, reference(rms_norm_rope, x, *tables), KERNEL_ROW_RTOL)
+    assert_rows_close(dx, reference(rms_norm_rope_backward, grad, x, *tables), KERNEL_ROW_RTOL)
 
 
 @pytest.mark.triton
@@ -301,8 +301,8 @@ def test_rms_norm_rope_kernels_read_half_precision(device: torch.device) -> None
 
     x, grad = per_head("plain", 3, 16, device).bfloat16(), per_head("plain", 3, 16, device)
     tables = (torch.randn(16, device=device).bfloat16(), *angles(7, 16, device), EPS)
-    assert_rows_close(kernels.rms_norm_rope(x, *tables), rms_norm_rope(x, *tables), 2 * BF16_ULP_RTOL)
-    expected = rms_norm_rope_backward(grad, x, *tables)
+    assert_rows_close(kernels.rms_norm_rope(x, *tables), reference(rms_norm_rope, x, *tables), 2 * BF16_ULP_RTOL)
+    expected = reference(rms_norm_rope_backward, grad, x, *tables)
     assert_rows_close(kernels.rms_norm_rope_backward(grad, x, *tables), expected, BF16_ULP_RTOL)
 
 

@@ -44,6 +44,13 @@ def assert_same_codes(found: Tensor, expected: Tensor) -> None:
     assert_bitwise(found.to(torch.float32).nan_to_num(nan=1e6), expected.to(torch.float32).nan_to_num(nan=1e6))
 
 
+def assert_quantized(x: Tensor, codes: Tensor, scale: Tensor, fmt: str, granularity: Granularity) -> None:
+    """Codes and scale of x, as the reference makes them on a CPU."""
+    expected = quantize_reference(x.cpu(), fmt, granularity)
+    assert_bitwise(scale.cpu(), expected.scale)
+    assert_same_codes(codes.cpu(), expected.codes)
+
+
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
@@ -56,10 +63,8 @@ def test_quantize_kernel_has_the_references_bits(
 
     for shape in SHAPES:
         x = values(kind, shape).to(device)
-        expected = quantize_reference(x, fmt, granularity)
         codes, scale = quantize(x, fmt, granularity.name, granularity.group_size, None)
-        assert_bitwise(scale, expected.scale)
-        assert_same_codes(codes, expected.codes)
+        assert_quantized(x, codes, scale, fmt, granularity)
 
 
 @pytest.mark.triton
@@ -70,10 +75,8 @@ def test_quantize_kernel_reads_half_precision(dtype: torch.dtype, device: torch.
 
     x = torch.randn(5, 200, device=device).to(dtype)
     for granularity in GRANULARITIES:
-        expected = quantize_reference(x, "e4m3", granularity)
         codes, scale = quantize(x, "e4m3", granularity.name, granularity.group_size, None)
-        assert_bitwise(scale, expected.scale)
-        assert_same_codes(codes, expected.codes)
+        assert_quantized(x, codes, scale, "e4m3", granularity)
 
 
 @pytest.mark.triton
@@ -100,11 +103,10 @@ def test_quantize_kernel_multiplies_columns_first(granularity: Granularity, devi
     for shape in SHAPES:
         x = torch.randn(shape, device=device).to(torch.bfloat16)
         factors = torch.rand(2 * shape[-1], device=device)[::2]
-        expected = quantize_reference(x.to(torch.float32) * factors, "e5m2", granularity)
+        product = x.to(torch.float32) * factors
         codes, scale = quantize(x, "e5m2", granularity.name, granularity.group_size, factors)
-        assert_bitwise(scale, expected.scale)
-        assert_same_codes(codes, expected.codes)
-        assert_same_codes(ops.quantize(x, "e5m2", granularity, factors).codes, expected.codes)
+        assert_quantized(product, codes, scale, "e5m2", granularity)
+        assert_quantized(product, *ops.quantize(x, "e5m2", granularity, factors)[:2], "e5m2", granularity)
 
 
 @pytest.mark.triton
@@ -114,9 +116,7 @@ def test_cast_by_amax_is_per_tensor_quantization_from_rows(device: torch.device)
 
     x = torch.randn(37, 130, device=device)
     codes, scale = cast_by_amax(x, x.abs().amax(1), "e5m2")
-    expected = quantize_reference(x, "e5m2", PER_TENSOR)
-    assert_bitwise(scale, expected.scale)
-    assert_same_codes(codes, expected.codes)
+    assert_quantized(x, codes, scale, "e5m2", PER_TENSOR)
 
 
 @pytest.mark.triton
@@ -152,6 +152,18 @@ def test_operators_pass_opcheck() -> None:
         codes, scale, _ = quantize_reference(x, "e4m3", Granularity(granularity.name, 16))
         check_operator(ops._dequantize, (codes, scale, granularity.name, 16, torch.bfloat16))
     check_operator(ops.transpose_codes, (codes,))
+
+
+def test_whatever_the_layout_of_the_input_results_are_contiguous_and_new() -> None:
+    for granularity in GRANULARITIES:
+        codes, scale = ops._quantize(torch.randn(32, 6).t(), "e4m3", granularity.name, granularity.group_size, None)
+        values = ops._dequantize(
+            codes.t().contiguous().t(), scale, granularity.name, granularity.group_size, torch.bfloat16
+        )
+        assert all(x.is_contiguous() for x in (codes, scale, values))
+    for shape in ((1, 32), (32, 1)):
+        codes = torch.randn(shape).to(torch.float8_e4m3fn)
+        check_operator(ops.transpose_codes, (codes,))
 
 
 def test_the_wrappers_are_the_reference_on_a_cpu() -> None:

@@ -6,6 +6,8 @@ Triton's interpreter truncates on stores to bf16 and FP8 (triton issue 8322), so
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +43,20 @@ def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
         return buffer
     is_fp8 = any(dtype == fmt.dtype for fmt in FORMATS.values())
     return saturating_cast(buffer, format_of(dtype)) if is_fp8 else buffer.to(dtype)
+
+
+@contextmanager
+def waiting_allowed(device: torch.device) -> Iterator[None]:
+    """Let the host wait for the device, also where the caller has made that an error (set_sync_debug_mode)."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def blocks(size: int, block: int) -> int:

@@ -1,0 +1,100 @@
+"""What a launcher returns is what the operator's fake promises torch.compile: dtype, shape, strides, memory of its own.
+
+opcheck asks this of the body that runs on a CPU; here the launchers are asked, over views and dtypes that differ.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
+from coat_core.kernels import dispatch, gate, gelu, norm, weight_only
+from coat_core.kernels import quantize as quantizing
+from coat_core.quantize import quantize
+from tests.helpers.operators import check_layout
+from tests.helpers.rows import SPECS
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+Case = tuple[Any, tuple[Any, ...]]
+
+
+def turned(*shape: int) -> Tensor:
+    """fp32 [..., n, m], dense, with the strides of its transpose."""
+    return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+def quantize_cases() -> Iterator[Case]:
+    for granularity in (PER_TENSOR, PER_ROW, per_group(16)):
+        how = (granularity.name, granularity.group_size)
+        for x in (turned(3, 40).bfloat16(), torch.randn(2, 3, 40, dtype=FP16), torch.randn(1, 1)):
+            yield quantizing._quantize, (x, "e4m3", *how, None)
+            yield quantizing._quantize, (x, "e5m2", *how, torch.rand(x.shape[-1]))
+        codes, scale, _ = quantize(torch.randn(3, 40), "e4m3", granularity)
+        yield quantizing._dequantize, (codes.t().contiguous().t(), scale, *how, BF16)
+    for shape in ((1, 32), (32, 1), (16, 48)):
+        yield quantizing.transpose_codes, (torch.randn(shape).to(torch.float8_e4m3fn),)
+
+
+def norm_cases() -> Iterator[Case]:
+    for tokens in (7, 1, 0):
+        for dtype, scale_dtype in ((BF16, BF16), (BF16, FP32), (FP32, BF16), (FP16, BF16)):
+            x, scale = turned(2, tokens, 48).to(dtype), torch.randn(2, 144).to(scale_dtype)[:, 48:96]
+            yield norm.layer_norm_modulate, (x, scale, scale, 1e-6)
+            yield norm.layer_norm_modulate_backward, (torch.randn(x.shape), x, scale, 1e-6)
+            for spec in SPECS if tokens else SPECS[:1]:
+                yield norm.layer_norm_modulate_quantize, (x, scale, scale, 1e-6, *spec)
+        heads, tables = torch.randn(2, 3, tokens, 16).transpose(1, 2), (torch.randn(16), *torch.randn(2, tokens, 16))
+        yield norm.rms_norm_rope, (heads.bfloat16(), *tables, 1e-6)
+        yield norm.rms_norm_rope_backward, (heads, turned(2, tokens, 3, 16).to(BF16), *tables, 1e-6)
+
+
+def gate_cases() -> Iterator[Case]:
+    for tokens in (7, 1, 0):
+        x, scale = turned(2, tokens, 48), torch.randn(2, 144)[:, 48:96]
+        for dtype in (BF16, FP32):
+            yield gate.gate_residual, (x.bfloat16(), scale.to(dtype), x.to(dtype))
+            for spec in SPECS if tokens else SPECS[:1]:
+                for result in (None, x.bfloat16()):
+                    yield gate.gate_residual_backward, (x, scale.to(dtype), result, None, 128, BF16, *spec)
+
+
+def gelu_cases() -> Iterator[Case]:
+    for tokens in (7, 1, 0):
+        mlp, attention = turned(2, tokens, 130), torch.randn(2, tokens, 88)[..., 48:]
+        for spec in SPECS if tokens else SPECS[:1]:
+            yield gelu.gelu_concat_quantize, (None, mlp.bfloat16(), *spec)
+            yield gelu.gelu_concat_quantize, (attention.bfloat16(), mlp, *spec)
+        yield gelu.gelu_backward, (torch.randn(2, tokens, 178)[..., 48:], mlp.bfloat16())
+
+
+def weight_only_cases() -> Iterator[Case]:
+    for granularity in (PER_TENSOR, PER_ROW):
+        codes, scale, _ = quantize(torch.randn(48, 32), "e4m3", granularity)
+        for x in (torch.randn(32), turned(4, 32), torch.randn(2, 9, 32, dtype=BF16), torch.randn(0, 32)):
+            yield weight_only.weight_only_linear, (x, codes, scale, torch.randn(48), BF16)
+            yield weight_only.weight_only_linear, (x, codes, scale, None, FP32)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("cases", [quantize_cases, norm_cases, gate_cases, gelu_cases, weight_only_cases])
+def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.device) -> None:
+    for op, args in cases():
+        module, function = dispatch.launchers[op._qualname][1].split(".")
+        launch = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), function)
+        given = tuple(arg.to(device) if isinstance(arg, Tensor) else arg for arg in args)
+        results = launch(*given)
+        check_layout(op, given, results)
+        check_layout(op, given, op._init_fn(*given))
+        for found, expected in zip(as_tuple(results), as_tuple(op._init_fn(*given)), strict=True):
+            assert (found.float().isnan() == expected.float().isnan()).all(), op
+
+
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
