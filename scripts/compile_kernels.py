@@ -128,24 +128,16 @@ def compiled(launch: Launch, capability: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def compile_all(only: str, targets: tuple[int, ...], sample: bool = False) -> list[dict[str, Any]]:
-    """Compile every distinct launch of the cases whose name contains `only`.
-
-    Args:
-        only: part of the names of cases.
-        targets: compute capabilities.
-        sample: compile each launch for two of them in turn, not for all.
-    """
+def compile_all(only: str, targets: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Compile every distinct launch of the cases whose name contains `only`, for every target."""
     rows, seen = [], set()
     with tempfile.TemporaryDirectory() as folder:
         for name, case in CASES.items():
             for launch in recorded(case) if only in name else ():
                 if launch.key in seen:
                     continue
-                places = (len(seen), len(seen) + 2) if sample else range(len(targets))
-                chosen = {targets[place % len(targets)] for place in places}
                 seen.add(launch.key)
-                rows += [{"case": name, **compiled(launch, target, Path(folder))} for target in sorted(chosen)]
+                rows += [{"case": name, **compiled(launch, target, Path(folder))} for target in targets]
     return rows
 
 
@@ -159,7 +151,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--sm", type=int, nargs="+", default=TARGETS, help="compute capabilities (default: all)")
-    parser.add_argument("--sample", action="store_true", help="each kernel for two of them in turn: half the time")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
@@ -167,7 +158,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Compile, print the table and say what is wrong."""
     options = parse_arguments()
-    rows = compile_all(options.only, tuple(options.sm), options.sample)
+    rows = compile_all(options.only, tuple(options.sm))
     heads = ("kernel", "case", "sm", "registers", "stack, bytes", "shared, bytes", "FP8 by instruction")
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in rows:
