@@ -64,6 +64,13 @@ def test_no_copies_where_dgrad_does_not_multiply_in_fp8(activation: dict[str, An
     assert copied(blocks) == 0
 
 
+def test_nothing_is_counted_in_a_step_that_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fit` runs in every step where checkpointing is not auto: a walk through all modules would cost milliseconds."""
+    weights = TransposedWeights(blocks_of(), "auto")
+    monkeypatch.setattr(weights, "_linears", lambda: pytest.fail("walked through all modules"))
+    weights.fit(CUDA, -1.0)
+
+
 def test_auto_knows_what_a_step_leaves_free() -> None:
     model, _, _ = coat_flux_model({"memory": {"checkpointing": "auto", "budget_gb": 1000.0}})
     policy = model._gradient_checkpointing_func

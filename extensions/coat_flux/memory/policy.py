@@ -138,7 +138,7 @@ class BlockPolicy:
             if chosen is not None:
                 self._recomputed = chosen
                 self._transposed.fit(args[0].device, self._auto.spare)
-        elif id(block) == self._first:
+        elif id(block) == self._first and args:
             self._transposed.fit(args[0].device, -1.0)
         if id(block) == self._first:
             self._compiled.begin_pass()

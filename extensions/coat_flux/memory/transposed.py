@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from coat_core.linear.module import FP8Linear, drop_transposed, keep_transposed, load_weight
+from coat_core.linear.module import drop_transposed, keep_transposed, load_weight
+
+from ..speed.gemm import stored_linears
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class TransposedWeights:
             spare: bytes that a step leaves free without them; below 0 where that is not known, or blocks recompute.
         """
         possible = device.type == "cuda" and self._mode != "never"
-        wanted = possible and (self._mode == "always" or self.bytes <= spare)
+        wanted = possible and (self._mode == "always" or (spare >= 0 and self.bytes <= spare))
         if wanted == self._kept:
             return
         self._kept = wanted
@@ -58,7 +60,7 @@ class TransposedWeights:
     def _linears(self) -> Iterator[tuple[nn.Module, Any]]:
         """FP8 linears whose dgrad multiplies in FP8, with their config."""
         for block in self._blocks:
-            for module in block.modules():
-                config = module.config if isinstance(module, FP8Linear) else getattr(module, "coat_linear_config", None)
-                if config is not None and config.use_fp8_gemm and config.grad_format != "bf16":
+            for module, name in stored_linears(block):
+                config = getattr(module, name)
+                if config.use_fp8_gemm and config.grad_format != "bf16":
                     yield module, config

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -43,7 +42,7 @@ def key_of(args: tuple[Any, ...], blocks: Iterable[nn.Module], config: COATConfi
     facts = {
         "coat_flux": __version__,
         "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "triton": _triton_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "autocast": torch.is_autocast_enabled(device.type),
         "inputs": [(list(x.shape), str(x.dtype)) for x in args if isinstance(x, Tensor)],
@@ -54,6 +53,16 @@ def key_of(args: tuple[Any, ...], blocks: Iterable[nn.Module], config: COATConfi
         "compile": config.speed.compile,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _triton_version() -> str | None:
+    """Version of triton under either of its names; None without it."""
+    for package in ("triton", "triton-windows"):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def read(key: str) -> dict[tuple[str, str], float]:

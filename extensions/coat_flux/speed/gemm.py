@@ -31,7 +31,7 @@ class BlockGemms:
 
     def __init__(self, blocks: Iterable[nn.Module], config: COATConfig) -> None:
         self._blocks, self._asked = list(blocks), config.linear_config()
-        stored = [found for block in self._blocks for found in _stored_linears(block)]
+        stored = [found for block in self._blocks for found in stored_linears(block)]
         self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
 
     def set(self, gemm: Gemm) -> None:
@@ -50,8 +50,8 @@ class BlockGemms:
                     module.input_granularity = input_granularity(replace(self._asked, input_granularity=scaling))
 
 
-def _stored_linears(block: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Linears with FP8 weights, and the attribute with their config: ours, and those of ai-toolkit."""
+def stored_linears(block: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield linears with FP8 weights, ours and those of ai-toolkit, and the name of the attribute with their config."""
     for module in block.modules():
         if isinstance(module, FP8Linear):
             yield module, "config"

@@ -59,7 +59,7 @@ class Picked(NamedTuple):
     why: str
 
     def describe(self) -> str:
-        """One line for the start table."""
+        """One line for the log."""
         others = ", ".join(f"{path} {ms:.1f} ms" for path, ms in self.milliseconds.items() if path != self.path)
         own = f" {self.milliseconds[self.path]:.1f} ms" if self.path in self.milliseconds else ""
         return f"path: {self.path}{own} ({self.why}{f'; {others}' if others else ''})"
