@@ -263,6 +263,8 @@ CASES = [
 SEPARATE = {"optimizer.stochastic_rounding", "memory.log_memory_stats", "memory.log_every", "fallback"}
 # change no tensor of a step: test_compile.py, test_speed_pick.py, test_transposed_weights.py
 SPEED = {"speed.compile", "speed.measure", "memory.transposed_weights"}
+# of the run, not of a step: tests/reliability
+RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resume."))}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key}: {case.probe.__name__} of {case.yaml}")
@@ -273,7 +275,7 @@ def test_option_is_visible_in_the_tensors(case: Case) -> None:
 
 
 def test_every_option_has_a_case() -> None:
-    assert {case.key for case in CASES} | SEPARATE | SPEED == set(BY_KEY)
+    assert {case.key for case in CASES} | SEPARATE | SPEED | RELIABILITY == set(BY_KEY)
 
 
 def test_the_number_of_linears_is_what_the_cases_count_on() -> None:

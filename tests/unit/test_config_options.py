@@ -44,6 +44,18 @@ SPEC_DEFAULTS = {
     "memory.log_every": 100,
     "speed.compile": "auto",
     "speed.measure": "auto",
+    "data.background": "white",
+    "data.transparency": "background",
+    "data.prepare": "auto",
+    "guard.enabled": True,
+    "guard.nonfinite_steps": 10,
+    "guard.zero_gradient_steps": 10,
+    "guard.dead_lora_steps": 50,
+    "guard.pinned_loss_steps": 100,
+    "guard.health_every": 100,
+    "guard.max_saturation": 0.05,
+    "guard.max_underflow": 0.9,
+    "resume.allow": (),
     "fallback": "bf16",
 }
 GOOD = {
@@ -53,6 +65,15 @@ GOOD = {
     "memory.every_n": [1, 2, 57],
     "memory.budget_gb": [None, 24, 0.5, 79.6],
     "memory.log_every": [1, 500],
+    "data.background": ["white", "grey", "#f0e1d2"],
+    "guard.nonfinite_steps": [1, 7],
+    "guard.zero_gradient_steps": [1, 7],
+    "guard.dead_lora_steps": [1, 7],
+    "guard.pinned_loss_steps": [2, 7],
+    "guard.health_every": [1, 7],
+    "guard.max_saturation": [0.001, 1],
+    "guard.max_underflow": [0.5, 1.0],
+    "resume.allow": [[], ["data", "seed", "world_size"]],
 }
 BAD = {
     "bool": [
@@ -80,14 +101,23 @@ BAD = {
         (None, "has no value, must be a whole number"),
     ],
     "float": [
-        ("24", "must be a number above 0, or null; write 24 without quotes"),
-        ("24GB", "must be a number above 0, or null; write a number"),
-        (True, "must be a number above 0"),
-        (0, "must be a number above 0"),
-        (-1.5, "must be a number above 0"),
-        (float("inf"), "must be a number above 0"),
-        (float("nan"), "must be a number above 0"),
-        (10**400, "must be a number above 0"),
+        ("24", "; write 24 without quotes"),
+        ("24GB", "; write a number"),
+        (True, "above 0"),
+        (0, "above 0"),
+        (-1.5, "above 0"),
+        (float("inf"), "above 0"),
+        (float("nan"), "above 0"),
+        (10**400, "above 0"),
+    ],
+    "colour": [
+        ("whyte", "must be a colour (white, grey, black or '#rrggbb'); write white"),
+        ("#fff", "must be a colour"),
+        ("#ffffgg", "must be a colour"),
+        ("ffffff", "must be a colour"),
+        ([255, 255, 255], "must be a colour"),
+        (True, "must be a colour"),
+        (None, "has no value, must be a colour"),
     ],
     "strings": [
         ("attn.*", "must be a list of texts; write ['attn.*']"),
@@ -169,6 +199,13 @@ def test_every_bad_value_is_refused_with_file_key_value_and_remedy(key, value, m
 def test_a_choice_that_is_nearly_right_is_named(key, value, near):
     with pytest.raises(ConfigError, match=f"did you mean '{near}'\\?"):
         COATConfig.from_dict(block_with(key, value))
+
+
+def test_what_a_resume_may_change_is_one_of_three():
+    with pytest.raises(
+        ConfigError, match=r"resume.allow='sead': each must be one of data, seed, .*did you mean 'seed'"
+    ):
+        COATConfig.from_dict({"resume": {"allow": ["data", "sead"]}})
 
 
 @pytest.mark.parametrize("size", [8, 17, 24, 4097, 4112])

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .build import build, from_option, parse_keys, to_plain
-from .findings import Findings
+from .findings import Findings, closest
 from .options import ADAMW_OPTIONS, BY_KEY, OPTIONS
 
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
+
+RESUME_PARTS = ("data", "seed", "world_size")  # of a run's identity that a resume may change when it is told to
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,36 @@ class SpeedOptions:
 
 
 @dataclass(frozen=True)
+class DataOptions:
+    """`coat.data`: how photos are read."""
+
+    background: str = from_option(BY_KEY["data.background"])
+    transparency: str = from_option(BY_KEY["data.transparency"])
+    prepare: str = from_option(BY_KEY["data.prepare"])
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """`coat.guard`: when a run counts as dead; steps are optimizer steps, shares are from 0 to 1."""
+
+    enabled: bool = from_option(BY_KEY["guard.enabled"])
+    nonfinite_steps: int = from_option(BY_KEY["guard.nonfinite_steps"])
+    zero_gradient_steps: int = from_option(BY_KEY["guard.zero_gradient_steps"])
+    dead_lora_steps: int = from_option(BY_KEY["guard.dead_lora_steps"])
+    pinned_loss_steps: int = from_option(BY_KEY["guard.pinned_loss_steps"])
+    health_every: int = from_option(BY_KEY["guard.health_every"])
+    max_saturation: float = from_option(BY_KEY["guard.max_saturation"])
+    max_underflow: float = from_option(BY_KEY["guard.max_underflow"])
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """`coat.resume`: what a continued run may change."""
+
+    allow: tuple[str, ...] = from_option(BY_KEY["resume.allow"])
+
+
+@dataclass(frozen=True)
 class COATConfig:
     """The whole `coat:` block; `COATConfig()` has every default."""
 
@@ -84,6 +116,9 @@ class COATConfig:
     activation: ActivationOptions = field(default_factory=ActivationOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     speed: SpeedOptions = field(default_factory=SpeedOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    guard: GuardOptions = field(default_factory=GuardOptions)
+    resume: ResumeOptions = field(default_factory=ResumeOptions)
     fallback: str = from_option(BY_KEY["fallback"])
 
     @classmethod
@@ -179,3 +214,8 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
     if config.speed.compile in ("blocks", "cudagraphs") and config.activation.flow == "generic":
         rule = "compiles the fused flow's blocks, and activation.flow is generic; write flow: fused or compile: none"
         findings.add(f"{path}.speed.compile", rule, config.speed.compile)
+    for part in config.resume.allow:
+        if part not in RESUME_PARTS:
+            near = closest(part, RESUME_PARTS)
+            remedy = f"did you mean '{near}'?" if near else f"write {RESUME_PARTS[0]}, for example"
+            findings.add(f"{path}.resume.allow", f"each must be one of {', '.join(RESUME_PARTS)}; {remedy}", part)

@@ -92,6 +92,39 @@ OPTIONS: tuple[Option, ...] = (
         ("auto", "always", "never"),
         "at the start, at most 20 s: takes the fastest GEMM as precise as asked, eager or compiled; auto: on a GPU",
     ),
+    Option("data.background", "white", "colour", "what transparent parts of a photo become"),
+    _choice(
+        "data.transparency",
+        ("background", "mask"),
+        "mask: besides, transparent parts of a photo do not count in the loss",
+    ),
+    _choice(
+        "data.prepare",
+        ("auto", "never"),
+        "inside ai-toolkit: photos it would misread (EXIF, colour profile, transparency, 16 bit) are read from "
+        "corrected copies in the run's folder",
+    ),
+    _switch("guard.enabled", True, "a run that has died ends at once, says why, and its exit code is not 0"),
+    Option("guard.nonfinite_steps", 10, "int", "steps in a row with NaN or inf that end it; one is skipped", minimum=1),
+    Option("guard.zero_gradient_steps", 10, "int", "steps in a row without any gradient that end it", minimum=1),
+    Option("guard.dead_lora_steps", 50, "int", "it ends if every lora_B is still zero after so many steps", minimum=1),
+    Option("guard.pinned_loss_steps", 100, "int", "steps in a row with one and the same loss that end it", minimum=2),
+    Option("guard.health_every", 100, "int", "steps from one look at what the FP8 casts lose to the next", minimum=1),
+    Option(
+        "guard.max_saturation",
+        0.05,
+        "float",
+        "share of a tensor at the format's end that ends the run",
+        above=0,
+        maximum=1,
+    ),
+    Option("guard.max_underflow", 0.9, "float", "share of a tensor cast to zero that ends the run", above=0, maximum=1),
+    Option(
+        "resume.allow",
+        (),
+        "strings",
+        "what may differ from the run that is continued: data, seed, world_size",
+    ),
     _choice("fallback", ("bf16", "error"), "when FP8 cannot be used on this device, torch or layer"),
 )
 

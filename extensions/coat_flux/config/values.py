@@ -7,6 +7,7 @@ mistakes. The only conversion is from a whole number to a float.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -14,6 +15,7 @@ from typing import Any
 
 from .findings import closest, show
 
+COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
 BOOL_WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 
 
@@ -28,7 +30,7 @@ class Option:
     Args:
         key: its name, dotted where it is nested.
         default: its value where the user writes none.
-        kind: bool, int, float, str, choice, strings (list of texts), sizes (a whole number or a list of them),
+        kind: bool, int, float, str, choice, colour, strings (list of texts), sizes (a whole number or a list of them),
             betas (two numbers), mapping.
         doc: one line: what it does.
         choices: allowed values, the default first.
@@ -168,6 +170,14 @@ def _parse_choice(option: Option, value: Any) -> Any:
     raise Refusal(f"{option.rule()}; {remedy}")
 
 
+def _parse_colour(option: Option, value: Any) -> str:
+    if isinstance(value, str):
+        colour = value.lower()
+        if colour in COLOURS or re.fullmatch("#[0-9a-f]{6}", colour):
+            return colour
+    raise Refusal(f"{option.rule()}; write white, or a colour such as '#f0f0f0' in quotes")
+
+
 def _parse_strings(option: Option, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         raise Refusal(f"{option.rule()}; write [{show(value)}]")
@@ -204,6 +214,7 @@ _PARSERS: dict[str, Callable[[Option, Any], Any]] = {
     "float": _parse_float,
     "str": _parse_str,
     "choice": _parse_choice,
+    "colour": _parse_colour,
     "strings": _parse_strings,
     "sizes": _parse_sizes,
     "betas": _parse_betas,
@@ -214,6 +225,7 @@ _KIND_WORDS = {
     "int": "a whole number",
     "float": "a number",
     "str": "a text",
+    "colour": f"a colour ({', '.join(COLOURS)} or '#rrggbb')",
     "strings": "a list of texts",
     "sizes": "a whole number, or a list of them, each",
     "betas": "a list of two numbers, each",
