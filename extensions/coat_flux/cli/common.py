@@ -1,0 +1,32 @@
+"""What the commands share: exit codes, the error that ends one, and reading the job."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..config import JobConfig, require_packages
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+NAME_HELP = "takes the place of config.name, and of every [name] in the file"
+
+
+class Refused(Exception):
+    """Something the user can put right; the message says what."""
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add CONFIG and --name."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML or JSON, the same as for ai-toolkit")
+    parser.add_argument("-n", "--name", help=NAME_HELP)
+
+
+def load_job(args: argparse.Namespace) -> JobConfig:
+    """The job of CONFIG.
+
+    Raises:
+        ConfigError: it cannot be run.
+    """
+    job = JobConfig.from_file(args.config, name=args.name)
+    require_packages(job)
+    return job

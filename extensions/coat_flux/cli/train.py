@@ -1,0 +1,37 @@
+"""`coat-flux train`: the stand-alone engine."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from typing import Any
+
+from .common import Refused, add_config, load_job
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser of `coat-flux`."""
+    train = commands.add_parser("train", help="train with the stand-alone engine", description=run.__doc__)
+    add_config(train)
+    train.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train a LoRA with the stand-alone engine, or continue its run; several GPUs with `accelerate launch`."""
+    job = load_job(args)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    if os.environ.get("RANK", "0") == "0":
+        for package in ("coat_core", "coat_flux"):
+            logging.getLogger(package).setLevel(logging.INFO)
+    from ..data.errors import DatasetError
+    from ..engine.loading import ModelLoadError
+    from ..engine.resume import ResumeError
+    from ..engine.trainer import COATTrainer, TrainingError
+    from ..engine.workers import LaunchError
+    from ..flux.apply import FallbackError
+
+    try:
+        COATTrainer(job).train()
+    except (DatasetError, FallbackError, LaunchError, ModelLoadError, ResumeError, TrainingError) as error:
+        raise Refused(str(error)) from error
