@@ -22,6 +22,7 @@ INSTALL_REQUIRES = [
     "oyaml>=1.0",
     "matplotlib>=3.8",
     "numpy>=1.26",
+    "packaging>=23",
     "pillow>=10.1",
     "psutil>=5.9",
     "tensorboard>=2.15",

@@ -1,0 +1,200 @@
+"""The NVIDIA GPUs: driver, memory, what they multiply in FP8 and how fast, and whether Triton's kernels run on them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from .lines import Line, absent, bad, good
+
+if TYPE_CHECKING:
+    import torch
+
+FIRST_FP8_GEMM = (8, 9)
+SIDE = {"cuda": 4096, "cpu": 64}  # of the square matrices
+SECONDS_EACH = 0.25  # of multiplying, for each of three kinds
+GRANULARITIES = ("per_tensor", "per_row")
+NO_GPU = "no NVIDIA GPU here"
+TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton")
+
+
+def driver_names() -> list[str]:
+    """`<name>, driver <version>` of the GPUs that the driver sees; empty without a driver."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if "," in line] if not answer.returncode else []
+    return [f"{name.strip()}, driver {version.strip()}" for name, version in rows]
+
+
+def cards() -> Iterator[Line]:
+    """Name, compute capability and memory of every GPU that torch can use; why, where it can use none."""
+    import torch
+
+    seen = driver_names()
+    if not torch.cuda.is_available():
+        yield _unusable(seen) if seen and torch.version.cuda else absent("GPU", NO_GPU)
+        return
+    for index in range(torch.cuda.device_count()):
+        name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        free, total = torch.cuda.mem_get_info(index)
+        driver = f", {seen[index].rsplit(', ', 1)[1]}" if index < len(seen) else ""
+        text = f"{name}, compute capability {major}.{minor}{driver}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        if free < total / 2:
+            yield bad(f"GPU {index}", text, "end what else uses it: nvidia-smi lists it")
+        else:
+            yield good(f"GPU {index}", text)
+
+
+def _unusable(seen: list[str]) -> Line:
+    import torch
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return bad("GPU", f"{seen[0]}, hidden by CUDA_VISIBLE_DEVICES={hidden!r}", "unset it to train there")
+    try:
+        torch.cuda.init()
+        why = "no reason given"
+    except (RuntimeError, AssertionError) as error:
+        why = " ".join(str(error).split())[:200]
+    remedy = f"install a driver for CUDA {torch.version.cuda}, or torch for the CUDA that nvidia-smi names"
+    return bad("GPU", f"{seen[0]}, but torch cannot use it ({why})", remedy, stops=True)
+
+
+def fp8_gemms() -> Iterator[Line]:
+    """A second of matrix products on every GPU: FP8 with both scalings, and bf16 beside it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield absent("FP8", f"{NO_GPU}; on a CPU FP8 GEMMs are computed in fp32, which is slow")
+        return
+    for index in range(torch.cuda.device_count()):
+        subject, capability = f"FP8 on GPU {index}", torch.cuda.get_device_capability(index)
+        if capability < FIRST_FP8_GEMM:
+            what = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9 and up have)"
+            yield absent(subject, f"{what}: weights are kept in FP8, products run in bf16")
+        else:
+            yield from rate_lines(subject, rates(torch.device("cuda", index)))
+            yield good(subject, formats(torch.device("cuda", index)))
+
+
+def rate_lines(subject: str, found: dict[str, float | str]) -> Iterator[Line]:
+    """What `rates` found, in words."""
+    bf16 = found["bf16"]
+    measured = {name: rate for name, rate in found.items() if isinstance(rate, float)}
+    for name, reason in found.items():
+        if isinstance(reason, str):
+            stops = name == "bf16"
+            remedy = "update torch and the driver" + ("" if stops else "; until then such layers run in bf16")
+            yield bad(subject, f"{name} GEMM does not run: {reason}", remedy, stops=stops)
+    if measured and isinstance(bf16, float):
+        shares = {name: f" ({rate / bf16:.2f}x)" if name != "bf16" else "" for name, rate in measured.items()}
+        yield good(subject, ", ".join(f"{name} {rate:,.1f} TFLOP/s{shares[name]}" for name, rate in measured.items()))
+
+
+def formats(device: torch.device) -> str:
+    """Which pairs of FP8 formats the device multiplies, in words."""
+    from coat_core.formats import FORMATS
+    from coat_core.kernels.scaled_mm import unsupported_reason
+
+    texts = []
+    for name in GRANULARITIES:
+        runs: dict[bool, list[str]] = {True: [], False: []}
+        for (a, first), (b, second) in itertools.product(FORMATS.items(), repeat=2):
+            reason = unsupported_reason(device, first.dtype, second.dtype, name == "per_row")
+            runs[reason is None].append(f"{a} x {b}")
+        others = f" (not {', '.join(runs[False])})" if runs[False] else ""
+        texts.append(f"{name} {', '.join(runs[True]) or 'none'}{others}")
+    return f"formats: {'; '.join(texts)}"
+
+
+def rates(device: torch.device) -> dict[str, float | str]:
+    """TFLOP/s of square matrix products by kind: per_tensor and per_row in FP8, bf16; or why a kind does not run."""
+    import torch
+
+    from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
+
+    side = SIDE[device.type]
+    x = torch.randn(side, side, device=device)
+    codes = x.to(torch.float8_e4m3fn)
+    scales = {"per_tensor": torch.ones((), device=device), "per_row": torch.ones(side, 1, device=device)}
+    found: dict[str, float | str] = {}
+    for name in GRANULARITIES:
+        reason = unsupported_reason(device, codes.dtype, codes.dtype, name == "per_row")
+        scale = scales[name]
+        found[name] = reason or _tflops(
+            lambda scale=scale: scaled_mm(codes, scale, codes, scale, None, torch.bfloat16, True), side, device
+        )
+    half = x.to(torch.bfloat16)
+    try:
+        found["bf16"] = _tflops(lambda: half @ half.t(), side, device)
+    except RuntimeError as error:  # such as a torch that was not built for this card
+        found["bf16"] = str(error).splitlines()[0]
+    return found
+
+
+def _tflops(call: Callable[[], object], side: int, device: torch.device) -> float:
+    """Rate of calls repeated for SECONDS_EACH, after as many as warm up."""
+    _seconds(call, 3, device)
+    once = _seconds(call, 3, device) / 3
+    repeats = max(1, min(10_000, int(SECONDS_EACH / max(once, 1e-9))))
+    return 2.0 * side**3 * repeats / _seconds(call, repeats, device) / 1e12
+
+
+def _seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def triton() -> Iterator[Line]:
+    """Whether a Triton kernel compiles, runs and agrees with its reference."""
+    import torch
+
+    from coat_core.kernels.dispatch import triton_obstacle
+
+    version = _triton_version()
+    if not torch.cuda.is_available():
+        yield absent("Triton", f"{version or 'not installed'}; {NO_GPU}, the reference in PyTorch runs")
+        return
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        yield bad("Triton", "TRITON_INTERPRET=1: kernels run in Python, thousands of times slower", "unset it")
+        return
+    for index in range(torch.cuda.device_count()):
+        reason = triton_obstacle(torch.device("cuda", index))
+        if reason is None:
+            yield good(f"Triton on GPU {index}", f"{version}, a kernel compiles, runs and agrees with its reference")
+        else:
+            text = f"{version or 'not installed'}, the slower reference runs: {reason}"
+            yield bad(f"Triton on GPU {index}", text, _triton_remedy(version))
+
+
+def _triton_remedy(version: str | None) -> str:
+    name = "triton-windows" if os.name == "nt" else "triton"
+    return f"pip install {name}" if version is None else f"use the {name} that belongs to this torch"
+
+
+def _triton_version() -> str | None:
+    for package in TRITON_PACKAGES:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

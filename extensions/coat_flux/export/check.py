@@ -1,0 +1,200 @@
+"""Is a saved LoRA whole, alive and loadable? Asked after every save, of the file itself.
+
+Costs about a pass over the file. The size of a layer's change of its weight is the Frobenius norm of scale · up · down,
+from ‖up · down‖² = trace((upᵀ up)(down downᵀ)), two r x r matrices instead of one [N, K].
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .diffusers_keys import diffusers_refusal
+from .files import ExportError, naming, read_file
+from .fusing import split_all
+from .layouts import PREFIXES, READERS, Pair, layout_of, read_pairs, transformer_part
+from .names import original_linear, place_of
+
+__all__ = ["ExportReport", "check_export", "check_tensors"]
+
+SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What a sound LoRA file holds.
+
+    Attributes:
+        layout: diffusers, kohya or comfyui.
+        programs: those that load it.
+        refusals: why another one does not, by its name.
+        layers: how many adapters.
+        ranks: of them, ascending.
+        dtypes: of the matrices, short names.
+        largest: the adapter that changes its weight most.
+        largest_norm: Frobenius norm of that change.
+        idle: adapters that change nothing.
+        others: tensors of text encoders, which were not looked at.
+    """
+
+    layout: str
+    programs: tuple[str, ...]
+    refusals: Mapping[str, str]
+    layers: int
+    ranks: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    largest: str
+    largest_norm: float
+    idle: tuple[str, ...]
+    others: int
+
+    def line(self) -> str:
+        """One line for the log."""
+        rank = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
+        facts = f"{self.layers} layers, {rank}, {'/'.join(self.dtypes)}"
+        largest = f"largest delta norm {self.largest_norm:.2g} in {self.largest}"
+        text = f"loads in: {', '.join(self.programs)} ({facts}, {largest})"
+        if self.idle:
+            text += f"; {len(self.idle)} layers change nothing, first {self.idle[0]}"
+        if self.others:
+            text += f"; {self.others} tensors of text encoders were not looked at"
+        return text + "".join(f"; not in {program}: {why}" for program, why in self.refusals.items())
+
+
+def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | None = None) -> ExportReport:
+    """Read a LoRA file back and refuse it unless others can use it.
+
+    Args:
+        path: a safetensors file.
+        expected: shape of every tensor by its key, as the run's own parameters have it; None: not compared.
+
+    Raises:
+        ExportError: it cannot be read, a key or shape is not FLUX's or not `expected`, a value is not finite, no
+            adapter changes anything, or diffusers does not load its own layout; the message names the file.
+    """
+    path = Path(path)
+    tensors, _ = read_file(path)
+    with naming(path):
+        if expected is not None:
+            _compare(tensors, expected)
+        return check_tensors(tensors)
+
+
+def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
+    """As `check_export`, of what a file holds.
+
+    Raises:
+        ExportError: as there; the message names no file.
+    """
+    others = len(tensors)
+    tensors = transformer_part(tensors)
+    layout = layout_of(tensors)
+    pairs = read_pairs(tensors, layout)
+    _check_sizes(pairs, layout)
+    norms = {module: _delta_norm(module, pair) for module, pair in pairs.items()}
+    largest = max(norms, key=lambda module: norms[module])
+    if norms[largest] == 0:
+        raise ExportError(
+            f"all {len(pairs)} adapters change nothing (lora_B is zero in every one): this LoRA has no effect; "
+            "was anything trained? check train.lr and the log"
+        )
+    programs, refusals = _readers(tensors, pairs, layout)
+    return ExportReport(
+        layout=layout,
+        programs=programs,
+        refusals=refusals,
+        layers=len(pairs),
+        ranks=tuple(sorted({pair.rank for pair in pairs.values()})),
+        dtypes=tuple(sorted({SHORT_DTYPES[pair.down.dtype] for pair in pairs.values()})),
+        largest=PREFIXES["diffusers"] + largest if layout == "diffusers" else largest,
+        largest_norm=norms[largest],
+        idle=tuple(module for module, norm in norms.items() if norm == 0),
+        others=others - len(tensors),
+    )
+
+
+def _compare(tensors: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]) -> None:
+    odd = sorted(tensors.keys() ^ expected.keys())
+    if odd:
+        where = "missing from" if odd[0] in expected else "unexpected in"
+        raise ExportError(f"{odd[0]} is {where} the file ({len(odd)} such keys); the save is not what was trained")
+    for key, tensor in tensors.items():
+        if tuple(tensor.shape) != tuple(expected[key]):
+            raise ExportError(
+                f"{key} has shape {tuple(tensor.shape)}, trained was {tuple(expected[key])}; "
+                "the save is not what was trained"
+            )
+
+
+def _check_sizes(pairs: Mapping[str, Pair], layout: str) -> None:
+    """All linears must be those of one hidden size."""
+    sizes = {module: _hidden_sizes(module, pair, layout) for module, pair in pairs.items()}
+    counts = Counter(size for found in sizes.values() for size in found)
+    if not counts:
+        return
+    common = counts.most_common(1)[0][0]
+    odd = next((module for module, found in sizes.items() if found - {common}), None)
+    if odd is not None:
+        pair = pairs[odd]
+        raise ExportError(
+            f"{odd}: down {tuple(pair.down.shape)}, up {tuple(pair.up.shape)} do not fit hidden size {common:g}, which "
+            "most layers have; save the LoRA again"
+        )
+
+
+def _hidden_sizes(module: str, pair: Pair, layout: str) -> set[float]:
+    if layout == "diffusers":
+        linear, part = place_of(module)
+        height = linear.heights[part]
+    else:
+        linear = original_linear(module)
+        height = sum(linear.heights)
+    found = ((pair.up.shape[0], height), (pair.down.shape[1], linear.width))
+    return {features / units for features, units in found if units}
+
+
+def _delta_norm(module: str, pair: Pair) -> float:
+    """Frobenius norm of what the adapter adds to its linear's weight."""
+    product, norm = torch.ones(pair.rank, pair.rank, dtype=torch.float64), abs(pair.scale)
+    for name, matrix in (("up", pair.up), ("down", pair.down.t())):
+        values = matrix.float()
+        amax = float(values.abs().max())
+        if not math.isfinite(amax):
+            raise ExportError(
+                f"{module}: its {name} matrix holds NaN or infinity; take an earlier save, and lower train.lr, or set "
+                "save.dtype to bf16 where fp16 overflowed"
+            )
+        if amax == 0:
+            norm = 0.0
+            continue
+        values = values / amax  # so that no square underflows
+        product *= (values.t() @ values).double()  # trace(P Q) = sum(P * Q), both symmetric
+        norm *= amax
+    return norm * math.sqrt(max(float(product.sum()), 0.0))
+
+
+def _readers(
+    tensors: Mapping[str, Tensor], pairs: Mapping[str, Pair], layout: str
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Programs that load the file, and why others do not."""
+    refusals: dict[str, str] = {}
+    wanted = split_all(pairs) if layout != "diffusers" else pairs
+    why = diffusers_refusal(tensors, wanted)
+    if why is not None:
+        refusals["diffusers"] = why
+        if layout == "diffusers" and not why.startswith("not asked"):
+            raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
+    others = list(READERS[layout])
+    if "ai-toolkit" in others and any(pair.scale != 1 for pair in pairs.values()):
+        others.remove("ai-toolkit")
+        refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
+    if "sd-scripts" in others and not all("_blocks." in module for module in pairs):
+        others.remove("sd-scripts")
+        refusals["sd-scripts"] = "it has no adapters outside the blocks"
+    return tuple((["diffusers"] if why is None else []) + others), refusals

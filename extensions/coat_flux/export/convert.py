@@ -1,0 +1,110 @@
+"""A LoRA file from one key layout to another, exactly, and proved by converting back before anything is written.
+
+diffusers' layout has no alpha: a scale other than 1 is multiplied into down, which must be undone exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from .check import ExportReport, check_tensors
+from .files import ExportError, naming, read_file, staged, write_file
+from .fusing import fuse_all, split_all
+from .layouts import LAYOUTS, Pair, read_pairs, write_pairs
+
+__all__ = ["convert_file", "convert_pairs"]
+
+
+def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | None = None) -> ExportReport:
+    """Write a LoRA in another layout, dtype or both; metadata is kept, but for hashes of the old tensors.
+
+    The conversion is exact, and is proved by converting back; only a smaller `dtype` rounds, as was asked.
+
+    Args:
+        source: a LoRA in any of `LAYOUTS`.
+        target: is replaced as a whole, or not at all.
+        layout: of `LAYOUTS`.
+        dtype: of the matrices; None keeps theirs.
+
+    Returns:
+        What the check after a save finds in the new file.
+
+    Raises:
+        ExportError: the source is no sound LoRA, target is source, nothing would change, or the way back is not exact.
+    """
+    if layout not in LAYOUTS:
+        raise ExportError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
+    if target.exists() and target.samefile(source):
+        raise ExportError(f"{target}: the result may not take the place of what it is made from; give another --out")
+    tensors, metadata = read_file(source)
+    with naming(source):
+        found = check_tensors(tensors)
+        if found.others:
+            raise ExportError(f"it holds {found.others} tensors of text encoders, which have no other layout here")
+        given = found.layout
+        pairs = read_pairs(tensors, given)
+        if given == layout and dtype in (None, *{pair.down.dtype for pair in pairs.values()}):
+            raise ExportError(f"it is in the {layout} layout already, and no other dtype is asked for")
+        converted = convert_pairs(pairs, given, layout, dtype)
+    with staged(target) as temp:
+        write_file(temp, write_pairs(_cast(converted, dtype), layout), metadata)
+        written, _ = read_file(temp)
+        with naming(target):
+            return check_tensors(written)
+
+
+def convert_pairs(
+    pairs: Mapping[str, Pair], given: str, layout: str, dtype: torch.dtype | None = None
+) -> dict[str, Pair]:
+    """Adapters of one layout as those of another, in a wider `dtype` where that is asked for.
+
+    Raises:
+        ExportError: converted back they would not be the same, bit for bit.
+    """
+    dtypes = {matrix.dtype for pair in pairs.values() for matrix in (pair.down, pair.up)}
+    holds_all = dtype is not None and all(torch.promote_types(dtype, own) == dtype for own in dtypes)
+    work = _cast(pairs, dtype if holds_all else None)
+    if given == "diffusers" and layout != "diffusers":
+        converted = fuse_all(work)
+        back = split_all(converted)
+    elif given != "diffusers" and layout == "diffusers":
+        converted = _without_alpha(split_all(work))
+        back = fuse_all(converted)
+    else:
+        back = converted = _without_alpha(work) if layout == "diffusers" else work
+    _prove_equal(pairs, back)
+    return converted
+
+
+def _cast(pairs: Mapping[str, Pair], dtype: torch.dtype | None) -> dict[str, Pair]:
+    if dtype is None:
+        return dict(pairs)
+    return {name: Pair(pair.down.to(dtype), pair.up.to(dtype), pair.alpha) for name, pair in pairs.items()}
+
+
+def _without_alpha(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    return {
+        name: pair if pair.scale == 1 else Pair(pair.down * pair.scale, pair.up, float(pair.rank))
+        for name, pair in pairs.items()
+    }
+
+
+def _prove_equal(source: Mapping[str, Pair], back: Mapping[str, Pair]) -> None:
+    """Refuse unless `back` is `source`, its scale multiplied into down where `back` has none."""
+    odd = sorted(source.keys() ^ back.keys())
+    if odd:
+        raise ExportError(
+            f"{odd[0]} ({len(odd)} in all): its adapter is all zero and would be lost on the way back; "
+            "leave it out of the file"
+        )
+    for name, pair in source.items():
+        other = back[name]
+        down = other.down if other.scale == pair.scale else other.down / pair.scale
+        if not (torch.equal(pair.down, down.to(pair.down.dtype)) and torch.equal(pair.up, other.up.to(pair.up.dtype))):
+            raise ExportError(
+                f"{name}: converted back it is not the same bit for bit (rank {pair.rank}, alpha {pair.alpha:g}, "
+                f"{pair.down.dtype}); give --dtype float32"
+            )

@@ -1,0 +1,503 @@
+"""`coat-flux doctor`: what it says of good and bad machines; the probes' inputs are made up here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from coat_core.kernels import dispatch, scaled_mm
+from coat_flux.cli.doctor import add_parser
+from coat_flux.doctor import diagnose, gpu, host, machine, software, verdict, windows
+from coat_flux.doctor.lines import absent, bad, good
+from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
+
+
+def texts(lines):
+    return [str(line) for line in lines]
+
+
+def doctor(*arguments):
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["doctor", *map(str, arguments)])
+    return args.run(args)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU as torch would report it; its fields may be changed."""
+    card = SimpleNamespace(name="NVIDIA L40S", capability=(8, 9), free=40e9, total=48e9, driver="580.65")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: card.capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card.free, card.total))
+    monkeypatch.setattr(gpu, "driver_names", lambda: [f"{card.name}, driver {card.driver}"])
+    return card
+
+
+@pytest.fixture
+def no_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "driver_names", list)
+
+
+# --- lines, verdict, isolation, command
+
+
+def test_a_line_says_what_to_do():
+    assert str(good("torch", "2.13")) == "✓ torch: 2.13"
+    assert str(bad("torch", "2.1", "update it")) == "✗ torch: 2.1 -> update it"
+    assert str(absent("GPU", "none")) == "- GPU: none"
+
+
+@pytest.mark.parametrize(
+    ("lines", "works", "text"),
+    [
+        ([good("GPU 0", "x")], True, "training works here"),
+        ([bad("GPU 0", "busy", "end it"), bad("disk", "full", "free")], True, "training works here"),
+        ([absent("GPU", "none")], True, "training works here on the CPU only"),
+        ([good("GPU 0", "x"), bad("peft", "old", "update", stops=True)], False, "cannot work here yet: see peft"),
+    ],
+)
+def test_the_verdict(lines, works, text):
+    found = verdict(lines)
+    assert found[0] is works
+    assert text in found[1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("driver\n  broke"), OSError(5, "I/O"), SystemError(), KeyError("x")])
+def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch, no_card, error):
+    def probe():
+        yield good("memory", "first")
+        raise error
+
+    monkeypatch.setattr(machine, "memory", probe)
+    lines = texts(diagnose())
+    at = lines.index("✓ memory: first")
+    assert lines[at + 1].startswith(f"✗ memory: could not be looked at ({type(error).__name__}: ")
+    assert "\n" not in lines[at + 1]
+    assert any(line.startswith(("✓ disk here", "✗ disk here")) for line in lines[at + 2 :])
+
+
+def test_a_package_that_is_missing_takes_only_its_own_probe(monkeypatch, no_card):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    lines = texts(diagnose())
+    assert sum("could not be looked at" in line for line in lines) == 1
+    assert any(line.startswith("✗ memory: could not be looked at (ModuleNotFoundError") for line in lines)
+
+
+def test_a_probe_without_its_package_stops_where_it_is_needed(monkeypatch, no_card):
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    (line,) = (line for line in diagnose() if line.stops)
+    assert line.subject == "packages"
+
+
+@pytest.mark.parametrize(
+    ("place", "stops"), [("gpu.cards", True), ("gpu.fp8_gemms", False), ("windows.settings", False)]
+)
+def test_what_cannot_be_looked_at_stops_only_where_it_is_needed(monkeypatch, no_card, place, stops):
+    def probe():
+        raise RuntimeError("CUDA error: unknown error")
+
+    monkeypatch.setattr(f"coat_flux.doctor.{place}", probe)
+    lines = list(diagnose())
+    assert sum("CUDA error: unknown error" in line.text for line in lines) == 1
+    assert any(line.stops for line in lines) is stops
+
+
+@pytest.mark.usefixtures("no_card")
+@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "✓"), ("cp1252", "+"), ("ascii", "+")])
+def test_the_command_prints_on_any_console(monkeypatch, tmp_path, encoding, mark):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert doctor() == 0
+    shown = out.buffer.getvalue().decode(encoding).splitlines()
+    assert shown[0].startswith(f"{mark} Python: 3.")
+    assert shown[-2].startswith("- ai-toolkit: not here; `coat-flux train` needs none")
+    assert shown[-1].startswith("training works here on the CPU only")
+
+
+@pytest.mark.usefixtures("no_card")
+def test_the_command_ends_with_1_where_something_needed_is_broken(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    assert doctor() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "✗ Python: 3.9.1 -> use 3.10 or newer"
+    assert lines[-1] == "training cannot work here yet: see Python"
+
+
+# --- software
+
+
+def test_a_torch_for_the_cpu_beside_a_gpu_stops(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(gpu, "driver_names", lambda: ["NVIDIA L40S, driver 580.65"])
+    (line,) = software.torch_build()
+    assert line.stops
+    assert str(line) == (
+        "✗ torch: 2.13.0+cpu is built without CUDA, but this machine has NVIDIA L40S, driver 580.65 -> "
+        "pip install --force-reinstall torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
+    )
+    monkeypatch.setattr(gpu, "driver_names", list)
+    assert texts(software.torch_build()) == ["✓ torch: 2.13.0+cpu, built for the CPU"]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert texts(software.torch_build()) == ["✓ torch: 2.13.0+cpu, built for CUDA 13.0"]
+
+
+def test_a_torch_that_does_not_load_stops(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (line,) = software.torch_build()
+    assert line.stops
+    assert "cannot be imported" in line.text
+
+
+def test_versions_are_held_against_the_bounds_of_setup(monkeypatch):
+    have = {"diffusers": "0.35.1", "transformers": "5.0.0.dev0", "safetensors": "0.5"}
+
+    def version(name):
+        if name not in have:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return have[name]
+
+    wanted = ["torch>=2.9", "diffusers>=0.36", "transformers>=4.57", "peft>=0.17", "safetensors>=0.5"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*wanted, 'pytest>=8; extra == "test"'])
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    lines = list(software.packages())
+    assert texts(lines) == [
+        "✗ diffusers: 0.35.1: must be >=0.36 -> pip install 'diffusers>=0.36'",
+        "✗ peft: not installed -> pip install 'peft>=0.17'",
+        "✓ packages: diffusers 0.35.1, transformers 5.0.0.dev0, safetensors 0.5; 4 looked at",
+    ]
+    assert [line.stops for line in lines] == [True, True, False]
+
+
+def test_the_bounds_are_those_of_setup():
+    setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
+    found = [str(one) for one in software.requirements()]
+    assert all(f'"{line}"' in setup for line in found)
+    assert {line.split(">")[0] for line in found} >= set(software.SHOWN)
+    assert not any(line.startswith(("torch", "pytest")) for line in found)
+
+
+# --- GPU
+
+
+def test_a_card(card):
+    assert texts(gpu.cards()) == [
+        "✓ GPU 0: NVIDIA L40S, compute capability 8.9, driver 580.65, 40.0 of 48.0 GB free",
+    ]
+    card.free = 3e9
+    assert texts(gpu.cards())[0].endswith("3.0 of 48.0 GB free -> end what else uses it: nvidia-smi lists it")
+
+
+@pytest.mark.usefixtures("no_card")
+def test_without_a_card():
+    assert texts([*gpu.cards(), *gpu.fp8_gemms()]) == [
+        "- GPU: no NVIDIA GPU here",
+        "- FP8: no NVIDIA GPU here; on a CPU FP8 GEMMs are computed in fp32, which is slow",
+    ]
+
+
+def test_a_card_that_torch_cannot_use(monkeypatch, no_card):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)")
+
+    monkeypatch.setattr(gpu, "driver_names", lambda: ["Tesla T4, driver 470.1"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (line,) = gpu.cards()
+    assert line.stops
+    assert line.text.endswith("cannot use it (The NVIDIA driver on your system is too old (found version 11040))")
+    assert line.remedy.startswith("install a driver for CUDA 13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    (line,) = gpu.cards()
+    assert str(line) == "✗ GPU: Tesla T4, driver 470.1, hidden by CUDA_VISIBLE_DEVICES='-1' -> unset it to train there"
+
+
+@pytest.mark.parametrize(
+    ("answer", "names"),
+    [
+        (SimpleNamespace(returncode=0, stdout="NVIDIA H200, 570.1\n"), ["NVIDIA H200, driver 570.1"]),
+        (SimpleNamespace(returncode=9, stdout="NVIDIA-SMI has failed, make sure\n"), []),
+        (FileNotFoundError("nvidia-smi"), []),
+        (subprocess.TimeoutExpired("nvidia-smi", 10), []),
+    ],
+)
+def test_what_the_driver_says(monkeypatch, answer, names):
+    def run(*_, **__):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert gpu.driver_names() == names
+
+
+def test_an_older_card_has_no_fp8(card):
+    card.capability = (8, 6)
+    assert texts(gpu.fp8_gemms()) == [
+        "- FP8 on GPU 0: compute capability 8.6 has no FP8 tensor cores (8.9 and up have): weights are kept in FP8, "
+        "products run in bf16"
+    ]
+
+
+def test_rates_in_words(card, monkeypatch):
+    monkeypatch.setattr(gpu, "formats", lambda _: "formats: all")
+    monkeypatch.setattr(gpu, "rates", lambda _: {"per_tensor": 1200.0, "per_row": "no kernel", "bf16": 600.0})
+    assert texts(gpu.fp8_gemms()) == [
+        "✗ FP8 on GPU 0: per_row GEMM does not run: no kernel -> update torch and the driver; until then such "
+        "layers run in bf16",
+        "✓ FP8 on GPU 0: per_tensor 1,200.0 TFLOP/s (2.00x), bf16 600.0 TFLOP/s",
+        "✓ FP8 on GPU 0: formats: all",
+    ]
+    monkeypatch.setattr(gpu, "rates", lambda _: dict.fromkeys(("per_tensor", "per_row", "bf16"), "no kernel image"))
+    lines = list(gpu.fp8_gemms())
+    assert [line.stops for line in lines] == [False, False, True, False]
+    assert lines[2].remedy == "update torch and the driver"
+
+
+def test_rates_are_operations_over_seconds(monkeypatch):
+    """With a clock that advances 1 ms at each FP8 product, and a little at each look at it."""
+    clock = SimpleNamespace(now=0.0)
+    real = scaled_mm.scaled_mm
+
+    def look():
+        clock.now += 1e-6
+        return clock.now
+
+    def product(*args):
+        clock.now += 1e-3
+        return real(*args)
+
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(gpu, "SECONDS_EACH", 0.01)
+    monkeypatch.setattr(scaled_mm, "scaled_mm", product)
+    monkeypatch.setattr(scaled_mm, "unsupported_reason", lambda _, a, b, row_wise: "no" if row_wise else None)
+    found = gpu.rates(torch.device("cpu"))
+    assert found["per_tensor"] == pytest.approx(2 * 64**3 / 1e-3 / 1e12, rel=1e-3)
+    assert found["per_row"] == "no"
+    assert found["bf16"] > 100 * found["per_tensor"]
+
+
+def test_formats(monkeypatch):
+    def reason(_, a, b, row_wise):
+        return "no" if {a, b} == {torch.float8_e5m2} or (row_wise and torch.float8_e5m2 in (a, b)) else None
+
+    monkeypatch.setattr(scaled_mm, "unsupported_reason", reason)
+    assert gpu.formats(torch.device("cpu")) == (
+        "formats: per_tensor e4m3 x e4m3, e4m3 x e5m2, e5m2 x e4m3 (not e5m2 x e5m2); "
+        "per_row e4m3 x e4m3 (not e4m3 x e5m2, e5m2 x e4m3, e5m2 x e5m2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        (None, "✓ Triton on GPU 0: 3.9.0, a kernel compiles, runs and agrees with its reference"),
+        (
+            "no gcc",
+            "✗ Triton on GPU 0: 3.9.0, the slower reference runs: no gcc -> use the triton that belongs to this torch",
+        ),
+    ],
+)
+def test_triton(card, monkeypatch, reason, line):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(gpu, "_triton_version", lambda: "3.9.0")
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: reason)
+    assert texts(gpu.triton()) == [line]
+
+
+def test_triton_is_missing_or_interpreted(card, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(gpu, "_triton_version", lambda: None)
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: "triton is not installed")
+    monkeypatch.setattr(os, "name", "nt")
+    (line,) = texts(gpu.triton())
+    monkeypatch.undo()
+    assert line.startswith("✗ Triton on GPU 0: not installed, the slower reference runs")
+    assert line.endswith("-> pip install triton-windows")
+
+
+def test_the_interpreter_on_a_gpu_is_a_mistake(card, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert texts(gpu.triton())[0].endswith("kernels run in Python, thousands of times slower -> unset it")
+
+
+# --- machine
+
+
+def test_memory_of_a_container_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100e9, total=256e9))
+    assert texts(machine.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5000000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 3000000000\n")
+    assert texts(machine.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
+    (tmp_path / "memory.max").write_text("16000000000\n")
+    (line,) = machine.memory()
+    assert line.text == "14.0 of 16.0 GB RAM free (the container's limit)"
+    assert line.remedy.startswith("FLUX.1 takes about 27 GB")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The model cache, with one shard of the transformer missing."""
+    monkeypatch.setattr(machine, "_cache_folder", lambda: tmp_path / "hub")
+    monkeypatch.setattr(machine, "_has_token", lambda: False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    snapshot = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0a1b"
+    for folder in ("transformer", "vae"):
+        (snapshot / folder).mkdir(parents=True)
+    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors", "c": "part-1.safetensors"}}
+    index_file = snapshot / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index_file.write_text(json.dumps(index))
+    for name in ("model_index.json", "vae/config.json", "transformer/part-1.safetensors"):
+        (snapshot / name).write_text("{}")
+    return snapshot
+
+
+def test_the_model_in_the_cache(cache):
+    (line,) = machine.model()
+    assert line.text == "torn download, transformer/part-2.safetensors is missing"
+    assert line.remedy == "hf download black-forest-labs/FLUX.1-dev"
+    (cache / "transformer" / "part-2.safetensors").write_text("")
+    assert texts(machine.model()) == [f"✓ FLUX.1-dev: in the cache: {cache}"]
+
+
+def test_the_model_is_not_in_the_cache(cache, monkeypatch):
+    monkeypatch.setattr(machine, "_snapshot", lambda: None)
+    (line,) = machine.model()
+    assert line.text.endswith("the first run downloads 34 GB, and there is no Hugging Face token")
+    assert "`hf auth login`" in line.remedy
+    monkeypatch.setattr(machine, "_has_token", lambda: True)
+    assert texts(machine.model())[0].startswith(
+        "- FLUX.1-dev: not in the cache, the first run downloads 34 GB; a token"
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert texts(machine.model())[0].startswith("✗ FLUX.1-dev: not in the cache, and HF_HUB_OFFLINE forbids downloads")
+
+
+def test_disk(cache, monkeypatch):
+    free = {"here": 50e9, "cache": 20e9}
+    monkeypatch.setattr(
+        machine.shutil,
+        "disk_usage",
+        lambda path: SimpleNamespace(free=free["cache" if "hub" in str(path) else "here"]),
+    )
+    here, there = machine.disk()
+    assert str(here) == f"✓ disk here: 50.0 GB free in {Path.cwd()}"
+    assert there.remedy == "FLUX.1-dev takes 34 GB: free that, or set HF_HOME elsewhere"
+    (cache / "transformer" / "part-2.safetensors").write_text("")
+    free["here"] = 1e9
+    here, there = machine.disk()
+    assert here.remedy == "a run writes about 3 GB: free that, or train in another folder"
+    assert there.mark == "✓"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert [line.remedy.split()[0] for line in machine.disk()] == ["train", "set"]
+
+
+# --- Windows
+
+
+def test_windows_settings(monkeypatch):
+    assert os.name == "nt" or list(windows.settings()) == []
+    monkeypatch.setattr(windows, "os", SimpleNamespace(name="nt"))
+    monkeypatch.setattr(windows, "_long_paths", lambda: False)
+    monkeypatch.setattr(windows, "_can_link", lambda: False)
+    links, paths, driver = windows.settings()
+    assert links.remedy == "turn on Developer Mode"
+    assert paths.remedy == r"set LongPathsEnabled=1 in HKLM\SYSTEM\CurrentControlSet\Control\FileSystem"
+    assert "Prefer No Sysmem Fallback" in driver.text
+
+
+# --- ai-toolkit
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return copy_checkout(tmp_path / "ait")
+
+
+def test_a_checkout_and_our_link_in_it(checkout):
+    version, extension, contract = texts(host.ai_toolkit(checkout))
+    assert version == f"✓ ai-toolkit: 0.12.26 in {checkout}"
+    assert extension == f"- extension: not in that checkout; `coat-flux install {checkout}` links it"
+    assert contract == "✓ contract: every name that COAT-FLUX needs of it is there"
+    link = checkout / "extensions" / "coat_flux"
+    link.symlink_to(PACKAGE, target_is_directory=True)
+    assert texts(host.ai_toolkit(checkout))[1] == f"✓ extension: extensions/coat_flux leads to {PACKAGE}"
+    link.unlink()
+    link.symlink_to(checkout / "toolkit", target_is_directory=True)
+    assert "leads to another one" in texts(host.ai_toolkit(checkout))[1]
+    link.unlink()
+    link.mkdir()
+    assert "is a copy" in texts(host.ai_toolkit(checkout))[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "problem"),
+    [
+        ("jobs/process/BaseSDTrainProcess.py", "def done_hook", "def done", "SDTrainer has no done_hook"),
+        ("toolkit/optimizer.py", "params", "weights", "get_optimizer takes ('weights', "),
+        ("toolkit/lora_special.py", "OstrisLinear", "Other", "toolkit.lora_special.LINEAR_MODULES does not list"),
+        ("toolkit/util/ostris_quant.py", "def requantize_", "def again", "OstrisQuantizer has no requantize_"),
+        ("toolkit/util/ostris_quant.py", "def get_ostris_quantizer", "def get", "has no get_ostris_quantizer"),
+    ],
+)
+def test_another_ai_toolkit_is_named_by_what_it_lacks(checkout, file, old, new, problem):
+    path = checkout / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    lines = [line for line in host.ai_toolkit(checkout) if line.subject == "contract"]
+    assert all(line.stops for line in lines)
+    assert any(problem in line.text for line in lines), texts(lines)
+
+
+def test_a_missing_file_and_an_untested_version(checkout):
+    (checkout / "version.py").write_text('VERSION = "0.9.1"\n')
+    (checkout / "toolkit" / "network_mixins.py").unlink()
+    version, _, contract = host.ai_toolkit(checkout)
+    assert version.text == f"0.9.1 in {checkout} is not tested with COAT-FLUX"
+    assert contract.text == "no toolkit/network_mixins.py"
+
+
+def test_its_source_is_never_run(checkout):
+    for path in checkout.rglob("*.py"):
+        path.write_text(path.read_text().replace("from __future__ import annotations", "") + "\nraise SystemExit(3)\n")
+    assert [line.mark for line in host.ai_toolkit(checkout)] == ["✓", "-", "✓"]
+
+
+def test_where_it_is_looked_for(checkout, monkeypatch, tmp_path):
+    monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert next(host.ai_toolkit(None)).mark == "-"
+    monkeypatch.chdir(checkout)
+    assert next(host.ai_toolkit(None)).text == f"0.12.26 in {checkout}"
+    monkeypatch.setenv("AI_TOOLKIT_ROOT", str(tmp_path))
+    line = next(host.ai_toolkit(None))
+    assert line.stops
+    assert line.text == f"{tmp_path} is no checkout of it: no run.py, toolkit/extension.py, extensions"
+    assert next(host.ai_toolkit(checkout)).mark == "✓"
+
+
+@pytest.mark.aitk
+def test_the_real_one_has_all_we_need():
+    assert list(host.missing_pieces(Path(os.environ["AI_TOOLKIT_ROOT"]))) == []
