@@ -1,36 +1,239 @@
-"""CoatReport: the start-up table says what each part got and why."""
+"""CoatReport: the table and the metadata say what was asked, what each part got and why, before and after a step."""
 
 from __future__ import annotations
 
-from coat_flux.flux import CoatReport
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coat_flux.config import COATConfig
+from coat_flux.flux import CoatReport, shared
+from coat_flux.flux.report import OUTSIDE, Row
+from coat_flux.flux.shared import shared_rows
+from coat_flux.memory.oom import recompute_more
+from coat_flux.memory.policy import BlockPolicy
+from coat_flux.speed import pick
+from tests.helpers.flux import coat_flux_model, lora_gradients
+
+GEMM = "W e4m3/per_tensor, x e4m3/per_tensor, dy e5m2"
+WEIGHT_ONLY = "W e4m3/per_tensor, high precision GEMM"
+ONE_ROW = "one row per image: reading the weight is all the time there is"
+KEPT = {"memory": {"checkpointing": "none"}}
+CUDA = torch.device("cuda", 0)
+
+
+# --- layers ---
 
 
 def test_rows_count_parts_with_the_same_treatment() -> None:
     report = CoatReport()
     for i in range(3):
-        report.add(f"blocks.{i}.to_q", "W e4m3/per_tensor, x e4m3/per_tensor, dy e5m2")
-    report.add("blocks.0.norm", "W e4m3/per_tensor, high precision GEMM", "one row per image")
-    report.skipped = {"proj_out": "outside the blocks", "blocks.0.odd": "fallback: multiples of 16"}
+        report.add(f"blocks.{i}.to_q", GEMM)
+    report.add("blocks.0.norm", WEIGHT_ONLY, "one row per image")
+    report.skipped = {"proj_out": OUTSIDE, "blocks.0.odd": "fallback: multiples of 16"}
     assert report.rows() == [
-        ("blocks.*", 3, "W e4m3/per_tensor, x e4m3/per_tensor, dy e5m2", ""),
-        ("blocks.*", 1, "W e4m3/per_tensor, high precision GEMM", "one row per image"),
-        ("proj_out", 1, "high precision", "outside the blocks"),
+        ("blocks.*", 3, GEMM, ""),
+        ("blocks.*", 1, WEIGHT_ONLY, "one row per image"),
+        ("proj_out", 1, "high precision", OUTSIDE),
         ("blocks.*", 1, "high precision", "fallback: multiples of 16"),
     ]
     assert report.converted == ["blocks.0.to_q", "blocks.1.to_q", "blocks.2.to_q", "blocks.0.norm"]
 
 
-def test_table_is_aligned_and_ends_with_checkpointing() -> None:
-    report = CoatReport(checkpointing="checkpointing all: 2 of 2 blocks recompute")
-    report.add("blocks.0", "short", "why it is")
-    report.add("other", "a longer treatment")
+def test_the_table_is_aligned_and_what_lies_outside_is_one_row() -> None:
+    report = CoatReport(asked="short", shared=lambda: [Row("GEMMs", "FP8", "bf16", "old card")])
+    report.add("blocks.0", "short")
+    report.add("other", "a longer treatment", "why it is")
+    report.skipped = {"x_embedder": OUTSIDE, "norm_out.linear": OUTSIDE}
     assert report.table().splitlines() == [
-        "layers    count  got                 why",
-        "blocks.*  1      short               why it is",
-        "other     1      a longer treatment",
-        "checkpointing all: 2 of 2 blocks recompute",
+        "part      count  asked  got                 why",
+        "blocks.*  1      short  as asked",
+        "other     1      short  a longer treatment  why it is",
+        f"outside   2      -      high precision      {OUTSIDE} (x_embedder, norm_out.*)",
+        "GEMMs            FP8    bf16                old card",
     ]
 
 
-def test_empty_report_is_a_heading() -> None:
-    assert CoatReport().table() == "layers  count  got  why"
+def test_an_empty_report_is_a_heading_and_has_no_metadata() -> None:
+    assert CoatReport().table() == "part  count  asked  got  why"
+    assert CoatReport().metadata() == {}
+
+
+def test_a_row_can_be_added_and_replaced() -> None:
+    report = CoatReport()
+    report.add_row("optimizer", "adamw8bit", "adamw8bit")
+    report.add_row("optimizer", "coat_fp8_adamw", "FP8AdamW, exp_avg e4m3", "as configured")
+    assert report.parts() == [Row("optimizer", "coat_fp8_adamw", "FP8AdamW, exp_avg e4m3", "as configured")]
+    assert report.metadata() == {
+        "coat.asked.optimizer": "coat_fp8_adamw",
+        "coat.got.optimizer": "FP8AdamW, exp_avg e4m3",
+        "coat.why.optimizer": "as configured",
+    }
+
+
+# --- a model ---
+
+
+def rows_of(report: CoatReport) -> dict[str, Row]:
+    return {row.part: row for row in report.parts() if not row.count}
+
+
+def after_a_step(coat: dict[str, Any] | None = None, **options: Any) -> CoatReport:
+    model, report, _ = coat_flux_model(coat or {}, **options)
+    lora_gradients(model)
+    return report
+
+
+def test_at_the_start_it_says_what_the_first_step_decides() -> None:
+    _, report, _ = coat_flux_model({})
+    rows = rows_of(report)
+    assert list(rows) == [
+        "GEMMs", "kernels", "saved tensors", "attention", "checkpointing", "transposed weights", "path",
+    ]  # fmt: skip
+    later = {part for part, row in rows.items() if "decided at the first step" in row.got}
+    assert later == {"attention", "checkpointing", "transposed weights", "path"}
+    assert len(report.table().splitlines()) < 20
+
+
+def test_after_the_first_step_everything_is_known() -> None:
+    report = after_a_step()
+    rows = rows_of(report)
+    assert "first step" not in report.table()
+    assert rows["GEMMs"].got == "fp32 products of the FP8 codes"
+    assert rows["kernels"] == Row("kernels", "Triton", "PyTorch reference", "Triton kernels need a GPU, this is a cpu")
+    assert rows["saved tensors"].got == "4 kept in FP8, fused flow, attention fp8"
+    assert rows["attention"] == Row(
+        "attention", "q, k, v, out kept in fp8", "as asked; kernel flash_cpu", "torch's choice"
+    )
+    assert rows["checkpointing"].got == "0 of 4 blocks recompute from FP8 inputs"
+    assert rows["transposed weights"] == Row("transposed weights", "auto", "none", "of no use on a cpu")
+    assert rows["path"].got == "per_tensor GEMM, eager"
+
+
+def test_metadata_is_flat_text_and_the_same_for_the_same_run() -> None:
+    found, again = after_a_step().metadata(), after_a_step().metadata()
+    assert found == again  # no measured number is in it
+    assert all(isinstance(text, str) and text and "\n" not in text for text in found.values())
+    assert found["coat.asked.transformer_blocks"] == GEMM
+    assert found["coat.got.transformer_blocks"] == f"4 x {WEIGHT_ONLY}; 24 x {GEMM}"
+    assert found["coat.why.transformer_blocks"] == ONE_ROW
+    assert found["coat.got.outside"] == "10 x high precision"
+    assert "coat.asked.outside" not in found
+    assert found["coat.got.saved_tensors"] == "4 kept in FP8, fused flow, attention fp8"
+
+
+def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    current: list[str] = []
+    set_gemm = pick.BlockGemms.set
+    monkeypatch.setattr(pick.BlockGemms, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
+    monkeypatch.setattr(pick, "_timed", lambda once, device: 1.0 if current[-1] == "per_row" else 2.0)
+    found = after_a_step({**KEPT, "speed": {"measure": "always", "compile": "none"}}).metadata()
+    per_row = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
+    assert found["coat.got.single_transformer_blocks"] == f"2 x {WEIGHT_ONLY}; 10 x {per_row}"
+    assert found["coat.asked.single_transformer_blocks"] == GEMM
+    assert found["coat.got.path"] == "per_row GEMM, eager"
+    assert found["coat.why.path"] == "the fastest of those that were measured"
+
+
+def test_a_block_that_is_not_fused_has_its_reason() -> None:
+    model, report, _ = coat_flux_model(KEPT)
+    model.transformer_blocks[0].register_forward_hook(lambda *_: None)
+    lora_gradients(model)
+    saved = rows_of(report)["saved tensors"]
+    assert saved.asked == "FP8 e4m3 per_group, fused flow"
+    assert saved.got == ("1 kept in FP8, generic flow, attention fp8; 3 kept in FP8, fused flow, attention fp8")
+    assert saved.why == "FluxTransformerBlock: hooks on the block"
+
+
+@pytest.mark.parametrize(
+    ("coat", "allowed", "asked", "got", "why"),
+    [
+        ({"checkpointing": "all"}, True, "all", "4 of 4 blocks recompute from FP8 inputs", ""),
+        (
+            {"checkpointing": "every_n", "every_n": 3}, True, "every_n (3)",
+            "1 of 4 blocks recompute from FP8 inputs", "",
+        ),
+        ({"budget_gb": 1e-3}, True, "auto within 0.001 GB", "4 of 4 blocks recompute from FP8 inputs", "fewest"),
+        ({}, False, "auto", "0 of 4 blocks recompute from FP8 inputs", "train.gradient_checkpointing: false"),
+        (
+            {"checkpointing": "all", "enable_efficient_checkpoint": False}, True, "all",
+            "4 of 4 blocks recompute from high precision inputs", "",
+        ),
+    ],
+)  # fmt: skip
+def test_checkpointing(coat: dict[str, Any], allowed: bool, asked: str, got: str, why: str) -> None:
+    row = rows_of(after_a_step({"memory": coat}, allow_recompute=allowed))["checkpointing"]
+    assert (row.asked, row.got) == (asked, got)
+    assert why in row.why
+    assert bool(row.why) == bool(why)
+
+
+def test_more_recomputation_for_lack_of_memory_is_told() -> None:
+    model, report, _ = coat_flux_model({})
+    lora_gradients(model)
+    recompute_more(model)
+    lora_gradients(model)
+    rows = rows_of(report)
+    assert (rows["checkpointing"].asked, rows["checkpointing"].why) == ("auto", "memory ran out with 0")
+    assert rows["saved tensors"].got == "4 recomputed"
+
+
+def test_without_fp8_activations_nothing_is_claimed() -> None:
+    rows = rows_of(after_a_step({"activation": {"use_fp8": False}}))
+    assert rows["GEMMs"] == Row(
+        "GEMMs", "high precision", "products of dequantized weights", "activation.use_fp8: false"
+    )
+    assert rows["saved tensors"].got == "high precision"
+    assert "transposed weights" not in rows
+
+
+# --- other devices ---
+
+
+def rows_on(device: torch.device, coat: dict[str, Any] | None = None) -> dict[str, Row]:
+    config = COATConfig.from_dict({**KEPT, **(coat or {})})
+    model, _, _ = coat_flux_model({**KEPT, **(coat or {})})
+    policy = BlockPolicy.of(model)
+    assert policy is not None
+    return {row.part: row for row in shared_rows(policy, config, device)}
+
+
+def test_on_a_gpu_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "triton_obstacle", lambda device: None)
+    monkeypatch.setattr(shared, "fp8_gemm_obstacle", lambda device, linear: None)
+    rows = rows_on(CUDA, {"activation": {"grad_format": "bf16"}})
+    assert rows["GEMMs"] == Row(
+        "GEMMs", "FP8, forward e4m3, backward dequantized weights", "torch._scaled_mm", "a trial on cuda:0 ran"
+    )
+    assert rows["kernels"] == Row("kernels", "Triton", "Triton")
+
+
+def test_on_an_old_gpu_each_fall_back_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "triton_obstacle", lambda device: "triton is not installed")
+    monkeypatch.setattr(shared, "fp8_gemm_obstacle", lambda device, linear: "cuda: compute capability 8.0")
+    rows = rows_on(CUDA)
+    assert (rows["GEMMs"].got, rows["GEMMs"].why) == (
+        "products of dequantized weights", "fallback: cuda: compute capability 8.0",
+    )  # fmt: skip
+    assert (rows["kernels"].got, rows["kernels"].why) == ("PyTorch reference", "triton is not installed")
+
+
+@pytest.mark.parametrize(
+    ("compile", "failed", "got", "why"),
+    [
+        ("none", False, "eager", "as written"),
+        ("blocks", False, "compiled blocks", "as written"),
+        ("blocks", True, "eager", "torch.compile failed, the log has its reason"),
+        ("cudagraphs", False, "compiled blocks", "there are no CUDA graphs on a cpu"),
+    ],
+)
+def test_compilation(compile: str, failed: bool, got: str, why: str) -> None:
+    coat = {**KEPT, "speed": {"compile": compile, "measure": "never"}}
+    model, report, _ = coat_flux_model(coat)
+    policy = BlockPolicy.of(model)
+    assert policy is not None
+    policy._compiled.failed = failed
+    assert rows_of(report)["path"] == Row("path", f"compile {compile}, measure never", got, why)

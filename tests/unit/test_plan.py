@@ -273,6 +273,8 @@ def test_no_change_raises_the_peak(edit):
     }  # fmt: skip
     if edit.__name__ == "_fp8_activations":
         coat["activation"] = {"use_fp8": False}
+    if edit.__name__ == "_no_transposed":
+        coat |= {"weight": {}, "memory": {"transposed_weights": "always"}}
     job = job_of(
         coat=coat | {"optimizer": {"use_fp8": False}}, network={"linear": 32},
         dataset={"cache_text_embeddings": False, "cache_latents_to_disk": False},

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from coat_core.activation import PackingConfig
+from coat_core.kernels.attention import chosen_kernel
 
 from .blocks import FUSABLE, FusedBlock, fused_block
 from .linears import NotFusable
@@ -64,11 +65,32 @@ class FusedFlow:
                 return None
         return fused
 
+    @property
+    def obstacles(self) -> list[str]:
+        """Why blocks are not fused, those that were met so far, by kind of block."""
+        return sorted(f"{kind}: {reason}" for kind, reason in self._told)
+
     def _tell(self, block: nn.Module, reason: str) -> None:
         key = (type(block).__name__, reason)
         if key not in self._told:
             self._told.add(key)
             logger.warning("%s: %s: %s", key[0], self._otherwise, reason)
+
+
+def attention_kernel(block: nn.Module, args: tuple[Any, ...]) -> str:
+    """Name torch's choice for the attention of a FLUX.1 block, as `coat_core.kernels.attention` names it.
+
+    Args:
+        block: of a class in `FUSABLE`.
+        args: what it is about to be called with: image [B, S, D] and text [B, T, D] first.
+    """
+    attn: Any = block.attn
+    image, text = args[0], args[1]
+    kind = image.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else image.dtype
+    shape = (image.shape[0], image.shape[1] + text.shape[1], attn.heads, attn.head_dim)
+    q = torch.empty(shape, dtype=dtype, device=image.device).transpose(1, 2)
+    return chosen_kernel(q, q, q)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_c
 from ..config.findings import ConfigError
 from ..memory.policy import BlockPolicy
 from .policy import ArchitecturePolicy, matches, policy_for
-from .report import CoatReport
+from .report import OUTSIDE, CoatReport, describe_linear
+from .shared import shared_rows
 
 if TYPE_CHECKING:
     from ..config import COATConfig
@@ -45,7 +47,7 @@ def apply_coat(
         device: where the model will run; default: where its parameters are.
 
     Returns:
-        CoatReport; `report.table()` is the start-up table.
+        CoatReport; `report.table()` is the start-up table, `report.metadata()` the same for the LoRA's file.
 
     Raises:
         ConfigError: an include/exclude pattern matches no layer.
@@ -69,6 +71,9 @@ def apply_coat(
     _check_fallback(report, config)
     blocks = BlockPolicy.install(model, policy.blocks, config, allow_recompute)
     report.checkpointing, report.path = blocks.describe(), blocks.describe_path(run_device)
+    report.shared = functools.partial(shared_rows, blocks, config, run_device)
+    modules = dict(model.named_modules())
+    report.linears = {name: modules[name] for name in report.converted}
     logger.info(
         "%s: %d linears converted, %d layers left", type(model).__name__, len(report.converted), len(report.skipped)
     )
@@ -133,7 +138,7 @@ def _convert_one(
         _check_stored(name, module.coat_linear_config, linear_config)
         module.coat_linear_config = linear_config
     elif not matches(name, policy.convert):
-        report.skipped[name] = "outside the blocks: kept in high precision"
+        report.skipped[name] = OUTSIDE
         return
     elif type(module) is not nn.Linear:
         report.skipped[name] = f"fallback: a {type(module).__name__}, not a plain nn.Linear"
@@ -149,7 +154,7 @@ def _convert_one(
     else:
         report.skipped[name] = f"weight.use_fp8: false; {why}"
         return
-    report.add(name, _describe(linear_config, not isinstance(module, FP8TrainableLinear), bool(why)), why)
+    report.add(name, describe_linear(linear_config, not isinstance(module, FP8TrainableLinear), bool(why)), why)
 
 
 def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) -> None:
@@ -163,17 +168,10 @@ def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) ->
             )
 
 
-def _describe(linear: FP8LinearConfig, stored: bool, high_precision: bool) -> str:
-    weight = f"W {linear.weight_format}/{linear.weight_granularity}" + ("" if stored else " cast at each use")
-    if high_precision:
-        return f"{weight}, high precision GEMM"
-    return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"
-
-
 def _asked(config: COATConfig) -> str:
     if not (config.weight.use_fp8 or config.activation.use_fp8):
         return "W and GEMMs in high precision"
-    return _describe(config.linear_config(), config.weight.use_fp8, not config.activation.use_fp8)
+    return describe_linear(config.linear_config(), config.weight.use_fp8, not config.activation.use_fp8)
 
 
 def _check_fallback(report: CoatReport, config: COATConfig) -> None:

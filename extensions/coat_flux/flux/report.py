@@ -1,22 +1,53 @@
-"""What COAT did to a model: asked, got, why."""
+"""What COAT did to a model: asked, got, why, as a table for the start of a run and as metadata of its LoRA."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from coat_core.config import FP8LinearConfig
+from coat_core.linear.module import FP8TrainableLinear
+
+__all__ = ["OUTSIDE", "CoatReport", "Row", "describe_linear"]
+
+OUTSIDE = "outside the blocks: kept in high precision"
+UNASKED = "-"
+HEADER = ("part", "count", "asked", "got", "why")
+
+
+class Row(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        part: a group of layers, or what the blocks share (GEMMs, kernels, attention, optimizer, ...).
+        asked: what the config asks for.
+        got: what there is.
+        why: the reason, where they differ or where the config leaves the choice.
+        count: layers; 0 where none are counted.
+    """
+
+    part: str
+    asked: str
+    got: str
+    why: str = ""
+    count: int = 0
 
 
 @dataclass
 class CoatReport:
-    """Result of `apply_coat`, by full module name.
+    """Result of `apply_coat`, by full module name. What the first step decides is there from the first step on.
 
     Attributes:
         asked: what the config asks of a linear of the blocks, in words.
         converted: linears whose weight is FP8 or whose GEMMs are.
-        got: name → what the layer does now, in words.
+        got: name → what the layer does when the run starts, in words.
         why: name → reason, where a layer got less than the config asks for in general.
         skipped: name → reason, for linears left in high precision.
         checkpointing: one line on recomputation and saved tensors.
         path: one line on who chooses the GEMMs' scaling and compilation.
+        linears: name → the layer, whose GEMM the first step may change.
+        shared: gives the rows on what the blocks share, as it is now.
     """
 
     asked: str = ""
@@ -26,6 +57,9 @@ class CoatReport:
     skipped: dict[str, str] = field(default_factory=dict)
     checkpointing: str = ""
     path: str = ""
+    linears: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    shared: Callable[[], Iterable[Row]] = field(default=tuple, repr=False)
+    _added: dict[str, Row] = field(default_factory=dict, repr=False)
 
     def add(self, name: str, got: str, why: str = "") -> None:
         """Note a converted layer."""
@@ -34,25 +68,76 @@ class CoatReport:
         if why:
             self.why[name] = why
 
+    def add_row(self, part: str, asked: str, got: str, why: str = "") -> None:
+        """Add what is not known to `apply_coat`, or replace the row of that part: the optimizer, for example."""
+        self._added[part] = Row(part, asked, got, why)
+
     def rows(self) -> list[tuple[str, int, str, str]]:
-        """Return (layers, count, got, why), one row per part of the model and treatment."""
+        """Return (layers, count, got, why), one row per part of the model and treatment, as it is now."""
         counted: dict[tuple[str, str, str], int] = {}
         for name in self.converted:
-            key = (_part(name), self.got[name], self.why.get(name, ""))
+            key = (_part(name), self._got_now(name), self.why.get(name, ""))
             counted[key] = counted.get(key, 0) + 1
         for name, reason in self.skipped.items():
             key = (_part(name), "high precision", reason)
             counted[key] = counted.get(key, 0) + 1
         return [(group, count, got, why) for (group, got, why), count in counted.items()]
 
+    def parts(self) -> list[Row]:
+        """Return all rows of the table, as it is now; what lies outside the blocks is one of them."""
+        rows = [Row(g, self.asked, got, why, count) for g, count, got, why in self.rows() if why != OUTSIDE]
+        outside = {group: count for group, count, _, why in self.rows() if why == OUTSIDE}
+        if outside:
+            why = f"{OUTSIDE} ({', '.join(outside)})"
+            rows.append(Row("outside", UNASKED, "high precision", why, sum(outside.values())))
+        return [*rows, *self.shared(), *self._added.values()]
+
     def table(self) -> str:
-        """Return the start-up table as text."""
-        rows = [("layers", "count", "got", "why"), *((g, str(n), got, why) for g, n, got, why in self.rows())]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [f"asked for: {self.asked}"] if self.asked else []
-        lines += ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        lines += [line for line in (self.checkpointing, self.path) if line]
+        """Return the table as text."""
+        cells = [
+            (row.part, str(row.count or ""), row.asked, "as asked" if row.got == row.asked else row.got, row.why)
+            for row in self.parts()
+        ]
+        widths = [max(len(row[i]) for row in (HEADER, *cells)) for i in range(4)]
+        lines = ("  ".join([*map(str.ljust, row, widths), row[4]]) for row in (HEADER, *cells))
         return "\n".join(line.rstrip() for line in lines)
+
+    def metadata(self) -> dict[str, str]:
+        """Return the table as it is now, flat: `coat.asked.<part>`, `coat.got.<part>`, `coat.why.<part>`.
+
+        A group of layers with several treatments has all of them in `coat.got`, with their counts. There is no
+        `coat.asked` or `coat.why` where there is nothing to say.
+        """
+        found: dict[str, list[str]] = {}
+        for row in self.parts():
+            part = row.part.removesuffix(".*").replace(" ", "_").lower()
+            got = f"{row.count} x {row.got}" if row.count else row.got
+            for key, text in (("asked", row.asked), ("got", got), ("why", row.why)):
+                texts = found.setdefault(f"coat.{key}.{part}", [])
+                if text not in ("", UNASKED, *texts):
+                    texts.append(text)
+        return {name: "; ".join(texts) for name, texts in found.items() if texts}
+
+    def _got_now(self, name: str) -> str:
+        module = self.linears.get(name)
+        if module is None:
+            return self.got[name]
+        config = getattr(module, "coat_linear_config", None) or module.config
+        return describe_linear(config, not isinstance(module, FP8TrainableLinear), bool(self.why.get(name)))
+
+
+def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool) -> str:
+    """What a linear does, in words: weight, forward input and backward gradient.
+
+    Args:
+        linear: its config.
+        stored: whether it holds codes instead of a weight.
+        high_precision: whether it multiplies in high precision whatever its config says.
+    """
+    weight = f"W {linear.weight_format}/{linear.weight_granularity}" + ("" if stored else " cast at each use")
+    if high_precision or not linear.use_fp8_gemm:
+        return f"{weight}, high precision GEMM"
+    return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"
 
 
 def _part(name: str) -> str:

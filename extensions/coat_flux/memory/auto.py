@@ -66,6 +66,11 @@ class AutoCheckpointing:
         self._trained: list[nn.Parameter] = []
         self.spare = -1.0  # bytes that a step leaves free; below 0 where blocks recompute
 
+    @property
+    def has_chosen(self) -> bool:
+        """Whether a forward pass has come."""
+        return self._chosen_for[0] > 0
+
     def choose(self, args: tuple[Any, ...]) -> set[int] | None:
         """Return the ids of the blocks to recompute, or None where the last choice holds.
 

@@ -55,6 +55,10 @@ class HeldParts:
             parts[part] += sum(_new_bytes(x, self._device, seen) for x in tensors(owner))
         return parts
 
+    def owners(self, part: str) -> list[Any]:
+        """Those counted under `part` that live."""
+        return [owner for name, owner, _ in self._living() if name == part]
+
     def gradient_bytes(self) -> int:
         """Bytes of gradients alone."""
         seen: set[int] = set()

@@ -47,6 +47,12 @@ from .stats import peak_bytes, peak_reserved_bytes, reset_peak, used_bytes
 __all__ = ["RUN_PHASES", "PhaseTracker", "write_whole"]
 
 RUN_PHASES = ("load", "cache", "validate", "sample", "step", "save")
+DOING = {  # last moment seen of a step → what goes on then
+    "before_forward": "forward pass",
+    "after_forward": "backward pass",
+    "after_backward": "after a backward pass",
+    "after_optimizer_step": "after the optimizer's update",
+}
 MOMENTS = ("before_training", "before_sampling", "after_sampling")
 COUNTED = 2  # first micro-batches whose saved activations are counted where no allocator can be asked
 LOOKS = 6  # times a phase is looked at whatever is held; later only when more is held than at any look before
@@ -106,6 +112,8 @@ class PhaseTracker:
         self._moments: dict[str, dict[str, int]] = {}
         self._kinds: dict[str, int] = {}
         self._now: str | None = None
+        self._broken: str | None = None
+        self._doing = ""
         self._held = HeldParts(device)
         self._before_forward = (0, 0)
         self._counts = counts and device.type != "cuda"
@@ -147,6 +155,29 @@ class PhaseTracker:
         self._update()
         return max((phase.peak["allocated"] for phase in self._phases.values()), default=0)
 
+    @property
+    def under_way(self) -> str | None:
+        """The phase under way, or the one inside it that an exception has left; None outside of phases."""
+        return self._broken or self._now
+
+    @property
+    def moment(self) -> str:
+        """What a step is at, in words; empty before the first step."""
+        return self._doing
+
+    @property
+    def baseline(self) -> int:
+        """Bytes there before the run."""
+        return self._baseline
+
+    def held(self) -> dict[str, int]:
+        """Bytes of every part that is held now, as far as its owner is known."""
+        return self._held.count()
+
+    def owners(self, part: str) -> list[Any]:
+        """What is counted under `part` and lives."""
+        return self._held.owners(part)
+
     def enter(self, name: str) -> None:
         """End the phase under way and begin, or go on with, another.
 
@@ -155,6 +186,7 @@ class PhaseTracker:
         """
         if name not in RUN_PHASES:
             raise ValueError(f"phase={name!r}: must be one of {', '.join(RUN_PHASES)}")
+        self._broken = None
         self._end()
         if name == "step" and name not in self._phases:
             self._note_moment("before_training")
@@ -179,6 +211,9 @@ class PhaseTracker:
         self.enter(name)
         try:
             yield
+        except BaseException:
+            self._broken = name
+            raise
         finally:
             if name == "sample":
                 self._note_moment("after_sampling")
@@ -195,6 +230,7 @@ class PhaseTracker:
 
     def see(self, moment: str) -> None:
         """Look at a moment of a step, one of `stats.PHASES`."""
+        self._broken, self._doing = None, DOING[moment]
         held = self._used()["allocated"]
         if moment == "before_forward":
             self._before_forward = (held, self._held.gradient_bytes())

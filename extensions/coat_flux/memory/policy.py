@@ -20,7 +20,8 @@ from coat_core.activation import PackedSavedTensors, PackingConfig, fp8_checkpoi
 from coat_core.granularity import Granularity
 
 from ..flow import FUSABLE, CompiledBlocks, FusedBlock, FusedFlow
-from ..speed import Picked, SpeedPick, Unavailable
+from ..flow.chooser import attention_kernel
+from ..speed import Picked, RunPath, SpeedPick, Unavailable
 from .auto import AutoCheckpointing
 from .transposed import TransposedWeights
 
@@ -61,15 +62,19 @@ class BlockPolicy:
         self.compile = "none" if config.speed.compile == "auto" else config.speed.compile
         self.picked: Picked | None = None
         self._measure = config.speed.measure
-        fusable = all(type(block).__name__ in FUSABLE for block in blocks.values())
-        self._pick = SpeedPick(blocks, config, self._run_kept) if fusable and config.speed.measure != "never" else None
+        self.fusable = all(type(block).__name__ in FUSABLE for block in blocks.values())
+        self._pick = (
+            SpeedPick(blocks, config, self._run_kept) if self.fusable and config.speed.measure != "never" else None
+        )
         self._fallback = config.fallback
         self._compiled = CompiledBlocks(self.compile == "cudagraphs", config.fallback)
         self._exact_flow = FusedFlow(None, "runs eager, not compiled")
+        self.attention_kernel: str | None = None  # of `coat_core.kernels.attention`, from the first step on
         self._transposed = TransposedWeights(blocks.values(), config.memory.transposed_weights)
         self._got: dict[int, str] = {}
         self._warned: set[str] = set()
         self._told: Counter[str] = Counter()
+        self._more = ""  # why more blocks recompute than `auto` chose
         ids = [id(block) for block in blocks.values()]
         self._first, self._last = ids[0], ids[-1]
 
@@ -104,6 +109,84 @@ class BlockPolicy:
         policy = cls(blocks, config, allow_recompute)
         model.enable_gradient_checkpointing(policy)
         return policy
+
+    @classmethod
+    def of(cls, model: nn.Module) -> BlockPolicy | None:
+        """The policy that `install` put in place for a model, or for one inside it; None where there is none."""
+        found = (vars(module).get("_gradient_checkpointing_func") for module in model.modules())
+        return next((policy for policy in found if isinstance(policy, cls)), None)
+
+    @property
+    def recomputed(self) -> list[int] | None:
+        """Indices of the blocks that recompute; None before `auto` has chosen."""
+        if self._auto is not None and not self._auto.has_chosen:
+            return None
+        return [i for i, block in enumerate(self.blocks.values()) if id(block) in self._recomputed]
+
+    @property
+    def recomputation_reason(self) -> str:
+        """Why so many blocks recompute, where `auto` or a lack of memory says it."""
+        return self._more or ("" if self._auto is None else "the fewest with which a step fits the budget")
+
+    @property
+    def keeps_transposed(self) -> bool:
+        """Whether there are second copies of the weights now."""
+        return self._transposed.kept
+
+    @property
+    def transposed_weights(self) -> tuple[str, str]:
+        """What there is of them, in words, and why; empty before the first step."""
+        return self._transposed.describe(), self._transposed.reason
+
+    @property
+    def treatments(self) -> Counter[str]:
+        """What the blocks got in the last whole forward pass, with their number; empty before the first."""
+        return self._told
+
+    @property
+    def obstacles(self) -> list[str]:
+        """Why blocks do not take the flow that was asked for, or are not compiled."""
+        flows = [flow for flow in (self._fused_flow, self._exact_flow) if flow is not None]
+        return list(dict.fromkeys([*(reason for flow in flows for reason in flow.obstacles), *self._warned]))
+
+    @property
+    def will_pick(self) -> bool:
+        """Whether the first step still has to choose GEMMs and compilation."""
+        return self._pick is not None
+
+    @property
+    def compilation_failed(self) -> bool:
+        """Whether torch.compile failed, so that blocks run eager."""
+        return self._compiled.failed
+
+    def keep_to(self, path: RunPath) -> None:
+        """Let the first step take this path, where the config allows it, instead of choosing: `SpeedPick.keep_to`."""
+        if self._pick is not None:
+            self._pick.keep_to(path)
+
+    def recompute_more(self) -> str | None:
+        """Where checkpointing is auto, drop the transposed weights, and when they are gone recompute all blocks.
+
+        Returns:
+            A line that says what changed; None where nothing is left.
+        """
+        if self.mode != "auto":
+            return None
+        freed = self._transposed.give_up()
+        if freed:
+            return f"transposed weights: {freed / 1e9:.2f} GB dropped for the rest of the run; results stay the same"
+        before, every = len(self._recomputed), {id(block) for block in self.blocks.values()}
+        if self._recomputed == every:
+            return None
+        self._recomputed, self._auto = every, None
+        self._more = f"memory ran out with {before}"
+        if self.compile == "cudagraphs":
+            torch.compiler.reset()  # recordings keep the memory of what their blocks kept
+        inputs = "FP8" if self.memory.enable_efficient_checkpoint else "exact"
+        return (
+            f"checkpointing auto: from here on all {len(every)} blocks recompute, before {before} did; "
+            f"their gradients are now those of {inputs} inputs"
+        )
 
     def describe(self) -> str:
         """One line: what is recomputed, how kept blocks store what they save."""
@@ -142,6 +225,7 @@ class BlockPolicy:
             self._transposed.fit(args[0].device, -1.0)
         if id(block) == self._first:
             self._compiled.begin_pass()
+            self._tell_attention(block, args)
         recomputed = self._recomputes(block)
         compiled = ""
         kept_in_fp8 = self.packs and not recomputed
@@ -206,6 +290,12 @@ class BlockPolicy:
         if counts != self._told:
             self._told = counts
             logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
+
+    def _tell_attention(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        """Once, the kernel that torch chooses for attention."""
+        if self.attention_kernel is None and self.fusable and len(args) > 1 and torch.is_grad_enabled():
+            self.attention_kernel = attention_kernel(block, args)
+            logger.info("attention: torch's kernel %r", self.attention_kernel)
 
     def _recomputes(self, block: nn.Module) -> bool:
         if any(block is listed for listed in self.blocks.values()):

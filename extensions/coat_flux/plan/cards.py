@@ -207,6 +207,14 @@ def _fp8_inputs(job: JobConfig) -> Change | None:
     return Change("coat.memory.enable_efficient_checkpoint: true", "FP8 rounding", changed)
 
 
+def _no_transposed(job: JobConfig) -> Change | None:
+    memory = job.coat.memory
+    if not _in_fp8(job) or not job.coat.weight.use_fp8 or memory.transposed_weights == "never":
+        return None
+    changed = _with_coat(job, "memory", transposed_weights="never")
+    return Change("coat.memory.transposed_weights: never", "a few percent of a step's time", changed)
+
+
 def _automatic_checkpointing(job: JobConfig) -> Change | None:
     memory, allowed = job.coat.memory, job.train.gradient_checkpointing
     if not job.coat.enabled or (allowed and memory.checkpointing in ("auto", "all") and memory.budget_gb is None):
@@ -307,6 +315,7 @@ EDITS: tuple[Edit, ...] = (
     _fp8_inputs,
     _fp8_weights,
     _fp8_optimizer,
+    _no_transposed,
     _automatic_checkpointing,
     _full_checkpointing,
     _smaller_batch,

@@ -12,7 +12,7 @@ not counted; `memory.budget.USABLE_FRACTION` of a card leaves room for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU, n_blocks
@@ -95,11 +95,14 @@ def predict(job: JobConfig, *, device_bytes: float | None = None) -> Prediction:
     return predict_facts(job_facts(job), device_bytes)
 
 
-def predict_facts(facts: JobFacts, device_bytes: float | None = None) -> Prediction:
-    """`predict` for gathered facts."""
+def predict_facts(
+    facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
+) -> Prediction:
+    """`predict` for gathered facts; `recomputed` are the blocks that do, where it is not the config that says it."""
     sizes = [block_bytes(block, facts.tokens, facts.settings) for block in facts.blocks]
     held = _held(facts)
-    recomputed = _recomputed(facts, sizes, sum(held.values()), device_bytes)
+    if recomputed is None:
+        recomputed = _recomputed(facts, sizes, sum(held.values()), device_bytes)
     step = _step(facts, sizes, recomputed)
     phases = [_load(facts), _cache(facts), _sample(facts), step, _save(facts)]
     if _keeps_transposed(facts, recomputed, step.total, device_bytes):
@@ -176,10 +179,11 @@ def _transposed_bytes(facts: JobFacts) -> int:
     return sum(linear.weights for linear in fp8 if not matches(linear.name, FLUX.weight_only))
 
 
-def _keeps_transposed(facts: JobFacts, recomputed: list[int], step: int, device_bytes: float | None) -> bool:
+def _keeps_transposed(facts: JobFacts, recomputed: Sequence[int], step: int, device_bytes: float | None) -> bool:
     """As `memory.transposed` decides at the first step."""
     coat = facts.job.coat
-    in_fp8 = coat.enabled and coat.activation.use_fp8 and coat.activation.grad_format != "bf16"
+    fp8_gemms = coat.activation.use_fp8 and coat.activation.grad_format != "bf16"
+    in_fp8 = coat.enabled and coat.weight.use_fp8 and fp8_gemms
     if facts.on_cpu or not in_fp8 or coat.memory.transposed_weights == "never":
         return False
     if coat.memory.transposed_weights == "always":
@@ -202,7 +206,7 @@ def _accumulates(facts: JobFacts) -> bool:
     return facts.job.train.gradient_accumulation > 1
 
 
-def _step(facts: JobFacts, sizes: list[BlockBytes], recomputed: list[int]) -> PhasePrediction:
+def _step(facts: JobFacts, sizes: list[BlockBytes], recomputed: Sequence[int]) -> PhasePrediction:
     """The larger of two moments: the blocks' and the optimizer's."""
     moment = largest_moment(sizes, recomputed, _accumulates(facts))
     around = around_bytes(facts.blocks[-1], facts.tokens, facts.settings)

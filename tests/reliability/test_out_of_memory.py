@@ -1,0 +1,395 @@
+"""Out of memory in the midst of a step: it is explained, the step is tried again with more recomputation, and fits.
+
+The lack is injected where it happens in life: an operator of the forward pass, of the backward pass or of the optimizer
+raises. Where recomputation is exact (activations in high precision, exact block inputs) the retried step's weights are
+those of a step that never failed, bit for bit; with FP8 they are those of a run that recomputes every block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coat_core import FP8AdamW, FP8Linear
+from coat_core.linear import function
+from coat_core.linear.module import load_transposed
+from coat_flux.config import ConfigError, JobConfig
+from coat_flux.engine.network import lora_parameters
+from coat_flux.engine.trainer import COATTrainer
+from coat_flux.memory.oom import OutOfMemory, explain_oom, recompute_more
+from coat_flux.memory.parts import HeldTensors, gradients, module_tensors, state_tensors, trained
+from coat_flux.memory.phases import PhaseTracker
+from coat_flux.memory.policy import BlockPolicy
+from coat_flux.tiny_flux import make_tiny_flux
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.flux import coat_flux_model, loss_of, predict
+from tests.unit.test_plan import job_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MESSAGE = "CUDA out of memory. Tried to allocate 2.25 GiB.\nGPU 0 has a total capacity of ..."
+EXACT = {"activation": {"use_fp8": False}, "memory": {"enable_efficient_checkpoint": False}}
+
+
+class RunsOut(TorchDispatchMode):
+    """The operator numbered `after`, counted from the moment `where` of a step on, finds no memory."""
+
+    def __init__(self, phases: PhaseTracker, where: str, after: int) -> None:
+        super().__init__()
+        self.phases, self.where, self.left = phases, where, after
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.left -= self.phases.moment == self.where
+        if self.left == 0:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return func(*args, **(kwargs or {}))
+
+
+class Training:
+    """Tiny FLUX with a LoRA and its optimizer, followed by a memory report."""
+
+    def __init__(self, coat: dict[str, Any]) -> None:
+        self.model, self.report, _ = coat_flux_model(coat)
+        self.lora = lora_parameters(self.model)
+        self.optimizer = FP8AdamW(self.lora.values(), lr=1e-3)
+        self.phases = PhaseTracker(CPU, None, counts=False)
+        self.phases.hold("transformer", self.model, module_tensors)
+        self.phases.hold("lora", self.model, trained)
+        self.phases.hold("gradients", self.model, gradients)
+        self.phases.hold("optimizer", self.optimizer, state_tensors)
+        self.phases.enter("step")
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.phases.see("before_forward")
+        loss = loss_of(predict(self.model))
+        self.phases.see("after_forward")
+        loss.backward()
+        self.phases.see("after_backward")
+        self.optimizer.step()
+        self.phases.see("after_optimizer_step")
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in self.lora.items()}
+
+    def kept_bytes(self) -> int:
+        """What a forward pass leaves for backward."""
+        with HeldTensors() as held:
+            loss = loss_of(predict(self.model))
+        assert loss.requires_grad
+        return held.now
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.model.transformer_blocks, *self.model.single_transformer_blocks]
+
+
+def fail_in(training: Training, where: str, after: int, job: Any = None) -> str:
+    """Let a step run out of memory; what is said of it. Its weights must not have changed."""
+    before = training.weights()
+    try:
+        with RunsOut(training.phases, where, after):
+            training.step()
+    except torch.OutOfMemoryError as error:
+        said = explain_oom(error, phase=None, phases=training.phases, job=job, device=CPU)
+    for name, value in training.weights().items():
+        assert_bitwise(value, before[name])
+    return said
+
+
+def big_job(**coat: Any) -> JobConfig:
+    """FLUX.1-dev, batches of two, nothing cached: the plan's figures for it are in gigabytes."""
+    return job_of(
+        coat=coat,
+        train={"batch_size": 2, "gradient_checkpointing": True},
+        dataset={"cache_latents_to_disk": False, "cache_text_embeddings": False},
+    )
+
+
+# --- a step that fails, and is tried again ---
+
+
+@pytest.mark.parametrize(("moment", "after"), [("forward pass", 3), ("backward pass", 300)])
+def test_the_step_is_explained_and_the_retry_recomputes_every_block(moment: str, after: int) -> None:
+    training, expected = Training({}), Training({"memory": {"checkpointing": "all"}})
+    said = fail_in(training, moment, after, job=big_job)
+    assert said.splitlines()[0] == f"Out of memory in the phase step ({moment}): {MESSAGE.splitlines()[0]}"
+    assert "plan for this phase: " in said
+    assert "train.cache_text_embeddings: true" in said
+    line = recompute_more(training.model)
+    assert line is not None
+    assert line.startswith("checkpointing auto: from here on all 4 blocks recompute, before 0 did")
+    assert "gradients are now those of FP8 inputs" in line
+    assert recompute_more(training.model) is None
+    for run in (training, expected):
+        run.step()
+    for name, value in expected.weights().items():
+        assert_bitwise(training.weights()[name], value)
+
+
+def test_the_retry_keeps_less_for_backward() -> None:
+    training = Training({})
+    before = training.kept_bytes()
+    recompute_more(training.model)
+    after = training.kept_bytes()
+    assert after < 0.5 * before
+    assert after == Training({"memory": {"checkpointing": "all"}}).kept_bytes()
+
+
+def test_exact_recomputation_gives_the_weights_of_a_run_that_never_failed() -> None:
+    training, expected = Training(EXACT), Training(EXACT)
+    for run in (training, expected):
+        run.step()
+    fail_in(training, "forward pass", 300)
+    line = recompute_more(training.model)
+    assert line is not None
+    assert "gradients are now those of exact inputs" in line
+    training.step()
+    expected.step()
+    for name, value in expected.weights().items():
+        assert_bitwise(training.weights()[name], value)
+
+
+def test_transposed_weights_go_first_and_change_nothing() -> None:
+    training, expected = Training({}), Training({})
+    policy = BlockPolicy.of(training.model)
+    assert policy is not None
+    training.step()
+    policy._transposed.fit(CUDA, 1e12)  # as on a GPU with room: dgrad reads the copies
+    linears = [m for block in training.blocks() for m in block.modules() if isinstance(m, FP8Linear)]
+    assert sum(load_transposed(m, m.config) is not None for m in linears) == 34
+    line = recompute_more(training.model)
+    assert line is not None
+    assert line.startswith("transposed weights: ")
+    assert line.endswith("dropped for the rest of the run; results stay the same")
+    policy._transposed.fit(CUDA, 1e12)
+    assert not any(load_transposed(m, m.config) is not None for m in linears)
+    assert policy.recomputed == []
+    training.step()
+    expected.step()
+    expected.step()
+    for name, value in expected.weights().items():
+        assert_bitwise(training.weights()[name], value)
+    again = recompute_more(training.model)
+    assert again is not None
+    assert "all 4 blocks recompute" in again
+
+
+@pytest.mark.parametrize("mode", ["none", "all", "every_n"])
+def test_what_the_config_fixes_is_left_as_it_is(mode: str) -> None:
+    training = Training({"memory": {"checkpointing": mode}})
+    before = BlockPolicy.of(training.model).recomputed
+    assert recompute_more(training.model) is None
+    assert BlockPolicy.of(training.model).recomputed == before
+
+
+def test_a_host_that_forbids_recomputation_and_a_model_without_coat_are_left_alone() -> None:
+    model, _, _ = coat_flux_model({}, allow_recompute=False)
+    assert recompute_more(model) is None
+    assert recompute_more(nn.Linear(2, 2)) is None
+
+
+def test_a_later_larger_picture_does_not_take_the_choice_back() -> None:
+    training = Training({})
+    training.step()
+    recompute_more(training.model)
+    loss_of(predict(training.model, side=12)).backward()
+    assert BlockPolicy.of(training.model).recomputed == [0, 1, 2, 3]
+    assert training.report.metadata()["coat.got.checkpointing"] == "4 of 4 blocks recompute from FP8 inputs"
+    assert training.report.metadata()["coat.why.checkpointing"] == "memory ran out with 0"
+
+
+# --- the explanation ---
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A GPU of 24 GB: 15 of them in tensors, 18 reserved, 20.5 taken by all processes."""
+    at = {"allocated": 15e9, "reserved": 18e9, "free": 3.5e9, "total": 24e9}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: int(at["allocated"]))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(at["reserved"]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(at["allocated"]))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(at["reserved"]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(at["free"]), int(at["total"])))
+    monkeypatch.setattr("coat_flux.memory.phases.reset_peak", lambda device: None)
+    return at
+
+
+def explained(job: Any, phase: str | None = "step", error: BaseException | None = None) -> list[str]:
+    phases = PhaseTracker(CUDA, None)
+    phases.enter("step")
+    return explain_oom(
+        error or torch.OutOfMemoryError(MESSAGE), phase=phase, phases=phases, job=job, device=CUDA
+    ).splitlines()
+
+
+def freed(lines: list[str]) -> dict[str, int]:
+    """Change → megabytes, in the order of the lines."""
+    found = [line.strip().partition("  ") for line in lines if line.startswith("  ")]
+    assert all("  costs " in rest for _, _, rest in found)
+    return {text: int(rest.split("frees ")[1].split(" MB")[0].replace(",", "")) for text, _, rest in found}
+
+
+def test_remedies_have_their_megabytes_and_come_cheapest_first(card: dict[str, float]) -> None:
+    lines = explained(big_job(memory={"checkpointing": "none"}, activation={"attention": "bf16"}))
+    found = freed(lines)
+    assert list(found) == [
+        "train.cache_text_embeddings: true",
+        "datasets: cache_latents_to_disk: true",
+        "coat.activation.attention: fp8",
+        "coat.memory.checkpointing: auto",
+        "coat.memory.checkpointing: all",
+        "train.batch_size: 1, gradient_accumulation: 2",
+        "network.linear: 8",
+        "datasets: resolution at most 768",
+    ]
+    assert found["train.cache_text_embeddings: true"] == round(2 * (4_762_310_656 + 123_060_480) / 1e6)
+    assert found["datasets: cache_latents_to_disk: true"] == round(2 * 83_819_683 / 1e6)
+    assert found["coat.memory.checkpointing: all"] > found["coat.activation.attention: fp8"] > 1000
+    assert found["network.linear: 8"] > 85_917_696 * 4 / 2e6  # half of the adapters, their gradients and moments
+
+
+def test_under_auto_a_remedy_is_not_eaten_up_by_blocks_that_need_not_recompute_then(card: dict[str, float]) -> None:
+    found = freed(explained(big_job()))
+    assert found["datasets: resolution at most 768"] > 100
+    assert found["network.linear: 8"] > 100
+
+
+def test_samples_have_remedies_of_their_own(card: dict[str, float]) -> None:
+    lines = explained(big_job(), phase="sample")
+    assert lines[0].startswith("Out of memory in the phase sample: ")
+    found = freed(lines)
+    assert found["sample.width and height: at most 768"] > 100
+    assert found["train.disable_sampling: true"] > found["sample.width and height: at most 768"]
+    assert "coat.memory.checkpointing: all" not in found
+
+
+def test_copies_that_are_kept_are_the_cheapest_remedy(card: dict[str, float]) -> None:
+    found = freed(explained(big_job(memory={"checkpointing": "all", "transposed_weights": "always"})))
+    assert found["coat.memory.transposed_weights: never"] == round(912 * 3072**2 / 1e6)  # weights that see tokens
+
+
+def test_gaps_and_other_processes_are_named_with_what_to_do(card: dict[str, float], monkeypatch) -> None:
+    text = "\n".join(explained(big_job()))
+    assert "held now: activations and workspace 15.00 GB" in text  # nothing else is known of this run
+    assert "allocated 15.00 GB, reserved 18.00 GB, free 3.50 GB of 24.00 GB" in text
+    assert "fragmentation: 3,000 MB are reserved and in no tensor" in text
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
+    assert "other processes hold 1,900 MB of this card: end them (nvidia-smi lists them)" in text
+    assert "coat.memory.budget_gb be below the 22.1 GB" in text
+    card.update(allocated=17.9e9, free=5.5e9)
+    text = "\n".join(explained(big_job()))
+    assert "fragmentation" not in text
+    assert "other processes" not in text
+
+
+def test_what_is_held_is_listed_by_part() -> None:
+    training = Training({})
+    training.step()
+    said = fail_in(training, "backward pass", 300)
+    held = next(line for line in said.splitlines() if line.startswith("held now: "))
+    bytes_of_lora = sum(4 * p.numel() for p in training.lora.values())
+    assert f"lora {bytes_of_lora / 1e6:.2f} MB" in held
+    found = [part for part in ("transformer", "optimizer", "gradients") if f"{part} " in held]
+    assert found == ["transformer", "optimizer", "gradients"], held
+
+
+def test_the_phase_is_the_one_that_the_error_left(card: dict[str, float]) -> None:
+    phases = PhaseTracker(CUDA, None)
+    phases.enter("step")
+    with contextlib.suppress(torch.OutOfMemoryError), phases.during("sample"):
+        raise torch.OutOfMemoryError(MESSAGE)
+    assert phases.under_way == "sample"
+    said = explain_oom(torch.OutOfMemoryError(MESSAGE), phase=None, phases=phases, job=None, device=CUDA)
+    assert said.startswith("Out of memory in the phase sample: ")
+    phases.see("before_forward")
+    assert phases.under_way == "step"
+
+
+def test_host_memory_is_told_apart_from_the_cards(card: dict[str, float]) -> None:
+    error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 bytes.")
+    lines = explained(big_job(), phase="load", error=error)
+    assert lines[1].startswith("plan: 26.")  # 23.8 GB of weights before they are FP8, and Python
+    assert lines[1].endswith("of host memory")
+    assert lines[2].startswith("host memory: this process has ")
+    assert not any("network.linear" in line for line in lines)
+
+
+def test_an_explanation_that_fails_says_so_and_goes_on(card: dict[str, float], monkeypatch) -> None:
+    def no_job() -> JobConfig:
+        raise ConfigError("job.yaml: network.type=lokr: only lora")
+
+    lines = explained(no_job)
+    assert lines[0].startswith("Out of memory in the phase step")
+    assert lines[1] == "(plan: not known, ConfigError: job.yaml: network.type=lokr: only lora)"
+    assert any(line.startswith("held now: ") for line in lines)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: 1 / 0)
+    lines = explained(None)
+    assert lines[0].startswith("Out of memory in the phase step")
+    assert "(held: not known, ZeroDivisionError: division by zero)" in lines
+
+
+def test_without_a_job_there_is_no_plan_and_the_rest_is_there(card: dict[str, float]) -> None:
+    lines = explained(None)
+    assert not any(line.startswith(("plan", "change")) for line in lines)
+    assert any(line.startswith("cuda:0: allocated 15.00 GB") for line in lines)
+
+
+# --- the stand-alone trainer ---
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Model, images and output folder of a run; prompts of 48 tokens instead of 512 for speed."""
+    root = tmp_path_factory.mktemp("oom")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 2), "out": root / "out"}
+
+
+def run_lora(name: str, place: dict[str, Path], checkpointing: str) -> dict[str, Tensor]:
+    coat = {**EXACT, "memory": {**EXACT["memory"], "checkpointing": checkpointing, "log_memory_stats": False}}
+    train = {"steps": 2, "gradient_checkpointing": True}
+    return load_file(COATTrainer(engine_job(name, **place, coat=coat, train=train, save={"dtype": "fp32"})).train())
+
+
+def failing_dgrad(at: int) -> Callable[..., Tensor]:
+    """The backward product of linears; call number `at` finds no memory."""
+    calls, original = itertools.count(1), function.dgrad
+
+    def dgrad(*args: Any, **kwargs: Any) -> Tensor:
+        if next(calls) == at:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return original(*args, **kwargs)
+
+    return dgrad
+
+
+def test_a_run_goes_on_with_the_same_weights(
+    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = run_lora("fits", place, "auto")
+    monkeypatch.setattr("coat_core.linear.function.dgrad", failing_dgrad(60))
+    found = run_lora("failed", place, "auto")
+    said = "".join(capsys.readouterr())
+    assert "Out of memory in the phase step (backward pass): CUDA out of memory" in said
+    assert "Step 2 is tried again: checkpointing auto: from here on all 4 blocks recompute" in said
+    for name, value in expected.items():
+        assert_bitwise(found[name], value)
+
+
+def test_a_run_that_may_not_recompute_more_ends_with_the_explanation(
+    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coat_core.linear.function.dgrad", failing_dgrad(60))
+    with pytest.raises(OutOfMemory, match=r"in the phase step \(backward pass\): CUDA out of memory") as error:
+        run_lora("ended", place, "none")
+    assert "plan for this phase: " in str(error.value)
