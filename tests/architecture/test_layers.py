@@ -31,9 +31,14 @@ LAYERS = {
     "coat_flux.optimizer": 4,
     "coat_flux.tiny_flux": 4,
     "coat_flux.speed": 4,
+    "coat_flux.check": 4,
+    "coat_flux.checkpoint": 4,
+    "coat_flux.export": 4,
+    "coat_flux.guard": 4,
     "coat_flux.engine": 5,
     "coat_flux.aitk": 5,
     "coat_flux.bench": 6,
+    "coat_flux.doctor": 6,
     "coat_flux.cli": 7,
 }
 SIBLINGS = [("coat_core.optim", "coat_core.linear", "coat_core.activation"), ("coat_flux.engine", "coat_flux.aitk")]

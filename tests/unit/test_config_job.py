@@ -22,7 +22,7 @@ BASE = {
                 "datasets": [{"folder_path": "photos", "caption_ext": "txt", "resolution": [512, 768]}],
                 "train": {"steps": 20, "lr": 1e-4, "optimizer": "coat_fp8_adamw", "dtype": "bf16"},
                 "model": {"name_or_path": "models/tiny", "is_flux": True, "quantize": True, "qtype": "coat_fp8"},
-                "sample": {"width": 64, "height": 64, "prompts": ["[trigger] a", "b"]},
+                "sample": {"width": 64, "height": 64, "prompts": ["a", "b"]},
             }
         ],
     },
@@ -153,7 +153,7 @@ def test_cache_text_embeddings_of_train_is_every_dataset_s():
 def test_samples_are_filled_in_as_ai_toolkit_does():
     prompts = parse({"sample.seed": 5, "sample.walk_seed": True}).sample.items()
     assert prompts == (
-        SampleItem("[trigger] a", 64, 64, 5, 7.0, 20),
+        SampleItem("a", 64, 64, 5, 7.0, 20),
         SampleItem("b", 64, 64, 6, 7.0, 20),
     )
     entries = [{"prompt": "a"}, {"prompt": "b", "seed": 42, "width": 128, "sample_steps": 4}, {"prompt": "c"}]
@@ -218,7 +218,7 @@ def test_samples_are_filled_in_as_ai_toolkit_does():
         ({"sample.width": 1000}, "sample.width=1000: must be a whole number from 16 to 8192 and a multiple of 16"),
         ({"sample.prompts": "a"}, "sample.prompts='a': must be a list of texts; write ['a']"),
         ({"device": "gpu"}, "device='gpu': must be cuda, cuda:0, mps or cpu"),
-        ({"name": "a/b"}, "config.name='a/b': names the run's folder, so none of"),
+        ({"name": "a/b"}, "name='a/b': names the run's folder, so none of"),
         # contradictions
         ({"network.linear_alpha": 8}, "network.linear_alpha=8.0: ai-toolkit ignores it on FLUX, alpha is the rank; wr"),
         ({"network.rank": 8, "network.linear_alpha": ...}, "network.rank=8: an old name of linear, which is given too"),

@@ -169,8 +169,10 @@ def _check_other_key(
     name: Any, value: Any, path: str, known: Mapping[str, Field[Any]], host: HostKeys, findings: Findings
 ) -> None:
     if name in host.no_effect:
-        if value:
-            findings.note(path, host.no_effect[name])
+        if isinstance(value, Mapping):
+            findings.add(path, "is no block, nothing reads what is in it; remove it", value)
+        elif value:
+            findings.warn(path, host.no_effect[name])
     elif name in host.unsupported:
         _check_unsupported(value, host.unsupported[name], path, findings)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
@@ -14,22 +15,62 @@ MAX_LISTED = 12
 _ABSENT = object()
 
 
-class ConfigError(ValueError):
-    """A config that cannot be run.
-
-    Each finding is one line, `<file>: <key.path>=<value>: <rule>; <remedy>`; the message is all of them.
+@dataclass(frozen=True)
+class Finding:
+    """One thing about a config, printed as one line.
 
     Args:
-        findings: the lines.
+        severity: "error" stops the run, "warning" does not.
+        file: where it was read.
+        key: dotted key path, or a place such as `line 3, column 5`; empty where the finding is about the whole file.
+        value: what was written there, as `show` has it; None where that says nothing.
+        rule: what is allowed, or what is wrong.
+        remedy: what to change; empty where nothing has to.
     """
 
-    def __init__(self, findings: str | Iterable[str]):
-        self.findings = (findings,) if isinstance(findings, str) else tuple(findings)
+    severity: str
+    file: str
+    key: str
+    value: str | None
+    rule: str
+    remedy: str
+
+    def line(self) -> str:
+        """`<file>: <key.path>=<value>: <rule>; <remedy>`."""
+        where = shorten(self.key, MAX_PATH) if self.value is None else f"{shorten(self.key, MAX_PATH)}={self.value}"
+        return ": ".join(part for part in (self.file, where, self.text()) if part)
+
+    def text(self) -> str:
+        """Rule and remedy."""
+        return f"{self.rule}; {self.remedy}" if self.remedy else self.rule
+
+
+def finding(file: str, key: str, text: str, value: Any = _ABSENT, *, severity: str = "error") -> Finding:
+    """A finding from one sentence `<rule>; <remedy>`; the arguments are those of `Finding`, `value` as it was read."""
+    rule, _, remedy = text.rpartition("; ") if "; " in text else (text, "", "")
+    return Finding(severity, file, key, None if value is _ABSENT else show(value), rule, remedy)
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message has one line for each finding.
+
+    Args:
+        found: the findings, or their lines where there is nothing but text.
+
+    Attributes:
+        findings: the lines.
+        found: those that came as `Finding`.
+    """
+
+    def __init__(self, found: str | Finding | Iterable[str | Finding]):
+        items = (found,) if isinstance(found, (str, Finding)) else tuple(found)
+        self.found = tuple(item for item in items if isinstance(item, Finding))
+        self.findings = tuple(item.line() if isinstance(item, Finding) else item for item in items)
         super().__init__("\n".join(self.findings))
 
 
 class Findings:
-    """Collects findings, notes and which keys were written (`given`) and refused (`refused`).
+    """Collects findings, and which keys were written (`given`) and refused (`refused`).
 
     Args:
         file: named at the start of every line.
@@ -39,27 +80,41 @@ class Findings:
         self.file = file
         self.given: set[str] = set()
         self.refused: set[str] = set()
-        self.notes: list[str] = []
-        self.lines: list[str] = []
+        self.errors: list[Finding] = []
+        self.warnings: list[Finding] = []
 
-    def add(self, path: str, rule: str, value: Any = _ABSENT) -> None:
-        """Add one line about `path`; `rule` says what is allowed and what to change."""
-        self.refused.add(path)
-        where = shorten(path, MAX_PATH) if value is _ABSENT else f"{shorten(path, MAX_PATH)}={show(value)}"
-        self.lines.append(f"{self.file}: {where}: {rule}")
+    def add(self, path: str, text: str, value: Any = _ABSENT) -> None:
+        """Add an error at `path`; `text` says what is allowed and what to change: `<rule>; <remedy>`.
 
-    def note(self, path: str, text: str) -> None:
-        """Keep something the user should know that does not stop the run."""
-        self.notes.append(f"{self.file}: {path}: {text}")
+        Only the first error of a key counts, and none in a block that was refused: what follows from a mistake is
+        no second one.
+        """
+        if self.sound(path):
+            self.refused.add(path)
+            self.errors.append(finding(self.file, path, text, value))
+
+    def warn(self, path: str, text: str, value: Any = _ABSENT) -> None:
+        """Add something the user should know that does not stop the run, unless the key was refused."""
+        if self.sound(path):
+            self.warnings.append(finding(self.file, path, text, value, severity="warning"))
+
+    def sound(self, *paths: str) -> bool:
+        """Whether none of the keys, nor a block around one, was refused: rules between keys need them all."""
+        return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for path in paths for bad in self.refused)
+
+    @property
+    def all(self) -> list[Finding]:
+        """Errors, then warnings."""
+        return [*self.errors, *self.warnings]
 
     def raise_if_any(self) -> None:
-        """Raise what was found so far.
+        """Raise the errors found so far.
 
         Raises:
-            ConfigError: there is at least one finding.
+            ConfigError: there is at least one.
         """
-        if self.lines:
-            raise ConfigError(self.lines)
+        if self.errors:
+            raise ConfigError(self.errors)
 
 
 def show(value: Any) -> str:

@@ -16,7 +16,7 @@ from .build import HostKeys, blocks, build, key
 from .coat_config import COATConfig, check_combinations
 from .findings import Findings
 from .host_keys import NO_EFFECT, UNSUPPORTED
-from .job_file import check_shape, load_job_yaml, replace_name
+from .job_file import check_plain, check_shape, load_job_yaml, replace_name
 from .job_rules import COAT_OPTIMIZER, COAT_TYPE, check_job, coat_without_block
 from .job_sections import (
     DTYPES,
@@ -97,9 +97,24 @@ class JobConfig:
         Raises:
             ConfigError: everything that is wrong with it.
         """
+        job, findings = cls.examine(raw, file=file)
+        findings.raise_if_any()
+        assert job is not None
+        return job
+
+    @classmethod
+    def examine(cls, raw: Any, *, file: str = "<dict>") -> tuple[JobConfig | None, Findings]:
+        """As `from_dict`, with everything that was found, warnings too.
+
+        Returns:
+            (job, findings). The job is None where `raw` has not the shape of one; with errors among the findings a
+            refused value is replaced by its default.
+        """
         findings = Findings(file)
         check_shape(raw, findings)
-        findings.raise_if_any()
+        check_plain(raw, findings)
+        if findings.errors:
+            return None, findings
         plain = replace_name(raw, raw["config"]["name"])
         config, path = plain["config"], "config.process[0]"
         _check_frame(plain, findings)
@@ -109,8 +124,7 @@ class JobConfig:
         job = replace(_completed(job, config["name"]), coat=_coat_in_force(job, f"{path}.coat", findings))
         check_combinations(job.coat, f"{path}.coat", findings)
         check_job(job, path, findings)
-        findings.raise_if_any()
-        return replace(job, notes=tuple(findings.notes))
+        return replace(job, notes=tuple(warning.line() for warning in findings.warnings)), findings
 
 
 def _host(section: str) -> HostKeys:
@@ -138,7 +152,7 @@ def _check_frame(raw: Mapping[str, Any], findings: Findings) -> None:
     config = raw["config"]
     for extra in config:
         if extra == "device":
-            findings.note("config.device", "no effect, as in ai-toolkit; write it in config.process[0]")
+            findings.warn("config.device", "no effect, as in ai-toolkit; write it in config.process[0]")
         elif extra not in ("name", "process"):
             findings.add(f"config.{extra}", "unknown key; known here: name, process")
     if len(config["process"]) > 1:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from .build import parse_keys
 from .coat_config import COATConfig, parse_optimizer_params
-from .findings import ConfigError, Findings
+from .common_rules import check_caption_ext, check_folder, check_path, check_resolution, check_run, check_trigger
+from .findings import ConfigError, Findings, finding
 from .options import ADAMW_OPTIONS
 from .values import Option
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 COAT_OPTIMIZER = "coat_fp8_adamw"
 COAT_QTYPE = "coat_fp8"
 COAT_TYPE = "coat_flux_trainer"
-_BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$')
 _DEVICE = re.compile(r"cuda(:\d+)?|mps|cpu")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
 
@@ -75,16 +75,20 @@ def require_packages(job: JobConfig) -> None:
         ConfigError: bitsandbytes is wanted and not there.
     """
     if job.train.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"{job.file}: config.process[0].train.optimizer='adamw8bit': needs the package bitsandbytes; "
-            f"pip install bitsandbytes, or write {COAT_OPTIMIZER} or adamw"
-        )
+        remedy = f"pip install bitsandbytes, or write {COAT_OPTIMIZER} or adamw"
+        text = f"needs the package bitsandbytes; {remedy}"
+        raise ConfigError(finding(job.file, "config.process[0].train.optimizer", text, job.train.optimizer))
 
 
 def _check_names(job: JobConfig, path: str, findings: Findings) -> None:
-    if not job.name or _BAD_NAME.search(job.name):
-        rule = "names the run's folder, so none of <>:\"/\\|?*[] and no dot or space at its ends; write another"
-        findings.add("config.name", rule, job.name)
+    name_path = f"{path}.name" if f"{path}.name" in findings.given else "config.name"
+    folder_path = f"{path}.training_folder"
+    folder = job.training_folder if findings.sound(folder_path) else None
+    check_run(job.name, name_path, folder, path, findings)
+    if job.log_dir:
+        check_folder(job.log_dir, f"{path}.log_dir", findings)
+    if job.model.name_or_path:
+        check_path(job.model.name_or_path, f"{path}.model.name_or_path", findings)
     if job.device is not None and not _DEVICE.fullmatch(job.device):
         findings.add(f"{path}.device", "must be cuda, cuda:0, mps or cpu; write one, or null", job.device)
 
@@ -93,7 +97,7 @@ def _check_network(job: JobConfig, path: str, findings: Findings) -> None:
     rank, alpha = job.network.linear, job.network.linear_alpha
     if {f"{path}.linear", f"{path}.rank"} <= findings.given:
         findings.add(f"{path}.rank", "an old name of linear, which is given too; remove rank", rank)
-    if alpha is not None and alpha != rank:
+    if alpha is not None and alpha != rank and findings.sound(f"{path}.linear", f"{path}.rank"):
         rule = f"ai-toolkit ignores it on FLUX, alpha is the rank; write {rank} or remove it, and scale lr instead"
         findings.add(f"{path}.linear_alpha", rule, alpha)
     if job.network.network_kwargs.only_if_contains == ():
@@ -102,13 +106,17 @@ def _check_network(job: JobConfig, path: str, findings: Findings) -> None:
 
 
 def _check_datasets(job: JobConfig, path: str, findings: Findings) -> None:
-    if not job.datasets and path not in findings.refused:
+    if not job.datasets:
         findings.add(path, "there is nothing to train on; write '- folder_path: …' below it")
     cached = [entry.cache_text_embeddings for entry in job.datasets]
     if any(cached) and not all(cached):
         rule = "must be the same in all datasets; write it in train: instead"
         findings.add(f"{path}[{cached.index(False)}].cache_text_embeddings", rule, False)
     for i, entry in enumerate(job.datasets):
+        if entry.folder_path:
+            check_path(entry.folder_path, f"{path}[{i}].folder_path", findings)
+        check_caption_ext(entry.caption_ext, f"{path}[{i}].caption_ext", findings)
+        check_resolution(entry.resolution, f"{path}[{i}].resolution", findings)
         if entry.cache_text_embeddings and entry.shuffle_tokens:
             rule = "a cached caption is encoded once, in one order; write false, or cache_text_embeddings: false"
             findings.add(f"{path}[{i}].shuffle_tokens", rule, True)
@@ -122,11 +130,13 @@ def _check_train(job: JobConfig, path: str, findings: Findings) -> None:
     if train.min_denoising_steps > train.max_denoising_steps:
         rule = f"must not be above max_denoising_steps, which is {train.max_denoising_steps}; write less"
         findings.add(f"{path}.min_denoising_steps", rule, train.min_denoising_steps)
-    if train.optimizer == COAT_OPTIMIZER:
-        parse_optimizer_params(train.optimizer_params, f"{path}.optimizer_params", findings)
-    else:
-        parse_keys(ADAMW_OPTIONS, train.optimizer_params, f"{path}.optimizer_params", findings)
-    parse_keys(LR_PARAMS[train.lr_scheduler], train.lr_scheduler_params, f"{path}.lr_scheduler_params", findings)
+    if findings.sound(f"{path}.optimizer"):
+        if train.optimizer == COAT_OPTIMIZER:
+            parse_optimizer_params(train.optimizer_params, f"{path}.optimizer_params", findings)
+        else:
+            parse_keys(ADAMW_OPTIONS, train.optimizer_params, f"{path}.optimizer_params", findings)
+    if findings.sound(f"{path}.lr_scheduler"):
+        parse_keys(LR_PARAMS[train.lr_scheduler], train.lr_scheduler_params, f"{path}.lr_scheduler_params", findings)
 
 
 def _check_model(job: JobConfig, path: str, findings: Findings) -> None:
@@ -151,15 +161,20 @@ def _check_sample(job: JobConfig, path: str, findings: Findings) -> None:
         if text is not None and _PROMPT_FLAG.search(text):
             rule = "flags in a prompt are not supported by the stand-alone trainer; write an entry of samples instead"
             findings.add(f"{path}.{where}", rule, text)
+    root = path.removesuffix(".sample")
+    check_trigger(job.trigger_word, [(f"{path}.{where}", text) for where, text in texts], root, findings)
 
 
 def _check_coat(job: JobConfig, path: str, findings: Findings) -> None:
     coat, train = job.coat, job.train
+    switches = ("train.optimizer", "model.quantize", "model.qtype", "coat.enabled", "coat.optimizer", "coat.weight")
+    if not findings.sound(*(f"{path}.{key}" for key in switches)):
+        return
     uses_optimizer = train.optimizer == COAT_OPTIMIZER
     uses_weights = job.model.quantize and job.model.qtype == COAT_QTYPE
     block_given = f"{path}.coat" in findings.given
     if block_given and job.type != COAT_TYPE:
-        findings.note(f"{path}.coat", f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {job.type}")
+        findings.warn(f"{path}.coat", f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {job.type}")
     if block_given and not coat.enabled:
         remedy = "coat.enabled is false; write {} or coat.enabled: true"
         if uses_optimizer:
@@ -173,7 +188,7 @@ def _check_coat(job: JobConfig, path: str, findings: Findings) -> None:
         rule = f"the block coat.optimizer needs {COAT_OPTIMIZER}; write that, or coat.optimizer: {{use_fp8: false}}"
         findings.add(f"{path}.train.optimizer", rule, train.optimizer)
     if coat.enabled and not uses_optimizer and not coat.optimizer.use_fp8:
-        findings.note(f"{path}.train.optimizer", f"{train.optimizer} stores the moments its own way, not as COAT")
+        findings.warn(f"{path}.train.optimizer", f"{train.optimizer} stores the moments its own way, not as COAT")
     if coat.memory.checkpointing in ("all", "every_n") and not train.gradient_checkpointing and block_given:
         rule = "train.gradient_checkpointing: false forbids recomputation; write none or auto, or true there"
         findings.add(f"{path}.coat.memory.checkpointing", rule, coat.memory.checkpointing)

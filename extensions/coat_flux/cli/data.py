@@ -1,0 +1,88 @@
+"""`coat-flux data`: the report on a folder of photos, and its contact sheet."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..config import JobConfig
+from .common import EXIT_REFUSED, Refused
+
+DEFAULT_RESOLUTIONS = (512, 768, 1024)
+DEFAULT_EXTENSION = "txt"
+SMALLEST, LARGEST = 32, 8192
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser of `coat-flux`."""
+    data = commands.add_parser("data", help="check photos and captions, draw a contact sheet", description=run.__doc__)
+    data.add_argument("data", type=Path, metavar="DIR", help="folder of photos, or a YAML with datasets")
+    data.add_argument("--resolution", nargs="+", type=_pixels, metavar="PX", help="default: 512 768 1024")
+    data.add_argument("--caption-ext", metavar="EXT", help=f"default: {DEFAULT_EXTENSION}")
+    data.add_argument("--trigger", metavar="WORD", help="trigger_word")
+    data.add_argument("--sheet", type=Path, metavar="FILE", help="default: output/data/<name>.png")
+    data.set_defaults(run=run)
+
+
+def _pixels(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if not SMALLEST <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from {SMALLEST} to {LARGEST}, such as 512")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read every photo and caption as training would, and say what is wrong, what is cropped and what is corrected.
+
+    Nothing in the folder is changed. The contact sheet shows the photos as they are read, with the frames of their
+    crops. Exit code 2 where training would be refused.
+    """
+    from ..data.preflight import inspect_datasets
+    from ..data.sheet import MOST_PHOTOS, contact_sheet
+
+    datasets, trigger, policy, name = _wanted(args)
+    report = inspect_datasets(datasets, trigger, **policy)
+    for table in report.tables:
+        print(table)
+    for warning in report.warnings:
+        print(f"warning: {warning}")
+    count = len(report.photos) + len(report.unreadable)
+    if count:
+        sheet = args.sheet or Path("output") / "data" / f"{name}.png"
+        _save(contact_sheet(report, **policy), sheet)
+        print(f"contact sheet: {sheet}" + (f" (the first {MOST_PHOTOS} of {count})" if count > MOST_PHOTOS else ""))
+    for error in report.errors:
+        print(f"error: {error}", file=sys.stderr)
+    return EXIT_REFUSED if report.errors else 0
+
+
+def _wanted(args: argparse.Namespace) -> tuple[tuple[Any, ...], str | None, dict[str, str], str]:
+    """Datasets, trigger word, photo policy and a name."""
+    from ..config.job_sections import DatasetSection
+
+    if args.data.is_file():
+        given = [flag for flag in ("resolution", "caption_ext", "trigger") if getattr(args, flag) is not None]
+        if given:
+            flag = given[0].replace("_", "-")
+            raise Refused(
+                f"--{flag}: {args.data} is a file that says so itself; leave the option out, or name a folder"
+            )
+        job = JobConfig.from_file(args.data)
+        policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
+        return job.datasets, job.trigger_word, policy, job.name
+    section = DatasetSection(
+        folder_path=str(args.data),
+        caption_ext=args.caption_ext or DEFAULT_EXTENSION,
+        resolution=tuple(args.resolution or DEFAULT_RESOLUTIONS),
+    )
+    return (section,), args.trigger, {}, args.data.resolve().name
+
+
+def _save(sheet: Any, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sheet.save(path)
+    except (OSError, ValueError) as error:
+        raise Refused(f"--sheet {path}: cannot be written ({error}); name another file ending in .png") from error

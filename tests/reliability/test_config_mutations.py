@@ -1,0 +1,259 @@
+"""Valid configs, mutated: the answer is a job or findings, never a traceback, and no key is ever ignored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from coat_flux.check import Finding, check_job_dict, check_job_file
+from coat_flux.check.ai_toolkit_rules import ADAM_SWITCHES
+from coat_flux.check.host_schema import PROCESS, shipped_schema
+from coat_flux.config import COATConfig, JobConfig, load_job_yaml
+from coat_flux.config.build import config_fields
+from coat_flux.config.host_schema import BLOCKS
+from coat_flux.config.job_config import HOST
+from coat_flux.config.job_rules import LR_PARAMS
+from coat_flux.config.options import ADAMW_OPTIONS, BY_KEY
+from tests.reliability.bad_config import ALONE, BOTH, BadConfig, valid_job
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+JOBS: tuple[dict[str, Any], ...] = (valid_job(), *(load_job_yaml(path) for path in CONFIGS))
+SCHEMA = shipped_schema()
+FREE = ("meta",)  # the user's own
+Path_ = tuple[Any, ...]
+
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=6),
+    st.sampled_from(
+        ["1e-4", "true", "16", "coat_fp8", "adamw", 10**400, "\0", "~/x", [], {}, [None], {"a": 1}, {1: 2}]
+    ),
+)
+
+
+def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """The path of everything in a job, without what is free."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if (*path, key)[:1] != FREE:
+            yield (*path, key)
+            yield from places(item, (*path, key))
+
+
+def at(job: Any, path: Path_) -> Any:
+    """What is at a path."""
+    for key in path:
+        job = job[key]
+    return job
+
+
+def dotted(path: Path_) -> str:
+    """The path as findings write it."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    return text.removeprefix(".")
+
+
+PLACES = [(i, path) for i, job in enumerate(JOBS) for path in places(job)]
+KEYS = [(i, path) for i, path in PLACES if isinstance(path[-1], str)]
+
+
+def errors(job: Any, host: str) -> list[Finding]:
+    """The errors of a job; every finding is one line with a rule, and errors have a remedy."""
+    found = check_job_dict(job, file="f.yaml", host=host)
+    for item in found:
+        assert item.line().startswith("f.yaml: ")
+        assert "\n" not in item.line()
+        assert item.rule
+        assert item.remedy or item.severity == "warning"
+    return [item for item in found if item.severity == "error"]
+
+
+def mangled(word: str, how: int, where: int) -> str:
+    """A key as people misspell it."""
+    i = where % len(word)
+    return (
+        word[:i] + word[i + 1 :],
+        word[:i] + word[i] + word[i:],
+        word[:i] + word[i : i + 2][::-1] + word[i + 2 :],
+        word[:i] + "x" + word[i + 1 :],
+        word.upper(),
+        word.replace("_", "-"),
+        f"{word}s",
+        f" {word}",
+    )[how % 8]
+
+
+# -- which keys are read, found without the code under test -----------------------------------------------------------
+
+
+def coat_keys() -> Iterator[str]:
+    for key in BY_KEY:
+        parts = key.split(".")
+        yield from (".".join(["coat", *parts[: i + 1]]) for i in range(len(parts)))
+
+
+def standalone_keys(cls: type = JobConfig, prefix: str = "") -> Iterator[str]:
+    for name, item in config_fields(cls).items():
+        yield f"{prefix}{name}"
+        inner = item.metadata.get("blocks") or item.default_factory
+        if isinstance(inner, type) and hasattr(inner, "__dataclass_fields__"):
+            yield from standalone_keys(inner, f"{prefix}{name}.")
+    if cls in HOST:
+        yield from (f"{prefix}{name}" for name in (*HOST[cls].no_effect, *HOST[cls].unsupported))
+
+
+def ai_toolkit_keys(block: str = PROCESS, prefix: str = "") -> Iterator[str]:
+    yield from (f"{prefix}{name}" for name in SCHEMA.classes[block])
+    for name, inner in BLOCKS.get(block, {}).items():
+        yield f"{prefix}{name}"
+        yield from ai_toolkit_keys(inner.removeprefix("[]"), f"{prefix}{name}.")
+
+
+PARAMS = {
+    *(f"train.optimizer_params.{option.key}" for option in ADAMW_OPTIONS),
+    *(f"train.optimizer_params.{key.removeprefix('optimizer.')}" for key in BY_KEY if key.startswith("optimizer.")),
+    *(f"train.lr_scheduler_params.{option.key}" for options in LR_PARAMS.values() for option in options),
+    "train.lr_scheduler_params.last_epoch",
+    *(f"train.optimizer_params.{key}" for key in ADAM_SWITCHES["adamw"]),
+}
+READ = {
+    "standalone": {*standalone_keys(), *coat_keys(), *PARAMS},
+    "ai-toolkit": {*ai_toolkit_keys(), "coat", *coat_keys(), *PARAMS},
+}
+FRAME = {"job", "config", "config.name", "config.process", "config.device"}
+
+
+def is_read(path: Path_, host: str) -> bool:
+    """Whether the key at a path has a meaning for a host."""
+    names = [key for key in path if isinstance(key, str)]
+    if path[:2] != ("config", "process"):
+        return ".".join(names) in FRAME
+    return len(names) == 2 or ".".join(names[2:]) in READ[host]
+
+
+# -- properties -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", BOTH)
+@given(place=st.sampled_from(KEYS), how=st.integers(0, 7), where=st.integers(0, 40))
+def test_a_renamed_key_is_always_named(host: str, place: tuple[int, Path_], how: int, where: int) -> None:
+    i, path = place
+    new = mangled(path[-1], how, where)
+    renamed = (*path[:-1], new)
+    assume(new != path[-1] and not is_read(renamed, host))
+    job = copy.deepcopy(JOBS[i])
+    block = at(job, path[:-1])
+    block[new] = block.pop(path[-1])
+    found = errors(job, host)
+    assert found
+    framed = len(path) < 3  # without `config` or `process` there is nothing left to name
+    assert framed or f"{dotted(path[:-1])}.{new.strip()}" in [item.key.replace(". ", ".") for item in found]
+
+
+@given(place=st.sampled_from([(i, path) for i, path in KEYS if len(path) > 3]))
+def test_a_dropped_key_is_missed_or_has_its_default(place: tuple[int, Path_]) -> None:
+    i, path = place
+    dropped = copy.deepcopy(JOBS[i])
+    del at(dropped, path[:-1])[path[-1]]
+    job, findings = JobConfig.examine(dropped)
+    if findings.errors:
+        return
+    default = default_of(path)
+    if default is ...:
+        return
+    explicit = copy.deepcopy(JOBS[i])
+    at(explicit, path[:-1])[path[-1]] = default
+    same, refused = JobConfig.examine(explicit)
+    assert [item.line() for item in refused.errors] == []
+    assert replace(job, raw={}, notes=()) == replace(same, raw={}, notes=())
+
+
+def default_of(path: Path_) -> Any:
+    """The default of a key of the process entry, from its dataclass; ... for a block and for another's parameters."""
+    cls: Any = JobConfig
+    for key in path[3:]:
+        if isinstance(key, int):
+            continue
+        item = config_fields(cls).get(key) if hasattr(cls, "__dataclass_fields__") else None
+        if item is None:
+            return ...
+        cls = item.metadata.get("blocks") or item.default_factory
+    option = item.metadata.get("option")
+    if option is None or option.required:
+        return ...
+    return list(option.default) if isinstance(option.default, tuple) else option.default
+
+
+@pytest.mark.parametrize("host", BOTH)
+@given(data=st.data())
+def test_mutated_jobs_are_answered_and_no_key_of_an_accepted_one_is_ignored(host: str, data: st.DataObject) -> None:
+    job = copy.deepcopy(data.draw(st.sampled_from(JOBS)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        mutate(job, data)
+    if errors(job, host):
+        if host in ALONE:
+            with pytest.raises(ValueError, match="<dict>: "):
+                JobConfig.from_dict(job)
+        return
+    ignored = [dotted(path) for path in places(job) if isinstance(path[-1], str) and not is_read(path, host)]
+    assert ignored == []
+
+
+def mutate(job: dict[str, Any], data: st.DataObject) -> None:
+    """Drop, rename, retype, swap or add one thing somewhere."""
+    there = list(places(job))
+    if not there:
+        return
+    path = data.draw(st.sampled_from(there))
+    block, key = at(job, path[:-1]), path[-1]
+    what = data.draw(st.sampled_from(["drop", "rename", "retype", "move", "add"]))
+    if what == "drop":
+        del block[key]
+    elif what == "rename" and isinstance(key, str):
+        new = mangled(key, data.draw(st.integers(0, 7)), data.draw(st.integers(0, 40))) if key else "x"
+        block[new] = block.pop(key)
+    elif what == "move":
+        block[key] = copy.deepcopy(at(job, data.draw(st.sampled_from(there))))
+    elif what == "add" and isinstance(block[key], dict):
+        block[key][data.draw(st.sampled_from(["x", 5, None, "lr", "enabled", "type"]))] = copy.deepcopy(data.draw(junk))
+    else:
+        block[key] = copy.deepcopy(data.draw(junk))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_with_damaged_lines_is_answered(tmp_path: Path, data: st.DataObject) -> None:
+    lines = BadConfig("valid", ()).content().decode().splitlines(keepends=True)
+    for _ in range(data.draw(st.integers(1, 4))):
+        i = data.draw(st.integers(0, len(lines) - 1))
+        at_column = data.draw(st.integers(0, len(lines[i])))
+        added = data.draw(
+            st.sampled_from(["", "\t", "  ", ": ", "- ", "[", "}", "'", "&a ", "*a", "!!x ", "<<: ", "\0", "#"])
+        )
+        kept = data.draw(st.integers(0, 6))
+        lines[i] = lines[i][:at_column] + added + lines[i][at_column + kept :]
+    path = tmp_path / "job.yaml"
+    path.write_text("".join(lines), encoding="utf-8")
+    for item in check_job_file(path):
+        assert item.line().startswith(f"{path}: ")
+        assert "\n" not in item.line()
+
+
+def test_the_known_keys_are_many_and_the_configs_have_no_finding() -> None:
+    assert len(READ["standalone"]) > 250
+    assert len(READ["ai-toolkit"]) > 350
+    assert set(COATConfig().to_dict()) <= {key.removeprefix("coat.") for key in READ["standalone"]}
+    for job in JOBS:
+        for host in BOTH:
+            assert errors(job, host) == []
+            assert [dotted(path) for path in places(job) if isinstance(path[-1], str) and not is_read(path, host)] == []

@@ -1,0 +1,312 @@
+"""The check of a whole job: what each host is told, what only surprises, and where ai-toolkit's keys come from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coat_flux.check import Finding, check_job_dict, check_job_file, find_toolkit
+from coat_flux.check.host_schema import NoHostError, read_schema, shipped_schema
+from coat_flux.cli.check import add_parser, run
+from coat_flux.config.host_keys import HOST_VERSION
+from coat_flux.config.host_schema import BLOCKS, CHOICES, KINDS, RANGES
+from tests.reliability.bad_config import BadConfig, valid_job
+
+AI_TOOLKIT = "ai-toolkit"
+
+
+def job(*changes: tuple[str, Any]) -> dict[str, Any]:
+    """The valid job with dotted keys of its process entry set."""
+    made = valid_job()
+    for dotted, value in changes:
+        place = made["config"]["process"][0]
+        *parents, leaf = dotted.split(".")
+        for parent in parents:
+            place = place[int(parent)] if parent.isdigit() else place.setdefault(parent, {})
+        place[leaf] = value
+    return made
+
+
+def found(*changes: tuple[str, Any], **keywords: Any) -> list[Finding]:
+    return check_job_dict(job(*changes), file="f.yaml", **keywords)
+
+
+# -- what a finding is ------------------------------------------------------------------------------------------------
+
+
+def test_a_finding_has_its_parts_and_is_one_line() -> None:
+    (item,) = found(("train.steps", 0))
+    assert item == Finding(
+        "error",
+        "f.yaml",
+        "config.process[0].train.steps",
+        "0",
+        "must be a whole number of at least 1",
+        "write 1000, for example",
+    )
+    assert item.line() == f"f.yaml: {item.key}=0: {item.rule}; {item.remedy}"
+
+
+def test_errors_come_before_warnings_and_what_follows_from_a_mistake_is_no_second_one() -> None:
+    items = found(("sample.prompts", ["a shirt"]), ("train", "fast"), ("network.linear", "16"))
+    assert [(item.severity, item.key.removeprefix("config.process[0].")) for item in items] == [
+        ("error", "network.linear"),
+        ("error", "train"),
+        ("warning", "sample.prompts[0]"),
+    ]
+
+
+def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"a: [\n")
+    (item,) = check_job_file(path, host=AI_TOOLKIT)
+    assert (item.severity, item.file, item.key) == ("error", str(path), "line 2, column 1")
+
+
+def test_only_two_hosts_are_known() -> None:
+    with pytest.raises(ValueError, match="host='comfy': must be one of standalone, ai-toolkit"):
+        check_job_dict(job(), host="comfy")
+
+
+# -- warnings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["standalone", AI_TOOLKIT])
+@pytest.mark.parametrize(
+    ("key", "value", "where", "words"),
+    [
+        ("sample.prompts", ["[trigger] a", "a red shirt"], "sample.prompts[1]", "without the trigger word 'coatwear'"),
+        ("trigger_word", None, "sample.prompts[0]", "no trigger word for [trigger]"),
+        ("datasets.1.resolution", 1000, "datasets[1].resolution", "trained at 992×992; write 992 or 1024"),
+    ],
+)
+def test_what_only_surprises_is_a_warning_in_both(host: str, key: str, value: Any, where: str, words: str) -> None:
+    (item,) = found((key, value), host=host)
+    assert (item.severity, item.key) == ("warning", f"config.process[0].{where}")
+    assert words in item.line()
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "words"),
+    [
+        ([("model.layer_offloading", True)], "model.layer_offloading", "does nothing for FLUX.1"),
+        ([("model.compile", True)], "model.compile", "block_compile: true"),
+        ([("sample.width", 1000)], "sample.width", "FLUX draws 992"),
+        ([("network.type", "lokr")], "network.type", "keep their own inputs"),
+        ([("datasets.0.augments", ["x"])], "datasets[0].cache_latents_to_disk", "turns it off"),
+        ([("train.optimizer", "prodigy"), ("coat", {})], "train.optimizer", "not as COAT"),
+        ([("type", "concept_slider")], "type", "not checked here"),
+    ],
+)
+def test_ai_toolkit_s_own_surprises(changes: list[tuple[str, Any]], where: str, words: str) -> None:
+    (item,) = found(*changes, host=AI_TOOLKIT)
+    assert (item.severity, item.key) == ("warning", f"config.process[0].{where}")
+    assert words in item.line()
+
+
+def test_several_processes_and_entries_are_each_checked() -> None:
+    raw = job()
+    raw["config"]["process"].append({**raw["config"]["process"][0], "train": {"stpes": 1}})
+    items = check_job_dict(raw, host=AI_TOOLKIT, num_processes=2)
+    errors = [item.key for item in items if item.severity == "error"]
+    assert "config.process[1].train.stpes" in errors
+    assert "num_processes" in errors
+    assert not any(key.startswith("config.process[0].train") for key in errors)
+
+
+def test_keys_of_ai_toolkit_alone_are_legal_there() -> None:
+    changes = [("train.do_cfg", True), ("model.vae_path", "v"), ("adapter", {"type": "ip"}), ("sample.format", "png")]
+    assert found(*changes, host=AI_TOOLKIT) == []
+    assert [item.key.removeprefix("config.process[0].") for item in found(*changes)] == [
+        "train.do_cfg",
+        "model.vae_path",
+        "adapter",
+    ]
+
+
+# -- where ai-toolkit's keys come from --------------------------------------------------------------------------------
+
+
+def checkout(
+    root: Path, *, train: str = "steps", version: str = HOST_VERSION, dropout: str = "get_dropout_caption"
+) -> Path:
+    """A folder with just what is read of ai-toolkit; `train` is a further key of its TrainConfig."""
+    schema = shipped_schema()
+    lines = []
+    for name, keys in schema.classes.items():
+        if name not in ("process", "network_kwargs"):
+            lines += [f"class {name}:", "    def __init__(self, **kwargs):"]
+            defaults = {key: "{}" if kind.startswith("dict") else "None" for key, kind in keys.items()}
+            lines += [f"        self.{key} = kwargs.get('{key}', {default})" for key, default in defaults.items()]
+            lines += [f"        self.x: int = kwargs.get('{train}', 1)"] if name == "TrainConfig" else []
+    files = {
+        "toolkit/config_modules.py": "\n".join(lines),
+        "toolkit/lora_special.py": "class LoRASpecialNetwork:\n    def __init__(self, only_if_contains=None): ...\n",
+        "toolkit/dataloader_mixins.py": dropout,
+        "version.py": f'VERSION = "{version}"\n',
+        "extensions_built_in/sd_trainer/DiffusionTrainer.py": "self.config.get('sqlite_db_path')",
+    }
+    reads = "\n".join(f"self.get_conf('{key}', None)" for key in schema.classes["process"] if key != "sqlite_db_path")
+    for name in ("BaseProcess", "BaseTrainProcess", "BaseSDTrainProcess"):
+        files[f"jobs/process/{name}.py"] = reads
+    files["extensions_built_in/sd_trainer/SDTrainer.py"] = ""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+def test_an_installed_ai_toolkit_knows_its_own_keys(tmp_path: Path) -> None:
+    root = checkout(tmp_path, train="new_in_it", version="0.13.0")
+    changes = [("train.new_in_it", 5), ("train.loss_type", "newest")]
+    (item,) = found(*changes, host=AI_TOOLKIT, toolkit_root=root)
+    assert (item.severity, item.key) == ("warning", "config.process[0].train.loss_type")
+    assert "yours is 0.13.0" in item.line()
+    (wrong,) = found(("train.new_in_it", "5"), host=AI_TOOLKIT, toolkit_root=root)
+    assert "must be a whole number; write 5 without quotes" in wrong.line()
+    assert [item.severity for item in found(*changes, host=AI_TOOLKIT)] == ["error", "error"]
+
+
+def test_caption_dropout_beside_cached_captions_depends_on_the_version(tmp_path: Path) -> None:
+    change = ("train.cache_text_embeddings", True)
+    assert found(change, host=AI_TOOLKIT, toolkit_root=checkout(tmp_path / "new")) == []
+    old = checkout(tmp_path / "old", dropout="", version="0.9")
+    (item,) = found(change, host=AI_TOOLKIT, toolkit_root=old)
+    assert item.key == "config.process[0].datasets[0].caption_dropout_rate"
+    assert "ai-toolkit 0.9 ignores it beside cached text embeddings" in item.line()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("toolkit/config_modules.py", "class TrainConfig: ...", "has no class"),
+        ("toolkit/config_modules.py", "class (", "line 1"),
+        ("toolkit/lora_special.py", "", "has no class LoRASpecialNetwork"),
+        ("jobs/process/BaseProcess.py", None, "cannot be read"),
+    ],
+)
+def test_a_source_that_changed_leaves_the_shipped_list(tmp_path: Path, file: str, text: str | None, words: str) -> None:
+    root = checkout(tmp_path)
+    (root / file).unlink() if text is None else (root / file).write_text(text)
+    with pytest.raises(NoHostError, match=words):
+        read_schema(root)
+    error, warning = found(("train.stpes", 1), host=AI_TOOLKIT, toolkit_root=root)
+    assert error.key.endswith("train.stpes")
+    assert (warning.severity, warning.key) == ("warning", "ai-toolkit")
+    assert words in warning.line()
+    assert f"the list of {HOST_VERSION} is used" in warning.line()
+
+
+def test_ai_toolkit_is_found_by_option_variable_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert find_toolkit() is None
+    given, variable, here = (checkout(tmp_path / name) for name in ("given", "variable", "here"))
+    monkeypatch.chdir(here)
+    assert find_toolkit() == here
+    monkeypatch.setenv("AI_TOOLKIT_ROOT", str(variable))
+    assert find_toolkit() == variable
+    assert find_toolkit(given) == given
+    with pytest.raises(NoHostError, match=r"--ai-toolkit=.*nowhere: has no toolkit/config_modules.py; give the folder"):
+        find_toolkit(tmp_path / "nowhere")
+
+
+def test_the_tables_name_keys_that_are_there() -> None:
+    classes = shipped_schema().classes
+    for table in (KINDS, CHOICES, RANGES):
+        for block, keys in table.items():
+            assert set(keys) <= set(classes[block]), block
+    for block, inner in BLOCKS.items():
+        assert set(inner) <= set(classes[block]), block
+        assert {name.removeprefix("[]") for name in inner.values()} <= set(classes)
+
+
+@pytest.mark.aitk
+def test_the_shipped_list_is_what_the_checkout_says() -> None:
+    schema, shipped = read_schema(Path(os.environ["AI_TOOLKIT_ROOT"])), shipped_schema()
+    if schema.version != HOST_VERSION:
+        pytest.skip(f"the checkout is {schema.version}")
+    assert {name: dict(schema.classes[name]) for name in shipped.classes} == shipped.classes
+    assert schema.drops_cached_captions == shipped.drops_cached_captions
+
+
+@pytest.mark.aitk
+def test_ai_toolkit_s_own_flux_examples_have_no_error() -> None:
+    root = Path(os.environ["AI_TOOLKIT_ROOT"])
+    examples = sorted((root / "config" / "examples").glob("train_lora_flux*.yaml"))
+    assert examples
+    for path in examples:
+        items = check_job_file(path, host=AI_TOOLKIT, toolkit_root=root)
+        assert [item.line() for item in items if item.severity == "error"] == []
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run `check` on the valid job with changes; returns (exit code, stdout lines, stderr lines)."""
+    import argparse
+
+    monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*changes: tuple[str, Any], options: tuple[str, ...] = ("--no-data",)) -> tuple[int, list[str], list[str]]:
+        path = tmp_path / "job.yaml"
+        path.write_bytes(BadConfig("job", (), changes=changes).content())
+        parser = argparse.ArgumentParser()
+        add_parser(parser.add_subparsers())
+        code = run(parser.parse_args(["check", "job.yaml", *options]))
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err.splitlines()
+
+    return call
+
+
+def test_one_extra_line_is_about_the_other_host(command: Any) -> None:
+    place = str(Path("output") / "run")
+    last = f"job.yaml: no error found; 'run' would train 1500 steps into {place}"
+    name = f"ai-toolkit {HOST_VERSION}"
+    assert command() == (0, [f"{name}: would run it too", last], [])
+    assert command(options=("--no-data", "--host", "ai-toolkit")) == (0, [last], [])
+
+    code, out, err = command(("train.do_cfg", True))
+    assert (code, out, len(err)) == (2, [f"{name}: would run it"], 1)
+
+    code, out, err = command(("train.stpes", 1))
+    assert (code, out, len(err)) == (2, [f"{name}: would not run it either, for the same keys"], 1)
+
+    code, out, err = command(("device", "cuda:1"))
+    assert (code, err) == (0, [])
+    assert out[0] == f"{name}: would not run it:"
+    assert out[1].startswith("  job.yaml: config.process[0].device='cuda:1': ")
+    assert out[2:] == [last]
+
+
+def test_the_data_is_looked_at_unless_told_not_to(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def inspect(datasets: Any, trigger_word: Any, *, background: str, transparency: str) -> Any:
+        seen.append(([entry.folder_path for entry in datasets], trigger_word, background, transparency))
+        return SimpleNamespace(errors=["photos: nothing there; add photos"], warnings=["small"])
+
+    monkeypatch.setattr("coat_flux.data.preflight.inspect_datasets", inspect)
+    code, out, err = command(("coat.data.background", "grey"), options=())
+    assert seen == [(["photos", "details"], "coatwear", "grey", "background")]
+    assert (code, err) == (2, ["error: photos: nothing there; add photos"])
+    assert out[0] == "warning: small"
+    assert command(("train.stpes", 1), options=())[0] == 2
+    assert command()[0] == 0
+    assert len(seen) == 1
+
+
+def test_a_process_of_another_extension_is_only_named(command: Any) -> None:
+    changes = (("type", "concept_slider"), ("training_folder", ...), ("datasets", "x"), ("train", 5))
+    code, out, err = command(*changes, options=("--host", "ai-toolkit"))
+    assert (code, err) == (0, [])
+    assert out[0].startswith("warning: job.yaml: config.process[0].type='concept_slider': ")
+    assert out[1:] == ["job.yaml: no error found"]
