@@ -109,10 +109,10 @@ def test_mistakes_end_as_in_check(job_file, capsys):
     ends = []
     for command in ("check", "plan"):
         code = main([command, str(job_file)])
-        ends.append((code, capsys.readouterr()))
+        ends.append((code, capsys.readouterr().err))
     assert ends[0] == ends[1]
     assert ends[0][0] == 2
-    assert "coat.activation.atention" in ends[0][1].err
+    assert "coat.activation.atention" in ends[0][1]
 
 
 def test_an_unknown_model_is_refused(job_file, capsys):
