@@ -310,3 +310,11 @@ def test_a_process_of_another_extension_is_only_named(command: Any) -> None:
     assert (code, err) == (0, [])
     assert out[0].startswith("warning: job.yaml: config.process[0].type='concept_slider': ")
     assert out[1:] == ["job.yaml: no error found"]
+
+
+@pytest.mark.parametrize(("key", "meant"), [("learning_rate", "lr"), ("gradient_clipping", "max_grad_norm")])
+@pytest.mark.parametrize("host", ["standalone", AI_TOOLKIT])
+def test_a_key_of_another_trainer_is_translated(key: str, meant: str, host: str) -> None:
+    (item,) = found((f"train.{key}", 1e-4), host=host)
+    assert (item.severity, item.key) == ("error", f"config.process[0].train.{key}")
+    assert f"did you mean '{meant}'?" in item.line()

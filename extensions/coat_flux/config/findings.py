@@ -142,6 +142,34 @@ def closest(word: Any, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[near[0]] if near else None
 
 
+# what other trainers call a key of ai-toolkit's
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "scheduler": "lr_scheduler",
+    "optimizer_type": "optimizer",
+    "optimizer_args": "optimizer_params",
+    "max_train_steps": "steps",
+    "num_steps": "steps",
+    "train_batch_size": "batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "mixed_precision": "dtype",
+    "seed": "training_seed",
+    "output_dir": "training_folder",
+    "network_dim": "linear",
+    "lora_rank": "linear",
+    "network_alpha": "linear_alpha",
+    "lora_alpha": "linear_alpha",
+    "pretrained_model_name_or_path": "name_or_path",
+    "image_dir": "folder_path",
+    "train_data_dir": "folder_path",
+    "caption_extension": "caption_ext",
+    "repeats": "num_repeats",
+    "instance_prompt": "trigger_word",
+    "trigger": "trigger_word",
+}
+
+
 def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
     """The remedy for an unknown key.
 
@@ -155,7 +183,7 @@ def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()
     """
     siblings = sorted(siblings)
     by_leaf = {dotted.rsplit(".", 1)[-1]: dotted for dotted in elsewhere}
-    if near := closest(key, siblings, cutoff=0.8):
+    if near := closest(key, siblings, cutoff=0.8) or _by_other_name(key, siblings):
         return f"did you mean '{near}'?"
     if near := closest(str(key).rsplit(".", 1)[-1], by_leaf, cutoff=0.8):
         return f"did you mean '{_nested(by_leaf[near])}'?"
@@ -164,6 +192,11 @@ def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()
     if len(siblings) <= MAX_LISTED:
         return f"known here: {', '.join(siblings)}"
     return "nothing known is near it; remove it"
+
+
+def _by_other_name(key: Any, siblings: list[str]) -> str | None:
+    ours = OTHER_NAMES.get(str(key).lower())
+    return ours if ours in siblings else None
 
 
 def _nested(dotted: str) -> str:
