@@ -23,7 +23,7 @@ def _unknown_keys() -> Iterator[BadConfig]:
         ("datasets.0.caption_extension", "caption_ext"),
         ("train.stpes", "steps"),
         ("train.batchsize", "batch_size"),
-        ("train.gradient_clipping", "gradient_checkpointing"),
+        ("train.gradient_clipping", "max_grad_norm"),
         ("train.Lr", "lr"),
         ("train.ema_config.decay", "ema_decay"),
         ("train.optimizer_params.weightdecay", "weight_decay"),

@@ -183,7 +183,7 @@ def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()
     """
     siblings = sorted(siblings)
     by_leaf = {dotted.rsplit(".", 1)[-1]: dotted for dotted in elsewhere}
-    if near := closest(key, siblings, cutoff=0.8) or _by_other_name(key, siblings):
+    if near := _by_other_name(key, siblings) or closest(key, siblings, cutoff=0.8):
         return f"did you mean '{near}'?"
     if near := closest(str(key).rsplit(".", 1)[-1], by_leaf, cutoff=0.8):
         return f"did you mean '{_nested(by_leaf[near])}'?"
