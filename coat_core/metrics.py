@@ -7,6 +7,8 @@ from torch import Tensor
 
 from coat_core.formats import format_of
 
+ROUNDED_SCALE = 2.0**-20  # a scale is rounded to fp32: its format.max falls short of amax by up to 2^-23 (relative)
+
 
 def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
     """Signal to quantization noise ratio, 20·log10(‖x‖ / ‖x − x̂‖), in dB.
@@ -48,6 +50,28 @@ def saturation_rate(codes: Tensor) -> float:
     """Fraction of codes at ±format.max, 0 to 1. Just-in-time scales put each group's largest element there."""
     limit = format_of(codes.dtype).max
     return (codes.to(torch.float32).abs() >= limit).float().mean().item()
+
+
+def cast_losses(x: Tensor, codes: Tensor, x_hat: Tensor) -> Tensor:
+    """What a cast to FP8 lost, without reading it back from the device.
+
+    saturated: elements at ±format.max whose value lay beyond what they stand for, x > x̂ by more than `ROUNDED_SCALE`:
+    those a scale did not cover, ±inf among them. The largest element of a group, which scales made just in time put
+    there, is none. Lost: nonzero elements with a zero code.
+
+    Args:
+        x: what was cast, any floating dtype and shape.
+        codes: FP8 [like x].
+        x_hat: the codes dequantized, fp32 [like x].
+
+    Returns:
+        fp32 [2] on the device of x: share of all elements that are saturated, share of nonzero ones that are lost.
+    """
+    magnitude, code = x.detach().abs().to(torch.float32), codes.to(torch.float32).abs()
+    saturated = (code >= format_of(codes.dtype).max) & (magnitude > x_hat.abs() * (1 + ROUNDED_SCALE))
+    nonzero = magnitude != 0
+    lost = nonzero & (code == 0)
+    return torch.stack([saturated.sum() / max(x.numel(), 1), lost.sum() / nonzero.sum().clamp(min=1)])
 
 
 def nonfinite_count(x: Tensor) -> int:

@@ -171,7 +171,7 @@ def test_samples_are_filled_in_as_ai_toolkit_does():
     [
         # unknown keys
         ({"train.learning_rate": 1}, "train.learning_rate: unknown key; "),
-        ({"train.gradient_clipping": 1}, "train.gradient_clipping: unknown key; did you mean 'gradient_checkpointing"),
+        ({"train.gradient_clipping": 1}, "train.gradient_clipping: unknown key; did you mean 'max_grad_norm"),
         ({"train.stpes": 1}, "train.stpes: unknown key; did you mean 'steps'?"),
         ({"traning_folder": "x"}, "traning_folder: unknown key; did you mean 'training_folder'?"),
         ({"datasets.0.folderpath": "x"}, "datasets[0].folderpath: unknown key; did you mean 'folder_path'?"),

@@ -53,8 +53,8 @@ SPEC_DEFAULTS = {
     "guard.dead_lora_steps": 50,
     "guard.pinned_loss_steps": 100,
     "guard.health_every": 100,
-    "guard.max_saturation": 0.05,
-    "guard.max_underflow": 0.9,
+    "guard.max_saturation": 0.001,
+    "guard.max_underflow": 0.5,
     "resume.allow": (),
     "fallback": "bf16",
 }

@@ -112,13 +112,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("guard.health_every", 100, "int", "steps from one look at what the FP8 casts lose to the next", minimum=1),
     Option(
         "guard.max_saturation",
-        0.05,
+        0.001,
         "float",
-        "share of a tensor at the format's end that ends the run",
+        "share of a tensor clipped at the format's end that ends the run",
         above=0,
         maximum=1,
     ),
-    Option("guard.max_underflow", 0.9, "float", "share of a tensor cast to zero that ends the run", above=0, maximum=1),
+    Option("guard.max_underflow", 0.5, "float", "share of a tensor cast to zero that ends the run", above=0, maximum=1),
     Option(
         "resume.allow",
         (),

@@ -1,0 +1,9 @@
+"""The error that ends a dead run."""
+
+from __future__ import annotations
+
+__all__ = ["DeadRunError"]
+
+
+class DeadRunError(RuntimeError):
+    """A run that further steps cannot mend; the message says at which step, what was seen, why, and what to change."""

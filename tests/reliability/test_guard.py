@@ -1,0 +1,184 @@
+"""The guard on the real model: runs that die end with the cause, one bad step changes nothing, healthy runs pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_flux.config import COATConfig
+from coat_flux.engine.network import lora_parameters
+from coat_flux.guard import DeadRunError, RunGuard
+from coat_flux.memory.policy import BlockPolicy
+from coat_flux.optimizer import build_optimizer
+from tests.helpers.flux import coat_flux_model, loss_of, predict
+
+KEPT = {"memory": {"checkpointing": "none"}}
+
+
+class Run:
+    """A training loop around the tiny FLUX: the guard is called as the hosts call it.
+
+    Args:
+        lr: constant.
+        block: the coat block.
+        zero_b: start with B zero, as real runs do.
+        **guard: options of the guard.
+    """
+
+    def __init__(self, lr: float, block: dict[str, Any] | None = None, *, zero_b: bool = False, **guard: Any) -> None:
+        block = KEPT | (block or {})
+        config = COATConfig.from_dict(block)
+        self.model, _, _ = coat_flux_model(block)
+        self.lora: dict[str, nn.Parameter] = lora_parameters(self.model)
+        if zero_b:
+            for name, param in self.lora.items():
+                param.data *= ".lora_B." not in name
+        self.optimizer = build_optimizer(list(self.lora.values()), lr, config, {})
+        self.said: list[str] = []
+        options = dataclasses.replace(config.guard, **guard)
+        self.guard = RunGuard(options, self.lora, self.said.append, model=self.model)
+        self.step = 0
+
+    def train(self, steps: int, change: Callable[[int, Tensor], Tensor] = lambda step, loss: loss) -> list[float]:
+        """Do some steps, the loss of each changed by `change`; returns the losses."""
+        losses = []
+        for number in range(self.step + 1, self.step + steps + 1):
+            self.optimizer.zero_grad(set_to_none=True)
+            with self.guard.watch_casts(number):
+                loss = change(number, loss_of(predict(self.model)))
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(self.lora.values(), 1.0)
+                losses.append(loss.item())
+                updates = self.guard.allows_update(number, losses[-1], norm.item())
+                if updates:
+                    self.optimizer.step()
+            self.step = number
+            if updates:
+                self.guard.after_update(number)
+        return losses
+
+
+def test_a_healthy_run_passes_and_is_told_what_its_casts_lose() -> None:
+    run = Run(1e-3, zero_b=True, health_every=4, dead_lora_steps=2)
+    losses = run.train(4)
+    run.guard.check_end(4)
+    assert losses[-1] < losses[0]
+    assert run.guard.skipped == 0
+    assert [line.split(":")[0] for line in run.said] == ["step 2", "step 4"]
+    for kind in ("linear inputs", "gradients", "saved activations", "exp_avg", "exp_avg_sq"):
+        assert f" {kind} " in run.said[0]
+    assert "saturated" not in "".join(run.said)
+
+
+def test_a_learning_rate_of_a_million_ends_the_run() -> None:
+    run = Run(1e6, nonfinite_steps=3)
+    with pytest.raises(DeadRunError, match=r"not finite.* lower train\.lr.*the last good save is kept"):
+        run.train(40)
+    assert run.step < 40
+
+
+def test_an_adapter_whose_b_is_frozen_is_dead() -> None:
+    run = Run(1e-3, zero_b=True, dead_lora_steps=3)
+    for name, param in run.lora.items():
+        param.requires_grad_(".lora_A." in name)
+    with pytest.raises(DeadRunError, match="step 3: every lora_B is still zero after 3 updates"):
+        run.train(4)
+
+
+def test_a_learning_rate_of_zero_is_a_dead_lora() -> None:
+    run = Run(0.0, zero_b=True, dead_lora_steps=3)
+    with pytest.raises(DeadRunError, match=r"step 3: every lora_B is still zero after 3 updates .*raise train\.lr"):
+        run.train(4)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_one_bad_step_is_skipped_and_the_parameters_keep_every_bit(factor: float) -> None:
+    run = Run(1e-3, health_every=3)
+    run.train(2)
+    weights, state = _copies(run.lora), _copies(_moments(run))
+    run.train(1, lambda step, loss: loss * factor)  # a health step, too
+    for before, now in ((weights, run.lora), (state, _moments(run))):
+        assert all(torch.equal(before[name].view(torch.uint8), now[name].view(torch.uint8)) for name in before)
+    assert run.guard.skipped == 1
+    assert [line[:12] for line in run.said if line.startswith("step 3")] == ["step 3: loss", "step 3: FP8 "]
+    run.train(1)
+    assert not all(torch.equal(weights[name], run.lora[name]) for name in weights)
+    run.guard.check_now(4)
+
+
+def _moments(run: Run) -> dict[str, Tensor]:
+    state = run.optimizer.state
+    return {
+        f"{name}.{key}": value for name, param in run.lora.items() for key, value in state[param].items() if value.ndim
+    }
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def test_a_parameter_broken_by_an_update_is_not_saved() -> None:
+    run = Run(1e-3)
+    run.train(1)
+    name = next(iter(run.lora))
+    run.lora[name].data[0, 0] = float("inf")
+    with pytest.raises(DeadRunError, match=r"step 1: 1 of 80 LoRA tensors are not finite"):
+        run.guard.check_now(1)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        {"activation": {"linear_granularity": "per_row", "grad_format": "e4m3"}},
+        {"activation": {"flow": "generic"}},
+        {"memory": {"checkpointing": "all"}},
+    ],
+    ids=["fused", "per_row", "generic", "recomputed"],
+)
+def test_being_watched_changes_no_bit(block: dict[str, Any]) -> None:
+    watched, unwatched = Run(1e-3, block, health_every=1), Run(1e-3, block, health_every=1000)
+    unwatched.step = watched.step = 9  # not the step of the first look
+    assert watched.train(3) == unwatched.train(3)
+    assert all(torch.equal(watched.lora[name], unwatched.lora[name]) for name in watched.lora)
+    assert (len(watched.said), len(unwatched.said)) == (2, 0)  # the first step of a process is left alone
+
+
+def test_a_cast_that_loses_too_much_ends_the_run() -> None:
+    run = Run(1e-3)
+    block = run.model.transformer_blocks[1]
+    block.attn.to_out[0].base_layer.bias.data[0] = 1e7  # what follows has one huge channel
+    with pytest.raises(DeadRunError, match=r"step 2: .* saved activations .* became zero .*activation\.format: e5m2"):
+        run.train(2)
+
+
+def test_gradients_that_vanish_in_e4m3_name_their_layer_and_pass_in_e5m2() -> None:
+    def spiked(grad_format: str) -> Run:
+        run = Run(1e-3, {"activation": {"grad_format": grad_format}})
+        run.train(1)
+        with run.guard.watch_casts(2):
+            prediction = predict(run.model).float()
+            weight = torch.ones_like(prediction)
+            weight[0, 0] = 1e9  # of one token's error
+            (weight * prediction.square()).mean().backward()
+        return run
+
+    with pytest.raises(DeadRunError, match=r"exclude: \[single_transformer_blocks\.1\.proj_out\]") as caught:
+        spiked("e4m3")
+    assert "grad_format: e5m2" in str(caught.value)
+    assert "gradients" in spiked("e5m2").said[0]
+
+
+def test_cuda_graphs_are_not_observed_and_it_is_said_once() -> None:
+    run = Run(1e-3)
+    BlockPolicy.of(run.model).compile = "cudagraphs"
+    for step in range(1, 4):
+        with run.guard.watch_casts(step * 100):
+            assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert run.said == ["FP8 casts are not observed with coat.speed.compile: cudagraphs; blocks observes them"]
