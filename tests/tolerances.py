@@ -290,3 +290,25 @@ GPU_STEP_FLOOR_DB = 18.0
 # --- the fused flow by its kernels, in the interpreter -------------------------------------------------------------
 # fp32 values; norms and GELU sum in another order than the references: a few values fall to the neighbouring FP8 code.
 KERNEL_FLOW_FLOOR_DB = 30.0
+
+# --- checking a config ---------------------------------------------------------------------------------------------
+# What a user waits for an answer about a malformed YAML; measured 0.02 s, and 0.2 s for the largest file that is read.
+CONFIG_ANSWER_S = 2.0
+
+# --- export check --------------------------------------------------------------------------------------------------
+# Norm of up · down from fp32 r x r matrices of scaled values, against the product in fp64: sums of 64 products.
+LORA_NORM_RTOL = 1e-5
+# The same products in fp64 from the same fp32 matrices, with zeros between them.
+LORA_DELTA_RTOL = 1e-12
+
+# --- data pre-flight -----------------------------------------------------------------------------------------------
+# A malformed folder of three or four small photos: answered in under 0.1 s; the rest is for a busy machine.
+BAD_DATASET_SECONDS = 2.0
+
+# --- colours of photos ---------------------------------------------------------------------------------------------
+# Display P3 or Adobe RGB to sRGB from 8-bit files against a computation in fp64: each rounds, and in the dark channel
+# of a strong colour a level of Adobe's power curve is several of sRGB's. Measured 2 and 6.
+TAGGED_PHOTO_LEVELS = 8
+# Latents of the tiny VAE from a tagged photo and its sRGB twin, relative: 0.008 from JPEG, 0.003 from PNG; without the
+# profile 0.2 and more.
+TAGGED_PHOTO_LATENTS = 0.02

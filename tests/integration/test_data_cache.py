@@ -16,7 +16,7 @@ from coat_flux.data.cache import TextEncoders, encode_latents, encode_prompts, m
 from coat_flux.data.captions import shuffle_tokens
 from coat_flux.data.dataset import Batch, BucketBatchSampler, scan
 from coat_flux.data.errors import DatasetError
-from coat_flux.data.images import load_image, to_tensor
+from coat_flux.data.images import read_photo, to_tensor
 from coat_flux.data.loader import build_batches, cache_all
 from coat_flux.tiny_flux import make_tiny_flux
 from tests import tolerances
@@ -159,7 +159,7 @@ def test_batch_shapes_and_contents(folder, vae, encoders):
         for row, index in enumerate(batch["indices"].tolist()):
             sample = dataset.samples[index]
             assert sample.caption == f"a ohwx dress, number {sample.image_path.stem[-1]}, red"
-            pixels = to_tensor(load_image(sample.image_path))[None]
+            pixels = to_tensor(read_photo(sample.image_path).image)[None]
             assert_bitwise(batch["latents"][row], encode_latents(vae, pixels)[0])
             assert_bitwise(batch["pooled"][row], encoders.encode([sample.caption])[1][0])
         assert batch["prompt_embeds"].shape == (2, 32, encoders.t5.config.d_model)
@@ -195,7 +195,7 @@ def test_batches_are_on_the_device_and_models_return_home(folder, vae, encoders,
 def test_flip_mirrors_the_photo(folder, vae, encoders):
     dataset = make(folder, vae, encoders, flip_x=True)
     plain, flipped = dataset.samples[0], dataset.samples[5]
-    mirrored = to_tensor(load_image(plain.image_path)).flip(-1)[None]
+    mirrored = to_tensor(read_photo(plain.image_path).image).flip(-1)[None]
     assert_bitwise(dataset.latents(flipped), encode_latents(vae, mirrored)[0])
 
 

@@ -203,3 +203,10 @@ def test_the_module_form_for_accelerate_launch():
     done = subprocess.run(code, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
     assert done.stdout.startswith("coat-flux ")
+
+
+def test_a_console_that_cannot_show_a_name_does_not_end_the_command(tmp_path):
+    code = [sys.executable, "-m", "coat_flux.cli", "check", "写真.yaml"]
+    done = subprocess.run(code, capture_output=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 2
+    assert rb"error: \u5199\u771f.yaml: no such file" in done.stderr

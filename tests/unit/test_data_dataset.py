@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from coat_flux.data.buckets import Bucket
-from coat_flux.data.dataset import find_images, scan
+from coat_flux.data.dataset import scan
 from coat_flux.data.errors import DatasetError
+from coat_flux.data.files import find_images
+from tests.reliability.photos import noise
 
 
 def config(folder, **changes):
@@ -29,7 +32,7 @@ def config(folder, **changes):
 
 def photo(path, size=(64, 64), caption=None):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size).save(path)
+    noise(size, seed=zlib.crc32(path.name.encode())).save(path)
     if caption is not None:
         path.with_suffix(".txt").write_text(caption, encoding="utf-8")
     return path
@@ -146,4 +149,4 @@ def test_all_unreadable_images_are_named_at_once(tmp_path):
     lines = str(caught.value).splitlines()
     assert len(lines) == 6
     assert "bad0.jpg: cannot be read as an image" in lines[0]
-    assert lines[-1] == "... and 2 more"
+    assert lines[-1] == "... and 2 more; `coat-flux data` lists them all"

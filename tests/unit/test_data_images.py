@@ -10,10 +10,23 @@ import torch
 from PIL import Image, ImageCms
 
 from coat_flux.data.errors import DatasetError
-from coat_flux.data.images import image_size, load_image, to_tensor
+from coat_flux.data.images import read_photo, to_tensor
+from coat_flux.data.survey import survey
 from tests import tolerances
+from tests.reliability.photos import deep_png, with_chunk
 
 RED, BLUE, WHITE = (200, 30, 40), (20, 60, 180), (255, 255, 255)
+
+
+def load_image(path, background="white"):
+    return read_photo(path, background).image
+
+
+def facts(path):
+    found = survey([path])[path]
+    if isinstance(found, DatasetError):
+        raise found
+    return found
 
 
 def halves(size=(40, 20), left=RED, right=BLUE, mode="RGB"):
@@ -40,14 +53,14 @@ def test_exif_orientation_shows_the_photo_upright(tmp_path, orientation):
     exif[0x0112] = orientation
     Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / "photo.png", exif=exif)
     assert np.array_equal(np.asarray(load_image(tmp_path / "photo.png")), upright)
-    assert image_size(tmp_path / "photo.png") == (4, 6)
+    assert facts(tmp_path / "photo.png").size == (4, 6)
 
 
-def test_jpeg_header_size_respects_orientation(tmp_path):
+def test_the_size_of_a_photo_is_the_upright_one(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     halves().save(tmp_path / "photo.jpg", exif=exif)
-    assert image_size(tmp_path / "photo.jpg") == load_image(tmp_path / "photo.jpg").size == (20, 40)
+    assert facts(tmp_path / "photo.jpg").size == load_image(tmp_path / "photo.jpg").size == (20, 40)
 
 
 def test_transparent_pixels_become_white_and_half_transparent_ones_mix(tmp_path):
@@ -116,17 +129,109 @@ def test_embedded_profile_is_converted_to_srgb(tmp_path, swapped, mode):
     assert np.abs(loaded - (expected[..., ::-1] if swapped else expected)).max() <= tolerances.ICC_LEVELS
 
 
-def test_a_profile_that_does_not_fit_is_reported_and_left_out(tmp_path, caplog):
-    halves().save(tmp_path / "broken.png", icc_profile=b"not a profile")
-    assert np.array_equal(np.asarray(load_image(tmp_path / "broken.png")), np.asarray(halves()))
-    assert "broken.png: its colour profile does not fit" in caplog.text
+def grey_profile():
+    """sRGB's own, turned into one for grey images that nothing can be computed with."""
+    return srgb_profile().replace(b"RGB XYZ ", b"GRAYXYZ ", 1)
+
+
+@pytest.mark.parametrize(
+    "profile", [b"not a profile", grey_profile(), srgb_profile().replace(b"RGB XYZ ", b"CMYKXYZ ", 1)]
+)
+def test_a_profile_that_does_not_fit_is_noted_and_left_out(tmp_path, profile):
+    halves().save(tmp_path / "broken.png", icc_profile=profile)
+    photo = read_photo(tmp_path / "broken.png")
+    assert np.array_equal(np.asarray(photo.image), np.asarray(halves()))
+    assert len(photo.notes) == 1
+    assert photo.notes[0].startswith("its colour profile cannot be used (")
+    assert photo.notes[0].endswith("), it is read as sRGB; save it again as sRGB")
+
+
+def test_a_grey_photo_may_have_an_rgb_profile(tmp_path):
+    halves().convert("L").save(tmp_path / "grey.png", icc_profile=srgb_profile())
+    photo = read_photo(tmp_path / "grey.png")
+    assert photo.notes == ()
+    assert np.array_equal(np.asarray(photo.image), np.asarray(halves().convert("L").convert("RGB")))
+
+
+def test_what_a_photo_needs_is_known_from_reading_it(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    cutout = halves().convert("RGBA")
+    cutout.putpixel((0, 0), (1, 2, 3, 0))
+    cases = {
+        "plain.jpg": (halves(), {}, set()),
+        "srgb.jpg": (halves(), {"icc_profile": srgb_profile()}, set()),
+        "opaque.png": (halves().convert("RGBA"), {}, set()),
+        "turned.jpg": (halves(), {"exif": exif}, {"EXIF orientation"}),
+        "tagged.jpg": (halves(), {"icc_profile": srgb_profile(True)}, {"colour profile"}),
+        "cutout.png": (cutout, {}, {"transparency"}),
+        "palette.png": (halves().quantize(2), {}, {"palette"}),
+        "scan.png": (Image.fromarray(np.full((40, 40), 999, np.uint16)), {}, {"16 bit"}),
+        "press.jpg": (halves().convert("CMYK"), {}, {"CMYK"}),
+    }
+    for name, (image, options, traits) in cases.items():
+        image.save(tmp_path / name, **options)
+        assert facts(tmp_path / name).traits == read_photo(tmp_path / name).traits == traits, name
+
+
+def test_cmyk_without_profile_and_a_cameras_adobe_rgb_are_doubtful(tmp_path):
+    halves().convert("CMYK").save(tmp_path / "press.jpg")
+    exif = Image.Exif()
+    exif.get_ifd(0x8769)[0xA005] = {1: "R03"}
+    halves().save(tmp_path / "camera.jpg", exif=exif)
+    assert ["a guess" in note for note in facts(tmp_path / "press.jpg").notes] == [True]
+    assert ["Adobe RGB" in note for note in facts(tmp_path / "camera.jpg").notes] == [True]
+
+
+@pytest.mark.parametrize(("background", "expected"), [("grey", 128), ("black", 0), ("#0a0a0a", 10)])
+def test_transparent_pixels_become_the_background(tmp_path, background, expected):
+    Image.new("RGBA", (40, 40), (200, 0, 0, 0)).save(tmp_path / "a.png")
+    assert np.unique(np.asarray(load_image(tmp_path / "a.png", background))).tolist() == [expected]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_what_is_visible_is_known_upright(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.new("RGBA", (128, 64), RED)
+    image.paste((0, 0, 0, 0), (0, 0, 32, 16))
+    image.save(tmp_path / "a.png", exif=exif)
+    expected = read_photo(tmp_path / "a.png").alpha.resize((64, 64), Image.Resampling.BOX)
+    found = facts(tmp_path / "a.png")
+    assert np.array_equal(found.visible, np.asarray(expected))
+    assert found.opacity == pytest.approx(1 - 1 / 16)
+
+
+def test_one_transparent_value_of_a_sixteen_bit_photo(tmp_path):
+    values = np.array([[[0], [257 * 7]]], np.uint16)
+    pieces = deep_png(values)
+    (tmp_path / "a.png").write_bytes(with_chunk(pieces, b"tRNS", struct.pack(">H", 257 * 7)))
+    assert np.asarray(load_image(tmp_path / "a.png"))[0, :, 0].tolist() == [0, 255]
+
+
+def test_sixteen_bit_colour_loses_at_most_a_level(tmp_path):
+    values = np.random.default_rng(0).integers(0, 65536, (16, 16, 3)).astype(np.uint16)
+    (tmp_path / "a.png").write_bytes(deep_png(values))
+    loaded = np.asarray(load_image(tmp_path / "a.png"), np.float64)
+    assert np.abs(loaded - values / 257).max() <= 1
+    assert facts(tmp_path / "a.png").traits == {"16 bit"}
+
+
+def test_a_phones_jpeg_with_further_pictures_is_no_animation(tmp_path):
+    halves().save(
+        tmp_path / "a.jpg", format="MPO", quality=100, save_all=True, append_images=[Image.new("RGB", (40, 20))]
+    )
+    with Image.open(tmp_path / "a.jpg") as image:
+        assert image.n_frames == 2
+    loaded = np.asarray(load_image(tmp_path / "a.jpg"), int)
+    assert np.abs(loaded - np.asarray(halves(), int)).mean() < tolerances.JPEG_LEVELS
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"])
 def test_unreadable_file_names_the_file_and_the_remedy(tmp_path, content):
     path = tmp_path / "broken.png"
     path.write_bytes(content)
-    for read in (load_image, image_size):
+    for read in (load_image, facts):
         with pytest.raises(DatasetError, match=r"broken\.png: cannot be read as an image .*; open it and save"):
             read(path)
 

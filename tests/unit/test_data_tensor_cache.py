@@ -58,6 +58,11 @@ def test_a_damaged_file_is_reported_and_can_be_made_again(tmp_path, caplog, dama
     assert_bitwise(cache.load("key")["latents"], tensors["latents"])
 
 
+def test_names_that_are_no_text_do_not_hinder(tmp_path):
+    TensorCache(tmp_path, False).store("key", tensors := entry(), "bad\udcff.png")
+    assert_bitwise(TensorCache(tmp_path, False).load("key")["latents"], tensors["latents"])
+
+
 def test_a_failed_write_leaves_nothing_and_names_the_remedy(tmp_path, monkeypatch):
     def no_space(*_):
         raise OSError("No space left on device")
@@ -74,10 +79,11 @@ def test_a_cache_without_a_folder_has_no_paths():
 
 
 def test_keys_change_with_everything_that_changes_the_entry():
-    base = ("digest", Bucket(64, 32), False, "vae")
-    others = [("other", *base[1:]), (base[0], Bucket(32, 64), *base[2:]), (*base[:2], True, "vae"), (*base[:3], "b")]
+    base = ("digest", Bucket(64, 32), False, "vae", (255, 255, 255), False)
+    changes = ("other", Bucket(32, 64), True, "b", (0, 0, 0), True)
+    others = [(*base[:i], change, *base[i + 1 :]) for i, change in enumerate(changes)]
     keys = {latent_key(*arguments) for arguments in [base, *others]}
-    assert len(keys) == 5
+    assert len(keys) == 7
     assert latent_key(*base) == latent_key(*base)
     assert len({text_key("a", "x"), text_key("b", "x"), text_key("a", "y")}) == 3
 

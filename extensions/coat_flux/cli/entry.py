@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    for stream in (sys.stdout, sys.stderr):  # a console of a narrow code page must not fail on a file's name
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(given, argparse.Namespace(given=given))
     try:

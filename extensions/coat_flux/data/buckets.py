@@ -62,14 +62,24 @@ def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP
 
 def fit_to_bucket(image: Image.Image, bucket: Bucket) -> Image.Image:
     """Resize (bicubic, aspect kept) until the image covers the bucket, then crop its centre to exactly the bucket."""
-    width, height = image.size
-    if bucket.width * height >= bucket.height * width:
-        covering = (bucket.width, _ceil_div(height * bucket.width, width))
-    else:
-        covering = (_ceil_div(width * bucket.height, height), bucket.height)
+    covering = covering_size(image.size, bucket)
     left, top = (covering[0] - bucket.width) // 2, (covering[1] - bucket.height) // 2
     resized = image.resize(covering, Image.Resampling.BICUBIC)
     return resized.crop((left, top, left + bucket.width, top + bucket.height))
+
+
+def covering_size(size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
+    """Width and height, in pixels, to which an image of `size` is resized so that it just covers the bucket."""
+    width, height = size
+    if bucket.width * height >= bucket.height * width:
+        return bucket.width, _ceil_div(height * bucket.width, width)
+    return _ceil_div(width * bucket.height, height), bucket.height
+
+
+def cropped_share(size: tuple[int, int], bucket: Bucket) -> float:
+    """The share of an image's area, from 0 to 1, that the crop to its bucket cuts off."""
+    width, height = covering_size(size, bucket)
+    return 1.0 - bucket.width * bucket.height / (width * height)
 
 
 def _ceil_div(a: int, b: int) -> int:

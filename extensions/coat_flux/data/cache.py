@@ -1,8 +1,9 @@
 """Encoding images and prompts with FLUX's frozen models, and keeping the results on disk or in memory.
 
-A cached tensor is found again by everything that determines it: latents by the image file's bytes, bucket, flip and
-VAE; text embeddings by the prompt, the text encoders and the token length. File names, sizes and dates play no part, so
-a replaced photo or an edited caption is never served stale, and a renamed one is not encoded twice.
+A cached tensor is found again by everything that determines it: latents by the image file's bytes, bucket, flip, VAE
+and what becomes of transparent parts; text embeddings by the prompt, the text encoders and the token length. File
+names, sizes and dates play no part, so a replaced photo or an edited caption is never served stale, and a renamed one
+is not encoded twice.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .buckets import Bucket
-from .errors import DatasetError
+from .errors import DatasetError, printable
 
 logger = logging.getLogger(__name__)
 
-CACHE_FOLDER = "_coat_cache"
-_VERSION = 1  # of what an entry holds and how images are prepared; raise it when either changes
+_VERSION = 2  # of what an entry holds and how images are prepared; raise it when either changes
 _PROBED_ELEMENTS = 16
 _CHECKSUM = "crc32"
 
@@ -87,9 +87,21 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def latent_key(image_digest: str, bucket: Bucket, flip: bool, vae_identity: str) -> str:
-    """Name of the cache entry of an image's latents."""
-    return _digest(["latents", _VERSION, image_digest, bucket.width, bucket.height, flip, vae_identity])
+def latent_key(
+    image_digest: str, bucket: Bucket, flip: bool, vae_identity: str, ground: tuple[int, int, int], mask: bool
+) -> str:
+    """Name of the cache entry of an image's latents.
+
+    Args:
+        image_digest: Of the image file.
+        bucket: Training size.
+        flip: Mirrored.
+        vae_identity: Of the VAE.
+        ground: Red, green and blue of what transparent parts become.
+        mask: Whether the entry holds the loss mask as well.
+    """
+    size = [bucket.width, bucket.height]
+    return _digest(["latents", _VERSION, image_digest, size, flip, vae_identity, ground, mask])
 
 
 def text_key(prompt: str, text_identity: str) -> str:
@@ -165,7 +177,7 @@ class TensorCache:
         temporary = target.with_name(f".{key}.{uuid.uuid4().hex}.tmp")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, metadata={"about": about, _CHECKSUM: str(_checksum(tensors))})
+            save_file(tensors, temporary, metadata={"about": printable(about), _CHECKSUM: str(_checksum(tensors))})
             os.replace(temporary, target)
         except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)

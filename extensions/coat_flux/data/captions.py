@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
-from .errors import DatasetError
+from .errors import DatasetError, printable
 
 PLACEHOLDERS = ("[trigger]", "[name]")
+_MAX_BYTES = 1 << 20  # T5 takes 512 tokens, a few thousand characters
 
 
 def caption_file(image_path: Path | str, caption_ext: str = ".txt") -> Path:
@@ -16,28 +18,34 @@ def caption_file(image_path: Path | str, caption_ext: str = ".txt") -> Path:
     return image_path.with_name(f"{image_path.stem}.{caption_ext.lstrip('.')}")
 
 
-def read_caption(image_path: Path | str, caption_ext: str = ".txt", default_caption: str | None = None) -> str:
-    """Caption of an image, without surrounding white space.
-
-    A missing or blank sidecar gives `default_caption`, or "" where that is None (as ai-toolkit); `scan` counts and
-    reports the missing ones.
+def read_caption(image_path: Path | str, caption_ext: str = ".txt") -> str | None:
+    """Caption of an image, without surrounding white space; None where there is no sidecar.
 
     Raises:
-        DatasetError: the sidecar is not UTF-8 text or cannot be opened.
+        DatasetError: the sidecar is not a text file in UTF-8, or cannot be opened.
     """
     path = caption_file(image_path, caption_ext)
-    caption = ""
-    if path.is_file():
-        try:
-            caption = path.read_text(encoding="utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            raise DatasetError(
-                f"{path}: byte 0x{error.object[error.start]:02x} at offset {error.start} is not UTF-8; "
-                "save the caption as UTF-8 text"
-            ) from error
-        except OSError as error:
-            raise DatasetError(f"{path}: cannot be read ({error}); make the caption file readable") from error
-    return caption or (default_caption or "").strip()
+    return _read_text(path).strip() if os.path.lexists(path) else None
+
+
+def _read_text(path: Path) -> str:
+    name = printable(path)
+    if path.exists() and not path.is_file():
+        raise DatasetError(f"{name}: is not a file, but has a caption's name; remove it, or rename it")
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise DatasetError(f"{name}: is too large for a caption ({path.stat().st_size} bytes); remove it")
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{name}: byte 0x{error.object[error.start]:02x} at offset {error.start} is not UTF-8; "
+            "save the caption as UTF-8 text"
+        ) from error
+    except OSError as error:
+        raise DatasetError(f"{name}: cannot be read ({error.strerror}); make the caption file readable") from error
+    if "\0" in text:
+        raise DatasetError(f"{name}: holds zero bytes, it is UTF-16 or no text; save the caption as UTF-8 text")
+    return text
 
 
 def inject_trigger(caption: str, trigger_word: str | None, add_if_missing: bool = True) -> str:

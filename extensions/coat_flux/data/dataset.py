@@ -3,168 +3,47 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from .buckets import BUCKET_STEP, Bucket, bucket_for
-from .captions import PLACEHOLDERS, caption_file, inject_trigger, read_caption
+from .buckets import BUCKET_STEP, Bucket
 from .errors import DatasetError
-from .images import image_size
+from .preflight import inspect_datasets
+from .samples import Sample
+
+__all__ = ["Batch", "BucketBatchSampler", "Sample", "scan"]
 
 logger = logging.getLogger(__name__)
 
-IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
-_OTHER_IMAGES = (".heic", ".heif", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jxl", ".dng")
-_CONTROL_FOLDER = "_controls"  # ai-toolkit keeps conditioning images there
-_LISTED = 5
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One thing to train on: an image at one size.
-
-    Attributes:
-        image_path: The image file.
-        caption: Final caption, trigger word included.
-        bucket: Training size in pixels.
-        dataset_index: Index of the `datasets` entry it comes from.
-        flip: Mirrored left to right.
-        dropped_caption: The prompt used instead when the caption is dropped: "" or, as in ai-toolkit, the trigger word.
-    """
-
-    image_path: Path
-    caption: str
-    bucket: Bucket
-    dataset_index: int
-    flip: bool = False
-    dropped_caption: str = ""
-
-
-def find_images(folder: Path | str) -> list[Path]:
-    """Images below a folder, sorted: .jpg .jpeg .png .webp, recursively, without hidden files and `_controls`."""
-    found = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != _CONTROL_FOLDER]
-        found += [
-            Path(root, name) for name in names if name.lower().endswith(IMAGE_EXTENSIONS) and not name.startswith(".")
-        ]
-    return sorted(found, key=lambda path: path.as_posix())
-
-
-def scan(dataset_configs: Sequence[Any], trigger_word: str | None = None, *, step: int = BUCKET_STEP) -> list[Sample]:
+def scan(
+    dataset_configs: Sequence[Any],
+    trigger_word: str | None = None,
+    *,
+    background: str = "white",
+    transparency: str = "background",
+    step: int = BUCKET_STEP,
+) -> list[Sample]:
     """All samples of all datasets: every image at every resolution, `num_repeats` times, and mirrored where `flip_x`.
 
-    Args:
-        dataset_configs: Objects with folder_path, caption_ext, default_caption, resolution (list of int), num_repeats,
-            flip_x, buckets, shuffle_tokens, cache_text_embeddings (ai-toolkit's meaning of each).
-        trigger_word: Goes into every caption; see `inject_trigger`.
-        step: Bucket sides are multiples of this many pixels.
+    Arguments are `inspect_datasets`'; its warnings are logged.
 
     Returns:
         Samples in an order that depends only on settings and file names.
 
     Raises:
-        DatasetError: no datasets, a missing or empty folder, unreadable images or captions.
+        DatasetError: `inspect_datasets` found errors; one line each.
     """
-    if not dataset_configs:
-        raise DatasetError("datasets=[]: there is nothing to train on; add an entry with folder_path")
-    samples: list[Sample] = []
-    for index, config in enumerate(dataset_configs):
-        paths = _images_of(index, config)
-        _report_unread(config.folder_path)
-        sizes = _sizes_of(paths)
-        captions = _captions_of(paths, config, trigger_word)
-        dropped = inject_trigger("", trigger_word)
-        entry = [
-            Sample(path, captions[path], _bucket(sizes[path], resolution, config, step), index, False, dropped)
-            for resolution in config.resolution
-            for path in paths * config.num_repeats
-        ]
-        if config.flip_x:
-            entry += [Sample(s.image_path, s.caption, s.bucket, index, True, dropped) for s in entry]
-        logger.info("%s: %d images, %d samples", config.folder_path, len(paths), len(entry))
-        samples += entry
-    return samples
-
-
-def _images_of(index: int, config: Any) -> list[Path]:
-    where = f"datasets[{index}].folder_path={config.folder_path}"
-    wanted = (
-        f"put images ({', '.join(IMAGE_EXTENSIONS)}) there, each with a caption of the same name (photo.jpg, "
-        f"{caption_file('photo.jpg', config.caption_ext)})"
+    report = inspect_datasets(
+        dataset_configs, trigger_word, background=background, transparency=transparency, step=step
     )
-    if not Path(config.folder_path).is_dir():
-        raise DatasetError(f"{where}: there is no such folder; make it and {wanted}, or correct the path")
-    paths = find_images(config.folder_path)
-    if not paths:
-        raise DatasetError(f"{where}: the folder has no images; {wanted}")
-    return paths
-
-
-def _report_unread(folder: Path | str) -> None:
-    """Name photos in formats that are not read, such as a phone's HEIC: they would be missed in silence."""
-    unread = sorted(path.name for path in Path(folder).rglob("*") if path.suffix.lower() in _OTHER_IMAGES)
-    if unread:
-        logger.warning(
-            "%s: %d images are not read (first: %s); save them as one of %s to train on them",
-            folder,
-            len(unread),
-            unread[0],
-            ", ".join(IMAGE_EXTENSIONS),
-        )
-
-
-def _sizes_of(paths: list[Path]) -> dict[Path, tuple[int, int]]:
-    sizes: dict[Path, tuple[int, int]] = {}
-    problems = []
-    for path in paths:
-        try:
-            sizes[path] = image_size(path)
-        except DatasetError as error:
-            problems.append(str(error))
-    if problems:
-        more = f"\n... and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        raise DatasetError("\n".join(problems[:_LISTED]) + more)
-    return sizes
-
-
-def _captions_of(paths: list[Path], config: Any, trigger_word: str | None) -> dict[Path, str]:
-    raw = {path: read_caption(path, config.caption_ext, config.default_caption) for path in paths}
-    missing = [path for path in paths if not caption_file(path, config.caption_ext).is_file()]
-    if missing:
-        logger.warning(
-            "%s: %d of %d images have no %s caption (first: %s); they train with %s",
-            config.folder_path,
-            len(missing),
-            len(paths),
-            config.caption_ext,
-            missing[0].name,
-            "default_caption" if config.default_caption else "the trigger word alone, or nothing",
-        )
-    holders = sum(any(holder in caption for holder in PLACEHOLDERS) for caption in raw.values())
-    if holders and not trigger_word:
-        logger.warning(
-            "%s: %d captions use [trigger] or [name] but trigger_word is not set; the placeholder is removed",
-            config.folder_path,
-            holders,
-        )
-    if config.shuffle_tokens and config.cache_text_embeddings:
-        logger.warning(
-            "%s: shuffle_tokens has no effect with cache_text_embeddings: true (each caption is encoded once, as "
-            "written); set one of them to false",
-            config.folder_path,
-        )
-    return {path: inject_trigger(caption, trigger_word) for path, caption in raw.items()}
-
-
-def _bucket(size: tuple[int, int], resolution: int, config: Any, step: int) -> Bucket:
-    if config.buckets:
-        return bucket_for(*size, resolution, step)
-    return bucket_for(resolution, resolution, resolution, step)
+    if report.errors:
+        raise DatasetError(report.error_text())
+    for warning in report.warnings:
+        logger.warning("%s", warning)
+    return report.samples
 
 
 @dataclass(frozen=True)

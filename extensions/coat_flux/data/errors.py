@@ -5,3 +5,11 @@ from __future__ import annotations
 
 class DatasetError(ValueError):
     """A problem with a dataset folder, image, caption or cache file; the message names it and says what to do."""
+
+
+def printable(name: object) -> str:
+    """A path or text that any console, log and file can take.
+
+    Control characters, marks that turn the direction of writing, and bytes of a file name that are no text are escaped.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))

@@ -2,75 +2,111 @@
 
 ai-toolkit does `Image.open`, EXIF transpose, `convert("RGB")`. That drops alpha (showing whatever colour hides under
 it, often black), clips 16-bit greyscale to white and ignores colour profiles (Display P3 phone photos lose saturation,
-CMYK scans shift). Here alpha is laid on white, 16-bit is scaled, and an embedded ICC profile is converted to sRGB.
+CMYK scans shift). Here alpha is laid on a background, 16-bit is scaled, and an embedded ICC profile is converted to
+sRGB. (Of 16-bit colour, Pillow reads the high byte: at most one level of 255 is lost.)
+
+Only JPEG, PNG and WebP are decoded, whatever a file's name says: some of Pillow's other readers start programs.
 """
 
 from __future__ import annotations
 
-import io
-import logging
+import contextlib
 import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageCms, ImageOps
+from PIL import Image, ImageColor
 
-from .errors import DatasetError
+from ..config.values import COLOURS
+from .colour import ProfileError, is_srgb, to_srgb
+from .errors import DatasetError, printable
 
-logger = logging.getLogger(__name__)
+FORMATS = ("JPEG", "PNG", "WEBP")
+_SEVERAL_JPEGS = "MPO"  # what Pillow calls a JPEG with further pictures behind it, as phones write; the first counts
+ROTATED, TAGGED, DEEP, CMYK, PALETTE, TRANSPARENT = (
+    "EXIF orientation",
+    "colour profile",
+    "16 bit",
+    "CMYK",
+    "palette",
+    "transparency",
+)
+TRAITS = (ROTATED, TAGGED, DEEP, CMYK, PALETTE, TRANSPARENT)
 
 # What Pillow raises on damaged or foreign files; anything else is a bug and must surface as itself.
-_READ_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
-_EXIF_ORIENTATION = 0x0112
-_SIDEWAYS = (5, 6, 7, 8)
+_READ_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+_EXIF_ORIENTATION, _EXIF_INTEROP, _INTEROP_INDEX, _ADOBE_RGB = 0x0112, 0xA005, 1, "R03"
+_TURN = {  # what makes an EXIF orientation upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _SIXTEEN_BIT = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+_PNG_DEPTH_AT = 24
+_STARTS = (  # how files begin that are often found under the name of an image
+    (b"GIF8", "a GIF"),
+    (b"BM", "a BMP"),
+    (b"II*\0", "a TIFF or camera raw file"),
+    (b"MM\0*", "a TIFF or camera raw file"),
+    (b"8BPS", "a Photoshop file"),
+    (b"%PDF", "a PDF"),
+    (b"%!PS", "a PostScript file"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\xff\x0a", "a JPEG XL"),
+    (b"version https://git-lfs", "a Git LFS pointer, the image itself was not fetched"),
+)
 
 
-def image_size(path: Path | str) -> tuple[int, int]:
-    """Width and height in pixels as seen after EXIF rotation, from the header only.
+@dataclass(frozen=True)
+class Photo:
+    """An image file, read.
 
-    Raises:
-        DatasetError: the file cannot be read as an image.
+    Attributes:
+        image: Upright, opaque sRGB, mode "RGB".
+        alpha: Its opacity, mode "L", same size; None where it has no transparent parts.
+        traits: Which of `TRAITS` the file had.
+        notes: What could not be known, for a warning.
     """
-    try:
-        with Image.open(path) as image:
-            width, height = image.size
-            sideways = image.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS
-    except _READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-    return (height, width) if sideways else (width, height)
+
+    image: Image.Image
+    alpha: Image.Image | None
+    traits: frozenset[str]
+    notes: tuple[str, ...]
 
 
-def load_image(path: Path | str) -> Image.Image:
+def read_photo(path: Path | str, background: str = "white") -> Photo:
     """Read an image file as upright, opaque, 8-bit sRGB.
 
-    EXIF orientation is applied, transparency is composited on white, an embedded ICC profile is converted to sRGB, and
-    palette, greyscale, 16-bit and CMYK files become RGB.
+    EXIF orientation is applied, an embedded ICC profile is converted to sRGB, palette, greyscale, 16-bit and CMYK files
+    become RGB, and transparency is composited on `background`.
 
     Args:
-        path: Image file; the content decides the format, not the extension.
-
-    Returns:
-        Image in mode "RGB".
+        path: JPEG, PNG or WebP; the content decides, not the extension.
+        background: A name of `COLOURS` or "#rrggbb".
 
     Raises:
         DatasetError: the file cannot be read; names the file and what to do.
     """
-    try:
-        with Image.open(path) as opened:
-            opened.load()
-            image = ImageOps.exif_transpose(opened)
-    except _READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-    profile = image.info.get("icc_profile")
-    colour, alpha = _split_alpha(image)
-    colour = _to_srgb(colour, profile, path)
-    if alpha is None:
-        return colour
-    white = Image.new("RGB", colour.size, "white")
-    white.paste(colour, mask=alpha)
-    return white
+    with opened(path) as image:
+        image.load()
+        traits, notes = traits_of(image, path)
+        turn = turn_of(image)
+        profile = image.info.get("icc_profile")
+        colour, alpha = split_alpha(image if turn is None else image.transpose(turn))
+    colour = to_srgb(colour, profile) if profile and TAGGED in traits else colour.convert("RGB")
+    if TRANSPARENT not in traits:
+        return Photo(colour, None, traits, notes)
+    ground = Image.new("RGB", colour.size, rgb(background))
+    ground.paste(colour, mask=alpha)
+    return Photo(ground, alpha, traits, notes)
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
@@ -79,37 +115,118 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
     return (pixels_HWC / 127.5 - 1.0).permute(2, 0, 1).contiguous()
 
 
-def _unreadable(path: Path | str, error: Exception) -> DatasetError:
-    if isinstance(error, Image.DecompressionBombError):
-        return DatasetError(f"{path}: is too large to be read ({error}); make it smaller, or remove it")
-    return DatasetError(
-        f"{path}: cannot be read as an image ({error}); open it and save it again as PNG or JPEG, or remove it"
-    )
+def rgb(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of a name of `COLOURS` or "#rrggbb"."""
+    return ImageColor.getrgb(COLOURS.get(colour, colour))[:3]
 
 
-def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+@contextlib.contextmanager
+def opened(path: Path | str) -> Iterator[Image.Image]:
+    """An image file, its header read; whatever goes wrong inside the block becomes a DatasetError."""
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1 and image.format != _SEVERAL_JPEGS:
+                raise DatasetError(
+                    f"{printable(path)}: is an animation of {frames} frames; save the frame to train on as PNG or JPEG"
+                )
+            yield image
+    except DatasetError:
+        raise
+    except _READ_ERRORS as error:
+        raise _unreadable(path, error) from error
+
+
+def turn_of(image: Image.Image) -> Image.Transpose | None:
+    """What makes a file's pixels upright; None where they are."""
+    return _TURN.get(image.getexif().get(_EXIF_ORIENTATION))
+
+
+def traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Which of `TRAITS` a decoded file has, and notes on what cannot be known."""
+    traits, notes = set(), []
+    exif, profile = image.getexif(), image.info.get("icc_profile")
+    if turn_of(image) is not None:
+        traits.add(ROTATED)
+    if image.mode in _SIXTEEN_BIT or (image.format == "PNG" and _png_depth(path) == 16):
+        traits.add(DEEP)
+    traits |= {trait for mode, trait in (("CMYK", CMYK), ("P", PALETTE)) if image.mode == mode}
+    if _is_transparent(image):
+        traits.add(TRANSPARENT)
+    try:
+        if profile and not is_srgb(_colour_mode(image), profile):
+            traits.add(TAGGED)
+    except ProfileError as error:
+        notes.append(f"its colour profile cannot be used ({error}), it is read as sRGB; save it again as sRGB")
+    if image.mode == "CMYK" and TAGGED not in traits:
+        notes.append("it is CMYK without a usable colour profile, its colours are a guess; save it again as sRGB")
+    if not profile and exif.get_ifd(_EXIF_INTEROP).get(_INTEROP_INDEX) == _ADOBE_RGB:
+        notes.append(
+            "its camera says Adobe RGB but no colour profile is embedded, it is read as sRGB; save it again as sRGB"
+        )
+    return frozenset(traits), tuple(notes)
+
+
+def split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     """Colour part in mode L, RGB or CMYK, and the alpha channel (mode L) where there is one."""
     if image.mode in _SIXTEEN_BIT:
         values = np.asarray(image).astype(np.int64).clip(0, 65535)
-        return Image.fromarray(((values + 128) // 257).astype(np.uint8)), None
+        hidden = image.info.get("transparency")
+        alpha = None if hidden is None else Image.fromarray(np.where(values == hidden, 0, 255).astype(np.uint8))
+        return Image.fromarray(((values + 128) // 257).astype(np.uint8)), alpha
     if image.mode in ("LA", "La"):
         grey = image.convert("LA")
         return grey.getchannel("L"), grey.getchannel("A")
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         return rgba.convert("RGB"), rgba.getchannel("A")
-    if image.mode in ("1", "L"):
-        return image.convert("L"), None
-    return (image if image.mode == "CMYK" else image.convert("RGB")), None
+    return image.convert(_colour_mode(image)), None
 
 
-def _to_srgb(colour: Image.Image, profile: bytes | None, path: Path | str) -> Image.Image:
-    if not profile:
-        return colour.convert("RGB")
-    try:
-        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        converted = ImageCms.profileToProfile(colour, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
-    except (ImageCms.PyCMSError, OSError) as error:
-        logger.warning("%s: its colour profile does not fit the image (%s); read as sRGB without it", path, error)
-        return colour.convert("RGB")
-    return converted
+def _colour_mode(image: Image.Image) -> str:
+    """The mode of `split_alpha`'s colour part."""
+    if image.mode in ("CMYK", "LA", "La", *_SIXTEEN_BIT):
+        return "CMYK" if image.mode == "CMYK" else "L"
+    return "L" if image.mode in ("1", "L") and not image.has_transparency_data else "RGB"
+
+
+def _is_transparent(image: Image.Image) -> bool:
+    if not image.has_transparency_data:
+        return False
+    alpha = image.getchannel("A") if image.mode in ("RGBA", "LA") else split_alpha(image)[1]
+    return alpha is not None and alpha.getextrema()[0] < 255
+
+
+def _png_depth(path: Path | str) -> int:
+    with open(path, "rb") as file:
+        return file.read(_PNG_DEPTH_AT + 1)[_PNG_DEPTH_AT]
+
+
+def _unreadable(path: Path | str, error: Exception) -> DatasetError:
+    name = printable(path)
+    if isinstance(error, Image.DecompressionBombError):
+        return DatasetError(f"{name}: is too large to be read ({error}); make it smaller, or remove it")
+    if isinstance(error, OSError) and error.errno is not None:
+        return DatasetError(f"{name}: cannot be opened ({error.strerror}); make the file readable, or remove it")
+    why = _kind(path) if isinstance(error, Image.UnidentifiedImageError) else printable(error)
+    return DatasetError(
+        f"{name}: cannot be read as an image ({why}); open it and save it again as PNG or JPEG, or remove it"
+    )
+
+
+def _kind(path: Path | str) -> str:
+    """What a file is that is neither JPEG, PNG nor WebP."""
+    with open(path, "rb") as file:
+        start = file.read(256)
+    if not start:
+        return "the file is empty"
+    if start[4:8] == b"ftyp":
+        return f"it is a phone's {start[8:12].decode('ascii', 'replace').strip().upper()} file"
+    for magic, kind in _STARTS:
+        if start.startswith(magic):
+            return f"it is {kind}"
+    if start.lstrip()[:1] == b"<":
+        return "it is a web page or an SVG drawing"
+    with contextlib.suppress(UnicodeDecodeError):
+        return "it is a text file" if start.decode("utf-8").isascii() and b"\0" not in start else "unknown content"
+    return "it is not JPEG, PNG or WebP, or its beginning is damaged"

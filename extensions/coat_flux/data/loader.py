@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from .buckets import fit_to_bucket
 from .cache import (
-    CACHE_FOLDER,
     TensorCache,
     TextEncoders,
     encode_latents,
@@ -29,8 +29,9 @@ from .cache import (
 )
 from .captions import shuffle_tokens
 from .dataset import Batch, Sample
-from .errors import DatasetError
-from .images import load_image, to_tensor
+from .errors import DatasetError, printable
+from .files import CACHE_FOLDER
+from .images import Photo, read_photo, rgb, to_tensor
 
 
 class LatentDataset:
@@ -45,6 +46,8 @@ class LatentDataset:
         device: Where batches are put, and where `fill` encodes.
         seed: Of caption dropout and token shuffling.
         cache_folder: Where cache files go; None is `_coat_cache` in each dataset's folder.
+        background: What transparent parts of a photo become; a name of `config.values.COLOURS` or "#rrggbb".
+        transparency: `mask` also gives each batch the loss mask that a photo's transparency makes; else `background`.
     """
 
     def __init__(
@@ -57,7 +60,10 @@ class LatentDataset:
         *,
         seed: int = 0,
         cache_folder: Path | str | None = None,
+        background: str = "white",
+        transparency: str = "background",
     ) -> None:
+        self.background, self.masked = background, transparency == "mask"
         self.samples, self.configs = list(samples), list(dataset_configs)
         self.vae: nn.Module | None = vae
         self.encoders: TextEncoders | None = encoders
@@ -88,11 +94,11 @@ class LatentDataset:
         on one first and on the others after that: they find everything done.
         """
         distinct = list(dict.fromkeys(s for s in self.samples if self._latents[s.dataset_index].enabled))
-        missing = [s for s in _bar(distinct, "Checking cached latents", progress) if self._load_latents(s) is None]
+        missing = [s for s in _bar(distinct, "Checking cached latents", progress) if self._load_image(s) is None]
         if missing and self.vae is not None:
             with _moved([self.vae], self.device):
                 for sample in _bar(missing, "Caching latents", progress):
-                    self._make_latents(sample)
+                    self._make_image(sample)
         prompts = [p for p in self._cached_prompts() if self._load_text(*p) is None]
         if prompts and self.encoders is not None:
             with _moved([self.encoders.clip, self.encoders.t5], self.device):
@@ -110,21 +116,36 @@ class LatentDataset:
             DatasetError: the image cannot be read, its latents are not finite, or its cache entry is gone and the VAE
                 is no longer loaded.
         """
-        found = self._load_latents(sample)
-        return found if found is not None else self._make_latents(sample)
+        return self._image(sample)["latents"]
 
-    def _make_latents(self, sample: Sample) -> Tensor:
+    def mask(self, sample: Sample) -> Tensor | None:
+        """How much each latent of a sample counts in the loss: [1, h, w] float32 on the CPU, mean 1; None: all alike.
+
+        Raises:
+            DatasetError: as `latents`.
+        """
+        return self._image(sample)["mask"] if self.masked else None
+
+    def _image(self, sample: Sample) -> dict[str, Tensor]:
+        found = self._load_image(sample)
+        return found if found is not None else self._make_image(sample)
+
+    def _make_image(self, sample: Sample) -> dict[str, Tensor]:
         if self.vae is None:
-            raise _cache_gone(sample.image_path, "latents")
-        image = load_image(sample.image_path)
-        image = fit_to_bucket(ImageOps.mirror(image) if sample.flip else image, sample.bucket)
-        latents = encode_latents(self.vae, to_tensor(image)[None])[0].cpu()
+            raise _cache_gone(printable(sample.image_path), "latents")
+        photo = read_photo(sample.image_path, self.background)
+        latents = encode_latents(self.vae, to_tensor(_cut(photo.image, sample))[None])[0].cpu()
         if not torch.isfinite(latents).all():
-            raise DatasetError(f"{sample.image_path}: the VAE returns NaN or inf for it; run the VAE in bf16 or fp32")
+            raise DatasetError(
+                f"{printable(sample.image_path)}: the VAE returns NaN or inf for it; run the VAE in bf16 or fp32"
+            )
+        entry = {"latents": latents}
+        if self.masked:
+            entry["mask"] = _mask_of(photo, sample, latents)
         cache = self._latents[sample.dataset_index]
         if cache.enabled:
-            cache.store(self._latent_key(sample), {"latents": latents}, about=sample.image_path.name)
-        return latents
+            cache.store(self._latent_key(sample), entry, about=sample.image_path.name)
+        return entry
 
     def text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor]:
         """T5 embeddings [T, D] and CLIP pooled [P] of a prompt, bf16 on the CPU.
@@ -152,14 +173,16 @@ class LatentDataset:
 
         Returns:
             latents [B, C, h, w] float32, prompt_embeds [B, T, D] and pooled [B, P] bf16 on `device`; indices [B] int64
-            (CPU), which sample each row is.
+            (CPU), which sample each row is. With `transparency="mask"` also mask [B, 1, h, w] float32 on `device`; see
+            `mask`.
         """
         rows = [
             (self.samples[i], self._prompt(self.samples[i], batch.draw, row)) for row, i in enumerate(batch.indices)
         ]
         texts = [self.text(sample.dataset_index, prompt) for sample, prompt in rows]
+        images = [self._image(sample) for sample, _ in rows]
         return {
-            "latents": torch.stack([self.latents(sample) for sample, _ in rows]).to(self.device),
+            **{name: torch.stack([image[name] for image in images]).to(self.device) for name in images[0]},
             "prompt_embeds": torch.stack([embeds for embeds, _ in texts]).to(self.device),
             "pooled": torch.stack([pooled for _, pooled in texts]).to(self.device),
             "indices": torch.tensor(batch.indices),
@@ -189,12 +212,12 @@ class LatentDataset:
         path = sample.image_path
         if path not in self._digests:
             self._digests[path] = file_digest(path)
-        return latent_key(self._digests[path], sample.bucket, sample.flip, self._vae_identity)
+        ground = rgb(self.background)
+        return latent_key(self._digests[path], sample.bucket, sample.flip, self._vae_identity, ground, self.masked)
 
-    def _load_latents(self, sample: Sample) -> Tensor | None:
+    def _load_image(self, sample: Sample) -> dict[str, Tensor] | None:
         cache = self._latents[sample.dataset_index]
-        entry = cache.load(self._latent_key(sample)) if cache.enabled else None
-        return None if entry is None else entry["latents"]
+        return cache.load(self._latent_key(sample)) if cache.enabled else None
 
     def _load_text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor] | None:
         cache = self._texts[dataset_index]
@@ -210,14 +233,13 @@ def cache_all(
     progress: bool = True,
     *,
     dataset_configs: Sequence[Any],
-    seed: int = 0,
-    cache_folder: Path | str | None = None,
+    **settings: Any,
 ) -> LatentDataset:
     """Make a LatentDataset and fill its caches; afterwards `needs_vae` and `needs_encoders` say what must stay loaded.
 
     Arguments are LatentDataset's; `progress` shows progress bars.
     """
-    dataset = LatentDataset(samples, dataset_configs, vae, encoders, device, seed=seed, cache_folder=cache_folder)
+    dataset = LatentDataset(samples, dataset_configs, vae, encoders, device, **settings)
     dataset.fill(progress)
     return dataset
 
@@ -225,6 +247,24 @@ def cache_all(
 def build_batches(dataset: LatentDataset, sampler: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
     """The tensors of each batch a sampler yields; endless with BucketBatchSampler."""
     return map(dataset.batch, sampler)
+
+
+def _cut(image: Image.Image, sample: Sample) -> Image.Image:
+    """What of an image a sample trains on."""
+    return fit_to_bucket(ImageOps.mirror(image) if sample.flip else image, sample.bucket)
+
+
+def _mask_of(photo: Photo, sample: Sample, latents: Tensor) -> Tensor:
+    """Mean opacity of the pixels of each latent, [1, h, w], divided by its mean over the sample.
+
+    So the size of the loss does not depend on how much of the picture is covered.
+    """
+    height, width = latents.shape[-2:]
+    if photo.alpha is None:
+        return torch.ones(1, height, width)
+    small = _cut(photo.alpha, sample).resize((width, height), Image.Resampling.BOX)
+    mask = torch.from_numpy(np.array(small, dtype=np.float32))[None]
+    return mask / mask.mean()  # not 0: `inspect_datasets` refuses photos of which nothing visible is left
 
 
 def _cache_gone(what: Path | str, kind: str) -> DatasetError:

@@ -210,7 +210,13 @@ def predict_velocity(
     return FluxPipeline._unpack_latents(out, height, width, vae_scale_factor=1).float()
 
 
-def sample_losses(prediction: Tensor, latents: Tensor, noise: Tensor, weights: Tensor | None = None) -> Tensor:
+def sample_losses(
+    prediction: Tensor,
+    latents: Tensor,
+    noise: Tensor,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
     """The mean squared error of each sample, fp32.
 
     Args:
@@ -218,10 +224,12 @@ def sample_losses(prediction: Tensor, latents: Tensor, noise: Tensor, weights: T
         latents: x0, same shape.
         noise: same shape.
         weights: (B,) sample weights.
+        mask: (B, 1, H, W), how much each latent counts; mean 1 over a sample.
 
     Returns:
         (B,) losses; the training loss is their mean.
     """
     target = noise.float() - latents.float()
-    loss = (prediction.float() - target).square().mean(dim=(1, 2, 3))
+    errors = (prediction.float() - target).square()
+    loss = (errors if mask is None else errors * mask).mean(dim=(1, 2, 3))
     return loss if weights is None else loss * weights

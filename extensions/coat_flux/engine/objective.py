@@ -53,7 +53,8 @@ class Objective:
         """The mean loss of a batch, with gradient.
 
         Args:
-            batch: latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device.
+            batch: latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; and, where
+                transparent parts of photos do not count, mask (B, 1, H, W) with mean 1 over each sample.
             draw: the number of the batch in the run's global order.
 
         Returns:
@@ -70,7 +71,8 @@ class Objective:
             self._transformer, x_t, sigmas, batch["prompt_embeds"], batch["pooled"], dtype=self._dtype
         )
         weights = self._weights(indices)
-        return sample_losses(prediction, latents, noise, None if weights is None else weights.to(latents.device)).mean()
+        weights = None if weights is None else weights.to(latents.device)
+        return sample_losses(prediction, latents, noise, weights, batch.get("mask")).mean()
 
     def _sigmas(self, shape: torch.Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         train = self._train

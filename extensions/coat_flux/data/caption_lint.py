@@ -1,0 +1,190 @@
+"""What captions do to a LoRA that is to learn one product by its trigger word.
+
+A caption's words take what they name away from the trigger word: if all captions say "blue denim jacket", the model
+learns nothing new for the trigger. So captions should name what changes from photo to photo, and not the product.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .captions import PLACEHOLDERS, caption_file
+from .errors import printable
+from .files import Listing, counted
+
+SHARED_BY = 0.8
+_FEWEST = 4  # captions, before what they share says anything
+_NAMED = 8
+_NO_CAPTION = "the trigger word alone, or nothing"
+_MOST_WORDS = 512  # a word is at least one of T5's tokens
+_TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
+_UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")  # Thai, Lao, Japanese, Chinese
+_WORD = re.compile(r"[^\W\d_]{3,}")
+# English grammar, and what product photos are about besides the product: to name these is right.
+_USUAL = frozenset(
+    """
+    and angle are back backdrop background body both boy camera catalog catalogue close closeup detail facing flat
+    floor folded for from front girl hanger hanging has have her high his holding image indoor indoors into its laid
+    lay left light lighting looking low lying man mannequin men model natural near not one onto outdoor outdoors
+    over people person photo photograph photography picture plain posing product rear right shadow shot side sitting
+    soft some standing street studio table that the their this three two under view walking wall wearing wears which
+    while white who with without woman women worn
+    """.split()  # noqa: SIM905 (a list of words reads better so)
+)
+
+
+def lint_files(
+    folder: Path, listing: Listing, caption_ext: str, default_caption: str | None
+) -> tuple[list[str], list[str]]:
+    """Errors and warnings about which captions there are, one line each.
+
+    Args:
+        folder: The dataset's folder.
+        listing: Its content.
+        caption_ext: Extension of the sidecars, without its dot.
+        default_caption: For images without a caption.
+    """
+    wrong = _wrong_extension(folder, listing, caption_ext)
+    if wrong and not default_caption:
+        return wrong, []
+    images = listing.images
+    missing = [path for path in images if not os.path.lexists(caption_file(path, caption_ext))]
+    text = f"of {len(images)} images have no .{caption_ext} caption (first: {{first}}); they train with "
+    lines = counted(folder, missing, text + ("default_caption" if default_caption else _NO_CAPTION))
+    return [], lines + _without_image(folder, listing, caption_ext)
+
+
+def lint_captions(
+    folder: Path, raw: Mapping[Path, str], trigger_word: str | None, default_caption: str | None
+) -> list[str]:
+    """Warnings about what captions say, one line each.
+
+    Args:
+        folder: The dataset's folder.
+        raw: Image -> caption as written; without the images that have none.
+        trigger_word: The job's.
+        default_caption: For empty captions.
+    """
+    empty = [path for path, caption in raw.items() if not caption]
+    instead = "default_caption" if default_caption else _NO_CAPTION
+    lines = counted(folder, empty, f"captions are empty (first: that of {{first}}); they train with {instead}")
+    lines += _too_long(folder, raw)
+    if trigger_word:
+        return lines + _about_trigger(folder, raw, trigger_word) + _about_product(folder, raw, trigger_word)
+    return lines + _about_no_trigger(folder, raw)
+
+
+def _wrong_extension(folder: Path, listing: Listing, caption_ext: str) -> list[str]:
+    """Captions that are all there, only not under the extension the config names."""
+    images, others = listing.images, listing.others
+    if any(os.path.lexists(caption_file(path, caption_ext)) for path in images):
+        return []
+    stems = {path.with_suffix("") for path in images}
+    found = Counter(
+        path.suffix for path in others if path.suffix.lower() in _TEXT_EXTENSIONS and path.with_suffix("") in stems
+    )
+    if not found:
+        return []
+    extension, count = found.most_common(1)[0]
+    return [
+        f"{printable(folder)}: no image has a .{caption_ext} caption, but {count} have one in {extension}; "
+        f"set caption_ext: {extension.lstrip('.')}"
+    ]
+
+
+def _without_image(folder: Path, listing: Listing, caption_ext: str) -> list[str]:
+    wanted = {caption_file(path, caption_ext) for path in listing.images}
+    extension = f".{caption_ext}"
+    orphans = [path for path in listing.others if path.name.endswith(extension) and path not in wanted]
+    names = {path.name for path in listing.images}
+    doubled = [path for path in orphans if path.name.removesuffix(extension) in names]
+    lines = counted(
+        folder,
+        doubled,
+        "captions are named after the image's extension too (first: {first}); "
+        f"name them after the image's name alone, as photo{extension}",
+    )
+    return lines + counted(
+        folder,
+        [path for path in orphans if path not in doubled],
+        "caption files belong to no image (first: {first}); rename them after their images, or remove them",
+    )
+
+
+def _too_long(folder: Path, raw: Mapping[Path, str]) -> list[str]:
+    long = [path for path, caption in raw.items() if len(caption.split()) > _MOST_WORDS]
+    return counted(
+        folder, long, f"captions have more than {_MOST_WORDS} words (first: {{first}}); the end is cut, shorten them"
+    )
+
+
+def _about_no_trigger(folder: Path, raw: Mapping[Path, str]) -> list[str]:
+    holders = [path for path, caption in raw.items() if any(holder in caption for holder in PLACEHOLDERS)]
+    if holders:
+        return [
+            f"{printable(folder)}: {len(holders)} captions use [trigger] or [name] but trigger_word is not set; "
+            "the placeholder is removed, set trigger_word"
+        ]
+    captions = [caption for caption in raw.values() if caption]
+    spaced = not any(_UNSPACED.search(caption) for caption in captions)
+    if len(captions) >= _FEWEST and spaced and not _shared(captions):
+        return [
+            f"{printable(folder)}: the captions have no word in common and trigger_word is not set, so nothing will "
+            "call the product up; set trigger_word"
+        ]
+    return []
+
+
+def _about_trigger(folder: Path, raw: Mapping[Path, str], trigger: str) -> list[str]:
+    whole = re.compile(rf"(?<!\w){re.escape(trigger)}(?!\w)", re.ASCII)  # Chinese has no spaces between words
+    inside, cased = [], []
+    for path, caption in raw.items():
+        if trigger in caption and not whole.search(caption):
+            inside.append(path)
+        elif trigger not in caption and trigger.lower() in caption.lower():
+            cased.append(path)
+    shown = printable(trigger)
+    return counted(
+        folder,
+        inside,
+        f"captions hold the trigger word '{shown}' only within another word (first: {{first}}), so it is not put in "
+        "front; choose a rarer trigger_word, or write [trigger] into them",
+    ) + counted(
+        folder,
+        cased,
+        f"captions write the trigger word '{shown}' with other capitals (first: {{first}}) and get it a second time; "
+        "write it alike",
+    )
+
+
+def _about_product(folder: Path, raw: Mapping[Path, str], trigger: str) -> list[str]:
+    captions = [_trigger_marked(caption, trigger) for caption in raw.values() if caption]
+    words = _shared(captions) if len(captions) >= _FEWEST else []
+    if not words:
+        return []
+    named = ", ".join(f"'{printable(word)}'" for word in words[:_NAMED])
+    return [
+        f"{printable(folder)}: nearly all captions say {named}; what belongs to the product is learnt for these words "
+        f"and not for the trigger word, leave it out of the captions"
+    ]
+
+
+def _trigger_marked(caption: str, trigger: str) -> str:
+    """A caption without the trigger word and the kind of product that may follow it, as in 'ohwx jacket'."""
+    for holder in PLACEHOLDERS:
+        caption = caption.replace(holder, trigger)
+    return re.sub(rf"{re.escape(trigger)}(\s+\w+)?", " ", caption)
+
+
+def _shared(captions: Sequence[str]) -> list[str]:
+    """Words of at least three letters that nearly all captions have, the most frequent first."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for caption in captions:
+        for word in set(_WORD.findall(caption.lower())) - _USUAL:
+            counts[word] += 1
+    shared = [word for word, count in counts.items() if count >= SHARED_BY * len(captions)]
+    return sorted(shared, key=lambda word: (-counts[word], word))

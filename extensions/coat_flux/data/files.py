@@ -1,0 +1,152 @@
+"""What lies in a dataset folder: images to train on, and everything that would be missed, blocked on or written astray.
+
+The walk is ai-toolkit's: .jpg .jpeg .png .webp, recursively, without hidden files, hidden folders, `_controls` and
+folders of caches. Linked folders are not entered, so links cannot make it endless. Only regular files are ever opened:
+a pipe or device under an image's name would block.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import printable
+
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+CACHE_FOLDER = "_coat_cache"
+# ai-toolkit keeps conditioning images in the first, and what it encoded in the others
+_NOT_ENTERED = ("_controls", "_latent_cache", "_t_e_cache", "_clip_vision_cache", CACHE_FOLDER)
+_OTHER_IMAGES = (
+    *(".heic", ".heif", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jxl", ".jfif", ".jpe", ".jp2", ".apng", ".svg"),
+    *(".psd", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
+)
+
+
+@dataclass
+class Listing:
+    """A folder's content.
+
+    Attributes:
+        images: Regular files to read, sorted by path.
+        others: All other files that are not hidden, sorted.
+        errors: One line each, what must be put right.
+        warnings: One line each.
+    """
+
+    images: list[Path] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def find_images(folder: Path) -> list[Path]:
+    """Images below a folder, sorted; see the module's text."""
+    return list_folder(folder).images
+
+
+def list_folder(folder: Path) -> Listing:
+    """Everything below a folder; see the module's text."""
+    listing, folders, links = Listing(), [], []
+    for root, names, files in _walk(folder, listing):
+        folders += [Path(root, name) for name in names]
+        links += [Path(root, name) for name in (*names, *files) if Path(root, name).is_symlink()]
+        for path in (Path(root, name) for name in files):
+            (listing.images if path.name.lower().endswith(IMAGE_EXTENSIONS) else listing.others).append(path)
+    for found in (listing.images, listing.others):
+        found.sort(key=Path.as_posix)
+    listing.images = [path for path in listing.images if _is_regular(path, listing)]
+    listing.warnings += _about_folders(folders)
+    listing.warnings += _about_links(folder, links)
+    listing.warnings += _about_unread(folder, listing.others)
+    listing.warnings += _about_names(folder, listing.images)
+    _refuse_linked_cache(folder, listing)
+    return listing
+
+
+def counted(folder: Path, found: list[Path], text: str) -> list[str]:
+    """One warning for files of a kind, or none: their number, then `text` with `{first}` replaced by the first one."""
+    if not found:
+        return []
+    first = printable(os.path.relpath(found[0], folder))
+    return [f"{printable(folder)}: {len(found)} {text.replace('{first}', first)}"]
+
+
+def _walk(folder: Path, listing: Listing) -> Iterator[tuple[str, list[str], list[str]]]:
+    def missed(error: OSError) -> None:
+        name = printable(error.filename)
+        listing.errors.append(f"{name}: the folder cannot be listed ({error.strerror}); make it readable, or remove it")
+
+    for root, names, files in os.walk(folder, onerror=missed):
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
+        yield root, names, [name for name in files if not name.startswith(".")]
+
+
+def _is_regular(path: Path, listing: Listing) -> bool:
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        kind = "is a link that leads nowhere" if path.is_symlink() else "cannot be opened"
+        listing.errors.append(f"{printable(path)}: {kind} ({error.strerror}); put the image there, or remove it")
+        return False
+    if not regular:
+        listing.errors.append(f"{printable(path)}: is not a regular file but a pipe or device; remove it")
+    return regular
+
+
+def _about_folders(folders: list[Path]) -> list[str]:
+    return [
+        f"{printable(path)}: is a folder, not an image; its images are used, rename it if that is meant"
+        for path in folders
+        if path.name.lower().endswith(IMAGE_EXTENSIONS) and not path.is_symlink()
+    ]
+
+
+def _about_links(folder: Path, links: list[Path]) -> list[str]:
+    entered = folder.resolve()
+    lines = [
+        f"{printable(path)}: is a link to a folder, which is not entered; "
+        "copy the images here, or give that folder an entry of its own in datasets"
+        for path in links
+        if path.is_dir()
+    ]
+    leaving = [path for path in links if path.is_file() and entered not in path.resolve().parents]
+    return lines + counted(
+        folder, leaving, "files are links out of the folder (first: {first}); make sure they are yours"
+    )
+
+
+def _about_unread(folder: Path, others: list[Path]) -> list[str]:
+    """Name photos in formats that are not read, such as a phone's HEIC: they would be missed in silence."""
+    unread = [path for path in others if path.suffix.lower() in _OTHER_IMAGES]
+    remedy = f"save them as one of {', '.join(IMAGE_EXTENSIONS)} to train on them"
+    return counted(folder, unread, f"images are not read (first: {{first}}); {remedy}")
+
+
+def _about_names(folder: Path, images: list[Path]) -> list[str]:
+    by_stem = defaultdict(list)
+    for path in images:
+        by_stem[path.parent, path.stem].append(path)
+    lines = [
+        f"{printable(paths[0].parent)}: {' and '.join(printable(path.name) for path in paths)} share one caption and "
+        "one name in ai-toolkit's caches; rename all but one"
+        for paths in by_stem.values()
+        if len(paths) > 1
+    ]
+    odd = [path for path in images if printable(path.name) != path.name]
+    remedy = "rename them: other programs may not find them"
+    return lines + counted(
+        folder, odd, f"file names have control characters or are no text (first: {{first}}); {remedy}"
+    )
+
+
+def _refuse_linked_cache(folder: Path, listing: Listing) -> None:
+    cache = folder / CACHE_FOLDER
+    for path in (cache, cache / "latents", cache / "text"):
+        if path.is_symlink():
+            listing.errors.append(
+                f"{printable(path)}: is a link, so that caches would be written elsewhere; replace it by a folder"
+            )

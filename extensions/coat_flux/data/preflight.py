@@ -1,0 +1,244 @@
+"""Everything that can be known to go wrong with the data, before a model is loaded.
+
+`scan` trains on what this finds: there is one set of rules for `coat-flux check`, `coat-flux data` and both trainers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .buckets import BUCKET_STEP, Bucket, covering_size, cropped_share
+from .caption_lint import lint_captions, lint_files
+from .captions import caption_file, inject_trigger, read_caption
+from .errors import DatasetError, printable
+from .files import IMAGE_EXTENSIONS, Listing, counted, list_folder
+from .images import TRAITS, TRANSPARENT
+from .samples import Sample, make_samples, resolutions, training_size
+from .survey import VISIBLE_SIDE, PhotoFacts, near_duplicates, survey
+
+SMALL_SHARE = 0.75  # of the pixels a resolution asks for
+CROPPED_SHARE = 0.25
+INVISIBLE = 0.002  # mean alpha
+LEAST_VISIBLE = 0.01  # mean alpha in the crop, where alpha is the loss mask
+_LISTED = 5
+
+
+@dataclass
+class DataReport:
+    """What the pre-flight found.
+
+    Attributes:
+        errors: One line each: file, what is wrong, remedy. With any, training does not start.
+        warnings: One line each.
+        tables: For people: per dataset the buckets with what is cropped, and what the photos need.
+        samples: What would be trained on, of the photos that can be used.
+        photos: Facts of every readable photo.
+        unreadable: Photos that cannot be used.
+    """
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    photos: dict[Path, PhotoFacts] = field(default_factory=dict)
+    unreadable: list[Path] = field(default_factory=list)
+
+    def error_text(self) -> str:
+        """The first errors, a line each, and how many more there are."""
+        more = len(self.errors) - _LISTED
+        return "\n".join(
+            self.errors[:_LISTED] + ([f"... and {more} more; `coat-flux data` lists them all"] if more > 0 else [])
+        )
+
+
+def inspect_datasets(
+    dataset_configs: Sequence[Any],
+    trigger_word: str | None = None,
+    *,
+    background: str = "white",
+    transparency: str = "background",
+    step: int = BUCKET_STEP,
+) -> DataReport:
+    """Read every image in full and every caption, and report.
+
+    Args:
+        dataset_configs: Objects with folder_path, caption_ext, default_caption, resolution (a number or several),
+            num_repeats, flip_x, buckets, shuffle_tokens, cache_text_embeddings (ai-toolkit's meaning of each).
+        trigger_word: Goes into every caption; see `inject_trigger`.
+        background: What transparent parts become; `coat.data.background`.
+        transparency: background or mask; `coat.data.transparency`.
+        step: Bucket sides are multiples of this many pixels.
+    """
+    report = DataReport()
+    if not dataset_configs:
+        report.errors.append("datasets=[]: there is nothing to train on; add an entry with folder_path")
+    for index, config in enumerate(dataset_configs):
+        _inspect(index, config, trigger_word, step, report)
+    if transparency == "mask" and report.photos:
+        _check_masks(report)
+    report.errors = list(dict.fromkeys(report.errors))  # several entries may share a folder
+    report.warnings = list(dict.fromkeys(report.warnings))
+    return report
+
+
+def _inspect(index: int, config: Any, trigger_word: str | None, step: int, report: DataReport) -> None:
+    folder = Path(config.folder_path)
+    where = f"datasets[{index}].folder_path={printable(folder)}"
+    wanted = (
+        f"put images ({', '.join(IMAGE_EXTENSIONS)}) there, each with a caption of the same name (photo.jpg, "
+        f"{caption_file('photo.jpg', config.caption_ext)})"
+    )
+    if not folder.is_dir():
+        kind = "this is a file, not a folder" if folder.exists() else "there is no such folder"
+        report.errors.append(f"{where}: {kind}; make it and {wanted}, or correct the path")
+        return
+    listing = list_folder(folder)
+    report.errors += listing.errors
+    report.warnings += listing.warnings
+    if not listing.images:
+        if not listing.errors:
+            report.errors.append(f"{where}: the folder has no images; {wanted}")
+        return
+    photos = _photos_of(listing.images, report)
+    raw = _captions_of(listing, config, report)
+    report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption)
+    report.warnings += _about_settings(folder, config) + _about_photos(folder, photos, config, step)
+    default = (config.default_caption or "").strip()
+    captions = {path: inject_trigger(raw.get(path) or default, trigger_word) for path in photos}
+    sizes = {path: facts.size for path, facts in photos.items()}
+    report.samples += make_samples(index, config, sizes, captions, inject_trigger("", trigger_word), step)
+    report.tables.append(_table(where, photos, raw, config, step))
+
+
+def _photos_of(paths: list[Path], report: DataReport) -> dict[Path, PhotoFacts]:
+    photos = {}
+    for path, found in survey(paths).items():
+        problem = str(found) if isinstance(found, DatasetError) else _unusable(path, found)
+        if problem is None:
+            photos[path] = report.photos[path] = found
+            report.warnings += [f"{printable(path)}: {note}" for note in found.notes]
+        else:
+            report.errors.append(problem)
+            report.unreadable.append(path)
+    return photos
+
+
+def _unusable(path: Path, facts: PhotoFacts) -> str | None:
+    """Why a readable photo cannot be trained on."""
+    width, height = facts.size
+    if min(width, height) < BUCKET_STEP:
+        return f"{printable(path)}: is {width}x{height} pixels, sides of at least {BUCKET_STEP} are needed; remove it"
+    if facts.opacity < INVISIBLE:
+        return f"{printable(path)}: is transparent all over, nothing is to be seen; export it again, or remove it"
+    return None
+
+
+def _captions_of(listing: Listing, config: Any, report: DataReport) -> dict[Path, str]:
+    """Image -> caption as written; without images that have none, or one that cannot be read."""
+    errors, warnings = lint_files(
+        Path(config.folder_path), listing, config.caption_ext.lstrip("."), config.default_caption
+    )
+    report.errors += errors
+    report.warnings += warnings
+    raw = {}
+    for path in listing.images:
+        try:
+            caption = read_caption(path, config.caption_ext)
+        except DatasetError as error:
+            report.errors.append(str(error))
+        else:
+            if caption is not None:
+                raw[path] = caption
+    return raw
+
+
+def _about_settings(folder: Path, config: Any) -> list[str]:
+    if not (config.shuffle_tokens and config.cache_text_embeddings):
+        return []
+    return [
+        f"{printable(folder)}: shuffle_tokens has no effect with cache_text_embeddings: true (each caption is encoded "
+        "once, as written); set one of them to false"
+    ]
+
+
+def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any, step: int) -> list[str]:
+    resolution = max(resolutions(config))
+    buckets = {path: training_size(facts.size, resolution, config, step) for path, facts in photos.items()}
+    small = [p for p, facts in photos.items() if facts.size[0] * facts.size[1] < SMALL_SHARE * resolution**2]
+    cut = [path for path, bucket in buckets.items() if cropped_share(photos[path].size, bucket) > CROPPED_SHARE]
+    lines = []
+    if small:
+        smallest = min(small, key=lambda path: photos[path].size[0] * photos[path].size[1])
+        width, height = photos[smallest].size
+        bucket = buckets[smallest]
+        grown = "enlarged" if not config.buckets else "not enlarged"
+        lines = counted(
+            folder,
+            [smallest] * len(small),
+            f"images are small for resolution {resolution} and are {grown}: the smallest, {{first}} of "
+            f"{width}x{height}, trains at {bucket.width}x{bucket.height}; take larger photos, or a lower resolution",
+        )
+    lines += counted(
+        folder,
+        cut,
+        f"images lose more than {CROPPED_SHARE:.0%} of their area to the crop (first: {{first}}); cut them to a shape "
+        "less long yourself, or pad them",
+    )
+    return lines + _about_duplicates(folder, photos)
+
+
+def _about_duplicates(folder: Path, photos: dict[Path, PhotoFacts]) -> list[str]:
+    pairs = near_duplicates(photos)
+    alike = f"like {printable(pairs[0][0].name)}" if pairs else ""
+    return counted(
+        folder,
+        [second for _, second in pairs],
+        f"images show nearly the same as another (first: {{first}}, {alike}) and weigh double; remove them",
+    )
+
+
+def _check_masks(report: DataReport) -> None:
+    if not any(TRANSPARENT in facts.traits for facts in report.photos.values()):
+        report.warnings.append("coat.data.transparency=mask: no photo has transparent parts; it has no effect")
+    for sample in dict.fromkeys(report.samples):
+        facts = report.photos[sample.image_path]
+        if facts.visible is not None and _visible_share(facts, sample.bucket) < LEAST_VISIBLE:
+            report.errors.append(
+                f"{printable(sample.image_path)}: nothing visible is left in its crop to {sample.bucket.width}x"
+                f"{sample.bucket.height}; move the product to the middle of the picture, or remove it"
+            )
+
+
+def _visible_share(facts: PhotoFacts, bucket: Bucket) -> float:
+    """Mean opacity, from 0 to 1, of the cells of the grid that lie wholly within the crop."""
+    inside = []
+    for kept, covering in zip((bucket.height, bucket.width), covering_size(facts.size, bucket)[::-1], strict=True):
+        margin = math.ceil((1 - kept / covering) / 2 * VISIBLE_SIDE)
+        inside.append(slice(margin, max(margin + 1, VISIBLE_SIDE - margin)))
+    return float(facts.visible[inside[0], inside[1]].mean()) / 255
+
+
+def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], config: Any, step: int) -> str:
+    captions = sum(bool(caption) for caption in raw.values())
+    lines = [
+        f"{where}: {len(photos)} images, {captions} captions",
+        "  resolution      bucket  images  cropped  at most",
+    ]
+    for resolution in resolutions(config):
+        members: defaultdict[Bucket, list[float]] = defaultdict(list)
+        for facts in photos.values():
+            bucket = training_size(facts.size, resolution, config, step)
+            members[bucket].append(cropped_share(facts.size, bucket))
+        for bucket, shares in sorted(members.items()):
+            size = f"{bucket.width}x{bucket.height}"
+            mean = sum(shares) / len(shares)
+            lines.append(f"  {resolution:>10}  {size:>10}  {len(shares):>6}  {mean:>6.1%}  {max(shares):>7.1%}")
+    counts = Counter(trait for facts in photos.values() for trait in facts.traits)
+    found = [f"{counts[trait]} {trait}" for trait in TRAITS if counts[trait]]
+    lines.append(f"  corrected while reading: {', '.join(found) or 'nothing'}")
+    return "\n".join(lines)

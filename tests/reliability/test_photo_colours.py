@@ -1,0 +1,199 @@
+"""Product photos reach the VAE with the colours their makers saw, and cut-outs as the config asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from coat_flux.config.job_sections import DatasetSection, TrainSection
+from coat_flux.data.cache import encode_latents
+from coat_flux.data.dataset import Batch, scan
+from coat_flux.data.errors import DatasetError
+from coat_flux.data.images import read_photo, to_tensor
+from coat_flux.data.loader import LatentDataset
+from coat_flux.tiny_flux import make_tiny_flux
+from tests import tolerances
+from tests.helpers.asserts import assert_bitwise
+from tests.reliability.photos import ADOBE_GAMMA, ADOBE_RGB, DISPLAY_P3, SRGB, from_srgb, matrix_profile, noise
+
+SPACES = {"Display P3": (DISPLAY_P3, None), "Adobe RGB": (ADOBE_RGB, ADOBE_GAMMA)}
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    from diffusers import AutoencoderKL
+
+    folder = make_tiny_flux(tmp_path_factory.mktemp("models") / "tiny-flux")
+    return AutoencoderKL.from_pretrained(folder, subfolder="vae").eval()
+
+
+class NoText:
+    """Stands for the text encoders: every prompt has the same embedding."""
+
+    identity = "none"
+
+    def encode(self, prompts):
+        return torch.zeros(len(prompts), 4, 8), torch.zeros(len(prompts), 8)
+
+
+def garment() -> Image.Image:
+    """Colours from pale to strong, within sRGB."""
+    return Image.fromarray((np.asarray(noise((64, 64), seed=3)) * 0.8 + 20).astype(np.uint8))
+
+
+def latents_of(path: Path, vae, background: str = "white") -> torch.Tensor:
+    return encode_latents(vae, to_tensor(read_photo(path, background).image)[None])[0]
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one - other).norm() / other.norm()).item()
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("space", SPACES)
+def test_a_tagged_photo_and_its_srgb_twin_give_the_same_latents(tmp_path, vae, space, kind):
+    options = {"quality": 100, "subsampling": 0} if kind == "jpg" else {"lossless": True} if kind == "webp" else {}
+    twin, tagged, untagged = (tmp_path / f"{name}.{kind}" for name in ("twin", "tagged", "untagged"))
+    stored = from_srgb(garment(), *SPACES[space])
+    garment().save(twin, **options)
+    stored.save(tagged, icc_profile=matrix_profile(*SPACES[space]), **options)
+    stored.save(untagged, **options)
+    expected = latents_of(twin, vae)
+    assert distance(latents_of(tagged, vae), expected) < tolerances.TAGGED_PHOTO_LATENTS
+    assert distance(latents_of(untagged, vae), expected) > 5 * tolerances.TAGGED_PHOTO_LATENTS
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_colours_are_the_twins_within_a_few_levels(tmp_path, space):
+    from_srgb(garment(), *SPACES[space]).save(tmp_path / "a.png", icc_profile=matrix_profile(*SPACES[space]))
+    difference = np.abs(np.asarray(read_photo(tmp_path / "a.png").image, int) - np.asarray(garment(), int))
+    assert difference.max() <= tolerances.TAGGED_PHOTO_LEVELS
+    assert difference.mean() < 0.5
+
+
+def test_an_srgb_tag_changes_no_bit(tmp_path, vae):
+    garment().save(tmp_path / "plain.png")
+    garment().save(tmp_path / "tagged.png", icc_profile=matrix_profile(SRGB))
+    assert_bitwise(latents_of(tmp_path / "tagged.png", vae), latents_of(tmp_path / "plain.png", vae))
+
+
+def cut_out(path: Path) -> Path:
+    """The garment in the left half, bright red hidden under the transparent right half."""
+    picture = garment().convert("RGBA")
+    picture.paste((255, 0, 0, 0), (32, 0, 64, 64))
+    picture.save(path)
+    return path
+
+
+@pytest.mark.parametrize(("background", "colour"), [("white", "#ffffff"), ("grey", "#808080"), ("#204060", "#204060")])
+def test_a_cut_out_gets_the_chosen_background(tmp_path, vae, background, colour):
+    flat = garment()
+    flat.paste(colour, (32, 0, 64, 64))
+    flat.save(tmp_path / "flat.png")
+    cut_out(tmp_path / "cut.png")
+    assert_bitwise(latents_of(tmp_path / "cut.png", vae, background), latents_of(tmp_path / "flat.png", vae))
+
+
+def dataset(folder: Path, vae, *, cached: bool = False, flip: bool = False, **policy: str) -> LatentDataset:
+    configs = [DatasetSection(folder_path=str(folder), resolution=(64,), cache_latents_to_disk=cached, flip_x=flip)]
+    found = LatentDataset(scan(configs, "ohwx", **policy), configs, vae, NoText(), **policy)
+    if cached:
+        found.fill(progress=False)
+    return found
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_mask_is_the_opacity_of_each_latent_with_mean_one(tmp_path, vae, cached):
+    cut_out(tmp_path / "a.png")
+    garment().save(tmp_path / "b.png")
+    found = dataset(tmp_path, vae, cached=cached, flip=True, transparency="mask")
+    batch = found.batch(Batch((0, 1, 2), 0))
+    assert batch["mask"].shape == (3, 1, 8, 8)
+    half = torch.cat([torch.full((8, 4), 2.0), torch.zeros(8, 4)], dim=1)
+    assert torch.equal(batch["mask"][0, 0], half)
+    assert torch.equal(batch["mask"][1, 0], torch.ones(8, 8))
+    assert torch.equal(batch["mask"][2, 0], half.flip(1))
+    plain = dataset(tmp_path, vae)
+    assert "mask" not in plain.batch(Batch((0,), 0))
+    assert plain.mask(plain.samples[0]) is None
+    assert_bitwise(batch["latents"][0], plain.latents(plain.samples[0]))
+
+
+def test_the_mask_goes_through_resize_and_crop_like_the_photo(tmp_path, vae):
+    picture = noise((200, 100), seed=1).convert("RGBA")
+    opacity = Image.new("L", (200, 100), 0)
+    opacity.paste(255, (100, 0, 200, 100))
+    picture.putalpha(opacity)
+    picture.save(tmp_path / "a.png")
+    found = dataset(tmp_path, vae, transparency="mask")
+    mask = found.mask(found.samples[0])
+    assert mask.shape[1:] == found.latents(found.samples[0]).shape[1:]
+    columns = mask[0].mean(dim=0)
+    middle = len(columns) // 2
+    assert columns[: middle - 1].abs().max() < 0.1
+    assert (columns[middle + 1 :] - 2).abs().max() < 0.1
+    assert mask.mean().item() == pytest.approx(1)
+
+
+def test_what_is_cropped_away_whole_is_refused(tmp_path):
+    picture = noise((640, 64), seed=1).convert("RGBA")
+    opacity = Image.new("L", (640, 64), 0)
+    opacity.paste(255, (0, 0, 20, 64))
+    picture.putalpha(opacity)
+    picture.save(tmp_path / "a.png")
+    configs = [DatasetSection(folder_path=str(tmp_path), resolution=(64,), buckets=False)]
+    with pytest.raises(DatasetError, match=r"a\.png: nothing visible is left in its crop to 64x64; move the product"):
+        scan(configs, "ohwx", transparency="mask")
+    assert len(scan(configs, "ohwx")) == 1
+
+
+def test_caches_follow_the_photo_policy(tmp_path, vae):
+    cut_out(tmp_path / "a.png")
+
+    def files() -> int:
+        return len(list(tmp_path.glob("_coat_cache/latents/*")))
+
+    white = dataset(tmp_path, vae, cached=True)
+    same = dataset(tmp_path, vae, cached=True, background="#ffffff")
+    assert files() == 1
+    assert_bitwise(same.latents(same.samples[0]), white.latents(white.samples[0]))
+    black = dataset(tmp_path, vae, cached=True, background="black")
+    assert files() == 2
+    assert not torch.equal(black.latents(black.samples[0]), white.latents(white.samples[0]))
+    masked = dataset(tmp_path, vae, cached=True, transparency="mask")
+    assert files() == 3
+    assert masked.mask(masked.samples[0]).max() == 2
+
+
+class Constant(torch.nn.Module):
+    """A transformer whose answer is one number everywhere."""
+
+    config = SimpleNamespace(guidance_embeds=False)
+
+    def forward(self, hidden_states, **_):
+        return (torch.zeros_like(hidden_states) + 0.5,)
+
+
+def test_the_loss_counts_what_is_visible_only_and_keeps_its_size(tmp_path, vae):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    from coat_flux.engine.objective import Objective
+
+    cut_out(tmp_path / "a.png")
+    batch = dataset(tmp_path, vae, transparency="mask").batch(Batch((0,), 0))
+    objective = Objective(Constant(), TrainSection(), FlowMatchEulerDiscreteScheduler(), 0, torch.float32)
+    masked = objective(batch, 0)
+    halves = []
+    for columns in (slice(0, 4), slice(4, 8)):
+        only = torch.zeros(1, 1, 8, 8)
+        only[..., columns] = 2.0
+        halves.append(objective(batch | {"mask": only}, 0))
+    without = objective({name: value for name, value in batch.items() if name != "mask"}, 0)
+    torch.testing.assert_close(masked, halves[0])
+    torch.testing.assert_close(without, (halves[0] + halves[1]) / 2)
+    assert_bitwise(objective(batch | {"mask": torch.ones(1, 1, 8, 8)}, 0), without)

@@ -1,0 +1,225 @@
+"""The corrected copy for ai-toolkit: what is in it, that originals stay, and what the next run makes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from coat_flux.data import prepare as prepare_module
+from coat_flux.data.errors import DatasetError
+from coat_flux.data.images import read_photo
+from coat_flux.data.prepare import prepare_copy
+from tests.reliability.photos import (
+    DISPLAY_P3,
+    SRGB,
+    cutout,
+    deep_png,
+    encoded,
+    good_folder,
+    half,
+    jpeg,
+    matrix_profile,
+    noise,
+    write,
+)
+
+
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Two photos that ai-toolkit reads right, and one of each kind that it does not."""
+    folder = good_folder(tmp_path / "photos", 2)
+    photos = {
+        "srgb.jpg": jpeg(seed=1, icc_profile=matrix_profile(SRGB)),
+        "phone.jpg": jpeg((96, 64), seed=2, icc_profile=matrix_profile(DISPLAY_P3), exif=turned(6)),
+        "sideways.jpg": jpeg((96, 64), seed=3, exif=turned(8)),
+        "cut.png": cutout(100),
+        "sub/scan.png": deep_png(np.random.default_rng(0).integers(0, 65536, (64, 64, 1))),
+        "sub/plain.webp": encoded(noise(seed=4), "WEBP"),
+    }
+    for name, content in photos.items():
+        write(folder / name, content)
+        write((folder / name).with_suffix(".txt"), f"caption of {name}")
+    return folder
+
+
+def content_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def as_the_host_reads(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+
+
+def test_the_host_reads_from_the_copy_what_we_read_from_the_originals(folder, tmp_path):
+    before = content_of(folder)
+    copied = prepare_copy(folder, tmp_path / "run" / "data", background="grey")
+    assert copied.folder == tmp_path / "run" / "data" / "images"
+    assert copied.mask_folder is None
+    names = {path.relative_to(copied.folder).as_posix() for path in copied.folder.rglob("*") if path.is_file()}
+    assert {name for name in names if not name.endswith(".txt")} == {
+        *("good0.jpg", "good1.jpg", "srgb.jpg", "phone.png", "sideways.png", "cut.png"),
+        *("sub/scan.png", "sub/plain.webp"),
+    }
+    for original in [path for path in folder.rglob("*") if path.suffix != ".txt" and path.is_file()]:
+        (copy,) = [
+            p
+            for p in (copied.folder / original.relative_to(folder)).parent.glob(f"{original.stem}.*")
+            if p.suffix != ".txt"
+        ]
+        assert np.array_equal(as_the_host_reads(copy), np.asarray(read_photo(original, "grey").image)), original.name
+        assert copy.with_suffix(".txt").read_text() == original.with_suffix(".txt").read_text()
+    assert content_of(folder) == before
+
+
+def test_what_was_corrected_is_told(folder, tmp_path):
+    copied = prepare_copy(folder, tmp_path / "copy")
+    assert [path.name for path in copied.corrected] == ["cut.png", "phone.jpg", "sideways.jpg", "scan.png"]
+    assert copied.traits == {"16 bit": 1, "EXIF orientation": 2, "colour profile": 1, "transparency": 1}
+
+
+def test_nothing_is_made_where_nothing_needs_correcting(tmp_path):
+    assert prepare_copy(good_folder(tmp_path / "photos"), tmp_path / "copy") is None
+    assert not (tmp_path / "copy").exists()
+
+
+def test_every_image_has_a_mask_under_its_own_name(folder, tmp_path):
+    write(folder / "sub" / "cut.jpg", jpeg(seed=9))
+    write(folder / "sub" / "cut.txt", "another cut")
+    copied = prepare_copy(folder, tmp_path / "copy", transparency="mask")
+    images = [path for path in copied.folder.rglob("*") if path.suffix != ".txt" and path.is_file()]
+    assert {path.stem for path in images} == {path.stem for path in copied.mask_folder.iterdir()}
+    assert len(images) == len(list(copied.mask_folder.iterdir())) == 9
+    other = copied.folder / "sub" / "sub_cut_jpg.jpg"
+    assert other.with_suffix(".txt").read_text() == "another cut"
+    levels = {path.stem: np.unique(np.asarray(Image.open(path))).tolist() for path in copied.mask_folder.iterdir()}
+    assert levels.pop("cut") == [100]
+    assert set(map(tuple, levels.values())) == {(255,)}
+
+
+def test_images_of_one_stem_keep_a_caption_each(tmp_path):
+    folder = tmp_path / "photos"
+    write(folder / "a.jpg", jpeg(seed=1, exif=turned(6)))
+    write(folder / "a.png", encoded(noise(seed=2), "PNG"))
+    write(folder / "a.txt", "of both")
+    copied = prepare_copy(folder, tmp_path / "copy")
+    images = sorted(path.name for path in copied.folder.iterdir() if path.suffix != ".txt")
+    assert images == ["a.png", "a_png.png"]
+    assert [(copied.folder / name).with_suffix(".txt").read_text() for name in images] == ["of both"] * 2
+
+
+def test_a_second_run_makes_only_what_changed(folder, tmp_path, monkeypatch):
+    made = []
+    make = prepare_module._make
+    monkeypatch.setattr(prepare_module, "_make", lambda item, *rest: (made.append(item.source.name), make(item, *rest)))
+    target = tmp_path / "copy"
+    copied = prepare_copy(folder, target)
+    caches = [copied.folder / "_latent_cache" / f"{stem}_{'x' * 22}.safetensors" for stem in ("cut", "phone", "cut_2")]
+    for cache in caches:
+        write(cache, b"")
+    assert len(made) == 16
+    made.clear()
+    assert prepare_copy(folder, target) == copied
+    assert made == []
+    write(folder / "cut.png", cutout(50))
+    (folder / "sideways.jpg").unlink()
+    (folder / "sideways.txt").unlink()
+    prepare_copy(folder, target)
+    assert made == ["cut.png"]
+    assert not (copied.folder / "sideways.png").exists()
+    assert not os.path.lexists(copied.folder / "sideways.txt")
+    assert [cache.exists() for cache in caches] == [False, True, True]
+    (copied.folder / "phone.png").unlink()
+    prepare_copy(folder, target)
+    assert made == ["cut.png", "phone.jpg"]
+    prepare_copy(folder, target, background="black")
+    assert len(made) == 2 + 14
+
+
+def test_a_run_that_was_killed_is_finished_by_the_next(folder, tmp_path, monkeypatch):
+    whole = prepare_copy(folder, tmp_path / "whole")
+    target = tmp_path / "copy"
+    for kill_at in range(1, 12, 3):
+        calls = []
+
+        def replace(source, goal, calls=calls, kill_at=kill_at):
+            calls.append(goal)
+            if len(calls) == kill_at:
+                raise KeyboardInterrupt
+            os.rename(source, goal)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare_module.os, "replace", replace)
+            with pytest.raises(KeyboardInterrupt):
+                prepare_copy(folder, target)
+    copied = prepare_copy(folder, target)
+    expected = {name: content for name, (content, _) in content_of(whole.folder).items()}
+    assert {name: content for name, (content, _) in content_of(copied.folder).items()} == expected
+
+
+@pytest.mark.parametrize("way", ["symlink", "link", "copy"])
+def test_where_links_cannot_be_made_files_are_copied(folder, tmp_path, monkeypatch, way):
+    def refused(*_):
+        raise OSError("no privilege")
+
+    monkeypatch.setattr(prepare_module.os, "symlink", os.symlink if way == "symlink" else refused)
+    monkeypatch.setattr(prepare_module.os, "link", refused if way == "copy" else os.link)
+    copied = prepare_copy(folder, tmp_path / "copy")
+    copy, original = copied.folder / "good0.jpg", folder / "good0.jpg"
+    assert copy.read_bytes() == original.read_bytes()
+    assert copy.is_symlink() == (way == "symlink")
+    assert copy.samefile(original) == (way != "copy")
+
+
+def test_a_record_that_was_tampered_with_leads_nowhere_else(folder, tmp_path):
+    precious = write(tmp_path / "precious.txt", "x")
+    target = tmp_path / "copy"
+    prepare_copy(folder, target)
+    record = json.loads((target / "prepared.json").read_text())
+    record["files"] |= {"../precious.txt": "0", str(precious): "0", "images/../../precious.txt": "0"}
+    (target / "prepared.json").write_text(json.dumps(record))
+    prepare_copy(folder, target)
+    assert precious.read_text() == "x"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"files": {}}'])
+def test_a_damaged_record_is_made_anew(folder, tmp_path, content):
+    copied = prepare_copy(folder, tmp_path / "copy")
+    whole = (tmp_path / "copy" / "prepared.json").read_text()
+    (tmp_path / "copy" / "prepared.json").write_text(content)
+    assert prepare_copy(folder, tmp_path / "copy") == copied
+    assert (tmp_path / "copy" / "prepared.json").read_text() == whole
+
+
+def test_a_target_within_the_folder_is_refused(folder):
+    with pytest.raises(DatasetError, match=r"would lie within the dataset .*; choose a training_folder outside of it"):
+        prepare_copy(folder, folder / "run" / "data")
+    assert not (folder / "run").exists()
+
+
+def test_a_full_disk_names_the_remedy(folder, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare_module.os, "replace", full)
+    with pytest.raises(DatasetError, match=r"cannot be written \(No space left on device\); make the folder writable"):
+        prepare_copy(folder, tmp_path / "copy")
+    assert [path for path in (tmp_path / "copy").rglob("*") if path.is_file()] == []
+
+
+def test_a_damaged_photo_is_an_error(folder, tmp_path):
+    write(folder / "bad.jpg", half(jpeg()))
+    with pytest.raises(DatasetError, match=r"bad\.jpg: cannot be read"):
+        prepare_copy(folder, tmp_path / "copy")

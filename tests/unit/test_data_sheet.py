@@ -1,0 +1,115 @@
+"""`coat-flux data`: report, contact sheet, exit code."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from coat_flux.cli import data
+from coat_flux.cli.common import Refused
+from coat_flux.config import ConfigError
+from tests.helpers.engine_job import engine_job
+from tests.reliability.photos import good_folder, jpeg, write
+
+GREEN = (0, 160, 64)
+
+
+def run(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    data.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["data", *map(str, arguments)])
+    return args.run(args)
+
+
+def test_a_good_folder_is_reported_and_drawn(tmp_path, capsys):
+    folder = good_folder(tmp_path / "photos")
+    sheet = tmp_path / "sheets" / "a.png"
+    assert run(folder, "--resolution", 64, "--trigger", "ohwx", "--sheet", sheet) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"datasets[0].folder_path={folder}: 3 images, 3 captions"
+    assert out[-1] == f"contact sheet: {sheet}"
+    assert not any(line.startswith(("warning", "error")) for line in out)
+    with Image.open(sheet) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    assert (pixels == GREEN).all(axis=-1).sum() > 3 * 4 * 60
+
+
+def test_errors_are_printed_counted_and_drawn(tmp_path, capsys, monkeypatch):
+    folder = good_folder(tmp_path / "photos")
+    write(folder / "bad.jpg", b"")
+    monkeypatch.chdir(tmp_path)
+    assert run(folder) == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        f"error: {folder / 'bad.jpg'}: cannot be read as an image (the file is empty); "
+        "open it and save it again as PNG or JPEG, or remove it"
+    ]
+    assert "warning: " in captured.out
+    assert (tmp_path / "output" / "data" / "photos.png").is_file()
+    assert run(tmp_path / "nowhere") == 2
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_the_crop_is_darkened_and_framed(tmp_path):
+    write(tmp_path / "photos" / "a.png", white(256, 128))
+    sheet = tmp_path / "sheet.png"
+    run(tmp_path / "photos", "--resolution", 64, "--sheet", sheet)
+    with Image.open(sheet) as image:
+        row = np.asarray(image.convert("L"))[12 + 120]
+    photo = row[12 : 12 + 240]
+    assert photo[:50].max() < 100
+    assert photo[70:170].min() > 250
+    assert photo[190:].max() < 100
+
+
+def white(width: int, height: int) -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), "white").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_a_yaml_says_everything_itself(tmp_path, capsys):
+    folder = good_folder(tmp_path / "photos")
+    write(folder / "c.jpg", jpeg(seed=4))
+    job = engine_job(
+        "shirt", model=tmp_path / "m", images=folder, out=tmp_path / "out", coat={"data": {"background": "black"}}
+    )
+    path = write(tmp_path / "job.yaml", yaml.safe_dump(job))
+    sheet = tmp_path / "sheet.png"
+    assert run(path, "--sheet", sheet) == 0
+    out = capsys.readouterr().out
+    assert "4 images, 3 captions" in out
+    assert "warning: " in out
+    assert sheet.is_file()
+    with pytest.raises(Refused, match=r"--resolution: .*job\.yaml is a file that says so itself; leave the option out"):
+        run(path, "--resolution", 64)
+    with pytest.raises(ConfigError):
+        run(write(tmp_path / "empty.yaml", ""))
+
+
+def test_a_sheet_that_cannot_be_written(tmp_path):
+    folder = good_folder(tmp_path / "photos", 1)
+    with pytest.raises(Refused, match=r"--sheet .*: cannot be written .*; name another file ending in \.png"):
+        run(folder, "--sheet", tmp_path / "sheet.what")
+
+
+def test_an_impossible_resolution(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path, "--resolution", "12")
+    assert caught.value.code == 2
+    assert "must be a whole number from 32 to 8192" in capsys.readouterr().err
+
+
+def test_names_and_photos_of_every_kind_fit_into_a_cell(tmp_path):
+    folder = tmp_path / "photos"
+    for name, size in (("x" * 120, (400, 40)), ("一条红裙子", (40, 400)), ("a", (64, 64))):
+        write(folder / f"{name}.jpg", jpeg(size, seed=len(name)))
+    sheet = tmp_path / "sheet.png"
+    assert run(folder, "--sheet", sheet) == 0
+    assert Image.open(sheet).size == (3 * 252 + 12, 240 + 44 + 24)
