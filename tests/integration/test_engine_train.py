@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from coat_flux.engine.resume import ResumeError
-from coat_flux.engine.trainer import COATTrainer, TrainingError
+from coat_flux.engine.trainer import COATTrainer
+from coat_flux.guard import DeadRunError
 from coat_flux.memory.stats import CPU_NOTE, PHASES
 from coat_flux.tiny_flux import make_tiny_flux
 from tests import tolerances
@@ -102,42 +103,6 @@ def test_metrics_have_a_row_per_step(place: dict[str, Path]) -> None:
 COAT = {"optimizer": {"stochastic_rounding": True}, "memory": {"log_every": 2}}
 
 
-@pytest.mark.parametrize(("ema", "coat"), [(False, None), (True, COAT)], ids=["bf16", "coat+ema"])
-def test_resume_is_bitwise_the_uninterrupted_run(place: dict[str, Path], ema: bool, coat: dict | None) -> None:
-    settings = {"steps": 6, "lr_scheduler": "cosine", "gradient_accumulation": 2, "gradient_checkpointing": ema}
-    settings["ema_config"] = {"use_ema": ema, "ema_decay": 0.8}
-    whole, parts = f"whole{ema}", f"parts{ema}"
-    blocks = {"train": settings, "network": {"dropout": 0.1}, "coat": coat}
-    run = train(whole, place, **blocks).parent
-    stop_after(3, place, parts, **blocks)
-    final = train(parts, place, **blocks)
-    assert losses(final.parent) == losses(run)
-    assert_same_tensors(final, run / f"{whole}.safetensors")
-    state = "coat/state-000000006/lora.safetensors"
-    assert_same_tensors(final.parent / state, run / state)
-
-
-def stop_after(step: int, place: dict[str, Path], name: str, **blocks: Any) -> None:
-    """Run until the save at `step`, then crash as a killed process would."""
-    from coat_flux.engine import trainer
-
-    class Killed(Exception):
-        pass
-
-    def one_step_less(session: Any, batches: Any) -> Any:
-        if session.step == step + 1:
-            raise Killed
-        return original(session, batches)
-
-    original = trainer._train_step
-    trainer._train_step = one_step_less
-    try:
-        with pytest.raises(Killed):
-            train(name, place, **{**blocks, "save": {"save_every": step}})
-    finally:
-        trainer._train_step = original
-
-
 def test_resume_says_so_and_finished_run_is_left_alone(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
     first = train("again", place, train={"steps": 1})
     before = first.stat().st_mtime_ns
@@ -161,10 +126,8 @@ def test_resume_takes_a_changed_lr_and_says_other_changes(
 
 
 def damaged(run: Path, kind: str) -> None:
-    path = run / "optimizer.pt"
-    if kind == "missing":
-        path.unlink()
-    elif kind == "corrupt":
+    if kind == "optimizer":
+        path = run / "coat" / "state-000000001" / "optimizer.pt"
         path.write_bytes(path.read_bytes()[:-100])
     elif kind == "state":
         (run / "coat" / "state-000000001" / "state.json").write_text("{", encoding="utf-8")
@@ -172,7 +135,7 @@ def damaged(run: Path, kind: str) -> None:
         (run / f"{run.name}.safetensors").write_bytes(b"not a safetensors file")
 
 
-@pytest.mark.parametrize("kind", ["missing", "corrupt", "state", "lora"])
+@pytest.mark.parametrize("kind", ["optimizer", "state", "lora"])
 def test_broken_resume_is_an_error_that_names_file_and_remedy(place: dict[str, Path], kind: str) -> None:
     run = train(f"broken_{kind}", place, train={"steps": 1}).parent
     damaged(run, kind)
@@ -184,7 +147,7 @@ def test_broken_resume_is_an_error_that_names_file_and_remedy(place: dict[str, P
 
 def test_resume_with_another_rank_is_refused(place: dict[str, Path]) -> None:
     train("rank", place, train={"steps": 1})
-    with pytest.raises(ResumeError, match=r"has shape .*network\.linear"):
+    with pytest.raises(ResumeError, match=r"network\.linear 4 -> 8.*another config\.name"):
         train("rank", place, train={"steps": 2}, network={"linear": 8})
 
 
@@ -315,12 +278,12 @@ def test_nan_stops_the_run_and_nothing_is_saved(place: dict[str, Path], monkeypa
 
     original = Objective.__call__
     monkeypatch.setattr(Objective, "__call__", lambda self, batch, draw: original(self, batch, draw) * float("nan"))
-    with pytest.raises(TrainingError, match=r"step 1: loss nan.*lower train\.lr"):
-        train("nan", place, train={"steps": 2})
+    with pytest.raises(DeadRunError, match=r"step 2: loss=nan.*2 steps in a row.*lower train\.lr"):
+        train("nan", place, train={"steps": 9}, coat={**COAT, "guard": {"nonfinite_steps": 2}})
     assert not list((place["out"] / "nan").glob("*.safetensors"))
 
 
 def test_dead_lora_is_an_error(place: dict[str, Path]) -> None:
     settings = {"steps": 1, "lr_scheduler": "constant_with_warmup", "lr_scheduler_params": {"num_warmup_steps": 10}}
-    with pytest.raises(TrainingError, match="every lora_B is still zero"):
+    with pytest.raises(DeadRunError, match="every lora_B is still zero"):
         train("dead", place, train=settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from torch import nn
 from coat_core.optim import FP8AdamW
 from coat_flux.config import COATConfig
 from coat_flux.engine.ema import LoraEMA
+from coat_flux.engine.loading import ModelLoadError, load_encoders
 from coat_flux.engine.optim import advance, make_optimizer, make_scheduler, restore_optimizer
-from coat_flux.engine.saving import lora_metadata, remove_leftovers, replacing, rotate_saves, save_dtype, save_name
+from coat_flux.engine.progress import RunPhases, _Table
+from coat_flux.engine.saving import lora_metadata, rotate_saves, save_dtype, save_name
 from coat_flux.engine.seeding import Stream, derived_seed, generator_for, seed_global
 from coat_flux.engine.workers import Workers, _check_launch
+from coat_flux.speed import RunPath, SpeedPick
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 
@@ -143,37 +147,6 @@ def test_restored_optimizer_keeps_state_and_the_configs_settings() -> None:
     assert_bitwise(new.state[weight]["exp_avg"], old.state[weight]["exp_avg"])
 
 
-def _write_half(target: Path) -> None:
-    with replacing(target) as temp:
-        temp.write_text("tw")
-        raise OSError("disk full")
-
-
-def test_replacing_is_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "file"
-    with replacing(target) as temp:
-        temp.write_text("one")
-    with pytest.raises(OSError, match="disk full"):
-        _write_half(target)
-    assert target.read_text() == "one"
-    folder = tmp_path / "folder"
-    for content in ("a", "b"):
-        with replacing(folder) as temp:
-            temp.mkdir()
-            (temp / content).touch()
-    assert [path.name for path in folder.iterdir()] == ["b"]
-    assert {path.name for path in tmp_path.iterdir()} == {"deep", "folder"}
-    assert [path.name for path in target.parent.iterdir()] == ["file"]
-
-
-def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".writing-7-run.safetensors").touch()
-    (tmp_path / "coat" / ".writing-7-state-000000001").mkdir(parents=True)
-    (tmp_path / "run.safetensors").touch()
-    remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["coat", "run.safetensors"]
-
-
 def test_rotation_keeps_the_newest_and_never_the_final(tmp_path: Path) -> None:
     names = [save_name("run", step) for step in (500, 1000, 1500)] + [
         save_name("run", None),
@@ -208,6 +181,43 @@ def test_launch_of_several_that_started_one_is_refused(monkeypatch: pytest.Monke
     _check_launch(2)
     with pytest.raises(RuntimeError, match=r"starts only one.*--multi_gpu --num_processes N"):
         _check_launch(1)
+
+
+def test_a_saved_path_that_the_config_forbids_is_said_and_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    config = COATConfig.from_dict({"activation": {"linear_granularity": "per_row"}})
+    pick = SpeedPick({}, config, lambda *a: ())
+    pick.keep_to(RunPath("per_tensor", "none"))
+    assert "the saved path, per_tensor GEMM, eager, is not one that the config allows now" in caplog.text
+    assert pick.choose((torch.ones(1),)).path == RunPath("per_row", "none")
+    again = SpeedPick({}, config, lambda *a: ())
+    again.keep_to(RunPath("bf16", "none"))
+    assert again.choose((torch.ones(1),)).path == RunPath("bf16", "none")
+
+
+def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "diffusion_pytorch_model.bin").touch()
+    with pytest.raises(ModelLoadError, match=r"vae/ has its weights only as a pickle \(diffusion_pytorch_model\.bin\)"):
+        load_encoders(str(tmp_path), torch.bfloat16)
+
+
+def test_a_report_that_the_disk_refuses_is_given_up_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+    table = _Table(tmp_path / "metrics.csv", ("step", "loss", "skipped"), 0, said.append)
+    table.append(["1", "0.5", "0"])
+    table.append(["2", "0.5", "0"])
+    table.close()
+    table = _Table(tmp_path / "metrics.csv", ("step", "loss", "skipped", "new"), 1, said.append)
+    assert (tmp_path / "metrics.csv").read_text(encoding="utf-8") == "step,loss,skipped,new\n1,0.5,0,\n"
+    os.close(table._file.fileno())
+    table.append(["2", "0.5", "0", "0"])
+    table.append(["3", "0.5", "0", "0"])
+    assert len(said) == 1
+    assert "metrics.csv: cannot be written" in said[0]
+    phases = RunPhases(torch.device("cpu"), tmp_path / "metrics.csv" / "memory.json")
+    phases.write()
+    assert phases.path is None
+    assert "memory.json: cannot be written" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that must be missing")

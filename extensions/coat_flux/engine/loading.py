@@ -16,6 +16,7 @@ from ..data.cache import TextEncoders
 __all__ = ["Encoders", "ModelLoadError", "load_encoders", "load_transformer"]
 
 MAX_TEXT_TOKENS = 512
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class ModelLoadError(RuntimeError):
@@ -41,9 +42,9 @@ def load_encoders(name_or_path: str, dtype: torch.dtype) -> Encoders:
     Raises:
         ModelLoadError: a part is missing or cannot be read.
     """
-    vae = _load(AutoencoderKL, name_or_path, "vae", torch_dtype=dtype)
-    clip = _load(CLIPTextModel, name_or_path, "text_encoder", dtype=dtype)
-    t5 = _load(T5EncoderModel, name_or_path, "text_encoder_2", dtype=dtype)
+    vae = _load_weights(AutoencoderKL, name_or_path, "vae", torch_dtype=dtype)
+    clip = _load_weights(CLIPTextModel, name_or_path, "text_encoder", dtype=dtype)
+    t5 = _load_weights(T5EncoderModel, name_or_path, "text_encoder_2", dtype=dtype)
     clip_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer")
     t5_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer_2")
     scheduler = _load(FlowMatchEulerDiscreteScheduler, name_or_path, "scheduler")
@@ -59,8 +60,22 @@ def load_transformer(name_or_path: str, dtype: torch.dtype) -> nn.Module:
     Raises:
         ModelLoadError: missing or unreadable.
     """
-    model = _load(FluxTransformer2DModel, name_or_path, "transformer", torch_dtype=dtype)
+    model = _load_weights(FluxTransformer2DModel, name_or_path, "transformer", torch_dtype=dtype)
     return model.requires_grad_(False).eval()
+
+
+def _load_weights(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
+    """Only from safetensors files: a pickle can run code of whoever made it."""
+    folder = Path(name_or_path, subfolder)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise ModelLoadError(
+                f"model.name_or_path={name_or_path}: {subfolder}/ has its weights only as a pickle ({pickles[0]}), "
+                "which can run code when it is read; give a copy with .safetensors files, or convert it with "
+                "diffusers' save_pretrained on a machine you can lose"
+            )
+    return _load(cls, name_or_path, subfolder, use_safetensors=True, **keywords)
 
 
 def _load(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:

@@ -1,12 +1,15 @@
 """What a run tells while it runs: progress bar, console lines, `coat/metrics.csv`, `coat/tensorboard/`.
 
-Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar.
+Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar. A report that the
+disk refuses while the run goes on is given up, with one line: the steps since the last save are worth more.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -15,20 +18,26 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from ..checkpoint.files import replacing
 from ..config.job_config import JobConfig
+from ..memory.phases import PhaseTracker
 from ..memory.stats import GB, peak_bytes
-from .saving import replacing
 
-__all__ = ["METRICS", "RunLog", "StepStats"]
+__all__ = ["METRICS", "RunLog", "RunPhases", "StepStats"]
 
-METRICS = ("step", "epoch", "loss", "lr", "grad_norm", "s_per_it", "peak_memory_gb")
+logger = logging.getLogger(__name__)
+
+METRICS = ("step", "epoch", "loss", "lr", "grad_norm", "s_per_it", "peak_memory_gb", "skipped")
 VALIDATION = ("step", "loss")
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}{postfix}]"
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer step: steps done with it, epoch, mean loss, lr, gradient norm before clipping, seconds."""
+    """One optimizer step: steps done with it, epoch, mean loss, lr, gradient norm before clipping, seconds.
+
+    `skipped` counts the updates of the run so far that were left out because a step was not finite.
+    """
 
     step: int
     epoch: int
@@ -36,6 +45,7 @@ class StepStats:
     lr: float
     grad_norm: float
     seconds: float
+    skipped: int = 0
 
 
 class RunLog:
@@ -54,8 +64,8 @@ class RunLog:
         self._device = device
         self._folder = job.folder / "coat"
         self._bar: tqdm | None = None
-        self._metrics: TextIO | None = None
-        self._validations: TextIO | None = None
+        self._metrics: _Table | None = None
+        self._validations: _Table | None = None
         self._board: SummaryWriter | None = None
         self._seconds: list[float] = []
 
@@ -70,8 +80,8 @@ class RunLog:
             return
         job = self._job
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = _reopen(self._folder / "metrics.csv", METRICS, step)
-        self._validations = _reopen(self._folder / "validation.csv", VALIDATION, step)
+        self._metrics = _Table(self._folder / "metrics.csv", METRICS, step, self.say)
+        self._validations = _Table(self._folder / "validation.csv", VALIDATION, step, self.say)
         board = Path(job.log_dir) / job.name if job.log_dir else self._folder / "tensorboard"
         self._board = SummaryWriter(str(board), purge_step=step + 1)
 
@@ -91,11 +101,12 @@ class RunLog:
         self._bar.update(stats.step - self._bar.n)
         self._bar.set_postfix_str(f"lr: {stats.lr:.1e} loss: {stats.loss:.3e} peak: {peak:.2f}GB")
         exact = [repr(value) for value in (stats.loss, stats.lr, stats.grad_norm)]
-        _append(self._metrics, [str(stats.step), str(stats.epoch), *exact, f"{stats.seconds:.4f}", f"{peak:.3f}"])
+        numbers = [*exact, f"{stats.seconds:.4f}", f"{peak:.3f}", str(stats.skipped)]
+        self._metrics.append([str(stats.step), str(stats.epoch), *numbers])
         self._tell_speed(stats)
         if stats.step % self._job.logging.log_every == 0:
             values = (stats.loss, stats.lr, stats.grad_norm, stats.seconds, peak)
-            for tag, value in zip(METRICS[2:], values, strict=True):
+            for tag, value in zip(METRICS[2:-1], values, strict=True):
                 self.scalar(tag, value, stats.step)
 
     def _tell_speed(self, stats: StepStats) -> None:
@@ -109,13 +120,18 @@ class RunLog:
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """One TensorBoard point."""
-        if self._board is not None:
+        if self._board is None:
+            return
+        try:
             self._board.add_scalar(tag, value, step)
+        except OSError as error:
+            self.say(f"TensorBoard: cannot be written ({error}); the run goes on without it")
+            self._board = None
 
     def validation(self, step: int, loss: float) -> None:
         """Record a fixed-noise validation loss in `coat/validation.csv` and TensorBoard."""
         if self._validations is not None:
-            _append(self._validations, [str(step), repr(loss)])
+            self._validations.append([str(step), repr(loss)])
             self.scalar("validation_loss", loss, step)
 
     def close(self) -> None:
@@ -126,18 +142,55 @@ class RunLog:
         self._bar = self._metrics = self._validations = self._board = None
 
 
-def _reopen(path: Path, columns: Sequence[str], step: int) -> TextIO:
-    """A CSV open for further rows, with its rows up to `step` only (none at the start of a run)."""
-    kept: list[list[str]] = []
-    if path.exists() and step > 0:
-        with path.open(newline="", encoding="utf-8") as old:
-            kept = [row for row in list(csv.reader(old))[1:] if row and int(row[0]) <= step]
-    with replacing(path) as temp, temp.open("w", newline="", encoding="utf-8") as file:
-        for row in [list(columns), *kept]:
-            _append(file, row)
-    return path.open("a", newline="", encoding="utf-8")
+class RunPhases(PhaseTracker):
+    """The memory report of a run."""
+
+    def write(self) -> None:
+        """Write the JSON, where it can be written."""
+        try:
+            super().write()
+        except OSError as error:
+            logger.warning("%s: cannot be written (%s); the run goes on without it", self.path, error)
+            self.path = None
 
 
-def _append(file: TextIO, row: Sequence[str]) -> None:
-    file.write(",".join(row) + "\n")
-    file.flush()
+class _Table:
+    """A CSV that grows, with its rows up to `step` kept (none at the start of a run).
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], step: int, say: Callable[[str], None]):
+        self._path, self._say = path, say
+        kept = _rows(path, step) if step > 0 else []
+        with replacing(path) as temp:
+            lines = [",".join([*row, *[""] * (len(columns) - len(row))]) + "\n" for row in [list(columns), *kept]]
+            temp.write_text("".join(lines), encoding="utf-8", newline="")
+        self._file: TextIO | None = path.open("a", newline="", encoding="utf-8")
+
+    def append(self, row: Sequence[str]) -> None:
+        """Add a row."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(",".join(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._say(f"{self._path}: cannot be written ({error}); the run goes on without it")
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; what the disk has refused is given up."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+
+def _rows(path: Path, step: int) -> list[list[str]]:
+    """Rows without the header up to a step."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as old:
+        return [row for row in list(csv.reader(old))[1:] if row and int(row[0]) <= step]

@@ -15,11 +15,11 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from torch import Tensor, nn
 
+from ..checkpoint.files import replacing
 from ..config.job_sections import SampleItem
 from ..data.cache import TextEncoders, encode_prompts
 from ..data.captions import inject_trigger
 from .loading import Encoders
-from .saving import replacing
 
 __all__ = ["ImageSampler"]
 

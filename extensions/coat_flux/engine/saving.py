@@ -1,21 +1,23 @@
-"""Files of a run: the LoRA, the optimizer state, our own state, written so that a crash leaves the old or the new one.
+"""What a save of the stand-alone engine holds; `checkpoint.commit` makes it whole or not at all.
 
-    <run>/<name>_000000500.safetensors   LoRA after 500 optimizer steps (the EMA where one is kept), in save.dtype
-    <run>/optimizer.pt                   optimizer.state_dict() of the newest save; loads with weights_only=True
-    <run>/coat/state-000000500/          what a bit-exact resume needs beside it: raw LoRA and EMA in fp32, state.json
+    <run>/coat/state-000000500/   the set of 500 optimizer steps:
+        published.safetensors     the LoRA (the EMA where one is kept) in save.dtype
+        optimizer.pt              optimizer.state_dict(); loads with weights_only=True
+        lora.safetensors          the raw LoRA in fp32
+        ema.safetensors           its average in fp32, where one is kept
+        rng.safetensors           states of the random generators (of the main process)
+        state.json                step, place in the data, identity of the run, guard, path of the blocks
+    <run>/<name>_000000500.safetensors, <run>/optimizer.pt   the first two, published: hard links where there are any
 
-LoRA keys are ai-toolkit's, `transformer.<module>.lora_A.weight`, which `FluxPipeline.load_lora_weights` reads.
+Saves come between optimizer steps, so there are never half-accumulated gradients to keep. LoRA keys are ai-toolkit's,
+`transformer.<module>.lora_A.weight`, which `FluxPipeline.load_lora_weights` reads.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,73 +27,35 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..checkpoint import commit
+from ..checkpoint.files import discard
+
 __all__ = [
+    "EMA_FILE",
+    "LORA_FILE",
+    "OPTIMIZER_FILE",
+    "RNG_FILE",
     "STATE_FILE",
     "Checkpoint",
-    "file_sha256",
     "lora_metadata",
-    "remove_leftovers",
-    "replacing",
     "rotate_saves",
     "save_checkpoint",
     "save_dtype",
     "save_name",
-    "state_folder",
     "step_saves",
 ]
 
+PUBLISHED_FILE = "published.safetensors"
+OPTIMIZER_FILE = "optimizer.pt"
+LORA_FILE, EMA_FILE, RNG_FILE = "lora.safetensors", "ema.safetensors", "rng.safetensors"
 STATE_FILE = "state.json"
-TEMP_PREFIX = ".writing-"
 SAVE_DTYPES = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 SAVE_DTYPES |= {"float32": torch.float32, "fp32": torch.float32, "float": torch.float32}
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends well, and is removed when it does not.
-
-    Works for a file and for a folder (an existing folder is replaced).
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.parent / f"{TEMP_PREFIX}{os.getpid()}-{path.name}"
-    try:
-        yield temp
-        if temp.is_dir() and path.is_dir():
-            shutil.rmtree(path)
-        os.replace(temp, path)
-    finally:
-        if temp.is_dir():
-            shutil.rmtree(temp)
-        else:
-            temp.unlink(missing_ok=True)
-
-
-def remove_leftovers(run_dir: Path) -> None:
-    """Remove the temporary files of a process that was killed while it wrote."""
-    for path in [*run_dir.glob(f"{TEMP_PREFIX}*"), *run_dir.glob(f"coat/{TEMP_PREFIX}*")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def save_name(name: str, step: int | None) -> str:
     """File name of a LoRA: `<name>_000000500.safetensors`, or `<name>.safetensors` without a step."""
     return f"{name}.safetensors" if step is None else f"{name}_{step:09d}.safetensors"
-
-
-def state_folder(run_dir: Path, step: int) -> Path:
-    """Where our own state after `step` optimizer steps lies."""
-    return run_dir / "coat" / f"state-{step:09d}"
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def lora_metadata(
@@ -102,6 +66,7 @@ def lora_metadata(
     trigger_word: str | None = None,
     meta: Mapping[str, Any] | None = None,
     coat: Mapping[str, Any] | None = None,
+    got: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Metadata of a saved LoRA, keys and form as ai-toolkit's; every value a string, JSON where it is not plain text.
 
@@ -111,7 +76,8 @@ def lora_metadata(
         epoch: passes over the data done.
         trigger_word: goes into `ss_tag_frequency` where given.
         meta: the config's own `meta` block; `[name]` in it is replaced.
-        coat: what was in FP8, under our own key `coat`.
+        coat: the coat block as asked for, under our own key `coat`.
+        got: what became of it, `CoatReport.metadata()`.
     """
     fields: dict[str, Any] = json.loads(json.dumps(dict(meta or {})).replace("[name]", name))
     fields["training_info"] = {"step": step, "epoch": epoch}
@@ -123,7 +89,7 @@ def lora_metadata(
     if coat is not None:
         fields["coat"] = dict(coat)
     text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
-    return text | {"format": "pt"}
+    return text | dict(got or {}) | {"format": "pt"}
 
 
 def _package_version() -> str:
@@ -131,12 +97,6 @@ def _package_version() -> str:
         return version("coat-flux")
     except PackageNotFoundError:
         return "unknown"
-
-
-def write_lora(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str]) -> None:
-    """Write tensors to a safetensors file, cast to `dtype`."""
-    cast = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-    save_file(cast, path, dict(metadata))
 
 
 def save_dtype(name: str) -> torch.dtype:
@@ -159,6 +119,7 @@ class Checkpoint:
         lora: raw LoRA parameters by saved name.
         ema: their average, where one is kept; it is what the LoRA file then holds.
         optimizer: `optimizer.state_dict()`: tensors, numbers, strings.
+        rng: states of the random generators, `checkpoint.rng_state()`.
         metadata: of the LoRA file, from `lora_metadata`.
         record: further JSON values for `state.json`.
     """
@@ -167,42 +128,71 @@ class Checkpoint:
     lora: Mapping[str, Tensor]
     ema: Mapping[str, Tensor] | None
     optimizer: Mapping[str, Any]
+    rng: Mapping[str, Tensor]
     metadata: Mapping[str, str]
     record: Mapping[str, Any]
 
+    def bytes(self, dtype: torch.dtype) -> int:
+        """About what it takes on disk, with a LoRA file of `dtype`."""
+        elements = sum(tensor.numel() for tensor in self.lora.values())
+        fp32_copies = 1 if self.ema is None else 2
+        loose = [*_tensors(self.optimizer), *self.rng.values()]
+        return elements * (dtype.itemsize + 4 * fp32_copies) + sum(tensor.nbytes for tensor in loose)
 
-def save_checkpoint(run_dir: Path, file_name: str, point: Checkpoint, dtype: torch.dtype) -> Path:
-    """Write LoRA, `optimizer.pt` and our state; all three are complete before the first takes its place.
+    def write(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write its files into an empty folder."""
+        _write(folder / PUBLISHED_FILE, self.lora if self.ema is None else self.ema, dtype, self.metadata)
+        with (folder / OPTIMIZER_FILE).open("wb") as file:
+            torch.save(dict(self.optimizer), file)
+        _write(folder / LORA_FILE, self.lora, torch.float32)
+        if self.ema is not None:
+            _write(folder / EMA_FILE, self.ema, torch.float32)
+        save_file(dict(self.rng), folder / RNG_FILE)
+        record = json.dumps({**self.record, "step": self.step}, indent=1)
+        (folder / STATE_FILE).write_text(record + "\n", encoding="utf-8")
 
-    Older state folders are removed: only the newest belongs to `optimizer.pt`.
+
+def _write(
+    path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] | None = None
+) -> None:
+    cast = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    save_file(cast, path, dict(metadata or {}))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def save_checkpoint(
+    run_dir: Path, file_name: str, point: Checkpoint, dtype: torch.dtype, check: Callable[[Path], None]
+) -> Path:
+    """Write and commit a set, and publish its LoRA and `optimizer.pt`; the set before is removed last.
 
     Args:
         run_dir: the run's folder.
         file_name: of the LoRA, from `save_name`.
         point: what to write.
         dtype: of the LoRA file.
+        check: is given the LoRA file before anything is committed; what it raises leaves the checkpoint before.
 
     Returns:
         The LoRA file.
+
+    Raises:
+        SaveError: the disk is full or cannot be written; the checkpoint before is as it was.
     """
-    path, folder = run_dir / file_name, state_folder(run_dir, point.step)
-    with (
-        replacing(path) as lora_temp,
-        replacing(folder) as state_temp,
-        replacing(run_dir / "optimizer.pt") as optimizer_temp,
-    ):
-        write_lora(lora_temp, point.lora if point.ema is None else point.ema, dtype, point.metadata)
-        torch.save(dict(point.optimizer), optimizer_temp)
-        state_temp.mkdir()
-        write_lora(state_temp / "lora.safetensors", point.lora, torch.float32, {})
-        if point.ema is not None:
-            write_lora(state_temp / "ema.safetensors", point.ema, torch.float32, {})
-        record = {**point.record, "step": point.step, "optimizer_sha256": file_sha256(optimizer_temp)}
-        (state_temp / STATE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    for old in folder.parent.glob("state-*"):
-        if old != folder:
-            shutil.rmtree(old)
-    return path
+
+    def write(folder: Path) -> None:
+        point.write(folder, dtype)
+        check(folder / PUBLISHED_FILE)
+
+    publish = {file_name: PUBLISHED_FILE, OPTIMIZER_FILE: OPTIMIZER_FILE}
+    commit(run_dir, point.step, write, publish, needed_bytes=point.bytes(dtype))
+    return run_dir / file_name
 
 
 def step_saves(run_dir: Path, name: str) -> list[Path]:
@@ -220,5 +210,5 @@ def rotate_saves(run_dir: Path, name: str, keep: int) -> list[Path]:
     saves = step_saves(run_dir, name)
     old = saves[: max(len(saves) - keep, 0)]
     for path in old:
-        path.unlink()
+        discard(path)
     return old

@@ -8,11 +8,17 @@ resumed in between all see the same numbers. Nothing needs to be stored for a re
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-__all__ = ["Stream", "derived_seed", "generator_for", "seed_global"]
+if TYPE_CHECKING:
+    from ..config.job_config import JobConfig
+
+__all__ = ["Stream", "derived_seed", "generator_for", "seed_global", "seed_of"]
+
+DEFAULT_SEED = 42
 
 
 class Stream(IntEnum):
@@ -23,6 +29,11 @@ class Stream(IntEnum):
     MODEL = 2
     OPTIMIZER = 3
     VALIDATION = 4
+
+
+def seed_of(job: JobConfig) -> int:
+    """`training_seed`, or a fixed one where none is given: a run can always be repeated."""
+    return DEFAULT_SEED if job.training_seed is None else job.training_seed
 
 
 def derived_seed(seed: int, stream: Stream, index: int) -> int:

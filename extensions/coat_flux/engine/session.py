@@ -10,7 +10,6 @@ import gc
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,34 +19,41 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from coat_core.optim import FP8AdamW
 
+from ..checkpoint.identity import model_identity
 from ..config.job_config import JobConfig
 from ..data.dataset import BucketBatchSampler, scan
 from ..data.loader import LatentDataset, cache_all
-from ..flux import apply_coat
+from ..flux import CoatReport, apply_coat
+from ..guard import RunGuard
 from ..lora import attach_lora
 from ..memory.parts import gradients, module_tensors, state_tensors, trained
 from ..memory.phases import PhaseTracker
+from ..memory.spill import SpillWatch
 from ..memory.stats import MemoryLog
 from ..optimizer import describe_optimizer
 from .ema import LoraEMA
 from .loading import Encoders, load_encoders, load_transformer
-from .network import add_lora, load_lora_tensors, lora_parameters, lora_targets
+from .network import add_lora, lora_parameters, lora_targets
 from .objective import Objective
-from .optim import advance, make_optimizer, make_scheduler, restore_optimizer
+from .optim import make_optimizer, make_scheduler
 from .progress import RunLog
-from .resume import ResumeError, ResumePoint, load_optimizer_state
+from .restoring import continue_from, restore_lora, restore_optimizer_state, restore_path
+from .resume import ResumePoint
 from .sampling import ImageSampler
+from .seeding import seed_of
 from .workers import Workers
 
-__all__ = ["Session", "open_session", "seed_of"]
+__all__ = ["Session", "open_session"]
 
-DEFAULT_SEED = 42
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
 class Session:
-    """The parts of a run; `step` counts optimizer steps done, `record` goes into `state.json`."""
+    """The parts of a run.
+
+    `step` counts optimizer steps done; `identity` and `record` go into `state.json`; `report` is None without COAT.
+    """
 
     job: JobConfig
     workers: Workers
@@ -64,6 +70,10 @@ class Session:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     ema: LoraEMA | None
+    guard: RunGuard
+    identity: dict[str, Any]
+    report: CoatReport | None = None
+    spill: SpillWatch = field(default_factory=SpillWatch)
     step: int = 0
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -77,15 +87,15 @@ class Session:
         return nullcontext() if self.ema is None else self.ema.applied()
 
 
-def seed_of(job: JobConfig) -> int:
-    """`training_seed`, or a fixed one where none is given: a run can always be repeated."""
-    return DEFAULT_SEED if job.training_seed is None else job.training_seed
-
-
 def open_session(
-    job: JobConfig, workers: Workers, log: RunLog, phases: PhaseTracker, point: ResumePoint | None
+    job: JobConfig,
+    workers: Workers,
+    log: RunLog,
+    phases: PhaseTracker,
+    point: ResumePoint | None,
+    identity: dict[str, Any],
 ) -> Session:
-    """Make a session, continuing from `point`, the newest save, where there is one.
+    """Make a session of the run `identity` tells of, continuing from `point`, the newest save, where there is one.
 
     Raises:
         DatasetError: the data cannot be used.
@@ -93,18 +103,23 @@ def open_session(
         ResumeError: the save does not fit this config.
     """
     dtype = TORCH_DTYPES[job.train.dtype]
-    samples = scan(job.datasets, job.trigger_word)
+    photos = job.coat.data
+    samples = scan(job.datasets, job.trigger_word, background=photos.background, transparency=photos.transparency)
     phases.enter("cache")
     encoders = load_encoders(job.model.name_or_path, dtype)
     phases.hold_models(encoders.vae, [encoders.text.clip, encoders.text.t5])
     dataset, images = _prepare_data(job, workers, encoders, samples)
     phases.enter("load")
-    transformer = _prepare_transformer(job, workers, log, dtype)
+    transformer, report = _prepare_transformer(job, workers, dtype)
     lora = lora_parameters(transformer)
+    if identity["model"]["fingerprint"] is None:  # it was not on this machine before
+        identity = {**identity, "model": model_identity(job.model.name_or_path)}
     if point is not None:
-        _restore_lora(transformer, point)
+        restore_lora(transformer, point)
+        restore_path(transformer, point.record)
     workers.share(list(lora.values()))
     optimizer = _prepare_optimizer(job, lora, log, point)
+    _tell(job, report, optimizer, len(lora) // 2, log)
     train = job.train
     session = Session(
         job=job,
@@ -122,10 +137,13 @@ def open_session(
         optimizer=optimizer,
         lr_scheduler=make_scheduler(train.lr_scheduler, optimizer, train.steps, train.lr_scheduler_params or {}),
         ema=_make_ema(job, lora),
+        guard=RunGuard(job.coat.guard, lora, log.say, model=transformer),
+        identity=identity,
+        report=report,
     )
     _hold(session)
     if point is not None:
-        _continue(session, point)
+        continue_from(session, point)
     return session
 
 
@@ -151,11 +169,22 @@ def _prepare_optimizer(
 ) -> Optimizer:
     train = job.train
     optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, train.optimizer_params or {})
-    if isinstance(optimizer, FP8AdamW):
-        log.say(f"optimizer {train.optimizer}: {describe_optimizer(optimizer)}")
     if point is not None:
-        _restore_optimizer(optimizer, job.folder, point, train.optimizer, log)
+        restore_optimizer_state(optimizer, point, train.optimizer, log)
     return optimizer
+
+
+def _tell(job: JobConfig, report: CoatReport | None, optimizer: Optimizer, targets: int, log: RunLog) -> None:
+    """The table of what was asked for, what there is, and why."""
+    ours = isinstance(optimizer, FP8AdamW)
+    got = describe_optimizer(optimizer) if ours else job.train.optimizer
+    if report is not None:
+        why = "" if ours else "moments in FP8 are for coat_fp8_adamw"
+        report.add_row("optimizer", job.train.optimizer, got, why)
+        log.say(report.table())
+    elif ours:
+        log.say(f"optimizer {job.train.optimizer}: {got}")
+    log.say(f"LoRA: rank {job.network.linear} on {targets} linears")
 
 
 def _prepare_data(
@@ -171,6 +200,8 @@ def _prepare_data(
             progress=workers.is_main,
             dataset_configs=job.datasets,
             seed=seed_of(job),
+            background=job.coat.data.background,
+            transparency=job.coat.data.transparency,
         )
     images = None
     wanted = job.sample.items()
@@ -193,7 +224,7 @@ def _move_text(encoders: Encoders, device: torch.device) -> None:
     encoders.text.t5.to(device)
 
 
-def _prepare_transformer(job: JobConfig, workers: Workers, log: RunLog, dtype: torch.dtype) -> nn.Module:
+def _prepare_transformer(job: JobConfig, workers: Workers, dtype: torch.dtype) -> tuple[nn.Module, CoatReport | None]:
     transformer = load_transformer(job.model.name_or_path, dtype)
     targets = lora_targets(
         transformer,
@@ -201,9 +232,10 @@ def _prepare_transformer(job: JobConfig, workers: Workers, log: RunLog, dtype: t
         ignore_if_contains=job.network.network_kwargs.ignore_if_contains,
         transformer_only=job.network.transformer_only,
     )
+    report = None
     if job.coat.enabled:
         allowed = job.train.gradient_checkpointing
-        log.say(apply_coat(transformer, job.coat, allow_recompute=allowed, device=workers.device).table())
+        report = apply_coat(transformer, job.coat, allow_recompute=allowed, device=workers.device)
         _use_tf32(workers.device)
     elif job.train.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
@@ -211,8 +243,7 @@ def _prepare_transformer(job: JobConfig, workers: Workers, log: RunLog, dtype: t
     add_lora(transformer, targets, job.network.linear, seed=seed_of(job), dropout=job.network.dropout or 0.0)
     if job.coat.enabled:
         attach_lora(transformer, job.coat)
-    log.say(f"LoRA: rank {job.network.linear} on {len(targets)} linears")
-    return transformer.train()
+    return transformer.train(), report
 
 
 def _use_tf32(device: torch.device) -> None:
@@ -226,45 +257,3 @@ def _make_ema(job: JobConfig, lora: Mapping[str, nn.Parameter]) -> LoraEMA | Non
     if not config.use_ema:
         return None
     return LoraEMA(lora, config.ema_decay, use_feedback=config.use_feedback, param_multiplier=config.param_multiplier)
-
-
-def _restore_lora(transformer: nn.Module, point: ResumePoint) -> None:
-    try:
-        load_lora_tensors(transformer, point.lora(), source=str(point.path))
-    except ValueError as error:
-        raise ResumeError(str(error)) from error
-
-
-def _restore_optimizer(optimizer: Optimizer, run_dir: Path, point: ResumePoint, name: str, log: RunLog) -> None:
-    saved_with = point.record.get("optimizer", name)
-    if saved_with != name and name != "coat_fp8_adamw":
-        raise ResumeError(
-            f"{run_dir / 'optimizer.pt'}: was written by {saved_with}, which train.optimizer={name} cannot read; "
-            f"go back to {saved_with}, or choose another config.name to start anew"
-        )
-    try:
-        changes = restore_optimizer(optimizer, load_optimizer_state(run_dir))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResumeError(f"{run_dir / 'optimizer.pt'}: does not fit this run's LoRA ({error})") from error
-    for change in changes:
-        log.say(f"Resume: the config's optimizer settings replace the saved ones: {change}")
-
-
-def _continue(session: Session, point: ResumePoint) -> None:
-    session.step = point.step
-    session.record = dict(point.record)
-    advance(session.lr_scheduler, point.step)
-    average = point.ema()
-    if session.ema is not None and average is not None:
-        session.ema.load({name: value.to(session.workers.device) for name, value in average.items()})
-    elif session.ema is not None:
-        session.log.say("Resume: no average was kept with this save; the EMA starts again from its weights")
-    position = point.record.get("sampler")
-    if position is None:
-        session.log.say(
-            "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
-        )
-        draws = point.step * session.job.train.gradient_accumulation * session.workers.world_size
-        epoch, within = divmod(draws, session.sampler.batches_per_epoch)
-        position = {**session.sampler.state_dict(), "epoch": epoch, "position": within}
-    session.sampler.load_state_dict(position)

@@ -7,38 +7,36 @@ holds what 500 steps made.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+from safetensors.torch import load_file
 
+from ..checkpoint import repair, rng_state
+from ..checkpoint.errors import save_errors
+from ..checkpoint.files import replacing
 from ..config.job_config import JobConfig
 from ..config.job_rules import require_packages
-from ..data.dataset import Batch
-from ..memory.phases import PhaseTracker
+from ..export import check_export
+from ..guard import DeadRunError as TrainingError
+from ..memory.oom import OutOfMemory, explain_oom, is_oom
 from ..memory.report import finish
 from ..tiny_flux import provide_embedded
-from .progress import RunLog, StepStats
-from .resume import find_resume_point
-from .saving import Checkpoint, lora_metadata, remove_leftovers, rotate_saves, save_checkpoint, save_dtype, save_name
-from .seeding import Stream, seed_global
-from .session import Session, open_session, seed_of
+from .interrupts import Interrupts
+from .progress import RunLog, RunPhases
+from .restoring import path_changes, path_record
+from .resume import check_same_run, find_resume_point, identity_of
+from .saving import Checkpoint, lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name
+from .session import Session, open_session
+from .steps import train_step
 from .validation import fixed_noise_loss
 from .workers import Workers
 
 __all__ = ["COATTrainer", "TrainingError"]
 
 MEMORY_FILE = Path("coat") / "memory.json"
-
-
-class TrainingError(RuntimeError):
-    """Training went wrong in a way that further steps cannot mend."""
 
 
 class COATTrainer:
@@ -67,62 +65,67 @@ class COATTrainer:
             ConfigError: a package the config needs is not installed.
             DatasetError: the data cannot be used.
             ModelLoadError: the model cannot be loaded.
-            ResumeError: the run folder holds a save that cannot be continued.
-            TrainingError: the loss became NaN or inf, or the LoRA is still zero at the end.
+            ResumeError: the run folder holds a save that cannot be continued, or one of another run.
+            SaveError: the run folder cannot be written; the newest save is as it was.
+            DeadRunError: the run cannot come to anything any more; the newest save is as it was.
+            OutOfMemory: with what holds the memory, and what to change.
+            ExportError: a LoRA to be saved cannot be read back; the newest save is as it was.
+            KeyboardInterrupt: it was interrupted, and the step under way was saved.
         """
         job = self.job
         require_packages(job)
         workers = Workers(job.device)
         log = RunLog(job, workers.device, active=workers.is_main)
-        phases = PhaseTracker(workers.device, None)
+        phases = RunPhases(workers.device, None)
         try:
             return self._train(workers, log, phases)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            text = explain_oom(error, phase=None, phases=phases, job=job, device=workers.device)
+            raise OutOfMemory(text) from error
         finally:
             phases.close()
             log.close()
             workers.close()
 
-    def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker) -> Path:
+    def _train(self, workers: Workers, log: RunLog, phases: RunPhases) -> Path:
         job = self.job
         for note in job.notes:
             log.say(f"Note: {note}")
         if workers.is_main:
             provide_embedded(job.model.name_or_path)
-        point = find_resume_point(job.folder, job.name)
+            for line in repair(job.folder):
+                log.say(line)
         workers.wait()
+        point = find_resume_point(job.folder, job.name)
+        identity = identity_of(job, workers.world_size)
+        if point is None:
+            if workers.is_main:  # a run that cannot be continued is left as it is
+                phases.path = job.folder / MEMORY_FILE
+            return _run(open_session(job, workers, log, phases, None, identity))
+        for note in check_same_run(job, point, identity):
+            log.say(f"Resume: {note}")
         final = job.folder / save_name(job.name, None)
-        if point is not None and point.step >= job.train.steps and point.path == final:
+        if point.step == job.train.steps and point.path == final:
             log.say(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
             return final
-        if point is not None:
-            log.say(f"#### IMPORTANT RESUMING FROM {point.path} ####")
-        elif workers.is_main:  # a run that cannot be continued is left as it is
-            phases.path = job.folder / MEMORY_FILE
-        return _run(open_session(job, workers, log, phases, point))
+        log.say(f"#### IMPORTANT RESUMING FROM {point.path} ####")
+        return _run(open_session(job, workers, log, phases, point, identity), resumed=point.record)
 
 
-def _run(session: Session) -> Path:
-    job, log, workers = session.job, session.log, session.workers
-    if workers.is_main:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(job.folder)
-        session.phases.path = job.folder / MEMORY_FILE
-        text = yaml.safe_dump(job.raw, sort_keys=False, allow_unicode=True)
-        (job.folder / "config.yaml").write_text(text, encoding="utf-8")
-    log.open(session.step)
+def _run(session: Session, resumed: Mapping[str, Any] | None = None) -> Path:
+    """Train to the end, from a session that may go on from a save with the record `resumed`."""
+    job, log = session.job, session.log
+    _open_files(session)
     if "validation_loss" not in session.record:
         session.record["validation_loss"] = _validate(session)
     if session.step == 0 and not job.train.skip_first_sample:
         _draw_samples(session)
-    log.start(session.step)
-    batches = iter(session.sampler)
-    session.phases.enter("step")
-    while session.step < job.train.steps:
-        log.step(_train_step(session, batches))
-        if session.step < job.train.steps:
-            _save_and_sample(session)
-    _check_alive(session)
-    path = _save(session, final=True)
+    with Interrupts(log.say) as interrupts:
+        _train_steps(session, interrupts, resumed or {})
+        session.guard.check_end(session.step)
+        path = _save(session, final=True)
     _draw_samples(session)
     log.say(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
     finish(session.phases, lambda: job, log.say, table=job.coat.memory.log_memory_stats)
@@ -130,49 +133,44 @@ def _run(session: Session) -> Path:
     return path
 
 
-def _train_step(session: Session, batches: Iterator[Batch]) -> StepStats:
-    """One optimizer step; `session.step` counts it."""
-    started = time.perf_counter()
-    job, params = session.job, list(session.lora.values())
-    lr = session.optimizer.param_groups[0]["lr"]
-    session.optimizer.zero_grad(set_to_none=True)
-    loss = _accumulate(session, batches)
-    session.workers.average_gradients(params)
-    norm = clip_grad_norm_(params, job.train.max_grad_norm)
-    seed_global(seed_of(job), Stream.OPTIMIZER, session.step)
-    session.optimizer.step()
-    session.memory.line("after_optimizer_step", session.step + 1)
-    session.lr_scheduler.step()
-    if session.ema is not None:
-        session.ema.update()
-    session.step += 1
-    mean_loss, grad_norm = session.workers.mean(loss).item(), norm.item()
-    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
-        raise TrainingError(
-            f"step {session.step}: loss {mean_loss}, gradient norm {grad_norm}: must be finite; saves hold earlier "
-            "steps; lower train.lr, or set coat.activation.linear_granularity: per_row"
-        )
-    return StepStats(session.step, session.epoch, mean_loss, float(lr), grad_norm, time.perf_counter() - started)
+def _open_files(session: Session) -> None:
+    job = session.job
+    with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
+        if session.workers.is_main:
+            text = yaml.safe_dump(job.raw, sort_keys=False, allow_unicode=True)
+            with replacing(job.folder / "config.yaml") as temp:
+                temp.write_text(text, encoding="utf-8")
+            session.phases.path = job.folder / MEMORY_FILE
+        session.log.open(session.step)
 
 
-def _accumulate(session: Session, batches: Iterator[Batch]) -> Tensor:
-    """Forward and backward of this process's micro-batches; returns their mean loss."""
-    count = session.job.train.gradient_accumulation
-    total = torch.zeros((), device=session.workers.device)
-    for micro_step in range(count):
-        batch = next(batches)
-        tensors = session.dataset.batch(batch)
-        shown = micro_step == 0
-        if shown:
-            session.memory.line("before_forward", session.step + 1)
-        loss = session.objective(tensors, batch.draw)
-        if shown:
-            session.memory.line("after_forward", session.step + 1)
-        (loss / count).backward()
-        if shown:
-            session.memory.line("after_backward", session.step + 1)
-        total += loss.detach() / count
-    return total
+def _train_steps(session: Session, interrupts: Interrupts, resumed: Mapping[str, Any]) -> None:
+    """All steps that are left, with saves and samples between them.
+
+    Raises:
+        KeyboardInterrupt: after the save of an interrupted run.
+    """
+    job, batches, first = session.job, iter(session.sampler), session.step + 1
+    session.log.start(session.step)
+    session.phases.enter("step")
+    while session.step < job.train.steps:
+        stats, stops = train_step(session, batches, interrupts)
+        session.log.step(stats)
+        if session.step == first:
+            for line in path_changes(session.transformer, resumed):
+                session.log.say(line)
+        if session.step == job.train.steps:
+            return
+        if stops:
+            _stop(session)
+        _save_and_sample(session)
+
+
+def _stop(session: Session) -> None:
+    path = _save(session, final=False)
+    session.log.say(f"Stopped after step {session.step} of {session.job.train.steps}, saved as {path}")
+    session.log.say("To go on, start the same config again")
+    raise KeyboardInterrupt
 
 
 def _is_due(session: Session, every: int) -> bool:
@@ -181,39 +179,60 @@ def _is_due(session: Session, every: int) -> bool:
 
 def _save_and_sample(session: Session) -> None:
     job = session.job
-    saves = _is_due(session, job.save.save_every)
-    samples = _is_due(session, job.sample.sample_every) and session.step >= job.sample.sample_start_step
-    if saves:
+    if _is_due(session, job.save.save_every):
         session.log.say(f"Saving at step {session.step}")
         session.log.say(f"Saved checkpoint to {_save(session, final=False)}")
-    if samples:
+    if _is_due(session, job.sample.sample_every) and session.step >= job.sample.sample_start_step:
         _draw_samples(session)
 
 
 def _save(session: Session, *, final: bool) -> Path:
     job, workers = session.job, session.workers
     file_name = save_name(job.name, None if final else session.step)
+    session.guard.check_now(session.step)
     if workers.is_main:
         with session.phases.during("save"):
-            _write_save(session, file_name)
+            _write_save(session, file_name, final=final)
     workers.wait()
     return session.job.folder / file_name
 
 
-def _write_save(session: Session, file_name: str) -> None:
+def _write_save(session: Session, file_name: str, *, final: bool) -> None:
     job = session.job
-    record = {**session.record, "sampler": session.sampler.state_dict(), "optimizer": job.train.optimizer}
     point = Checkpoint(
         step=session.step,
         lora=session.lora,
         ema=None if session.ema is None else session.ema.shadow,
         optimizer=session.optimizer.state_dict(),
+        rng=rng_state(),
         metadata=_metadata(session),
-        record=record,
+        record=_record(session),
     )
-    save_checkpoint(session.job.folder, file_name, point, save_dtype(job.save.dtype))
-    for old in rotate_saves(session.job.folder, job.name, job.save.max_step_saves_to_keep):
+
+    def check(path: Path) -> None:
+        session.log.say(f"{file_name}: {_check_lora(session, path, final=final)}")
+
+    save_checkpoint(job.folder, file_name, point, save_dtype(job.save.dtype), check)
+    for old in rotate_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
         session.log.say(f"Removing old save: {old}")
+
+
+def _record(session: Session) -> dict[str, Any]:
+    return {
+        **session.record,
+        "optimizer": session.job.train.optimizer,
+        "sampler": session.sampler.state_dict(),
+        "guard": session.guard.state_dict(),
+        "path": path_record(session.transformer),
+        "identity": session.identity,
+    }
+
+
+def _check_lora(session: Session, path: Path, *, final: bool) -> str:
+    """Read a LoRA back as others do. Before the end one may be all zero, which is the guard's to judge: a warm-up."""
+    if not final and not any(up.any() for name, up in load_file(path).items() if ".lora_B." in name):
+        return f"every lora_B is still zero in {session.job.save.dtype}, this LoRA has no effect yet"
+    return check_export(path, expected={name: tuple(param.shape) for name, param in session.lora.items()}).line()
 
 
 def _metadata(session: Session) -> dict[str, str]:
@@ -225,13 +244,20 @@ def _metadata(session: Session) -> dict[str, str]:
         trigger_word=job.trigger_word,
         meta=job.meta,
         coat=job.coat.to_dict(),
+        got=None if session.report is None else session.report.metadata(),
     )
 
 
 def _draw_samples(session: Session) -> None:
     if session.images is not None:
+        folder = session.job.folder / "samples"
         with session.phases.during("sample"), session.averaged():
-            session.images.draw(session.transformer, session.step, session.job.folder / "samples")
+            try:
+                session.images.draw(session.transformer, session.step, folder)
+            except OSError as error:
+                session.log.say(
+                    f"{folder}: samples of step {session.step} cannot be written ({error}); the run goes on"
+                )
     session.workers.wait()
 
 
@@ -240,11 +266,3 @@ def _validate(session: Session) -> float:
         loss = fixed_noise_loss(session.transformer, session.dataset, dtype=session.dtype)
     session.log.validation(session.step, loss)
     return loss
-
-
-def _check_alive(session: Session) -> None:
-    if all(param.count_nonzero() == 0 for name, param in session.lora.items() if ".lora_B." in name):
-        raise TrainingError(
-            f"after {session.step} steps every lora_B is still zero, so the LoRA has no effect; raise train.lr "
-            f"({session.job.train.lr}) or train longer than the warm-up"
-        )

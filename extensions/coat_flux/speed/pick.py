@@ -84,6 +84,18 @@ class SpeedPick:
     def __init__(self, blocks: Mapping[str, nn.Module], config: COATConfig, run: RunBlock) -> None:
         self._blocks, self._config, self._run = list(blocks.values()), config, run
         self._gemms = BlockGemms(self._blocks, config)
+        self._kept: RunPath | None = None
+
+    def keep_to(self, path: RunPath) -> None:
+        """Take the path of the run that goes on instead of measuring: another one rounds otherwise.
+
+        Args:
+            path: of that run; one that the config does not allow any more is said and not taken.
+        """
+        if path in candidates(self._config):
+            self._kept = path
+        else:
+            logger.warning("resume: the saved path, %s, is not one that the config allows now; it is chosen anew", path)
 
     def choose(self, args: tuple[Any, ...]) -> Picked:
         """Pick, and set the blocks' linears to the GEMM that was picked.
@@ -91,9 +103,12 @@ class SpeedPick:
         Args:
             args: what the first block is about to be called with.
         """
-        found = candidates(self._config)
-        reason = self._reason_not_to_measure(args, found)
-        picked = Picked(found[0], {}, reason) if reason else self._measured(args, found)
+        if self._kept is not None:
+            picked = Picked(self._kept, {}, "that of the run that goes on")
+        else:
+            found = candidates(self._config)
+            reason = self._reason_not_to_measure(args, found)
+            picked = Picked(found[0], {}, reason) if reason else self._measured(args, found)
         self._gemms.set(picked.path.gemm)
         logger.info(picked.describe())
         return picked

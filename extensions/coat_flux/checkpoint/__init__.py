@@ -1,0 +1,28 @@
+"""Checkpoints of a run, for both hosts: whole or not at all, taken up only by the same run, bit for bit.
+
+files.py      single files that a crash leaves old or new
+commit.py     a set of files that one rename commits; what a killed process left is put right
+identity.py   what makes a run this run: model, data, network, seed, processes, batch
+rng.py        states of the random generators
+"""
+
+from .commit import commit, damage, newest_set, repair, set_step, state_folder
+from .errors import ResumeError, SaveError
+from .identity import compare, require_same_run, run_identity
+from .rng import rng_state, set_rng_state
+
+__all__ = [
+    "ResumeError",
+    "SaveError",
+    "commit",
+    "compare",
+    "damage",
+    "newest_set",
+    "repair",
+    "require_same_run",
+    "rng_state",
+    "run_identity",
+    "set_rng_state",
+    "set_step",
+    "state_folder",
+]

@@ -1,0 +1,63 @@
+"""States of the random generators as tensors, so that they fit into a safetensors file: no pickle."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["rng_state", "set_rng_state"]
+
+logger = logging.getLogger(__name__)
+
+CUDA = "cuda."
+
+
+def rng_state() -> dict[str, Tensor]:
+    """States of Python's, NumPy's and torch's global generators, and of every GPU's where CUDA is in use.
+
+    Returns:
+        python int64 [626] (version, state), python_gauss float64 [0 or 1]; numpy int64 [626] (state, position, has a
+        second normal number), numpy_gauss float64 [1]; torch uint8; cuda.<device> uint8.
+    """
+    version, internal, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the global one is what libraries draw from)
+    states = {
+        "python": torch.tensor([version, *internal], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        states |= {f"{CUDA}{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def set_rng_state(states: Mapping[str, Tensor]) -> None:
+    """Put the generators back to where `rng_state` found them.
+
+    GPUs that are missing here, or were not there then, are named in a warning.
+
+    Args:
+        states: from `rng_state`.
+    """
+    version, *internal = states["python"].tolist()
+    gauss = states["python_gauss"].tolist()
+    random.setstate((version, tuple(internal), gauss[0] if gauss else None))
+    *keys, position, has_gauss = states["numpy"].tolist()
+    cached = states["numpy_gauss"].item()
+    legacy = ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached)
+    np.random.set_state(legacy)  # noqa: NPY002
+    torch.set_rng_state(states["torch"].to("cpu", torch.uint8))
+    saved = {int(name.removeprefix(CUDA)): state for name, state in states.items() if name.startswith(CUDA)}
+    here = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+    for index in sorted(saved.keys() & set(here)):
+        torch.cuda.set_rng_state(saved[index].to("cpu", torch.uint8), index)
+    odd = sorted(saved.keys() ^ set(here))
+    if odd:
+        logger.warning("resume: GPUs %s are only in the save or only here; their random numbers begin anew", odd)

@@ -1,0 +1,118 @@
+"""Puts everything of a save back into the parts of a new session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint import set_rng_state
+from ..memory.policy import BlockPolicy
+from ..speed import RunPath
+from .network import load_lora_tensors
+from .optim import advance, restore_optimizer
+from .progress import RunLog
+from .resume import ResumeError, ResumePoint
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["continue_from", "path_changes", "path_record", "restore_lora", "restore_optimizer_state", "restore_path"]
+
+WORDS = {"gemm": "GEMMs of the blocks", "compile": "compilation", "recomputed": "blocks that recompute"}
+
+
+def restore_lora(transformer: nn.Module, point: ResumePoint) -> None:
+    """Load the raw LoRA.
+
+    Raises:
+        ResumeError: it does not fit the adapters.
+    """
+    try:
+        load_lora_tensors(transformer, point.lora(), source=str(point.path))
+    except ValueError as error:
+        raise ResumeError(str(error)) from error
+
+
+def restore_optimizer_state(optimizer: Optimizer, point: ResumePoint, name: str, log: RunLog) -> None:
+    """Load the optimizer's state, converted where its formats changed; the config's hyper-parameters stay.
+
+    Args:
+        optimizer: of this run.
+        point: the save.
+        name: `train.optimizer`.
+        log: is told what changed.
+
+    Raises:
+        ResumeError: another optimizer wrote it, or it does not fit.
+    """
+    saved_with = point.record.get("optimizer", name)
+    if saved_with != name and name != "coat_fp8_adamw":
+        raise ResumeError(
+            f"{point.optimizer_file}: was written by {saved_with}, which train.optimizer={name} cannot read; "
+            f"go back to {saved_with}, or choose another config.name to start anew"
+        )
+    try:
+        changes = restore_optimizer(optimizer, point.optimizer())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ResumeError(f"{point.optimizer_file}: does not fit this run's LoRA ({error})") from error
+    for change in changes:
+        log.say(f"Resume: the config's optimizer settings replace the saved ones: {change}")
+
+
+def continue_from(session: Session, point: ResumePoint) -> None:
+    """Bring step, schedule, EMA, guard, place in the data and random generators to where the save has them."""
+    session.step = point.step
+    session.record = {key: point.record[key] for key in ("validation_loss",) if key in point.record}
+    advance(session.lr_scheduler, point.step)
+    session.guard.load_state_dict(point.record.get("guard", {}))
+    average = point.ema()
+    if session.ema is not None and average is not None:
+        session.ema.load({name: value.to(session.workers.device) for name, value in average.items()})
+    elif session.ema is not None:
+        session.log.say("Resume: no average was kept with this save; the EMA starts again from its weights")
+    session.sampler.load_state_dict(_place(session, point))
+    states = point.rng()
+    if states is not None:
+        set_rng_state(states)
+
+
+def _place(session: Session, point: ResumePoint) -> dict[str, int]:
+    """Where the data go on: as saved, or for an ai-toolkit save or another number of processes by the step count."""
+    saved = point.record.get("sampler")
+    if saved is None:
+        session.log.say(
+            "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
+        )
+        draws = point.step * session.job.train.gradient_accumulation * session.workers.world_size
+        epoch, within = divmod(draws, session.sampler.batches_per_epoch)
+        return {**session.sampler.state_dict(), "epoch": epoch, "position": within}
+    return saved
+
+
+def path_record(transformer: nn.Module) -> dict[str, Any]:
+    """What the first step chose and rounding depends on: GEMMs, compilation, which blocks recompute."""
+    policy = BlockPolicy.of(transformer)
+    if policy is None:
+        return {}
+    picked = {} if policy.picked is None else policy.picked.path._asdict()
+    return {**picked, "recomputed": policy.recomputed}
+
+
+def restore_path(transformer: nn.Module, record: Mapping[str, Any]) -> None:
+    """Let the first step take the saved GEMMs and compilation instead of measuring, where the config still has them."""
+    policy, saved = BlockPolicy.of(transformer), record.get("path", {})
+    if policy is not None and "gemm" in saved:
+        policy.keep_to(RunPath(saved["gemm"], saved["compile"]))
+
+
+def path_changes(transformer: nn.Module, record: Mapping[str, Any]) -> list[str]:
+    """What differs from the saved path after the first step, one line each: from there on rounding differs."""
+    saved, now = record.get("path", {}), path_record(transformer)
+    return [
+        f"Resume: {WORDS[key]} {saved[key]} -> {now[key]}; results differ from here on by rounding"
+        for key in WORDS
+        if key in saved and key in now and saved[key] != now[key]
+    ]

@@ -1,0 +1,65 @@
+"""Children of this process that are killed, or meet a broken disk, at a chosen file operation.
+
+A fork has everything imported and loaded, so a kill costs milliseconds. File operations are seen by Python's audit
+events: opening, making and removing files and folders, links and renames. What an open file is given between two of
+them is not seen, but a kill there leaves the same as a kill at the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+KILLED, FAILED = 9, 70
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir")
+DEADLINE_S = 60
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Start a child that does `work` and ends, with 0, or FAILED and a traceback on stderr; returns its number."""
+    child = os.fork()
+    if child:
+        return child
+    code = FAILED
+    try:
+        signal.alarm(DEADLINE_S)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def wait(child: int) -> int:
+    """Exit code of a child; that of a killed one is the negative signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def at_operation(number: int, folder: Path, act: Callable[[], None]) -> None:
+    """From here on in this process, which cannot be undone: `act` just before that operation on files of `folder`.
+
+    Args:
+        number: of the operation, from 0.
+        folder: whose files count; also names that are relative to an open folder, as `shutil.rmtree` uses.
+        act: may end the process, or raise what the operation then raises.
+    """
+    counter = iter(range(1 << 30))
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event in OPERATIONS and _concerns(args, str(folder)) and next(counter) == number:
+            act()
+
+    sys.addaudithook(hook)
+
+
+def _concerns(args: tuple[Any, ...], folder: str) -> bool:
+    paths = [os.fsdecode(arg) for arg in args if isinstance(arg, str | bytes | os.PathLike)]
+    return any(path.startswith(folder) for path in paths) or any(path and os.sep not in path for path in paths[:1])

@@ -1,0 +1,347 @@
+"""A process that is killed, or whose disk is full or forbidden, at any moment loses no committed checkpoint.
+
+Every file operation of a save is tried, and random moments of whole runs. Afterwards the run folder holds the set
+before or the new one, whole, and the run that goes on from it ends bit for bit as the one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coat_flux.checkpoint import SaveError, commit, damage, newest_set, repair
+from coat_flux.engine import trainer
+from coat_flux.engine.interrupts import Interrupts
+from coat_flux.engine.progress import RunLog, RunPhases
+from coat_flux.engine.resume import find_resume_point, identity_of
+from coat_flux.engine.session import Session, open_session
+from coat_flux.engine.trainer import COATTrainer
+from coat_flux.engine.workers import Workers
+from coat_flux.tiny_flux import make_tiny_flux
+from tests.helpers.engine_job import engine_job, write_images
+from tests.reliability.forks import KILLED, at_operation, fork, wait
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, with which a kill costs milliseconds")
+
+RANDOM_KILLS = 40
+STEPS = 24
+FEW_LINEARS = {"network_kwargs": {"only_if_contains": ["blocks.0.attn.to_q", "blocks.1.attn.to_v"]}}
+COAT = {"optimizer": {"stochastic_rounding": True}, "memory": {"log_memory_stats": False}}
+SET_FILES = ("published.safetensors", "optimizer.pt", "lora.safetensors", "ema.safetensors", "state.json")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_forks() -> Iterator[None]:
+    """A fork of a process with threads may wait for ever for a lock; one that collects garbage copies all memory."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    root = tmp_path_factory.mktemp("kills")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 16)
+        patch.setattr("coat_flux.engine.trainer.finish", lambda *a, **k: None)  # the picture of the memory report
+        yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 3), "out": root / "out"}
+
+
+def job_of(name: str, place: dict[str, Path], steps: int = STEPS, every: int = 1) -> dict[str, Any]:
+    train = {"steps": steps, "ema_config": {"use_ema": True, "ema_decay": 0.8}, "lr_scheduler": "cosine"}
+    cache = {"cache_latents": False, "cache_latents_to_disk": True}
+    save = {"save_every": every, "max_step_saves_to_keep": 2}
+    return engine_job(name, **place, coat=COAT, network=FEW_LINEARS, train=train, dataset=cache, save=save)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    return {name: content(folder / name) for name in SET_FILES}
+
+
+def content(path: Path) -> Any:
+    """Bytes of a file; of safetensors, whose metadata come in any order, the header as a mapping beside the rest."""
+    found = path.read_bytes()
+    if path.suffix != ".safetensors":
+        return found
+    start = 8 + int.from_bytes(found[:8], "little")
+    return json.loads(found[8:start]), found[start:]
+
+
+# -- every file operation of a save ----------------------------------------------------------------------------------
+
+
+class OneSave:
+    """A session with one step saved and a second one done, whose save is then tried in children."""
+
+    def __init__(self, place: dict[str, Path]):
+        job = COATTrainer(job_of("save", place)).job
+        self.run = job.folder
+        workers = Workers("cpu")
+        phases = RunPhases(workers.device, None)
+        self.session: Session = open_session(
+            job, workers, RunLog(job, workers.device, active=False), phases, None, identity_of(job, 1)
+        )
+        batches = iter(self.session.sampler)
+        self.session.record["validation_loss"] = 1.0
+        trainer.train_step(self.session, batches, Interrupts(print))
+        self.save()
+        self.before = contents(newest_set(self.run))
+        trainer.train_step(self.session, batches, Interrupts(print))
+        self.kept = self.run.with_name("kept")
+        shutil.copytree(self.run, self.kept)
+        assert wait(fork(self.save)) == 0
+        self.after = contents(newest_set(self.run))
+        self.reset()
+        workers.close()
+
+    def save(self) -> None:
+        trainer._save(self.session, final=False)
+
+    def reset(self) -> None:
+        shutil.rmtree(self.run)
+        shutil.copytree(self.kept, self.run)
+
+    def in_child(self, number: int, act: Callable[[], None], work: Callable[[], None]) -> int:
+        def child() -> None:
+            at_operation(number, self.run, act)
+            work()
+
+        return wait(fork(child))
+
+    def check(self) -> str:
+        """The folder goes on from the set before or the new one, whole and published; which, "before" or "after"."""
+        repair(self.run)
+        point = find_resume_point(self.run, "save")
+        assert point is not None
+        assert damage(point.state_dir) is None
+        found = contents(point.state_dir)
+        assert found in (self.before, self.after)
+        assert content(point.path) == found["published.safetensors"]
+        assert (self.run / "optimizer.pt").read_bytes() == found["optimizer.pt"]
+        assert [path.name for path in (self.run / "coat").iterdir()] == [point.state_dir.name]
+        assert not list(self.run.rglob(".*"))
+        return "before" if found == self.before else "after"
+
+
+@pytest.fixture(scope="module")
+def one_save(place: dict[str, Path]) -> OneSave:
+    return OneSave(place)
+
+
+def die() -> None:
+    os._exit(KILLED)
+
+
+def every_operation(attempt: Callable[[int], bool]) -> int:
+    """Call `attempt` with 0, 1, ... until it says that there is no such operation; returns how many there are."""
+    return next(number for number in range(1000) if not attempt(number))
+
+
+def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(one_save: OneSave) -> None:
+    seen: list[str] = []
+
+    def attempt(number: int) -> bool:
+        one_save.reset()
+        code = one_save.in_child(number, die, one_save.save)
+        assert code in (0, KILLED)
+        seen.append(one_save.check())
+        return code == KILLED
+
+    count = every_operation(attempt)
+    assert count > 40
+    change = seen.index("after")
+    assert 10 < change < count
+    assert seen == ["before"] * change + ["after"] * (count + 1 - change)
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(tmp_path: Path) -> None:
+    run, kept = tmp_path / "run", tmp_path / "kept"
+
+    def save(text: str) -> None:
+        commit(run, 1, lambda folder: (folder / "lora").write_text(text, encoding="utf-8") and None, {"out": "lora"})
+
+    save("old")
+    shutil.copytree(run, kept)
+
+    def child(number: int) -> None:
+        at_operation(number, run, die)
+        save("new")
+
+    def attempt(number: int) -> bool:
+        shutil.rmtree(run)
+        shutil.copytree(kept, run)
+        code = wait(fork(lambda: child(number)))
+        repair(run)
+        folder = newest_set(run)
+        assert folder is not None
+        assert damage(folder) is None
+        texts = {path.read_text(encoding="utf-8") for path in (folder / "lora", run / "out")}
+        assert texts in ({"old"}, {"new"})
+        assert code == KILLED or texts == {"new"}
+        assert [path.name for path in (run / "coat").iterdir()] == [folder.name]
+        return code == KILLED
+
+    assert every_operation(attempt) > 20
+
+
+def test_a_kill_at_any_file_operation_of_a_repair_is_repaired(one_save: OneSave) -> None:
+    """The save is killed right after its commit, and then the start that would have put it right."""
+
+    def killed_save() -> None:
+        one_save.reset()
+        replace = os.replace
+
+        def commit_and_die(source: Any, target: Any) -> None:
+            replace(source, target)
+            os._exit(KILLED)
+
+        def child() -> None:
+            os.replace = commit_and_die
+            one_save.save()
+
+        assert wait(fork(child)) == KILLED
+
+    def attempt(number: int) -> bool:
+        killed_save()
+        code = one_save.in_child(number, die, lambda: repair(one_save.run) and None)
+        assert code in (0, KILLED)
+        assert one_save.check() == "after"
+        return code == KILLED
+
+    assert every_operation(attempt) > 10
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES], ids=["full", "forbidden"])
+def test_a_refused_file_operation_of_a_save_is_told_and_leaves_a_whole_checkpoint(
+    one_save: OneSave, number: int
+) -> None:
+    remedy = "free some of this disk" if number == errno.ENOSPC else "make the folder writable"
+    told = one_save.run.with_name("told")
+    codes: list[int] = []
+
+    def refuse() -> None:
+        told.with_suffix(".reached").touch()
+        raise OSError(number, os.strerror(number), "a file")
+
+    def save() -> None:
+        try:
+            one_save.save()
+        except SaveError as error:
+            told.write_text(str(error), encoding="utf-8")
+
+    def attempt(operation: int) -> bool:
+        one_save.reset()
+        for path in (told, told.with_suffix(".reached")):
+            path.unlink(missing_ok=True)
+        code = one_save.in_child(operation, refuse, save)
+        assert code == 0
+        where = one_save.check()
+        if told.exists():
+            text = told.read_text(encoding="utf-8")
+            assert "the checkpoint of step 2 cannot be saved" in text
+            assert remedy in text
+            assert ("previous checkpoint is as it was" in text) == (where == "before")
+        else:
+            assert where == "after"
+        codes.append(told.exists())
+        return told.with_suffix(".reached").exists()
+
+    assert every_operation(attempt) > 40
+    assert sum(codes) > 20
+
+
+def test_a_disk_that_fills_up_within_a_file_is_told(one_save: OneSave) -> None:
+    """The system itself refuses to write further, below Python: files of at most so many bytes."""
+    import resource
+
+    told = one_save.run.with_name("told")
+
+    for name in ("published.safetensors", "optimizer.pt"):
+        one_save.reset()
+        limit = (one_save.run / "coat" / "state-000000001" / name).stat().st_size - 100
+
+        def child(limit: int = limit) -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+            try:
+                one_save.save()
+            except SaveError as error:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+                told.write_text(str(error), encoding="utf-8")
+
+        told.unlink(missing_ok=True)
+        assert wait(fork(child)) == 0
+        assert "free some of this disk" in told.read_text(encoding="utf-8")
+        assert one_save.check() == "before"
+
+
+# -- random moments of whole runs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(place: dict[str, Path]) -> dict[str, Any]:
+    """The last set of a run that was never stopped."""
+    final = COATTrainer(job_of("whole", place, every=1000)).train()
+    return results(final.parent)
+
+
+def results(run: Path) -> dict[str, Any]:
+    folder = newest_set(run)
+    assert folder is not None
+    return {name: content(folder / name) for name in ("optimizer.pt", "lora.safetensors", "ema.safetensors")}
+
+
+def test_runs_killed_at_random_moments_end_as_the_one_never_stopped(
+    place: dict[str, Path], whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place["out"] / "killed"
+    rng = random.Random(0)
+    kills = finished = committed = 0
+    reader, writer = os.pipe()
+    open_one = trainer.open_session
+
+    def open_and_tell(*args: Any) -> Session:
+        session = open_one(*args)
+        os.write(writer, b".")
+        return session
+
+    monkeypatch.setattr(trainer, "open_session", open_and_tell)
+    while kills < RANDOM_KILLS:
+        child = fork(COATTrainer(job_of("killed", place)).train)
+        if rng.random() < 0.8:  # of the others the start is hit
+            os.read(reader, 1)
+        time.sleep(rng.uniform(0.0, 0.6))
+        os.kill(child, signal.SIGKILL)
+        code = wait(child)
+        assert code in (0, -signal.SIGKILL)
+        kills += code != 0
+        newest = newest_set(run)
+        step = int(newest.name.removeprefix("state-")) if newest else 0
+        assert newest is None or damage(newest) is None
+        assert step >= committed
+        committed = step
+        if code == 0:
+            assert results(run) == whole
+            finished += 1
+            committed = 0
+            shutil.rmtree(run)
+    assert wait(fork(COATTrainer(job_of("killed", place)).train)) == 0
+    assert results(run) == whole
+    print(f"{kills} kills, {finished} runs finished between them", file=sys.stderr)

@@ -1,0 +1,338 @@
+"""Going on with a run: bit for bit where nothing changed, refused where it would be another run, else said.
+
+Steps, saves and restarts are real; what is cut is the model, to four adapters.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import hashlib
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from coat_flux.checkpoint import ResumeError, newest_set
+from coat_flux.engine import trainer
+from coat_flux.engine.objective import Objective
+from coat_flux.engine.trainer import COATTrainer
+from coat_flux.tiny_flux import make_tiny_flux
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.engine_job import engine_job, write_images
+
+FEW_LINEARS = {"only_if_contains": ["blocks.0.attn.to_q", "blocks.1.attn.to_v"]}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    root = tmp_path_factory.mktemp("resume")
+    images = write_images(root / "images", 3)
+    wide = np.random.default_rng(1).integers(0, 255, (48, 80, 3), dtype=np.uint8)  # a second bucket
+    Image.fromarray(wide).save(images / "wide.png")
+    (images / "wide.txt").write_text("a wide [trigger]", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 16)
+        patch.setattr("coat_flux.engine.trainer.finish", lambda *a, **k: None)  # the picture of the memory report
+        yield {"model": make_tiny_flux(root / "tiny"), "images": images, "out": root / "out"}
+
+
+def train(name: str, place: dict[str, Path], **blocks: Any) -> Path:
+    """Train; the folder of the run."""
+    network = {"network_kwargs": FEW_LINEARS} | blocks.pop("network", {})
+    cache = {"cache_latents": False, "cache_latents_to_disk": True} | blocks.pop("dataset", {})
+    process = blocks.pop("process", {})
+    job = engine_job(name, **{**place, **blocks.pop("other", {})}, network=network, dataset=cache, **blocks)
+    job["config"]["process"][0] |= process
+    return COATTrainer(job).train().parent
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with (run / "coat" / "metrics.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+class Killed(Exception):
+    """As a killed process: nothing is saved any more."""
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Do something when a step of the next run begins."""
+
+    def arm(number: int, act: Callable[[], None]) -> None:
+        original = trainer.train_step
+
+        def step(session: Any, batches: Any, interrupts: Any) -> Any:
+            if session.step + 1 == number:
+                monkeypatch.setattr(trainer, "train_step", original)
+                act()
+            return original(session, batches, interrupts)
+
+        monkeypatch.setattr(trainer, "train_step", step)
+
+    return arm
+
+
+def _die() -> None:
+    raise Killed
+
+
+def assert_same_end(left: Path, right: Path) -> None:
+    """Same raw LoRA, EMA, published LoRA, optimizer, and the same losses on the way."""
+    one, other = newest_set(left), newest_set(right)
+    assert one is not None
+    assert other is not None
+    assert one.name == other.name
+    assert (one / "optimizer.pt").read_bytes() == (other / "optimizer.pt").read_bytes()
+    assert (one / "ema.safetensors").exists() == (other / "ema.safetensors").exists()
+    for file in one.glob("*.safetensors"):
+        tensors, others = load_file(file), load_file(other / file.name)
+        assert tensors.keys() == others.keys()
+        for name in tensors:
+            assert_bitwise(tensors[name], others[name])
+    assert [row["loss"] for row in rows(left)] == [row["loss"] for row in rows(right)]
+
+
+PLAIN = {"train": {"lr_scheduler": "cosine", "batch_size": 2}, "network": {"dropout": 0.1}}
+FULL: dict[str, Any] = {
+    "train": {
+        "lr_scheduler": "cosine",
+        "gradient_accumulation": 2,
+        "gradient_checkpointing": True,
+        "ema_config": {"use_ema": True, "ema_decay": 0.8},
+    },
+    "network": {"dropout": 0.1},
+    "coat": {"optimizer": {"stochastic_rounding": True, "m2_format": "e5m2"}, "memory": {"checkpointing": "every_n"}},
+}
+GENERIC = {
+    "coat": {"activation": {"flow": "generic", "linear_granularity": "per_row"}, "memory": {"checkpointing": "none"}}
+}
+EXACT = {"bf16": PLAIN, "everything": FULL, "generic": GENERIC}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_run_stopped_and_taken_up_ends_as_the_one_never_stopped(
+    place: dict[str, Path], at_step: Any, kind: str
+) -> None:
+    settings = EXACT[kind]
+    blocks = {**settings, "train": {"steps": 5, **settings.get("train", {})}}
+    whole = train(f"{kind}_whole", place, **blocks)
+    at_step(5, _die)
+    with pytest.raises(Killed):
+        train(f"{kind}_parts", place, save={"save_every": 3}, **blocks)
+    parts = train(f"{kind}_parts", place, save={"save_every": 3}, **blocks)
+    assert_same_end(whole, parts)
+    assert len(rows(parts)) == 5
+
+
+def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(
+    place: dict[str, Path], at_step: Any, capsys: pytest.CaptureFixture
+) -> None:
+    whole = train("calm", place, train={"steps": 4})
+    before = signal.getsignal(signal.SIGINT)
+    at_step(2, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train("interrupted", place, train={"steps": 4})
+    assert signal.getsignal(signal.SIGINT) is before
+    run = place["out"] / "interrupted"
+    saved = run / "interrupted_000000002.safetensors"
+    out = capsys.readouterr().out
+    assert f"Stopped after step 2 of 4, saved as {saved}" in out
+    assert "To go on, start the same config again" in out
+    assert saved.exists()
+    train("interrupted", place, train={"steps": 4})
+    assert f"#### IMPORTANT RESUMING FROM {saved} ####" in capsys.readouterr().out
+    assert_same_end(whole, run)
+
+
+def test_a_second_interrupt_ends_at_once(place: dict[str, Path], at_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coat_flux.engine.interrupts.ONE_PRESS_SECONDS", -1.0)
+
+    def twice() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+
+    at_step(1, twice)
+    with pytest.raises(KeyboardInterrupt):
+        train("twice", place, train={"steps": 4})
+    assert newest_set(place["out"] / "twice") is None
+
+
+def test_a_save_of_an_earlier_version_goes_on_exactly(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+    """Its set holds raw weights and state.json, not the optimizer, no states of random generators, no identity."""
+    whole = train("new_layout", place, train={"steps": 2})
+    run = train("old_layout", place, train={"steps": 1})
+    folder = newest_set(run)
+    assert folder is not None
+    record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    digest = hashlib.sha256((run / "optimizer.pt").read_bytes()).hexdigest()
+    old = {key: record[key] for key in ("validation_loss", "sampler", "optimizer", "step")} | {
+        "optimizer_sha256": digest
+    }
+    (folder / "state.json").write_text(json.dumps(old), encoding="utf-8")
+    shutil.rmtree(folder / "commit")
+    for name in ("optimizer.pt", "published.safetensors", "rng.safetensors"):
+        (folder / name).unlink()
+    train("old_layout", place, train={"steps": 2})
+    assert "does not say which model, data and settings it is of; not compared" in capsys.readouterr().out
+    assert_same_end(whole, run)
+
+
+# -- another run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(place: dict[str, Path]) -> Path:
+    return train("base", place, coat={}, train={"steps": 2})
+
+
+def other_images(place: dict[str, Path], root: Path) -> dict[str, Any]:
+    folder = shutil.copytree(place["images"], root / "images")
+    (folder / "1.txt").write_text("another caption", encoding="utf-8")
+    return {"other": {"images": folder}}
+
+
+def other_model(place: dict[str, Path], root: Path) -> dict[str, Any]:
+    return {"other": {"model": make_tiny_flux(root / "tiny", seed=1)}}
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "rank": ({"network": {"linear": 8}}, r"network\.linear 4 -> 8; restore it, or choose another config\.name"),
+    "targets": (
+        {"network": {"network_kwargs": {"only_if_contains": ["to_q"]}}},
+        r"network\.only_if_contains \[.*\] ->",
+    ),
+    "seed": ({"process": {"training_seed": 8}}, r"seed 7 -> 8; .*coat\.resume\.allow: \[seed\]"),
+    "batch": ({"train": {"batch_size": 2}}, r"batch\.batch_size 1 -> 2"),
+    "accumulation": ({"train": {"gradient_accumulation": 2}}, r"batch\.gradient_accumulation 1 -> 2"),
+    "repeats": ({"dataset": {"num_repeats": 2}}, r"datasets\[0\]\.num_repeats 1 -> 2"),
+    "trigger": ({"process": {"trigger_word": "abc"}}, r'datasets\[0\]\.trigger_word "sks" -> "abc"'),
+    "background": ({"coat": {"data": {"background": "black"}}}, r'datasets\[0\]\.background "white" -> "black"'),
+    "data": (
+        other_images,
+        r"data: 1 of 8 images and captions differ.*datasets\[0\] 1\.txt \(changed\).*allow: \[data\]",
+    ),
+    "model": (other_model, r"model .*tiny -> .*tiny; restore it"),
+    "fewer steps": ({"train": {"steps": 1}}, r"train\.steps=1: .*base\.safetensors has 2 steps already; raise"),
+    "optimizer": ({"train": {"optimizer": "adamw"}}, r"written by coat_fp8_adamw, which train\.optimizer=adamw cannot"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_another_run_is_refused_by_name(place: dict[str, Path], base: Path, tmp_path: Path, kind: str) -> None:
+    change, words = REFUSED[kind]
+    change = change(place, tmp_path) if callable(change) else change
+    blocks = {"coat": {}, **change}
+    blocks["train"] = {"steps": 4, **change.get("train", {})}
+    files = {path: path.read_bytes() for path in base.rglob("*") if path.is_file()}
+    with pytest.raises(ResumeError, match=words):
+        train("base", place, **blocks)
+    assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == files
+
+
+def test_another_number_of_processes_is_refused(base: Path, place: dict[str, Path]) -> None:
+    from coat_flux.engine.resume import check_same_run, find_resume_point, identity_of
+
+    job = COATTrainer(engine_job("base", **place, coat={}, network={"network_kwargs": FEW_LINEARS})).job
+    point = find_resume_point(base, "base")
+    with pytest.raises(ResumeError, match=r"world_size 1 -> 2; .*coat\.resume\.allow: \[world_size\]"):
+        check_same_run(job, point, identity_of(job, 2))
+
+
+CHANGED = {
+    "optimizer": {"m1_format": "e5m2", "m2_format": "e5m2", "block_size": 64},
+    "activation": {"format": "e5m2", "attention": "bf16", "flow": "generic"},
+    "memory": {"checkpointing": "all", "enable_efficient_checkpoint": False},
+}
+
+
+def test_changed_numerics_go_on_and_are_said(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+    train("numerics", place, coat={}, train={"steps": 2, "gradient_checkpointing": True})
+    capsys.readouterr()
+    new = {"steps": 3, "gradient_checkpointing": True, "lr": 5e-4, "optimizer_params": {"weight_decay": 0.1}}
+    run = train("numerics", place, coat=CHANGED, train=new)
+    out = capsys.readouterr().out
+    defaults = {"m1_format": "e4m3", "m2_format": "e4m3", "block_size": 128, "format": "e4m3", "attention": "fp8"}
+    defaults |= {"flow": "fused", "checkpointing": "auto", "enable_efficient_checkpoint": True}
+    for section, options in CHANGED.items():
+        for key, value in options.items():
+            line = f"Resume: coat.{section}.{key} {json.dumps(defaults[key])} -> {json.dumps(value)}\n"
+            assert out.count(line) == 1, line
+    assert "Resume: train.lr 0.001 -> 0.0005\n" in out
+    assert "weight_decay 0.01 -> 0.1" in out
+    state = torch.load(run / "optimizer.pt", weights_only=True)
+    assert state["param_groups"][0]["fp8"]["block_size"] == 64
+    assert state["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2
+    assert float(state["state"][0]["step"]) == 3
+    assert [row["lr"] for row in rows(run)] == ["0.001", "0.001", "0.0005"]
+
+
+def test_resume_allow_lets_data_and_seed_differ(
+    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train("allowed", place, coat={}, train={"steps": 1})
+    coat = {"resume": {"allow": ["data", "seed"]}}
+    change = {**other_images(place, tmp_path), "process": {"training_seed": 8}}
+    run = train("allowed", place, coat=coat, train={"steps": 2}, **change)
+    out = capsys.readouterr().out
+    assert "Resume: seed 7 -> 8\n" in out
+    assert "Resume: data: 1 of 8 images and captions differ" in out
+    assert newest_set(run).name == "state-000000002"
+
+
+def test_the_measured_path_is_kept(place: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    """A save that says bf16 GEMMs goes on with them, where a CPU would take the config's own without measuring."""
+    run = train("path", place, coat={}, train={"steps": 1})
+    folder = newest_set(run)
+    assert folder is not None
+    record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    assert record["path"] == {"gemm": "per_tensor", "compile": "none", "recomputed": []}
+    record["path"]["gemm"] = "bf16"
+    shutil.rmtree(folder / "commit")  # a set that does not say what it holds is taken as it is
+    (folder / "state.json").write_text(json.dumps(record), encoding="utf-8")
+    train("path", place, coat={}, train={"steps": 2})
+    record = json.loads((newest_set(run) / "state.json").read_text(encoding="utf-8"))
+    assert record["path"]["gemm"] == "bf16"
+
+
+# -- steps that go wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(
+    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Objective.__call__
+
+    def nan_once(self: Objective, batch: Any, draw: int) -> torch.Tensor:
+        return original(self, batch, draw) * (float("nan") if draw == 1 else 1.0)
+
+    monkeypatch.setattr(Objective, "__call__", nan_once)
+    run = train("nan", place, train={"steps": 2, "lr_scheduler": "cosine"})
+    monkeypatch.undo()
+    one = train("one", place, train={"steps": 1})
+    for file in ("lora.safetensors", "published.safetensors"):
+        left, right = load_file(newest_set(run) / file), load_file(newest_set(one) / file)
+        assert all(torch.equal(left[name], right[name]) for name in left)
+    assert [(row["loss"] == "nan", row["skipped"]) for row in rows(run)] == [(False, "0"), (True, "1")]
+    assert float(rows(run)[1]["lr"]) < float(rows(run)[0]["lr"])
+
+
+def test_samples_that_cannot_be_written_do_not_end_the_run(
+    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("coat_flux.engine.sampling.ImageSampler.draw", full)
+    run = train("unsampled", place, train={"steps": 1, "disable_sampling": False})
+    assert "samples of step 1 cannot be written ([Errno 28] No space left on device)" in capsys.readouterr().out
+    assert newest_set(run).name == "state-000000001"

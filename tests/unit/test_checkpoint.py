@@ -1,0 +1,295 @@
+"""Sets of files: committed by one rename, published, repaired; identities; states of random generators."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coat_flux.checkpoint import (
+    ResumeError,
+    SaveError,
+    commit,
+    compare,
+    damage,
+    newest_set,
+    repair,
+    require_same_run,
+    rng_state,
+    run_identity,
+    set_rng_state,
+)
+from coat_flux.checkpoint.files import replacing
+from coat_flux.checkpoint.identity import file_digest, model_identity
+
+PUBLISH = {"run.safetensors": "lora", "optimizer.pt": "optimizer"}
+
+
+def writer(content: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for name in ("lora", "optimizer"):
+            (folder / name).write_text(f"{name} {content}", encoding="utf-8")
+
+    return write
+
+
+def published(run: Path) -> list[str]:
+    return [(run / name).read_text(encoding="utf-8") for name in PUBLISH]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _write_half(target: Path) -> None:
+    with replacing(target) as temp:
+        temp.write_text("tw")
+        raise OSError("disk full")
+
+
+def test_replacing_is_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "file"
+    with replacing(target) as temp:
+        temp.write_text("one")
+    with pytest.raises(OSError, match="disk full"):
+        _write_half(target)
+    assert target.read_text() == "one"
+    assert names(target.parent) == {"file"}
+
+
+def test_a_set_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    commit(tmp_path, 1, writer("one"), PUBLISH)
+    folder = commit(tmp_path, 2, writer("two"), PUBLISH)
+    assert folder == tmp_path / "coat" / "state-000000002" == newest_set(tmp_path)
+    assert published(tmp_path) == ["lora two", "optimizer two"]
+    assert names(tmp_path) == {*PUBLISH, "coat"}
+    assert names(tmp_path / "coat") == {"state-000000002"}
+    assert damage(folder) is None
+    assert repair(tmp_path) == []
+
+
+def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
+    commit(tmp_path, 1, writer("one"), PUBLISH)
+    commit(tmp_path, 1, writer("again"), PUBLISH)
+    assert published(tmp_path) == ["lora again", "optimizer again"]
+    assert names(tmp_path / "coat") == {"state-000000001"}
+
+
+def test_published_files_are_copies_where_links_are_impossible(tmp_path: Path, monkeypatch: Any) -> None:
+    def no_links(*args: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    folder = commit(tmp_path, 1, writer("one"), PUBLISH)
+    assert published(tmp_path) == ["lora one", "optimizer one"]
+    assert not os.path.samefile(tmp_path / "optimizer.pt", folder / "optimizer")
+    assert repair(tmp_path) == []
+
+
+def _disk_full(folder: Path) -> None:
+    (folder / "lora").write_text("half", encoding="utf-8")
+    raise OSError(errno.ENOSPC, "No space left on device", str(folder / "optimizer"))
+
+
+@pytest.mark.parametrize(
+    ("write", "needed", "words"),
+    [
+        (_disk_full, None, "optimizer: the checkpoint of step 2 cannot be saved (No space left on device)"),
+        (writer("two"), 10**18, "needs 1,000,000,000,000.0 MB"),
+    ],
+    ids=["while writing", "before"],
+)
+def test_a_full_disk_names_the_remedy_and_leaves_the_old_set(
+    tmp_path: Path, write: Any, needed: Any, words: str
+) -> None:
+    commit(tmp_path, 1, writer("one"), PUBLISH)
+    with pytest.raises(SaveError) as found:
+        commit(tmp_path, 2, write, PUBLISH, needed_bytes=needed)
+    text = str(found.value)
+    assert words in text
+    assert "MB are free; free some of this disk, or set training_folder to another one" in text
+    assert text.endswith("the previous checkpoint is as it was")
+    assert published(tmp_path) == ["lora one", "optimizer one"]
+    assert names(tmp_path / "coat") == {"state-000000001"}
+
+
+def test_another_error_of_the_writer_stays_itself(tmp_path: Path) -> None:
+    def wrong(folder: Path) -> None:
+        raise RuntimeError("not the disk")
+
+    with pytest.raises(RuntimeError, match="not the disk") as found:
+        commit(tmp_path, 1, wrong, PUBLISH)
+    assert type(found.value) is RuntimeError
+    assert newest_set(tmp_path) is None
+    assert names(tmp_path / "coat") == set()
+
+
+def test_repair_finishes_what_a_kill_left(tmp_path: Path) -> None:
+    """Committed, but neither published nor the old one removed, and files half written."""
+    commit(tmp_path, 1, writer("one"), PUBLISH)
+    other = tmp_path / "other"
+    commit(other, 2, writer("two"), PUBLISH)
+    (other / "coat" / "state-000000002").rename(tmp_path / "coat" / "state-000000002")
+    (tmp_path / ".writing-7-run.safetensors").touch()
+    (tmp_path / "coat" / ".writing-7-state-000000003" / "commit").mkdir(parents=True)
+    lines = repair(tmp_path)
+    assert published(tmp_path) == ["lora two", "optimizer two"]
+    assert names(tmp_path / "coat") == {"state-000000002"}
+    assert sum("removed, a process was ended while it wrote it" in line for line in lines) == 2
+    assert sum("put back from" in line for line in lines) == 2
+    assert repair(tmp_path) == []
+
+
+def test_repair_takes_back_a_set_whose_replacement_never_came(tmp_path: Path) -> None:
+    folder = commit(tmp_path, 1, writer("one"), PUBLISH)
+    folder.rename(folder.with_name(f".replaced-{folder.name}"))
+    repair(tmp_path)
+    assert newest_set(tmp_path) == folder
+    assert damage(folder) is None
+
+
+def test_repair_puts_back_torn_and_missing_files(tmp_path: Path) -> None:
+    commit(tmp_path, 1, writer("one"), PUBLISH)
+    (tmp_path / "run.safetensors").unlink()
+    (tmp_path / "optimizer.pt").unlink()
+    (tmp_path / "optimizer.pt").write_text("opt", encoding="utf-8")
+    assert len(repair(tmp_path)) == 2
+    assert published(tmp_path) == ["lora one", "optimizer one"]
+
+
+def test_repair_leaves_a_damaged_set_and_a_newer_lora_alone(tmp_path: Path) -> None:
+    folder = commit(tmp_path, 1, writer("one"), PUBLISH)
+    (tmp_path / "optimizer.pt").unlink()
+    save_file({"x": torch.ones(1)}, tmp_path / "host.safetensors", {"training_info": json.dumps({"step": 2})})
+    assert repair(tmp_path) == []
+    assert not (tmp_path / "optimizer.pt").exists()
+    (tmp_path / "host.safetensors").unlink()
+    (folder / "lora").write_text("lora ONE", encoding="utf-8")
+    assert repair(tmp_path) == []
+    assert damage(folder) == f"{folder / 'lora'}: is not the file that was written (damaged or exchanged)"
+
+
+def test_nothing_is_published_outside_of_the_run_folder(tmp_path: Path) -> None:
+    for name in ("../out", "/tmp/out", "a\\b", "c:d", ".."):
+        with pytest.raises(SaveError, match="without a folder"):
+            commit(tmp_path / "run", 1, writer("one"), {name: "lora"})
+    assert names(tmp_path) == {"run"}
+
+
+def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    def draws() -> list[float]:
+        numbers = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]  # noqa: NPY002
+        return [*numbers, torch.rand(1).item(), torch.randn(1).item()]
+
+    random.gauss(0, 1)  # half of a pair is kept by the generator
+    np.random.randn()  # noqa: NPY002
+    save_file(rng_state(), tmp_path / "rng.safetensors")
+    first = draws()
+    assert draws() != first
+    set_rng_state(load_file(tmp_path / "rng.safetensors"))
+    assert draws() == first
+
+
+def identity(root: Path, **changes: Any) -> dict[str, Any]:
+    settings = {"model": str(root / "model"), "network": {"linear": 4}, "seed": 7, "world_size": 1}
+    settings |= {"batch": {"batch_size": 1}, "coat": {"optimizer": {"block_size": 128}}, "train": {"lr": 1e-4}}
+    settings["datasets"] = [{"folder_path": str(root / "images"), "caption_ext": ".txt", "resolution": [64]}]
+    return run_identity(**{**settings, **changes})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "model" / "transformer").mkdir(parents=True)
+    (tmp_path / "model" / "transformer" / "config.json").write_text("{}", encoding="utf-8")
+    save_file({"w": torch.zeros(400_000)}, tmp_path / "model" / "transformer" / "model.safetensors")
+    (tmp_path / "images").mkdir()
+    for name in "ab":
+        (tmp_path / "images" / f"{name}.png").write_bytes(name.encode())
+        (tmp_path / "images" / f"{name}.txt").write_text(name, encoding="utf-8")
+    return tmp_path
+
+
+def test_the_same_run_has_the_same_identity(root: Path) -> None:
+    first = identity(root)
+    assert json.loads(json.dumps(first)) == first
+    assert compare(first, identity(root)) == ([], [])
+    assert sorted(first["data"]["files"]) == ["0/a.png", "0/a.txt", "0/b.png", "0/b.txt"]
+
+
+CHANGES = {
+    "network": ({"network": {"linear": 8}}, "network.linear 4 -> 8; restore it, or choose another config.name"),
+    "seed": ({"seed": 8}, "seed 7 -> 8; restore it, or choose another config.name to start a new run, or set "),
+    "world_size": ({"world_size": 2}, "world_size 1 -> 2"),
+    "batch": ({"batch": {"batch_size": 2}}, "batch.batch_size 1 -> 2"),
+    "model": ({"model": "someone/else"}, "someone/else; restore it"),
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_another_run_is_refused_by_name_and_value(root: Path, part: str) -> None:
+    change, words = CHANGES[part]
+    refusals, notes = compare(identity(root), identity(root, **change))
+    assert len(refusals) == 1
+    assert words in refusals[0]
+    assert notes == []
+    allowed = compare(identity(root), identity(root, **change), (part,))
+    assert (len(allowed[0]), len(allowed[1])) == (0, 1)
+    with pytest.raises(ResumeError, match="is a save of another run"):
+        require_same_run(identity(root), identity(root, **change), (), "here")
+
+
+def test_settings_that_may_change_are_said(root: Path) -> None:
+    now = identity(root, coat={"optimizer": {"block_size": 64}, "new": 1}, train={"lr": 2e-4})
+    assert compare(identity(root), now) == ([], ["coat.optimizer.block_size 128 -> 64", "train.lr 0.0001 -> 0.0002"])
+
+
+def test_changed_images_and_captions_are_counted_and_named(root: Path) -> None:
+    before = identity(root)
+    (root / "images" / "b.txt").write_text("another", encoding="utf-8")
+    (root / "images" / "c.png").write_bytes(b"c")
+    (refusal,), _ = compare(before, identity(root))
+    assert refusal.startswith(
+        "data: 2 of 4 images and captions differ, 5 are there now; first: datasets[0] b.txt (changed)"
+    )
+    assert "coat.resume.allow: [data]" in refusal
+    (refusal,), _ = compare(identity(root), identity(root, datasets=[]))
+    assert refusal.startswith("data: 1 -> 0 datasets")
+
+
+def test_a_moved_model_is_the_same_and_a_changed_one_is_not(root: Path) -> None:
+    before = identity(root)
+    (root / "model").rename(root / "moved")
+    refusals, (note,) = compare(before, identity(root, model=str(root / "moved")))
+    assert refusals == []
+    assert note.endswith("moved, the same files")
+    weights = torch.zeros(400_000)
+    weights[0] = 1e-3
+    save_file({"w": weights}, root / "moved" / "transformer" / "model.safetensors")
+    (refusal,), _ = compare(before, identity(root, model=str(root / "moved")))
+    assert refusal.startswith(f"model {root / 'model'} -> {root / 'moved'}; ")
+
+
+def test_a_model_that_is_not_here_is_known_by_its_path() -> None:
+    assert model_identity("nobody/has-this") == {"path": "nobody/has-this", "fingerprint": None}
+    assert model_identity("C:\\none\\has:this")["fingerprint"] is None
+
+
+def test_large_files_are_told_apart_by_their_ends(tmp_path: Path) -> None:
+    digests = set()
+    for position in (None, 0, (1 << 22) - 1):
+        content = bytearray(1 << 22)
+        if position is not None:
+            content[position] = 1
+        (tmp_path / "file").write_bytes(content)
+        digests.add(file_digest(tmp_path / "file"))
+    (tmp_path / "file").write_bytes(bytes((1 << 22) + 1))
+    assert len({*digests, file_digest(tmp_path / "file")}) == 4
