@@ -13,6 +13,7 @@ import torch
 
 from coat_flux.config import JobConfig
 from coat_flux.engine.trainer import COATTrainer
+from coat_flux.memory.oom import OutOfMemory
 from coat_flux.memory.parts import PARTS
 from coat_flux.memory.phases import PhaseTracker
 from coat_flux.memory.report import finish
@@ -78,8 +79,8 @@ def test_run_that_fails_leaves_its_phases_and_no_picture(
     def fail(*_: Any) -> None:
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr("coat_flux.engine.trainer.clip_grad_norm_", fail)
-    with pytest.raises(MemoryError):
+    monkeypatch.setattr("coat_flux.engine.steps.clip_grad_norm_", fail)
+    with pytest.raises(OutOfMemory):
         COATTrainer(engine_job("broken", **place)).train()
     folder = place["out"] / "broken" / "coat"
     record = read(folder)

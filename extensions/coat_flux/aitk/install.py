@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..errors import UserError
+
 __all__ = ["MANIFEST", "InstallError", "install"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -28,7 +30,7 @@ CHECKOUT_PARTS = ("run.py", "toolkit/extension.py", "extensions")
 UNLISTED = ("__pycache__", ".DS_Store")
 
 
-class InstallError(RuntimeError):
+class InstallError(UserError, RuntimeError):
     """The folder is not an ai-toolkit checkout, or something of the user's is in the way; nothing was overwritten."""
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
 from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY
 from .options import BenchOptions, Case
 
@@ -26,7 +27,7 @@ STDERR_LINES = 5
 Start = Callable[[dict[str, Any], float], dict[str, Any]]
 
 
-class MachineError(RuntimeError):
+class MachineError(UserError, RuntimeError):
     """The device cannot be used at all; the message says why."""
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..config.host_keys import HOST_VERSION
 from ..config.host_schema import KINDS, SHIPPED
+from ..errors import UserError
 
 CLASSES_FILE = "toolkit/config_modules.py"
 NETWORK_FILE = "toolkit/lora_special.py"
@@ -41,7 +42,7 @@ _TYPES = {bool: "bool", int: "number", float: "number", str: "str", list: "list"
 Kinds = Mapping[str, str]
 
 
-class NoHostError(ValueError):
+class NoHostError(UserError, ValueError):
     """A folder that is no ai-toolkit checkout; the message says what is missing."""
 
 

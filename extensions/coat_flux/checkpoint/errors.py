@@ -10,17 +10,19 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from ..errors import UserError
+
 __all__ = ["ResumeError", "SaveError", "save_errors"]
 
 TORCH_WRITE_ERRORS = ("inline_container", "iostream error", "PytorchStreamWriter")  # of torch.save on a full disk
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-class SaveError(RuntimeError):
+class SaveError(UserError, RuntimeError):
     """A checkpoint could not be written; the previous one is as it was."""
 
 
-class ResumeError(RuntimeError):
+class ResumeError(UserError, RuntimeError):
     """A run folder holds a checkpoint that this run cannot go on from."""
 
 

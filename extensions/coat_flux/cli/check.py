@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..check import HOSTS, Finding, check_job_dict, find_toolkit
-from ..check.host_schema import NoHostError
 from ..check.job import AI_TOOLKIT, STANDALONE, schema_of
 from ..config import load_job_yaml
 from ..config.job_config import PROCESS_TYPES
-from .common import EXIT_REFUSED, Refused, add_config
+from .common import EXIT_REFUSED, add_config
 
 
 def add_parser(commands: Any) -> None:
@@ -38,10 +37,7 @@ def run(args: argparse.Namespace) -> int:
     One line for each finding. Errors stop a run, and end this command with exit code 2; warnings do not. Without
     --host it is checked for the stand-alone trainer, and a last line says whether ai-toolkit would run it as well.
     """
-    try:
-        root = find_toolkit(args.ai_toolkit)
-    except NoHostError as error:
-        raise Refused(str(error)) from error
+    root = find_toolkit(args.ai_toolkit)
     raw = load_job_yaml(args.config, name=args.name)
     file = os.fspath(args.config)
     found = check_job_dict(raw, file=file, host=args.host, toolkit_root=root)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 
 from ..config import JobConfig, require_packages
+from ..errors import UserError
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 NAME_HELP = "takes the place of config.name, and of every [name] in the file"
 
 
-class Refused(Exception):
-    """Something the user can put right; the message says what."""
+class Refused(UserError):
+    """A command cannot do what it was asked for."""
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

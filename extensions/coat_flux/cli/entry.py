@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..config import ConfigError
+from ..errors import UserError
 from . import bench, check, data, doctor, export, install, plan, train
-from .common import EXIT_INTERRUPTED, EXIT_REFUSED, Refused
+from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(given, argparse.Namespace(given=given))
     try:
         return args.run(args) or 0
-    except (ConfigError, Refused) as error:
+    except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_REFUSED

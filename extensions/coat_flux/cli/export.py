@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import Refused
-
 LAYOUTS = ("diffusers", "kohya", "comfyui")
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -31,12 +29,9 @@ def run(args: argparse.Namespace) -> None:
     """Convert a FLUX LoRA between key layouts. Exact: nothing is written unless converting back gives the same bits."""
     import torch
 
-    from ..export import ExportError, convert_file
+    from ..export import convert_file
 
     # never <name>-kohya: ai-toolkit resumes from, and cleans up, whatever in the folder begins with the job's name
     target = args.out or args.lora.with_name(f"{args.to}-{args.lora.name}")
-    try:
-        report = convert_file(args.lora, target, args.to, getattr(torch, args.dtype) if args.dtype else None)
-    except ExportError as error:
-        raise Refused(str(error)) from error
+    report = convert_file(args.lora, target, args.to, getattr(torch, args.dtype) if args.dtype else None)
     print(f"wrote {target}\n{report.line()}")

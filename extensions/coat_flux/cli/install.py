@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .common import Refused
-
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
@@ -18,10 +16,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Link extension, configs and example images into an ai-toolkit checkout."""
-    from ..aitk.install import InstallError, install
+    from ..aitk.install import install
 
-    try:
-        done = install(args.dir, undo=args.undo)
-    except InstallError as error:
-        raise Refused(str(error)) from error
-    print("\n".join(done))
+    print("\n".join(install(args.dir, undo=args.undo)))

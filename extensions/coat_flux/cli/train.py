@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any
 
-from .common import Refused, add_config, load_job
+from .common import add_config, load_job
 
 
 def add_parser(commands: Any) -> None:
@@ -24,14 +24,6 @@ def run(args: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") == "0":
         for package in ("coat_core", "coat_flux"):
             logging.getLogger(package).setLevel(logging.INFO)
-    from ..data.errors import DatasetError
-    from ..engine.loading import ModelLoadError
-    from ..engine.resume import ResumeError
-    from ..engine.trainer import COATTrainer, TrainingError
-    from ..engine.workers import LaunchError
-    from ..flux.apply import FallbackError
+    from ..engine.trainer import COATTrainer
 
-    try:
-        COATTrainer(job).train()
-    except (DatasetError, FallbackError, LaunchError, ModelLoadError, ResumeError, TrainingError) as error:
-        raise Refused(str(error)) from error
+    COATTrainer(job).train()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
+from ..errors import UserError
+
 MAX_SHOWN = 60
 MAX_PATH = 200
 MAX_LISTED = 12
@@ -51,7 +53,7 @@ def finding(file: str, key: str, text: str, value: Any = _ABSENT, *, severity: s
     return Finding(severity, file, key, None if value is _ABSENT else show(value), rule, remedy)
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A config that cannot be run; the message has one line for each finding.
 
     Args:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ..errors import UserError
 
-class DatasetError(ValueError):
+
+class DatasetError(UserError, ValueError):
     """A problem with a dataset folder, image, caption or cache file; the message names it and says what to do."""
 
 

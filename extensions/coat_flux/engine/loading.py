@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from ..data.cache import TextEncoders
+from ..errors import UserError
 
 __all__ = ["Encoders", "ModelLoadError", "load_encoders", "load_transformer"]
 
@@ -19,7 +20,7 @@ MAX_TEXT_TOKENS = 512
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-class ModelLoadError(RuntimeError):
+class ModelLoadError(UserError, RuntimeError):
     """A part of the model cannot be loaded."""
 
 

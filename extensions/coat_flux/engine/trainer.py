@@ -20,7 +20,6 @@ from ..checkpoint.files import replacing
 from ..config.job_config import JobConfig
 from ..config.job_rules import require_packages
 from ..export import check_export
-from ..guard import DeadRunError as TrainingError
 from ..memory.oom import OutOfMemory, explain_oom, is_oom
 from ..memory.report import finish
 from ..tiny_flux import provide_embedded
@@ -34,7 +33,7 @@ from .steps import train_step
 from .validation import fixed_noise_loss
 from .workers import Workers
 
-__all__ = ["COATTrainer", "TrainingError"]
+__all__ = ["COATTrainer"]
 
 MEMORY_FILE = Path("coat") / "memory.json"
 

@@ -55,4 +55,5 @@ def _one(transformer: nn.Module, dataset: LatentDataset, i: int, n: int, dtype: 
     sigmas = torch.tensor([(i + 0.5) / n], device=device)
     x_t = noisy_latents(latents, noise, sigmas)
     prediction = predict_velocity(transformer, x_t, sigmas, embeds[None], pooled[None], dtype=dtype)
-    return sample_losses(prediction, latents, noise).item()
+    mask = dataset.mask(sample)
+    return sample_losses(prediction, latents, noise, mask=None if mask is None else mask[None].to(device)).item()

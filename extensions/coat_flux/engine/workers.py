@@ -19,13 +19,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, broadcast
 from torch import Tensor, nn
 
+from ..errors import UserError
+
 __all__ = ["LaunchError", "Workers"]
 
 MAX_WAIT_HOURS = 12  # the others wait while the main process fills the caches or draws samples
 logger = logging.getLogger(__name__)
 
 
-class LaunchError(RuntimeError):
+class LaunchError(UserError, RuntimeError):
     """The processes were started in a way that cannot train together."""
 
 

@@ -11,12 +11,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..errors import UserError
+
 __all__ = ["ExportError", "naming", "read_file", "staged", "write_file"]
 
 STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # of the tensors as they were before a conversion
 
 
-class ExportError(ValueError):
+class ExportError(UserError, ValueError):
     """A LoRA file is not what others can load, or cannot be converted; the message says why and what to do."""
 
 

@@ -15,6 +15,7 @@ from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion
 
 from ..config.findings import ConfigError
+from ..errors import UserError
 from ..memory.policy import BlockPolicy
 from .policy import ArchitecturePolicy, matches, policy_for
 from .report import OUTSIDE, CoatReport, describe_linear
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class FallbackError(RuntimeError):
+class FallbackError(UserError, RuntimeError):
     """`fallback: error`, and FP8 cannot be used for a layer or on this device."""
 
 

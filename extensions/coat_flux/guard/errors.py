@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ..errors import UserError
+
 __all__ = ["DeadRunError"]
 
 
-class DeadRunError(RuntimeError):
+class DeadRunError(UserError, RuntimeError):
     """A run that further steps cannot mend; the message says at which step, what was seen, why, and what to change."""

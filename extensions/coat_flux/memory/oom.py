@@ -17,6 +17,7 @@ import psutil
 import torch
 from torch import nn
 
+from ..errors import UserError
 from .policy import BlockPolicy
 from .stats import GB, used_bytes
 
@@ -38,7 +39,7 @@ GAPS = {
 }
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(UserError, RuntimeError):
     """The device's memory did not suffice; the message is `explain_oom`'s, and needs no traceback."""
 
 

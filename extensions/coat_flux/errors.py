@@ -1,0 +1,9 @@
+"""What the user can put right: the command line shows such an error's message alone, without a traceback."""
+
+from __future__ import annotations
+
+__all__ = ["UserError"]
+
+
+class UserError(Exception):
+    """Base of all errors whose message says what is wrong and what to change."""
