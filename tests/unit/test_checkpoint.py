@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from coat_flux.checkpoint import (
     require_same_run,
     rng_state,
     run_identity,
+    run_lock,
     set_rng_state,
 )
 from coat_flux.checkpoint.files import replacing
@@ -293,3 +296,30 @@ def test_large_files_are_told_apart_by_their_ends(tmp_path: Path) -> None:
         digests.add(file_digest(tmp_path / "file"))
     (tmp_path / "file").write_bytes(bytes((1 << 22) + 1))
     assert len({*digests, file_digest(tmp_path / "file")}) == 4
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from coat_flux.checkpoint.lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_takes_one_process_at_a_time_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with (
+            pytest.raises(ResumeError, match=r"another process.* is training in this folder; wait for it"),
+            run_lock(tmp_path),
+        ):
+            pass
+        other.kill()
+    with run_lock(tmp_path):
+        assert (tmp_path / "coat" / "lock").read_text() == str(os.getpid())

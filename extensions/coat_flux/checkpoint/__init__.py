@@ -3,12 +3,14 @@
 files.py      single files that a crash leaves old or new
 commit.py     a set of files that one rename commits; what a killed process left is put right
 identity.py   what makes a run this run: model, data, network, seed, processes, batch
+lock.py       one process at a time
 rng.py        states of the random generators
 """
 
 from .commit import commit, damage, newest_set, repair, set_step, state_folder
 from .errors import ResumeError, SaveError
 from .identity import compare, require_same_run, run_identity
+from .lock import run_lock
 from .rng import rng_state, set_rng_state
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "require_same_run",
     "rng_state",
     "run_identity",
+    "run_lock",
     "set_rng_state",
     "set_step",
     "state_folder",

@@ -8,13 +8,14 @@ holds what 500 steps made.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors.torch import load_file
 
-from ..checkpoint import repair, rng_state
+from ..checkpoint import repair, rng_state, run_lock
 from ..checkpoint.errors import save_errors
 from ..checkpoint.files import replacing
 from ..config.job_config import JobConfig
@@ -64,7 +65,8 @@ class COATTrainer:
             ConfigError: a package the config needs is not installed.
             DatasetError: the data cannot be used.
             ModelLoadError: the model cannot be loaded.
-            ResumeError: the run folder holds a save that cannot be continued, or one of another run.
+            ResumeError: the run folder holds a save that cannot be continued, or one of another run, or another process
+                trains in it.
             SaveError: the run folder cannot be written; the newest save is as it was.
             DeadRunError: the run cannot come to anything any more; the newest save is as it was.
             OutOfMemory: with what holds the memory, and what to change.
@@ -77,7 +79,8 @@ class COATTrainer:
         log = RunLog(job, workers.device, active=workers.is_main)
         phases = RunPhases(workers.device, None)
         try:
-            return self._train(workers, log, phases)
+            with run_lock(job.folder) if workers.is_main else nullcontext():
+                return self._train(workers, log, phases)
         except Exception as error:
             if not is_oom(error):
                 raise

@@ -1,0 +1,71 @@
+"""One process at a time in a run's folder: a second one would remove what the first is writing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from .errors import ResumeError, save_errors
+
+__all__ = ["run_lock"]
+
+LOCK_FILE = Path("coat") / "lock"
+TAKEN = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Keep other processes out of `run_dir` for the length of the block.
+
+    The system takes the lock back when the process ends, however it ends. On file systems without locks there is none.
+
+    Raises:
+        ResumeError: another process has it.
+        SaveError: the folder cannot be written.
+    """
+    path = run_dir / LOCK_FILE
+    with save_errors(run_dir, "the run's folder cannot be made", "nothing was written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    with file:
+        try:
+            _lock(file)
+        except OSError as error:
+            if error.errno in TAKEN:
+                raise ResumeError(
+                    f"{run_dir}: another process{_owner(path)} is training in this folder; wait for it, end it, or "
+                    "choose another config.name"
+                ) from error
+        else:
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+        yield
+
+
+def _owner(path: Path) -> str:
+    """Which process, where the file can be read (Windows keeps others from a locked one)."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+    return f" ({text})" if text.isdecimal() else ""
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(file: IO[str]) -> None:
+        file.seek(0)
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+
+else:
+    import fcntl
+
+    def _lock(file: IO[str]) -> None:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the process: no child of it holds it on
