@@ -7,95 +7,19 @@ in a temporary folder of links to it.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 
 from coat_flux.aitk.install import install
-from coat_flux.config import load_job_yaml
-from tests.helpers.aitk_standin.host import REPOSITORY
+from tests.helpers.aitk_standin.real import STEPS, Checkout, make_plain_entry, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import FLOW_DIRECTION_COSINE
 
 pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
 
-STEPS = 6
-OWN_FOLDERS = ("extensions", "configs", "datasets_example", "models", "output", ".git")
 EXTENSION = "extensions/coat_flux"
-
-
-class Checkout:
-    """A folder of links to AI_TOOLKIT_ROOT with folders of its own for all that a job writes."""
-
-    def __init__(self, root: Path):
-        self.root = root
-        real = Path(os.environ["AI_TOOLKIT_ROOT"]).resolve()
-        root.mkdir()
-        for path in real.iterdir():
-            if path.name in OWN_FOLDERS:
-                continue
-            if path.is_dir():
-                (root / path.name).symlink_to(path, target_is_directory=True)
-            else:
-                shutil.copy2(path, root / path.name)
-        (root / "extensions").mkdir()
-
-    def run(self, name: str, entry: dict[str, Any]) -> str:
-        """Run a job to its end through run.py; returns what it printed."""
-        config = {
-            "job": "extension",
-            "config": {"name": name, "process": [entry]},
-            "meta": {"name": name, "version": "1.0"},
-        }
-        path = self.root / "configs" / f"{name}.yaml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(yaml.safe_dump(config), encoding="utf-8")
-        done = subprocess.run(
-            [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), "run.py", f"configs/{name}.yaml"],
-            cwd=self.root,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0"},
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        assert done.returncode == 0, f"{name}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return done.stdout
-
-    def folder(self, name: str) -> Path:
-        return self.root / "output" / name
-
-    def lora(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.folder(name) / f"{name}.safetensors")
-
-    def optimizer(self, name: str) -> dict[str, Any]:
-        return torch.load(self.folder(name) / "optimizer.pt", weights_only=True)
-
-
-def _entry(**train: Any) -> dict[str, Any]:
-    """The shipped process entry, shortened."""
-    entry = load_job_yaml(REPOSITORY / "configs" / "flux_clothing_tiny.yaml")["config"]["process"][0]
-    entry["save"]["save_every"] = STEPS // 2
-    entry["sample"].update(sample_every=STEPS // 2, sample_steps=2)
-    entry["coat"]["memory"]["log_every"] = STEPS // 2
-    entry["datasets"][0]["resolution"] = [64]
-    entry["train"].update({"steps": STEPS, "batch_size": 1, **train})
-    return entry
-
-
-def _plain_entry(kind: str) -> dict[str, Any]:
-    """The same job without a part of ours."""
-    entry = _entry(optimizer="adamw")
-    entry["model"] = {"name_or_path": entry["model"]["name_or_path"], "is_flux": True, "quantize": False}
-    del entry["coat"]
-    return {**entry, "type": kind}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +31,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 @pytest.fixture(scope="module")
 def first_run(checkout: Checkout) -> str:
-    return checkout.run("coat_job", _entry())
+    return checkout.run("coat_job", make_real_entry())
 
 
 def test_job_runs_from_start_to_lora_and_samples(checkout: Checkout, first_run: str) -> None:
@@ -139,7 +63,7 @@ def test_saved_lora_loads_in_diffusers(checkout: Checkout, first_run: str) -> No
 
 def test_resume_keeps_every_code(checkout: Checkout, first_run: str) -> None:
     before = checkout.optimizer("coat_job")["state"]
-    out = checkout.run("coat_job", _entry())
+    out = checkout.run("coat_job", make_real_entry())
     assert f"Found step {STEPS} in metadata, starting from there" in out
     assert "Failed to load optimizer state" not in out
     after = checkout.optimizer("coat_job")["state"]
@@ -150,13 +74,13 @@ def test_resume_keeps_every_code(checkout: Checkout, first_run: str) -> None:
 
 
 def test_resume_trains_on(checkout: Checkout, first_run: str) -> None:
-    out = checkout.run("coat_job", _entry(steps=STEPS + 2))
+    out = checkout.run("coat_job", make_real_entry(steps=STEPS + 2))
     assert "re-quantized" not in out
     assert {float(state["step"]) for state in checkout.optimizer("coat_job")["state"].values()} == {STEPS + 2.0}
 
 
 def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None:
-    entry = _entry()
+    entry = make_real_entry()
     del entry["coat"]
     entry["train"]["optimizer_params"] = {"weight_decay": 1e-4, "m2_format": "e5m2", "block_size": 64}
     checkout.run("own_type", {**entry, "type": "sd_trainer"})
@@ -167,18 +91,18 @@ def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None
 
 
 def test_plain_job_beside_it_is_untouched(checkout: Checkout) -> None:
-    checkout.run("beside", _plain_entry("sd_trainer"))
+    checkout.run("beside", make_plain_entry("sd_trainer"))
     (checkout.root / EXTENSION).unlink()
     try:
-        checkout.run("without", _plain_entry("sd_trainer"))
+        checkout.run("without", make_plain_entry("sd_trainer"))
     finally:
         install(checkout.root)
     _assert_same_lora(checkout, "beside", "without")
 
 
 def test_disabled_is_ai_toolkits_own_run(checkout: Checkout) -> None:
-    checkout.run("own", _plain_entry("diffusion_trainer"))
-    checkout.run("disabled", {**_plain_entry("coat_flux_trainer"), "coat": {"enabled": False}})
+    checkout.run("own", make_plain_entry("diffusion_trainer"))
+    checkout.run("disabled", {**make_plain_entry("coat_flux_trainer"), "coat": {"enabled": False}})
     _assert_same_lora(checkout, "own", "disabled")
 
 
@@ -192,7 +116,7 @@ FLOWS = {
 
 
 def _flow_entry(activation: dict[str, Any], checkpointing: str) -> dict[str, Any]:
-    entry = _entry()
+    entry = make_real_entry()
     entry["coat"] = {**entry["coat"], "activation": activation}
     entry["coat"]["memory"] = {"checkpointing": checkpointing}
     return entry

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["OPTIMIZER_NAME", "install_optimizer", "is_wrapped", "load_error"]
+__all__ = ["OPTIMIZER_NAME", "check_optimizer", "install_optimizer", "is_wrapped", "load_error"]
 
 OPTIMIZER_NAME = "coat_fp8_adamw"
 PARAMETERS = ("params", "optimizer_type", "learning_rate", "optimizer_params")
@@ -117,3 +118,39 @@ def _comparable(value: Any) -> Any:
 def load_error(optimizer: object) -> Exception | None:
     """Return what made the last `load_state_dict` of an optimizer of ours fail, if it did."""
     return getattr(getattr(optimizer, "optimizer", optimizer), _LOAD_ERROR, None)
+
+
+def check_optimizer(process: Any) -> tuple[str, str, str]:
+    """Check that ai-toolkit loaded the optimizer state that lies in the save folder, and describe the optimizer.
+
+    Args:
+        process: with its optimizer, before the training loop.
+
+    Returns:
+        Asked, got and why, for the start table.
+
+    Raises:
+        RuntimeError: it did not load it; the run would go on with fresh moments.
+    """
+    from ..optimizer import describe_optimizer
+
+    name = process.train_config.optimizer
+    if name.lower() != OPTIMIZER_NAME:
+        return name, name, f"moments in FP8 are for {OPTIMIZER_NAME}"
+    _check_loaded(process, os.path.join(process.save_root, "optimizer.pt"))
+    return name, describe_optimizer(process.optimizer), ""
+
+
+def _check_loaded(process: Any, path: str) -> None:
+    if not os.path.exists(path):
+        return
+    remedy = "restore it, or start a new run from the LoRA: another config.name, and network.pretrained_lora_path"
+    error = load_error(process.optimizer)
+    if error is not None:
+        raise RuntimeError(f"resume: {path} could not be loaded ({error}); {remedy}")
+    if process.optimizer.state:
+        return
+    if process.network is not None and process.network.did_change_weights:
+        say(f"[coat] note: the LoRA's shape changed, so {path} was not loaded: moments start fresh")
+        return
+    raise RuntimeError(f"resume: {path} exists but ai-toolkit did not load it; {remedy}")

@@ -1,27 +1,26 @@
-"""What our process type refuses, and what it warns of, before ai-toolkit loads a model.
+"""What is looked at before ai-toolkit loads a model: the whole job, and the photos.
 
-ai-toolkit accepts unknown keys and several settings that then do something else than they say. Where that would spoil a
-COAT run it is refused here, by key, value, rule and remedy; where it only surprises, one line is printed.
+ai-toolkit accepts unknown keys, several settings that then do something else than they say, photos it misreads, and
+photos it cannot read. The rules are those of `coat-flux check` and `coat-flux data`; here they stop or warn a job.
+
+Its data sets are opened by `DatasetConfig.folder_path` of `process.dataset_configs`, one config for each resolution,
+made when the process is built: the entries of the YAML are not read again, so they stay as they are.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-from .optimizer import OPTIMIZER_NAME
-from .quantizer import QTYPE
+from .host import say
 
-if TYPE_CHECKING:
-    from ..config import COATConfig
+__all__ = ["check_job", "check_photos", "config_file"]
 
-__all__ = ["config_file", "find_conflict", "find_refusal", "find_surprises", "raise_refusal"]
-
-HALF = ("fp16", "float16")
-HOST_QTYPE = "qfloat8"
-Refusal = tuple[str, object, str, str]
+PHOTOS = Path("coat") / "photos"
 
 
 def config_file(save_root: str) -> str:
@@ -30,115 +29,100 @@ def config_file(save_root: str) -> str:
     return given[0] if len(given) == 1 else os.path.join(save_root, "config.yaml")
 
 
-def raise_refusal(refusal: Refusal | None, file: str) -> None:
-    """Raise the ConfigError of a refusal, if there is one.
-
-    Raises:
-        ConfigError: "<file>: <key>=<value>: <rule>; <remedy>".
-    """
-    if refusal is None:
-        return
-    from ..config import ConfigError
-
-    key, value, rule, remedy = refusal
-    raise ConfigError(f"{file}: {key}={value!r}: {rule}; {remedy}")
-
-
-def _block(process: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    return process.get(name) or {}
-
-
-def find_refusal(process: Mapping[str, Any], num_processes: int) -> Refusal | None:
-    """Return the first setting that ai-toolkit would take and not do, as (key, value, rule, remedy).
+def check_job(process: Any) -> None:
+    """Check the whole job of a process.
 
     Args:
-        process: our entry of `config.process`, as written.
-        num_processes: how many processes accelerate started.
+        process: built, nothing loaded.
+
+    Raises:
+        ConfigError: with every error found, a line each.
     """
-    train, sample = _block(process, "train"), _block(process, "sample")
-    if num_processes > 1:
-        return (
-            "num_processes",
-            num_processes,
-            "ai-toolkit does not synchronize LoRA gradients between processes",
-            "start one process, or train on several GPUs with `accelerate launch ... coat-flux train`",
-        )
-    steps = train.get("gradient_accumulation_steps", 1)
-    if steps != 1:
-        return (
-            "train.gradient_accumulation_steps",
-            steps,
-            "ai-toolkit zeroes the gradients at every micro-step, so only the last one counts",
-            "use train.gradient_accumulation",
-        )
-    dtype = train.get("dtype", "fp32")
-    if dtype in HALF:
-        return (
-            "train.dtype",
-            dtype,
-            "fp16 gradients overflow without a scaler, which FLUX training has not",
-            "use bf16",
-        )
-    neg = sample.get("neg", "")
-    if not isinstance(neg, str):
-        return ("sample.neg", neg, "ai-toolkit needs a string and fails at the first sample", 'write neg: ""')
-    return None
+    from ..check import check_job_dict
+    from ..config import ConfigError, load_job_yaml
+
+    # as ai-toolkit read it: the process has changed its own entry since
+    raw = load_job_yaml(os.path.join(process.save_root, "config.yaml"))
+    found = check_job_dict(
+        raw,
+        file=config_file(process.save_root),
+        host="ai-toolkit",
+        toolkit_root=_toolkit_root(),
+        num_processes=process.accelerator.num_processes,
+    )
+    for warning in found:
+        if warning.severity != "error":
+            say(f"[coat] note: {warning.line()}")
+    errors = [finding for finding in found if finding.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
 
 
-def find_conflict(process: Mapping[str, Any], coat: COATConfig) -> Refusal | None:
-    """Return the first contradiction of the `coat:` block and ai-toolkit's own keys: (key, value, rule, remedy)."""
-    model, train = _block(process, "model"), _block(process, "train")
-    qtype = model.get("qtype", HOST_QTYPE) if model.get("quantize") else None
-    optimizer = str(train.get("optimizer", "adamw")).lower()
-    if not coat.enabled:
-        return _conflict_when_off(qtype, optimizer)
-    if qtype == QTYPE and not coat.weight.use_fp8:
-        return ("model.qtype", qtype, "coat.weight.use_fp8=false asks for bf16 weights", "set model.quantize: false")
-    if qtype not in (None, QTYPE) and coat.weight.use_fp8:
-        return (
-            "model.qtype",
-            qtype,
-            "coat.weight.use_fp8=true asks for FP8 weights, one layer cannot be stored both ways",
-            f"set model.qtype: {QTYPE}, or coat.weight.use_fp8: false",
-        )
-    asked = "optimizer" in _block(process, "coat") and coat.optimizer.use_fp8
-    if optimizer != OPTIMIZER_NAME and asked:
-        return (
-            "train.optimizer",
-            optimizer,
-            "the coat.optimizer block would have no effect",
-            f"set train.optimizer: {OPTIMIZER_NAME}, or coat.optimizer.use_fp8: false",
-        )
-    return None
+def _toolkit_root() -> Path:
+    import toolkit
+
+    return Path(next(iter(toolkit.__path__))).parent
 
 
-def _conflict_when_off(qtype: str | None, optimizer: str) -> Refusal | None:
-    rule = "coat.enabled=false asks for ai-toolkit's own run"
-    if qtype == QTYPE:
-        return ("model.qtype", qtype, rule, "set model.quantize: false, or coat.enabled: true")
-    if optimizer == OPTIMIZER_NAME:
-        return ("train.optimizer", optimizer, rule, "set train.optimizer: adamw, or coat.enabled: true")
-    return None
+def check_photos(process: Any) -> None:
+    """Inspect the data sets of a process, and let it read corrected copies where it would misread photos.
+
+    Args:
+        process: built, nothing loaded; the `folder_path` of its dataset configs may change.
+
+    Raises:
+        DatasetError: something cannot be trained on; with every error found.
+    """
+    from ..data.errors import DatasetError
+    from ..data.preflight import inspect_datasets
+
+    asked = process.coat.data
+    by_folder = _by_folder(process.dataset_configs)
+    report = inspect_datasets(
+        [_joined(configs) for configs in by_folder.values()],
+        process.trigger_word,
+        background=asked.background,
+        transparency=asked.transparency,
+    )
+    if report.errors:
+        raise DatasetError(report.error_text())
+    for line in (*report.warnings, *report.tables):
+        say(f"[coat] {line}")
+    if asked.prepare == "auto":
+        for index, (folder, configs) in enumerate(by_folder.items()):
+            _prepare(Path(folder), Path(process.save_root) / PHOTOS / str(index), configs, asked)
 
 
-def find_surprises(process: Mapping[str, Any]) -> list[str]:
-    """Return one line for each setting that ai-toolkit takes and that does not do what it says on FLUX.1."""
-    model, network, train = _block(process, "model"), _block(process, "network"), _block(process, "train")
-    lines = []
-    rank, alpha = network.get("linear"), network.get("linear_alpha")
-    if alpha is not None and rank is not None and alpha != rank:
-        lines.append(f"network.linear_alpha={alpha} is ignored by ai-toolkit on FLUX: alpha is the rank, {rank}")
-    kind = str(network.get("type", "lora")).lower()
-    if network and kind != "lora":
-        lines.append(f"network.type={kind}: FP8 adapter inputs are for lora; these adapters keep their own inputs")
-    if model.get("layer_offloading"):
-        lines.append("model.layer_offloading does nothing for FLUX.1")
-    if model.get("compile") and not model.get("block_compile"):
-        lines.append(
-            "model.compile without block_compile fails at the first step on torch 2.13; set block_compile: true"
-        )
-    if str(train.get("optimizer", "adamw")).lower() != OPTIMIZER_NAME:
-        lines.append(f"train.optimizer is not {OPTIMIZER_NAME}: the moments are stored as that optimizer does")
-    if ":" in str(process.get("device", "")) and not str(process.get("device")).endswith(":0"):
-        lines.append(f"device={process['device']}: ai-toolkit uses the first visible GPU; set CUDA_VISIBLE_DEVICES")
-    return lines
+def _by_folder(configs: Iterable[Any]) -> dict[str, list[Any]]:
+    """Configs by the folder ai-toolkit opens; one that reads a list of files (JSON) is left to ai-toolkit."""
+    found: dict[str, list[Any]] = {}
+    for config in configs:
+        place = config.dataset_path or config.folder_path
+        if config.dataset_path and os.path.isfile(config.dataset_path):
+            say(f"[coat] note: dataset_path={place} is a list of files; its photos are not checked")
+        else:
+            found.setdefault(place, []).append(config)
+    return found
+
+
+def _joined(configs: list[Any]) -> Any:
+    """One config of a folder with all its resolutions, as it is in the YAML."""
+    joined = copy.copy(configs[0])
+    joined.folder_path = joined.dataset_path or joined.folder_path
+    joined.resolution = [config.resolution for config in configs]
+    return joined
+
+
+def _prepare(folder: Path, target: Path, configs: list[Any], asked: Any) -> None:
+    from ..data.prepare import prepare_copy
+
+    copied = prepare_copy(folder, target, background=asked.background, transparency=asked.transparency)
+    if copied is None:
+        return
+    traits = ", ".join(f"{count} {trait}" for trait, count in copied.traits.items())
+    say(f"[coat] {folder}: {len(copied.corrected)} photos are read from corrected copies in {copied.folder} ({traits})")
+    for config in configs:
+        config.folder_path = str(copied.folder)
+        config.dataset_path = None
+        if copied.mask_folder is not None and config.mask_path is None:
+            config.mask_path = str(copied.mask_folder)

@@ -1,13 +1,15 @@
 """Process type `coat_flux_trainer`: ai-toolkit's own trainer with COAT applied at its hooks.
 
-    hook_before_model_load        read and check the `coat:` block, ai-toolkit, and their settings against each other
+    hook_before_model_load        check the whole job, ai-toolkit and the photos; find the save to go on from
     hook_after_model_load         FP8 linears (unless they were made at load), checkpoint policy
     hook_add_extra_train_params   the LoRA network is complete: adapters share the FP8 input of their base linear
+    before_dataset_load           the order of the data comes from the run's seed
     hook_before_train_loop        the optimizer is the right one and a resume really happened; the start table
-    hook_train_loop               memory lines, watch the loss
-    post_save_hook, done_hook     adapters alive; summary, memory report
-
-`before_dataset_load`, `sample` and `save` only tell the memory report which phase it is.
+    hook_train_loop               a step, watched and guarded (`loop`)
+    calculate_loss, ...           the loss as computed, before ai-toolkit turns NaN into 0
+    save                          a whole set or none (`saves`), with all that a resume needs (`resume`)
+    end_step_hook                 Ctrl+C ends the run here
+    done_hook                     summary, memory report
 
 `coat.enabled: false` leaves every one of them to ai-toolkit.
 """
@@ -15,7 +17,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 try:
@@ -27,10 +30,11 @@ from . import memory
 from .active import job_scope, set_active
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
 from .host import HostError, load_core, say, show_logs
-from .optimizer import OPTIMIZER_NAME, load_error
-from .preflight import config_file, find_conflict, find_refusal, find_surprises, raise_refusal
+from .loop import TrainingLoop, end_with
+from .optimizer import check_optimizer
+from .preflight import check_job, check_photos, config_file
 from .quantizer import QTYPE, convert, converted_linears, damaged_linears, plain_linears, store_only
-from .watch import LossWatch, around_backward, dead_adapters
+from .resume import Continuation, find_continuation, kept_draws
 
 __all__ = ["CoatFluxTrainer"]
 
@@ -40,6 +44,9 @@ class CoatFluxTrainer(HostTrainer):
 
     coat: Any = None
     _phases: Any = None
+    _continuation: Continuation | None = None
+    _training: TrainingLoop | None = None
+    _begun = False
 
     def run(self) -> None:
         """Run the job; what it left for the optimizer and the qtype is forgotten afterwards."""
@@ -49,13 +56,23 @@ class CoatFluxTrainer(HostTrainer):
         with job_scope():
             try:
                 super().run()
-            finally:
+            except (Exception, KeyboardInterrupt) as error:
                 if self._phases is not None:
-                    self._phases.close()
+                    end_with(error, self, self._job_config)
+                raise
+            finally:
+                for part in (self._training, self._continuation, self._phases):
+                    if part is not None:
+                        part.close()
 
     @property
     def _on(self) -> bool:
         return self.coat is not None and self.coat.enabled
+
+    @property
+    def _sets(self) -> bool:
+        """Whether saves are whole sets with all a resume needs: those of a LoRA and nothing else."""
+        return self._continuation is not None
 
     # -- before the model ------------------------------------------------------------------------------------------
 
@@ -63,23 +80,23 @@ class CoatFluxTrainer(HostTrainer):
         """Read and check everything that needs no model."""
         super().hook_before_model_load()
         load_core()
-        from .. import flux, lora, optimizer  # noqa: F401  (what logs is imported before show_logs)
+        from .. import check, flux, lora, optimizer  # noqa: F401  (what logs is imported before show_logs)
         from ..config import COATConfig
         from ..tiny_flux import provide_embedded
 
         show_logs()
         file = config_file(self.save_root)
-        self.coat = COATConfig.from_dict(self.get_conf("coat", None), file=file, key_path="config.process[0].coat")
-        raise_refusal(find_conflict(self.config, self.coat), file)
         provide_embedded(self.model_config.name_or_path)
+        check_job(self)
+        self.coat = COATConfig.from_dict(self.get_conf("coat", None), file=file, key_path="config.process[0].coat")
         if not self._on:
             say("[coat] coat.enabled=false: this is ai-toolkit's own run")
             return
         check_host(HostTrainer)
-        raise_refusal(find_refusal(self.config, self.accelerator.num_processes), file)
-        for line in [untested_version(), *find_surprises(self.config)]:
-            if line:
-                say(f"[coat] note: {line}")
+        if (line := untested_version()) is not None:
+            say(f"[coat] note: {line}")
+        check_photos(self)
+        self._continuation = find_continuation(self)
         set_active(self.coat)
         self._choose_at_load()
         compiled = bool(getattr(self.model_config, "compile", False))
@@ -145,102 +162,126 @@ class CoatFluxTrainer(HostTrainer):
             attach_lora(self.network, self.coat)
         return params
 
-    # -- phases of the memory report -------------------------------------------------------------------------------
+    # -- the data --------------------------------------------------------------------------------------------------
 
     def before_dataset_load(self) -> None:
-        """Loading ends, caching begins."""
+        """Loading ends, caching begins; from here the run's seed decides on the order of the data."""
         super().before_dataset_load()
         if self._on:
             self._phases.enter("cache")
-
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Let ai-toolkit sample."""
-        with self._phase("sample"):
-            return super().sample(*args, **kwargs)
-
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        """Let ai-toolkit save."""
-        with self._phase("save"):
-            return super().save(*args, **kwargs)
-
-    def _phase(self, name: str) -> AbstractContextManager[None]:
-        return self._phases.during(name) if self._on else nullcontext()
+        if self._sets:
+            self._continuation.begin_loading()
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def hook_before_train_loop(self) -> None:
         """Check the optimizer and a resume; print the start table."""
+        if self._sets:
+            self._continuation.end_loading()
         if self._on:
-            self._check_optimizer()
+            self._report.add_row("optimizer", *check_optimizer(self))
             say(self._report.table())
-            self._start_watching()
         super().hook_before_train_loop()
+        if self._sets:
+            self._continuation.restore()
         if self._on:
+            self._training = TrainingLoop(self, self._continuation, self._job_config)
             memory.hold_training(self._phases, self.network, self.optimizer, getattr(self, "ema", None))
             self._phases.enter("step")
 
-    def _check_optimizer(self) -> None:
-        if self.train_config.optimizer.lower() != OPTIMIZER_NAME:
-            return
-        path = os.path.join(self.save_root, "optimizer.pt")
-        if not os.path.exists(path):
-            return
-        remedy = f"restore {path}, or delete it to go on with fresh moments"
-        error = load_error(self.optimizer)
-        if error is not None:
-            raise RuntimeError(f"resume: {path} could not be loaded ({error}); {remedy}")
-        if self.optimizer.state:
-            return
-        if self.network is not None and self.network.did_change_weights:
-            say(f"[coat] note: the LoRA's shape changed, so {path} was not loaded: moments start fresh")
-            return
-        raise RuntimeError(f"resume: {path} exists but ai-toolkit did not load it; {remedy}")
-
-    def _start_watching(self) -> None:
-        from ..memory.stats import MemoryLog
-
-        asked, phases = self.coat.memory, self._phases
-        self._memory = MemoryLog(self.device_torch, asked.log_every, asked.log_memory_stats, say, phases.see)
-        self._losses = LossWatch()
-        self._first_step = self.step_num
-        self._codes_checked = False
-
     def hook_train_loop(self, batch: Any) -> Any:
-        """Run ai-toolkit's step between memory lines."""
+        """Run ai-toolkit's step, watched."""
         if not self._on:
             return super().hook_train_loop(batch)
-        if not self._codes_checked:
-            self._check_codes()
-        step = self.step_num + 1
-        self._memory.line("before_forward", step)
-        with around_backward(
-            self.accelerator,
-            before=lambda: self._memory.line("after_forward", step),
-            after=lambda: self._memory.line("after_backward", step),
-        ):
-            losses = super().hook_train_loop(batch)
-        self._memory.line("after_optimizer_step", step)
-        self._losses.see(losses["loss"], step)
-        return losses
+        if not self._begun:
+            self._begin()
+        return self._training.step(lambda: super(CoatFluxTrainer, self).hook_train_loop(batch))
 
-    def _check_codes(self) -> None:
-        """Once, after the first samples: casts made by sampling did not reach codes or scales."""
+    def _begin(self) -> None:
+        """Once, after the first samples: casts made by sampling did not reach codes or scales; draws go on."""
         damaged = damaged_linears(self.sd.unet)
         if damaged:
             raise HostError(
                 f"codes or scales of {len(damaged)} linears changed their dtype while sampling ({damaged[0]})"
             )
-        self._codes_checked = True
+        if self._sets:
+            self._continuation.restore_draws()
+        self._begun = True
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    def calculate_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the loss as computed."""
+        return self._noted(super().calculate_loss(*args, **kwargs))
+
+    def get_guided_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the loss as computed."""
+        return self._noted(super().get_guided_loss(*args, **kwargs))
+
+    def get_mean_flow_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the loss as computed."""
+        return self._noted(super().get_mean_flow_loss(*args, **kwargs))
+
+    def _noted(self, loss: Any) -> Any:
+        return self._training.facts.note(loss) if self._training is not None else loss
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Let ai-toolkit sample; the random numbers of the training go on as if it had not."""
+        if not self._on:
+            return super().sample(*args, **kwargs)
+        with self._phases.during("sample"), kept_draws():
+            return super().sample(*args, **kwargs)
+
+    def end_step_hook(self) -> None:
+        """Let an interrupt end the run."""
+        if self._on:
+            self._training.end_step()
+        super().end_step_hook()
+
+    # -- saves -----------------------------------------------------------------------------------------------------
+
+    def save(self, step: int | None = None) -> None:
+        """Save as a whole set."""
+        if not self._on:
+            super().save(step)
+            return
+        with self._phases.during("save"):
+            self._training.check_lora(last=step is None)
+            if self._sets:
+                self._training.save(lambda folder: self._save_into(folder, step))
+                super().clean_up_saves()
+                super().post_save_hook(os.path.join(self.save_root, "optimizer.pt"))
+            else:
+                super().save(step)
+
+    def _save_into(self, folder: Path, step: int | None) -> None:
+        root, self.save_root = self.save_root, str(folder)
+        try:
+            super().save(step)
+        finally:
+            self.save_root = root
+
+    def clean_up_saves(self) -> Any:
+        """Called in the middle of ai-toolkit's save: wait until the set is committed."""
+        return None if self._sets else super().clean_up_saves()
 
     def post_save_hook(self, save_path: str) -> None:
-        """End the run when its adapters are dead."""
-        super().post_save_hook(save_path)
-        if self._on and self.network is not None:
-            reason = dead_adapters(self.network, self.step_num - self._first_step)
-            if reason:
-                raise RuntimeError(f"step {self.step_num}: {reason}")
+        """As `clean_up_saves`."""
+        if not self._sets:
+            super().post_save_hook(save_path)
+
+    def update_training_metadata(self) -> None:
+        """Add what the layers got."""
+        super().update_training_metadata()
+        if self._on:
+            self.add_meta(OrderedDict(self._report.metadata()))
+
+    def get_training_info(self) -> Any:
+        """Count the steps that are done: ai-toolkit says one less in a save between two steps."""
+        info = super().get_training_info()
+        if self._sets:
+            info["step"] = self._training.done
+        return info
+
+    # -- the end ---------------------------------------------------------------------------------------------------
 
     def done_hook(self) -> None:
         """Print the summary."""
@@ -249,12 +290,11 @@ class CoatFluxTrainer(HostTrainer):
             from ..memory.report import finish
             from ..memory.stats import GB
 
-            file = config_file(self.save_root)
-            finish(
-                self._phases,
-                lambda: memory.job_config(self.job.name, self.config, file),
-                say,
-                table=self.coat.memory.log_memory_stats,
-            )
+            finish(self._phases, self._job_config, say, table=self.coat.memory.log_memory_stats)
             peak = self._phases.peak / GB
-            say(f"[coat] done: {self.step_num} steps, peak memory {peak:.2f}GB, files in {self.save_root}")
+            skipped = self._training.guard.skipped
+            left_out = f", {skipped} updates skipped" if skipped else ""
+            say(f"[coat] done: {self.step_num} steps{left_out}, peak memory {peak:.2f}GB, files in {self.save_root}")
+
+    def _job_config(self) -> Any:
+        return memory.job_config(self.job.name, self.config, config_file(self.save_root))

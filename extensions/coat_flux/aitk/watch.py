@@ -1,75 +1,118 @@
-"""Watches a run from the outside: what happens around backward, losses that died, adapters that died.
+"""Watches a training step of ai-toolkit from the outside, and may leave out its update.
 
-ai-toolkit turns a NaN loss into 0 and goes on, and saves whatever the adapters hold. A run must not end well with a
-dead LoRA, so these end it with what to change.
+ai-toolkit turns a loss of NaN into 0 and goes on, and says nothing of the gradient norm. `watched` patches the three
+methods that tell of a step, on the instances and for the length of the step: ai-toolkit shares one accelerator between
+all jobs of a command.
+
+    accelerator.backward           memory lines before and after
+    accelerator.clip_grad_norm_    returns the norm before clipping, once for each parameter group
+    optimizer.step                 left out when the guard says so
+
+The loss before it is replaced comes from the methods that compute it (`StepFacts.note`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
+import torch
+from torch import Tensor
 
-__all__ = ["LossWatch", "around_backward", "dead_adapters"]
+__all__ = ["StepFacts", "watched"]
 
-DEAD_STEPS = 10
-REMEDY = "lower train.lr, or set coat.activation.linear_granularity: per_row"
+
+@dataclass
+class StepFacts:
+    """What is known of the step under way.
+
+    Attributes:
+        losses: one for each micro-batch, as computed; scalars on the device.
+        norms: gradient norms before clipping, one for each parameter group.
+        updating: the optimizer has begun to change parameters.
+        updated: it has ended that.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    updating: bool = False
+    updated: bool = False
+
+    def note(self, loss: Any) -> Any:
+        """Remember a loss as computed, and return it."""
+        if isinstance(loss, Tensor):
+            self.losses.append(loss.detach().float().mean())
+        return loss
+
+    def loss(self) -> float:
+        """Mean loss of the micro-batches; 0 where none was noted."""
+        return float(torch.stack(self.losses).mean()) if self.losses else 0.0
+
+    def grad_norm(self, parameters: list[Tensor]) -> float:
+        """Norm over all parameter groups; where ai-toolkit did not clip (Adafactor), of the gradients as they are."""
+        norms = self.norms or [p.grad.norm() for p in parameters if p.grad is not None]
+        return float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt()) if norms else 0.0
 
 
 @contextmanager
-def around_backward(accelerator: Any, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
-    """Call `before` and `after` around each `accelerator.backward` inside the block.
+def watched(
+    accelerator: Any,
+    optimizer: Any,
+    facts: StepFacts,
+    *,
+    around_backward: tuple[Callable[[], None], Callable[[], None]],
+    may_update: Callable[[], bool],
+) -> Iterator[None]:
+    """Watch the step inside the block.
 
-    Patches the instance only for the block: ai-toolkit shares one accelerator between all jobs of a command.
+    Args:
+        accelerator: ai-toolkit's.
+        optimizer: as the loop calls it, wrapped by the accelerator or not.
+        facts: filled in.
+        around_backward: called before and after each backward.
+        may_update: called before the update, with the facts complete; False leaves it out.
     """
-    backward = accelerator.backward
+    before, after = around_backward
+    backward, step = accelerator.backward, optimizer.step
+    clip = getattr(accelerator, "clip_grad_norm_", None)
 
-    def watched(*args: Any, **kwargs: Any) -> None:
+    def watched_backward(*args: Any, **kwargs: Any) -> None:
         before()
         backward(*args, **kwargs)
         after()
 
-    accelerator.backward = watched
+    def watched_clip(*args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        facts.norms.append(torch.as_tensor(norm))
+        return norm
+
+    def watched_step(*args: Any, **kwargs: Any) -> Any:
+        if not may_update():
+            return None
+        facts.updating = True
+        result = step(*args, **kwargs)
+        facts.updated = True
+        return result
+
+    patches = [(accelerator, "backward", watched_backward), (optimizer, "step", watched_step)]
+    if clip is not None:
+        patches.append((accelerator, "clip_grad_norm_", watched_clip))
+    with _patched(patches):
+        yield
+
+
+@contextmanager
+def _patched(patches: list[tuple[Any, str, Callable]]) -> Iterator[None]:
+    kept = [(owner, name, vars(owner).get(name)) for owner, name, _ in patches]
+    for owner, name, replacement in patches:
+        setattr(owner, name, replacement)
     try:
         yield
     finally:
-        del accelerator.backward
-
-
-class LossWatch:
-    """Ends the run when the loss was 0 or not finite for `DEAD_STEPS` steps in a row."""
-
-    def __init__(self) -> None:
-        self._dead_steps = 0
-
-    def see(self, loss: float, step: int) -> None:
-        """Note the loss of a step.
-
-        Raises:
-            RuntimeError: too many dead steps in a row.
-        """
-        self._dead_steps = 0 if math.isfinite(loss) and loss != 0.0 else self._dead_steps + 1
-        if self._dead_steps >= DEAD_STEPS:
-            raise RuntimeError(
-                f"step {step}: loss={loss} for {DEAD_STEPS} steps in a row (ai-toolkit turns NaN into 0); {REMEDY}"
-            )
-
-
-def dead_adapters(network: nn.Module, trained_steps: int) -> str | None:
-    """Say why the adapters of `network` are not worth saving, or None.
-
-    Args:
-        network: the LoRA network, with `lora_up` and `lora_down` parameters.
-        trained_steps: optimizer steps done in this run.
-    """
-    broken = [name for name, value in network.named_parameters() if not value.isfinite().all()]
-    if broken:
-        return f"{len(broken)} LoRA tensors are not finite ({broken[0]}); {REMEDY}"
-    ups = [value for name, value in network.named_parameters() if "lora_up" in name]
-    if trained_steps > 1 and ups and not any(value.any() for value in ups):
-        return f"every lora_up is still zero after {trained_steps} steps: nothing was trained; check train.lr"
-    return None
+        for owner, name, own in kept:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)

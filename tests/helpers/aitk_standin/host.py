@@ -13,16 +13,42 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CHECKOUT = Path(__file__).parent / "checkout"
 PACKAGE = REPOSITORY / "extensions" / "coat_flux"
 VERSION = "0.12.26"
 HOST_MODULES = ("toolkit", "jobs", "extensions", "extensions_built_in", "version", "coat_flux.aitk")
+PHOTOS = 5
 COAT_ENTRY = {
     "model": {"quantize": True, "qtype": "coat_fp8"},
     "train": {"optimizer": "coat_fp8_adamw", "lr": 1e-3},
 }
+
+
+def make_entry(root: Path, kind: str, **changes: Any) -> dict[str, Any]:
+    """A whole process entry on five photos below `root`; a block of `changes` is laid over its own block."""
+    photos = root / "photos"
+    if not photos.exists():
+        photos.mkdir()
+        for number in range(PHOTOS):
+            Image.new("RGB", (64, 64), (40 * number, 90, 120)).save(photos / f"{number}.png")
+            (photos / f"{number}.txt").write_text(f"coatwear, photo {number} of a shirt")
+    entry: dict[str, Any] = {
+        "type": kind,
+        "training_folder": str(root / "out"),
+        "training_seed": 7,
+        "trigger_word": "coatwear",
+        "model": {"name_or_path": "black-forest-labs/FLUX.1-dev", "is_flux": True},
+        "network": {"type": "lora", "linear": 4},
+        "train": {"noise_scheduler": "flowmatch", "steps": 3},
+        "datasets": [{"folder_path": str(photos), "resolution": [64]}],
+    }
+    for key, value in changes.items():
+        entry[key] = {**entry.get(key, {}), **value} if isinstance(value, dict) else value
+    return entry
 
 
 def copy_checkout(root: Path) -> Path:
@@ -55,13 +81,17 @@ class Host:
 
     def run(self, kind: str = "coat_flux_trainer", **entry: Any) -> Any:
         """Run a job to its end; returns its process."""
-        job = self.load("jobs.process.job").Job({"type": kind, "training_folder": str(self.root / "out"), **entry})
+        job = self.load("jobs.process.job").Job(make_entry(self.root, kind, **entry))
         job.run()
         return job.process[0]
 
-    def saved(self, name: str) -> Any:
-        """Load a file of the last job's save folder."""
-        return torch.load(self.save_folder / name, weights_only=True)
+    def optimizer(self, folder: str = "out") -> Any:
+        """The optimizer state of a job that saved below `folder`."""
+        return torch.load(self.root / folder / "standin_job" / "optimizer.pt", weights_only=True)
+
+    def lora(self, folder: str = "out") -> dict[str, torch.Tensor]:
+        """The LoRA of a job that saved below `folder`."""
+        return load_file(self.root / folder / "standin_job" / "standin_job.safetensors")
 
     @property
     def save_folder(self) -> Path:

@@ -1,5 +1,6 @@
-"""Runs one process entry of the stand-in: `python run.py TYPE` prints what happened."""
+"""Runs a process entry of the stand-in: `python run.py ENTRY.json`."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -8,4 +9,4 @@ sys.path.insert(0, str(Path(__file__).parent))
 from jobs.process.job import Job
 
 if __name__ == "__main__":
-    Job({"type": sys.argv[1], "training_folder": sys.argv[2]}).run()
+    Job(json.loads(Path(sys.argv[1]).read_text())).run()

@@ -3,6 +3,7 @@
 import weakref
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 LINEAR_MODULES = ["Linear", "OstrisLinear"]
@@ -42,6 +43,22 @@ class LoRASpecialNetwork(nn.Module):
         )
         for lora in self.unet_loras:
             lora.apply_to()
+
+    def save_weights(self, file, dtype, metadata):
+        names = {".lora_down.": ".lora_A.", ".lora_up.": ".lora_B."}
+        tensors = {}
+        for lora in self.unet_loras:
+            for ours, theirs in names.items():
+                weight = lora.get_parameter(f"{ours[1:]}weight")
+                tensors[f"{lora.lora_name.replace('$$', '.')}{theirs}weight"] = weight.detach().to(dtype).contiguous()
+        save_file(tensors, file, metadata)
+
+    def load_weights(self, file):
+        saved = load_file(file)
+        for lora in self.unet_loras:
+            name = lora.lora_name.replace("$$", ".")
+            lora.lora_down.weight.data.copy_(saved[f"{name}.lora_A.weight"])
+            lora.lora_up.weight.data.copy_(saved[f"{name}.lora_B.weight"])
 
     def force_to(self, dtype):
         self.to(torch.device("cpu"), dtype)

@@ -1,13 +1,31 @@
+import torch
 from jobs.process import BaseSDTrainProcess
 
 
 class SDTrainer(BaseSDTrainProcess):
+    def calculate_loss(self, prediction, target):
+        return (prediction - target).square().mean()
+
+    def get_guided_loss(self, prediction, target):
+        return self.calculate_loss(prediction, target)
+
+    def get_mean_flow_loss(self, prediction, target):
+        return self.calculate_loss(prediction, target)
+
     def hook_train_loop(self, batch_list):
         self.optimizer.zero_grad()
         total = 0.0
         for batch in batch_list:
-            loss = (self.sd.unet(batch).float() - 1.0).square().mean()
+            noisy = (batch + torch.randn(batch.shape)).to(torch.bfloat16)
+            loss = self.calculate_loss(self.sd.unet(noisy).float(), 1.0)
+            if not torch.isfinite(loss):
+                loss = torch.zeros_like(loss).requires_grad_(True)
             self.accelerator.backward(loss)
             total += loss.item()
+        self.accelerator.clip_grad_norm_(self.network.parameters(), self.train_config.max_grad_norm)
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update()
+        self.lr_scheduler.step()
         return {"loss": total / len(batch_list)}

@@ -12,6 +12,7 @@ class Job:
         classes = process_classes()
         if entry["type"] not in classes:
             raise ValueError(f"Unknown process type: {entry['type']}")
+        self.raw_config = {"job": "extension", "config": {"name": self.name, "process": [entry]}}
         self.process = [classes[entry["type"]](0, self, entry)]
 
     def run(self):

@@ -1,0 +1,237 @@
+"""The training loop of a job: each step watched and guarded, each save a whole set, an interrupt a clean end.
+
+A step of ai-toolkit runs inside `TrainingLoop.step`. Where the guard says so its update is left out; where memory did
+not suffice the cause is said, and the step is tried once more if `memory.checkpointing: auto` may recompute more
+blocks. ai-toolkit itself would turn a NaN loss into 0, and leave out the batch that ran out of memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .host import say
+from .resume import Continuation
+from .stopping import EXIT_CODE, StopRequest
+from .watch import StepFacts, watched
+
+__all__ = ["TrainingLoop"]
+
+
+class TrainingLoop:
+    """The loop of one job, from `hook_before_train_loop` on.
+
+    Args:
+        process: the running process.
+        continuation: where it goes on from; None where ai-toolkit saves by itself.
+        job: makes the JobConfig, for the plan's figures when memory runs out.
+
+    Attributes:
+        done: steps done.
+    """
+
+    def __init__(self, process: Any, continuation: Continuation | None, job: Callable[[], Any]):
+        from ..guard import RunGuard
+        from ..memory.spill import SpillWatch
+        from ..memory.stats import MemoryLog
+
+        asked, phases = process.coat.memory, process._phases
+        self._process, self._continuation, self._job = process, continuation, job
+        self._memory = MemoryLog(process.device_torch, asked.log_every, asked.log_memory_stats, say, phases.see)
+        self._spill = SpillWatch()
+        self._stop = StopRequest(say)
+        self.facts = StepFacts()
+        self.done = process.step_num
+        self._saved: int | None = None
+        lora = {} if process.network is None else dict(process.network.named_parameters())
+        self.guard = RunGuard(process.coat.guard, lora, _say, model=process.sd.unet)
+        if continuation is not None and continuation.state is not None:
+            self.guard.load_state_dict(continuation.state.record["guard"])
+        self._stop.listen()
+
+    def close(self) -> None:
+        """Give back what was taken over."""
+        self._stop.close()
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run a step of ai-toolkit.
+
+        Args:
+            run: the step, forward pass to update.
+
+        Returns:
+            What ai-toolkit shows of it.
+
+        Raises:
+            DeadRunError: the run has died.
+            OutOfMemory: the device's memory did not suffice.
+        """
+        from ..checkpoint import rng_state, set_rng_state
+
+        draws = rng_state()
+        losses, remedy = self._try(run)
+        if losses is None:
+            say(f"[coat] {remedy}; this step is tried once more")
+            self._process.optimizer.zero_grad(set_to_none=True)
+            set_rng_state(draws)
+            losses, _ = self._try(run, again=False)
+        self.done = self._process.step_num + 1
+        return losses
+
+    def _try(self, run: Callable[[], dict[str, Any]], again: bool = True) -> tuple[dict[str, Any] | None, str | None]:
+        """Run a step; (None, what was changed) where it ran out of memory and may be tried again."""
+        from ..memory.oom import OutOfMemory, is_oom, recompute_more
+
+        try:
+            return self._watched(run), None
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom(error):
+                raise
+            _explain(error, "step", self._process, self._job)
+        remedy = recompute_more(self._process.sd.unet) if again and not self.facts.updating else None
+        if remedy is None:
+            # in these words: ai-toolkit leaves out the batch of an error that names CUDA
+            raise OutOfMemory(f"step {self._process.step_num + 1}: the device's memory did not suffice, see above")
+        return None, remedy
+
+    def _watched(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        process, number = self._process, self._process.step_num + 1
+        self.facts = facts = StepFacts()
+        began = time.monotonic()
+        self._memory.line("before_forward", number)
+        with (
+            self.guard.watch_casts(number),
+            watched(
+                process.accelerator,
+                process.optimizer,
+                facts,
+                around_backward=(
+                    lambda: self._memory.line("after_forward", number),
+                    lambda: self._memory.line("after_backward", number),
+                ),
+                may_update=lambda: self._may_update(number),
+            ),
+        ):
+            losses = run()
+        self._memory.line("after_optimizer_step", number)
+        if facts.updated:
+            self.guard.after_update(number)
+        self._see_spill(time.monotonic() - began)
+        return losses
+
+    def _may_update(self, number: int) -> bool:
+        parameters = [p for group in self._process.optimizer.param_groups for p in group["params"]]
+        return self.guard.allows_update(number, self.facts.loss(), self.facts.grad_norm(parameters))
+
+    def _see_spill(self, seconds: float) -> None:
+        device = self._process.device_torch
+        if device.type == "cuda":
+            reserved = torch.cuda.memory_reserved(device)
+            line = self._spill.see(seconds, reserved, torch.cuda.get_device_properties(device).total_memory)
+            if line is not None:
+                say(f"[coat] WARNING: {line}")
+
+    # -- a save ----------------------------------------------------------------------------------------------------
+
+    def check_lora(self, *, last: bool) -> None:
+        """Look at the LoRA before it is saved.
+
+        Args:
+            last: no step comes after this save.
+
+        Raises:
+            DeadRunError: it is not worth saving; the previous save stays.
+        """
+        (self.guard.check_end if last else self.guard.check_now)(self.done)
+
+    def save(self, write_host: Callable[[Path], None]) -> None:
+        """Save as a whole set.
+
+        Args:
+            write_host: lets ai-toolkit save into the folder given.
+
+        Raises:
+            ExportError: the LoRA cannot be loaded elsewhere; the previous save stays.
+            SaveError: it could not be written; the previous save stays.
+        """
+        lines: list[str] = []
+
+        def write(folder: Path) -> None:
+            write_host(folder)
+            lines.extend(self._check_export(path) for path in sorted(folder.glob("*.safetensors")))
+
+        def write_state(folder: Path) -> None:
+            self._continuation.write_state(folder, self.done, self.guard.state_dict())
+
+        path = self._continuation.saves.commit(self.done, write, write_state)
+        self._saved = self.done
+        say(f"[coat] saved {path} after {self.done} steps; {'; '.join(lines)}")
+
+    def _check_export(self, path: Path) -> str:
+        """Read a LoRA back; one that is still zero (a warm-up) is the guard's to judge."""
+        from ..export import check_export
+
+        process = self._process
+        if not process.model_config.is_flux or process.network_config.type.lower() != "lora":
+            return "not read back, which is for LoRAs of FLUX"
+        ups = [value for name, value in process.network.named_parameters() if "lora_up" in name]
+        if not any(value.any() for value in ups):
+            return "the LoRA is still zero"
+        return check_export(path).line()
+
+    def end_step(self) -> None:
+        """End the run here when it was interrupted.
+
+        Raises:
+            SystemExit: after saving, with the exit code of an interrupted process.
+        """
+        if not self._stop.asked:
+            return
+        process = self._process
+        if self._saved != self.done:
+            from_ui = getattr(process, "is_ui_trainer", False)
+            process.is_ui_trainer = False  # the web UI's stop, which sends the interrupt, would end the save too
+            try:
+                process.save(self.done)
+            finally:
+                process.is_ui_trainer = from_ui
+        say(f"[coat] stopped after {self.done} steps, saved in {process.save_root}; the same command goes on from here")
+        process.on_error(KeyboardInterrupt())
+        raise SystemExit(EXIT_CODE)
+
+
+def _say(line: str) -> None:
+    say(f"[coat] {line}")
+
+
+def end_with(error: BaseException, process: Any, job: Callable[[], Any]) -> None:
+    """Say what a run that ends needs to have said.
+
+    Args:
+        error: that ends it.
+        process: the running process.
+        job: makes the JobConfig, for the plan's figures.
+
+    Raises:
+        SystemExit: instead of a KeyboardInterrupt, for which run.py's exit code would be 0.
+    """
+    from ..memory.oom import is_oom
+
+    if isinstance(error, KeyboardInterrupt):
+        say(f"[coat] interrupted; what was saved before is whole in {process.save_root}")
+        process.on_error(error)
+        raise SystemExit(EXIT_CODE) from None
+    if is_oom(error):
+        _explain(error, None, process, job)
+
+
+def _explain(error: BaseException, phase: str | None, process: Any, job: Callable[[], Any]) -> None:
+    from ..memory.oom import explain_oom
+
+    say(explain_oom(error, phase=phase, phases=process._phases, job=job, device=process.device_torch))

@@ -1,0 +1,106 @@
+"""A real ai-toolkit checkout for tests (AI_TOOLKIT_ROOT, AI_TOOLKIT_PYTHON): jobs run in a folder of links to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from coat_flux.config import load_job_yaml
+from tests.helpers.aitk_standin.host import REPOSITORY
+
+STEPS = 6
+OWN_FOLDERS = ("extensions", "configs", "datasets_example", "models", "output", ".git")
+
+
+class Checkout:
+    """A folder of links to AI_TOOLKIT_ROOT with folders of its own for all that a job writes."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        real = Path(os.environ["AI_TOOLKIT_ROOT"]).resolve()
+        root.mkdir()
+        for path in real.iterdir():
+            if path.name in OWN_FOLDERS:
+                continue
+            if path.is_dir():
+                (root / path.name).symlink_to(path, target_is_directory=True)
+            else:
+                shutil.copy2(path, root / path.name)
+        (root / "extensions").mkdir()
+
+    def run(self, name: str, entry: dict[str, Any]) -> str:
+        """Run a job to its end through run.py; returns what it printed."""
+        code, out = self.start(name, entry)
+        assert code == 0, f"{name}: {out[-6000:]}"
+        return out
+
+    def start(
+        self, name: str, entry: dict[str, Any], *, at: str = "", send: signal.Signals | None = None
+    ) -> tuple[int, str]:
+        """Run a job through run.py, and send it a signal when it prints a line with `at`.
+
+        Returns:
+            Exit code and what it printed.
+        """
+        config = {
+            "job": "extension",
+            "config": {"name": name, "process": [entry]},
+            "meta": {"name": name, "version": "1.0"},
+        }
+        path = self.root / "configs" / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        process = subprocess.Popen(
+            [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), "run.py", f"configs/{name}.yaml"],
+            cwd=self.root,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # a signal reaches its loader processes too, as from a terminal
+        )
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if send is not None and at in line:
+                os.killpg(process.pid, send)
+                send = None
+        return process.wait(timeout=600), "".join(lines)
+
+    def folder(self, name: str) -> Path:
+        return self.root / "output" / name
+
+    def lora(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder(name) / f"{name}.safetensors")
+
+    def optimizer(self, name: str) -> dict[str, Any]:
+        return torch.load(self.folder(name) / "optimizer.pt", weights_only=True)
+
+
+def make_real_entry(**train: Any) -> dict[str, Any]:
+    """The shipped process entry, shortened."""
+    entry = load_job_yaml(REPOSITORY / "configs" / "flux_clothing_tiny.yaml")["config"]["process"][0]
+    entry["save"]["save_every"] = STEPS // 2
+    entry["sample"].update(sample_every=STEPS // 2, sample_steps=2)
+    entry["coat"]["memory"]["log_every"] = STEPS // 2
+    entry["datasets"][0]["resolution"] = [64]
+    entry["train"].update({"steps": STEPS, "batch_size": 1, **train})
+    return entry
+
+
+def make_plain_entry(kind: str) -> dict[str, Any]:
+    """The same job without a part of ours."""
+    entry = make_real_entry(optimizer="adamw")
+    entry["model"] = {"name_or_path": entry["model"]["name_or_path"], "is_flux": True, "quantize": False}
+    del entry["coat"]
+    return {**entry, "type": kind}

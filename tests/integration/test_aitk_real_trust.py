@@ -1,0 +1,120 @@
+"""Kill, interrupt, resume, guard and refusals in a real ai-toolkit checkout, on a CPU; see test_aitk_real.py."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coat_flux.aitk.install import install
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry
+from tests.helpers.asserts import assert_bitwise
+
+pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+STEPS = 9
+WHOLE = "whole"
+
+
+def _entry(**train: Any) -> dict[str, Any]:
+    """All that has a state: average, schedule, accumulation, dropped captions in two loader processes."""
+    entry = make_real_entry(
+        steps=STEPS,
+        gradient_accumulation=2,
+        ema_config={"use_ema": True, "ema_decay": 0.9},
+        lr_scheduler="cosine",
+        **train,
+    )
+    entry["datasets"][0].update(caption_dropout_rate=0.5, num_workers=2)
+    entry["coat"]["guard"] = {"nonfinite_steps": 2}
+    return entry
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    checkout = Checkout(tmp_path_factory.mktemp("aitk_trust") / "ait")
+    install(checkout.root)
+    checkout.run(WHOLE, _entry())
+    return checkout
+
+
+def _set(checkout: Checkout, name: str) -> Path:
+    (found,) = (checkout.folder(name) / "coat").glob("state-*")
+    return found
+
+
+def _assert_same_end(checkout: Checkout, name: str) -> None:
+    one, other = _set(checkout, WHOLE), _set(checkout, name)
+    assert one.name == other.name == f"state-{STEPS:09d}"
+    for file in ("lora", "ema", "rng"):
+        expected, got = (load_file(folder / "aitk" / f"{file}.safetensors") for folder in (one, other))
+        assert expected.keys() == got.keys()
+        for key, value in expected.items():
+            assert_bitwise(got[key], value)
+    states = [checkout.optimizer(job)["state"] for job in (WHOLE, name)]
+    for index, state in states[0].items():
+        for key, value in state.items():
+            assert_bitwise(states[1][index][key], value)
+    records = [json.loads((folder / "aitk" / "state.json").read_text()) for folder in (one, other)]
+    assert records[0] == records[1]
+    for key, value in checkout.lora(WHOLE).items():
+        assert_bitwise(checkout.lora(name)[key], value)
+
+
+@pytest.mark.parametrize("moment", ["Saving at step 6", "[after_backward] Step 6"])
+def test_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, moment: str) -> None:
+    name = f"killed_{len(moment)}"
+    code, _ = checkout.start(name, _entry(), at=moment, send=signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    out = checkout.run(name, _entry())
+    assert "[coat] resume: goes on after step 4" in out or "[coat] resume: goes on after step 7" in out
+    _assert_same_end(checkout, name)
+
+
+def test_interrupted_run_saves_and_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
+    code, out = checkout.start("stopped", _entry(), at="[after_backward] Step 6", send=signal.SIGINT)
+    assert code == 130
+    assert "[coat] stopped after 6 steps, saved in" in out
+    assert "[coat] resume: goes on after step 6" in checkout.run("stopped", _entry())
+    _assert_same_end(checkout, "stopped")
+
+
+def test_run_that_becomes_nan_ends_with_its_last_save_kept(checkout: Checkout) -> None:
+    checkout.run("diverged", _entry() | {"train": {**_entry()["train"], "steps": 2}})
+    folder = _set(checkout, "diverged")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    entry = _entry(lr=1e30)
+    entry["save"]["save_every"] = STEPS  # an earlier save would be refused by the export check: fp16 overflows
+    code, out = checkout.start("diverged", entry)
+    assert code == 1, out[-3000:]
+    assert "not finite for 2 steps in a row (coat.guard.nonfinite_steps)" in out
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert (checkout.folder("diverged") / "diverged.safetensors").read_bytes() == before[
+        folder / "diverged.safetensors"
+    ]
+
+
+def test_resume_with_another_rank_is_refused_by_name(checkout: Checkout) -> None:
+    entry = _entry()
+    entry["network"].update(linear=8, linear_alpha=8)
+    code, out = checkout.start(WHOLE, entry)
+    assert code == 1
+    assert "network.linear 16 -> 8" in out
+    assert "Loading" not in out.partition("is a save of another run")[0].rpartition("Running  1 process")[2]
+
+
+def test_changed_coat_options_go_on_and_are_said(checkout: Checkout) -> None:
+    entry = _entry() | {"train": {**_entry()["train"], "steps": 2}}
+    checkout.run("changed", entry)
+    entry["train"]["steps"] = 4
+    entry["coat"]["optimizer"]["m2_format"] = "e5m2"
+    entry["coat"]["activation"]["flow"] = "generic"
+    out = checkout.run("changed", entry)
+    assert 'coat.optimizer.m2_format "e4m3" -> "e5m2"' in out
+    assert 'coat.activation.flow "fused" -> "generic"' in out
+    assert checkout.optimizer("changed")["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2

@@ -1,0 +1,356 @@
+"""Nothing fails late, silently or halfway inside ai-toolkit: in the stand-in, whole jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from coat_flux.checkpoint import ResumeError, SaveError
+from coat_flux.data.errors import DatasetError
+from coat_flux.guard import DeadRunError
+from coat_flux.memory.oom import OutOfMemory
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
+from tests.helpers.asserts import assert_bitwise
+
+STEPS = 8
+ACCUMULATION = 2
+TRAIN = {
+    **COAT_ENTRY["train"],
+    "steps": STEPS,
+    "gradient_accumulation": ACCUMULATION,
+    "ema_config": {"use_ema": True, "ema_decay": 0.9},
+    "batch_size": 2,
+}
+SAVE = {"save_every": 3, "max_step_saves_to_keep": 1}
+
+
+def _entry(**train: Any) -> dict[str, Any]:
+    return {"model": COAT_ENTRY["model"], "train": {**TRAIN, **train}, "save": SAVE}
+
+
+def _at_step(host: Host, monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[torch.Tensor], Any]) -> None:
+    """Let `act` look at the loss of a step (from 1), or replace it, once."""
+    host.start()
+    trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
+    compute, calls = trainer.calculate_loss, []
+
+    def calculate_loss(self: Any, *args: Any) -> Any:
+        loss = compute(self, *args)
+        calls.append(loss)
+        if len(calls) != (step - 1) * ACCUMULATION + 1:
+            return loss
+        replaced = act(loss)
+        return loss if replaced is None else replaced
+
+    monkeypatch.setattr(trainer, "calculate_loss", calculate_loss)
+
+
+def _fail(loss: torch.Tensor) -> None:
+    raise ZeroDivisionError("the power is cut")
+
+
+def _state(host: Host, folder: str = "out") -> Path:
+    (found,) = (host.root / folder / "standin_job" / "coat").glob("state-*")
+    return found
+
+
+def _assert_same_end(host: Host, one: str, other: str) -> None:
+    """Raw LoRA, average, random numbers, moments, place and counters are the same, to the last bit."""
+    left, right = _state(host, one), _state(host, other)
+    assert left.name == right.name == f"state-{STEPS:09d}"
+    for file in ("lora", "ema", "rng"):
+        expected, got = (load_file(folder / "aitk" / f"{file}.safetensors") for folder in (left, right))
+        assert expected.keys() == got.keys()
+        for name in expected.keys() - {"numpy", "numpy_gauss"}:  # not seeded by either host, drawn by neither
+            assert_bitwise(got[name], expected[name])
+    before, after = (host.optimizer(folder) for folder in (one, other))
+    for index, state in before["state"].items():
+        for key, value in state.items():
+            assert_bitwise(after["state"][index][key], value)
+    records = [json.loads((folder / "aitk" / "state.json").read_text()) for folder in (left, right)]
+    for key in records[0]:
+        assert records[0][key] == records[1][key], key
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_run_that_was_cut_ends_as_the_one_that_was_not(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    datasets = [{**make_entry(host.root, "any")["datasets"][0], "num_workers": workers}]
+    host.run(training_folder=str(host.root / "whole"), **_entry(), datasets=datasets)
+    with monkeypatch.context() as patch:
+        _at_step(host, patch, 6, _fail)
+        with pytest.raises(ZeroDivisionError):
+            host.run(**_entry(), datasets=datasets)
+    assert _state(host).name == "state-000000004"  # ai-toolkit's save at step 3 comes after 4 updates
+    host.run(**_entry(), datasets=datasets)
+    assert "[coat] resume: goes on after step 4, epoch 3" in capsys.readouterr().out
+    _assert_same_end(host, "whole", "out")
+
+
+def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = []
+    for steps in (2, 4):
+        host.run(**_entry(steps=steps), training_seed=None)
+        record = json.loads((_state(host) / "aitk" / "state.json").read_text())
+        seeds.append((record["seed"], record["data"]["data"]["order"]))
+    assert seeds[0] == seeds[1]
+    assert "not bit for bit" not in capsys.readouterr().out
+
+
+def test_interrupt_saves_and_ends_with_its_exit_code(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.run(training_folder=str(host.root / "whole"), **_entry())
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        _at_step(host, patch, 6, lambda loss: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(SystemExit) as ended:
+            host.run(**_entry())
+    assert ended.value.code == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert _state(host).name == "state-000000006"
+    assert "[coat] stopped after 6 steps" in capsys.readouterr().out
+    host.run(**_entry())
+    _assert_same_end(host, "whole", "out")
+
+
+def test_stop_of_the_web_ui_saves_too(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    _at_step(host, monkeypatch, 5, lambda loss: signal.raise_signal(signal.SIGINT))
+    trainer = host.load("extensions_built_in.sd_trainer.DiffusionTrainer").DiffusionTrainer
+    save = trainer.save
+
+    def save_unless_stopped(self: Any, step: int | None = None) -> None:
+        if self.is_ui_trainer and step == 5:
+            raise RuntimeError("Job stopped")
+        save(self, step)
+
+    monkeypatch.setattr(trainer, "is_ui_trainer", True, raising=False)
+    monkeypatch.setattr(trainer, "save", save_unless_stopped)
+    with pytest.raises(SystemExit):
+        host.run(**_entry())
+    assert _state(host).name == "state-000000005"
+
+
+def test_second_interrupt_ends_at_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt_twice(loss: torch.Tensor) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    _at_step(host, monkeypatch, 6, interrupt_twice)
+    with pytest.raises(SystemExit) as ended:
+        host.run(**_entry())
+    assert ended.value.code == 130
+    assert _state(host).name == "state-000000004"
+
+
+def test_another_run_is_refused_by_name(host: Host) -> None:
+    host.run(**_entry(steps=2))
+    for change, message in (
+        ({"network": {"linear": 8}}, r"network\.linear 4 -> 8"),
+        ({"training_seed": 8}, r"seed 7 -> 8; .*coat\.resume\.allow: \[seed\]"),
+        ({"train": {**TRAIN, "batch_size": 1}}, r"batch\.batch_size 2 -> 1"),
+        ({"train": {**TRAIN, "start_step": 0}}, r"train\.start_step=0"),
+    ):
+        with pytest.raises(ResumeError, match=message):
+            host.run(**{**_entry(steps=2), **change})
+    (host.root / "photos" / "1.txt").write_text("coatwear, another caption")
+    with pytest.raises(ResumeError, match=r"data: 1 of 10 images and captions differ"):
+        host.run(**_entry(steps=2))
+
+
+def test_changed_coat_options_go_on_and_are_said(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.run(**_entry(steps=2))
+    host.run(**_entry(steps=4), coat={"optimizer": {"m2_format": "e5m2"}, "memory": {"log_every": 7}})
+    out = capsys.readouterr().out
+    assert '[coat] resume: coat.optimizer.m2_format "e4m3" -> "e5m2"' in out
+    assert host.optimizer()["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2
+    assert _state(host).name == "state-000000004"
+
+
+def test_average_that_is_new_begins_with_the_raw_lora(host: Host) -> None:
+    plain = _entry(steps=2, ema_config={})
+    host.run(**plain)
+    raw = load_file(_state(host) / "aitk" / "lora.safetensors")
+    host.run(**_entry(steps=2))  # no step is left: both are as they were taken up
+    averages = load_file(_state(host) / "aitk" / "ema.safetensors")
+    for average, value in zip((averages[str(i)] for i in range(len(raw))), _in_training_order(host, raw), strict=True):
+        assert_bitwise(average, value)
+
+
+def _in_training_order(host: Host, raw: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    model = host.load("jobs.process.BaseSDTrainProcess").FluxTransformer2DModel()
+    network = host.load("toolkit.lora_special").LoRASpecialNetwork(model, 4, ("blocks",))
+    return [raw[name] for name, _ in network.named_parameters()]
+
+
+def test_save_of_another_program_is_gone_on_from_as_it_is(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.run(**_entry(steps=2))
+    host.run("sd_trainer", **_entry(steps=4))
+    host.run(**_entry(steps=6))
+    assert "standin_job.safetensors is newer than" in capsys.readouterr().out
+    assert _state(host).name == "state-000000006"
+
+
+# -- saves -----------------------------------------------------------------------------------------------------------
+
+
+def test_save_that_fails_leaves_the_one_before(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, calls = torch.save, []
+
+    def disk_is_full(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        write(*args, **kwargs)
+
+    host.start()
+    monkeypatch.setattr(torch, "save", disk_is_full)
+    with pytest.raises(SaveError, match=r"the checkpoint of step 7 cannot be saved .*the previous checkpoint is as it"):
+        host.run(**_entry())
+    assert _state(host).name == "state-000000004"
+    names = {path.name for path in host.save_folder.iterdir() if path.is_file()}
+    assert names == {"config.yaml", "optimizer.pt", "standin_job_000000003.safetensors"}
+    for name in ("optimizer.pt", "standin_job_000000003.safetensors"):
+        assert (host.save_folder / name).read_bytes() == (_state(host) / name).read_bytes()
+
+
+def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host) -> None:
+    host.run(**_entry())
+    assert sorted(path.name for path in host.save_folder.glob("*.safetensors")) == [
+        "standin_job.safetensors",
+        "standin_job_000000006.safetensors",
+    ]
+    newest = max(host.save_folder.glob("*.safetensors"), key=lambda path: path.stat().st_ctime_ns)
+    assert newest.name == "standin_job.safetensors"
+    os.utime(host.save_folder / "standin_job_000000006.safetensors")  # ai-toolkit would take this one now
+    assert host.run(**_entry()).start_step == STEPS - 1
+
+
+def test_lora_says_its_steps_and_what_the_layers_got(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.run(**_entry())
+    with safe_open(host.save_folder / "standin_job_000000006.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["training_info"])["step"] == 7
+    assert "W e4m3/per_tensor" in metadata["coat.asked.transformer_blocks"]
+    assert "FP8AdamW" in metadata["coat.got.optimizer"]
+    assert "standin_job.safetensors after 8 steps; loads in: " in capsys.readouterr().out
+
+
+# -- guard and memory ------------------------------------------------------------------------------------------------
+
+
+def test_one_nan_is_skipped_and_counted(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _at_step(host, monkeypatch, 2, lambda loss: loss * torch.nan)
+    host.run(**_entry())
+    out = capsys.readouterr().out
+    assert "[coat] step 2: loss=nan" in out
+    assert f"[coat] done: {STEPS} steps, 1 updates skipped" in out
+    assert {float(state["step"]) for state in host.optimizer()["state"].values()} == {STEPS - 1.0}
+
+
+def test_nan_for_good_ends_the_run_and_keeps_the_last_save(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.run(**_entry(steps=2))
+    before = {path: path.read_bytes() for path in _state(host).rglob("*") if path.is_file()}
+    trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
+    monkeypatch.setattr(trainer, "calculate_loss", lambda self, prediction, target: prediction.mean() * torch.nan)
+    with pytest.raises(DeadRunError, match="step 4: loss=nan"):
+        host.run(**_entry(), coat={"guard": {"nonfinite_steps": 2}})
+    assert {path: path.read_bytes() for path in _state(host).rglob("*") if path.is_file()} == before
+
+
+def test_lora_that_never_moves_is_not_saved_as_the_result(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.start()
+    trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
+    monkeypatch.setattr(trainer, "calculate_loss", lambda self, prediction, target: prediction.sum() * 1e-38)
+    with pytest.raises(DeadRunError):
+        host.run(**_entry(lr=1e-30))
+    assert not (host.save_folder / "standin_job.safetensors").exists()
+
+
+def test_out_of_memory_ends_the_run_with_the_remedies(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(loss: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    _at_step(host, monkeypatch, 5, too_large)
+    with pytest.raises(OutOfMemory, match=r"step 5: the device's memory did not suffice"):
+        host.run(**_entry(), coat={"memory": {"checkpointing": "none"}})
+    out = capsys.readouterr().out
+    assert "Out of memory in the phase step" in out
+    assert "OOM, skipping batch" not in out
+    assert _state(host).name == "state-000000004"
+
+
+def test_out_of_memory_is_tried_once_more_with_more_recomputation(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(loss: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    _at_step(host, monkeypatch, 5, too_large)
+    host.run(**_entry())
+    out = capsys.readouterr().out
+    assert "this step is tried once more" in out
+    assert _state(host).name == f"state-{STEPS:09d}"
+    assert {float(state["step"]) for state in host.optimizer()["state"].values()} == {float(STEPS)}
+
+
+# -- photos ----------------------------------------------------------------------------------------------------------
+
+
+def _turn(photo: Path) -> bytes:
+    """Make a photo one that ai-toolkit misreads."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGBA", (64, 48), (200, 10, 10, 128)).save(photo, exif=exif)
+    return photo.read_bytes()
+
+
+@pytest.mark.parametrize("prepare", ["auto", "never"])
+def test_misread_photos_are_read_from_corrected_copies(host: Host, prepare: str) -> None:
+    folder = Path(make_entry(host.root, "any")["datasets"][0]["folder_path"])
+    original = _turn(folder / "1.png")
+    process = host.run(**_entry(steps=2), coat={"data": {"prepare": prepare}})
+    read = Path(process.dataset_configs[0].folder_path)
+    assert (folder / "1.png").read_bytes() == original
+    if prepare == "never":
+        assert read == folder
+        return
+    assert read == host.save_folder / "coat" / "photos" / "0" / "images"
+    with Image.open(read / "1.png") as copy:
+        assert (copy.mode, copy.size) == ("RGB", (48, 64))
+
+
+def test_transparency_becomes_a_mask_of_the_loss(host: Host) -> None:
+    _turn(Path(make_entry(host.root, "any")["datasets"][0]["folder_path"]) / "1.png")
+    process = host.run(**_entry(steps=2), coat={"data": {"transparency": "mask"}})
+    mask = Path(process.dataset_configs[0].mask_path) / "1.png"
+    with Image.open(mask) as picture:
+        assert picture.getpixel((5, 5)) in (127, 128)
+
+
+def test_photos_that_cannot_be_trained_on_end_the_run_before_the_model(host: Host, monkeypatch: Any) -> None:
+    folder = Path(make_entry(host.root, "any")["datasets"][0]["folder_path"])
+    (folder / "2.png").write_bytes(b"not a picture")
+    host.start()
+    base = host.load("jobs.process.BaseSDTrainProcess").BaseSDTrainProcess
+    monkeypatch.setattr(base, "_load_model", lambda self: pytest.fail("the model was loaded"))
+    with pytest.raises(DatasetError, match=r"2\.png"):
+        host.run(**_entry())
