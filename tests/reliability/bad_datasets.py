@@ -30,7 +30,6 @@ from tests.reliability.photos import (
     image,
     image_folder,
     jpeg,
-    link_out,
     linked_cache,
     linked_cache_inside,
     linked_device,
@@ -262,14 +261,6 @@ CASES = [
         "again",
         "link to a folder, which is not entered",
         "of its own",
-        marks=(needs_links,),
-    ),
-    warned(
-        "link out of the folder",
-        link_out,
-        "photos",
-        "links out of the folder (first: bad.jpg)",
-        "yours",
         marks=(needs_links,),
     ),
     warned(

@@ -221,12 +221,6 @@ def self_link(folder: Path) -> None:
     (folder / "bad.jpg").symlink_to("bad.jpg")
 
 
-def link_out(folder: Path) -> None:
-    outside = write(folder.parent / "outside" / "x.jpg", jpeg(seed=7))
-    (folder / "bad.jpg").symlink_to(outside)
-    write(folder / "bad.txt", "a photo of ohwx in a field")
-
-
 def linked_folder(folder: Path) -> None:
     good_folder(folder.parent / "elsewhere", 1)
     (folder / "more").symlink_to(folder.parent / "elsewhere", target_is_directory=True)

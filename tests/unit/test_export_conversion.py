@@ -242,7 +242,5 @@ def test_the_command_names_the_file_so_that_no_resume_takes_it(lora, capsys):
 
 
 def test_the_command_refuses_in_one_line(tmp_path):
-    from coat_flux.cli.common import Refused
-
-    with pytest.raises(Refused, match=r"absent\.safetensors: cannot be read as safetensors"):
+    with pytest.raises(ExportError, match=r"absent\.safetensors: cannot be read as safetensors"):
         command(tmp_path / "absent.safetensors", "--to", "kohya")

@@ -60,7 +60,7 @@ def list_folder(folder: Path) -> Listing:
         found.sort(key=Path.as_posix)
     listing.images = [path for path in listing.images if _is_regular(path, listing)]
     listing.warnings += _about_folders(folders)
-    listing.warnings += _about_links(folder, links)
+    listing.warnings += _about_links(links)
     listing.warnings += _about_unread(folder, listing.others)
     listing.warnings += _about_names(folder, listing.images)
     _refuse_linked_cache(folder, listing)
@@ -105,18 +105,13 @@ def _about_folders(folders: list[Path]) -> list[str]:
     ]
 
 
-def _about_links(folder: Path, links: list[Path]) -> list[str]:
-    entered = folder.resolve()
-    lines = [
+def _about_links(links: list[Path]) -> list[str]:
+    return [
         f"{printable(path)}: is a link to a folder, which is not entered; "
         "copy the images here, or give that folder an entry of its own in datasets"
         for path in links
         if path.is_dir()
     ]
-    leaving = [path for path in links if path.is_file() and entered not in path.resolve().parents]
-    return lines + counted(
-        folder, leaving, "files are links out of the folder (first: {first}); make sure they are yours"
-    )
 
 
 def _about_unread(folder: Path, others: list[Path]) -> list[str]:
