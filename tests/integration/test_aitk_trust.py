@@ -21,6 +21,7 @@ from coat_flux.guard import DeadRunError
 from coat_flux.memory.oom import OutOfMemory
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
+from tests.helpers.locks import held_by_another_process
 
 STEPS = 8
 ACCUMULATION = 2
@@ -155,6 +156,16 @@ def test_second_interrupt_ends_at_once(host: Host, monkeypatch: pytest.MonkeyPat
         host.run(**_entry())
     assert ended.value.code == 130
     assert _state(host).name == "state-000000004"
+
+
+def test_folder_in_which_another_process_trains_is_left_alone(host: Host) -> None:
+    host.start()
+    with (
+        held_by_another_process(host.save_folder),
+        pytest.raises(ResumeError, match=r"another process.* is training in this folder"),
+    ):
+        host.run(**_entry())
+    assert not list(host.save_folder.glob("*.safetensors"))
 
 
 def test_another_run_is_refused_by_name(host: Host) -> None:

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from coat_flux.checkpoint import (
 )
 from coat_flux.checkpoint.files import replacing
 from coat_flux.checkpoint.identity import file_digest, model_identity
+from tests.helpers.locks import held_by_another_process
 
 PUBLISH = {"run.safetensors": "lora", "optimizer.pt": "optimizer"}
 
@@ -298,28 +297,9 @@ def test_large_files_are_told_apart_by_their_ends(tmp_path: Path) -> None:
     assert len({*digests, file_digest(tmp_path / "file")}) == 4
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from coat_flux.checkpoint.lock import run_lock
-with run_lock(Path(sys.argv[1])):
-    print("locked", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_a_folder_takes_one_process_at_a_time_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
-        with (
-            pytest.raises(ResumeError, match=r"another process.* is training in this folder; wait for it"),
-            run_lock(tmp_path),
-        ):
-            pass
-        other.kill()
+    refused = pytest.raises(ResumeError, match=r"another process.* is training in this folder; wait for it")
+    with held_by_another_process(tmp_path), refused, run_lock(tmp_path):
+        pass
     with run_lock(tmp_path):
         assert (tmp_path / "coat" / "lock").read_text() == str(os.getpid())

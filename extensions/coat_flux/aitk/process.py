@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class CoatFluxTrainer(HostTrainer):
     _phases: Any = None
     _continuation: Continuation | None = None
     _training: TrainingLoop | None = None
+    _lock: ExitStack | None = None
     _begun = False
 
     def run(self) -> None:
@@ -61,7 +63,7 @@ class CoatFluxTrainer(HostTrainer):
                     end_with(error, self, self._job_config)
                 raise
             finally:
-                for part in (self._training, self._continuation, self._phases):
+                for part in (self._training, self._continuation, self._phases, self._lock):
                     if part is not None:
                         part.close()
 
@@ -81,6 +83,7 @@ class CoatFluxTrainer(HostTrainer):
         super().hook_before_model_load()
         load_core()
         from .. import check, flux, lora, optimizer  # noqa: F401  (what logs is imported before show_logs)
+        from ..checkpoint import run_lock
         from ..config import COATConfig
         from ..tiny_flux import provide_embedded
 
@@ -95,6 +98,8 @@ class CoatFluxTrainer(HostTrainer):
         check_host(HostTrainer)
         if (line := untested_version()) is not None:
             say(f"[coat] note: {line}")
+        self._lock = ExitStack()
+        self._lock.enter_context(run_lock(Path(self.save_root)))
         check_photos(self)
         self._continuation = find_continuation(self)
         set_active(self.coat)
