@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from coat_flux.checkpoint import SaveError, commit, damage, newest_set, repair
+from coat_flux.checkpoint.interrupts import Interrupts
 from coat_flux.engine import trainer
-from coat_flux.engine.interrupts import Interrupts
 from coat_flux.engine.progress import RunLog, RunPhases
 from coat_flux.engine.resume import find_resume_point, identity_of
 from coat_flux.engine.session import Session, open_session

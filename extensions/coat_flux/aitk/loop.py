@@ -1,7 +1,7 @@
 """The training loop of a job: each step watched and guarded, each save a whole set, an interrupt a clean end.
 
 A step of ai-toolkit runs inside `TrainingLoop.step`. Where the guard says so its update is left out; where memory did
-not suffice the cause is said, and the step is tried once more if `memory.checkpointing: auto` may recompute more
+not suffice the cause is said, and the step is tried again as long as `memory.checkpointing: auto` can recompute more
 blocks. ai-toolkit itself would turn a NaN loss into 0, and leave out the batch that ran out of memory.
 """
 
@@ -16,10 +16,11 @@ import torch
 
 from .host import say
 from .resume import Continuation
-from .stopping import EXIT_CODE, StopRequest
 from .watch import StepFacts, watched
 
 __all__ = ["TrainingLoop"]
+
+EXIT_CODE = 130  # of a process that was interrupted; run.py itself ends with 0
 
 
 class TrainingLoop:
@@ -35,6 +36,7 @@ class TrainingLoop:
     """
 
     def __init__(self, process: Any, continuation: Continuation | None, job: Callable[[], Any]):
+        from ..checkpoint import Interrupts
         from ..guard import RunGuard
         from ..memory.spill import SpillWatch
         from ..memory.stats import MemoryLog
@@ -43,7 +45,7 @@ class TrainingLoop:
         self._process, self._continuation, self._job = process, continuation, job
         self._memory = MemoryLog(process.device_torch, asked.log_every, asked.log_memory_stats, say, phases.see)
         self._spill = SpillWatch()
-        self._stop = StopRequest(say)
+        self._stop = Interrupts(_say)
         self.facts = StepFacts()
         self.done = process.step_num
         self._saved: int | None = None
@@ -76,15 +78,15 @@ class TrainingLoop:
 
         draws = rng_state()
         losses, remedy = self._try(run)
-        if losses is None:
-            say(f"[coat] {remedy}; this step is tried once more")
+        while losses is None:
+            say(f"[coat] {remedy}; this step is tried again")
             self._process.optimizer.zero_grad(set_to_none=True)
             set_rng_state(draws)
-            losses, _ = self._try(run, again=False)
+            losses, remedy = self._try(run)
         self.done = self._process.step_num + 1
         return losses
 
-    def _try(self, run: Callable[[], dict[str, Any]], again: bool = True) -> tuple[dict[str, Any] | None, str | None]:
+    def _try(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
         """Run a step; (None, what was changed) where it ran out of memory and may be tried again."""
         from ..memory.oom import OutOfMemory, is_oom, recompute_more
 
@@ -94,7 +96,7 @@ class TrainingLoop:
             if not is_oom(error):
                 raise
             _explain(error, "step", self._process, self._job)
-        remedy = recompute_more(self._process.sd.unet) if again and not self.facts.updating else None
+        remedy = None if self.facts.updating else recompute_more(self._process.sd.unet)
         if remedy is None:
             # in these words: ai-toolkit leaves out the batch of an error that names CUDA
             raise OutOfMemory(f"step {self._process.step_num + 1}: the device's memory did not suffice, see above")

@@ -22,7 +22,7 @@ import torch
 from .data_order import LOADING, ResumableLoader, fingerprint, make_resumable, seeded
 from .host import say
 from .identity import identity_of
-from .run_state import RunState, keep_path, path_of, plain, restore_schedule
+from .run_state import RunState, plain, restore_schedule
 from .saves import Saves
 
 __all__ = ["Continuation", "find_continuation", "kept_draws"]
@@ -175,6 +175,8 @@ class Continuation:
         except ValueError as error:
             raise ResumeError(f"resume of {state.folder}: {error}") from error
         self._restore_place(state)
+        from ..checkpoint.path import keep_path
+
         keep_path(process.sd.unet, state.record["path"])
         say(f"[coat] resume: goes on after step {state.step}, epoch {process.epoch_num + 1}, with all states restored")
 
@@ -207,6 +209,7 @@ class Continuation:
             guard: counters of the guard.
         """
         from ..checkpoint import rng_state
+        from ..checkpoint.path import path_of
 
         process = self._process
         scheduler = getattr(process.lr_scheduler, "scheduler", process.lr_scheduler)

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-__all__ = ["RunState", "keep_path", "path_of", "plain", "restore_schedule"]
+__all__ = ["RunState", "plain", "restore_schedule"]
 
 FOLDER = "aitk"  # not state.json in the set's own folder, which is the stand-alone trainer's
 RECORD = "state.json"
@@ -151,21 +151,3 @@ def restore_schedule(scheduler: Any, saved: Mapping[str, Any], say: Callable[[st
 
 def _settings(schedule: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in schedule.items() if key not in COUNTERS}
-
-
-def path_of(transformer: nn.Module) -> dict[str, str]:
-    """GEMMs and compilation that the first step chose by measuring; rounding depends on them. Empty if it did not."""
-    from ..memory.policy import BlockPolicy
-
-    policy = BlockPolicy.of(transformer)
-    return {} if policy is None or policy.picked is None else dict(policy.picked.path._asdict())
-
-
-def keep_path(transformer: nn.Module, path: Mapping[str, str]) -> None:
-    """Let the first step take the saved path instead of measuring, where the config still has it."""
-    from ..memory.policy import BlockPolicy
-    from ..speed import RunPath
-
-    policy = BlockPolicy.of(transformer)
-    if policy is not None and path:
-        policy.keep_to(RunPath(**path))

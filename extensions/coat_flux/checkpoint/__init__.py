@@ -3,17 +3,21 @@
 files.py      single files that a crash leaves old or new
 commit.py     a set of files that one rename commits; what a killed process left is put right
 identity.py   what makes a run this run: model, data, network, seed, processes, batch
+interrupts.py Ctrl+C ends a run after its step, with a save
 lock.py       one process at a time
+path.py       GEMMs and compilation that were measured
 rng.py        states of the random generators
 """
 
 from .commit import commit, damage, newest_set, repair, set_step, state_folder
 from .errors import ResumeError, SaveError
 from .identity import compare, require_same_run, run_identity
+from .interrupts import Interrupts
 from .lock import run_lock
 from .rng import rng_state, set_rng_state
 
 __all__ = [
+    "Interrupts",
     "ResumeError",
     "SaveError",
     "commit",

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint import set_rng_state
+from ..checkpoint.path import path_of
 from ..memory.policy import BlockPolicy
-from ..speed import RunPath
 from .network import load_lora_tensors
 from .optim import advance, restore_optimizer
 from .progress import RunLog
@@ -19,7 +19,7 @@ from .resume import ResumeError, ResumePoint
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["continue_from", "path_changes", "path_record", "restore_lora", "restore_optimizer_state", "restore_path"]
+__all__ = ["continue_from", "path_changes", "path_record", "restore_lora", "restore_optimizer_state"]
 
 WORDS = {"gemm": "GEMMs of the blocks", "compile": "compilation", "recomputed": "blocks that recompute"}
 
@@ -95,17 +95,7 @@ def _place(session: Session, point: ResumePoint) -> dict[str, int]:
 def path_record(transformer: nn.Module) -> dict[str, Any]:
     """What the first step chose and rounding depends on: GEMMs, compilation, which blocks recompute."""
     policy = BlockPolicy.of(transformer)
-    if policy is None:
-        return {}
-    picked = {} if policy.picked is None else policy.picked.path._asdict()
-    return {**picked, "recomputed": policy.recomputed}
-
-
-def restore_path(transformer: nn.Module, record: Mapping[str, Any]) -> None:
-    """Let the first step take the saved GEMMs and compilation instead of measuring, where the config still has them."""
-    policy, saved = BlockPolicy.of(transformer), record.get("path", {})
-    if policy is not None and "gemm" in saved:
-        policy.keep_to(RunPath(saved["gemm"], saved["compile"]))
+    return {} if policy is None else {**path_of(transformer), "recomputed": policy.recomputed}
 
 
 def path_changes(transformer: nn.Module, record: Mapping[str, Any]) -> list[str]:

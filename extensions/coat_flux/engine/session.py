@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from coat_core.optim import FP8AdamW
 
 from ..checkpoint.identity import model_identity
+from ..checkpoint.path import keep_path
 from ..config.job_config import JobConfig
 from ..data.dataset import BucketBatchSampler, scan
 from ..data.loader import LatentDataset, cache_all
@@ -37,7 +38,7 @@ from .network import add_lora, lora_parameters, lora_targets
 from .objective import Objective
 from .optim import make_optimizer, make_scheduler
 from .progress import RunLog
-from .restoring import continue_from, restore_lora, restore_optimizer_state, restore_path
+from .restoring import continue_from, restore_lora, restore_optimizer_state
 from .resume import ResumePoint
 from .sampling import ImageSampler
 from .seeding import seed_of
@@ -116,7 +117,7 @@ def open_session(
         identity = {**identity, "model": model_identity(job.model.name_or_path)}
     if point is not None:
         restore_lora(transformer, point)
-        restore_path(transformer, point.record)
+        keep_path(transformer, point.record.get("path", {}))
     workers.share(list(lora.values()))
     optimizer = _prepare_optimizer(job, lora, log, point)
     _tell(job, report, optimizer, len(lora) // 2, log)

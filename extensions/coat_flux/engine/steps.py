@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from ..checkpoint.interrupts import Interrupts
 from ..data.dataset import Batch
 from ..memory.oom import OutOfMemory, explain_oom, is_oom, recompute_more
-from .interrupts import Interrupts
 from .optim import advance
 from .progress import StepStats
 from .seeding import Stream, seed_global, seed_of

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from ..checkpoint import repair, rng_state, run_lock
 from ..checkpoint.errors import save_errors
 from ..checkpoint.files import replacing
+from ..checkpoint.interrupts import Interrupts
 from ..config.job_config import JobConfig
 from ..config.job_rules import require_packages
 from ..export import check_export
 from ..memory.oom import OutOfMemory, explain_oom, is_oom
 from ..memory.report import finish
 from ..tiny_flux import provide_embedded
-from .interrupts import Interrupts
 from .progress import RunLog, RunPhases
 from .restoring import path_changes, path_record
 from .resume import check_same_run, find_resume_point, identity_of

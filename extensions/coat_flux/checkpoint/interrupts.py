@@ -16,7 +16,7 @@ ONE_PRESS_SECONDS = 1.0  # a launcher passes on what the terminal has sent to ev
 
 
 class Interrupts:
-    """Notes a first signal, for the length of a `with` block; outside of the main thread it notes nothing.
+    """Notes a first signal, from `listen` to `close` or in a `with` block; outside of the main thread it notes nothing.
 
     Args:
         say: takes one line.
@@ -31,18 +31,27 @@ class Interrupts:
         self._first = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupts:
+    def listen(self) -> None:
         """Take over both signals."""
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def close(self) -> None:
+        """Give them back; may be called twice."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __enter__(self) -> Interrupts:
+        """`listen`."""
+        self.listen()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give them back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        """`close`."""
+        self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.asked:
