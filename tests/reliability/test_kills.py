@@ -25,11 +25,12 @@ import torch
 from coat_flux.checkpoint import SaveError, commit, damage, newest_set, repair
 from coat_flux.checkpoint.interrupts import Interrupts
 from coat_flux.engine import trainer
-from coat_flux.engine.progress import RunLog, RunPhases
+from coat_flux.engine.progress import RunLog
 from coat_flux.engine.resume import find_resume_point, identity_of
 from coat_flux.engine.session import Session, open_session
 from coat_flux.engine.trainer import COATTrainer
 from coat_flux.engine.workers import Workers
+from coat_flux.memory.phases import PhaseTracker
 from coat_flux.tiny_flux import make_tiny_flux
 from tests.helpers.engine_job import engine_job, write_images
 from tests.reliability.forks import KILLED, at_operation, fork, wait
@@ -93,7 +94,7 @@ class OneSave:
         job = COATTrainer(job_of("save", place)).job
         self.run = job.folder
         workers = Workers("cpu")
-        phases = RunPhases(workers.device, None)
+        phases = PhaseTracker(workers.device, None)
         self.session: Session = open_session(
             job, workers, RunLog(job, workers.device, active=False), phases, None, identity_of(job, 1)
         )

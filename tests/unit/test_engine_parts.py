@@ -15,10 +15,11 @@ from coat_flux.config import COATConfig
 from coat_flux.engine.ema import LoraEMA
 from coat_flux.engine.loading import ModelLoadError, load_encoders
 from coat_flux.engine.optim import advance, make_optimizer, make_scheduler, restore_optimizer
-from coat_flux.engine.progress import RunPhases, _Table
+from coat_flux.engine.progress import _Table
 from coat_flux.engine.saving import lora_metadata, rotate_saves, save_dtype, save_name
 from coat_flux.engine.seeding import Stream, derived_seed, generator_for, seed_global
 from coat_flux.engine.workers import Workers, _check_launch
+from coat_flux.memory.phases import PhaseTracker
 from coat_flux.speed import RunPath, SpeedPick
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
@@ -214,7 +215,7 @@ def test_a_report_that_the_disk_refuses_is_given_up_and_said(tmp_path: Path, cap
     table.append(["3", "0.5", "0", "0"])
     assert len(said) == 1
     assert "metrics.csv: cannot be written" in said[0]
-    phases = RunPhases(torch.device("cpu"), tmp_path / "metrics.csv" / "memory.json")
+    phases = PhaseTracker(torch.device("cpu"), tmp_path / "metrics.csv" / "memory.json")
     phases.write()
     assert phases.path is None
     assert "memory.json: cannot be written" in caplog.text

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from coat_flux.memory import phases as phases_module
 from coat_flux.memory.parts import HeldParts, gradients, module_tensors, state_tensors, trained
-from coat_flux.memory.phases import PhaseTracker, write_whole
+from coat_flux.memory.phases import PhaseTracker
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -198,14 +198,6 @@ def test_a_killed_run_leaves_the_phases_so_far(tmp_path: Path) -> None:
     assert [(name, phase["open"]) for name, phase in record["phases"].items()] == [("load", True), ("cache", False)]
     assert record["prediction"] is None
     assert [path.name for path in (tmp_path / "coat").iterdir()] == ["memory.json"]
-
-
-def test_write_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "memory.json"
-    write_whole(path, b"old")
-    with pytest.raises(TypeError, match="bytes-like"):
-        write_whole(path, None)  # type: ignore[arg-type]
-    assert path.read_bytes() == b"old"
 
 
 def test_other_processes_write_nothing_and_unknown_phases_are_refused(tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from tqdm import tqdm
 
 from ..checkpoint.files import replacing
 from ..config.job_config import JobConfig
-from ..memory.phases import PhaseTracker
 from ..memory.stats import GB, peak_bytes
 
-__all__ = ["METRICS", "RunLog", "RunPhases", "StepStats"]
+__all__ = ["METRICS", "RunLog", "StepStats"]
 
 logger = logging.getLogger(__name__)
 
@@ -140,18 +139,6 @@ class RunLog:
             if part is not None:
                 part.close()
         self._bar = self._metrics = self._validations = self._board = None
-
-
-class RunPhases(PhaseTracker):
-    """The memory report of a run."""
-
-    def write(self) -> None:
-        """Write the JSON, where it can be written."""
-        try:
-            super().write()
-        except OSError as error:
-            logger.warning("%s: cannot be written (%s); the run goes on without it", self.path, error)
-            self.path = None
 
 
 class _Table:

@@ -23,9 +23,10 @@ from ..config.job_config import JobConfig
 from ..config.job_rules import require_packages
 from ..export import check_export
 from ..memory.oom import OutOfMemory, explain_oom, is_oom
+from ..memory.phases import PhaseTracker
 from ..memory.report import finish
 from ..tiny_flux import provide_embedded
-from .progress import RunLog, RunPhases
+from .progress import RunLog
 from .restoring import path_changes, path_record
 from .resume import check_same_run, find_resume_point, identity_of
 from .saving import Checkpoint, lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name
@@ -77,7 +78,7 @@ class COATTrainer:
         require_packages(job)
         workers = Workers(job.device)
         log = RunLog(job, workers.device, active=workers.is_main)
-        phases = RunPhases(workers.device, None)
+        phases = PhaseTracker(workers.device, None)
         try:
             with run_lock(job.folder) if workers.is_main else nullcontext():
                 return self._train(workers, log, phases)
@@ -91,7 +92,7 @@ class COATTrainer:
             log.close()
             workers.close()
 
-    def _train(self, workers: Workers, log: RunLog, phases: RunPhases) -> Path:
+    def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker) -> Path:
         job = self.job
         for note in job.notes:
             log.say(f"Note: {note}")

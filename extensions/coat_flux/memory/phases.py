@@ -31,7 +31,7 @@ A GPU's peak statistics are reset whenever a phase begins: `stats.peak_bytes` is
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,10 +41,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.files import replacing
 from .parts import SAVED, HeldParts, HeldTensors, module_tensors
 from .stats import peak_bytes, peak_reserved_bytes, reset_peak, used_bytes
 
-__all__ = ["RUN_PHASES", "PhaseTracker", "write_whole"]
+__all__ = ["RUN_PHASES", "PhaseTracker"]
+
+logger = logging.getLogger(__name__)
 
 RUN_PHASES = ("load", "cache", "validate", "sample", "step", "save")
 DOING = {  # last moment seen of a step → what goes on then
@@ -273,9 +276,15 @@ class PhaseTracker:
         return METHODS["cpu"] if self._counts else METHODS["cpu"] | {SAVED: GROWTH}
 
     def write(self) -> None:
-        """Write the JSON; the old one stays whole until the new one is."""
-        if self.path is not None:
-            write_whole(self.path, (json.dumps(self.record(), indent=2) + "\n").encode())
+        """Write the JSON; the old one stays whole until the new one is. A run goes on where it cannot be written."""
+        if self.path is None:
+            return
+        try:
+            with replacing(self.path) as temp:
+                temp.write_text(json.dumps(self.record(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.warning("%s: cannot be written (%s); the run goes on without it", self.path, error)
+            self.path = None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -323,14 +332,3 @@ class PhaseTracker:
             phase.parts = parts
         if not always:
             self.write()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one.
-
-    The temporary name is one that the trainer removes at its next start.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.parent / f".writing-{os.getpid()}-{path.name}"
-    temp.write_bytes(content)
-    os.replace(temp, path)

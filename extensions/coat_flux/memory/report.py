@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoint.files import replacing
 from .parts import SAVED
-from .phases import GROWTH, PhaseTracker, write_whole
+from .phases import GROWTH, PhaseTracker
 from .stats import GB
 
 if TYPE_CHECKING:
@@ -56,9 +57,12 @@ def finish(
         say(as_table(record))
     target = tracker.path.with_suffix(".png")
     try:
-        write_whole(target, picture(record))
+        with replacing(target) as temp:
+            temp.write_bytes(picture(record))
     except ImportError as error:
         say(f"Memory report: coat/{target.name} is left out: {error}; pip install matplotlib")
+    except OSError as error:
+        say(f"Memory report: coat/{target.name} cannot be written ({error})")
 
 
 def _forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
