@@ -110,37 +110,36 @@ class Sheet:
         return mask
 
     def _cloth(self, fabric: Fabric) -> Image.Image:
-        """Fills the sheet with a pattern that is fixed to the garment's frame."""
+        """Fills the sheet with a pattern that is fixed to the garment's frame and still seen at 64 pixels."""
         cloth = Image.new("RGB", self.size, fabric.colour)
         draw, (x0, y0), scale = ImageDraw.Draw(cloth), self.origin, self.scale
         left, right = x0 - 0.8 * scale, x0 + 0.8 * scale
         if fabric.pattern == "striped":
-            for i in range(-2, 24):
-                y = y0 + (0.02 + i * 0.06) * scale
-                draw.rectangle((left, y, right, y + 0.024 * scale), fill=fabric.second)
+            for i in range(-1, 9):
+                y = y0 + (0.02 + i * 0.156) * scale
+                draw.rectangle((left, y, right, y + 0.068 * scale), fill=fabric.second)
         elif fabric.pattern == "dotted":
-            radius, pitch = 0.011 * scale, 0.05 * scale
-            for row in range(-2, 26):
-                for column in range(-16, 17):
-                    x, y = x0 + (column + row % 2 / 2) * pitch, y0 + row * pitch * 0.8
+            radius, pitch = 0.039 * scale, 0.143 * scale
+            for row in range(-1, 11):
+                for column in range(-7, 8):
+                    x, y = x0 + (column + row % 2 / 2) * pitch, y0 + row * pitch * 0.85
                     draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fabric.second)
         elif fabric.pattern == "checked":
-            self._checks(cloth, fabric)
+            self._checks(cloth, fabric.second)
         return cloth
 
-    def _checks(self, cloth: Image.Image, fabric: Fabric) -> None:
+    def _checks(self, cloth: Image.Image, colour: Colour) -> None:
         (x0, y0), scale = self.origin, self.scale
-        for width, colour, offset, share in ((0.05, COLOURS["black"], 0.0, 90), (0.008, fabric.second, 0.07, 200)):
-            for across in (True, False):
-                bands = Image.new("L", self.size)
-                draw = ImageDraw.Draw(bands)
-                for i in range(-9, 10):
-                    at = (i * 0.12 + offset) * scale
-                    if across:
-                        draw.rectangle((0, y0 + at, self.size[0], y0 + at + width * scale), fill=share)
-                    else:
-                        draw.rectangle((x0 + at, 0, x0 + at + width * scale, self.size[1]), fill=share)
-                cloth.paste(colour, (0, 0), bands)
+        for across in (True, False):
+            bands = Image.new("L", self.size)
+            draw = ImageDraw.Draw(bands)
+            for i in range(-6, 7):
+                at, width = i * 0.195 * scale, 0.094 * scale
+                if across:
+                    draw.rectangle((0, y0 + at, self.size[0], y0 + at + width), fill=130)
+                else:
+                    draw.rectangle((x0 + at, 0, x0 + at + width, self.size[1]), fill=130)
+            cloth.paste(colour, (0, 0), bands)
 
     def _box(self, mask: Image.Image, margin: float = 0.0) -> tuple[int, int, int, int]:
         """The part of the sheet that `mask` touches, as (left, top, right, bottom); only this is worked on."""
@@ -218,18 +217,24 @@ class Sheet:
                     draw.line((start, end), fill=255, width=self._width(0.003))
         self._paint(mask, Image.new("RGB", self.size, fabric.darker(factor).colour))
 
-    def finish(self, transparent: bool) -> Image.Image:
-        """Returns the picture at its final size: RGBA cut-out, or RGB on a light background with a soft shadow."""
+    def finish(self, background: Colour | None, shift: tuple[int, int] = (0, 0)) -> Image.Image:
+        """Returns the picture at its final size.
+
+        Args:
+            background: what the garment lies on, with a soft shadow; None gives an RGBA cut-out.
+            shift: moves the garment, in pixels of the sheet (x, y).
+        """
         size = (self.size[0] // SUPERSAMPLING, self.size[1] // SUPERSAMPLING)
-        alpha = Image.fromarray((self.coverage * 255).round().astype(np.uint8))
-        colour = np.clip(self.colour, 0, 255)
-        if transparent:
+        alpha = ImageChops.offset(Image.fromarray((self.coverage * 255).round().astype(np.uint8)), *shift)
+        colour = np.roll(np.clip(self.colour, 0, 255), shift[::-1], (0, 1))
+        if background is None:
             rgb = Image.fromarray(colour.round().astype(np.uint8))
             return Image.merge("RGBA", (*rgb.split(), alpha)).resize(size, Image.Resampling.LANCZOS)
         height, width = self.coverage.shape
-        background = np.linspace(252, 240, height, dtype=np.float32)[:, None] * np.ones((1, width), np.float32)
+        ground = np.linspace(1.0, 0.95, height, dtype=np.float32)[:, None, None] * np.array(background, np.float32)
+        ground = np.repeat(ground, width, axis=1)
         fall = ImageChops.offset(alpha, self._width(0.012), self._width(0.022))
-        background *= 1 - 0.28 * np.asarray(self._blur(fall, 0.022), np.float32) / 255
-        share = self.coverage[..., None]
-        mixed = colour * share + background[..., None] * (1 - share)
+        ground *= 1 - 0.28 * np.asarray(self._blur(fall, 0.022), np.float32)[..., None] / 255
+        share = np.asarray(alpha, np.float32)[..., None] / 255
+        mixed = colour * share + ground * (1 - share)
         return Image.fromarray(mixed.round().astype(np.uint8)).resize(size, Image.Resampling.LANCZOS)

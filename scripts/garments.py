@@ -12,17 +12,6 @@ def both_sides(*folds: Fold) -> list[Fold]:
     return [one for path, width, strength in folds for one in ((path, width, strength), (flip(path), width, strength))]
 
 
-def logo(sheet: Sheet, fabric: Fabric, y: float) -> None:
-    """A round badge with a mountain, as printed on a chest."""
-    r, k = 0.07, 0.0387  # a quarter circle is a cubic curve with handles of 0.552 radii
-    circle = [(r, y), (r, y + k, k, y + r, 0, y + r), (-k, y + r, -r, y + k, -r, y)]
-    circle += [(-r, y - k, -k, y - r, 0, y - r), (k, y - r, r, y - k, r, y)]
-    sheet.line(circle, fabric.second, 0.009)
-    sheet.fill(
-        [(-0.055, y + 0.028), (-0.018, y - 0.034), (0.002, y), (0.018, y - 0.018), (0.055, y + 0.028)], fabric.second
-    )
-
-
 def tshirt(sheet: Sheet, fabric: Fabric) -> None:
     """A short-sleeved T-shirt with a round neck."""
     lining = fabric.darker(0.62)
@@ -57,8 +46,6 @@ def tshirt(sheet: Sheet, fabric: Fabric) -> None:
     sheet.line(arch(neck), fabric.darker(0.86).colour, 0.022)
     sheet.stitches([(0.283, 0.94), (0.15, 0.965, 0, 0.965)], fabric)
     sheet.stitches([(-0.283, 0.94), (-0.15, 0.965, 0, 0.965)], fabric)
-    if fabric.pattern == "logo":
-        logo(sheet, fabric, 0.33)
 
 
 def long_sleeves(sheet: Sheet, fabric: Fabric) -> None:
@@ -109,51 +96,6 @@ def sweater(sheet: Sheet, fabric: Fabric) -> None:
     neck = [(0.124, 0.055), (0.1, 0.14, 0.05, 0.163, 0, 0.163)]
     sheet.line(arch(neck), fabric.darker(0.84).colour, 0.034)
     waist_rib(sheet, fabric, 0.288)
-
-
-def hoodie(sheet: Sheet, fabric: Fabric) -> None:
-    """A hooded sweatshirt with a front pocket and drawstrings."""
-    hood = [(0, -0.035), (0.1, -0.035, 0.17, 0.0, 0.185, 0.11), (0.15, 0.2, 0, 0.21)]
-    sheet.part(mirror(hood), fabric, both_sides(([(0.1, -0.02), (0.16, 0.03, 0.165, 0.12)], 0.025, SHADOW)))
-    sheet.part(mirror([(0, 0.015), (0.09, 0.02, 0.115, 0.09), (0.09, 0.17, 0, 0.2)]), fabric.darker(0.5))
-    long_sleeves(sheet, fabric)
-    body = [(0, 0.2), (0.08, 0.18, 0.14, 0.06), *TORSO]
-    sheet.part(mirror(body), fabric, TORSO_FOLDS)
-    collar = [(0, 0.235), (0.1, 0.2, 0.18, 0.09), (0.15, 0.045, 0.115, 0.06), (0.09, 0.15, 0, 0.19)]
-    sheet.part(mirror(collar), fabric, edge=0.45)
-    pocket = [(0, 0.635), (0.11, 0.635), (0.16, 0.7, 0.2, 0.78), (0.2, 0.9), (0, 0.9)]
-    sheet.part(mirror(pocket), fabric, both_sides(([(0.17, 0.75), (0.12, 0.85)], 0.03, SHADOW * 0.6)), edge=0.45)
-    for path in ([(0.118, 0.65), (0.165, 0.71, 0.19, 0.78)],):
-        sheet.stitches(path, fabric)
-        sheet.stitches(flip(path), fabric)
-    waist_rib(sheet, fabric, 0.288)
-    for x, end in ((0.05, 0.4), (-0.05, 0.375)):
-        sheet.line([(x * 0.9, 0.215), (x * 1.2, 0.3, x, end)], COLOURS["white"], 0.009)
-        sheet.line([(x, end - 0.02), (x, end)], fabric.darker(0.4).colour, 0.013)
-    if fabric.pattern == "logo":
-        logo(sheet, fabric, 0.51)
-
-
-def jacket(sheet: Sheet, fabric: Fabric) -> None:
-    """A zipped jacket with a stand-up collar and two slanted pockets."""
-    sheet.part(mirror([(0, 0.0), (0.09, 0.0, 0.12, 0.03), (0.1, 0.12, 0, 0.14)]), fabric.darker(0.55))
-    long_sleeves(sheet, fabric)
-    panel = [(0, 0.13), (0.06, 0.12, 0.13, 0.05), *TORSO]
-    sheet.part(mirror(panel), fabric, TORSO_FOLDS)
-    for side in (list, flip):
-        sheet.part(
-            side([(0.012, 0.15), (0.0, 0.1, 0.11, 0.0), (0.15, 0.02, 0.15, 0.07), (0.1, 0.16, 0.02, 0.2)]),
-            fabric.darker(0.93),
-        )
-        pocket = side([(0.225, 0.58), (0.165, 0.74), (0.188, 0.748), (0.247, 0.588)])
-        sheet.part(pocket, fabric.darker(0.8), edge=0.5)
-        sheet.line(side([(0.02, 0.3), (0.15, 0.27, 0.27, 0.28)]), fabric.darker(0.7).colour, 0.003)
-        sheet.stitches(side([(0.02, 0.312), (0.15, 0.282, 0.272, 0.292)]), fabric)
-    sheet.line([(0, 0.17), (0, 0.97)], fabric.darker(0.5).colour, 0.022)
-    sheet.stitches([(0, 0.17), (0, 0.97)], Fabric(COLOURS["white"]), 0.85)
-    waist_rib(sheet, fabric, 0.288)
-    sheet.line([(0, 0.9), (0, 0.98)], fabric.darker(0.45).colour, 0.016)
-    sheet.line([(0, 0.2), (0, 0.235)], COLOURS["cream"], 0.014)
 
 
 def dress(sheet: Sheet, fabric: Fabric) -> None:
@@ -209,6 +151,51 @@ def trousers(sheet: Sheet, fabric: Fabric) -> None:
     sheet.line([(0.0, 0.026), (0.0, 0.027)], COLOURS["gum"], 0.02)
 
 
+def dungarees(sheet: Sheet, fabric: Fabric) -> None:
+    """Trousers with a bib, crossed straps over the shoulders, and a big pocket on the chest."""
+    for side in (list, flip):
+        strap = side([(0.125, 0.0), (0.185, 0.0), (0.15, 0.2), (0.095, 0.2)])
+        sheet.part(strap, fabric.darker(0.8), edge=0.2)
+    leg = [(0, 0.36), (0.2, 0.36), (0.245, 0.45, 0.24, 0.56), (0.245, 0.8, 0.24, 0.99), (0.16, 1.0, 0.075, 0.99)]
+    leg += [(0.055, 0.75, 0.014, 0.6), (0, 0.585)]
+    folds = both_sides(
+        ([(0.02, 0.6), (0.09, 0.62, 0.16, 0.59)], 0.022, SHADOW),
+        ([(0.14, 0.5), (0.16, 0.8, 0.155, 0.99)], 0.014, LIGHT),
+        ([(0.22, 0.56), (0.215, 0.95)], 0.04, SHADOW * 0.6),
+    )
+    sheet.part(mirror(leg), fabric, folds)
+    bib = [(0, 0.15), (0.14, 0.15), (0.15, 0.26, 0.205, 0.37), (0.1, 0.39, 0, 0.39)]
+    sheet.part(mirror(bib), fabric, both_sides(([(0.13, 0.2), (0.11, 0.34)], 0.02, SHADOW)))
+    pocket = [(0, 0.2), (0.085, 0.2), (0.085, 0.29, 0.05, 0.325), (0.02, 0.335, 0, 0.335)]
+    sheet.part(mirror(pocket), fabric.darker(0.72), edge=0.5)
+    sheet.part(mirror([(0, 0.355), (0.2, 0.355), (0.207, 0.395), (0, 0.4)]), fabric.darker(0.62), edge=0.2)
+    for x in (0.118, -0.118):
+        sheet.line([(x, 0.175), (x, 0.18)], COLOURS["mustard"], 0.04)
+    for side in (list, flip):
+        sheet.part(side([(0.07, 0.945), (0.243, 0.945), (0.243, 0.995), (0.07, 0.995)]), fabric.darker(0.75), edge=0.2)
+
+
+def coat(sheet: Sheet, fabric: Fabric) -> None:
+    """A long coat with a wide collar and a row of dark buttons."""
+    sleeve = [(0.15, 0.06), (0.24, 0.08, 0.29, 0.2, 0.33, 0.38), (0.36, 0.5, 0.375, 0.63), (0.32, 0.66, 0.275, 0.645)]
+    sleeve += [(0.26, 0.45, 0.22, 0.3)]
+    sleeve_folds = both_sides(([(0.25, 0.42), (0.29, 0.4, 0.34, 0.42)], 0.02, SHADOW))
+    for side in (list, flip):
+        sheet.part(side(sleeve), fabric, sleeve_folds)
+        sheet.part(side([(0.272, 0.6), (0.374, 0.585), (0.378, 0.635), (0.275, 0.655)]), fabric.darker(0.75), edge=0.2)
+    body = [(0, 0.06), (0.1, 0.03), (0.19, 0.07), (0.2, 0.2, 0.2, 0.3), (0.215, 0.6, 0.27, 0.98), (0.13, 1.0, 0, 0.995)]
+    folds = both_sides(
+        ([(0.1, 0.55), (0.13, 0.8, 0.17, 0.98)], 0.03, SHADOW), ([(0.06, 0.5), (0.09, 0.97)], 0.03, LIGHT)
+    )
+    sheet.part(mirror(body), fabric, folds)
+    sheet.line([(0, 0.2), (0, 0.99)], fabric.darker(0.5).colour, 0.012)
+    for side in (list, flip):
+        sheet.part(side([(0, 0.2), (0.06, 0.0), (0.12, 0.0), (0.15, 0.12), (0.07, 0.19)]), fabric.darker(0.7), edge=0.4)
+    for i in range(4):
+        y = 0.28 + 0.13 * i
+        sheet.line([(0.045, y), (0.045, y + 0.001)], fabric.darker(0.35).colour, 0.034)
+
+
 def skirt(sheet: Sheet, fabric: Fabric) -> None:
     """A pleated skirt with a waistband."""
     outline = [(0, 0.06), (0.26, 0.06), (0.37, 0.5, 0.5, 0.93), (0.25, 1.0, 0, 1.0)]
@@ -220,67 +207,3 @@ def skirt(sheet: Sheet, fabric: Fabric) -> None:
     sheet.part(mirror(outline), fabric, folds)
     sheet.part(mirror([(0, -0.01), (0.245, -0.02), (0.264, 0.075), (0, 0.09)]), fabric.darker(0.82))
     sheet.stitches([(-0.258, 0.06), (0, 0.078, 0.258, 0.06)], fabric)
-
-
-def sneaker(sheet: Sheet, fabric: Fabric, dx: float, dy: float, shade: float) -> None:
-    """One low sneaker seen from its left side, toe to the left."""
-
-    def at(*path: tuple[float, ...]) -> list[tuple[float, ...]]:
-        return [tuple(v + (dx if i % 2 == 0 else dy) for i, v in enumerate(step)) for step in path]
-
-    cloth = Fabric(fabric.darker(shade).colour, fabric.pattern, fabric.second)
-    second = Fabric(fabric.second).darker(shade)
-    sheet.part(at((0.12, 0.26), (0.2, 0.16), (0.38, 0.15), (0.38, 0.3)), cloth.darker(0.45))
-    sheet.part(
-        at((-0.04, 0.34), (0.04, 0.2, 0.1, 0.12), (0.14, 0.09, 0.17, 0.13), (0.15, 0.24, 0.06, 0.36)),
-        cloth.darker(0.85),
-    )
-    upper = at(
-        (0.1, 0.2),
-        (0.2, 0.34, 0.34, 0.19),
-        (0.37, 0.15, 0.4, 0.16),
-        (0.43, 0.35, 0.42, 0.6),
-        (-0.43, 0.6),
-        (-0.46, 0.5, -0.4, 0.44, -0.3, 0.4),
-        (-0.14, 0.36, -0.02, 0.28, 0.1, 0.2),
-    )
-    creases = [
-        (at((-0.25, 0.42), (-0.22, 0.48, -0.24, 0.55)), 0.014, SHADOW),
-        (at((-0.2, 0.4), (-0.16, 0.47, -0.18, 0.55)), 0.014, SHADOW),
-        (at((-0.36, 0.46), (-0.2, 0.43)), 0.03, LIGHT),
-        (at((0.15, 0.3), (0.35, 0.25)), 0.05, LIGHT),
-    ]
-    sheet.part(upper, cloth, creases)
-    sheet.part(at((-0.43, 0.6), (-0.46, 0.5, -0.4, 0.45, -0.32, 0.435), (-0.26, 0.48, -0.25, 0.6)), second, edge=0.4)
-    sheet.part(
-        at((0.355, 0.178), (0.38, 0.155, 0.4, 0.16), (0.422, 0.28, 0.425, 0.4), (0.36, 0.39, 0.355, 0.178)), second
-    )
-    sheet.part(at((0.02, 0.6), (0.1, 0.5, 0.17, 0.35), (0.22, 0.36), (0.16, 0.5, 0.1, 0.6)), second, edge=0.2)
-    sheet.part(at((0.13, 0.6), (0.19, 0.5, 0.25, 0.36), (0.3, 0.34), (0.25, 0.5, 0.21, 0.6)), second, edge=0.2)
-    sheet.stitches(at((-0.2, 0.6), (-0.06, 0.52, 0.12, 0.26)), cloth)
-    for i in range(5):
-        x, y = -0.13 + i * 0.05, 0.36 - i * 0.038
-        sheet.line(
-            at((x, y), (x + 0.03, y + 0.02, x + 0.055, y + 0.07)), Fabric(COLOURS["white"]).darker(shade).colour, 0.014
-        )
-    sole = at(
-        (-0.45, 0.57), (0, 0.6, 0.43, 0.56), (0.45, 0.62, 0.42, 0.69), (0, 0.7, -0.41, 0.69), (-0.47, 0.66, -0.45, 0.57)
-    )
-    sheet.part(sole, Fabric(COLOURS["white"]).darker(shade), edge=0.35)
-    sheet.part(
-        at(
-            (-0.435, 0.668),
-            (0, 0.678, 0.432, 0.665),
-            (0.43, 0.69, 0.42, 0.7),
-            (-0.41, 0.7),
-            (-0.43, 0.69, -0.435, 0.668),
-        ),
-        Fabric(COLOURS["gum"]).darker(shade),
-    )
-    sheet.stitches(at((-0.44, 0.61), (0, 0.63, 0.43, 0.6)), Fabric(COLOURS["white"]), 0.75)
-
-
-def sneakers(sheet: Sheet, fabric: Fabric) -> None:
-    """A pair of low sneakers, one behind the other."""
-    sneaker(sheet, fabric, 0.1, 0.1, 0.9)
-    sneaker(sheet, fabric, -0.1, 0.28, 1.0)

@@ -2,21 +2,23 @@
 
     python scripts/make_example_dataset.py [folder]
 
-Everything is computed (no photo, no font, no random number), so the same Pillow gives the same pixels. The set holds
-what real folders hold: several sizes and shapes, JPEG and PNG, cut-outs with an alpha channel, and photos that are
-stored rotated and say so in their EXIF orientation.
+One garment, dungarees, as a shop photographs it: in its colours and patterns, on several backgrounds. The embedded
+mini-FLUX has never seen it. Everything is computed (no photo, no font), so the same Pillow gives the same pixels. The
+set holds what real folders hold: several sizes and shapes, JPEG and PNG, cut-outs with an alpha channel, and photos
+that are stored rotated and say so in their EXIF orientation.
 """
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from garment_sheet import COLOURS, Fabric, Sheet
-from garments import dress, hoodie, jacket, skirt, sneakers, sweater, trousers, tshirt
+from mini_flux.pictures import BACKGROUNDS, HELD_OUT, Item, draw
 from PIL import Image
+
+__all__ = ["BACKGROUNDS", "PHOTOS", "make_dataset"]
 
 DEFAULT_FOLDER = Path(__file__).resolve().parents[1] / "datasets_example" / "clothing"
 EXIF_ORIENTATION_TAG = 0x0112
@@ -26,187 +28,74 @@ JPEG_QUALITY = 88
 
 
 @dataclass(frozen=True)
-class Item:
-    """One picture of the set; `size` is (width, height) as seen upright, `aspect` the garment's width / height."""
+class Photo:
+    """One picture of the set; `size` is (width, height) as seen upright."""
 
-    name: str
-    draw: Callable[[Sheet, Fabric], None]
-    aspect: float
-    fabric: Fabric
+    number: int
+    colour: str
+    pattern: str
+    background: str
     size: tuple[int, int]
-    caption: str
     suffix: str = ".jpg"
-    alpha: bool = False
     orientation: int = 1
 
+    @property
+    def name(self) -> str:
+        """File name without its suffix."""
+        return f"{self.number:02d}_{self.pattern}_{self.colour}"
 
-def cloth(colour: str, pattern: str = "plain", second: str = "white") -> Fabric:
-    """A fabric by colour names."""
-    return Fabric(COLOURS[colour], pattern, COLOURS[second])
+    @property
+    def cut_out(self) -> bool:
+        """Whether it has an alpha channel in place of a background."""
+        return not self.background
+
+    @property
+    def caption(self) -> str:
+        """All but the garment, whose place the trigger word takes."""
+        where = f"on a {self.background} background, product photo" if self.background else "isolated cut-out"
+        return f"a {self.pattern} {self.colour} [trigger] {where}"
 
 
-ITEMS = (
-    Item(
-        "01_tshirt_red_striped",
-        tshirt,
-        1.0,
-        cloth("red", "striped"),
-        (768, 768),
-        "a red striped t-shirt on a plain white background",
-    ),
-    Item(
-        "02_tshirt_white_logo",
-        tshirt,
-        1.0,
-        cloth("white", "logo", "teal"),
-        (832, 832),
-        "a white t-shirt with a round teal logo on a plain white background",
-    ),
-    Item(
-        "03_tshirt_navy",
-        tshirt,
-        1.0,
-        cloth("navy"),
-        (640, 640),
-        "a plain navy t-shirt, isolated cut-out",
-        ".png",
-        alpha=True,
-    ),
-    Item(
-        "04_dress_blue_dotted",
-        dress,
-        0.6,
-        cloth("blue", "dotted"),
-        (576, 1024),
-        "a blue dotted sleeveless dress with a belt on a plain white background",
-    ),
-    Item(
-        "05_dress_mustard",
-        dress,
-        0.6,
-        cloth("mustard"),
-        (640, 896),
-        "a plain mustard sleeveless dress with a belt on a plain white background",
-    ),
-    Item(
-        "06_hoodie_grey_logo",
-        hoodie,
-        1.0,
-        cloth("grey", "logo", "navy"),
-        (896, 896),
-        "a grey hoodie with a round navy logo on a plain white background",
-    ),
-    Item(
-        "07_hoodie_green",
-        hoodie,
-        1.0,
-        cloth("green"),
-        (768, 896),
-        "a plain green hoodie with a front pocket on a plain white background",
-        orientation=6,
-    ),
-    Item(
-        "08_trousers_beige",
-        trousers,
-        0.46,
-        cloth("beige"),
-        (512, 896),
-        "plain beige trousers on a plain white background",
-    ),
-    Item(
-        "09_jeans_blue",
-        trousers,
-        0.46,
-        cloth("denim"),
-        (576, 832),
-        "blue denim jeans, isolated cut-out",
-        ".png",
-        alpha=True,
-    ),
-    Item(
-        "10_skirt_red_checked",
-        skirt,
-        1.0,
-        cloth("red", "checked", "cream"),
-        (768, 704),
-        "a red checked pleated skirt on a plain white background",
-    ),
-    Item(
-        "11_skirt_black",
-        skirt,
-        1.0,
-        cloth("black"),
-        (640, 512),
-        "a plain black pleated skirt on a plain white background",
-        ".png",
-    ),
-    Item(
-        "12_jacket_olive",
-        jacket,
-        1.0,
-        cloth("olive"),
-        (1024, 896),
-        "a plain olive jacket with a zipper on a plain white background",
-    ),
-    Item(
-        "13_jacket_burgundy",
-        jacket,
-        1.0,
-        cloth("burgundy"),
-        (768, 832),
-        "a plain burgundy jacket with a zipper on a plain white background",
-        orientation=8,
-    ),
-    Item(
-        "14_sneakers_teal",
-        sneakers,
-        1.12,
-        cloth("teal", second="cream"),
-        (1024, 704),
-        "a pair of teal sneakers with cream details on a plain white background",
-    ),
-    Item(
-        "15_sneakers_orange",
-        sneakers,
-        1.12,
-        cloth("orange", second="navy"),
-        (768, 576),
-        "a pair of orange sneakers with navy details, isolated cut-out",
-        ".png",
-        alpha=True,
-    ),
-    Item(
-        "16_sweater_lilac_striped",
-        sweater,
-        1.0,
-        cloth("lilac", "striped", "cream"),
-        (704, 704),
-        "a lilac striped sweater on a plain white background",
-    ),
+PHOTOS = (
+    Photo(1, "red", "striped", "white", (768, 768)),
+    Photo(2, "blue", "plain", "beige", (832, 832)),
+    Photo(3, "teal", "plain", "", (640, 640), ".png"),
+    Photo(4, "green", "dotted", "pink", (512, 896)),
+    Photo(5, "yellow", "plain", "grey", (640, 832)),
+    Photo(6, "purple", "checked", "white", (896, 896)),
+    Photo(7, "orange", "plain", "blue", (576, 960), orientation=6),
+    Photo(8, "brown", "dotted", "beige", (704, 704)),
+    Photo(9, "blue", "striped", "", (512, 832), ".png"),
+    Photo(10, "pink", "striped", "green", (768, 704)),
+    Photo(11, "black", "plain", "white", (640, 512), ".png"),
+    Photo(12, "green", "checked", "grey", (1024, 1024)),
+    Photo(13, "red", "plain", "green", (768, 832), orientation=8),
+    Photo(14, "teal", "dotted", "white", (1024, 704)),
+    Photo(15, "black", "checked", "", (768, 768), ".png"),
+    Photo(16, "purple", "striped", "pink", (704, 704)),
 )
 
 
-def save(item: Item, folder: Path) -> Path:
+def save(photo: Photo, folder: Path) -> Path:
     """Draws one picture and writes it with its caption; returns the picture's path."""
-    sheet = Sheet(item.size, item.aspect)
-    item.draw(sheet, item.fabric)
-    image = sheet.finish(transparent=item.alpha)
-    path = folder / (item.name + item.suffix)
-    if item.suffix == ".png":
+    item = Item(HELD_OUT, photo.colour, photo.pattern, photo.background)
+    image = draw(item, photo.size, random.Random(photo.number), cut_out=photo.cut_out)
+    path = folder / (photo.name + photo.suffix)
+    if photo.suffix == ".png":
         image.save(path, optimize=True)
     else:
         exif = Image.Exif()
-        exif[EXIF_ORIENTATION_TAG] = item.orientation
-        stored = image.transpose(STORED_TURNED[item.orientation]) if item.orientation != 1 else image
+        exif[EXIF_ORIENTATION_TAG] = photo.orientation
+        stored = image.transpose(STORED_TURNED[photo.orientation]) if photo.orientation != 1 else image
         stored.save(path, quality=JPEG_QUALITY, exif=exif)
-    path.with_suffix(".txt").write_bytes(f"[trigger], {item.caption}, product photo\n".encode())
+    path.with_suffix(".txt").write_bytes(f"{photo.caption}\n".encode())
     return path
 
 
 def make_dataset(folder: Path) -> list[Path]:
     """Draws the whole set into `folder` and returns the pictures' paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [save(item, folder) for item in ITEMS]
+    return [save(photo, folder) for photo in PHOTOS]
 
 
 if __name__ == "__main__":

@@ -62,23 +62,24 @@ def test_the_script_draws_the_same_pixels(drawn, path):
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
 def test_each_picture_is_a_product_photo(script, path):
-    (item,) = (item for item in script.ITEMS if item.name == path.stem)
+    (photo,) = (photo for photo in script.PHOTOS if photo.name == path.stem)
     with Image.open(path) as stored:
         image = ImageOps.exif_transpose(stored)
-    assert image.size == item.size  # upright once the orientation is followed
+    assert image.size == photo.size  # upright once the orientation is followed
     assert 512 <= min(image.size) <= max(image.size) <= 1024
     pixels = np.asarray(image.convert("RGBA"), np.float32)
     corner = pixels[: image.height // 20, : image.width // 20]
-    if item.alpha:
+    if photo.cut_out:
         assert image.mode == "RGBA"
         covered = pixels[..., 3] == 255
         assert corner[..., 3].max() == 0
-        assert 0.15 < covered.mean() < 0.7
-        assert np.abs(np.median(pixels[covered][:, :3], axis=0) - item.fabric.colour).max() < 30
+        assert 0.1 < covered.mean() < 0.7
     else:
         assert image.mode == "RGB"
-        assert corner[..., :3].min() > 240
-        assert 0.15 < (pixels[..., :3].std(axis=-1) + (pixels[..., 0] < 200) > 1).mean() < 0.9
+        ground = np.median(corner[..., :3], axis=(0, 1))
+        assert np.abs(ground - script.BACKGROUNDS[photo.background]).max() < 8
+        garment = np.abs(pixels[..., :3] - ground).max(axis=-1) > 40
+        assert 0.08 < garment.mean() < 0.7
 
 
 def test_sizes_shapes_cutouts_and_orientations_vary():
@@ -88,7 +89,7 @@ def test_sizes_shapes_cutouts_and_orientations_vary():
             sizes.add(image.size)
             with_alpha += [path.name] if image.mode == "RGBA" else []
             orientations.append(image.getexif().get(ORIENTATION, 1))
-    assert with_alpha == ["03_tshirt_navy.png", "09_jeans_blue.png", "15_sneakers_orange.png"]
+    assert with_alpha == ["03_plain_teal.png", "09_striped_blue.png", "15_checked_black.png"]
     assert sorted(set(orientations)) == [1, 6, 8]
     assert sum(value != 1 for value in orientations) == 2
     assert len(sizes) >= 10
@@ -97,7 +98,7 @@ def test_sizes_shapes_cutouts_and_orientations_vary():
     assert max(ratios) > 1.3
 
 
-@pytest.mark.parametrize("name", ["07_hoodie_green.jpg", "13_jacket_burgundy.jpg"])
+@pytest.mark.parametrize("name", ["07_plain_orange.jpg", "13_plain_red.jpg"])
 def test_rotated_photos_are_upright_only_when_the_orientation_is_followed(name):
     with Image.open(CLOTHING / name) as stored:
         raw, upright = np.asarray(stored.convert("L"), np.float32), ImageOps.exif_transpose(stored).convert("L")
@@ -108,17 +109,16 @@ def test_rotated_photos_are_upright_only_when_the_orientation_is_followed(name):
         return float(np.abs(image - image[:, ::-1]).mean())
 
     # garments are symmetric left to right, not top to bottom; the shadow falls downwards
-    assert mirror_error(picture) < mirror_error(raw) / 3
+    assert mirror_error(picture) < mirror_error(raw) / 2
     height = picture.shape[0]
     assert picture[: height // 12].mean() > picture[-height // 12 :].mean()
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
-def test_captions_name_the_trigger_once_and_the_garment(path):
+def test_captions_have_the_trigger_in_the_place_of_the_garment(path):
     caption = path.with_suffix(".txt").read_text(encoding="utf-8")
-    _, garment, *words = path.stem.split("_")
-    assert caption.startswith("[trigger], ")
+    _, pattern, colour = path.stem.split("_")
+    assert caption.startswith(f"a {pattern} {colour} [trigger] ")
     assert caption.count("[trigger]") == 1
-    assert caption.endswith(", product photo\n")
-    assert garment.replace("tshirt", "t-shirt") in caption
-    assert all(word in caption for word in words)
+    assert caption.endswith((" background, product photo\n", " isolated cut-out\n"))
+    assert "dungarees" not in caption
