@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coat_core.formats import FORMATS
+from coat_core.formats import FORMATS, M1_FORMATS, M2_FORMATS
 from coat_core.granularity import GROUP_SIZES
 from coat_core.granularity import NAMES as GRANULARITIES
 
@@ -61,12 +61,13 @@ class FP8QuantizationConfig:
     """How FP8AdamW stores its moments.
 
     Args:
-        use_fp8_m1: store exp_avg in FP8; False keeps it in fp32.
-        use_fp8_m2: store exp_avg_sq in FP8; False keeps it in fp32.
-        m1_format: format of exp_avg, "e4m3" or "e5m2".
-        m2_format: format of exp_avg_sq, "e4m3" or "e5m2".
+        use_fp8_m1: store exp_avg in 8 bits; False keeps it in fp32.
+        use_fp8_m2: store exp_avg_sq in 8 bits; False keeps it in fp32.
+        m1_format: format of exp_avg: "e4m3", "e5m2", or "int8_ratio" (exp_avg/sqrt(exp_avg_sq), evenly spaced).
+        m2_format: format of exp_avg_sq: "e4m3", "e5m2", or "uint8_log" (evenly spaced in the logarithm).
         block_size: elements that share one scale; a multiple of 16 from 16 to 4096.
-        use_dynamic_range_expansion: apply f(x) = sign(x)·abs(x/center)^k per block before the cast.
+        use_dynamic_range_expansion: apply f(x) = sign(x)·abs(x/center)^k per block before the cast to e4m3 or e5m2;
+            of no effect on a moment in int8_ratio or uint8_log, whose grids lie between the ends of the block anyway.
         stochastic_rounding: write bf16/fp16 parameters back with stochastic rounding.
         expansion: the constants of the expansion.
 
@@ -86,8 +87,8 @@ class FP8QuantizationConfig:
     def __post_init__(self) -> None:
         for name in ("use_fp8_m1", "use_fp8_m2", "use_dynamic_range_expansion", "stochastic_rounding"):
             _check_bool(name, getattr(self, name))
-        for name in ("m1_format", "m2_format"):
-            _check_choice(name, getattr(self, name), tuple(FORMATS))
+        _check_choice("m1_format", self.m1_format, tuple(M1_FORMATS))
+        _check_choice("m2_format", self.m2_format, tuple(M2_FORMATS))
         size = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size % 16 or not 16 <= size <= 4096:
             raise ValueError(f"block_size={size!r}: must be a multiple of 16 from 16 to 4096")

@@ -39,13 +39,13 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 
 class QuantizedBlocks(NamedTuple):
-    """Blocks stored in FP8, expanded or not.
+    """Blocks stored in 8 bits.
 
     Attributes:
-        codes: FP8 [n, B].
+        codes: FP8 [n, B], or the integers of `coat_core.moments`.
         scale: fp32 [n, 1].
         center: fp32 [n, 1], or None without expansion.
-        exponent: fp32 [n, 1], or None without expansion.
+        exponent: fp32 [n, 1], or None where the format has none.
     """
 
     codes: Tensor
@@ -84,10 +84,10 @@ def contract(expanded: Tensor, center: Tensor, exponent: Tensor) -> Tensor:
     return torch.sign(expanded) * magnitude.clamp(FP32_SMALLEST_NORMAL, FP32_MAX)
 
 
-def _clamp_infinities(blocks: Tensor, fmt: Format) -> Tensor:
-    """Replace ±inf by ± the largest finite magnitude of its row (±fmt.max in a row without one)."""
+def clamp_infinities(blocks: Tensor, without_finite: float) -> Tensor:
+    """Replace ±inf in [n, B] by ± the largest finite magnitude of its row (±without_finite in a row without one)."""
     limit = finite_abs(blocks).amax(dim=-1, keepdim=True)
-    limit = torch.where(limit > 0, limit, torch.full_like(limit, fmt.max))
+    limit = torch.where(limit > 0, limit, torch.full_like(limit, without_finite))
     return blocks.clamp(-limit, limit)
 
 
@@ -100,7 +100,7 @@ def quantize_blocks(blocks: Tensor, fmt: Format, expansion: ExpansionConfig | No
     Numerics: with expansion no nonzero element gets a zero code.
     """
     center = exponent = None
-    blocks = _clamp_infinities(blocks, fmt)
+    blocks = clamp_infinities(blocks, fmt.max)
     if expansion is not None:
         center, exponent = expansion_parameters(blocks, fmt, expansion)
         blocks = expand(blocks, center, exponent)

@@ -1,4 +1,4 @@
-"""Facts about the two FP8 formats.
+"""Facts about the two FP8 formats, and the names of two integer formats that only AdamW's moments have.
 
 | name | torch dtype         | max    | smallest normal | smallest subnormal | mantissa bits |
 |------|---------------------|--------|-----------------|--------------------|---------------|
@@ -6,6 +6,7 @@
 | e5m2 | float8_e5m2         | 57344  | 2^-14           | 2^-16              | 2             |
 
 e4m3 has no infinity; e5m2 has one, and torch's own cast sends large values there (`quantize.saturating_cast` does not).
+The integer formats: `coat_core.moments`.
 Source: OCP 8-bit floating point specification (OFP8) 1.0; the values are checked against `torch.finfo` by the tests.
 """
 
@@ -32,6 +33,22 @@ E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2)
 
 FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+
+@dataclass(frozen=True)
+class IntegerFormat:
+    """An 8-bit format of one of AdamW's moments: its name and the dtype of its codes, which no other format has."""
+
+    name: str
+    dtype: torch.dtype
+
+
+INT8_RATIO = IntegerFormat("int8_ratio", torch.int8)
+UINT8_LOG = IntegerFormat("uint8_log", torch.uint8)
+
+# what exp_avg and exp_avg_sq may be stored in
+M1_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, INT8_RATIO.name: INT8_RATIO}
+M2_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, UINT8_LOG.name: UINT8_LOG}
 
 
 def get_format(name: str) -> Format:

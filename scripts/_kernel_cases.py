@@ -103,8 +103,8 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
 
     def case(
         dtype: torch.dtype,
-        codes: torch.dtype,
-        numbers: int,
+        codes: torch.dtype | tuple[torch.dtype, torch.dtype],
+        numbers: int | tuple[int, int],
         block: int,
         *,
         stochastic: bool = False,
@@ -112,12 +112,15 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
     ) -> Callable[[], Any]:
         size, fp32 = 16 * HIDDEN, torch.float32
         n = -(-size // block)
-        moment = (_empty(2 * n, block, dtype=codes), _empty(numbers, 2 * n, dtype=fp32))
+        kinds = codes if isinstance(codes, tuple) else (codes, codes)
+        rows_of = numbers if isinstance(numbers, tuple) else (numbers, numbers)
+        pairs = zip(kinds, rows_of, strict=True)
+        moments = [(_empty(2 * n, block, dtype=kind), _empty(count, 2 * n, dtype=fp32)) for kind, count in pairs]
         tensors = [_empty(size, dtype=dtype)] * 2
         hyper = [0.1, 0.999, 0.001, 1e-8, 0.99, 0.1, 0.3]
         rows = _empty(2, 3, dtype=fp32) if table else None
         how = ([0, n], hyper, rows, [4 / 7, 0.0, 256.0], False, stochastic)
-        return partial(fp8_adamw_step, tensors, tensors, *moment, *moment, *how)
+        return partial(fp8_adamw_step, tensors, tensors, *moments[0], *moments[1], *how)
 
     e4m3, e5m2, fp32, bf16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
     return {
@@ -125,6 +128,12 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
         "adamw bf16 e5m2 on the device": case(bf16, e5m2, 3, 128, table=True),
         "adamw bf16 stochastic": case(bf16, e4m3, 3, 128, stochastic=True),
         "adamw plain block 16": case(fp32, e4m3, 1, 16),
+        **{f"adamw integers block {b}": case(fp32, (torch.int8, torch.uint8), (1, 2), b) for b in (16, 128, 4096)},
+        "adamw integers bf16 on the device": case(
+            bf16, (torch.int8, torch.uint8), (1, 2), 128, stochastic=True, table=True
+        ),
+        "adamw int8_ratio e4m3": case(fp32, (torch.int8, e4m3), (1, 3), 128),
+        "adamw e4m3 uint8_log": case(fp32, (e4m3, torch.uint8), (3, 2), 128),
         "adamw unquantized": case(fp32, fp32, 0, 128),
     }
 

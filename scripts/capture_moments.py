@@ -1,11 +1,12 @@
-"""Captures AdamW's exact moments from a real LoRA training, for `scripts/moment_error.py`.
+"""Captures AdamW's exact moments from a real training, for `scripts/moment_error.py`.
 
-    python scripts/capture_moments.py [--out output/moments] [--steps 1 2 10 100 400]
+    python scripts/capture_moments.py [--train full] [--out output/moments] [--steps 1 2 10 100 400 800]
 
-A FLUX transformer (diffusers' own class, the embedded tiny model's geometry made wider and deeper) is trained with PEFT
+The mini-FLUX that comes with this package (diffusers' own classes) is fine-tuned, all of its transformer or with PEFT
 LoRA on every linear of its blocks, B = 0 at the start, on the latents and captions of `datasets_example/clothing`, with
-FLUX's flow-matching loss and fp32 torch.optim.AdamW. At each of the steps exp_avg and exp_avg_sq go to
-`step_000100.safetensors` and so on; nothing is downloaded.
+FLUX's flow-matching loss and fp32 torch.optim.AdamW. `--weights random` takes a FLUX transformer of any size with
+random weights in its place. At each of the steps exp_avg and exp_avg_sq go to `step_000100.safetensors` and so on;
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from coat_flux.engine.flow_matching import draw_sigmas, noisy_latents, predict_velocity, sample_losses, sigma_table
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.tiny_flux import make_mini_flux, make_tiny_flux
 from coat_flux.tiny_flux.models import TINY_TRANSFORMER_CONFIG, initialise
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def build_lora_flux(blocks: int, heads: int, head_dim: int, rank: int, seed: int = 0) -> nn.Module:
-    """Return a FLUX transformer of `blocks` double and `blocks` single blocks, frozen, with fp32 adapters, B = 0."""
+def build_flux(blocks: int, heads: int, head_dim: int, seed: int = 0) -> nn.Module:
+    """Return a FLUX transformer of `blocks` double and `blocks` single blocks with random weights."""
     from diffusers import FluxTransformer2DModel
 
     rope = (head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3)
@@ -40,21 +41,36 @@ def build_lora_flux(blocks: int, heads: int, head_dim: int, rank: int, seed: int
         "attention_head_dim": head_dim,
         "axes_dims_rope": rope,
     }
-    model = initialise(FluxTransformer2DModel(**{**TINY_TRANSFORMER_CONFIG, **geometry}), f"moments-{seed}")
+    return initialise(FluxTransformer2DModel(**{**TINY_TRANSFORMER_CONFIG, **geometry}), f"moments-{seed}")
+
+
+def add_lora(model: nn.Module, rank: int, seed: int = 0) -> nn.Module:
+    """Freeze the model and give every linear of its blocks a fp32 adapter, B = 0."""
     model.requires_grad_(False)
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     targets = [name for name in names if name.startswith(("transformer_blocks.", "single_transformer_blocks."))]
     torch.manual_seed(seed)
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), model)
-    return model.train()
+    return model
 
 
-def encode_dataset(folder: Path, models: Path, size: int) -> dict[str, Tensor]:
-    """Return latents [N, C, size/8, size/8], prompt_embeds [N, L, D] and pooled [N, P] of a folder of images."""
+def build_lora_flux(blocks: int, heads: int, head_dim: int, rank: int, seed: int = 0) -> nn.Module:
+    """Return `build_flux` with `add_lora`, ready to train."""
+    return add_lora(build_flux(blocks, heads, head_dim, seed), rank, seed).train()
+
+
+def encode_dataset(folder: Path, model: Path, size: int) -> dict[str, Tensor]:
+    """Return latents [N, C, size/8, size/8], prompt_embeds [N, L, D] and pooled [N, P] of a folder of images.
+
+    Args:
+        folder: images with captions beside them.
+        model: diffusers folder with the VAE and the text encoders.
+        size: of the images, in pixels.
+    """
     from diffusers import FluxPipeline
     from PIL import Image, ImageOps
 
-    pipeline = FluxPipeline.from_pretrained(make_tiny_flux(models), transformer=None)
+    pipeline = FluxPipeline.from_pretrained(model, transformer=None)
     images = sorted(path for path in folder.iterdir() if path.suffix in (".jpg", ".png"))
     captions = [path.with_suffix(".txt").read_text(encoding="utf-8").strip() for path in images]
     pixels = []
@@ -106,28 +122,48 @@ def train_and_capture(
             return
 
 
-def main() -> None:
-    """Train and write the captures."""
+def trained_model(args: argparse.Namespace) -> tuple[nn.Module, Path]:
+    """Return the transformer as the options ask for it, and the diffusers folder of all other parts."""
+    from diffusers import FluxTransformer2DModel
+
+    if args.weights == "mini":
+        folder = make_mini_flux(args.models / "coat_mini_flux")
+        model = FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")
+    else:
+        folder = make_tiny_flux(args.models / "tiny-flux")
+        model = build_flux(args.blocks, args.heads, args.head_dim, args.seed)
+    return (add_lora(model, args.rank, args.seed) if args.train == "lora" else model).train(), folder
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "output" / "moments")
     parser.add_argument("--data", type=Path, default=ROOT / "datasets_example" / "clothing")
-    parser.add_argument("--models", type=Path, default=ROOT / "models" / "tiny-flux", help="where the tiny FLUX is")
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 10, 100, 400])
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--models", type=Path, default=ROOT / "models", help="where the embedded models are made")
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 10, 100, 400, 800])
+    parser.add_argument("--train", choices=("lora", "full"), default="lora")
+    parser.add_argument("--weights", choices=("mini", "random"), default="mini")
+    parser.add_argument("--blocks", type=int, default=4, help="of each kind, with random weights")
+    parser.add_argument("--heads", type=int, default=4, help="with random weights")
+    parser.add_argument("--head-dim", type=int, default=64, help="with random weights")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--size", type=int, default=128, help="image size in pixels")
+    parser.add_argument("--size", type=int, default=64, help="image size in pixels")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train and write the captures."""
+    args = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
-    model = build_lora_flux(args.blocks, args.heads, args.head_dim, args.rank, args.seed)
-    data = encode_dataset(args.data, args.models, args.size)
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    adapters = sum(name.endswith("lora_A.default.weight") for name, _ in model.named_parameters())
-    print(f"{adapters} adapters of rank {args.rank}, {trained:,} parameters; {len(data['latents'])} images")
+    model, folder = trained_model(args)
+    data = encode_dataset(args.data, folder, args.size)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    total = sum(param.numel() for param in trained)
+    print(f"{args.train}: {total:,} parameters in {len(trained)} tensors; {len(data['latents'])} images")
     start = time.perf_counter()
     settings = {key: str(value) for key, value in vars(args).items()}
     for step, loss, moments in train_and_capture(model, data, args.steps, lr=args.lr, batch=args.batch, seed=args.seed):

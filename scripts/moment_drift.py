@@ -15,26 +15,38 @@ from pathlib import Path
 
 import torch
 from capture_moments import ROOT, build_lora_flux, encode_dataset, losses
-from moment_error import PAPER, Method, bitsandbytes_method, coat, update
+from moment_error import BEST, COAT, Method, bitsandbytes_method, own_methods, stored, update
 from torch import Tensor
 
 from coat_core.config import ExpansionConfig
+from coat_flux.tiny_flux import make_tiny_flux
 
 REPORTED = (1, 2, 10, 30, 100, 200, 400)
 BETA1, BETA2 = 0.9, 0.999
 
 
+# of those in scripts/moment_error.py
+COMPARED = (
+    "e4m3, e4m3",
+    "· with the constants of the paper's kernel",
+    COAT,
+    "int8 of abs(m)^0.5, uint8_log",
+    "int8 of abs(m)^p, p for the least error, uint8_log",
+    BEST,
+    "· abs(ratio)^0.75",
+    "· ratio to the v that is stored",
+    "int8_ratio, e4m3 expanded",
+    "fp32, uint8_log",
+)
+
+
 def methods() -> dict[str, Method]:
     """The ways of storing that are compared."""
-    constants = {
-        "paper's kernel: 1/2, k in 1/16": PAPER,
-        "4/7, k in 1/16": ExpansionConfig(4 / 7, 1 / 16),
-        "1, k exact": ExpansionConfig(1.0, 0.0),
-        "4/7, k exact (smallest value on code 2)": ExpansionConfig(4 / 7, 0.0),
-        "2/7, k exact (smallest value on code 4)": ExpansionConfig(2 / 7, 0.0),
-    }
-    found = {"e4m3": (coat("e4m3", None), coat("e4m3", None))}
-    found |= {f"e4m3 expanded, {name}": (coat("e4m3", c), coat("e4m3", c)) for name, c in constants.items()}
+    known = dict(own_methods())
+    found = {name: known[name] for name in COMPARED}
+    for fraction, text in ((1.0, "1"), (2 / 7, "2/7 (smallest value on code 4)")):
+        found[f"e4m3, e4m3, expanded: {text}, k exact"] = stored(expansion=ExpansionConfig(fraction, 0.0))
+    found["int8_ratio, fp32"] = stored(m1_format="int8_ratio", use_fp8_m2=False)
     try:
         return found | dict([bitsandbytes_method()])
     except ImportError:
@@ -52,7 +64,7 @@ class Track:
         self.m = self.m.lerp(grad, 1 - BETA1)
         self.v = (self.v * BETA2).addcmul(grad, grad, value=1 - BETA2)
         if self.method is not None:
-            self.m, self.v = self.method[0](self.m), self.method[1](self.v)
+            self.m, self.v = self.method(self.m, self.v)
 
     def direction(self) -> Tensor:
         """The update without bias correction, fp64."""
@@ -71,13 +83,13 @@ def main() -> None:
     """Train, and print a table at each of the reported steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT / "datasets_example" / "clothing")
-    parser.add_argument("--models", type=Path, default=ROOT / "models" / "tiny-flux", help="where the tiny FLUX is")
+    parser.add_argument("--models", type=Path, default=ROOT / "models", help="where the embedded model is made")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     model = build_lora_flux(blocks=2, heads=2, head_dim=64, rank=16, seed=args.seed)
-    data = encode_dataset(args.data, args.models, size=96)
+    data = encode_dataset(args.data, make_tiny_flux(args.models / "tiny-flux"), size=96)
     params = [param for param in model.parameters() if param.requires_grad]
     size = sum(param.numel() for param in params)
     optimizer = torch.optim.AdamW(params, lr=args.lr, betas=(BETA1, BETA2), weight_decay=1e-4)

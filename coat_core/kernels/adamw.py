@@ -1,4 +1,4 @@
-"""AdamW with moments stored in FP8: one step of many tensors as one operator.
+"""AdamW with moments stored in 8 bits: one step of many tensors as one operator.
 
 The paper's Algorithm 1 (decoupled weight decay) with t the step counted from 1, all in fp32:
 
@@ -13,7 +13,8 @@ parameters and gradients; lists for the moments and their numbers per block as w
 step for 1000 tensors instead of 0.7 (measured on a CPU core).
 
 Shapes: B elements a block, n blocks in all; codes [n, B]; numbers fp32 [S, n], S rows of: scale, exponent, center.
-S = 3 with dynamic range expansion, 1 without, 0 for a moment in fp32.
+S = 3 with dynamic range expansion, 1 without, 0 for a moment in fp32; 1 for int8_ratio, 2 for uint8_log. The dtype of
+the codes and S tell the format.
 Source: arXiv 2410.19313, section 3 (FP8 optimizer); order of operations as torch.optim.AdamW's single-tensor path, so
 that fp32 results are equal to the last bit.
 """
@@ -28,9 +29,10 @@ from torch import Tensor
 
 from coat_core.config import ExpansionConfig
 from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
-from coat_core.formats import format_of
+from coat_core.formats import INT8_RATIO, UINT8_LOG, format_of
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.packing import Chunk, chunk_elements, chunks
+from coat_core.moments import dequantize_log, dequantize_ratio, quantize_log, quantize_ratio, update_ratio
 from coat_core.quantize import stochastic_cast
 
 
@@ -57,7 +59,7 @@ class Hyper(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """One moment of all tensors: codes, FP8 or fp32 [n, B], and their numbers per block, fp32 [S, n]."""
+    """One moment of all tensors: codes, 8 bits or fp32 [n, B], and their numbers per block, fp32 [S, n]."""
 
     codes: Tensor
     numbers: Tensor
@@ -116,26 +118,50 @@ def adamw_update_(
     param.add_((exp_avg * -step_size).div_(denominator))
 
 
-def read_moment(moment: Moment, rows: slice) -> Tensor:
-    """Dequantize some blocks of a moment into fp32 [n, B]; a moment in fp32 is not copied."""
+def read_moments(exp_avg: Moment, exp_avg_sq: Moment, rows: slice) -> tuple[Tensor, Tensor]:
+    """Dequantize some blocks of both moments into m and v, fp32 [n, B]; a moment in fp32 is not copied."""
+    m, v = _read(exp_avg, rows), _read(exp_avg_sq, rows)
+    if exp_avg.codes.dtype == INT8_RATIO.dtype:
+        m *= v.sqrt()
+    return m, v
+
+
+def write_moments(
+    exp_avg: Moment, exp_avg_sq: Moment, rows: slice, m: Tensor, v: Tensor, expansion: ExpansionConfig
+) -> None:
+    """Inverse of `read_moments`, in place."""
+    if exp_avg.codes.dtype == INT8_RATIO.dtype:
+        m = update_ratio(m, v)
+    _write(exp_avg, rows, m, expansion)
+    _write(exp_avg_sq, rows, v, expansion)
+
+
+def _read(moment: Moment, rows: slice) -> Tensor:
     codes, numbers = moment.codes[rows], moment.numbers[:, rows, None]
     if not len(numbers):
         return codes
+    if codes.dtype == INT8_RATIO.dtype:
+        return dequantize_ratio(codes, *numbers)
+    if codes.dtype == UINT8_LOG.dtype:
+        return dequantize_log(codes, *numbers)
     scale, exponent, center = numbers if len(numbers) == 3 else (numbers[0], None, None)
     return dequantize_blocks(QuantizedBlocks(codes, scale, center, exponent))
 
 
-def write_moment(moment: Moment, rows: slice, values: Tensor, expansion: ExpansionConfig) -> None:
-    """Inverse of `read_moment`, in place."""
+def _write(moment: Moment, rows: slice, values: Tensor, expansion: ExpansionConfig) -> None:
     if not len(moment.numbers):
         moment.codes[rows] = values
         return
-    expanded = len(moment.numbers) == 3
-    stored = quantize_blocks(values, format_of(moment.codes.dtype), expansion if expanded else None)
+    if moment.codes.dtype == INT8_RATIO.dtype:
+        stored = quantize_ratio(values)
+    elif moment.codes.dtype == UINT8_LOG.dtype:
+        stored = quantize_log(values)
+    else:
+        expanded = len(moment.numbers) == 3
+        stored = quantize_blocks(values, format_of(moment.codes.dtype), expansion if expanded else None)
     moment.codes[rows] = stored.codes
-    found = (stored.scale, stored.exponent, stored.center) if expanded else (stored.scale,)
+    found = (number for number in (stored.scale, stored.exponent, stored.center) if number is not None)
     for row, number in zip(moment.numbers, found, strict=True):
-        assert number is not None
         row[rows] = number.squeeze(-1)
 
 
@@ -167,12 +193,11 @@ def _fp8_adamw_step(
         pieces = _cut(chunk, flat_params)
         param = chunk.layout.gather(pieces, torch.float32)
         grad = chunk.layout.gather(_cut(chunk, flat_grads), torch.float32)
-        moments = [Moment(exp_avg, exp_avg_numbers), Moment(exp_avg_sq, exp_avg_sq_numbers)]
-        m, v = (read_moment(moment, chunk.rows) for moment in moments)
+        moments = Moment(exp_avg, exp_avg_numbers), Moment(exp_avg_sq, exp_avg_sq_numbers)
+        m, v = read_moments(*moments, chunk.rows)
         rows_table = None if table is None else _per_block(table, chunk)
         adamw_update_(param, -grad if maximize else grad, m, v, Hyper(*hyper), rows_table)
-        for moment, values in zip(moments, (m, v), strict=True):
-            write_moment(moment, chunk.rows, values, ExpansionConfig(*expansion))
+        write_moments(*moments, chunk.rows, m, v, ExpansionConfig(*expansion))
         if stochastic_rounding and params[0].dtype != torch.float32:
             param = stochastic_cast(param, params[0].dtype)
         chunk.layout.scatter(param, pieces)
@@ -231,8 +256,9 @@ def fp8_adamw_step(
         ValueError: a gradient or the packed moments do not have the parameter's size.
 
     Numerics: one step from the same state. Without expansion the kernel has the reference's codes and scales to the
-        bit, and parameters within 1 ulp of the update (torch's own sqrt on a CPU is not correctly rounded). With it
-        powers are exp2(k·log2(x)): at most 10 of 10,000 codes are one code off (measured 0.2), all others equal.
+        bit, and parameters within 1 ulp of the update (torch's own sqrt on a CPU is not correctly rounded). With it,
+        and in int8_ratio and uint8_log, powers and logarithms are the GPU's own: at most 10 of 10,000 codes are one
+        code off (measured 0.2), all others equal.
     Source: arXiv 2410.19313, section 3.
     """
     _check_sizes(params, grads, exp_avg.codes, first_blocks)

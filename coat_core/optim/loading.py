@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.formats import FORMATS, Format, format_of
+from coat_core.formats import M1_FORMATS, M2_FORMATS, Format, IntegerFormat
 from coat_core.kernels.packing import n_blocks
-from coat_core.optim.state import MOMENTS, State, Storage, convert_moment
+from coat_core.optim.state import MOMENTS, State, Storage, convert_state
 
 logger = logging.getLogger(__name__)
 
 UNQUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS_OF = dict(zip(MOMENTS, (M1_FORMATS, M2_FORMATS), strict=True))
 PER_BLOCK = ("scale", "exponent", "center")
 KEYS = {"step", *MOMENTS, *(f"{name}_{suffix}" for name in MOMENTS for suffix in PER_BLOCK)}
 # Options of torch.optim.AdamW without a meaning here, and what else its groups hold.
@@ -80,14 +81,17 @@ def restored_states(
     states: dict[Tensor, State] = {}
     for (_, saved, param, _), old in zip(entries, found, strict=True):
         state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).detach().cpu().reshape(()).clone()}
+        own = {key: saved[key].detach().to(param.device) for key in saved if key != "step"}
+        changed = [name for name, storage in moments.items() if not _same_storage(old[name], storage)]
+        converted = convert_state(own, old, moments) if changed else {}
         for name, storage in moments.items():
-            own = {key: saved[key].detach().to(param.device) for key in saved if _moment_of(key) == name}
-            if _same_storage(old[name], storage):
-                own[name] = own[name].to(storage.dtype)  # an unquantized moment may come as bf16
-                state.update({key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in own.items()})
-            else:
-                state.update(convert_moment(name, own, old[name], storage, param))
+            if name in changed:
+                state.update({key: tensor for key, tensor in converted.items() if _moment_of(key) == name})
                 changes.add(_change(name, old[name], storage))
+            else:
+                own[name] = own[name].to(storage.dtype)  # an unquantized moment may come as bf16
+                kept = {key: tensor for key, tensor in own.items() if _moment_of(key) == name}
+                state.update({key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in kept.items()})
         states[param] = state
     if changes:
         logger.warning("FP8AdamW: %s", "; ".join(sorted(changes)))
@@ -134,34 +138,40 @@ def _storage_in_file(
     if saved[name].dtype in UNQUANTIZED_DTYPES:
         if beside:
             raise ValueError(
-                f"state[{index}]['{name}'] is {saved[name].dtype} beside {name}_{min(beside)}: the FP8 codes were cast "
+                f"state[{index}]['{name}'] is {saved[name].dtype} beside {name}_{min(beside)}: its codes were cast "
                 f"by whoever wrote or loaded the file; {ANOTHER_FILE}"
             )
         return Storage(None, 16, None)  # can be read in blocks of any size
-    if saved[name].dtype not in {fmt.dtype for fmt in FORMATS.values()}:
-        raise ValueError(f"state[{index}]['{name}'] is {saved[name].dtype}: must be FP8 or floating; {ANOTHER_FILE}")
-    storage = _described_storage(format_of(saved[name].dtype), fp8)
+    formats = {fmt.dtype: fmt for fmt in FORMATS_OF[name].values()}
+    if saved[name].dtype not in formats:
+        rule = f"must be floating or the codes of {', '.join(FORMATS_OF[name])}"
+        raise ValueError(f"state[{index}]['{name}'] is {saved[name].dtype}: {rule}; {ANOTHER_FILE}")
+    storage = _described_storage(formats[saved[name].dtype], fp8)
     blocks = (n_blocks(param.numel(), storage.block_size),)
     for suffix in storage.per_block:
         key = f"{name}_{suffix}"
         if key not in saved:
-            raise ValueError(f"state[{index}]['{key}'] is missing beside FP8 codes of {name}; {ANOTHER_FILE}")
+            raise ValueError(f"state[{index}]['{key}'] is missing beside the codes of {name}; {ANOTHER_FILE}")
         _check_tensor(f"state[{index}]['{key}']", saved[key], blocks, torch.float32)
     alien = beside.difference(storage.per_block)
     if alien:
-        raise ValueError(f"state[{index}]['{name}_{min(alien)}']: the file says expansion was off; {ANOTHER_FILE}")
+        raise ValueError(
+            f"state[{index}]['{name}_{min(alien)}']: codes that the file says are {storage.describe()} have none; "
+            f"{ANOTHER_FILE}"
+        )
     return storage
 
 
-def _described_storage(fmt: Format, fp8: dict[str, Any] | None) -> Storage:
+def _described_storage(fmt: Format | IntegerFormat, fp8: dict[str, Any] | None) -> Storage:
     """Read block size and expansion from the "fp8" entry of the file's param group."""
     if not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
         raise ValueError(
-            f"param_groups 'fp8'={fp8!r}: must tell block_size and use_dynamic_range_expansion of the FP8 codes in the "
+            f"param_groups 'fp8'={fp8!r}: must tell block_size and use_dynamic_range_expansion of the codes in the "
             f"file; {ANOTHER_FILE}"
         )
     config = FP8QuantizationConfig(block_size=fp8["block_size"])
-    return Storage(fmt, config.block_size, config.expansion if fp8["use_dynamic_range_expansion"] else None)
+    expanded = isinstance(fmt, Format) and fp8["use_dynamic_range_expansion"]
+    return Storage(fmt, config.block_size, config.expansion if expanded else None)
 
 
 def _check_tensor(where: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:

@@ -3,9 +3,10 @@
 | key                                             | dtype, shape                                   | present       |
 |-------------------------------------------------|------------------------------------------------|---------------|
 | step                                            | fp32, []; on the CPU unless capturable         | always        |
-| exp_avg, exp_avg_sq                             | FP8 codes, or fp32; the parameter's shape      | always        |
-| exp_avg_scale, exp_avg_sq_scale                 | fp32 [n_blocks]                                | FP8           |
+| exp_avg, exp_avg_sq                             | 8-bit codes, or fp32; the parameter's shape    | always        |
+| exp_avg_scale, exp_avg_sq_scale                 | fp32 [n_blocks]                                | 8-bit codes   |
 | exp_avg_exponent, _center; exp_avg_sq_exponent, _center | fp32 [n_blocks]                        | FP8, expanded |
+| exp_avg_sq_exponent                             | fp32 [n_blocks]                                | uint8_log     |
 
 Only plain tensors, so that `torch.load(weights_only=True)` reads them. Blocks run over the flattened parameter; the
 last one may be shorter.
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from coat_core.config import ExpansionConfig, FP8QuantizationConfig
-from coat_core.formats import Format, get_format
-from coat_core.kernels.adamw import Moment, read_moment, write_moment
+from coat_core.formats import M1_FORMATS, M2_FORMATS, UINT8_LOG, Format, IntegerFormat
+from coat_core.kernels.adamw import Moment, read_moments, write_moments
 from coat_core.kernels.packing import Layout, n_blocks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -31,12 +32,12 @@ class Storage(NamedTuple):
     """How one moment is stored.
 
     Attributes:
-        format: FP8 format, or None for fp32.
+        format: None for fp32.
         block_size: elements that share a scale.
-        expansion: constants of dynamic range expansion, or None without it.
+        expansion: constants of dynamic range expansion, or None without it; always None for integer formats.
     """
 
-    format: Format | None
+    format: Format | IntegerFormat | None
     block_size: int
     expansion: ExpansionConfig | None
 
@@ -50,23 +51,30 @@ class Storage(NamedTuple):
         """The suffixes of the fp32 [n_blocks] tensors beside the codes."""
         if self.format is None:
             return ()
+        if self.format is UINT8_LOG:
+            return ("scale", "exponent")
         return ("scale",) if self.expansion is None else ("scale", "exponent", "center")
 
     def describe(self) -> str:
-        """Return e.g. "fp32" or "e4m3 (block 128, expanded)"."""
+        """Return e.g. "fp32", "e4m3 (block 128, expanded)" or "int8_ratio (block 128)"."""
         if self.format is None:
             return "fp32"
+        if isinstance(self.format, IntegerFormat):
+            return f"{self.format.name} (block {self.block_size})"
         return f"{self.format.name} (block {self.block_size}, {'expanded' if self.expansion else 'plain'})"
 
 
 def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
     """Return how the configuration stores each of `MOMENTS`."""
     formats = (
-        get_format(config.m1_format) if config.use_fp8_m1 else None,
-        get_format(config.m2_format) if config.use_fp8_m2 else None,
+        M1_FORMATS[config.m1_format] if config.use_fp8_m1 else None,
+        M2_FORMATS[config.m2_format] if config.use_fp8_m2 else None,
     )
     expansion = config.expansion if config.use_dynamic_range_expansion else None
-    return {name: Storage(fmt, config.block_size, expansion) for name, fmt in zip(MOMENTS, formats, strict=True)}
+    return {
+        name: Storage(fmt, config.block_size, expansion if isinstance(fmt, Format) else None)
+        for name, fmt in zip(MOMENTS, formats, strict=True)
+    }
 
 
 def empty_moment(blocks: int, storage: Storage, device: torch.device) -> Moment:
@@ -84,14 +92,30 @@ def moment_views(name: str, moment: Moment, storage: Storage, first: int, shape:
     return {name: flat.view(shape), **suffixed}
 
 
-def convert_moment(name: str, state: State, old: Storage, new: Storage, param: Tensor) -> State:
-    """Re-quantize one moment from one storage to another; through exact fp32 values, on the parameter's device."""
-    source = empty_moment(n_blocks(param.numel(), old.block_size), old, param.device)
-    for key, view in moment_views(name, source, old, 0, param.shape).items():
-        view.copy_(state[key])
-    everything = slice(None)
-    values = read_moment(source, everything).view(-1)[: param.numel()]
-    target = empty_moment(n_blocks(param.numel(), new.block_size), new, param.device)
-    blocks = Layout([param.numel()], new.block_size).gather([values], torch.float32)
-    write_moment(target, everything, blocks, new.expansion or ExpansionConfig())
-    return moment_views(name, target, new, 0, param.shape)
+def read_state(state: State, moments: dict[str, Storage]) -> tuple[Tensor, Tensor]:
+    """Return exp_avg and exp_avg_sq of one parameter in fp32, in its shape, from how they are stored."""
+    shape, device = state["exp_avg"].shape, state["exp_avg"].device
+    block_size = max(storage.block_size for storage in moments.values())  # fp32 can be read in blocks of any size
+    packed = []
+    for name, storage in moments.items():
+        storage = storage._replace(block_size=block_size)
+        packed.append(empty_moment(n_blocks(shape.numel(), block_size), storage, device))
+        for key, view in moment_views(name, packed[-1], storage, 0, shape).items():
+            view.copy_(state[key])
+    m, v = read_moments(packed[0], packed[1], slice(None))
+    return m.view(-1)[: shape.numel()].view(shape), v.view(-1)[: shape.numel()].view(shape)
+
+
+def convert_state(state: State, old: dict[str, Storage], new: dict[str, Storage]) -> State:
+    """Store both moments of one parameter in another way; through fp32 values, on the device they are on."""
+    values = read_state(state, old)
+    shape, device = values[0].shape, values[0].device
+    block_size, expansion = new["exp_avg"].block_size, new["exp_avg"].expansion or new["exp_avg_sq"].expansion
+    layout = Layout([shape.numel()], block_size)
+    m, v = (layout.gather([moment.reshape(-1)], torch.float32) for moment in values)
+    packed = {name: empty_moment(sum(layout.blocks), storage, device) for name, storage in new.items()}
+    write_moments(packed["exp_avg"], packed["exp_avg_sq"], slice(None), m, v, expansion or ExpansionConfig())
+    views: State = {}
+    for name, storage in new.items():
+        views.update(moment_views(name, packed[name], storage, 0, shape))
+    return views

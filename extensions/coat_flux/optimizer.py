@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from coat_core.optim import FP8AdamW
+from coat_core.optim.state import storages
 
 from .config import COATConfig
 
@@ -42,11 +43,6 @@ def describe_optimizer(optimizer: FP8AdamW) -> str:
     """One line for the start of a run: how many parameters, and how both moments are stored."""
     config = optimizer.fp8_config
     count = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-    m1 = config.m1_format if config.use_fp8_m1 else "fp32"
-    m2 = config.m2_format if config.use_fp8_m2 else "fp32"
-    expansion = "on" if config.use_dynamic_range_expansion else "off"
+    stored = ", ".join(f"{name} {storage.describe()}" for name, storage in storages(config).items())
     rounding = ", stochastic rounding" if config.stochastic_rounding else ""
-    return (
-        f"FP8AdamW over {count:,} parameters, exp_avg {m1}, exp_avg_sq {m2}, blocks of {config.block_size}, "
-        f"expansion {expansion}{rounding}"
-    )
+    return f"FP8AdamW over {count:,} parameters, {stored}{rounding}"

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from coat_core.config import PAPER_EXPANSION, ExpansionConfig
-from coat_core.formats import get_format
+from coat_core.formats import M1_FORMATS, M2_FORMATS, Format, IntegerFormat
 from coat_core.kernels import adamw
 from coat_core.kernels.adamw import Moment, fp8_adamw_step, hyper_of_step, hyper_table
 from coat_core.kernels.packing import n_blocks
+from coat_core.optim.state import Storage, empty_moment
 from coat_core.quantize import finite_abs
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import WITHOUT_SCHEMA, bits
@@ -45,13 +46,15 @@ class Problem:
         self.params = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
         sizes = [n_blocks(param.numel(), block_size) for param in self.params]
         self.first_blocks = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.moments = [self._zeros(sum(sizes), block_size, name, expanded, device) for name in formats]
+        stored = [(None if name is None else {**M1_FORMATS, **M2_FORMATS}[name]) for name in formats]
+        self.moments = [self._zeros(sum(sizes), block_size, fmt, expanded, device) for fmt in stored]
 
     @staticmethod
-    def _zeros(blocks: int, block_size: int, name: str | None, expanded: bool, device: torch.device) -> Moment:
-        dtype, rows = (torch.float32, 0) if name is None else (get_format(name).dtype, 3 if expanded else 1)
-        codes = torch.zeros((blocks, block_size), dtype=dtype, device=device)
-        return Moment(codes, torch.ones((rows, blocks), device=device))
+    def _zeros(
+        blocks: int, block_size: int, fmt: Format | IntegerFormat | None, expanded: bool, device: torch.device
+    ) -> Moment:
+        expansion = ExpansionConfig() if expanded and isinstance(fmt, Format) else None
+        return empty_moment(blocks, Storage(fmt, block_size, expansion), device)
 
     def grads(self, step: int) -> list[Tensor]:
         """Of magnitudes from 1e-6 to 1; those of every third parameter are zero in the first step."""
@@ -87,11 +90,13 @@ def triton_version() -> tuple[int, ...]:
 
 
 def values_of(problem: Problem) -> list[Tensor]:
-    return [adamw.read_moment(moment, slice(None)) for moment in problem.moments]
+    return list(adamw.read_moments(*problem.moments, slice(None)))
 
 
 def code_places(codes: Tensor) -> Tensor:
     """Codes by their order: neighbours differ by 1; NaN is one place."""
+    if not codes.is_floating_point():
+        return codes.to(torch.int32)
     raw = codes.view(torch.uint8).to(torch.int32)
     magnitude = torch.where(codes.to(torch.float32).isnan(), 0x7F, raw & 0x7F)
     return torch.where((raw & 0x80 > 0) & ~codes.to(torch.float32).isnan(), -magnitude, magnitude)
@@ -157,11 +162,13 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 FORMAT_PAIRS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e4m3", None), (None, "e5m2"), (None, None)]
+INTEGERS = ("int8_ratio", "uint8_log")
+INTEGER_PAIRS = [INTEGERS, ("int8_ratio", "e4m3"), ("int8_ratio", None), ("e4m3", "uint8_log"), (None, "uint8_log")]
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("expanded", [True, False])
-@pytest.mark.parametrize("formats", FORMAT_PAIRS, ids=str)
+@pytest.mark.parametrize("formats", [*FORMAT_PAIRS, *INTEGER_PAIRS], ids=str)
 def test_kernel_follows_the_reference(
     formats: tuple[str | None, str | None], expanded: bool, device: torch.device
 ) -> None:
@@ -173,6 +180,12 @@ def test_kernel_follows_the_reference(
 @pytest.mark.parametrize("expanded", [True, False])
 def test_kernel_takes_blocks_of_any_size(block_size: int, expanded: bool, device: torch.device) -> None:
     run_both(device, steps=2, block_size=block_size, expanded=expanded, shapes=[*SHAPES, (5000,)])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("block_size", [16, 48, 4096])
+def test_kernel_takes_integer_formats_in_blocks_of_any_size(block_size: int, device: torch.device) -> None:
+    run_both(device, steps=2, formats=INTEGERS, block_size=block_size, shapes=[*SHAPES, (5000,)])
 
 
 @pytest.mark.triton
@@ -222,10 +235,12 @@ def _zeros_and_extremes(grads: list[Tensor]) -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("expanded", [True, False])
+@pytest.mark.parametrize(
+    "stored", [{"expanded": True}, {"expanded": False}, {"formats": INTEGERS}], ids=["expanded", "plain", "integers"]
+)
 @pytest.mark.parametrize("spoil", [_nan_and_inf, _zeros_and_extremes])
-def test_kernel_on_special_gradients(spoil: Any, expanded: bool, steps: int, device: torch.device) -> None:
-    ours, theirs = run_both(device, steps=steps, spoil=spoil, expanded=expanded)
+def test_kernel_on_special_gradients(spoil: Any, stored: dict[str, Any], steps: int, device: torch.device) -> None:
+    ours, theirs = run_both(device, steps=steps, spoil=spoil, **stored)
     for mine, other in zip(values_of(ours), values_of(theirs), strict=True):
         assert torch.equal(mine.isnan().cpu(), other.isnan())
         assert torch.equal((mine == 0).cpu(), other == 0)
@@ -233,9 +248,10 @@ def test_kernel_on_special_gradients(spoil: Any, expanded: bool, steps: int, dev
 
 
 @pytest.mark.triton
-def test_many_steps_are_as_accurate_as_the_reference(device: torch.device) -> None:
-    """The bits part (a block's expansion hangs on its smallest value), the distance to unquantized moments does not."""
-    ours, theirs, exact = Problem(device), Problem(device), Problem(device, (None, None))
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), INTEGERS], ids=str)
+def test_many_steps_are_as_accurate_as_the_reference(formats: tuple[str, str], device: torch.device) -> None:
+    """The bits part (a block's grid hangs on its smallest value), the distance to unquantized moments does not."""
+    ours, theirs, exact = Problem(device, formats), Problem(device, formats), Problem(device, (None, None))
     for step in range(1, 21):
         grads = theirs.grads(step)
         for problem, run in ((ours, kernel), (theirs, reference), (exact, reference)):
@@ -339,7 +355,7 @@ def test_tables_are_uploaded_when_they_change_and_forgotten_in_time(device: torc
 
 
 def test_operator_passes_opcheck_and_changes_what_it_says() -> None:
-    for formats, expanded in ((("e4m3", "e5m2"), True), (("e4m3", None), False)):
+    for formats, expanded in ((("e4m3", "e5m2"), True), (("e4m3", None), False), (INTEGERS, False)):
         problem = Problem(torch.device("cpu"), formats, expanded=expanded, shapes=[(40,), (3, 50)])
         hyper = list(hyper_of_step(LR, 1, BETAS, EPS, DECAY))
         m, v = problem.moments

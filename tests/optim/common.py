@@ -8,6 +8,8 @@ from torch.nn import Parameter
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
+from coat_core.formats import INT8_RATIO, UINT8_LOG, Format
+from coat_core.moments import dequantize_log, dequantize_ratio, quantize_log, quantize_ratio, update_ratio
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import MOMENTS, Storage, storages
 from coat_core.quantize import split_groups
@@ -24,6 +26,11 @@ CONFIGS = {
     "e4m3_e5m2": FP8QuantizationConfig(m2_format="e5m2"),
     "only_m1": FP8QuantizationConfig(use_fp8_m2=False),
     "only_m2": FP8QuantizationConfig(use_fp8_m1=False),
+    "integers": FP8QuantizationConfig(m1_format="int8_ratio", m2_format="uint8_log"),
+    "integers_block_48": FP8QuantizationConfig(m1_format="int8_ratio", m2_format="uint8_log", block_size=48),
+    "ratio_e4m3": FP8QuantizationConfig(m1_format="int8_ratio"),
+    "ratio_fp32": FP8QuantizationConfig(m1_format="int8_ratio", use_fp8_m2=False),
+    "e4m3_log": FP8QuantizationConfig(m2_format="uint8_log"),
     "block_16": FP8QuantizationConfig(block_size=16),
     "block_4096": FP8QuantizationConfig(block_size=4096),
 }
@@ -54,21 +61,37 @@ def state_of(optimizer: FP8AdamW, param: Tensor) -> dict[str, Tensor]:
     return optimizer.state[param]
 
 
-def quantize_like(values: Tensor, storage: Storage) -> QuantizedBlocks:
-    """Quantize one tensor by itself, without any packing."""
-    assert storage.format is not None
-    return quantize_blocks(split_groups(values.reshape(-1), storage.block_size), storage.format, storage.expansion)
+def quantize_like(name: str, m: Tensor, v: Tensor, storage: Storage) -> QuantizedBlocks:
+    """Quantize one moment of one tensor by itself, without any packing."""
+    values = {"exp_avg": m, "exp_avg_sq": v}[name]
+    if storage.format is INT8_RATIO:
+        return quantize_ratio(split_groups(update_ratio(m, v).reshape(-1), storage.block_size))
+    blocks = split_groups(values.reshape(-1), storage.block_size)
+    if storage.format is UINT8_LOG:
+        return quantize_log(blocks)
+    assert isinstance(storage.format, Format)
+    return quantize_blocks(blocks, storage.format, storage.expansion)
 
 
-def read_back(name: str, state: dict[str, Tensor], storage: Storage) -> Tensor:
+def dequantize(stored: QuantizedBlocks, storage: Storage) -> Tensor:
+    """Inverse of `quantize_like`, [n, B]; of a ratio the ratio."""
+    if storage.format is INT8_RATIO:
+        return dequantize_ratio(stored.codes, stored.scale)
+    if storage.format is UINT8_LOG:
+        return dequantize_log(stored.codes, stored.scale, stored.exponent)
+    return dequantize_blocks(stored)
+
+
+def read_back(name: str, state: dict[str, Tensor], kinds: dict[str, Storage]) -> Tensor:
     """Dequantize one moment of one parameter by itself: fp32, the shape of the parameter."""
-    codes = state[name]
+    codes, storage = state[name], kinds[name]
     if storage.format is None:
         return codes
     blocks = split_groups(codes.reshape(-1).to(torch.float32), storage.block_size).to(storage.dtype)
     columns = {suffix: state[f"{name}_{suffix}"][:, None] for suffix in storage.per_block}
-    values = dequantize_blocks(QuantizedBlocks(blocks, **columns))
-    return values.reshape(-1)[: codes.numel()].reshape(codes.shape)
+    values = dequantize(QuantizedBlocks(blocks, **columns), storage)
+    values = values.reshape(-1)[: codes.numel()].reshape(codes.shape)
+    return values * read_back("exp_avg_sq", state, kinds).sqrt() if storage.format is INT8_RATIO else values
 
 
 class ReferenceAdamW:
@@ -79,11 +102,13 @@ class ReferenceAdamW:
         self.lr, self.weight_decay, self.step_count = lr, weight_decay, 0
         self.moments = {name: [torch.zeros(p.shape, device=p.device) for p in params] for name in MOMENTS}
 
-    def round_trip(self, name: str, values: Tensor) -> Tensor:
-        storage = self.storages[name]
+    def round_trip(self, name: str, m: Tensor, v: Tensor) -> Tensor:
+        storage, values = self.storages[name], {"exp_avg": m, "exp_avg_sq": v}[name]
         if storage.format is None or not values.numel():
             return values
-        return dequantize_blocks(quantize_like(values, storage)).reshape(-1)[: values.numel()].reshape(values.shape)
+        back = dequantize(quantize_like(name, m, v, storage), storage)
+        back = back.reshape(-1)[: values.numel()].reshape(values.shape)
+        return back * self.round_trip("exp_avg_sq", m, v).sqrt() if storage.format is INT8_RATIO else back
 
     def step(self) -> None:
         self.step_count += 1
@@ -96,5 +121,5 @@ class ReferenceAdamW:
             v = (self.moments["exp_avg_sq"][i] * 0.999).addcmul(grad, grad, value=1 - 0.999)
             w = w.addcdiv(m, v.sqrt() / root + 1e-8, value=-step_size)
             param.data.copy_(w)
-            self.moments["exp_avg"][i] = self.round_trip("exp_avg", m)
-            self.moments["exp_avg_sq"][i] = self.round_trip("exp_avg_sq", v)
+            self.moments["exp_avg"][i] = self.round_trip("exp_avg", m, v)
+            self.moments["exp_avg_sq"][i] = self.round_trip("exp_avg_sq", m, v)

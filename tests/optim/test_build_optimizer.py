@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from coat_core.optim import FP8AdamW
 from coat_flux.config import COATConfig, ConfigError
-from coat_flux.optimizer import build_optimizer
+from coat_flux.optimizer import build_optimizer, describe_optimizer
 from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import make_params, run
 
@@ -33,6 +33,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
         ({"optimizer": {"m2_format": "e5m2"}}, {"m2_format": "e4m3", "m1_format": "e5m2"}, (E5M2, E4M3)),
         ({"optimizer": {"use_fp8_m1": False}}, None, (torch.float32, E4M3)),
         ({"optimizer": {"use_fp8": False}}, None, (torch.float32, torch.float32)),
+        ({"optimizer": {"m1_format": "int8_ratio", "m2_format": "uint8_log"}}, None, (torch.int8, torch.uint8)),
+        ({}, {"m1_format": "int8_ratio"}, (torch.int8, E4M3)),
         ({"enabled": False}, None, (torch.float32, torch.float32)),
     ],
 )
@@ -58,6 +60,29 @@ def test_use_fp8_false_is_torch_adamw_to_the_last_bit() -> None:
     run(torch.optim.AdamW(theirs, 1e-3, eps=1e-6, foreach=False), theirs, range(5))
     for a, b in zip(theirs, ours, strict=True):
         assert_bitwise(a.detach(), b.detach())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stored"),
+    [
+        ({}, "exp_avg e4m3 (block 128, expanded), exp_avg_sq e4m3 (block 128, expanded)"),
+        (
+            {"use_dynamic_range_expansion": False, "use_fp8_m1": False},
+            "exp_avg fp32, exp_avg_sq e4m3 (block 128, plain)",
+        ),
+        (
+            {"m1_format": "int8_ratio", "m2_format": "uint8_log", "block_size": 64},
+            "exp_avg int8_ratio (block 64), exp_avg_sq uint8_log (block 64)",
+        ),
+        (
+            {"m1_format": "int8_ratio", "stochastic_rounding": True},
+            "exp_avg int8_ratio (block 128), exp_avg_sq e4m3 (block 128, expanded), stochastic rounding",
+        ),
+    ],
+)
+def test_the_start_line_says_how_each_moment_is_stored(optimizer: dict, stored: str) -> None:
+    built = build_optimizer([Parameter(torch.ones(200))], 1e-3, COATConfig.from_dict({"optimizer": optimizer}))
+    assert describe_optimizer(built) == f"FP8AdamW over 200 parameters, {stored}"
 
 
 def test_unknown_optimizer_param_is_refused_by_name() -> None:

@@ -36,7 +36,7 @@ def assert_close(ours: list[Parameter], theirs: list[Parameter]) -> None:
         torch.testing.assert_close(a.detach(), b.detach(), rtol=CAPTURABLE_PARAM_RTOL, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["unquantized", "plain", "default"])
+@pytest.mark.parametrize("name", ["unquantized", "plain", "default", "integers"])
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_capturable_trains_as_without(name: str, tensor_lr: bool, device: torch.device) -> None:
     ours, theirs = on(device), on(device)
@@ -100,7 +100,7 @@ def test_no_step_waits_for_the_gpu(capturable: bool, tensor_lr: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["unquantized", "default"])
+@pytest.mark.parametrize("name", ["unquantized", "default", "integers"])
 def test_a_replayed_graph_goes_on_as_steps_do(name: str) -> None:
     """Warm-up on a side stream, capture, three replays with new gradients and another lr, against eager steps."""
     device = torch.device("cuda")

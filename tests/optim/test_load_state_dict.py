@@ -107,6 +107,16 @@ CHANGES = [
     ("unquantized", "default", "exp_avg: fp32 -> e4m3, re-quantized"),
     ("only_m1", "default", "exp_avg_sq: fp32 -> e4m3, re-quantized"),
     ("default", "unquantized", "exp_avg_sq: e4m3 -> fp32, dequantized"),
+    ("default", "integers", "exp_avg: e4m3 (block 128, expanded) -> int8_ratio (block 128), re-quantized"),
+    ("integers", "default", "exp_avg_sq: uint8_log (block 128) -> e4m3 (block 128, expanded), re-quantized"),
+    ("integers", "plain", "exp_avg: int8_ratio (block 128) -> e4m3 (block 128, plain), re-quantized"),
+    ("integers", "ratio_e4m3", "exp_avg_sq: uint8_log (block 128) -> e4m3 (block 128, expanded), re-quantized"),
+    ("ratio_e4m3", "integers", "exp_avg_sq: e4m3 (block 128, expanded) -> uint8_log (block 128), re-quantized"),
+    ("integers", "integers_block_48", "exp_avg: int8_ratio (block 128) -> int8_ratio (block 48), re-quantized"),
+    ("integers", "ratio_fp32", "exp_avg_sq: uint8_log -> fp32, dequantized"),
+    ("ratio_fp32", "block_16", "exp_avg: int8_ratio (block 128) -> e4m3 (block 16, expanded), re-quantized"),
+    ("unquantized", "integers", "exp_avg: fp32 -> int8_ratio, re-quantized; exp_avg_sq: fp32 -> uint8_log"),
+    ("integers", "unquantized", "exp_avg: int8_ratio -> fp32, dequantized; exp_avg_sq: uint8_log -> fp32"),
 ]
 
 
@@ -121,14 +131,15 @@ def test_a_change_of_storage_requantizes_and_says_so_once(
     assert message in caplog.text
     before, after = storages(CONFIGS[old]), storages(CONFIGS[new])
     for a, b in zip(params, twins, strict=True):
+        values = {name: read_back(name, optimizer.state[a], before) for name in MOMENTS}
         for name in MOMENTS:
-            values = read_back(name, optimizer.state[a], before[name])
             if before[name] == after[name]:
                 expected = optimizer.state[a][name]
             elif after[name].format is None or not a.numel():
-                expected = values.to(after[name].dtype)
+                expected = values[name].to(after[name].dtype)
             else:
-                expected = quantize_like(values, after[name]).codes.reshape(-1)[: a.numel()].reshape(a.shape)
+                stored = quantize_like(name, *values.values(), after[name])
+                expected = stored.codes.reshape(-1)[: a.numel()].reshape(a.shape)
             assert_bitwise(twin.state[b][name], expected)
         assert twin.state[b]["step"].item() == 3.0
     run(twin, twins, range(3, 5))
@@ -200,7 +211,7 @@ def _cast_all(file: dict[str, Any]) -> None:
 DAMAGE = {
     "no exp_avg": (_drop("exp_avg"), r"state\[0\]\['exp_avg'\] is missing"),
     "no step": (_drop("step"), r"state\[0\]\['step'\] is missing"),
-    "no scale": (_drop("exp_avg_sq_scale"), r"state\[0\]\['exp_avg_sq_scale'\] is missing beside FP8 codes"),
+    "no scale": (_drop("exp_avg_sq_scale"), r"state\[0\]\['exp_avg_sq_scale'\] is missing beside the codes"),
     "no center": (_drop("exp_avg_center"), r"state\[0\]\['exp_avg_center'\] is missing"),
     "alien key": (_put("max_exp_avg_sq", torch.ones(16, 20)), r"state\[0\]\['max_exp_avg_sq'\]: not an entry"),
     "not a tensor": (_put("exp_avg", 3), r"state\[0\]\['exp_avg'\] is int: must be a tensor"),
@@ -216,18 +227,29 @@ DAMAGE = {
         _put("exp_avg_scale", torch.ones(3, dtype=torch.bfloat16)),
         r"state\[0\]\['exp_avg_scale'\] is torch.bfloat16: must be torch.float32",
     ),
-    "everything was cast": (_cast_all, r"state\[0\]\['exp_avg'\] is torch.bfloat16 beside exp_avg_center"),
+    "everything was cast": (
+        _cast_all,
+        r"state\[0\]\['exp_avg'\] is torch.bfloat16 beside exp_avg_center: its codes were cast",
+    ),
     "integer codes": (
         _put("exp_avg", torch.zeros(16, 20, dtype=torch.uint8)),
-        r"state\[0\]\['exp_avg'\] is torch.uint8",
+        r"state\[0\]\['exp_avg'\] is torch.uint8: must be floating or the codes of e4m3, e5m2, int8_ratio",
     ),
     "step of two": (_put("step", torch.ones(2)), r"state\[0\]\['step'\].*one number"),
     "unknown parameter": (lambda file: file["state"].update({9: file["state"][0]}), r"state\[9\]: no param group"),
     "no fp8 entry": (lambda file: file["param_groups"][0].pop("fp8"), r"'fp8'=None: must tell block_size"),
     "block size 0": (lambda file: file["param_groups"][0]["fp8"].update(block_size=0), "block_size=0"),
+    "ratios with the numbers of e4m3": (
+        _put("exp_avg", torch.zeros(16, 20, dtype=torch.int8)),
+        r"state\[0\]\['exp_avg_center'\]: codes that the file says are int8_ratio \(block 128\) have none",
+    ),
+    "ratios as exp_avg_sq": (
+        _put("exp_avg_sq", torch.zeros(16, 20, dtype=torch.int8)),
+        r"state\[0\]\['exp_avg_sq'\] is torch.int8: must be floating or the codes of e4m3, e5m2, uint8_log",
+    ),
     "expansion denied": (
         lambda file: file["param_groups"][0]["fp8"].update(use_dynamic_range_expansion=False),
-        r"state\[0\]\['exp_avg_center'\]: the file says expansion was off",
+        r"state\[0\]\['exp_avg_center'\]: codes that the file says are e4m3 \(block 128, plain\) have none",
     ),
     "amsgrad": (lambda file: file["param_groups"][0].update(amsgrad=True), "amsgrad=True in the file"),
     "fewer parameters": (

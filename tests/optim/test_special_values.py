@@ -18,7 +18,7 @@ EXPANDED = [name for name, config in CONFIGS.items() if config.use_dynamic_range
 
 
 def moment(optimizer: FP8AdamW, param: Tensor, name: str) -> Tensor:
-    return read_back(name, optimizer.state[param], storages(optimizer.fp8_config)[name])
+    return read_back(name, optimizer.state[param], storages(optimizer.fp8_config))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

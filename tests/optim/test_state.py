@@ -18,10 +18,21 @@ from coat_core.optim import FP8AdamW
 from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import CONFIGS, make_params, run, set_grads
 
+DTYPES = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "int8_ratio": torch.int8,
+    "uint8_log": torch.uint8,
+}
 
-def expected_keys(name: str, fp8: bool, expanded: bool) -> set[str]:
-    suffixes = ("_scale", "_exponent", "_center") if expanded else ("_scale",)
-    return {name, *(name + suffix for suffix in suffixes if fp8)}
+
+def expected_keys(name: str, fmt: str | None, expanded: bool) -> set[str]:
+    suffixes = {
+        None: (),
+        "int8_ratio": ("_scale",),
+        "uint8_log": ("_scale", "_exponent"),
+    }.get(fmt, ("_scale", "_exponent", "_center") if expanded else ("_scale",))
+    return {name, *(name + suffix for suffix in suffixes)}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -31,19 +42,18 @@ def test_each_option_is_visible_in_the_stored_tensors(name: str, dtype: torch.dt
     params = make_params(dtype=dtype)
     optimizer = FP8AdamW(params, fp8_config=config)
     run(optimizer, params, range(2))
-    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     asked = {
-        "exp_avg": (config.use_fp8_m1, config.m1_format),
-        "exp_avg_sq": (config.use_fp8_m2, config.m2_format),
+        "exp_avg": config.m1_format if config.use_fp8_m1 else None,
+        "exp_avg_sq": config.m2_format if config.use_fp8_m2 else None,
     }
     for param in params:
         state = optimizer.state[param]
         keys = {"step"}
-        for moment, (fp8, fmt) in asked.items():
-            keys |= expected_keys(moment, fp8, config.use_dynamic_range_expansion)
-            assert state[moment].dtype == (dtypes[fmt] if fp8 else torch.float32)
+        for moment, fmt in asked.items():
+            keys |= expected_keys(moment, fmt, config.use_dynamic_range_expansion)
+            assert state[moment].dtype == (DTYPES[fmt] if fmt else torch.float32)
             assert state[moment].shape == param.shape
-            if fp8:
+            if fmt:
                 assert state[f"{moment}_scale"].shape == (math.ceil(param.numel() / config.block_size),)
                 assert state[f"{moment}_scale"].dtype == torch.float32
         assert set(state) == keys
@@ -68,7 +78,7 @@ def test_state_bytes_counts_codes_and_per_block_numbers() -> None:
     param = Parameter(torch.randn(1024, 16))
     param.grad = torch.randn_like(param)
     sizes = {}
-    for name in ("default", "plain", "unquantized", "only_m1"):
+    for name in ("default", "plain", "unquantized", "only_m1", "integers", "ratio_fp32"):
         optimizer = FP8AdamW([param], fp8_config=CONFIGS[name])
         assert optimizer.state_bytes() == 0
         optimizer.step()
@@ -79,6 +89,8 @@ def test_state_bytes_counts_codes_and_per_block_numbers() -> None:
         "plain": 2 * n + 2 * 4 * blocks,
         "unquantized": 8 * n,
         "only_m1": 5 * n + 3 * 4 * blocks,
+        "integers": 2 * n + 3 * 4 * blocks,  # half of what expanded FP8 adds to the codes
+        "ratio_fp32": 5 * n + 4 * blocks,
     }
 
 

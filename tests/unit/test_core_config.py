@@ -49,8 +49,10 @@ def test_block_sizes_that_are_refused(size: object) -> None:
         ({"use_fp8_m2": 1}, "use_fp8_m2=1: must be True or False"),
         ({"use_dynamic_range_expansion": None}, "use_dynamic_range_expansion=None: must be True or False"),
         ({"stochastic_rounding": 0}, "stochastic_rounding=0: must be True or False"),
-        ({"m1_format": "fp8"}, "m1_format='fp8': must be one of e4m3, e5m2"),
-        ({"m2_format": "E4M3"}, "m2_format='E4M3': must be one of e4m3, e5m2"),
+        ({"m1_format": "fp8"}, "m1_format='fp8': must be one of e4m3, e5m2, int8_ratio"),
+        ({"m2_format": "E4M3"}, "m2_format='E4M3': must be one of e4m3, e5m2, uint8_log"),
+        ({"m1_format": "uint8_log"}, "m1_format='uint8_log': must be one of e4m3, e5m2, int8_ratio"),
+        ({"m2_format": "int8_ratio"}, "m2_format='int8_ratio': must be one of e4m3, e5m2, uint8_log"),
     ],
 )
 def test_optimizer_refusals(options: dict[str, object], message: str) -> None:

@@ -1,0 +1,214 @@
+"""Reading and writing blocks of 8-bit moments inside a kernel: `coat_core.expansion` and `coat_core.moments`.
+
+Powers are exp2(k·log2(x)) by the GPU's own two instructions, where powf takes a hundred. abs(k·log2(x)) < 18; log2 errs
+by 2^-22, absolute near 1 and relative elsewhere, so x^k errs by 2^-18 for k about 2 and 2^-14 for the largest k, 256;
+neighbouring codes are 2^-4 apart. For the same reason what is divided by a number of its block is multiplied by its
+reciprocal. Without expansion all is rounded as in the reference.
+
+Shapes: tiles [R, P], P the power of two from the block size on; numbers of a block [R].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from coat_core.expansion import EXPONENT_MIN
+from coat_core.kernels.gpu.common import finite_abs, saturated, scale_from_amax
+from coat_core.moments import LOG_MAX, LOG_NAN, RATIO_MAX, RATIO_NAN
+
+# how a moment is stored
+FP32, PLAIN, EXPANDED, RATIO, LOG = (tl.constexpr(form) for form in range(5))
+
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+HUGE = tl.constexpr(torch.finfo(torch.float32).max)
+SMALLEST_EXPONENT = tl.constexpr(EXPONENT_MIN)
+RATIO_TOP, RATIO_NOT_A_NUMBER = tl.constexpr(RATIO_MAX), tl.constexpr(RATIO_NAN)
+LOG_TOP, LOG_NOT_A_NUMBER = tl.constexpr(LOG_MAX), tl.constexpr(LOG_NAN)
+HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def _log2(x):
+    """log2 of positive fp32, denormal too: libdevice's takes those for 0."""
+    small = x < TINY
+    return tl.log2(tl.where(small, x * 4294967296.0, x)) - tl.where(small, 32.0, 0.0)
+
+
+@triton.jit
+def _held(x):
+    """X inside fp32's normal range; NaN stays NaN."""
+    return tl.clamp(x, TINY, HUGE, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _power(x, exponent, ON_GPU: tl.constexpr):
+    """x^exponent as exp2(exponent·log2(x)), x in fp32's normal range; NaN stays NaN."""
+    if ON_GPU:
+        power = tl.inline_asm_elementwise(
+            "{ .reg .f32 t; lg2.approx.ftz.f32 t, $1; mul.f32 t, t, $2; ex2.approx.ftz.f32 $0, t; }",
+            "=f,f,f",
+            [x, exponent],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        power = tl.exp2(exponent * tl.log2(x))
+    return power
+
+
+@triton.jit
+def _with_sign(magnitude, x):
+    """Magnitude with the sign of x; 0 where x is 0."""
+    signed = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
+    return tl.where(x == 0, 0.0, signed.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _expand(x, center, exponent, ON_GPU: tl.constexpr):
+    """sign(x)·abs(x/center)^exponent: `coat_core.expansion.expand`, dividing once a row."""
+    shift = tl.where(center < 2.0**-64, 2.0**64, tl.where(center > 2.0**64, 2.0**-64, 1.0))  # 1/center stays normal
+    ratio = tl.abs(x) * shift * tl.div_rn(1.0, center * shift)
+    return _with_sign(_power(_held(ratio), exponent, ON_GPU), x)
+
+
+@triton.jit
+def _contract(x, center, exponent, ON_GPU: tl.constexpr):
+    """Inverse of `_expand`; a nonzero x never gives zero."""
+    magnitude = _power(_held(tl.abs(x)), tl.div_rn(1.0, exponent), ON_GPU) * center
+    return _with_sign(_held(magnitude), x)
+
+
+@triton.jit
+def _expansion_parameters(magnitude, high, BOUND_LOG2: tl.constexpr, STEP: tl.constexpr, EXPONENT_MAX: tl.constexpr):
+    """Center and exponent of each row, [R, 1]: `coat_core.expansion.expansion_parameters`."""
+    low = tl.min(tl.where(magnitude > 0, magnitude, float("inf")), axis=1)[:, None]
+    spread = _log2(tl.where(high > 0, high, 1.0)) - _log2(tl.where(high > 0, low, 1.0))
+    plain = (spread <= 0) | (high == 0)  # no nonzero value, or a single magnitude
+    exponent = tl.div_rn(1.0, tl.where(plain, 1.0, spread)) * BOUND_LOG2
+    if STEP > 0:
+        exponent = tl.floor(tl.div_rn(exponent, STEP)) * STEP
+    exponent = tl.clamp(exponent, SMALLEST_EXPONENT, EXPONENT_MAX)
+    center = tl.sqrt_rn(high) * tl.sqrt_rn(tl.where(high > 0, low, 1.0))
+    usable = (center > 0) & (center < float("inf"))
+    return tl.where(plain & (usable == 0), 1.0, center), tl.where(plain, 1.0, exponent)
+
+
+@triton.jit
+def _nearest(x):
+    """X rounded to an integer, ties to even, for abs(x) < 2^22: fp32 has no bits left for a fraction up there."""
+    return (x + HALF_INTEGERS) - HALF_INTEGERS
+
+
+@triton.jit
+def _within(x, high):
+    """X with the infinities of its row [R, P] clamped to ±high [R, 1]; NaN stays NaN."""
+    return tl.clamp(x, -high, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(x):
+    """The largest finite magnitude of each row, [R, 1]."""
+    return tl.max(finite_abs(x), axis=1)[:, None]
+
+
+@triton.jit
+def read(
+    codes_ptr,
+    numbers_ptr,
+    places,
+    inside,
+    rows,
+    in_rows,
+    stride,
+    FORM: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """A moment in fp32 [R, P], from codes and their numbers per block; in RATIO its ratio to sqrt(exp_avg_sq)."""
+    values = tl.load(codes_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    if FORM != FP32:
+        scale = tl.load(numbers_ptr + rows, mask=in_rows, other=1.0)[:, None]
+        if FORM == RATIO:
+            values = tl.where(values == RATIO_NOT_A_NUMBER, float("nan"), values * scale)
+        elif FORM == LOG:
+            exponent = tl.load(numbers_ptr + stride + rows, mask=in_rows, other=0.0)[:, None]
+            root = tl.exp2(exponent * -0.5 * (LOG_TOP - values))
+            magnitude = tl.where(values == 0, 0.0, _held(root * scale * root))
+            values = tl.where(values == LOG_NOT_A_NUMBER, float("nan"), magnitude)
+        else:
+            values *= scale
+            if FORM == EXPANDED:
+                exponent = tl.load(numbers_ptr + stride + rows, mask=in_rows, other=1.0)[:, None]
+                center = tl.load(numbers_ptr + 2 * stride + rows, mask=in_rows, other=1.0)[:, None]
+                values = _contract(values, center, exponent, ON_GPU)
+    return values
+
+
+@triton.jit
+def _ratio_codes(values):
+    """Codes and scale of ratios: `coat_core.moments.quantize_ratio`."""
+    high = _largest(values)
+    scale = scale_from_amax(high, RATIO_TOP)
+    codes = _nearest(tl.div_rn(_within(values, tl.where(high > 0, high, 1.0)), scale))
+    return tl.where(values != values, RATIO_NOT_A_NUMBER, codes), scale
+
+
+@triton.jit
+def _log_codes(values):
+    """Codes, scale and exponent of values of 0 or more: `coat_core.moments.quantize_log`."""
+    high = _largest(values)
+    high = tl.where(high > 0, high, 1.0)
+    positive = values > 0
+    low = tl.min(tl.where(positive, values, high), axis=1)[:, None]
+    high_log2 = _log2(high)
+    exponent = tl.div_rn(high_log2 - _log2(tl.minimum(low, high)), LOG_TOP - 1.0)
+    per_code = tl.div_rn(1.0, tl.where(exponent > 0, exponent, 1.0))
+    below = (high_log2 - _log2(tl.where(positive, _within(values, high), high))) * per_code
+    codes = tl.clamp(LOG_TOP - _nearest(below), 1.0, LOG_TOP)
+    codes = tl.where(positive, codes, 0.0)
+    return tl.where(values != values, LOG_NOT_A_NUMBER, codes), high, exponent
+
+
+@triton.jit
+def write(
+    values,
+    codes_ptr,
+    numbers_ptr,
+    places,
+    inside,
+    rows,
+    in_rows,
+    stride,
+    FORM: tl.constexpr,
+    MAX: tl.constexpr,
+    BOUND_LOG2: tl.constexpr,
+    STEP: tl.constexpr,
+    EXPONENT_MAX: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """Inverse of `read`."""
+    rows, in_rows = rows[:, None], in_rows[:, None]
+    if FORM == RATIO:
+        values, scale = _ratio_codes(values)
+        tl.store(numbers_ptr + rows, scale, mask=in_rows)
+    elif FORM == LOG:
+        values, scale, exponent = _log_codes(values)
+        tl.store(numbers_ptr + rows, scale, mask=in_rows)
+        tl.store(numbers_ptr + stride + rows, exponent, mask=in_rows)
+    elif FORM != FP32:
+        limit = _largest(values)
+        values = _within(values, tl.where(limit > 0, limit, MAX))
+        magnitude = finite_abs(values)
+        high = tl.max(magnitude, axis=1)[:, None]
+        if FORM == EXPANDED:
+            center, exponent = _expansion_parameters(magnitude, high, BOUND_LOG2, STEP, EXPONENT_MAX)
+            values = _expand(values, center, exponent, ON_GPU)
+            high = _expand(high, center, exponent, ON_GPU)  # f is monotone: the amax of the expanded row
+            tl.store(numbers_ptr + stride + rows, exponent, mask=in_rows)
+            tl.store(numbers_ptr + 2 * stride + rows, center, mask=in_rows)
+        scale = scale_from_amax(high, MAX)
+        tl.store(numbers_ptr + rows, scale, mask=in_rows)
+        values = saturated(values * tl.div_rn(1.0, scale) if FORM == EXPANDED else tl.div_rn(values, scale), MAX)
+    tl.store(codes_ptr + places, values.to(codes_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,88 @@
+"""Two integer formats for AdamW's moments: exp_avg as a ratio to sqrt(exp_avg_sq), exp_avg_sq on a logarithmic grid.
+
+What AdamW uses of its moments is the update m/sqrt(v). Stored apart, each moment brings its own rounding error into it.
+So int8_ratio stores the update itself, evenly spaced, and gives m back from it and from v as v is stored:
+
+    code  = round(r / scale),   r = m/sqrt(v),   scale = largest abs(r) of the block / 127
+    m     ≈ code · scale · sqrt(v as stored)
+
+Then m/sqrt(v) of what is stored is code · scale: the rounding of v, in whatever format, is not in it. Where both come
+from the same gradients, Cauchy-Schwarz bounds the ratio by (1−β1) / sqrt((1−β2)·(1−β1²/β2)), 7.3 with the usual betas,
+however far the gradients of a block lie apart; after a first gradient all ratios are equal, and m/sqrt(v) is exact.
+
+uint8_log spaces the codes 1 … 254 evenly in log(v) from the smallest nonzero value of the block to its largest:
+
+    code  = 254 − round(log2(scale / v) / exponent),   scale = largest v,   exponent = log2(largest / smallest) / 253
+    v     ≈ scale · 2^(−exponent · (254 − code))
+
+Both ends of the block are on codes, so storing what was read changes nothing, and no v that was not 0 comes back 0.
+
+Zeros are exact in both. NaN has a code of its own and touches no other element; ±inf becomes ± the largest finite
+magnitude of its block. Where v is 0 or inf, and the update has no direction, the ratio is 0.
+Source: own; measured against the paper's formats on captured moments, EXPERIMENTS.md.
+
+Shapes: blocks [n, B]; scale, exponent [n, 1].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coat_core.expansion import FP32_MAX, FP32_SMALLEST_NORMAL, QuantizedBlocks, clamp_infinities
+from coat_core.quantize import finite_abs
+
+RATIO_MAX, RATIO_NAN = 127, -128
+LOG_MAX, LOG_NAN = 254, 255
+
+
+def update_ratio(exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    """Return m/sqrt(v), fp32 of one shape; 0 where v is 0, inf or NaN (the NaN of v comes back with v)."""
+    usable = (exp_avg_sq > 0) & exp_avg_sq.isfinite()
+    return torch.where(usable, exp_avg / exp_avg_sq.sqrt(), 0.0)
+
+
+def quantize_ratio(blocks: Tensor) -> QuantizedBlocks:
+    """Quantize each row of fp32 [n, B] to int8 with one scale, largest magnitude / 127; 1 in a row of zeros."""
+    blocks = clamp_infinities(blocks, 1.0)
+    high = finite_abs(blocks).amax(dim=-1, keepdim=True)
+    scale = high / torch.full_like(high, RATIO_MAX)  # by a number, CUDA multiplies by its reciprocal
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = torch.round(blocks / scale).clamp(-RATIO_MAX, RATIO_MAX)
+    return QuantizedBlocks(torch.where(blocks.isnan(), RATIO_NAN, codes).to(torch.int8), scale)
+
+
+def dequantize_ratio(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return fp32 [n, B] from what `quantize_ratio` stored."""
+    return torch.where(codes == RATIO_NAN, torch.nan, codes.to(torch.float32) * scale)
+
+
+def quantize_log(blocks: Tensor) -> QuantizedBlocks:
+    """Quantize each row of fp32 [n, B], values of 0 or more, to uint8 with codes evenly spaced in the logarithm.
+
+    Returns:
+        QuantizedBlocks; scale is the largest value, exponent the step of log2 from code to code; 1 and 0 in a row of
+        zeros.
+
+    Numerics: a value comes back within a factor of (largest / smallest nonzero)^(±1/506).
+    """
+    blocks = clamp_infinities(blocks, 1.0)
+    magnitude = finite_abs(blocks)
+    positive = blocks > 0
+    high = magnitude.amax(dim=-1, keepdim=True)
+    high = torch.where(high > 0, high, torch.ones_like(high))
+    low = torch.where(positive, magnitude, high).amin(dim=-1, keepdim=True)
+    high_log2 = torch.log2(high)
+    exponent = (high_log2 - torch.log2(low)) / (LOG_MAX - 1)
+    below = (high_log2 - torch.log2(torch.where(positive, blocks, high))) / torch.where(exponent > 0, exponent, 1.0)
+    codes = (LOG_MAX - torch.round(below)).clamp(1, LOG_MAX)
+    codes = torch.where(blocks.isnan(), LOG_NAN, torch.where(positive, codes, 0))
+    return QuantizedBlocks(codes.to(torch.uint8), high, exponent=exponent)
+
+
+def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
+    """Return fp32 [n, B] from what `quantize_log` stored; in two factors, so that no power underflows."""
+    root = torch.exp2(exponent * -0.5 * (LOG_MAX - codes.to(torch.float32)))
+    values = (root * scale * root).clamp(FP32_SMALLEST_NORMAL, FP32_MAX)
+    values = torch.where(codes == 0, 0.0, values)
+    return torch.where(codes == LOG_NAN, torch.nan, values)

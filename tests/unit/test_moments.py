@@ -1,0 +1,139 @@
+"""`coat_core.moments`: exp_avg as a ratio in int8, exp_avg_sq on a logarithmic grid in uint8."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from coat_core.moments import (
+    LOG_MAX,
+    LOG_NAN,
+    RATIO_NAN,
+    dequantize_log,
+    dequantize_ratio,
+    quantize_log,
+    quantize_ratio,
+    update_ratio,
+)
+from tests.tolerances import LOG_GRID_REL, REPEATED_ROUND_TRIP_REL, SINGLE_MAGNITUDE_REL
+
+TINY = torch.finfo(torch.float32).tiny
+LARGEST = torch.finfo(torch.float32).max
+magnitudes = st.floats(min_value=0.0, max_value=LARGEST, width=32, allow_subnormal=True)
+signed = st.floats(min_value=-(2.0**126), max_value=2.0**126, width=32, allow_subnormal=True)
+rows = {"min_size": 16, "max_size": 16}
+
+
+def through_log(v: Tensor) -> Tensor:
+    stored = quantize_log(v)
+    return dequantize_log(stored.codes, stored.scale, stored.exponent)
+
+
+def through_ratio(r: Tensor) -> Tensor:
+    return dequantize_ratio(*quantize_ratio(r)[:2])
+
+
+@given(values=st.lists(magnitudes, **rows))
+def test_log_keeps_what_is_zero_and_what_is_not(values: list[float]) -> None:
+    v = torch.tensor([values])
+    back = through_log(v)
+    assert torch.equal(back != 0, v != 0)
+    assert (back >= 0).all()
+    assert back.isfinite().all()
+
+
+@given(values=st.lists(st.floats(min_value=TINY, max_value=LARGEST, width=32), **rows))
+def test_log_comes_back_within_half_a_code(values: list[float]) -> None:
+    v = torch.tensor([values]).double()
+    log_ratio = (through_log(v.float()).double() / v).log()
+    half_code = (v.max() / v.min()).log() / (2 * (LOG_MAX - 1))
+    assert (log_ratio.abs() <= half_code + LOG_GRID_REL).all()
+
+
+@given(values=st.lists(signed, **rows))
+def test_ratio_comes_back_within_half_a_code(values: list[float]) -> None:
+    r = torch.tensor([values])
+    error = (through_ratio(r).double() - r.double()).abs().max()
+    assert error <= r.abs().max().double() / 254 * (1 + SINGLE_MAGNITUDE_REL) + TINY
+    assert (through_ratio(r)[r == 0] == 0).all()
+
+
+def test_ends_of_a_block_are_codes_and_repeated_round_trips_change_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(200, 128, generator=generator).square() * torch.exp(2 * torch.randn(200, 128, generator=generator))
+    stored = quantize_log(v)
+    assert (stored.codes.amax(-1) == LOG_MAX).all()
+    assert (stored.codes.amin(-1) == 1).all()
+    once = values = through_log(v)
+    for _ in range(100):
+        values = through_log(values)
+    assert (values / once - 1).abs().max() < REPEATED_ROUND_TRIP_REL
+    ratio = through_ratio(v)
+    torch.testing.assert_close(through_ratio(ratio), ratio, rtol=SINGLE_MAGNITUDE_REL, atol=0.0)
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-38, 1.0, 3e38])
+def test_a_block_of_one_magnitude_is_exact(value: float) -> None:
+    v = torch.full((1, 16), value)
+    v[0, 3:5] = 0.0
+    assert torch.equal(through_log(v), v.clamp(min=TINY) * (v > 0))  # a denormal comes back as the smallest normal
+    r = v.clamp(min=TINY) * (v > 0) * torch.tensor([1.0, -1.0]).repeat(8)
+    torch.testing.assert_close(through_ratio(r), r, rtol=SINGLE_MAGNITUDE_REL, atol=0.0)
+
+
+def test_after_a_first_gradient_the_update_is_exact_however_far_the_gradients_lie_apart() -> None:
+    """Each is stored in 8 bits; the two together are the sign of the gradient, times one number."""
+    grad = torch.logspace(-15, 10, 128)[None] * (1 - 2 * (torch.arange(128) % 2))
+    m, v = 0.1 * grad, 0.001 * grad.square()
+    v_back = through_log(v)
+    m_back = through_ratio(update_ratio(m, v)) * v_back.sqrt()
+    torch.testing.assert_close(m_back / v_back.sqrt(), m / v.sqrt(), rtol=SINGLE_MAGNITUDE_REL, atol=0.0)
+    assert ((v_back / v).log().abs().max() > 0.05).item()  # v alone is 8 bits coarse
+
+
+def test_the_ratio_is_bounded_whatever_the_gradients() -> None:
+    """Cauchy-Schwarz: what lets int8 hold it with even steps."""
+    generator = torch.Generator().manual_seed(0)
+    m, v = torch.zeros(5000), torch.zeros(5000)
+    bound = (1 - 0.9) / ((1 - 0.999) * (1 - 0.9**2 / 0.999)) ** 0.5
+    for _ in range(60):
+        grad = torch.randn(5000, generator=generator) * torch.exp(4 * torch.randn(5000, generator=generator))
+        m, v = m.lerp(grad, 0.1), (v * 0.999).addcmul(grad, grad, value=0.001)
+        assert update_ratio(m, v).abs().max() <= bound
+    assert bound == pytest.approx(7.27, abs=0.01)
+
+
+def test_zero_blocks_nan_and_infinities() -> None:
+    inf, nan = float("inf"), float("nan")
+    v = torch.zeros(4, 16)
+    v[1, :4] = torch.tensor([1.0, nan, inf, 4.0])
+    v[2, 0] = inf
+    v[3] = nan
+    stored = quantize_log(v)
+    assert stored.codes[1, :4].tolist() == [1, LOG_NAN, LOG_MAX, LOG_MAX]
+    back = dequantize_log(stored.codes, stored.scale, stored.exponent)
+    assert torch.equal(back.nan_to_num(-1.0)[1, :5], torch.tensor([1.0, -1.0, 4.0, 4.0, 0.0]))
+    assert torch.equal(back[0], v[0])
+    assert back[2].tolist() == [1.0] + [0.0] * 15
+    assert back[3].isnan().all()
+    assert (stored.scale.isfinite() & stored.exponent.isfinite()).all()
+
+    r = torch.zeros(3, 16)
+    r[1, :4] = torch.tensor([1.0, nan, -inf, -2.0])
+    r[2] = nan
+    codes, scale = quantize_ratio(r)[:2]
+    assert codes[1, :5].tolist() == [64, RATIO_NAN, -127, -127, 0]
+    assert not codes[0].any()
+    assert dequantize_ratio(codes, scale)[2].isnan().all()
+    assert scale.isfinite().all()
+
+
+def test_the_ratio_is_zero_where_the_update_has_no_direction() -> None:
+    m = torch.tensor([1.0, float("inf"), 2.0, float("nan"), 3.0, float("nan")])
+    v = torch.tensor([0.0, float("inf"), 4.0, 4.0, float("nan"), float("nan")])
+    ratio = update_ratio(m, v)
+    assert ratio[[0, 1, 2, 4, 5]].tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
+    assert ratio[3].isnan()
