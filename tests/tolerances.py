@@ -312,3 +312,39 @@ TAGGED_PHOTO_LEVELS = 8
 # Latents of the tiny VAE from a tagged photo and its sRGB twin, relative: 0.008 from JPEG, 0.003 from PNG; without the
 # profile 0.2 and more.
 TAGGED_PHOTO_LATENTS = 0.02
+
+# --- integer formats of AdamW's moments ----------------------------------------------------------------------------
+# uint8_log in natural logarithms beyond half a code: log2 of up to 149 in fp32 is known to 2^-17, twice, and exp2 of as
+# much is too. Only blocks whose values span all of fp32 come near.
+LOG_GRID_REL = 8 * 2.0**-16
+# A value over its scale is 127 up to the rounding of both, and so is a sqrt on each side.
+SINGLE_MAGNITUDE_REL = 8 * 2.0**-24
+# How many times lower than that of expanded e4m3 the squared error of the update must be, at steps 1 and 2 and from
+# step 10 on. The acceptance line asks for 1/1.2 and 2; measured 5 and more: EXPERIMENTS.md.
+INTEGER_FORMATS_GAIN = (1.0, 4.0)
+
+# --- verify --------------------------------------------------------------------------------------------------------
+# Quantiles of Student's distribution against printed tables, which have 10 decimals.
+STUDENT_RTOL = 1e-9
+# Cosine of two LoRA weight changes from r x r products in fp64, against the whole matrices in fp64.
+LORA_COSINE_ATOL = 1e-12
+
+# --- precision by layer --------------------------------------------------------------------------------------------
+# SQNR of segments averaged as noise power against that of the whole tensor, for Gaussian data: segments differ in size
+# a little. Measured 0.02 to 0.05 dB.
+LOCAL_SQNR_DB = 0.1
+# Sums of up to 128 squares in fp32 in another order.
+FP32_SUM_RTOL = 1e-5
+
+# --- mini-FLUX -----------------------------------------------------------------------------------------------------
+# Share of 24 unseen prompts drawn right, by attribute (200 are scored in EXPERIMENTS.md), and the share of pictures
+# that chance alone lets pass for another prompt's: 1 in 1440 if all were equally likely.
+MINI_FLUX_ACCURACY = 0.9
+MINI_FLUX_CHANCE = 0.1
+# Mean over the layers of what e5m2 loses to e4m3 on real inputs of the tiny model. Measured 6.0.
+A_BIT_DB = 1.0
+# The scorer on drawn pictures: share right of each attribute, and of all four together at another shape.
+SCORER_ACCURACY = 0.99
+SCORER_ALL_FOUR = 0.96
+# Against another picture's labels: a quarter of the patterns agree by chance; 200 pictures, 5 standard deviations.
+SCORER_BY_CHANCE = 0.4

@@ -16,6 +16,7 @@ LAYERS = {
     "coat_core.quantize": 1,
     "coat_core.expansion": 1,
     "coat_core.metrics": 1,
+    "coat_core.moments": 1,
     "coat_core.autograd": 1,
     "coat_core.kernels": 2,
     "coat_core.optim": 3,
@@ -36,10 +37,14 @@ LAYERS = {
     "coat_flux.checkpoint": 4,
     "coat_flux.export": 4,
     "coat_flux.guard": 4,
+    "coat_flux.page": 4,
+    "coat_flux.precision": 4,
     "coat_flux.engine": 5,
     "coat_flux.aitk": 5,
     "coat_flux.bench": 6,
     "coat_flux.doctor": 6,
+    "coat_flux.report": 6,
+    "coat_flux.verify": 6,
     "coat_flux.cli": 7,
 }
 SIBLINGS = [("coat_core.optim", "coat_core.linear", "coat_core.activation"), ("coat_flux.engine", "coat_flux.aitk")]

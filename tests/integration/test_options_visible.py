@@ -15,8 +15,10 @@ import yaml
 from coat_flux.config import COATConfig
 from coat_flux.config.options import BY_KEY
 from coat_flux.flux import apply_coat
+from coat_flux.guard.casts import CastProbe
 from coat_flux.memory.stats import MemoryLog
 from coat_flux.optimizer import build_optimizer
+from coat_flux.precision import PrecisionWatch
 from tests.helpers.flux import TEXT_TOKENS, tiny_flux
 from tests.helpers.option_run import LAYER, Run, run
 
@@ -163,6 +165,8 @@ CASES = [
     Case("optimizer.use_fp8_m2", f"{{optimizer: {{use_fp8_m2: false}}, {KEPT}}}", moment_dtypes, (E4M3, FP32)),
     Case("optimizer.m1_format", f"{{optimizer: {{m1_format: e5m2}}, {KEPT}}}", moment_dtypes, (E5M2, E4M3)),
     Case("optimizer.m2_format", f"{{optimizer: {{m2_format: e5m2}}, {KEPT}}}", moment_dtypes, (E4M3, E5M2)),
+    Case("optimizer.m1_format", f"{{optimizer: {{m1_format: int8_ratio}}, {KEPT}}}", moment_dtypes, (torch.int8, E4M3)),
+    Case("optimizer.m2_format", f"{{optimizer: {{m2_format: uint8_log}}, {KEPT}}}", moment_dtypes, (E4M3, torch.uint8)),
     Case("optimizer.block_size", KEPT, moment_scales, {"exp_avg_scale": 2, "exp_avg_sq_scale": 2}),
     Case(
         "optimizer.block_size",
@@ -265,6 +269,8 @@ SEPARATE = {"optimizer.stochastic_rounding", "memory.log_memory_stats", "memory.
 SPEED = {"speed.compile", "speed.measure", "memory.transposed_weights"}
 # of the run, not of a step: tests/reliability
 RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resume."))}
+# chosen in a run's second step: test_precision_runs.py, and below
+CHOSEN = {"activation.min_sqnr_db"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key}: {case.probe.__name__} of {case.yaml}")
@@ -275,7 +281,7 @@ def test_option_is_visible_in_the_tensors(case: Case) -> None:
 
 
 def test_every_option_has_a_case() -> None:
-    assert {case.key for case in CASES} | SEPARATE | SPEED | RELIABILITY == set(BY_KEY)
+    assert {case.key for case in CASES} | SEPARATE | SPEED | RELIABILITY | CHOSEN == set(BY_KEY)
 
 
 def test_the_number_of_linears_is_what_the_cases_count_on() -> None:
@@ -353,6 +359,29 @@ def test_fallback_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     config = COATConfig.from_dict({"fallback": "error"})
     with pytest.raises(RuntimeError, match=r"coat.fallback='error': 34 layers cannot be FP8"):
         apply_coat(tiny_flux(), config)
+
+
+@pytest.mark.parametrize("weights", ["true", "false"])
+@pytest.mark.parametrize("flow", ["fused", "generic"])
+def test_layers_below_the_minimum_leave_the_fp8_gemms(flow: str, weights: str) -> None:
+    """activation.min_sqnr_db: after a look, those layers and no others multiply in high precision, in both passes."""
+    text = f"{{activation: {{flow: {flow}}}, weight: {{use_fp8: {weights}}}, {KEPT}}}"
+    made = Run(text)
+    said: list[str] = []
+    with CastProbe(made.model, made.lora) as probe:
+        made._step()
+    rows = {row.layer: row.sqnr_db for row in probe.rows(2) if row.kind == "input"}
+    assert len(rows) == N_GEMMS
+    minimum = sorted(rows.values())[4] + 1e-4
+    below = {layer for layer, value in rows.items() if value < minimum}
+    assert 5 <= len(below) < N_GEMMS  # layers that read one x have one value
+    watch = PrecisionWatch(made.model, minimum, made.report, said.append, lambda rows: None)
+    watch.see(probe.rows(2))
+    made._step()
+    assert len(made.forward_gemms.calls) == N_GEMMS - len(below)
+    assert {layer for layer, why in made.report.why.items() if "min_sqnr_db" in why} == below
+    assert all(layer in said[-1] for layer in below)
+    assert not watch.pending
 
 
 def test_optimizer_params_of_the_host_override_the_block() -> None:

@@ -198,3 +198,16 @@ def test_the_linear_gets_weight_and_activation_options():
         fallback="error",
     )
     assert COATConfig().linear_config() == FP8LinearConfig()
+
+
+@pytest.mark.parametrize(
+    ("block", "rule"),
+    [
+        ({"activation": {"use_fp8": False}}, "only used with activation.use_fp8: true"),
+        ({"activation": {"linear_granularity": "per_group"}}, "is not for linear_granularity: per_group"),
+        ({"speed": {"compile": "cudagraphs"}}, "replayed CUDA graphs do not allow"),
+    ],
+)
+def test_a_minimum_sqnr_that_could_not_be_measured_is_refused(block, rule):
+    with pytest.raises(ConfigError, match=rf"coat.activation.min_sqnr_db=20.0: .*{rule}.*; write null"):
+        COATConfig.from_dict({**block, "activation": {**block.get("activation", {}), "min_sqnr_db": 20}})

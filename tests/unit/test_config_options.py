@@ -6,6 +6,7 @@ from functools import reduce
 
 import pytest
 
+from coat_core.formats import M1_FORMATS, M2_FORMATS
 from coat_flux.config import COATConfig, ConfigError, markdown_table
 from coat_flux.config.build import to_plain
 from coat_flux.config.options import BY_KEY, OPTIONS
@@ -35,6 +36,7 @@ SPEC_DEFAULTS = {
     "activation.flow": "fused",
     "activation.include": ("*",),
     "activation.exclude": (),
+    "activation.min_sqnr_db": None,
     "memory.enable_efficient_checkpoint": True,
     "memory.checkpointing": "auto",
     "memory.every_n": 2,
@@ -62,6 +64,7 @@ GOOD = {
     "optimizer.block_size": [16, 48, 128, 4096],
     "activation.include": [["*"], ["transformer_blocks.*.attn.to_q", "single*"], []],
     "activation.exclude": [["x"], []],
+    "activation.min_sqnr_db": [None, 20, 27.5],
     "memory.every_n": [1, 2, 57],
     "memory.budget_gb": [None, 24, 0.5, 79.6],
     "memory.log_every": [1, 500],
@@ -190,6 +193,8 @@ def test_every_bad_value_is_refused_with_file_key_value_and_remedy(key, value, m
     [
         ("optimizer.m1_format", "E4M3", "e4m3"),
         ("optimizer.m2_format", "e5m2fn", "e5m2"),
+        ("optimizer.m1_format", "int8-ratio", "int8_ratio"),
+        ("optimizer.m2_format", "uint8log", "uint8_log"),
         ("activation.linear_granularity", "per-row", "per_row"),
         ("activation.attention", "FP8", "fp8"),
         ("memory.checkpointing", "every-n", "every_n"),
@@ -240,3 +245,36 @@ def test_the_readme_table_has_one_row_for_each_option_with_its_default_first():
     assert shown["activation.include"].startswith('["*"];')
     assert shown["memory.budget_gb"].startswith("null;")
     assert shown["optimizer.block_size"] == "128; a whole number from 16 to 4096 and a multiple of 16"
+
+
+def test_the_moments_formats_are_those_of_the_optimizer():
+    assert BY_KEY["optimizer.m1_format"].choices == tuple(M1_FORMATS)
+    assert BY_KEY["optimizer.m2_format"].choices == tuple(M2_FORMATS)
+
+
+INTEGER_MOMENTS = {"m1_format": "int8_ratio", "m2_format": "uint8_log"}
+
+
+def test_expansion_that_would_have_no_effect_is_refused_where_it_is_written():
+    with pytest.raises(ConfigError) as caught:
+        COATConfig.from_dict({"optimizer": {**INTEGER_MOMENTS, "use_dynamic_range_expansion": True}}, file="run.yaml")
+    assert caught.value.findings == (
+        "run.yaml: coat.optimizer.use_dynamic_range_expansion=true: expands blocks of e4m3 and e5m2, not of int8_ratio "
+        "and uint8_log; remove it",
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        INTEGER_MOMENTS,
+        {**INTEGER_MOMENTS, "use_dynamic_range_expansion": False},
+        {"m1_format": "int8_ratio", "use_dynamic_range_expansion": True},
+        {"m2_format": "uint8_log"},
+    ],
+)
+def test_integer_formats_are_taken_and_read_back(optimizer):
+    config = COATConfig.from_dict({"optimizer": optimizer})
+    stored, _ = config.optimizer_config()
+    assert (stored.m1_format, stored.m2_format) == (config.optimizer.m1_format, config.optimizer.m2_format)
+    assert COATConfig.from_dict(config.to_dict()) == config

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from coat_core.optim import FP8AdamW
+from coat_flux.checkpoint.table import GrowingTable
 from coat_flux.config import COATConfig
 from coat_flux.engine.ema import LoraEMA
 from coat_flux.engine.loading import ModelLoadError, load_encoders
 from coat_flux.engine.optim import advance, make_optimizer, make_scheduler, restore_optimizer
-from coat_flux.engine.progress import _Table
 from coat_flux.engine.saving import lora_metadata, rotate_saves, save_dtype, save_name
 from coat_flux.engine.seeding import Stream, derived_seed, generator_for, seed_global
 from coat_flux.engine.workers import Workers, _check_launch
@@ -204,11 +204,11 @@ def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:
 
 def test_a_report_that_the_disk_refuses_is_given_up_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
-    table = _Table(tmp_path / "metrics.csv", ("step", "loss", "skipped"), 0, said.append)
+    table = GrowingTable(tmp_path / "metrics.csv", ("step", "loss", "skipped"), 0, said.append)
     table.append(["1", "0.5", "0"])
     table.append(["2", "0.5", "0"])
     table.close()
-    table = _Table(tmp_path / "metrics.csv", ("step", "loss", "skipped", "new"), 1, said.append)
+    table = GrowingTable(tmp_path / "metrics.csv", ("step", "loss", "skipped", "new"), 1, said.append)
     assert (tmp_path / "metrics.csv").read_text(encoding="utf-8") == "step,loss,skipped,new\n1,0.5,0,\n"
     os.close(table._file.fileno())
     table.append(["2", "0.5", "0", "0"])

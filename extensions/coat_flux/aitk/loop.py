@@ -40,6 +40,8 @@ class TrainingLoop:
         from ..guard import RunGuard
         from ..memory.spill import SpillWatch
         from ..memory.stats import MemoryLog
+        from ..precision import PrecisionWatch
+        from .records import RunRecords
 
         asked, phases = process.coat.memory, process._phases
         self._process, self._continuation, self._job = process, continuation, job
@@ -49,8 +51,12 @@ class TrainingLoop:
         self.facts = StepFacts()
         self.done = process.step_num
         self._saved: int | None = None
-        lora = {} if process.network is None else dict(process.network.named_parameters())
-        self.guard = RunGuard(process.coat.guard, lora, _say, model=process.sd.unet)
+        lora = {} if process.network is None else _by_layer(process.network)
+        self._records = RunRecords(process)
+        precision = PrecisionWatch(
+            process.sd.unet, process.coat.activation.min_sqnr_db, process._report, _say, self._records.precision
+        )
+        self.guard = RunGuard(process.coat.guard, lora, _say, model=process.sd.unet, precision=precision)
         if continuation is not None and continuation.state is not None:
             self.guard.load_state_dict(continuation.state.record["guard"])
         self._stop.listen()
@@ -58,6 +64,7 @@ class TrainingLoop:
     def close(self) -> None:
         """Give back what was taken over."""
         self._stop.close()
+        self._records.close()
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -106,7 +113,6 @@ class TrainingLoop:
         process, number = self._process, self._process.step_num + 1
         self.facts = facts = StepFacts()
         began = time.monotonic()
-        self._memory.line("before_forward", number)
         with (
             self.guard.watch_casts(number),
             watched(
@@ -120,16 +126,23 @@ class TrainingLoop:
                 may_update=lambda: self._may_update(number),
             ),
         ):
+            # inside: on a CPU the memory report observes operators too, and such modes must be left in their order
+            self._memory.line("before_forward", number)
             losses = run()
         self._memory.line("after_optimizer_step", number)
+        seconds = time.monotonic() - began
+        self._records.step(number, facts, seconds, self.guard.skipped)
         if facts.updated:
             self.guard.after_update(number)
-        self._see_spill(time.monotonic() - began)
+        self._see_spill(seconds)
         return losses
 
     def _may_update(self, number: int) -> bool:
-        parameters = [p for group in self._process.optimizer.param_groups for p in group["params"]]
-        return self.guard.allows_update(number, self.facts.loss(), self.facts.grad_norm(parameters))
+        groups = self._process.optimizer.param_groups
+        facts, parameters = self.facts, [p for group in groups for p in group["params"]]
+        facts.measured = facts.loss(), float(groups[0]["lr"]), facts.grad_norm(parameters)
+        loss, _, norm = facts.measured
+        return self.guard.allows_update(number, loss, norm)
 
     def _see_spill(self, seconds: float) -> None:
         device = self._process.device_torch
@@ -206,6 +219,15 @@ class TrainingLoop:
         say(f"[coat] stopped after {self.done} steps, saved in {process.save_root}; the same command goes on from here")
         process.on_error(KeyboardInterrupt())
         raise SystemExit(EXIT_CODE)
+
+
+def _by_layer(network: Any) -> dict[str, torch.Tensor]:
+    """Parameters of a network under the names of their layers, `transformer$$block$$to_q.lora_up.weight`."""
+    names = {id(param): name for name, param in network.named_parameters()}
+    for module in network.modules():
+        if hasattr(module, "lora_name"):
+            names.update((id(param), f"{module.lora_name}.{name}") for name, param in module.named_parameters())
+    return {names[id(param)]: param for param in network.parameters()}
 
 
 def _say(line: str) -> None:

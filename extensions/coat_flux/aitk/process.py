@@ -185,12 +185,12 @@ class CoatFluxTrainer(HostTrainer):
             self._continuation.end_loading()
         if self._on:
             self._report.add_row("optimizer", *check_optimizer(self))
-            say(self._report.table())
         super().hook_before_train_loop()
         if self._sets:
             self._continuation.restore()
         if self._on:
             self._training = TrainingLoop(self, self._continuation, self._job_config)
+            say(self._report.table())
             memory.hold_training(self._phases, self.network, self.optimizer, getattr(self, "ema", None))
             self._phases.enter("step")
 

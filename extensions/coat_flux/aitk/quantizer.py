@@ -138,7 +138,10 @@ class _Backend:
 def _store(module: nn.Linear, weight: Tensor) -> None:
     from coat_core.linear.module import store_weight
 
+    from ..precision.weights import note_weight
+
     store_weight(module, weight, module.coat_linear_config)
+    note_weight(module, weight, module.coat_linear_config)
     for name in BUFFERS:
         # OstrisLinear's state_dict holds "weight" only, so these must not be expected when one is loaded
         module.register_buffer(name, getattr(module, name), persistent=False)

@@ -31,12 +31,14 @@ class StepFacts:
     Attributes:
         losses: one for each micro-batch, as computed; scalars on the device.
         norms: gradient norms before clipping, one for each parameter group.
+        measured: loss, lr and gradient norm, once they are known.
         updating: the optimizer has begun to change parameters.
         updated: it has ended that.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
+    measured: tuple[float, float, float] | None = None
     updating: bool = False
     updated: bool = False
 

@@ -1,8 +1,8 @@
 """`coat-flux`: one module of this folder for each command.
 
 Nothing heavy is imported before a command needs it, so that `--help` and a mistake in the YAML answer at once. Exit
-code 0 only on success, 1 where a benchmark misses figures or the doctor finds something broken, 2 for something the
-user can put right, 130 on Ctrl+C; other exceptions show their traceback.
+code 0 only on success, 1 where a benchmark misses figures, the doctor finds something broken or COAT is not shown to be
+lossless, 2 for something the user can put right, 130 on Ctrl+C; other exceptions show their traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import UserError
-from . import bench, check, data, doctor, export, install, plan, train
+from . import bench, check, data, doctor, export, install, plan, report, train, verify
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 
 
@@ -46,6 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
     parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, install, check, data, plan, doctor, export, bench):
+    for command in (train, install, check, data, plan, doctor, report, verify, export, bench):
         command.add_parser(commands)
     return parser

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .build import build, from_option, parse_keys, to_plain
 from .findings import Findings, closest
-from .options import ADAMW_OPTIONS, BY_KEY, OPTIONS
+from .options import ADAMW_OPTIONS, BY_KEY, FORMATS, OPTIONS
 
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
@@ -28,6 +28,11 @@ class OptimizerOptions:
     block_size: int = from_option(BY_KEY["optimizer.block_size"])
     use_dynamic_range_expansion: bool = from_option(BY_KEY["optimizer.use_dynamic_range_expansion"])
     stochastic_rounding: bool = from_option(BY_KEY["optimizer.stochastic_rounding"])
+
+    @property
+    def has_fp8_moment(self) -> bool:
+        """Whether a moment has a format that its range can be expanded to."""
+        return self.m1_format in FORMATS or self.m2_format in FORMATS
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class ActivationOptions:
     flow: str = from_option(BY_KEY["activation.flow"])
     include: tuple[str, ...] = from_option(BY_KEY["activation.include"])
     exclude: tuple[str, ...] = from_option(BY_KEY["activation.exclude"])
+    min_sqnr_db: float | None = from_option(BY_KEY["activation.min_sqnr_db"])
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,8 @@ class COATConfig:
         tree = to_plain(self)
         if self.memory.checkpointing != "every_n":
             del tree["memory"]["every_n"]
+        if self.optimizer.use_dynamic_range_expansion and not self.optimizer.has_fp8_moment:
+            del tree["optimizer"]["use_dynamic_range_expansion"]
         return tree
 
     def optimizer_config(
@@ -211,11 +219,31 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
     if config.memory.budget_gb is not None and mode != "auto":
         rule = f"only used with checkpointing: auto, which is {mode}; write null or checkpointing: auto"
         findings.add(f"{memory}.budget_gb", rule, config.memory.budget_gb)
+    expansion = f"{path}.optimizer.use_dynamic_range_expansion"
+    optimizer = config.optimizer
+    if expansion in findings.given and optimizer.use_dynamic_range_expansion and not optimizer.has_fp8_moment:
+        rule = f"expands blocks of e4m3 and e5m2, not of {optimizer.m1_format} and {optimizer.m2_format}; remove it"
+        findings.add(expansion, rule, True)
     if config.speed.compile in ("blocks", "cudagraphs") and config.activation.flow == "generic":
         rule = "compiles the fused flow's blocks, and activation.flow is generic; write flow: fused or compile: none"
         findings.add(f"{path}.speed.compile", rule, config.speed.compile)
+    if config.activation.min_sqnr_db is not None:
+        rule = _obstacle_to_minimum(config)
+        if rule is not None:
+            findings.add(f"{path}.activation.min_sqnr_db", rule, config.activation.min_sqnr_db)
     for part in config.resume.allow:
         if part not in RESUME_PARTS:
             near = closest(part, RESUME_PARTS)
             remedy = f"did you mean '{near}'?" if near else f"write {RESUME_PARTS[0]}, for example"
             findings.add(f"{path}.resume.allow", f"each must be one of {', '.join(RESUME_PARTS)}; {remedy}", part)
+
+
+def _obstacle_to_minimum(config: COATConfig) -> str | None:
+    """Why the inputs of GEMMs cannot be measured under these options, as a rule and a remedy."""
+    if not config.activation.use_fp8:
+        return "only used with activation.use_fp8: true; write null or use_fp8: true"
+    if config.activation.linear_granularity == "per_group":
+        return "is not for linear_granularity: per_group; write null, or linear_granularity: per_row"
+    if config.speed.compile == "cudagraphs":
+        return "needs to look into a step, which replayed CUDA graphs do not allow; write null or speed.compile: blocks"
+    return None

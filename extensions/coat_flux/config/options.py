@@ -6,6 +6,8 @@ from .findings import show
 from .values import Option
 
 FORMATS = ("e4m3", "e5m2")
+M1_FORMATS = (*FORMATS, "int8_ratio")
+M2_FORMATS = (*FORMATS, "uint8_log")
 
 
 def _switch(key: str, default: bool, doc: str) -> Option:
@@ -19,10 +21,10 @@ def _choice(key: str, choices: tuple[object, ...], doc: str) -> Option:
 OPTIONS: tuple[Option, ...] = (
     _switch("enabled", True, "false: the run is exactly the host's own bf16 run"),
     _switch("optimizer.use_fp8", True, "master switch for both moments"),
-    _switch("optimizer.use_fp8_m1", True, "the first moment (exp_avg) in FP8"),
-    _switch("optimizer.use_fp8_m2", True, "the second moment (exp_avg_sq) in FP8"),
-    _choice("optimizer.m1_format", FORMATS, "FP8 format of exp_avg"),
-    _choice("optimizer.m2_format", FORMATS, "FP8 format of exp_avg_sq"),
+    _switch("optimizer.use_fp8_m1", True, "the first moment (exp_avg) in 8 bits"),
+    _switch("optimizer.use_fp8_m2", True, "the second moment (exp_avg_sq) in 8 bits"),
+    _choice("optimizer.m1_format", M1_FORMATS, "format of exp_avg; int8_ratio: exp_avg/√exp_avg_sq, evenly spaced"),
+    _choice("optimizer.m2_format", M2_FORMATS, "format of exp_avg_sq; uint8_log: evenly spaced in the logarithm"),
     Option(
         "optimizer.block_size",
         128,
@@ -32,7 +34,11 @@ OPTIONS: tuple[Option, ...] = (
         maximum=4096,
         multiple_of=16,
     ),
-    _switch("optimizer.use_dynamic_range_expansion", True, "f(x) = sign(x)·abs(x)^k per block before the cast"),
+    _switch(
+        "optimizer.use_dynamic_range_expansion",
+        True,
+        "f(x) = sign(x)·abs(x)^k per block before the cast to e4m3 or e5m2",
+    ),
     _switch("optimizer.stochastic_rounding", False, "bf16/fp16 parameters are updated with stochastic rounding"),
     _switch("weight.use_fp8", True, "frozen linears hold FP8 codes only, no bf16 copy stays in memory"),
     _choice("weight.format", FORMATS, "FP8 format of the frozen weights"),
@@ -59,6 +65,15 @@ OPTIONS: tuple[Option, ...] = (
         (),
         "strings",
         "fnmatch patterns, full names: linears that multiply in bf16 (weights follow weight.use_fp8)",
+    ),
+    Option(
+        "activation.min_sqnr_db",
+        None,
+        "float",
+        "linears whose input has a lower SQNR in FP8 (dB, in the run's second step) multiply in bf16 from then on; "
+        "null: none do",
+        above=0,
+        nullable=True,
     ),
     _switch("memory.enable_efficient_checkpoint", True, "checkpointed block inputs are stored in FP8"),
     _choice(

@@ -1,4 +1,6 @@
-"""What a run tells while it runs: progress bar, console lines, `coat/metrics.csv`, `coat/tensorboard/`.
+"""What a run tells while it runs: progress bar, console lines, and files in its folder.
+
+    coat/metrics.csv, validation.csv, precision.csv, tensorboard/
 
 Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar. A report that the
 disk refuses while the run goes on is given up, with one line: the steps since the last save are worth more.
@@ -6,19 +8,18 @@ disk refuses while the run goes on is given up, with one line: the steps since t
 
 from __future__ import annotations
 
-import csv
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from ..checkpoint.files import replacing
+from .. import precision
+from ..checkpoint.table import METRICS, METRICS_FILE, GrowingTable
+from ..checkpoint.versions import write_versions
 from ..config.job_config import JobConfig
 from ..memory.stats import GB, peak_bytes
 
@@ -26,7 +27,6 @@ __all__ = ["METRICS", "RunLog", "StepStats"]
 
 logger = logging.getLogger(__name__)
 
-METRICS = ("step", "epoch", "loss", "lr", "grad_norm", "s_per_it", "peak_memory_gb", "skipped")
 VALIDATION = ("step", "loss")
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}{postfix}]"
 
@@ -63,8 +63,9 @@ class RunLog:
         self._device = device
         self._folder = job.folder / "coat"
         self._bar: tqdm | None = None
-        self._metrics: _Table | None = None
-        self._validations: _Table | None = None
+        self._metrics: GrowingTable | None = None
+        self._validations: GrowingTable | None = None
+        self._precision: GrowingTable | None = None
         self._board: SummaryWriter | None = None
         self._seconds: list[float] = []
 
@@ -79,8 +80,10 @@ class RunLog:
             return
         job = self._job
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = _Table(self._folder / "metrics.csv", METRICS, step, self.say)
-        self._validations = _Table(self._folder / "validation.csv", VALIDATION, step, self.say)
+        self._metrics = GrowingTable(job.folder / METRICS_FILE, METRICS, step, self.say)
+        self._validations = GrowingTable(self._folder / "validation.csv", VALIDATION, step, self.say)
+        self._precision = GrowingTable(job.folder / precision.FILE, precision.COLUMNS, step, self.say)
+        write_versions(job.folder, "coat-flux train", self._device)
         board = Path(job.log_dir) / job.name if job.log_dir else self._folder / "tensorboard"
         self._board = SummaryWriter(str(board), purge_step=step + 1)
 
@@ -133,51 +136,15 @@ class RunLog:
             self._validations.append([str(step), repr(loss)])
             self.scalar("validation_loss", loss, step)
 
+    def precision(self, rows: Sequence[precision.Row]) -> None:
+        """Record rows of `coat/precision.csv`; those of the weights only once."""
+        if self._precision is not None:
+            kept = self._precision.kept
+            self._precision.append(*(precision.as_cells(row) for row in rows if row.step or not kept))
+
     def close(self) -> None:
         """Close bar and files; may be called twice."""
-        for part in (self._bar, self._metrics, self._validations, self._board):
+        for part in (self._bar, self._metrics, self._validations, self._precision, self._board):
             if part is not None:
                 part.close()
-        self._bar = self._metrics = self._validations = self._board = None
-
-
-class _Table:
-    """A CSV that grows, with its rows up to `step` kept (none at the start of a run).
-
-    Raises:
-        OSError: it cannot be made.
-    """
-
-    def __init__(self, path: Path, columns: Sequence[str], step: int, say: Callable[[str], None]):
-        self._path, self._say = path, say
-        kept = _rows(path, step) if step > 0 else []
-        with replacing(path) as temp:
-            lines = [",".join([*row, *[""] * (len(columns) - len(row))]) + "\n" for row in [list(columns), *kept]]
-            temp.write_text("".join(lines), encoding="utf-8", newline="")
-        self._file: TextIO | None = path.open("a", newline="", encoding="utf-8")
-
-    def append(self, row: Sequence[str]) -> None:
-        """Add a row."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(",".join(row) + "\n")
-            self._file.flush()
-        except OSError as error:
-            self._say(f"{self._path}: cannot be written ({error}); the run goes on without it")
-            self.close()
-
-    def close(self) -> None:
-        """Close the file; what the disk has refused is given up."""
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                file.close()
-
-
-def _rows(path: Path, step: int) -> list[list[str]]:
-    """Rows without the header up to a step."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as old:
-        return [row for row in list(csv.reader(old))[1:] if row and int(row[0]) <= step]
+        self._bar = self._metrics = self._validations = self._precision = self._board = None

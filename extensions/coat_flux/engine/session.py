@@ -32,6 +32,7 @@ from ..memory.phases import PhaseTracker
 from ..memory.spill import SpillWatch
 from ..memory.stats import MemoryLog
 from ..optimizer import describe_optimizer
+from ..precision import PrecisionWatch
 from .ema import LoraEMA
 from .loading import Encoders, load_encoders, load_transformer
 from .network import add_lora, lora_parameters, lora_targets
@@ -120,6 +121,9 @@ def open_session(
         keep_path(transformer, point.record.get("path", {}))
     workers.share(list(lora.values()))
     optimizer = _prepare_optimizer(job, lora, log, point)
+    guard = _make_guard(job, workers, log, transformer, lora, report)
+    if point is not None:
+        guard.load_state_dict(point.record.get("guard", {}))
     _tell(job, report, optimizer, len(lora) // 2, log)
     train = job.train
     session = Session(
@@ -138,7 +142,7 @@ def open_session(
         optimizer=optimizer,
         lr_scheduler=make_scheduler(train.lr_scheduler, optimizer, train.steps, train.lr_scheduler_params or {}),
         ema=_make_ema(job, lora),
-        guard=RunGuard(job.coat.guard, lora, log.say, model=transformer),
+        guard=guard,
         identity=identity,
         report=report,
     )
@@ -163,6 +167,19 @@ def _make_memory_log(job: JobConfig, workers: Workers, log: RunLog, phases: Phas
     memory = job.coat.memory
     enabled = job.coat.enabled and memory.log_memory_stats and workers.is_main
     return MemoryLog(workers.device, memory.log_every, enabled, log.say, phases.see)
+
+
+def _make_guard(
+    job: JobConfig,
+    workers: Workers,
+    log: RunLog,
+    transformer: nn.Module,
+    lora: Mapping[str, nn.Parameter],
+    report: CoatReport | None,
+) -> RunGuard:
+    minimum = job.coat.activation.min_sqnr_db if job.coat.enabled else None
+    watch = PrecisionWatch(transformer, minimum, report, log.say, log.precision, mean=workers.mean)
+    return RunGuard(job.coat.guard, lora, log.say, model=transformer, precision=watch)
 
 
 def _prepare_optimizer(

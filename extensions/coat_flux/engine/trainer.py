@@ -7,7 +7,7 @@ holds what 500 steps made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,20 @@ class COATTrainer:
 
     Args:
         config: path of a YAML, its content as a dictionary, or a `JobConfig`.
+        observer: called before the first step and after each one, before a save. It may measure, and keep plain JSON in
+            `session.record["observed"]`, which is saved and comes back with a resume; it must leave training as it is.
 
     Raises:
         ConfigError: the config cannot be run.
     """
 
-    def __init__(self, config: str | Path | Mapping[str, Any] | JobConfig):
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | JobConfig,
+        *,
+        observer: Callable[[Session], None] | None = None,
+    ):
+        self._observer = observer
         if isinstance(config, JobConfig):
             self.job = config
         else:
@@ -106,7 +114,7 @@ class COATTrainer:
         if point is None:
             if workers.is_main:  # a run that cannot be continued is left as it is
                 phases.path = job.folder / MEMORY_FILE
-            return _run(open_session(job, workers, log, phases, None, identity))
+            return _run(open_session(job, workers, log, phases, None, identity), self._observer)
         for note in check_same_run(job, point, identity):
             log.say(f"Resume: {note}")
         final = job.folder / save_name(job.name, None)
@@ -114,10 +122,12 @@ class COATTrainer:
             log.say(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
             return final
         log.say(f"#### IMPORTANT RESUMING FROM {point.path} ####")
-        return _run(open_session(job, workers, log, phases, point, identity), resumed=point.record)
+        return _run(open_session(job, workers, log, phases, point, identity), self._observer, point.record)
 
 
-def _run(session: Session, resumed: Mapping[str, Any] | None = None) -> Path:
+def _run(
+    session: Session, observer: Callable[[Session], None] | None, resumed: Mapping[str, Any] | None = None
+) -> Path:
     """Train to the end, from a session that may go on from a save with the record `resumed`."""
     job, log = session.job, session.log
     _open_files(session)
@@ -126,7 +136,7 @@ def _run(session: Session, resumed: Mapping[str, Any] | None = None) -> Path:
     if session.step == 0 and not job.train.skip_first_sample:
         _draw_samples(session)
     with Interrupts(log.say) as interrupts:
-        _train_steps(session, interrupts, resumed or {})
+        _train_steps(session, interrupts, resumed or {}, observer)
         session.guard.check_end(session.step)
         path = _save(session, final=True)
     _draw_samples(session)
@@ -147,7 +157,12 @@ def _open_files(session: Session) -> None:
         session.log.open(session.step)
 
 
-def _train_steps(session: Session, interrupts: Interrupts, resumed: Mapping[str, Any]) -> None:
+def _train_steps(
+    session: Session,
+    interrupts: Interrupts,
+    resumed: Mapping[str, Any],
+    observer: Callable[[Session], None] | None,
+) -> None:
     """All steps that are left, with saves and samples between them.
 
     Raises:
@@ -156,12 +171,16 @@ def _train_steps(session: Session, interrupts: Interrupts, resumed: Mapping[str,
     job, batches, first = session.job, iter(session.sampler), session.step + 1
     session.log.start(session.step)
     session.phases.enter("step")
+    if observer is not None:
+        observer(session)
     while session.step < job.train.steps:
         stats, stops = train_step(session, batches, interrupts)
         session.log.step(stats)
         if session.step == first:
             for line in path_changes(session.transformer, resumed):
                 session.log.say(line)
+        if observer is not None:
+            observer(session)
         if session.step == job.train.steps:
             return
         if stops:

@@ -17,6 +17,7 @@ from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_c
 from ..config.findings import ConfigError
 from ..errors import UserError
 from ..memory.policy import BlockPolicy
+from ..precision.weights import note_weight
 from .policy import ArchitecturePolicy, matches, policy_for
 from .report import OUTSIDE, CoatReport, describe_linear
 from .shared import shared_rows
@@ -149,7 +150,8 @@ def _convert_one(
         return
     elif config.weight.use_fp8:
         # quantized where it will run: fast, and the high precision model is never whole on a GPU
-        FP8Linear.from_linear(module.to(device), linear_config)
+        weight = module.to(device).weight
+        note_weight(FP8Linear.from_linear(module, linear_config), weight, linear_config)
     elif linear_config.use_fp8_gemm:
         FP8TrainableLinear.from_linear(module, linear_config)
     else:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..config.coat_config import GuardOptions
 from ..memory.policy import BlockPolicy
+from ..precision import PrecisionWatch
 from .casts import CastProbe
 from .errors import DeadRunError
 
@@ -40,6 +41,7 @@ class RunGuard:
         lora: name → parameter of every adapter matrix; may be set later as the attribute of this name.
         say: takes one line for the user.
         model: the transformer, for the names of layers in messages about FP8.
+        precision: takes what is measured at health steps.
 
     Attributes:
         lora: as given.
@@ -54,6 +56,7 @@ class RunGuard:
         say: Callable[[str], None],
         *,
         model: nn.Module | None = None,
+        precision: PrecisionWatch | None = None,
     ) -> None:
         self.lora = lora
         self.skipped = self.updates = 0
@@ -61,6 +64,7 @@ class RunGuard:
         self._nonfinite = self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
         self._began = self._told_of_graphs = False
+        self._precision = precision
 
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
         """Say whether the optimizer may use the gradients of this step.
@@ -175,6 +179,9 @@ class RunGuard:
         the memory that the recordings hold. What `allows_update`, called inside the block, found not to be finite is
         told but not judged here: infinities saturate, and such steps are counted already.
 
+        Where `activation.min_sqnr_db` still has to choose layers, the next step from step 2 on is looked at besides,
+        also with `guard.enabled: false`, which then judges nothing.
+
         Args:
             step: the number the step gets when done.
 
@@ -182,10 +189,20 @@ class RunGuard:
             DeadRunError: at the block's end, a share above `guard.max_saturation` or `guard.max_underflow`.
         """
         first, self._began = not self._began, True
-        due = step == FIRST_LOOK or step % self._options.health_every == 0
-        if first or not due or not self._options.enabled or self._replays():
+        if first and self._precision is not None:
+            self._precision.begin()
+        if not (self._is_health_step(step, first) or self._must_choose(step, first)) or self._replays():
             return nullcontext()
         return self._observe(step)
+
+    def _is_health_step(self, step: int, first: bool) -> bool:
+        due = step == FIRST_LOOK or step % self._options.health_every == 0
+        return due and not first and self._options.enabled
+
+    def _must_choose(self, step: int, first: bool) -> bool:
+        """A run that was cut before its first look takes it where the whole run took it."""
+        pending = self._precision is not None and self._precision.pending
+        return pending and step >= FIRST_LOOK and (not first or step == FIRST_LOOK)
 
     def _replays(self) -> bool:
         policy = None if self._model is None else BlockPolicy.of(self._model)
@@ -201,18 +218,23 @@ class RunGuard:
         with probe:
             yield
         health = probe.health()
+        if self._precision is not None and not self._nonfinite:
+            self._precision.see(probe.rows(step))
         if health is None:
             return
         self._say(f"step {step}: {health.line()}")
         verdict = health.verdict(self._options)
-        if verdict is not None and not self._nonfinite:
+        if verdict is not None and self._options.enabled and not self._nonfinite:
             raise DeadRunError(f"step {step}: {verdict}; {KEPT}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, plain JSON."""
-        return {name.strip("_"): getattr(self, name) for name in COUNTERS}
+        """The counters, and the layers that `activation.min_sqnr_db` left out; plain JSON."""
+        chosen = {} if self._precision is None else self._precision.state_dict()
+        return {name.strip("_"): getattr(self, name) for name in COUNTERS} | ({"precision": chosen} if chosen else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting where a saved run stopped; counters it does not have stay."""
         for name in COUNTERS:
             setattr(self, name, state.get(name.strip("_"), getattr(self, name)))
+        if self._precision is not None:
+            self._precision.load_state_dict(state.get("precision", {}))

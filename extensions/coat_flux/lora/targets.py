@@ -10,6 +10,15 @@ from collections.abc import Iterable, Sequence
 
 BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
+MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of parameters, of PEFT and of ai-toolkit
+
+
+def layer_of(parameter: str) -> str:
+    """Full name of the linear that a LoRA parameter of either host belongs to; other names come back as they are."""
+    name = parameter.replace("$$", ".")
+    for mark in MATRICES:
+        name = name.partition(mark)[0]
+    return name.removeprefix(KEY_PREFIX)
 
 
 def target_names(

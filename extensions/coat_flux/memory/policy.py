@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, PackingConfig, fp8_checkpoint
 from coat_core.granularity import Granularity
+from coat_core.linear.module import drop_transposed
 
 from ..flow import FUSABLE, CompiledBlocks, FusedBlock, FusedFlow
 from ..flow.chooser import attention_kernel
 from ..speed import Picked, RunPath, SpeedPick, Unavailable
+from ..speed.gemm import multiply_in_bf16
 from .auto import AutoCheckpointing
 from .transposed import TransposedWeights
 
@@ -163,6 +165,18 @@ class BlockPolicy:
         """Let the first step take this path, where the config allows it, instead of choosing: `SpeedPick.keep_to`."""
         if self._pick is not None:
             self._pick.keep_to(path)
+
+    def multiply_in_bf16(self, linears: Collection[nn.Module]) -> None:
+        """Take linears of the blocks out of FP8 GEMMs for the rest of the run, as `activation.exclude` does.
+
+        Args:
+            linears: with FP8 weights, or trained ones that are cast at each use.
+        """
+        if self._pick is not None:
+            self._pick.leave_out(linears)
+        multiply_in_bf16(linears)
+        for module in linears:
+            drop_transposed(module)
 
     def recompute_more(self) -> str | None:
         """Where checkpointing is auto, drop the transposed weights, and when they are gone recompute all blocks.

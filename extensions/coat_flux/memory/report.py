@@ -20,7 +20,7 @@ from .stats import GB
 if TYPE_CHECKING:
     from ..config import JobConfig
 
-__all__ = ["as_table", "finish", "picture"]
+__all__ = ["as_table", "finish", "forecast", "picture"]
 
 MB = 1e6
 COLOURS = {  # in the order of the bars, from below
@@ -48,7 +48,7 @@ def finish(
         table: False leaves the table out of the log.
     """
     if tracker.path is not None:
-        tracker.forecast = _forecast(job, tracker.device)
+        tracker.forecast = forecast(job, tracker.device)
     tracker.close()
     if tracker.path is None:
         return
@@ -65,12 +65,18 @@ def finish(
         say(f"Memory report: coat/{target.name} cannot be written ({error})")
 
 
-def _forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
-    """The plan's prediction, or why there is none."""
+def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
+    """The plan's prediction, or why there is none.
+
+    Args:
+        make_job: makes the job; its error is the reason why there is no prediction.
+        device: of the run; one that is not in this machine has no limit.
+    """
     try:
         from ..plan import predict
 
-        room = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+        known = device.type == "cuda" and torch.cuda.is_available()
+        room = float(torch.cuda.mem_get_info(device)[1]) if known else None
         job = replace(make_job(), device=str(device))  # where the run was, whatever its config left open
         found = predict(job, device_bytes=room)
     except Exception as error:  # told in the report: a run that is done must not fail for its forecast

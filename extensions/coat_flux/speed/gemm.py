@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from coat_core.activation import FP8InputLinear
 from coat_core.linear.function import input_granularity
-from coat_core.linear.module import FP8Linear
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig
@@ -33,6 +33,11 @@ class BlockGemms:
         self._blocks, self._asked = list(blocks), config.linear_config()
         stored = [found for block in self._blocks for found in stored_linears(block)]
         self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
+
+    def leave_out(self, linears: Collection[nn.Module]) -> None:
+        """Leave these as they are from now on."""
+        ids = {id(module) for module in linears}
+        self._linears = [(module, name) for module, name in self._linears if id(module) not in ids]
 
     def set(self, gemm: Gemm) -> None:
         """Let them multiply with another scaling of their input, or in bf16; adapters keep their inputs accordingly.
@@ -57,3 +62,10 @@ def stored_linears(block: nn.Module) -> Iterator[tuple[Any, str]]:
             yield module, "config"
         elif hasattr(module, "coat_linear_config"):
             yield module, "coat_linear_config"
+
+
+def multiply_in_bf16(linears: Iterable[Any]) -> None:
+    """Let linears of ours, or of ai-toolkit with our weights, multiply in high precision."""
+    for module in linears:
+        name = "config" if isinstance(module, FP8Linear | FP8TrainableLinear) else "coat_linear_config"
+        setattr(module, name, replace(getattr(module, name), use_fp8_gemm=False))

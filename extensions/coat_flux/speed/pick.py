@@ -15,7 +15,7 @@ import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -96,6 +96,10 @@ class SpeedPick:
             self._kept = path
         else:
             logger.warning("resume: the saved path, %s, is not one that the config allows now; it is chosen anew", path)
+
+    def leave_out(self, linears: Collection[nn.Module]) -> None:
+        """Let what is picked not be set on these linears."""
+        self._gemms.leave_out(linears)
 
     def choose(self, args: tuple[Any, ...]) -> Picked:
         """Pick, and set the blocks' linears to the GEMM that was picked.

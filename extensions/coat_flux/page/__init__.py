@@ -1,0 +1,10 @@
+"""Self-contained HTML pages with tables, charts and pictures; nothing in them comes from a network.
+
+page.py      the page and what can be put on it
+charts.py    line charts, as SVG
+pictures.py  image files, made small enough to be embedded
+"""
+
+from .page import Page
+
+__all__ = ["Page"]

@@ -1,0 +1,206 @@
+"""The page of a run. Each section says what it lacks, and a damaged file costs no more than its own section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .. import __version__
+from ..checkpoint.errors import SaveError
+from ..checkpoint.versions import VERSIONS_FILE
+from ..page import Page
+from .logs import Curve, read_metrics, read_validation, smoothed
+from .memory import show_memory
+from .precision import show_precision
+from .run import LoraFile, RunFolder
+
+__all__ = ["REPORT_FILE", "write_report"]
+
+REPORT_FILE = Path("coat") / "report.html"
+SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # of the grid
+DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Make the page of a run.
+
+    Args:
+        run_dir: `<training_folder>/<name>`, of a run that ended or goes on.
+        out: file to write; default `coat/report.html` in the run's folder. `precision.png` goes beside it.
+
+    Returns:
+        The file.
+
+    Raises:
+        NotARun: the folder is none of a run.
+        SaveError: the page cannot be written.
+    """
+    run = RunFolder(run_dir)
+    target = run.path / REPORT_FILE if out is None else out
+    loras = run.loras()
+    page = Page(run.name, f"Run report by coat-flux {__version__}: {run.path.resolve()}")
+    sections: list[tuple[str, Callable[[], None]]] = [
+        ("", lambda: _show_summary(page, run, loras)),
+        ("Loss", lambda: _show_loss(page, run)),
+        ("Samples", lambda: _show_samples(page, run)),
+        ("Speed and learning rate", lambda: _show_pace(page, run)),
+        ("Memory", lambda: show_memory(page, run)),
+        ("Precision of FP8", lambda: show_precision(page, run, target.parent)),
+        ("Guard", lambda: _show_guard(page, run)),
+        ("Asked, got, why", lambda: _show_treatment(page, loras)),
+        ("LoRA files", lambda: _show_loras(page, loras)),
+        ("Versions", lambda: _show_versions(page, run)),
+        ("Config", lambda: _show_config(page, run)),
+    ]
+    for title, show in sections:
+        if title:
+            page.heading(title)
+        try:
+            show()
+        except DAMAGED as error:
+            page.missing(f"{title or 'Summary'}: cannot be shown ({type(error).__name__}: {error})")
+    try:
+        return page.write(target)
+    except OSError as error:
+        raise SaveError(
+            f"{target}: cannot be written ({error.strerror or error}); give another path with --out"
+        ) from error
+
+
+def _show_summary(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
+    metrics, validation = read_metrics(run.path), read_validation(run.path)
+    train, network, model = run.block("train"), run.block("network"), run.block("model")
+    loss, pace, peak = (metrics.get(name, []) for name in ("loss", "s_per_it", "peak_memory_gb"))
+    last = int(loss[-1][0]) if loss else None
+    facts: list[tuple[str, Any]] = [
+        ("steps", None if last is None else f"{last} of {train.get('steps', '?')}"),
+        ("loss, smoothed", _first_to_last(smoothed(loss))),
+        ("validation loss", _first_to_last(validation)),
+        ("time per step, median", f"{median(value for _, value in pace):.3f} s" if pace else None),
+        ("time in steps", str(timedelta(seconds=round(sum(value for _, value in pace)))) if pace else None),
+        ("peak memory of steps", f"{max(value for _, value in peak):.2f} GB" if peak else None),
+        ("updates skipped", f"{metrics['skipped'][-1][1]:.0f}" if metrics.get("skipped") else None),
+        ("model", model.get("name_or_path")),
+        ("LoRA", f"rank {network['linear']}" if "linear" in network else None),
+        ("trigger word", run.process.get("trigger_word")),
+        ("newest LoRA", loras[-1].path.name if loras else None),
+    ]
+    page.table(["", ""], [[name, value] for name, value in facts if value is not None])
+
+
+def _first_to_last(curve: Curve) -> str | None:
+    return f"{curve[0][1]:.5f} → {curve[-1][1]:.5f}" if curve else None
+
+
+def _show_loss(page: Page, run: RunFolder) -> None:
+    loss = read_metrics(run.path).get("loss", [])
+    if loss:
+        page.curves("Training loss", {"each step": loss, "smoothed": smoothed(loss)}, x="step", y="loss")
+    else:
+        page.missing("No training loss: there is neither coat/metrics.csv nor ai-toolkit's loss_log.db.")
+    validation = read_validation(run.path)
+    if validation:
+        page.curves("Validation loss, noise and timesteps always the same", {"loss": validation}, x="step", y="loss")
+    else:
+        page.missing("No validation loss: the stand-alone trainer writes coat/validation.csv, ai-toolkit has none.")
+
+
+def _show_samples(page: Page, run: RunFolder) -> None:
+    samples, sample, train = run.samples(), run.block("sample"), run.block("train")
+    if not samples:
+        off = train.get("disable_sampling") or not run.prompts()
+        why = (
+            "the config has no prompts, or train.disable_sampling"
+            if off
+            else f"sample_every {sample.get('sample_every', '?')}"
+        )
+        page.missing(f"No samples: {why}.")
+        return
+    steps = _spread(sorted({found.step for found in samples}), SAMPLE_STEPS)
+    numbers = sorted({found.number for found in samples})
+    prompts = run.prompts()
+    for number in numbers[:SAMPLE_PROMPTS]:
+        row = [
+            (f"step {found.step}", found.path) for found in samples if found.number == number and found.step in steps
+        ]
+        page.images(prompts[number] if number < len(prompts) else f"prompt {number + 1}", row, columns=len(steps))
+    left = len(samples) - len(steps) * min(len(numbers), SAMPLE_PROMPTS)
+    if left > 0:
+        page.missing(f"{left} more are in samples/.")
+
+
+def _spread(steps: Sequence[int], most: int) -> list[int]:
+    """Evenly spaced ones, the first and the last among them."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def _show_pace(page: Page, run: RunFolder) -> None:
+    metrics = read_metrics(run.path)
+    pace = metrics.get("s_per_it", [])
+    page.curves("Time per step", {"each step": pace, "smoothed": smoothed(pace)}, x="step", y="s/it")
+    page.curves("Learning rate", {"lr": metrics.get("lr", [])}, x="step", y="lr")
+    page.curves("Gradient norm before clipping", {"norm": metrics.get("grad_norm", [])}, x="step", y="norm", log_y=True)
+
+
+def _show_guard(page: Page, run: RunFolder) -> None:
+    guard = run.guard()
+    skipped = read_metrics(run.path).get("skipped", [])
+    if guard is None and not skipped:
+        page.missing("No counters: no save of this run has any, and there is no coat/metrics.csv.")
+        return
+    if skipped and skipped[-1][1]:
+        page.curves("Updates skipped", {"skipped": skipped}, x="step", y="so far")
+    rows = [["updates skipped in the whole run", f"{skipped[-1][1]:.0f}" if skipped else None]]
+    if guard is not None:
+        rows += [
+            ["updates done at the newest save", guard.get("updates")],
+            ["skipped until then", guard.get("skipped")],
+        ]
+        chosen = guard.get("precision") or {}
+        for layer in chosen.get("left_out") or []:
+            rows.append([f"in bf16 by activation.min_sqnr_db: {chosen.get('minimum'):g}", layer])
+    page.table(["", ""], rows)
+
+
+def _show_treatment(page: Page, loras: Sequence[LoraFile]) -> None:
+    for lora in reversed(loras):
+        parts = list(
+            dict.fromkeys(key.split(".", 2)[2] for key in sorted(lora.metadata) if key.startswith("coat.got."))
+        )
+        if parts:
+            table = [
+                [part, *(lora.metadata.get(f"coat.{key}.{part}", "") for key in ("asked", "got", "why"))]
+                for part in parts
+            ]
+            page.table(["part", "asked", "got", "why"], table)
+            page.missing(f"From the metadata of {lora.path.name}.")
+            return
+    page.missing("No table: no LoRA of this run has it in its metadata (coat.enabled: false, or nothing saved yet).")
+
+
+def _show_loras(page: Page, loras: Sequence[LoraFile]) -> None:
+    if not loras:
+        page.missing("None was saved yet.")
+        return
+    rows = [[lora.path.name, f"{lora.path.stat().st_size / 1e6:.2f} MB", lora.step, lora.problem] for lora in loras]
+    page.table(["file", "size", "steps done", ""], rows)
+
+
+def _show_versions(page: Page, run: RunFolder) -> None:
+    found = run.json(VERSIONS_FILE)
+    if found is None:
+        page.missing(f"No {VERSIONS_FILE.as_posix()}: the run is older than that file, or COAT was off in ai-toolkit.")
+        return
+    page.table(["", ""], list(found.items()))
+
+
+def _show_config(page: Page, run: RunFolder) -> None:
+    if run.config_text:
+        page.code(run.config_text)
+    else:
+        page.missing("No config.yaml in the run's folder.")

@@ -1,0 +1,192 @@
+"""Is a difference larger than luck? Paired runs, judged against what the seed alone does to bf16.
+
+Run i of both arms has the same seed, so that gap_i = loss_COAT,i - loss_bf16,i is free of most of what a seed does. The
+mean gap has the confidence interval mean ± t · sd(gap) / sqrt(n), t the two-sided 95 % quantile of Student's
+distribution with n - 1 degrees of freedom. It is compared with s, the standard deviation (n - 1) of bf16's losses over
+its seeds: a change that is sure to be smaller than what another seed does is no loss that anyone could notice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+__all__ = ["LOSSLESS", "NOT_LOSSLESS", "UNDECIDED", "Judgement", "broken", "judge", "student_quantile", "worse"]
+
+LOSSLESS, NOT_LOSSLESS, UNDECIDED = "lossless", "not lossless", "undecided"
+CONFIDENCE = 0.95
+MAX_SEEDS = 50  # beyond this, more seeds are no advice
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the runs say; losses are mean squared errors.
+
+    Attributes:
+        outcome: lossless, not lossless or undecided.
+        reason: why, one clause.
+        seeds: pairs of runs, n.
+        gap: mean of COAT's loss less bf16's.
+        low: lower end of the gap's 95 % confidence interval.
+        high: its upper end.
+        spread: s, bf16's standard deviation over seeds.
+        more_seeds: with so many seeds the same gaps would decide; None where it is decided or would take too many.
+    """
+
+    outcome: str
+    reason: str
+    seeds: int
+    gap: float
+    low: float
+    high: float
+    spread: float
+    more_seeds: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        return f"{self.outcome}{'' if self.outcome == UNDECIDED else ' here'}: {self.reason}"
+
+
+def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = None, *, where: str = "") -> Judgement:
+    """Compare paired final losses.
+
+    - *lossless*: the whole confidence interval of the mean gap lies inside [-s, s];
+    - *not lossless*: it lies wholly outside. On the lower side too: a run that learns less overfits less, so that a
+      held-out loss below bf16's is a difference, not a merit;
+    - *undecided*: it reaches over an end of the band; or bf16 gives no measure: its seeds end equal (s = 0), or one of
+      its runs did not bring the loss below that of the model without a LoRA.
+
+    Args:
+        bf16: final loss of each bf16 run.
+        coat: of the COAT run with the same seed.
+        base: loss of the model without a LoRA, where it is known.
+        where: the losses were measured, put behind "held-out loss" in the sentence.
+
+    Raises:
+        ValueError: fewer than two pairs, unequal numbers, or a bf16 loss that is not finite.
+    """
+    if len(bf16) != len(coat) or len(bf16) < 2:
+        raise ValueError(f"bf16, coat: {len(bf16)} and {len(coat)} losses, must be as many, at least 2; run more seeds")
+    if not all(map(math.isfinite, bf16)):
+        raise ValueError(f"bf16={list(bf16)}: must be finite; without that there is nothing to compare with")
+    count = len(bf16)
+    if not all(map(math.isfinite, coat)):
+        return broken(f"COAT's held-out loss{where} is not finite", count)
+    gaps = [ours - theirs for ours, theirs in zip(coat, bf16, strict=True)]
+    gap, scatter, spread = fmean(gaps), stdev(gaps), stdev(bf16)
+    half = _half_width(scatter, count)
+    low, high = gap - half, gap + half
+    outcome, reason, more = UNDECIDED, _no_measure(bf16, base, spread), None
+    if not reason:
+        outcome = _outcome(gap, half, spread)
+        more = _seeds_needed(gap, scatter, spread, count) if outcome == UNDECIDED else None
+        reason = _reason(outcome, gap, (low, high), spread, count, more, where)
+    return Judgement(outcome, reason, count, gap, low, high, spread, more)
+
+
+def worse(one: Judgement, other: Judgement) -> Judgement:
+    """The one that says less good of COAT; the first where they are as good."""
+    order = (LOSSLESS, UNDECIDED, NOT_LOSSLESS)
+    return other if order.index(other.outcome) > order.index(one.outcome) else one
+
+
+def broken(reason: str, seeds: int) -> Judgement:
+    """COAT did not come to an end that could be compared."""
+    return Judgement(NOT_LOSSLESS, reason, seeds, math.nan, math.nan, math.nan, math.nan)
+
+
+def _outcome(gap: float, half: float, spread: float) -> str:
+    """Where gap ± half lies against ±spread."""
+    if abs(gap) + half <= spread:
+        return LOSSLESS
+    return NOT_LOSSLESS if abs(gap) - half > spread else UNDECIDED
+
+
+def _half_width(scatter: float, count: int) -> float:
+    return student_quantile((1 + CONFIDENCE) / 2, count - 1) * scatter / math.sqrt(count)
+
+
+def _no_measure(bf16: Sequence[float], base: float | None, spread: float) -> str:
+    """Why bf16's losses are no measure, or an empty text."""
+    if base is not None:
+        idle = [number for number, loss in enumerate(bf16, 1) if loss >= base]
+        if idle:
+            return (
+                f"{len(idle)} of {len(bf16)} bf16 runs (first: number {idle[0]}, loss {bf16[idle[0] - 1]:.6f}) did not "
+                f"bring the held-out loss below that of the model without a LoRA, {base:.6f}, so there is nothing that "
+                "could be lost; train longer or with a higher lr, or where the training loss falls all the same "
+                "(overfitting), take fewer steps or more photos"
+            )
+    if spread == 0:
+        return "the bf16 runs of all seeds end at exactly the same loss, so there is no spread to compare with"
+    return ""
+
+
+def _reason(
+    outcome: str, gap: float, interval: tuple[float, float], spread: float, count: int, more: int | None, where: str
+) -> str:
+    facts = (
+        f"over {count} seeds COAT's held-out loss{where} is {abs(gap):.2g} {'above' if gap >= 0 else 'below'} bf16's "
+        f"on average (95 % confidence {interval[0]:+.2g} to {interval[1]:+.2g})"
+    )
+    band = f"what another seed does to bf16 (±{spread:.2g})"
+    if outcome == LOSSLESS:
+        return f"{facts}, inside {band}"
+    if outcome == NOT_LOSSLESS:
+        return f"{facts}, outside {band}"
+    if more is None:
+        return f"{facts}, which reaches over the end of {band}; more than {MAX_SEEDS} seeds would be needed to decide"
+    return f"{facts}, which reaches over the end of {band}; run with --seeds {more}"
+
+
+def _seeds_needed(gap: float, scatter: float, spread: float, count: int) -> int | None:
+    """Fewest seeds with which the same mean gap, scatter and spread would decide."""
+    for seeds in range(count + 1, MAX_SEEDS + 1):
+        if _outcome(gap, _half_width(scatter, seeds), spread) != UNDECIDED:
+            return seeds
+    return None
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """The quantile t of Student's distribution: P(T <= t) = probability.
+
+    By bisection on the closed form that the distribution has for whole degrees of freedom.
+
+    Args:
+        probability: from 0.5 up to below 1.
+        freedom: degrees of freedom, at least 1.
+
+    Numerics:
+        relative error below 1e-9 (tested against tables).
+
+    Source:
+        Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    if not 0.5 <= probability < 1 or freedom < 1:
+        raise ValueError(f"probability={probability}, freedom={freedom}: must be in [0.5, 1), and at least 1")
+    low, high = 0.0, 1.0
+    while _student_distribution(high, freedom) < probability:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        if _student_distribution(middle, freedom) < probability:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _student_distribution(t: float, freedom: int) -> float:
+    """P(T <= t) for t >= 0."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2 == 1
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for k in range(1, freedom, 2) if not odd else range(2, freedom, 2):
+        total += term
+        term *= cosine**2 * k / (k + 1)
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return 0.5 + inside / 2

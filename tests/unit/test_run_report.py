@@ -1,0 +1,235 @@
+"""The run report of folders made by hand: both hosts' files, what is missing, what is damaged, and its size."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import random
+import re
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from coat_flux.checkpoint.table import METRICS
+from coat_flux.cli import main
+from coat_flux.precision import COLUMNS
+from coat_flux.report import NotARun, write_report
+from coat_flux.report.logs import read_metrics, smoothed
+
+CONFIG = """
+job: extension
+config:
+  name: "shirt <b>"
+  process:
+  - type: coat_flux_trainer
+    trigger_word: sks
+    network: {type: lora, linear: 16}
+    train: {steps: 1000}
+    sample: {sample_every: 250, prompts: ["a [trigger] <i>shirt</i>", "another"]}
+    model: {name_or_path: some/model}
+    coat: {activation: {exclude: ["x_block.*"]}}
+"""
+
+
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts are tested in test_page.py, and are what costs time."""
+    monkeypatch.setattr("coat_flux.page.page.line_chart", lambda *args, **kwargs: b"<svg/>")
+    monkeypatch.setattr("coat_flux.report.precision.heat_map_png", lambda found: b"png")
+
+
+def text_of(page: Path) -> str:
+    """What a reader sees, a cell or line at a time."""
+    raw = re.sub(r'src="data:[^"]*"|<style>.*?</style>', "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(r"\s*\n\s*", "\n", html.unescape(re.sub(r"<[^>]+>", "\n", raw)))
+
+
+def make_run(folder: Path, steps: int = 4) -> Path:
+    """Config, metrics and an empty coat folder."""
+    (folder / "coat").mkdir(parents=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    lines = [",".join(METRICS)]
+    lines += [f"{step},0,{1 / step},0.0001,0.5,0.25,7.5,{step // 3}" for step in range(1, steps + 1)]
+    (folder / "coat" / "metrics.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def add_samples(folder: Path, steps: range, prompts: int = 2, side: int = 32) -> None:
+    (folder / "samples").mkdir()
+    for step in steps:
+        for number in range(prompts):
+            pixels = random.Random(step).randbytes(side * side * 3)
+            path = folder / "samples" / f"1700000000000__{step:09d}_{number}.png"
+            Image.frombytes("RGB", (side, side), pixels).save(path)
+
+
+def add_precision(folder: Path) -> None:
+    rows = [
+        f"{step},blocks.{block}.proj,{kind},{31 if block != 1 else 4},0.25,0,0.5,100"
+        for step in (2, 100)
+        for block in range(4)
+        for kind in ("input", "gradient")
+    ]
+    (folder / "coat" / "precision.csv").write_text("\n".join([",".join(COLUMNS), *rows]) + "\n")
+
+
+def test_summary_curves_and_what_is_missing(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path / "run"))
+    assert page == tmp_path / "run" / "coat" / "report.html"
+    text = text_of(page)
+    for shown in ("shirt <b>", "4 of 1000", "0.250 s", "7.50 GB", "rank 16", "some/model", "1.00000 → 0.25000"):
+        assert f"\n{shown}\n" in text, shown
+    for missing in (
+        "No validation loss: the stand-alone trainer writes coat/validation.csv",
+        "No samples: sample_every 250.",
+        "No coat/memory.json: COAT was off",
+        "No FP8 cast was measured: coat/precision.csv is missing.",
+        "No table: no LoRA of this run has it",
+        "None was saved yet.",
+        "No coat/versions.json",
+    ):
+        assert missing in text, missing
+    raw = page.read_text()
+    assert raw.count("<img") == 6  # loss, s/it, lr, norm, peak memory, skipped updates
+    assert "<b>" not in raw
+    assert not re.findall(r'(?:src|href)="(?!data:)', raw)
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_samples_are_a_grid_of_prompts_and_steps(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    add_samples(run, range(0, 1001, 50))
+    text = text_of(write_report(run))
+    assert "\na [trigger] <i>shirt</i>\n" in text
+    shown = re.findall(r"\nstep (\d+)\n", text.replace("\n", "\n\n"))
+    assert [int(step) for step in shown] == [0, 150, 300, 450, 550, 700, 850, 1000] * 2
+    assert "26 more are in samples/." in text
+
+
+def test_precision_advice_keeps_what_the_config_excludes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    add_precision(run)
+    text = text_of(write_report(run, tmp_path / "out" / "r.html"))
+    assert "1 layers stand out" in text
+    assert "exclude:\n- x_block.*\n- blocks.1.proj\n" in text
+    with Image.open(tmp_path / "out" / "precision.png") as image:
+        assert image.width == 700
+    assert "25.00%" in text
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_treatment_and_loras_come_from_the_files(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    metadata = {"coat.asked.gemms": "FP8", "coat.got.gemms": "bf16", "coat.why.gemms": "this card"}
+    metadata["training_info"] = json.dumps({"step": 500, "epoch": 1})
+    save_file({"a": torch.zeros(250_000)}, run / "shirt.safetensors", metadata=metadata)
+    (run / "torn.safetensors").write_bytes(b"\x10")
+    text = text_of(write_report(run))
+    assert "\ngemms\nFP8\nbf16\nthis card\n" in text
+    assert "\nshirt.safetensors\n1.00 MB\n500\n" in text
+    assert "torn.safetensors\n0.00 MB\n–\ncannot be read" in text
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_guard_counters_and_layers_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    state = run / "coat" / "state-000000004" / "aitk"
+    state.mkdir(parents=True)
+    chosen = {"minimum": 20.0, "left_out": ["blocks.1.proj"]}
+    (state / "state.json").write_text(json.dumps({"guard": {"updates": 3, "skipped": 1, "precision": chosen}}))
+    text = text_of(write_report(run))
+    assert "in bf16 by activation.min_sqnr_db: 20\nblocks.1.proj" in text
+    assert "updates done at the newest save\n3\n" in text
+
+
+@pytest.mark.usefixtures("no_drawing")
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("coat/metrics.csv", "step,loss\n1,x\n"),
+        ("coat/precision.csv", "step\n1\n"),
+        ("coat/memory.json", "{"),
+        ("coat/memory.json", "{}"),
+        ("coat/validation.csv", "a,b\n1,2\n"),
+        ("coat/versions.json", "[]"),
+        ("coat/state-000000001/state.json", "[1]"),
+        ("config.yaml", ": - :"),
+        ("config.yaml", "config: {process: [1], name: {}}"),
+        ("config.yaml", "- 1"),
+        ("samples/1__000000001_0.jpg", "no picture"),
+    ],
+)
+def test_a_damaged_file_costs_no_more_than_its_section(tmp_path: Path, file: str, content: str) -> None:
+    run = make_run(tmp_path / "run")
+    path = run / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    text = text_of(write_report(run))
+    assert "Config" in text
+    if not file.startswith(("config", "coat/versions", "coat/state")):
+        assert "cannot be" in text
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_log_of_an_ai_toolkit_run_without_coat(tmp_path: Path) -> None:
+    run = tmp_path / "theirs"
+    run.mkdir()
+    (run / "config.yaml").write_text(CONFIG)
+    with sqlite3.connect(run / "loss_log.db") as log:
+        log.execute("CREATE TABLE steps (step INTEGER PRIMARY KEY, wall_time REAL NOT NULL)")
+        log.execute("CREATE TABLE metrics (step INTEGER, key TEXT, value_real REAL, value_text TEXT)")
+        log.executemany("INSERT INTO steps VALUES (?, ?)", [(0, 10.0), (1, 10.5), (3, 12.5)])
+        log.executemany(
+            "INSERT INTO metrics VALUES (?, ?, ?, NULL)",
+            [(0, "loss/loss", 2.0), (1, "loss/loss", 1.0), (1, "learning_rate", 1e-4), (1, "other", 3.0)],
+        )
+    log.close()
+    assert read_metrics(run) == {
+        "loss": [(0.0, 2.0), (1.0, 1.0)],
+        "lr": [(1.0, 1e-4)],
+        "s_per_it": [(1.0, 0.5), (3.0, 1.0)],
+    }
+    assert "1 of 1000" in text_of(write_report(run))
+    (run / "loss_log.db").write_bytes(b"no database" * 100)
+    assert "loss_log.db: file is not a database" in text_of(write_report(run))
+
+
+def test_smoothing_keeps_a_constant_and_passes_over_gaps() -> None:
+    curve = [(float(step), math.nan if step % 3 == 0 else 2.0) for step in range(1, 400)]
+    assert all(value == pytest.approx(2.0) for _, value in smoothed(curve))
+    assert smoothed([(1.0, 5.0), (2.0, 1.0)]) == [(1.0, 5.0), (2.0, 1.0)]  # a short run is shown as it is
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_folder_that_is_no_run_is_refused_and_runs_inside_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "out" / "shirt")
+    assert main(["report", str(tmp_path / "out")]) == 2
+    assert "it holds the runs shirt: give one of them" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    with pytest.raises(NotARun, match=r"neither a config.yaml beside files of a run nor"):
+        write_report(tmp_path)
+    assert main(["report", str(tmp_path / "out" / "shirt"), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'page.html'}\n"
+    (tmp_path / "file").write_text("")
+    assert main(["report", str(tmp_path / "out" / "shirt"), "--out", str(tmp_path / "file" / "page.html")]) == 2
+    assert "give another path with --out" in capsys.readouterr().err
+
+
+def test_a_long_run_is_quick_and_small(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=5000)
+    add_samples(run, range(0, 2001, 250), side=400)
+    add_precision(run)
+    started = time.perf_counter()
+    page = write_report(run)
+    assert time.perf_counter() - started < 20
+    assert page.stat().st_size < 5_000_000

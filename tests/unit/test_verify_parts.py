@@ -1,0 +1,223 @@
+"""The parts of `verify` that need no model: jobs of arms, held-out points, cosines, room, precision, the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from coat_flux.config import ConfigError, JobConfig
+from coat_flux.verify import BF16, VerifyError, prepare_job
+from coat_flux.verify.held_out import HeldOut
+from coat_flux.verify.judgement import broken
+from coat_flux.verify.page import write_page
+from coat_flux.verify.paired import require_coat
+from coat_flux.verify.photos import Split
+from coat_flux.verify.results import ArmResult
+from coat_flux.verify.room import require_room
+from coat_flux.verify.similarity import mean_pair_cosine, mean_seed_cosine, weight_grams
+from coat_flux.verify.study import Settings, Study
+from coat_flux.verify.verdict import Verdict
+from tests import tolerances
+from tests.helpers.engine_job import engine_job
+
+OPTIONS = {"memory": {"checkpointing": "every_n", "every_n": 3}, "data": {"background": "black"}}
+
+
+def job_of(tmp_path: Path, coat: dict[str, Any] | None = None, **blocks: Any) -> JobConfig:
+    raw = engine_job("mine", model=tmp_path / "model", images=tmp_path / "photos", out=tmp_path, coat=coat, **blocks)
+    process = raw["config"]["process"][0]
+    process["log_dir"] = str(tmp_path / "boards")
+    if coat is not None:
+        process["model"] |= {"quantize": True, "qtype": "coat_fp8"}
+    return JobConfig.from_dict(raw)
+
+
+def prepared(job: JobConfig, arm: dict[str, Any], **keywords: Any) -> JobConfig:
+    return JobConfig.from_dict(prepare_job(job, arm, name="run", folder="out", seed=9, **keywords))
+
+
+def test_the_config_as_it_is_keeps_every_option(tmp_path: Path) -> None:
+    job = job_of(tmp_path, OPTIONS, train={"gradient_checkpointing": True})
+    run = prepared(job, {}, steps=11)
+    assert run.coat == job.coat
+    assert (run.name, run.training_folder, run.training_seed, run.log_dir) == ("run", "out", 9, None)
+    assert (run.train.steps, run.train.optimizer, run.model.quantize) == (11, "coat_fp8_adamw", True)
+    assert (run.train.skip_first_sample, run.sample.sample_every, run.save.max_step_saves_to_keep) == (True, 11, 1)
+    assert job.raw["config"]["name"] == "mine"
+
+
+def test_bf16_differs_in_coat_quantize_and_optimizer_alone(tmp_path: Path) -> None:
+    params = {"betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.5, "m1_format": "e5m2"}
+    job = job_of(tmp_path, OPTIONS, train={"optimizer_params": params, "gradient_checkpointing": True})
+    ours, theirs = prepared(job, {}), prepared(job, dict(BF16))
+    assert not theirs.coat.enabled
+    assert theirs.coat.data == ours.coat.data
+    assert (theirs.train.optimizer, theirs.model.quantize) == ("adamw", False)
+    assert ours.train.optimizer_params == theirs.train.optimizer_params
+    assert set(ours.train.optimizer_params) == {"betas", "eps", "weight_decay"}
+    assert ours.coat.optimizer.m1_format == "e5m2"
+    left = {key: value for key, value in ours.raw["config"]["process"][0].items() if key not in ("coat", "model")}
+    right = {key: value for key, value in theirs.raw["config"]["process"][0].items() if key not in ("coat", "model")}
+    left["train"], right["train"] = ({**part["train"], "optimizer": None} for part in (left, right))
+    assert left == right
+
+
+def test_an_arm_is_laid_over_the_block_and_over_optimizer_params(tmp_path: Path) -> None:
+    job = job_of(tmp_path, OPTIONS, train={"optimizer_params": {"m1_format": "e5m2"}, "gradient_checkpointing": True})
+    arm = {"optimizer": {"m1_format": "e4m3"}, "memory": {"checkpointing": "none"}, "weight": {"use_fp8": False}}
+    run = prepared(job, arm)
+    assert run.coat.optimizer_config(run.train.optimizer_params)[0].m1_format == "e4m3"
+    assert run.coat.memory.checkpointing == "none"
+    assert not run.model.quantize
+    assert run.coat.data.background == "black"
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        {"optimizer": {"m1_format": "int8_ratio", "m2_format": "uint8_log"}},
+        {"activation": {"use_fp8": False}},
+        {"activation": {"flow": "generic", "linear_granularity": "per_group"}},
+        {"optimizer": {"use_fp8": False}},
+        {"memory": {"checkpointing": "none", "enable_efficient_checkpoint": False}},
+    ],
+)
+def test_options_without_effect_beside_those_of_an_arm_leave_the_block(tmp_path: Path, arm: dict[str, Any]) -> None:
+    coat = {
+        "memory": {"checkpointing": "auto", "budget_gb": 20.0},
+        "activation": {"min_sqnr_db": 15.0},
+        "speed": {"compile": "blocks"},
+    }
+    run = prepared(job_of(tmp_path, coat), arm)
+    for section, options in arm.items():
+        assert {key: getattr(getattr(run.coat, section), key) for key in options} == options
+
+
+def test_options_of_an_arm_are_checked_as_a_config_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"coat\.optimizer\.block_size=24"):
+        prepared(job_of(tmp_path, {}), {"optimizer": {"block_size": 24}})
+
+
+def test_a_config_without_coat_has_nothing_to_compare(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"coat\.enabled=false: verify compares COAT with bf16; give the config"):
+        require_coat(job_of(tmp_path, None))
+
+
+def held_out_of(*sizes: tuple[int, int]) -> HeldOut:
+    photos = [
+        {"latents": torch.zeros(16, *size), "prompt_embeds": torch.zeros(4, 8), "pooled": torch.zeros(8)}
+        for size in sizes
+    ]
+    return HeldOut(photos, [f"{i}.jpg" for i in range(len(sizes))])
+
+
+def test_points_cover_the_noise_levels_evenly_and_every_one_is_new() -> None:
+    points = held_out_of((8, 8), (8, 12), (8, 8)).points(4)
+    sigmas = sorted(point.sigma for point in points)
+    assert sigmas == pytest.approx([(i + 0.5) / 12 for i in range(12)])
+    assert len({point.index for point in points}) == 12
+    for photo in range(3):
+        own = [point.sigma for point in points if point.photo == photo]
+        assert [int(sigma * 4) for sigma in own] == [0, 1, 2, 3]
+
+
+def test_batches_have_one_size_and_no_more_tokens_than_fit() -> None:
+    held_out = held_out_of((128, 128), (64, 64), (128, 128))
+    batches = list(held_out.batches(8))
+    assert sorted(point.index for batch in batches for point in batch) == list(range(24))
+    assert [len(batch) for batch in batches] == [1] * 16 + [4, 4]
+
+
+def test_held_out_photos_come_back_by_their_key_only(tmp_path: Path) -> None:
+    held_out = held_out_of((8, 8), (8, 12))
+    held_out.save(tmp_path / "h.safetensors", "key")
+    found = HeldOut.load(tmp_path / "h.safetensors", "key")
+    assert found is not None
+    assert found.names == ("0.jpg", "1.jpg")
+    assert found.photos[1]["latents"].shape == (16, 8, 12)
+    assert HeldOut.load(tmp_path / "h.safetensors", "other") is None
+    assert HeldOut.load(tmp_path / "none.safetensors", "key") is None
+
+
+def test_weight_cosines_are_those_of_the_whole_matrices(tmp_path: Path) -> None:
+    generator, deltas = torch.Generator().manual_seed(0), {}
+    for run in ("a", "b", "c"):
+        tensors = {}
+        for layer, (n, k) in {"x": (24, 40), "y": (16, 16)}.items():
+            tensors[f"{layer}.lora_A.weight"] = torch.randn(4, k, generator=generator)
+            tensors[f"{layer}.lora_B.weight"] = torch.randn(n, 4, generator=generator)
+            product = tensors[f"{layer}.lora_B.weight"].double() @ tensors[f"{layer}.lora_A.weight"].double()
+            deltas.setdefault(run, {})[layer] = product.flatten()
+        save_file(tensors, tmp_path / f"{run}.safetensors")
+    grams = weight_grams({run: tmp_path / f"{run}.safetensors" for run in deltas})
+    whole = {run: torch.cat(list(parts.values())) for run, parts in deltas.items()}
+    cosine = torch.nn.functional.cosine_similarity
+    for a, b in (("a", "b"), ("b", "c"), ("a", "a")):
+        wanted = cosine(whole[a], whole[b], dim=0).item()
+        assert grams[""].cosine(a, b) == pytest.approx(wanted, abs=tolerances.LORA_COSINE_ATOL)
+        wanted = cosine(deltas[a]["x"], deltas[b]["x"], dim=0).item()
+        assert grams["x"].cosine(a, b) == pytest.approx(wanted, abs=tolerances.LORA_COSINE_ATOL)
+    assert mean_pair_cosine(grams["y"], ["a", "b"], ["a", "b"]) == pytest.approx(1.0)
+    assert mean_seed_cosine(grams["y"], ["a", "b"]) == grams["y"].cosine("a", "b")
+
+
+def test_the_cosine_with_a_zero_change_is_none(tmp_path: Path) -> None:
+    for run, scale in (("a", 1.0), ("zero", 0.0)):
+        tensors = {"x.lora_A.weight": torch.ones(2, 4), "x.lora_B.weight": torch.full((3, 2), scale)}
+        save_file(tensors, tmp_path / f"{run}.safetensors")
+    grams = weight_grams({run: tmp_path / f"{run}.safetensors" for run in ("a", "zero")})
+    assert grams[""].cosine("a", "zero") is None
+    assert mean_seed_cosine(grams[""], ["a", "zero"]) is None
+
+
+def flux_dev(tmp_path: Path, **train: Any) -> JobConfig:
+    job = job_of(tmp_path, None, train={"gradient_checkpointing": True} | train, dataset={"resolution": 512})
+    raw = job.raw
+    raw["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
+    return JobConfig.from_dict(raw, file="job.yaml")
+
+
+def test_a_bf16_run_that_cannot_fit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(VerifyError) as caught:
+        require_room(flux_dev(tmp_path), torch.device("cuda"), memory_bytes=24e9)
+    first, second = str(caught.value).splitlines()
+    assert re.fullmatch(
+        r"job\.yaml: verify compares with a bf16 run, which needs a GPU of about \d\d GB "
+        r"\(its weights alone 23\.8 GB\); this one has 24 GB",
+        first,
+    )
+    assert re.match(r"run verify once on a larger card, \d\d GB are enough with train\.gradient_checkpointing", second)
+
+
+def test_a_bf16_run_that_would_fit_with_a_change_is_told_which(tmp_path: Path) -> None:
+    job = flux_dev(tmp_path, gradient_checkpointing=False, batch_size=8)
+    with pytest.raises(VerifyError, match=r"write train\.gradient_checkpointing: true and .*: with both it fits"):
+        require_room(job, torch.device("cuda"), memory_bytes=80e9)
+    require_room(job, torch.device("cuda"), memory_bytes=400e9)
+    require_room(job, torch.device("cpu"), memory_bytes=1.0)
+
+
+def test_the_page_fetches_nothing_and_escapes_what_is_the_users(tmp_path: Path) -> None:
+    job = job_of(tmp_path, {}, sample={"prompts": ["<script>alert(1)</script>"]})
+    held_out = HeldOut(held_out_of((8, 8)).photos, ["<b>photo</b>.jpg"])
+    study = Study(job, tmp_path, Settings(steps=4, every=2), Split((), (), ()), held_out, torch.device("cpu"))
+    runs = [
+        ArmResult(arm, 7, tmp_path / arm / "x.safetensors", ((0, 1.0), (4, 0.5)), 0.5, 2.0, 2.0, 10**9, ())
+        for arm in ("bf16", "coat")
+    ]
+    (tmp_path / "coat" / "coat").mkdir(parents=True)
+    rows = ["step,layer,kind,sqnr_db,underflow,saturation,range_used,elements", "2,blocks.<0>.to_q,input,21.5,0,0,1,8"]
+    (tmp_path / "coat" / "coat" / "precision.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    verdict = Verdict(broken("the COAT run of seed 8 died: <i>at once</i>", 2), study, tuple(runs))
+    text = write_page(verdict).read_text(encoding="utf-8")
+    assert "Not lossless here: the COAT run of seed 8 died: &lt;i&gt;at once&lt;/i&gt;." in text
+    assert "&lt;b&gt;photo&lt;/b&gt;.jpg" in text
+    assert "<td>blocks.&lt;0&gt;.to_q</td><td>input</td><td>21.5</td>" in text
+    assert "<script" not in text
+    assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", text)
+    assert verdict.as_json()["in_bf16_model"] is None
