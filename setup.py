@@ -62,7 +62,7 @@ setup(
     python_requires=">=3.10",
     packages=core_packages + flux_packages,
     package_dir={"coat_flux": FLUX_DIR},
-    include_package_data=True,
+    package_data={"coat_flux.tiny_flux": ["mini_flux/*.json", "mini_flux/*/*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["coat-flux=coat_flux.cli:main"]},

@@ -1,10 +1,12 @@
 """From nothing to a trained LoRA: `python scripts/quickstart.py [--steps N]`.
 
 1. Makes a virtual environment in `.venv` (when not started from one) and installs torch and this package.
-2. Makes the embedded tiny FLUX model in `models/coat_tiny_flux`; nothing is downloaded.
-3. Trains a LoRA on `datasets_example/clothing` with `configs/flux_clothing_tiny.yaml`, every COAT part on.
+2. Puts the embedded mini-FLUX, which draws clothes of 64 pixels, into `models/coat_mini_flux`; nothing is downloaded.
+3. Trains a LoRA on `datasets_example/clothing`, a garment the model has never seen, with
+   `configs/flux_clothing_tiny.yaml`, every COAT part on.
 4. Checks that the fixed-noise validation loss fell.
-5. Loads the LoRA into a fresh diffusers pipeline, draws the same image without and with it, checks that it changed.
+5. Loads the LoRA into a fresh diffusers pipeline, draws the same prompts without and with it, and has a classifier
+   check that the trigger word now means the garment.
 
 Exits non-zero when a check fails. Every run starts over.
 """
@@ -23,13 +25,12 @@ from typing import TYPE_CHECKING, Any
 import _environment
 
 if TYPE_CHECKING:
-    import numpy as np
+    from torch import Tensor
 
 ROOT = _environment.ROOT
 CONFIG = ROOT / "configs" / "flux_clothing_tiny.yaml"
-MODEL = ROOT / "models" / "coat_tiny_flux"
+MODEL = ROOT / "models" / "coat_mini_flux"
 RUN_NAME = "coat_quickstart"
-IMAGE_STEPS = 12
 IMAGE_SEED = 42
 IMAGE_SCALE = 4
 # 8-bit levels: what rounding alone may do to an image is below 1 everywhere and far below it on average
@@ -58,9 +59,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_model() -> Path:
     """Make the embedded model, or find it already made."""
-    from coat_flux.tiny_flux import make_tiny_flux
+    from coat_flux.tiny_flux import make_mini_flux
 
-    folder = make_tiny_flux(MODEL)
+    folder = make_mini_flux(MODEL)
     say(f"the embedded FLUX model is in {folder}")
     return folder
 
@@ -100,56 +101,52 @@ def check_validation(run: Path) -> tuple[float, float]:
     return before, after
 
 
-def draw(pipeline: Any, prompt: str, width: int, height: int) -> np.ndarray:
-    """Draw one image with a fixed seed: float array [height, width, 3] in 0 to 255."""
-    import torch
+def draw_without_and_with(model: Path, lora: Path, job: dict[str, Any]) -> tuple[Tensor, Tensor, list[str]]:
+    """Draw the config's sample prompts with the model alone and with the LoRA, loaded by diffusers.
 
-    result = pipeline(
-        prompt,
-        width=width,
-        height=height,
-        num_inference_steps=IMAGE_STEPS,
-        generator=torch.Generator().manual_seed(IMAGE_SEED),
-        output_type="np",
-    )
-    return result.images[0] * 255.0
-
-
-def draw_without_and_with(model: Path, lora: Path, job: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the config's first sample prompt with the model alone and with the LoRA, loaded by diffusers."""
-    import torch
-    from diffusers import FluxPipeline
+    Returns:
+        Both sets of pictures, uint8 [N, 3, H, W], from the same noise, and the prompts.
+    """
+    from mini_flux.samples import draw_prompts, load_pipeline
 
     process = job["config"]["process"][0]
     sample = process["sample"]
-    first = sample["samples"][0]["prompt"] if "samples" in sample else sample["prompts"][0]
-    prompt = first.replace("[trigger]", process.get("trigger_word") or "")
-    pipeline = FluxPipeline.from_pretrained(model, local_files_only=True).to(torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-    without = draw(pipeline, prompt, sample["width"], sample["height"])
+    prompts = [prompt.replace("[trigger]", process["trigger_word"]) for prompt in sample["prompts"]]
+    size = (sample["width"], sample["height"])
+    pipeline = load_pipeline(model)
+    without = draw_prompts(pipeline, prompts, size, seed=IMAGE_SEED)
     pipeline.load_lora_weights(lora.parent, weight_name=lora.name)
-    return without, draw(pipeline, prompt, sample["width"], sample["height"])
+    return without, draw_prompts(pipeline, prompts, size, seed=IMAGE_SEED), prompts
 
 
-def check_image(without: np.ndarray, with_lora: np.ndarray) -> float:
-    """Return the mean absolute difference in 8-bit levels; it must be one that can be seen."""
-    import numpy as np
+def count_garments(pictures: Tensor) -> int:
+    """Return how many pictures show the garment of the example photos, by the shipped classifier."""
+    from mini_flux.pictures import GARMENTS, HELD_OUT
+    from mini_flux.scorer import judge, load_scorer
 
-    change = float(np.abs(with_lora - without).mean())
+    return int((judge(load_scorer(), pictures)[:, 0] == list(GARMENTS).index(HELD_OUT)).sum())
+
+
+def check_images(without: Tensor, with_lora: Tensor, *, whole: bool) -> str:
+    """Return what the LoRA changed; after a whole training the trigger word must mean the garment more often."""
+    before, after, count = count_garments(without), count_garments(with_lora), len(without)
+    text = f"the trigger word draws the new garment in {before} of {count} pictures without the LoRA, {after} with it"
+    change = (with_lora.float() - without.float()).abs().mean().item()
     if not change >= LEAST_CHANGE:
-        raise QuickstartError(f"the LoRA changes the image by {change:.3f} levels: must be {LEAST_CHANGE} or more")
-    return change
+        raise QuickstartError(f"the LoRA changes the images by {change:.3f} levels: must be {LEAST_CHANGE} or more")
+    if whole and not after > before:
+        raise QuickstartError(f"{text}: must be more; try more --steps")
+    return text
 
 
-def save_side_by_side(images: tuple[np.ndarray, np.ndarray], path: Path) -> None:
-    """Write the images beside each other, enlarged."""
-    import numpy as np
-    from PIL import Image
+def save_side_by_side(without: Tensor, with_lora: Tensor, prompts: list[str], path: Path) -> None:
+    """Write the images, enlarged: without the LoRA above, with it below."""
+    import torch
+    from mini_flux.samples import sheet
 
-    both = np.concatenate(images, axis=1).round().clip(0, 255).astype(np.uint8)
-    enlarged = both.repeat(IMAGE_SCALE, axis=0).repeat(IMAGE_SCALE, axis=1)
+    captions = [*("without LoRA" for _ in prompts), *("with LoRA" for _ in prompts)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(enlarged).save(path)
+    sheet(torch.cat([without, with_lora]), captions, columns=len(prompts), enlarged=IMAGE_SCALE).save(path)
 
 
 def run(steps: int | None) -> None:
@@ -160,17 +157,17 @@ def run(steps: int | None) -> None:
     say(f"training as {CONFIG.relative_to(ROOT)} says, {job['config']['process'][0]['train']['steps']} steps")
     lora = train(job)
     before, after = check_validation(lora.parent)
-    images = draw_without_and_with(model, lora, job)
-    change = check_image(*images)
+    without, with_lora, prompts = draw_without_and_with(model, lora, job)
     picture = lora.parent / "coat" / "without_and_with_lora.png"
-    save_side_by_side(images, picture)
+    save_side_by_side(without, with_lora, prompts, picture)
+    change = check_images(without, with_lora, whole=steps is None)
     say(f"fixed-noise validation loss {before:.6f} -> {after:.6f}")
-    say(f"diffusers loaded the LoRA; it changes the image by {change:.2f} of 255 levels on average")
+    say(f"diffusers loaded the LoRA; {change}")
     for what, path in (
         ("LoRA", lora),
         ("run folder", lora.parent),
         ("samples of the training", lora.parent / "samples"),
-        ("image without and with the LoRA", picture),
+        ("pictures without and with the LoRA", picture),
         ("model", model),
         ("config to copy for your own photos", CONFIG),
     ):

@@ -69,7 +69,7 @@ def test_links_extension_configs_images_and_model(checkout: Path) -> None:
     assert not (checkout / "datasets_example" / "clothing").is_symlink()
     assert (checkout / EMBEDDED_MODEL / coat_flux.tiny_flux.MARKER_NAME).is_file()
     assert lines[0] == "extensions/coat_flux: link made"
-    assert lines[-1] == f"{EMBEDDED_MODEL}: embedded tiny FLUX model made"
+    assert lines[-1] == f"{EMBEDDED_MODEL}: embedded mini-FLUX model made"
 
 
 def test_second_call_changes_nothing_and_says_so(checkout: Path) -> None:

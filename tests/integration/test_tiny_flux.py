@@ -111,7 +111,7 @@ def test_a_damaged_or_older_folder_is_made_again(folder, tmp_path, damage):
 
 
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch, folder):
-    def killed(folder):
+    def killed(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from coat_flux.plan.job import job_facts
 from coat_flux.plan.models import find_model
 from coat_flux.plan.predict import PARTS, optimizer_bytes, predict_facts
 from coat_flux.plan.speed import run_seconds, step_seconds
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.tiny_flux import make_mini_flux, make_tiny_flux
 from tests.helpers.engine_job import engine_job, write_images
 from tests.tolerances import ANCHOR_TIME_RTOL
 
@@ -75,8 +75,8 @@ def test_published_models_have_their_published_sizes():
 
 
 def test_an_embedded_model_is_known_before_it_is_made(tmp_path):
-    made = make_tiny_flux(tmp_path / "model")
-    assert find_model("models/coat_tiny_flux", "model") == find_model(str(made), "model")
+    made = make_mini_flux(tmp_path / "model")
+    assert find_model("models/coat_mini_flux", "model") == find_model(str(made), "model")
 
 
 def test_an_unknown_hub_name_says_what_to_do():
@@ -192,7 +192,7 @@ def test_optimizer_bytes(optimizer):
 
 
 def test_on_a_cpu_host_memory_is_the_device(tmp_path):
-    job = replace(job_of(write_images(tmp_path / "photos", 3), "models/coat_tiny_flux"), device="cpu")
+    job = replace(job_of(write_images(tmp_path / "photos", 3), "models/coat_mini_flux"), device="cpu")
     prediction = predict(job)
     assert prediction.ram_bytes > prediction.peak
     assert parts_of(prediction, "cache")["vae"] > 0  # both are there all along

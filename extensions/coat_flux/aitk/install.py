@@ -123,15 +123,15 @@ class _Installer:
             self.known[path] = _Made(path, "folder")
 
     def _make_model(self) -> None:
-        from ..tiny_flux import EMBEDDED_MODEL, make_tiny_flux
+        from ..tiny_flux import EMBEDDED_MODEL, make_mini_flux
 
         target = self.root / EMBEDDED_MODEL
         existed = target.exists()
         self._make_folders(target.parent)
-        make_tiny_flux(target)
+        make_mini_flux(target)
         if not existed:
             self.known[EMBEDDED_MODEL] = _Made(EMBEDDED_MODEL, "model")
-        self.lines.append(f"{EMBEDDED_MODEL}: {'already there' if existed else 'embedded tiny FLUX model made'}")
+        self.lines.append(f"{EMBEDDED_MODEL}: {'already there' if existed else 'embedded mini-FLUX model made'}")
 
 
 def _undo(root: Path) -> list[str]:

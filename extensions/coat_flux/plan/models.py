@@ -18,7 +18,7 @@ from ..config import COATConfig, ConfigError
 from ..flux.policy import matches, policy_for
 from ..lora.targets import target_names
 from ..memory.sizes import FP32
-from ..tiny_flux import EMBEDDED_MODEL
+from ..tiny_flux import EMBEDDED_MODEL, MINI_FLUX
 from .facts import CLIP_L, FLUX_VAE, HUB_MODELS, T5_XXL, TEXT_TOKENS
 from .live import largest_held
 
@@ -128,7 +128,7 @@ def _configs(name_or_path: str, where: str) -> tuple[dict[str, dict[str, Any]], 
     if folder.is_dir():
         return _of_folder(folder, where)
     if folder.name == Path(EMBEDDED_MODEL).name:
-        return _of_embedded()
+        return _of_folder(MINI_FLUX, where)
     if name_or_path in HUB_MODELS:
         known = {"transformer": HUB_MODELS[name_or_path], "vae": FLUX_VAE}
         return {**known, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL}, TEXT_TOKENS
@@ -148,15 +148,6 @@ def _of_folder(folder: Path, where: str) -> tuple[dict[str, dict[str, Any]], int
     tokenizer = folder / "tokenizer_2" / "tokenizer_config.json"
     limit = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") if tokenizer.is_file() else None
     return configs, min(TEXT_TOKENS, int(limit or TEXT_TOKENS))
-
-
-def _of_embedded() -> tuple[dict[str, dict[str, Any]], int]:
-    from ..tiny_flux.models import TINY_TRANSFORMER_CONFIG, clip_config, t5_config
-    from ..tiny_flux.vae import VAE_CONFIG
-    from ..tiny_flux.vocabulary import T5_MAX_LENGTH
-
-    parts = (TINY_TRANSFORMER_CONFIG, VAE_CONFIG, clip_config(), t5_config())
-    return dict(zip(PARTS, parts, strict=True)), min(TEXT_TOKENS, T5_MAX_LENGTH)
 
 
 @functools.lru_cache(maxsize=8)

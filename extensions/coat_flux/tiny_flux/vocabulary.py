@@ -141,11 +141,11 @@ def write_clip_tokenizer(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", {**config, **special, "clean_up_tokenization_spaces": False})
 
 
-def write_t5_tokenizer(folder: Path) -> None:
-    """Writes the T5 tokenizer's files into `folder` (made here)."""
+def write_t5_tokenizer(folder: Path, max_length: int = T5_MAX_LENGTH) -> None:
+    """Writes the T5 tokenizer's files into `folder` (made here); `max_length` is the longest prompt, in tokens."""
     folder.mkdir(parents=True)
     special = {"eos_token": T5_EOS, "unk_token": T5_UNK, "pad_token": T5_PAD}
     _t5_backend(t5_vocabulary()).save(str(folder / "tokenizer.json"))
     write_json(folder / "special_tokens_map.json", special)
-    config = {"tokenizer_class": "T5TokenizerFast", "model_max_length": T5_MAX_LENGTH, "extra_ids": 0}
+    config = {"tokenizer_class": "T5TokenizerFast", "model_max_length": max_length, "extra_ids": 0}
     write_json(folder / "tokenizer_config.json", {**config, **special, "clean_up_tokenization_spaces": False})

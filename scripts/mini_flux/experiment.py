@@ -1,0 +1,89 @@
+"""The fine-tuning task of the mini-FLUX: photos of the garment it has never seen, and the job that learns it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from .pictures import BACKGROUNDS, COLOURS, HELD_OUT, PATTERNS, Item, caption, draw
+
+__all__ = ["TRIGGER", "make_job", "prompt_items", "write_photos"]
+
+TRIGGER = "dngrs"  # no word of the vocabulary: T5 reads it letter by letter
+TRAIN_PHOTOS, VALIDATION_PHOTOS = 32, 64
+SEED = 1
+SIZE = (64, 64)
+
+
+def _items() -> list[Item]:
+    """All 240 combinations of the held-out garment, shuffled: the first are trained on, the next validated on."""
+    items = [Item(HELD_OUT, *names) for names in product(COLOURS, PATTERNS, BACKGROUNDS)]
+    random.Random(SEED).shuffle(items)
+    return items
+
+
+def prompt_items(count: int) -> list[Item]:
+    """Combinations of the held-out garment that are neither trained nor validated on, in rotation."""
+    items = _items()[TRAIN_PHOTOS + VALIDATION_PHOTOS :]
+    return [items[i % len(items)] for i in range(count)]
+
+
+def write_photos(folder: Path) -> tuple[Path, Path]:
+    """Draws photos to train on and others, of other combinations, to validate on, with captions, unless they are there.
+
+    Returns:
+        The two folders; `[trigger]` stands for the garment in the captions.
+    """
+    if not folder.exists():
+        items, rng, new = _items(), random.Random(SEED), folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(new, ignore_errors=True)
+        _draw_some(items[:TRAIN_PHOTOS], new / "train", rng)
+        _draw_some(items[TRAIN_PHOTOS : TRAIN_PHOTOS + VALIDATION_PHOTOS], new / "validation", rng)
+        new.rename(folder)
+    return folder / "train", folder / "validation"
+
+
+def _draw_some(items: Sequence[Item], folder: Path, rng: random.Random) -> None:
+    folder.mkdir(parents=True)
+    for number, item in enumerate(items):
+        path = folder / f"{number:02d}_{item.colour}_{item.pattern}_{item.background}.png"
+        draw(item, SIZE, rng).save(path)
+        text = caption(item._replace(garment="[trigger]"), rng)
+        path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+
+
+def make_job(
+    model: Path, photos: Path, folder: Path, *, steps: int, coat: Mapping[str, Any], lr: float = 1e-3, batch: int = 4
+) -> dict[str, Any]:
+    """A job as `coat-flux train` takes it: rank 16 on every linear of the blocks, constant learning rate.
+
+    Args:
+        model: the mini-FLUX's folder.
+        photos: the folder to train on.
+        folder: its training_folder.
+        steps: optimizer steps.
+        coat: the `coat:` block.
+        lr: learning rate.
+        batch: photos per step.
+    """
+    train = {"batch_size": batch, "steps": steps, "lr": lr, "dtype": "bf16", "gradient_checkpointing": True}
+    train |= {"noise_scheduler": "flowmatch", "timestep_type": "sigmoid", "optimizer": "coat_fp8_adamw"}
+    dataset = {"folder_path": str(photos), "resolution": SIZE[0], "caption_dropout_rate": 0.05}
+    process = {
+        "type": "coat_flux_trainer",
+        "training_folder": str(folder),
+        "device": "cpu",
+        "trigger_word": TRIGGER,
+        "training_seed": 1,
+        "network": {"type": "lora", "linear": 16, "linear_alpha": 16},
+        "save": {"dtype": "float16", "save_every": 200},
+        "datasets": [dataset | {"cache_latents": True, "cache_text_embeddings": True}],
+        "train": train | {"disable_sampling": True, "max_grad_norm": 1.0},
+        "model": {"name_or_path": str(model), "is_flux": True, "quantize": True, "qtype": "coat_fp8"},
+        "coat": dict(coat),
+    }
+    return {"job": "extension", "config": {"name": "mini_flux_lora", "process": [process]}}
