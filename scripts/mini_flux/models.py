@@ -11,8 +11,8 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from transformers import CLIPTextModel, T5Config, T5EncoderModel
 
+from coat_flux.tiny_flux import vae
 from coat_flux.tiny_flux.models import TINY_TRANSFORMER_CONFIG, build_clip, initialise, t5_config
-from coat_flux.tiny_flux.vae import SCALING_FACTOR, SHIFT_FACTOR
 
 __all__ = [
     "T5_TOKENS",
@@ -28,21 +28,10 @@ __all__ = [
 T5_WIDTH = 128
 T5_TOKENS = 64  # the tokenizer's limit; a caption has about 15
 VAE_CONFIG = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    **vae.VAE_CONFIG,  # scaling and shift factor are measured after training
     "block_out_channels": (16, 32, 48, 64),
-    "layers_per_block": 1,
-    "act_fn": "silu",
-    "latent_channels": 16,
     "norm_num_groups": 8,
     "sample_size": 64,
-    "scaling_factor": SCALING_FACTOR,  # both are measured after training
-    "shift_factor": SHIFT_FACTOR,
-    "force_upcast": True,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
     "mid_block_add_attention": False,
 }
 TRANSFORMER_CONFIG = {
