@@ -67,6 +67,7 @@ def main() -> None:
     print(f"| {' | '.join(shares)} |\n|{'---|' * len(shares)}")
     print(f"| {' | '.join(f'{share:.1%}' for share in shares.values())} |")
     if options.picture:
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
         captions = [f"{i.pattern} {i.colour}\n{i.garment}, {i.background}" for i in items[:SHOWN]]
         sheet(pixels[:SHOWN], captions, COLUMNS).save(options.picture, optimize=True)
         print(f"{options.picture}:")
