@@ -48,7 +48,7 @@ def _contents(root: Path) -> dict[str, str]:
             key = path.relative_to(root).as_posix()
             if "__pycache__" not in key:
                 found[key] = (
-                    os.readlink(path) if path.is_symlink() else ("folder" if path.is_dir() else path.read_text())
+                    os.readlink(path) if path.is_symlink() else ("folder" if path.is_dir() else path.read_bytes())
                 )
     return found
 
