@@ -135,10 +135,9 @@ def measures_of(verdict: Verdict, shares: Mapping[str, Mapping[str, float]]) -> 
     if scores is None:
         raise SystemExit(verdict.sentence)
     return [
-        Measure("validation loss, LoRA in the bf16 model", by_arm(lambda run: scores.losses[run.name]), ".6f"),
-        Measure("validation loss, own precision", by_arm(lambda run: run.final_own), ".6f"),
-        Measure("prompt accuracy, all four", by_arm(lambda run: shares[run.name]["all four"]), ".1%"),
-        Measure("prompt accuracy, garment", by_arm(lambda run: shares[run.name]["garment"]), ".1%"),
+        Measure("loss in the bf16 model", by_arm(lambda run: scores.losses[run.name]), ".6f"),
+        Measure("loss in its own precision", by_arm(lambda run: run.final_own), ".6f"),
+        Measure("prompts drawn right", by_arm(lambda run: shares[run.name]["all four"]), ".1%"),
     ]
 
 
@@ -238,7 +237,11 @@ def main() -> None:
     verdict = verify(job_of(options), seeds=options.seeds, settings=settings_of(options), folder=options.out / "runs")
     shares = score(options, {run.name: run.lora for run in verdict.runs})
     measures = measures_of(verdict, shares)
-    base = [f"Without a LoRA: loss {verdict.scores.base:.6f},", f"all four right in {shares[BASE]['all four']:.1%}."]
+    base = [
+        f"Without a LoRA: loss {verdict.scores.base:.6f}, {shares[BASE]['all four']:.1%} of the prompts drawn right."
+    ]
+    garment = fmean(shares[run.name]["garment"] for run in verdict.runs)
+    base.append(f"A prompt is drawn right if all four attributes are; the garment is in {garment:.1%} of all pictures.")
     tables = markdown(GAP_HEADER, gap_rows(measures)) + "\n"
     tables += markdown(seed_header(measures), seed_rows(measures, [run.seed for run in verdict.arm("bf16")]))
     text = f"{setting_of(options)}\n\n{verdict.sentence}\n\n{' '.join(base)}\n\n{tables}"
