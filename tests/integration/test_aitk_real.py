@@ -108,11 +108,11 @@ def test_disabled_is_ai_toolkits_own_run(checkout: Checkout) -> None:
 
 
 FLOWS = {
-    "fused": ({}, "none", "4 kept in FP8, fused flow, attention fp8"),
-    "fused_bf16_attention": ({"attention": "bf16"}, "none", "4 kept in FP8, fused flow, attention bf16"),
-    "generic": ({"flow": "generic"}, "none", "4 kept in FP8, generic flow, attention fp8"),
-    "recomputed": ({}, "all", "4 recomputed"),
-    "high_precision": ({"use_fp8": False}, "none", "4 kept in high precision"),
+    "fused": ({}, "none", "9 kept in FP8, fused flow, attention fp8"),
+    "fused_bf16_attention": ({"attention": "bf16"}, "none", "9 kept in FP8, fused flow, attention bf16"),
+    "generic": ({"flow": "generic"}, "none", "9 kept in FP8, generic flow, attention fp8"),
+    "recomputed": ({}, "all", "9 recomputed"),
+    "high_precision": ({"use_fp8": False}, "none", "9 kept in high precision"),
 }
 
 

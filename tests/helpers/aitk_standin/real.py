@@ -102,5 +102,6 @@ def make_plain_entry(kind: str) -> dict[str, Any]:
     """The same job without a part of ours."""
     entry = make_real_entry(optimizer="adamw")
     entry["model"] = {"name_or_path": entry["model"]["name_or_path"], "is_flux": True, "quantize": False}
+    entry["datasets"][0]["cache_latents_to_disk"] = False  # who finds a cache draws fewer random numbers
     del entry["coat"]
     return {**entry, "type": kind}
