@@ -23,13 +23,15 @@ ATTRIBUTE = "coat_weight_precision"
 
 @torch.no_grad()
 def note_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> None:
-    """Measure a weight that was just stored.
+    """Measure a weight that was just stored; one on the meta device, which plans are made with, has nothing to measure.
 
     Args:
         module: holds the codes.
         weight: the original [N, K].
         config: of the layer.
     """
+    if weight.is_meta:
+        return
     codes, scale = load_weight(module, config)
     granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
     rows = sampled(weight.detach().to(codes.device), codes, scale, granularity)
