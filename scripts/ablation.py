@@ -137,7 +137,8 @@ def score(options: argparse.Namespace, runs: Sequence[ArmResult]) -> Scores:
     """All LoRAs in the bf16 model."""
     study = study_of(options)
     job = JobConfig.from_dict(study.prepare(BASE, BF16, SEEDS_FROM))
-    return score_loras(job, {run.name: run.lora for run in runs}, study.held_out, device=study.device)
+    loras, sigmas = {run.name: run.lora for run in runs}, study.settings.final_sigmas
+    return score_loras(job, loras, study.held_out, device=study.device, sigmas=sigmas)
 
 
 def held_bytes(run: ArmResult) -> dict[str, int]:
