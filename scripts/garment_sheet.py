@@ -20,13 +20,7 @@ Colour = tuple[int, int, int]
 Path2D = Sequence[tuple[float, ...]]
 Fold = tuple[Path2D, float, float]  # where, how wide, how strong
 
-COLOURS: dict[str, Colour] = {
-    "red": (196, 43, 48), "white": (244, 243, 239), "navy": (36, 48, 86), "blue": (58, 110, 178),
-    "mustard": (214, 163, 48), "grey": (150, 154, 160), "green": (58, 122, 84), "beige": (206, 186, 154),
-    "denim": (70, 100, 145), "black": (45, 45, 50), "olive": (104, 110, 66), "burgundy": (118, 32, 52),
-    "teal": (28, 138, 140), "lilac": (176, 156, 206), "pink": (232, 150, 172), "cream": (240, 228, 204),
-    "gum": (196, 158, 112), "orange": (226, 120, 50),
-}  # fmt: skip
+COLOURS: dict[str, Colour] = {"white": (244, 243, 239), "mustard": (214, 163, 48), "gum": (196, 158, 112)}
 
 
 def flatten(path: Path2D) -> list[tuple[float, float]]:

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 MARKER_NAME = "coat_tiny_flux.json"
 EMBEDDED_MODEL = "models/coat_mini_flux"  # how configs name it, below the working directory
 MINI_FLUX = Path(__file__).parent / "mini_flux"  # made by scripts/pretrain_mini_flux.py
-_TRANSFORMER = Path("transformer", "diffusion_pytorch_model.safetensors")
 TINY_FLUX_VERSION = 1  # raise it whenever a written byte changes: older folders are then made again
 
 _MODEL_INDEX = {
@@ -39,10 +38,12 @@ _MODEL_INDEX = {
 
 
 class FluxParts(NamedTuple):
-    """The parts of a FLUX.1 model whose weights or sizes differ from model to model, each with its config.
+    """The parts of a FLUX.1 model whose weights or sizes differ from model to model.
 
     Attributes:
-        t5_tokens: the longest prompt its tokenizer declares, in tokens.
+        transformer, vae, clip, t5: the models, of any floating dtype; written in bf16.
+        transformer_config, vae_config, clip_config, t5_config: what goes into the config.json of each.
+        t5_tokens: the longest prompt the T5 tokenizer declares, in tokens.
     """
 
     transformer: nn.Module
@@ -87,7 +88,10 @@ def make_mini_flux(out_dir: Path | str) -> Path:
     Raises:
         FileExistsError: `out_dir` exists and was not made by this module; it is left untouched.
     """
-    identity = {"mini_flux": hashlib.sha256((MINI_FLUX / _TRANSFORMER).read_bytes()).hexdigest()}
+    digest = hashlib.sha256()
+    for path in sorted(path for path in MINI_FLUX.rglob("*") if path.is_file()):
+        digest.update(path.read_bytes())
+    identity = {"mini_flux": digest.hexdigest()}
     return _make(Path(out_dir).resolve(), identity, partial(shutil.copytree, MINI_FLUX))
 
 
