@@ -145,7 +145,7 @@ def turn_of(image: Image.Image) -> Image.Transpose | None:
 def traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tuple[str, ...]]:
     """Which of `TRAITS` a decoded file has, and notes on what cannot be known."""
     traits, notes = set(), []
-    exif, profile = image.getexif(), image.info.get("icc_profile")
+    profile = image.info.get("icc_profile")
     if turn_of(image) is not None:
         traits.add(ROTATED)
     if image.mode in _SIXTEEN_BIT or (image.format == "PNG" and _png_depth(path) == 16):
@@ -160,11 +160,18 @@ def traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tup
         notes.append(f"its colour profile cannot be used ({error}), it is read as sRGB; save it again as sRGB")
     if image.mode == "CMYK" and TAGGED not in traits:
         notes.append("it is CMYK without a usable colour profile, its colours are a guess; save it again as sRGB")
-    if not profile and exif.get_ifd(_EXIF_INTEROP).get(_INTEROP_INDEX) == _ADOBE_RGB:
+    if not profile and _interop_index(image) == _ADOBE_RGB:
         notes.append(
             "its camera says Adobe RGB but no colour profile is embedded, it is read as sRGB; save it again as sRGB"
         )
     return frozenset(traits), tuple(notes)
+
+
+def _interop_index(image: Image.Image) -> str | None:
+    try:
+        return image.getexif().get_ifd(_EXIF_INTEROP).get(_INTEROP_INDEX)
+    except KeyError:  # Pillow before 13, where a file has no such directory
+        return None
 
 
 def split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
