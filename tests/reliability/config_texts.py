@@ -41,7 +41,7 @@ def texts() -> Iterator[BadConfig]:
     yield case("no job", "config: {name: a, process: [{}]}\n", "job", "is missing")
     yield case("no config", "job: extension\n", "config", "must be a block")
     yield case(
-        "no name", "job: extension\nconfig: {process: [{type: coat_flux_trainer}]}\n", "config.name", "must be a text"
+        "no name", "job: extension\nconfig: {process: [{type: coat_flux_trainer}]}\n", "config.name", "must be a string"
     )
     yield case("name is a number", "job: extension\nconfig: {name: 5, process: [{}]}\n", "config.name=5", "in quotes")
     yield case("no process", "job: extension\nconfig: {name: a}\n", "config.process", "must be a list")
@@ -63,8 +63,8 @@ def texts() -> Iterator[BadConfig]:
     yield case("no date", FRAME + "      training_seed: 2024-13-45\n", "month", "in quotes")
     yield case("binary value", FRAME + "      a: !!binary aGVsbG8=\n", "config.process[0].a", "bytes")
     yield case("a set", FRAME + "      a: !!set {b}\n", "config.process[0].a", "set")
-    yield case("list as key", FRAME + "      ? [1, 2]\n      : 3\n", "line 6", "a key must be a text")
-    yield case("block as key", FRAME + "      ? {a: 1}\n      : 3\n", "line 6", "a key must be a text")
+    yield case("list as key", FRAME + "      ? [1, 2]\n      : 3\n", "line 6", "a key must be a string")
+    yield case("block as key", FRAME + "      ? {a: 1}\n      : 3\n", "line 6", "a key must be a string")
     yield case("alias of itself", FRAME + "      a: &x [*x]\n", "alias that contains itself")
     yield case("alias of nothing", FRAME + "      a: *nothing\n", "undefined alias")
     yield case("billion laughs", _bomb() + "\n" + FRAME, "aliases")

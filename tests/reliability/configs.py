@@ -92,9 +92,9 @@ def _types() -> Iterator[BadConfig]:
         ("datasets", {"folder_path": "a"}, "must be a list"),
         ("datasets", "photos", "must be a list"),
         ("datasets.0", "photos", "must be a block of keys"),
-        ("datasets.0.folder_path", 5, "must be a text"),
-        ("datasets.0.folder_path", ["a", "b"], "must be a text"),
-        ("datasets.0.caption_ext", True, "must be a text"),
+        ("datasets.0.folder_path", 5, "must be a string"),
+        ("datasets.0.folder_path", ["a", "b"], "must be a string"),
+        ("datasets.0.caption_ext", True, "must be a string"),
         ("datasets.0.num_repeats", "2", "2 without quotes"),
         ("datasets.0.num_repeats", 0, "at least 1"),
         ("datasets.0.caption_dropout_rate", 5, "from 0 to 1"),
@@ -106,15 +106,15 @@ def _types() -> Iterator[BadConfig]:
         ("datasets.0.resolution", [8], "must be a whole number"),
         ("model", "flux", "must be a block of keys"),
         ("model.quantize", "coat_fp8", "true or false"),
-        ("model.name_or_path", 1, "must be a text"),
+        ("model.name_or_path", 1, "must be a string"),
         ("sample.width", "1024", "1024 without quotes"),
         ("sample.prompts", "a coatwear shirt", "must be a list"),
         ("sample.walk_seed", "no", "false without quotes"),
         ("sample.seed", "42", "42 without quotes"),
-        ("trigger_word", 5, "must be a text"),
-        ("trigger_word", ["coatwear"], "must be a text"),
+        ("trigger_word", 5, "must be a string"),
+        ("trigger_word", ["coatwear"], "must be a string"),
         ("training_seed", "42", "42 without quotes"),
-        ("training_folder", 3, "must be a text"),
+        ("training_folder", 3, "must be a string"),
         ("logging.log_every", 1.5, "must be a whole number"),
         ("coat", True, "must be a block of keys"),
         ("coat.enabled", "true", "true without quotes"),
@@ -122,7 +122,7 @@ def _types() -> Iterator[BadConfig]:
         ("coat.optimizer.block_size", 24, "multiple of 16"),
         ("coat.optimizer.block_size", "128", "128 without quotes"),
         ("coat.weight.use_fp8", 1, "write true"),
-        ("coat.activation.exclude", "blocks.*", "must be a list of texts"),
+        ("coat.activation.exclude", "blocks.*", "must be a list of strings"),
         ("coat.memory.budget_gb", "24GB", "must be a number"),
         ("coat.memory.log_every", 0, "at least 1"),
         ("coat.guard.max_saturation", 5, "above 0"),
@@ -299,7 +299,7 @@ def _one_host() -> Iterator[BadConfig]:
     yield case("prompt is no text", "sample.prompts[0]=5", "in quotes", ("sample.prompts", [5]))
     yield case("host bool", "train.do_cfg='yes'", "true without quotes", ("train.do_cfg", "yes"))
     yield case("host number", "train.noise_offset='0.1'", "without quotes", ("train.noise_offset", "0.1"))
-    yield case("host list", "datasets[0].controls=3", "must be a list or a text", ("datasets.0.controls", 3))
+    yield case("host list", "datasets[0].controls=3", "must be a list or a string", ("datasets.0.controls", 3))
     yield case("host key", "train.do_cgf", "did you mean 'do_cfg'", ("train.do_cgf", True))
     yield case(
         "nested host key",

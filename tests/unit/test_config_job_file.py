@@ -82,7 +82,7 @@ def test_a_name_from_the_command_line_replaces_config_name(tmp_path):
 def test_a_name_from_the_command_line_makes_config_name_optional(tmp_path):
     path = write(tmp_path, FRAME.replace("  name: run\n", ""))
     assert load_job_yaml(path, name="other")["config"]["name"] == "other"
-    assert "config.name=null: must be a text" in refusal(path)
+    assert "config.name=null: must be a string" in refusal(path)
 
 
 def test_an_unset_variable_is_named_with_its_line(tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
         ("- a\n", "must be a block with the keys job and config"),
         ("config: {name: a, process: [{}]}\n", "job: is missing; write job: extension"),
         ("job: extension\n", "config=null: must be a block with the keys name and process"),
-        ("job: extension\nconfig: {name: 5, process: [{}]}\n", "config.name=5: must be a text; write one, in quotes"),
+        ("job: extension\nconfig: {name: 5, process: [{}]}\n", "config.name=5: must be a string; write one, in quotes"),
         ("job: extension\nconfig: {name: a}\n", "config.process=null: must be a list; put '- ' before its first key"),
         ("job: extension\nconfig: {name: a, process: {type: b}}\n", "config.process={"),
         ("job: extension\nconfig: {name: a, process: []}\n", "config.process=[]: must be a list"),

@@ -123,11 +123,11 @@ BAD = {
         (None, "has no value, must be a colour"),
     ],
     "strings": [
-        ("attn.*", "must be a list of texts; write ['attn.*']"),
-        (["a", 1], "must be a list of texts, 1 is not a text"),
-        ([""], "must be a list of texts, '' is not a text"),
-        ({"a": 1}, "must be a list of texts; write"),
-        (None, "has no value, must be a list of texts"),
+        ("attn.*", "must be a list of strings; write ['attn.*']"),
+        (["a", 1], "must be a list of strings, 1 is not a string"),
+        ([""], "must be a list of strings, '' is not a string"),
+        ({"a": 1}, "must be a list of strings; write"),
+        (None, "has no value, must be a list of strings"),
     ],
 }
 

@@ -36,7 +36,7 @@ def _check_dataset(entry: Entry, path: str, dataset: Mapping[str, Any]) -> None:
     findings = entry.findings
     place = dataset.get("folder_path") or dataset.get("dataset_path")
     if not place:
-        findings.add(f"{path}.folder_path", "is missing, must be a text; add it")
+        findings.add(f"{path}.folder_path", "is missing, must be a string; add it")
     elif isinstance(place, str):
         check_path(place, f"{path}.folder_path", findings)
     if isinstance(dataset.get("caption_ext"), str):
@@ -79,14 +79,14 @@ def check_sample(entry: Entry) -> None:
     sample = entry.block("sample")
     neg = sample.get("neg", "")
     if not isinstance(neg, str):
-        entry.add("sample.neg", 'must be a text, else the first sample fails; write neg: ""', neg)
+        entry.add("sample.neg", 'must be a string, else the first sample fails; write neg: ""', neg)
     prompts = sample.get("prompts")
     if prompts and sample.get("samples"):
         entry.add("sample.prompts", "ai-toolkit ignores it beside samples; keep one of them", prompts)
     texts = [(f"{entry.path}.sample.prompts[{i}]", text) for i, text in enumerate(_list(prompts))]
     for path, text in texts:
         if not isinstance(text, str):
-            entry.findings.add(path, "must be a text; write it in quotes", text)
+            entry.findings.add(path, "must be a string; write it in quotes", text)
     texts += [(f"{path}.prompt", item.get("prompt")) for path, item in entry.entries("sample.samples")]
     trigger = entry.process.get("trigger_word")
     check_trigger(trigger if isinstance(trigger, str) else None, texts, entry.path, entry.findings)

@@ -46,7 +46,7 @@ def _check_places(entry: Entry) -> None:
     own = isinstance(process.get("name"), str)
     folder = process.get("training_folder")
     if folder is None:
-        entry.add("training_folder", "is missing, must be a text; write output, for example", folder)
+        entry.add("training_folder", "is missing, must be a string; write output, for example", folder)
     name, name_path = (process["name"], f"{path}.name") if own else (entry.name, "config.name")
     check_run(name, name_path, folder if isinstance(folder, str) else None, path, findings)
     if isinstance(process.get("log_dir"), str):

@@ -13,7 +13,7 @@ from .host_schema import PROCESS, HostSchema
 
 OWN_KEYS = ("coat",)  # of the process entry; read by this package
 _OPTION_KINDS = {"bool": "bool", "int": "int", "number": "float", "str": "str", "dict": "mapping"}
-_WORDS = {"int": "a whole number", "number": "a number", "str": "a text", "list": "a list", "bool": "true or false"}
+_WORDS = {"int": "a whole number", "number": "a number", "str": "a string", "list": "a list", "bool": "true or false"}
 
 
 def check_keys(raw: Any, path: str, schema: HostSchema, findings: Findings, block: str = PROCESS) -> None:

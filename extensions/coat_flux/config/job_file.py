@@ -1,7 +1,7 @@
 """Reading a job file the way ai-toolkit does, but with errors that point at the place.
 
 As the host: YAML or JSON by extension, `${ENV}` replaced in the text before it is parsed, `[name]` replaced in every
-string, and `1e-4` a float (to plain PyYAML it is a text). Unlike the host: a key written twice is refused (YAML readers
+string, and `1e-4` a float (a string to plain PyYAML). Unlike the host: a key written twice is refused (YAML readers
 silently keep the last one), and the shape `job`, `config.name`, `config.process` is checked.
 """
 
@@ -63,7 +63,7 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
         findings.add("config", "must be a block with the keys name and process; start from one in configs/", config)
         return
     if name is None and not isinstance(config.get("name"), str):
-        findings.add("config.name", "must be a text; write one, in quotes if it is a number", config.get("name"))
+        findings.add("config.name", "must be a string; write one, in quotes if it is a number", config.get("name"))
     processes = config.get("process")
     if not isinstance(processes, list) or not processes:
         findings.add("config.process", "must be a list; put '- ' before its first key, as in '- type: …'", processes)

@@ -125,11 +125,11 @@ def _at(file: str, text: str, mark: yaml.Mark | None, problem: str) -> Finding:
     if "could not determine a constructor" in problem:
         problem, remedy = f"{problem}, and a job holds plain values only", "remove the tag that starts with !"
     elif "unhashable key" in problem:
-        problem, remedy = "a key must be a text", "write one before the colon"
+        problem, remedy = "a key must be a string", "write one before the colon"
     elif "\t" in line[: len(line) - len(line.lstrip())]:
         remedy = "indent with spaces, not tabs"
     elif ": " in line.partition(": ")[2] or "mapping values" in problem:
-        remedy = "put a text that contains ': ' in quotes, and check the indentation"
+        remedy = "put a string that contains ': ' in quotes, and check the indentation"
     else:
         remedy = "check the indentation, quotes and brackets of this line and the one before"
     where = f"line {mark.line + 1}, column {mark.column + 1}"

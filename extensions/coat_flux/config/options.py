@@ -19,7 +19,7 @@ def _choice(key: str, choices: tuple[object, ...], doc: str) -> Option:
 
 
 OPTIONS: tuple[Option, ...] = (
-    _switch("enabled", True, "false: the run is exactly the host's own bf16 run"),
+    _switch("enabled", True, "false: an ordinary bf16 run, exactly as the trainer does it without COAT"),
     _switch("optimizer.use_fp8", True, "master switch for both moments"),
     _switch("optimizer.use_fp8_m1", True, "the first moment (exp_avg) in 8 bits"),
     _switch("optimizer.use_fp8_m2", True, "the second moment (exp_avg_sq) in 8 bits"),
@@ -57,20 +57,25 @@ OPTIONS: tuple[Option, ...] = (
     _choice(
         "activation.flow",
         ("fused", "generic"),
-        "fused: FLUX's blocks keep only what cannot be made anew; generic: diffusers' code with packed saved tensors",
+        "fused: FLUX blocks save only what cannot be recomputed; generic: diffusers' code, saved tensors packed",
     ),
-    Option("activation.include", ("*",), "strings", "fnmatch patterns, full names: the linears that multiply in FP8"),
+    Option(
+        "activation.include",
+        ("*",),
+        "strings",
+        "fnmatch patterns over full module names: the linears that multiply in FP8",
+    ),
     Option(
         "activation.exclude",
         (),
         "strings",
-        "fnmatch patterns, full names: linears that multiply in bf16 (weights follow weight.use_fp8)",
+        "fnmatch patterns over full module names: linears that multiply in bf16 (weights still follow weight.use_fp8)",
     ),
     Option(
         "activation.min_sqnr_db",
         None,
         "float",
-        "linears whose input has a lower SQNR in FP8 (dB, in the run's second step) multiply in bf16 from then on; "
+        "linears whose FP8 input has a lower SQNR than this (dB, measured in step 2) multiply in bf16 from then on; "
         "null: none do",
         above=0,
         nullable=True,
@@ -79,66 +84,82 @@ OPTIONS: tuple[Option, ...] = (
     _choice(
         "memory.checkpointing",
         ("auto", "none", "all", "every_n"),
-        "which blocks recompute; auto fits budget_gb; train.gradient_checkpointing: false forbids recomputation",
+        "blocks recomputed in backward; auto: as few as budget_gb allows; train.gradient_checkpointing: false: none",
     ),
-    Option("memory.every_n", 2, "int", "with checkpointing: every_n, one block in so many recomputes", minimum=1),
+    Option("memory.every_n", 2, "int", "with checkpointing: every_n, one block in this many is recomputed", minimum=1),
     Option(
         "memory.budget_gb",
         None,
         "float",
-        "with checkpointing: auto, the peak the run must stay under; null: what the device has",
+        "with checkpointing: auto, the peak the run must stay under; null: the device's memory",
         above=0,
         nullable=True,
     ),
     _choice(
         "memory.transposed_weights",
         ("auto", "always", "never"),
-        "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1); auto: where nothing recomputes and it fits",
+        "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1); auto: if nothing is recomputed and it fits",
     ),
     _switch("memory.log_memory_stats", True, "print memory lines"),
-    Option("memory.log_every", 100, "int", "steps from one memory line to the next", minimum=1),
+    Option("memory.log_every", 100, "int", "steps between memory lines", minimum=1),
     _choice(
         "speed.compile",
         ("auto", "none", "blocks", "cudagraphs"),
-        "torch.compile of FLUX's blocks, each by itself; cudagraphs: as CUDA graphs; auto: what is measured, else none",
+        "torch.compile for each FLUX block; cudagraphs: as CUDA graphs; auto: the fastest by speed.measure, else none",
     ),
     _choice(
         "speed.measure",
         ("auto", "always", "never"),
-        "at the start, at most 20 s: takes the fastest GEMM as precise as asked, eager or compiled; auto: on a GPU",
+        "time the GEMMs (20 s at most) at the start, use the fastest that is as precise as configured; auto: on a GPU",
     ),
     Option("data.background", "white", "colour", "what transparent parts of a photo become"),
     _choice(
         "data.transparency",
         ("background", "mask"),
-        "mask: besides, transparent parts of a photo do not count in the loss",
+        "mask: transparent parts are also left out of the loss",
     ),
     _choice(
         "data.prepare",
         ("auto", "never"),
-        "inside ai-toolkit: photos it would misread (EXIF, colour profile, transparency, 16 bit) are read from "
-        "corrected copies in the run's folder",
+        "inside ai-toolkit: photos it would misread (EXIF, color profile, transparency, 16 bit) are read from "
+        "corrected copies in the run folder",
     ),
-    _switch("guard.enabled", True, "a run that has died ends at once, says why, and its exit code is not 0"),
-    Option("guard.nonfinite_steps", 10, "int", "steps in a row with NaN or inf that end it; one is skipped", minimum=1),
-    Option("guard.zero_gradient_steps", 10, "int", "steps in a row without any gradient that end it", minimum=1),
-    Option("guard.dead_lora_steps", 50, "int", "it ends if every lora_B is still zero after so many steps", minimum=1),
-    Option("guard.pinned_loss_steps", 100, "int", "steps in a row with one and the same loss that end it", minimum=2),
-    Option("guard.health_every", 100, "int", "steps from one look at what the FP8 casts lose to the next", minimum=1),
+    _switch("guard.enabled", True, "stop a run that can no longer succeed, say why, and exit with a nonzero code"),
+    Option(
+        "guard.nonfinite_steps",
+        10,
+        "int",
+        "consecutive steps with NaN or inf that stop the run; a single one is skipped",
+        minimum=1,
+    ),
+    Option(
+        "guard.zero_gradient_steps", 10, "int", "consecutive steps without any gradient that stop the run", minimum=1
+    ),
+    Option("guard.dead_lora_steps", 50, "int", "stop if every lora_B is still zero after this many steps", minimum=1),
+    Option(
+        "guard.pinned_loss_steps",
+        100,
+        "int",
+        "consecutive steps with exactly the same loss that stop the run",
+        minimum=2,
+    ),
+    Option("guard.health_every", 100, "int", "steps between checks of what the FP8 casts lose", minimum=1),
     Option(
         "guard.max_saturation",
         0.001,
         "float",
-        "share of a tensor clipped at the format's end that ends the run",
+        "share of a tensor clipped to the format's maximum that stops the run",
         above=0,
         maximum=1,
     ),
-    Option("guard.max_underflow", 0.5, "float", "share of a tensor cast to zero that ends the run", above=0, maximum=1),
+    Option(
+        "guard.max_underflow", 0.5, "float", "share of a tensor rounded to zero that stops the run", above=0, maximum=1
+    ),
     Option(
         "resume.allow",
         (),
         "strings",
-        "what may differ from the run that is continued: data, seed, world_size",
+        "what may differ from the run being resumed: data, seed, world_size",
     ),
     _choice("fallback", ("bf16", "error"), "when FP8 cannot be used on this device, torch or layer"),
 )

@@ -30,7 +30,7 @@ class Option:
     Args:
         key: its name, dotted where it is nested.
         default: its value where the user writes none.
-        kind: bool, int, float, str, choice, colour, strings (list of texts), sizes (a whole number or a list of them),
+        kind: bool, int, float, str, choice, colour, strings (list of strings), sizes (whole number or a list of them),
             betas (two numbers), mapping.
         doc: one line: what it does.
         choices: allowed values, the default first.
@@ -151,7 +151,7 @@ def _parse_str(option: Option, value: Any) -> str:
     if isinstance(value, (bool, int, float, date)):
         raise Refusal(f"{option.rule()}; write it in quotes")
     if not isinstance(value, str):
-        raise Refusal(f"{option.rule()}; write one text")
+        raise Refusal(f"{option.rule()}; write one string")
     if option.required and not value.strip():
         raise Refusal("is empty; write one")
     return value
@@ -185,7 +185,7 @@ def _parse_strings(option: Option, value: Any) -> tuple[str, ...]:
         raise Refusal(f"{option.rule()}; write ['…'] or []")
     for item in value:
         if not isinstance(item, str) or not item:
-            raise Refusal(f"{option.rule()}, {show(item)} is not a text; write it in quotes, or remove it")
+            raise Refusal(f"{option.rule()}, {show(item)} is not a string; write it in quotes, or remove it")
     return tuple(value)
 
 
@@ -224,9 +224,9 @@ _KIND_WORDS = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
-    "str": "a text",
+    "str": "a string",
     "colour": f"a colour ({', '.join(COLOURS)} or '#rrggbb')",
-    "strings": "a list of texts",
+    "strings": "a list of strings",
     "sizes": "a whole number, or a list of them, each",
     "betas": "a list of two numbers, each",
     "mapping": "a block of keys",
