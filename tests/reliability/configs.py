@@ -65,6 +65,13 @@ def _types() -> Iterator[BadConfig]:
         ("train.lr", 0, "above 0"),
         ("train.lr", float("nan"), "must be a number"),
         ("train.lr", [1e-4], "must be a number"),
+        ("train.lr", -1, "write 0.0001, for example"),
+        ("train.lr", "0,0001", "write 0.0001"),
+        ("train.lr", "10^-4", "write 0.0001"),
+        ("train.lr", "１e-4", "write 0.0001"),
+        ("train.steps", "1,500", "write 1500"),
+        ("train.steps", "2k", "write 2000"),
+        ("train.steps", "08", "write 8"),
         ("train.steps", "1500", "1500 without quotes"),
         ("train.steps", 1500.0, "write 1500"),
         ("train.steps", 12.5, "must be a whole number"),
@@ -261,6 +268,29 @@ def _paths() -> Iterator[BadConfig]:
     yield BadConfig(
         "model at home", ("model.name_or_path=", "~ is not replaced"), BOTH, (("model.name_or_path", "~/flux"),)
     )
+    for key, found in [
+        ("training_folder", "training_folder"),
+        ("datasets.0.folder_path", "datasets[0].folder_path"),
+        ("model.name_or_path", "model.name_or_path"),
+    ]:
+        for what, value, words in [
+            ("blank at the end", "photos ", "starts or ends with a blank"),
+            ("escapes", "D:\train\new", "use single quotes"),
+            ("quotes", "'photos'", "quotes within the quotes"),
+            ("variable", "$HOME/photos", "only as ${NAME}"),
+            ("Windows variable", "%USERPROFILE%\\photos", "only as ${NAME}"),
+        ]:
+            yield BadConfig(f"{key}: {what}", (f"{found}=", words), BOTH, ((key, value),))
+    yield BadConfig("long trigger", ("trigger_word='xxx", "at most 200"), BOTH, (("trigger_word", "x" * 100_000),))
+    yield BadConfig("placeholder", ("trigger_word=", "the word itself"), BOTH, (("trigger_word", "[trigger]"),))
+    yield BadConfig("trigger and blank", ("trigger_word=", "remove the blank"), BOTH, (("trigger_word", "ohwx "),))
+    for sign in ("\u00a0", "\u200b", "\ufeff", "\u3000"):
+        yield BadConfig(
+            f"key with U+{ord(sign):04X}",
+            ("train.lr?: ", f"U+{ord(sign):04X}", "type the key again"),
+            BOTH,
+            (("train", {**PROCESS["train"], f"lr{sign}": 1}),),
+        )
     yield BadConfig("NUL in a folder", ("training_folder", "U+0000"), BOTH, (("training_folder", "a\0b"),))
     yield BadConfig("escape in a trigger", ("trigger_word", "U+001B"), BOTH, (("trigger_word", "\x1b[2J"),))
     yield BadConfig("NUL in a key", ("train.l?r", "U+0000"), BOTH, (("train", {**PROCESS["train"], "l\0r": 1}),))

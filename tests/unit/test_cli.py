@@ -103,7 +103,10 @@ def test_train_hands_the_checked_job_to_the_engine(job_file, trainer):
     assert main(["train", str(job_file)]) == 0
     (job,) = trainer.jobs
     assert (job.name, job.train.steps, job.file) == ("run", 7, str(job_file))
-    assert len(job.notes) == 1
+    assert [note.partition(": ")[2].partition("=")[0].partition(": ")[0] for note in job.notes] == [
+        "config.process[0].sample.neg",
+        "config.process[0].train.lr",
+    ]
 
 
 @pytest.mark.parametrize(("rank", "level"), [("0", logging.INFO), ("1", logging.NOTSET)])

@@ -288,8 +288,8 @@ def test_a_second_process_and_unknown_job_keys_are_refused():
     with pytest.raises(ConfigError) as caught:
         JobConfig.from_dict(raw)
     assert caught.value.findings == (
-        "<dict>: config.proces: unknown key; known here: name, process",
-        "<dict>: config.process: has 2 entries, the stand-alone trainer runs one; make a file for each",
+        "config.proces: unknown key; known here: name, process",
+        "config.process: has 2 entries, the stand-alone trainer runs one; make a file for each",
     )
 
 

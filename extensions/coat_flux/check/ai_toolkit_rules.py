@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config.build import parse_keys
 from ..config.coat_config import COATConfig, parse_optimizer_params
-from ..config.common_rules import check_folder, check_path, check_run
+from ..config.common_rules import check_folder, check_lr, check_path, check_run
 from ..config.host_schema import SHIPPED
 from ..config.job_rules import COAT_OPTIMIZER, COAT_QTYPE, LR_PARAMS
 from ..config.options import ADAMW_OPTIONS
@@ -119,6 +119,7 @@ def _check_train(entry: Entry) -> None:
         entry.add(
             "train.min_denoising_steps", f"must not be above max_denoising_steps, which is {high}; write less", low
         )
+    check_lr(train.get("lr", 1e-6), entry.optimizer, f"{entry.path}.train", entry.findings, given="lr" in train)
     if train.get("train_unet") is False and train.get("train_text_encoder") is not True:
         entry.add("train.train_unet", "nothing is left to train; write true", False)
 

@@ -46,7 +46,7 @@ def check_job_file(
 def check_job_dict(
     raw: Any,
     *,
-    file: str = "<dict>",
+    file: str = "",
     host: str = STANDALONE,
     toolkit_root: Path | None = None,
     num_processes: int = 1,

@@ -128,12 +128,12 @@ class COATConfig:
     fallback: str = from_option(BY_KEY["fallback"])
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any] | None, *, file: str = "<dict>", key_path: str = "coat") -> COATConfig:
+    def from_dict(cls, raw: Mapping[str, Any] | None, *, file: str = "", key_path: str = "coat") -> COATConfig:
         """Parse the block strictly, also where `enabled` is false.
 
         Args:
             raw: the block as YAML gives it; None or an empty block has every default.
-            file: named in errors.
+            file: named in errors, where there is one.
             key_path: dotted key of the block, named in errors.
 
         Raises:
@@ -158,7 +158,7 @@ class COATConfig:
         self,
         optimizer_params: Mapping[str, Any] | None = None,
         *,
-        file: str = "<dict>",
+        file: str = "",
         key_path: str = "train.optimizer_params",
     ) -> tuple[FP8QuantizationConfig, dict[str, Any]]:
         """How FP8AdamW stores its moments, and its other arguments.
@@ -166,7 +166,7 @@ class COATConfig:
         Args:
             optimizer_params: the host's block; a key of `coat.optimizer` in it overrides that one, `betas`, `eps` and
                 `weight_decay` are passed on.
-            file: named in errors.
+            file: named in errors, where there is one.
             key_path: dotted key of the block, named in errors.
 
         Returns:

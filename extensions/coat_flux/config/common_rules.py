@@ -11,6 +11,9 @@ from .findings import Findings
 
 BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2
 TRIGGER_TAG = "[trigger]"
+MAX_TRIGGER = 200  # characters; CLIP reads 77 tokens, T5 512
+HIGH_LR, LOW_LR = 1e-2, 2e-6  # LoRAs of FLUX diverge above the one, and hardly learn below the other
+FINDS_LR = ("prodigy", "dadapt", "automagic")  # optimizers that choose their own steps
 MAX_NAME = 200  # bytes; file systems take 255, and "_000000500.safetensors" is added
 _BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$|^(con|prn|aux|nul|com\d|lpt\d)(\.|$)', re.IGNORECASE)
 _CAPTION_EXT = re.compile(r"\.?\w+(\.\w+)*")
@@ -43,11 +46,21 @@ def check_folder(folder: str | None, path: str, findings: Findings) -> bool:
 
 
 def check_path(value: str, path: str, findings: Findings) -> bool:
-    """Refuse `~`, which no host replaces: it would be a folder of that name. True where there is none."""
-    if not value.startswith("~"):
-        return True
-    findings.add(path, "~ is not replaced by the home folder; write the whole path, or ${HOME}/…", value)
-    return False
+    """Refuse what gets into a path by mistake: `~`, which is not replaced, blanks, escapes, quotes. True if sound."""
+    rule = ""
+    if value.startswith("~"):
+        rule = "~ is not replaced by the home folder; write the whole path, or ${HOME}/…"
+    elif re.match(r"\$\w|%\w+%", value):
+        rule = "environment variables are replaced only as ${NAME}; write it so, or write the whole path"
+    elif re.search(r"[\t\r\n]", value):
+        rule = "holds a tab or line break, as \\t and \\n make in double quotes; use single quotes, or / in paths"
+    elif value[:1] in ("'", '"'):
+        rule = "has quotes within the quotes; remove one pair"
+    elif value != value.strip() and not Path(value).exists():
+        rule = "starts or ends with a blank, and there is no such file; remove the blank"
+    if rule:
+        findings.add(path, rule, value)
+    return not rule
 
 
 def check_run(name: str | None, name_path: str, training_folder: str | None, path: str, findings: Findings) -> None:
@@ -61,14 +74,24 @@ def check_run(name: str | None, name_path: str, training_folder: str | None, pat
 
 
 def check_trigger(trigger: str | None, prompts: Iterable[tuple[str, Any]], path: str, findings: Findings) -> None:
-    """Warn of sample prompts that do not show what is trained.
+    """Refuse what is no trigger word, and warn of sample prompts that do not show what is trained.
 
     Args:
         trigger: the trigger word.
         prompts: (key, text) of each.
         path: the key of the process entry.
-        findings: receives the warnings.
+        findings: receives what is found.
     """
+    key = f"{path}.trigger_word"
+    if trigger and len(trigger) > MAX_TRIGGER:
+        rule = f"goes into every caption, so at most {MAX_TRIGGER} characters; write one rare word"
+        findings.add(key, rule, trigger)
+    elif trigger == TRIGGER_TAG:
+        findings.add(key, "is the placeholder for the trigger word; write the word itself", trigger)
+    elif trigger and trigger != trigger.strip():
+        findings.add(key, "starts or ends with a blank, so it is found in no caption; remove the blank", trigger)
+    if not findings.sound(key):
+        return
     for where, text in prompts:
         if not isinstance(text, str):
             continue
@@ -77,6 +100,17 @@ def check_trigger(trigger: str | None, prompts: Iterable[tuple[str, Any]], path:
             findings.warn(where, rule, text)
         elif not trigger and TRIGGER_TAG in text:
             findings.warn(where, f"there is no trigger word for {TRIGGER_TAG}; write {path}.trigger_word", text)
+
+
+def check_lr(lr: Any, optimizer: str, path: str, findings: Findings, *, given: bool) -> None:
+    """Warn of a learning rate at which a LoRA diverges or hardly learns; `path` is the key of `train`."""
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or optimizer.startswith(FINDS_LR):
+        return
+    if lr > HIGH_LR:
+        findings.warn(f"{path}.lr", f"LoRAs diverge with {optimizer} above about {HIGH_LR:g}; write 0.0001", lr)
+    elif lr < LOW_LR:
+        rule = "a LoRA hardly learns at so low a rate" + ("" if given else ", which is the default")
+        findings.warn(f"{path}.lr", f"{rule}; write 0.0001", lr)
 
 
 def check_resolution(sizes: Iterable[Any], path: str, findings: Findings) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
@@ -123,6 +125,8 @@ def show(value: Any) -> str:
     """A value as YAML would have it, in one short line."""
     if isinstance(value, (str, date)):
         text = f"'{value}'"
+    elif isinstance(value, float) and math.isfinite(value):
+        text = re.sub(r"e([-+])0(?=\d$)", r"e\1", repr(value))  # 1e-6, as people write it
     else:
         try:
             text = json.dumps(value, default=repr, ensure_ascii=False)
@@ -193,7 +197,7 @@ def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()
         return f"did you mean '{near}'?"
     if len(siblings) <= MAX_LISTED:
         return f"known here: {', '.join(siblings)}"
-    return "nothing known is near it; remove it"
+    return "remove it, nothing known is near it"
 
 
 def _by_other_name(key: Any, siblings: list[str]) -> str | None:

@@ -201,7 +201,7 @@ RANGES: dict[str, dict[str, dict[str, float]]] = {
     "TrainConfig": {
         "steps": {"minimum": 1},
         "batch_size": {"minimum": 1},
-        "lr": {"above": 0},
+        "lr": {"above": 0, "example": 1e-4},
         "gradient_accumulation": {"minimum": 1},
     },
     "EMAConfig": {"ema_decay": {"minimum": 0, "maximum": 1}},

@@ -58,7 +58,7 @@ class JobConfig:
     sample: SampleSection = field(default_factory=SampleSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
     coat: COATConfig = field(default_factory=COATConfig)
-    file: str = "<dict>"
+    file: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict)
@@ -87,12 +87,12 @@ class JobConfig:
         return cls.from_dict(load_job_yaml(path, name=name), file=os.fspath(path))
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], *, file: str = "<dict>") -> JobConfig:
+    def from_dict(cls, raw: Mapping[str, Any], *, file: str = "") -> JobConfig:
         """Check a job that is already read.
 
         Args:
             raw: the whole job: `job`, `config` and perhaps `meta`.
-            file: named in errors.
+            file: named in errors, where there is one.
 
         Raises:
             ConfigError: everything that is wrong with it.
@@ -103,7 +103,7 @@ class JobConfig:
         return job
 
     @classmethod
-    def examine(cls, raw: Any, *, file: str = "<dict>") -> tuple[JobConfig | None, Findings]:
+    def examine(cls, raw: Any, *, file: str = "") -> tuple[JobConfig | None, Findings]:
         """As `from_dict`, with everything that was found, warnings too.
 
         Returns:

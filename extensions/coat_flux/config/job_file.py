@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .findings import ConfigError, Findings, finding, suggest_key
-from .job_text import MAX_DEPTH, join, parse, read_text
+from .job_text import INVISIBLE, MAX_DEPTH, join, parse, read_text
 
 NAME_TAG = "[name]"
 _ENV = re.compile(r"\$\{([^}]+)\}")
@@ -99,6 +99,11 @@ def _check_plain(value: Any, path: str, depth: int, findings: Findings) -> None:
         for key, item in value.items():
             where = join(path, _key_text(key))
             _check_text(_key_text(key), where, "this key", findings)
+            if odd := INVISIBLE.search(_key_text(key)):
+                findings.add(
+                    INVISIBLE.sub("?", where),
+                    f"this key holds the invisible character U+{ord(odd[0]):04X}, shown as ?; type the key again",
+                )
             _check_plain(item, where, depth + 1, findings)
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from .build import parse_keys
 from .coat_config import COATConfig, parse_optimizer_params
-from .common_rules import check_caption_ext, check_folder, check_path, check_resolution, check_run, check_trigger
+from .common_rules import (
+    check_caption_ext,
+    check_folder,
+    check_lr,
+    check_path,
+    check_resolution,
+    check_run,
+    check_trigger,
+)
 from .findings import ConfigError, Findings, finding
 from .options import ADAMW_OPTIONS
 from .values import Option
@@ -130,6 +138,7 @@ def _check_train(job: JobConfig, path: str, findings: Findings) -> None:
     if train.min_denoising_steps > train.max_denoising_steps:
         rule = f"must not be above max_denoising_steps, which is {train.max_denoising_steps}; write less"
         findings.add(f"{path}.min_denoising_steps", rule, train.min_denoising_steps)
+    check_lr(train.lr, train.optimizer, path, findings, given=f"{path}.lr" in findings.given)
     if findings.sound(f"{path}.optimizer"):
         if train.optimizer == COAT_OPTIMIZER:
             parse_optimizer_params(train.optimizer_params, f"{path}.optimizer_params", findings)

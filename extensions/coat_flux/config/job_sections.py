@@ -139,7 +139,7 @@ class TrainSection:
     loss_type: str = key("mse", "choice", "the loss", choices=("mse", "mae", "pseudo_huber"))
     optimizer: str = key("adamw", "choice", "optimizer", choices=OPTIMIZERS)
     optimizer_params: Mapping[str, Any] | None = key(None, "mapping", "its further arguments", nullable=True)
-    lr: float = key(1e-6, "float", "learning rate", above=0)
+    lr: float = key(1e-6, "float", "learning rate", above=0, example=1e-4)
     lr_scheduler: str = key("constant", "choice", "course of the learning rate", choices=LR_SCHEDULERS)
     lr_scheduler_params: Mapping[str, Any] | None = key(None, "mapping", "its further arguments", nullable=True)
     max_grad_norm: float = key(1.0, "float", "gradients are clipped to this norm", above=0)

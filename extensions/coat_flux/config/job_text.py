@@ -22,6 +22,11 @@ MAX_DEPTH = 32
 MAX_NODES = 8_000  # twenty times a long job, and half a second of PyYAML
 MAX_EXPANDED = 50_000  # nodes after every alias is replaced by what it stands for
 _EXPONENT_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+# what YAML 1.1, which ai-toolkit reads too, takes for another number than a reader does
+_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+INVISIBLE = re.compile("[\u00a0\u1680\u2000-\u200d\u202f\u205f\u2060\u3000\ufeff]")
+_ODD = re.compile(f"{INVISIBLE.pattern}|：")
 _TOO_DEEP = "nested too deeply to be a job; check its brackets"
 
 
@@ -111,6 +116,8 @@ def _load_yaml(text: str, file: str) -> Any:
         line = text.count("\n", 0, error.position) + 1
         code = f"U+{ord(error.character):04X}" if isinstance(error.character, str) else f"U+{error.character:04X}"
         raise _error(file, f"line {line}", f"the character {code} cannot be in YAML; remove it") from error
+    except ConfigError:
+        raise
     except ValueError as error:  # a date or number that has the form of one and is none, as 2024-13-45
         raise _error(file, "", f"not YAML: {error}; write that value in quotes") from error
     except RecursionError as error:
@@ -122,17 +129,23 @@ def _at(file: str, text: str, mark: yaml.Mark | None, problem: str) -> Finding:
         return finding(file, "", f"{problem}; correct it")
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
+    where = f"line {mark.line + 1}, column {mark.column + 1}"
     if "could not determine a constructor" in problem:
         problem, remedy = f"{problem}, and a job holds plain values only", "remove the tag that starts with !"
     elif "unhashable key" in problem:
         problem, remedy = "a key must be a string", "write one before the colon"
     elif "\t" in line[: len(line) - len(line.lstrip())]:
         remedy = "indent with spaces, not tabs"
+    elif odd := next((n for n in (mark.line - 1, mark.line) if 0 <= n < len(lines) and _ODD.search(lines[n])), None):
+        line, sign = lines[odd], _ODD.search(lines[odd])[0]
+        where = f"line {odd + 1}, column {line.index(sign) + 1}"
+        remedy = f"replace the character U+{ord(sign):04X} by a plain {'colon' if sign == '：' else 'space'}"
+    elif "escape" in problem or "hexadecimal" in problem:
+        remedy = "in double quotes a backslash starts an escape: use single quotes, or / in paths"
     elif ": " in line.partition(": ")[2] or "mapping values" in problem:
         remedy = "put a string that contains ': ' in quotes, and check the indentation"
     else:
         remedy = "check the indentation, quotes and brackets of this line and the one before"
-    where = f"line {mark.line + 1}, column {mark.column + 1}"
     return finding(file, where, f"{problem}; {remedy}: {line.strip()!r}")
 
 
@@ -147,6 +160,8 @@ class _Nodes:
     def size(self, node: yaml.Node | None, path: str, parents: tuple[int, ...]) -> int:
         """How many nodes `node` is once its aliases are replaced."""
         if not isinstance(node, yaml.CollectionNode):
+            if isinstance(node, yaml.ScalarNode):
+                self._check_number(node, path)
             return 1
         if id(node) in parents:
             self.found.append(_at(self.file, self.text, node.start_mark, f"{path}: an alias that contains itself"))
@@ -157,6 +172,19 @@ class _Nodes:
             inside = (*parents, id(node))
             self.sizes[id(node)] = 1 + sum(self.size(item, name, inside) for name, item in self.items(node, path))
         return self.sizes[id(node)]
+
+    def _check_number(self, node: yaml.ScalarNode, path: str) -> None:
+        """Find numbers that mean another one in YAML 1.1: `1:30` is 90, `010` is 8."""
+        text = node.value
+        if node.style is not None or node.tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+            return
+        where = f"line {node.start_mark.line + 1}: {path}"
+        if _SEXAGESIMAL.fullmatch(text):
+            rule = f"YAML reads {text} as a number to base 60, {yaml.safe_load(text)}"
+            self.found.append(finding(self.file, where, f"{rule}; write a plain number, or '{text}' in quotes"))
+        elif _OCTAL.fullmatch(text) and yaml.safe_load(text) != (plain := int(text)):
+            rule = f"YAML reads {text} as an octal number, {yaml.safe_load(text)}"
+            self.found.append(finding(self.file, where, f"{rule}; write {plain}, or '{text}' in quotes"))
 
     def items(self, node: yaml.CollectionNode, path: str) -> list[tuple[str, yaml.Node]]:
         if isinstance(node, yaml.SequenceNode):
@@ -205,5 +233,7 @@ def _load_json(text: str, file: str) -> Any:
         raise _error(file, where, f"not JSON: {error.msg}; correct this line: {line.strip()!r}") from error
     except RecursionError as error:
         raise _error(file, "", _TOO_DEEP) from error
+    except ConfigError:
+        raise
     except ValueError as error:  # a whole number of more than 4300 digits
-        raise _error(file, "", f"not JSON: {error}; shorten that number") from error
+        raise _error(file, "", "not JSON: a number has more than 4300 digits; shorten that number") from error

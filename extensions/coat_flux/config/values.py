@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -42,6 +43,7 @@ class Option:
         nullable: null is allowed.
         required: there is no default.
         refused: (value, reason) of values that are known but cannot be had.
+        example: a value people write, where the default is none; offered in place of a wrong one.
     """
 
     key: str
@@ -57,6 +59,7 @@ class Option:
     nullable: bool = False
     required: bool = False
     refused: tuple[tuple[Any, str], ...] = ()
+    example: Any = None
 
     def parse(self, value: Any) -> Any:
         """The checked value.
@@ -67,7 +70,8 @@ class Option:
         if value is None:
             if self.nullable:
                 return None
-            remedy = "write one" if self.default is None else f"write {_bare(self.default)} or remove the line"
+            shown = self.default if self.example is None else self.example
+            remedy = "write one" if shown is None else f"write {_bare(shown)} or remove the line"
             raise Refusal(f"has no value, {self.rule()}; {remedy}")
         for refused, reason in self.refused:
             if _same(value, refused):
@@ -116,7 +120,8 @@ class Option:
             raise Refusal(f"{self.rule()}; write {self._example()}")
 
     def _example(self) -> str:
-        return "a value in that range" if self.default is None else f"{show(self.default)}, for example"
+        shown = self.default if self.example is None else self.example
+        return "a value in that range" if shown is None else f"{show(shown)}, for example"
 
 
 def _parse_bool(option: Option, value: Any) -> bool:
@@ -233,17 +238,33 @@ _KIND_WORDS = {
 }
 
 
+_SLIPS = (  # how a number is written by people, and by no YAML: a pattern, and what Python reads
+    (re.compile(r"([-+]?\d{1,3}),(\d{3}(?:,\d{3})*)"), r"\1\2"),  # 1,500
+    (re.compile(r"([-+]?\d*),(\d+(?:[eE][-+]?\d+)?)"), r"\1.\2"),  # 0,0001
+    (re.compile(r"(\d+(?:\.\d+)?)\s*k", re.IGNORECASE), r"\1e3"),  # 2k
+    (re.compile(r"10\^(-?\d+)"), r"1e\1"),  # 10^-4
+)
+
+
 def _number_remedy(value: Any, *, whole: bool) -> str:
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            return "write a number"
-        fits = math.isfinite(number) and (not whole or number.is_integer())
-        return f"write {value} without quotes" if fits else "write a number"
+    """What to write for a value that is no number, or none of the kind."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return f"write {int(value)}"
-    return "write a number"
+    if not isinstance(value, str):
+        return "write a number"
+    text = unicodedata.normalize("NFKC", value).strip()  # １０ is 10
+    for pattern, plain in _SLIPS:
+        if pattern.fullmatch(text):
+            text = pattern.sub(plain, text).replace(",", "")
+    try:
+        number = float(text)
+    except ValueError:
+        return "write a number"
+    if not math.isfinite(number) or (whole and not number.is_integer()):
+        return "write a number"
+    if text == value and not re.match(r"[-+]?0\d", text):
+        return f"write {value} without quotes"
+    return f"write {int(number) if number.is_integer() and abs(number) < 2**53 else show(number)}"
 
 
 def _as_float(number: float) -> float:

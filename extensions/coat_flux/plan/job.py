@@ -110,7 +110,9 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
     Raises:
         ConfigError: the model's sizes cannot be known, or no linear is left to train.
     """
-    model = find_model(job.model.name_or_path, f"{job.file}: config.process[0].model.name_or_path")
+    model = find_model(
+        job.model.name_or_path, ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
+    )
     kwargs = job.network.network_kwargs
     targets = tuple(
         model.targets(job.network.transformer_only, kwargs.only_if_contains, tuple(kwargs.ignore_if_contains))

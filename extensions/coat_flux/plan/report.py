@@ -63,7 +63,7 @@ def _head(plan: Plan) -> str:
     recomputed = f"{len(plan.prediction.recomputed)} of {plan.prediction.blocks} blocks recompute"
     model = f"{job.model.name_or_path}, {facts.model.elements['transformer'] / GB:.2f} B parameters"
     return (
-        f"{job.file}: '{job.name}' on {model}\n"
+        f"{job.file}{': ' if job.file else ''}'{job.name}' on {model}\n"
         f"largest micro-batch: {tokens.batch} x ({tokens.text} text + {tokens.image} image tokens); "
         f"LoRA rank {job.network.linear} on {len(facts.targets)} linears\n"
         f"kept for backward {kept}; {recomputed}"
