@@ -40,7 +40,7 @@ config:
 @pytest.fixture
 def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts are tested in test_page.py, and are what costs time."""
-    monkeypatch.setattr("coat_flux.page.page.line_chart", lambda *args, **kwargs: b"<svg/>")
+    monkeypatch.setattr("coat_flux.page.page.line_chart", lambda *args, **kwargs: "<svg/>")
     monkeypatch.setattr("coat_flux.report.precision.heat_map_png", lambda found: b"png")
 
 
@@ -96,7 +96,7 @@ def test_summary_curves_and_what_is_missing(tmp_path: Path) -> None:
     ):
         assert missing in text, missing
     raw = page.read_text()
-    assert raw.count("<img") == 6  # loss, s/it, lr, norm, peak memory, skipped updates
+    assert raw.count('<figure class="chart"') == 6  # loss, s/it, lr, norm, peak memory, skipped updates
     assert "<b>" not in raw
     assert not re.findall(r'(?:src|href)="(?!data:)', raw)
 

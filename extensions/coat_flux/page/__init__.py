@@ -1,7 +1,8 @@
 """Self-contained HTML pages with tables, charts and pictures; nothing in them comes from a network.
 
 page.py      the page and what can be put on it
-charts.py    line charts, as SVG
+style.py     its style sheet, light and dark
+charts.py    line charts, as HTML and SVG
 pictures.py  image files, made small enough to be embedded
 """
 

@@ -1,11 +1,17 @@
-"""Line charts as SVG."""
+"""Line charts as HTML: the lines are an SVG that stretches, the text around it keeps its size on any screen.
+
+The colours are those of `style.STYLE`, so that a chart follows the reader's light or dark scheme.
+"""
 
 from __future__ import annotations
 
-import io
+import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .style import SERIES_COLOURS
 
 __all__ = ["Band", "Points", "line_chart", "thinned"]
 
@@ -13,63 +19,154 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 Band: TypeAlias = Sequence[tuple[float, float, float]]
 
 MOST_POINTS = 1200  # per series: more than a screen has columns for
-NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-SETTINGS = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "coat",  # the same chart gives the same file
-    "text.parse_math": False,  # a name with dollar signs is a name
-    "text.usetex": False,
-    "axes.formatter.useoffset": False,
-}
+MOST_DOTS = 30  # points of a series that are drawn as dots, too
+SIDE = 1000  # of the drawing, in its own units
+MARGIN = 0.04  # of the axis, above the highest value and below the lowest
 
 
 def line_chart(
-    title: str, series: Mapping[str, Points], *, x: str, y: str, log_y: bool, band: Mapping[str, Band]
-) -> bytes:
-    """Draw a chart; the arguments are those of `Page.curves`.
+    title: str,
+    series: Mapping[str, Points],
+    *,
+    x: str,
+    y: str,
+    log_y: bool = False,
+    band: Mapping[str, Band] | None = None,
+    faint: str = "",
+    marks: Mapping[float, str] | None = None,
+) -> str:
+    """Return a `<figure>`; the arguments are those of `Page.curves`. Without a finite value it is empty axes."""
+    band, marks = band or {}, marks or {}
+    shown = {name: thinned(points) for name, points in series.items()}
+    shown = {name: points for name, points in shown.items() if any(_drawable(v, log_y) for _, v in points)}
+    xs = [at for points in shown.values() for at, value in points if _drawable(value, log_y)] + list(marks)
+    ys = [value for points in shown.values() for _, value in points]
+    ys += [edge for name in shown for _, low, high in band.get(name, ()) for edge in (low, high)]
+    across = _Axis.around(xs, margin=0.0)
+    up = _Axis.around([value for value in ys if _drawable(value, log_y)], log=log_y, margin=MARGIN)
 
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
-        _draw(axes, series, band, log_y)
-        axes.set_title(title)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        svg = io.BytesIO()
-        figure.savefig(svg, format="svg", metadata=NO_METADATA)
-    return svg.getvalue()
-
-
-def _draw(axes: Any, series: Mapping[str, Points], band: Mapping[str, Band], log_y: bool) -> None:
-    if log_y:
-        axes.set_yscale("log", nonpositive="mask")
-    lines = {}
-    for name, points in series.items():
-        shown = [(at, _drawable(value, log_y)) for at, value in thinned(points)]
-        if not any(map(math.isfinite, (value for _, value in shown))):
-            continue
-        marker = "o" if len(shown) <= 30 else None
-        lines[name] = axes.plot(*zip(*shown, strict=True), linewidth=1.3, marker=marker, markersize=3)[0]
+    x_ticks, y_ticks = across.ticks(6), up.ticks(6)
+    grid = "".join(f"M0 {SIDE - at:g}H{SIDE}" for at, _ in y_ticks)
+    drawing = [f'<path class="grid" d="{grid}"/>']
+    legend = []
+    for number, (name, points) in enumerate(shown.items()):
+        colour = f' style="--c: var(--c{number % SERIES_COLOURS})"'
+        legend.append(f"<span{colour}>{html.escape(name)}</span>")
         if band.get(name):
-            at, low, high = zip(*_few(band[name]), strict=True)
-            axes.fill_between(at, low, high, color=lines[name].get_color(), alpha=0.18, linewidth=0)
-    if len(lines) > 1 or band:
-        names = [name.lstrip("_") or name for name in lines]  # matplotlib leaves out names that begin with one
-        axes.legend(list(lines.values()), names, fontsize="small", frameon=False)
+            drawing.append(f'<path class="band"{colour} d="{_outline(band[name], across, up)}"/>')
+        line = _line(points, across, up)
+        kind = "faint" if name == faint else "line"
+        drawing.append(f'<path class="{kind}"{colour} d="{line}"/>')
+        if len(points) <= MOST_DOTS:
+            drawing.append(f'<path class="dots"{colour} d="{_dots(points, across, up)}"/>')
+    notes = []
+    for at, text in marks.items():
+        place = across.place(at)
+        drawing.append(f'<path class="mark" d="M{place:g} 0V{SIDE}"/>')
+        side = " left" if place > SIDE / 2 else ""
+        notes.append(f'<span class="note axis{side}" style="left: {place / 10:g}%">{html.escape(text)}</span>')
+    labels = [f'<span class="tick-y axis" style="bottom: {at / 10:g}%">{text}</span>' for at, text in y_ticks]
+    labels += [f'<span class="tick-x axis" style="left: {at / 10:g}%">{text}</span>' for at, text in x_ticks]
+    room = max((len(text) for _, text in y_ticks), default=1) * 0.5 + 0.8
+    svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{"".join(drawing)}</svg>'
+    return (
+        f'<figure class="chart" role="img" aria-label="{html.escape(title)}"><figcaption>{html.escape(title)}'
+        f"</figcaption>{_legend(legend, bool(band))}"
+        f'<div class="y axis">{html.escape(y)}</div><div class="plot" style="--ticks: {room:g}rem">{svg}'
+        f'{"".join(labels + notes)}</div><div class="x axis">{html.escape(x)}</div></figure>'
+    )
 
 
-def _drawable(value: float, log_y: bool) -> float:
-    return value if math.isfinite(value) and (value > 0 or not log_y) else math.nan
+def _legend(entries: Sequence[str], always: bool) -> str:
+    return f'<div class="legend">{"".join(entries)}</div>' if len(entries) > 1 or always else ""
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis from `low` to `high`; of a logarithmic one these are exponents of 10."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @classmethod
+    def around(cls, values: Sequence[float], *, log: bool = False, margin: float) -> _Axis:
+        """The axis that holds all values, and some room where they are one."""
+        ends = [math.log10(value) if log else value for value in (min(values, default=1), max(values, default=1))]
+        room = (ends[1] - ends[0]) * margin or (0.0 if ends[1] > ends[0] else 0.5 if log else abs(ends[0]) / 2 or 0.5)
+        return cls(ends[0] - room, ends[1] + room, log)
+
+    def place(self, value: float) -> float:
+        """Where the value stands, from 0 to `SIDE`."""
+        at = math.log10(value) if self.log else value
+        return round((at - self.low) / (self.high - self.low) * SIDE, 1)
+
+    def ticks(self, about: int) -> list[tuple[float, str]]:
+        """(place, label) of round numbers, about so many."""
+        values = self._powers(about) if self.log else []
+        labels = [f"{value:,.0f}" if 1 <= value < 1e7 else _short(value) for value in values]
+        if len(values) < 2:
+            low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
+            step = _round_step((high - low) / about)
+            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+            values = [step * i for i in range(first, last + 1) if step * i > 0 or not self.log]
+            labels = _labels(values)
+        return [(self.place(value), label) for value, label in zip(values, labels, strict=True)]
+
+    def _powers(self, about: int) -> list[float]:
+        exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
+        return [10.0**e for e in exponents if e % math.ceil(len(exponents) / about) == 0]
+
+
+def _round_step(rough: float) -> float:
+    """1, 2 or 5 times a power of 10, not below `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+
+
+def _labels(values: Sequence[float]) -> list[str]:
+    """Tick values with as many decimals as they need: 1,000 and 0.05, but 1e-5."""
+    largest = max(map(abs, values), default=0.0)
+    if largest and not 1e-3 <= largest < 1e7:
+        return [_short(value) for value in values]
+    for decimals in range(9):
+        texts = [f"{value:,.{decimals}f}" for value in values]
+        if all(math.isclose(float(t.replace(",", "")), v, rel_tol=1e-6) for t, v in zip(texts, values, strict=True)):
+            return texts
+    return [_short(value) for value in values]
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}".replace("e-0", "e-").replace("e+", "e")
+
+
+def _line(points: Points, across: _Axis, up: _Axis) -> str:
+    """The path through the points; one that cannot be drawn is a gap."""
+    path, pen = [], "M"
+    for at, value in points:
+        if not _drawable(value, up.log):
+            pen = "M"
+            continue
+        path.append(f"{pen}{across.place(at):g} {SIDE - up.place(value):g}")
+        pen = "L"
+    return "".join(path)
+
+
+def _dots(points: Points, across: _Axis, up: _Axis) -> str:
+    found = [(across.place(at), SIDE - up.place(value)) for at, value in points if _drawable(value, up.log)]
+    return "".join(f"M{at:g} {height:g}h0" for at, height in found)
+
+
+def _outline(band: Band, across: _Axis, up: _Axis) -> str:
+    few = band[:: math.ceil(len(band) / MOST_POINTS)]
+    few = [edge for edge in few if _drawable(edge[1], up.log) and _drawable(edge[2], up.log)]
+    there = [(at, high) for at, _, high in few]
+    back = [(at, low) for at, low, _ in reversed(few)]
+    return _line(there + back, across, up) + "Z" if few else ""
+
+
+def _drawable(value: float, log_y: bool) -> bool:
+    return math.isfinite(value) and (value > 0 or not log_y)
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
@@ -81,13 +178,6 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     for start in range(0, len(points), stretch):
         part = range(start, min(start + stretch, len(points)))
         finite = [i for i in part if math.isfinite(points[i][1])]
-        kept += [points[i] for i in sorted({*_ends(finite, points)})] if finite else [points[start]]
+        ends = {min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])} if finite else {start}
+        kept += [points[i] for i in sorted(ends)]
     return kept
-
-
-def _ends(places: Sequence[int], points: Points) -> Iterable[int]:
-    return min(places, key=lambda i: points[i][1]), max(places, key=lambda i: points[i][1])
-
-
-def _few(band: Band) -> Band:
-    return band[:: math.ceil(len(band) / MOST_POINTS)]

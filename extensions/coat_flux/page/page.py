@@ -9,37 +9,26 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from ..checkpoint.files import replacing
 from .charts import Band, Points, line_chart
 from .pictures import LONGEST_SIDE, embeddable
+from .style import STYLE
 
-__all__ = ["Page"]
+__all__ = ["Page", "Tone"]
+
+Tone: TypeAlias = Literal["good", "bad", "open", "plain"]
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem; }
-h1, h2, h3 { line-height: 1.2; margin: 1.6em 0 .5em; }
-h1 { margin-top: .5em; }
-.subtitle, figcaption, .missing { opacity: .75; }
-.wide { overflow: auto; max-height: 85vh; margin: 1em 0; }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { border: 1px solid #8886; padding: .2rem .5rem; text-align: left; vertical-align: top; }
-td { overflow-wrap: anywhere; }
-thead th { position: sticky; top: 0; background: Canvas; }
-.heat td { text-align: right; }
-pre { overflow: auto; max-height: 85vh; padding: .75rem; border: 1px solid #8886; font-size: .8rem; }
-figure { margin: 1em 0; }
-figure > img { width: 100%; background: #fff; border-radius: .3rem; }
-.grid { display: grid; gap: .5rem; grid-template-columns: repeat(var(--columns), minmax(6rem, 1fr)); overflow: auto; }
-.grid figure { margin: 0; }
-.grid figcaption { font-size: .8rem; overflow-wrap: anywhere; }
-"""
 LOW, MIDDLE, HIGH = (178, 24, 43), (247, 247, 247), (33, 102, 172)  # of heat maps: red, white, blue
-BRIGHT = 140  # mean of a colour's channels from which on black text is better read than white
+LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue in sRGB
+BLACK_FROM = 0.18  # luminance from which black text has more contrast than white
+SHORT = 12  # characters of a cell, or of a word in a column's name, that are never broken
+STACKED_COLUMNS = 4  # from so many on, the rows of a table become blocks on a narrow screen
 
 
 class Page:
@@ -66,6 +55,19 @@ class Page:
         """Add a paragraph; lines of the text stay lines."""
         self._parts.append(f"<p>{_text(text).replace(chr(10), '<br>')}</p>")
 
+    def verdict(self, text: str, tone: Tone) -> None:
+        """Add the one sentence that says what came out, on green (good), red (bad), yellow (open) or blue (plain)."""
+        self._parts.append(f'<p class="verdict {tone}" role="status">{_text(text)}</p>')
+
+    @contextmanager
+    def details(self, title: str, *, opened: bool = False) -> Iterator[None]:
+        """Fold what is added inside the `with` block away until a reader opens it."""
+        self._parts.append(f"<details{' open' if opened else ''}><summary>{_text(title)}</summary>")
+        try:
+            yield
+        finally:
+            self._parts.append("</details>")
+
     def missing(self, text: str) -> None:
         """Say what could not be shown, and why."""
         self._parts.append(f'<p class="missing">{_text(text)}</p>')
@@ -75,10 +77,14 @@ class Page:
         self._parts.append(f"<pre>{_text(text)}</pre>")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Add a table; cells are shown as `str` gives them, None as a dash."""
-        head = "".join(f"<th>{_text(cell)}</th>" for cell in header)
-        body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        self._parts.append(_wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"))
+        """Add a table; cells are shown as `str` gives them, None as a dash. A header of empty names is left out."""
+        cells = "".join(map(_name, header))
+        head = f"<thead><tr>{cells}</tr></thead>" if any(header) else ""
+        body = "".join(
+            f"<tr>{''.join(_cell(cell, name) for cell, name in zip(row, header, strict=True))}</tr>" for row in rows
+        )
+        kind = ' class="facts"' if not head else ' class="stacking"' if len(header) >= STACKED_COLUMNS else ""
+        self._parts.append(_wide(f"<table{kind}>{head}<tbody>{body}</tbody></table>"))
 
     def curves(
         self,
@@ -89,6 +95,8 @@ class Page:
         y: str,
         log_y: bool = False,
         band: Mapping[str, Band] | None = None,
+        faint: str = "",
+        marks: Mapping[float, str] | None = None,
     ) -> None:
         """Add a line chart.
 
@@ -100,16 +108,13 @@ class Page:
             y: label of the vertical axis, with its unit.
             log_y: logarithmic vertical axis.
             band: name → (x, low, high), filled in the colour of the series of that name.
+            faint: name of a series that is drawn thin: the noisy values behind a smoothed line.
+            marks: x → text of a dashed vertical line.
         """
         if not any(math.isfinite(value) for points in series.values() for _, value in points):
             self.missing(f"{title}: there is nothing to show")
             return
-        try:
-            svg = line_chart(title, series, x=x, y=y, log_y=log_y, band=band or {})
-        except ImportError as error:
-            self.missing(f"{title}: not drawn ({error}); pip install matplotlib")
-            return
-        self._parts.append(_figure(title, "image/svg+xml", svg))
+        self._parts.append(line_chart(title, series, x=x, y=y, log_y=log_y, band=band, faint=faint, marks=marks))
 
     def heat_map(
         self,
@@ -136,7 +141,7 @@ class Page:
             self.missing(f"{title}: there is nothing to show")
             return
         low, high = ends or (min(finite), max(finite))
-        head = "".join(f"<th>{_text(cell)}</th>" for cell in (f"{unit}", *columns))
+        head = "".join(map(_name, (unit, *columns)))
         body = "".join(
             f"<tr><th>{_text(name)}</th>{''.join(_heat(value, low, high) for value in row)}</tr>"
             for name, row in zip(rows, values, strict=True)
@@ -145,23 +150,36 @@ class Page:
         self._parts.append(_wide(f'<table class="heat"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'))
 
     def images(
-        self, title: str, items: Sequence[tuple[str, Path]], *, columns: int = 4, longest_side: int = LONGEST_SIDE
+        self,
+        title: str,
+        items: Sequence[tuple[str, Path]],
+        *,
+        columns: int = 4,
+        header: Sequence[str] = (),
+        longest_side: int = LONGEST_SIDE,
+        width: int = 160,
     ) -> None:
         """Add a grid of pictures, large ones made smaller; one that cannot be read is named.
 
         Args:
             title: above the grid; "" is none.
-            items: (caption, file), row by row.
-            columns: pictures per row.
+            items: (caption, file), row by row; "" is no caption.
+            columns: pictures per row. On a narrow screen rows wrap, unless there is a header or a single column.
+            header: names of the columns, above the first row.
             longest_side: of a picture, in pixels; larger ones are made smaller.
+            width: of a column on a wide screen, in pixels.
         """
         if not items:
             self.missing(f"{title}: there is nothing to show")
             return
-        cells = "".join(_picture(caption, path, longest_side) for caption, path in items)
-        if title:
-            self._parts.append(f"<h4>{_text(title)}</h4>")
-        self._parts.append(f'<div class="grid" style="--columns: {columns:d}">{cells}</div>')
+        cells = "".join(f'<div class="head">{_text(name)}</div>' for name in header)
+        cells += "".join(_picture(caption, path, longest_side) for caption, path in items)
+        caption = f"<figcaption>{_text(title)}</figcaption>" if title else ""
+        wrapping = " wrapping" if columns > 1 and not header else ""
+        grid = f'<div class="grid{wrapping}" style="--columns: {columns:d}">{cells}</div>'
+        self._parts.append(
+            f'<figure class="gallery" style="width: min(100%, {columns * width:d}px)">{caption}{grid}</figure>'
+        )
 
     def html(self) -> str:
         """Return the page as it is now."""
@@ -184,16 +202,25 @@ def _text(text: object) -> str:
     return html.escape(str(text))
 
 
-def _cell(value: object) -> str:
-    return "–" if value is None else _text(value)
+def _name(column: str) -> str:
+    whole = ' class="short"' if max(map(len, column.split()), default=0) <= SHORT else ""
+    return f"<th{whole}>{_text(column)}</th>"
+
+
+def _cell(value: object, column: str = "") -> str:
+    text = "–" if value is None else str(value)
+    kinds = ["short"] * (len(text) <= SHORT) + ["number"] * _is_number(text)
+    attributes = f' class="{" ".join(kinds)}"' if kinds else ""
+    attributes += f' data-label="{_text(column)}"' if column else ""
+    return f"<td{attributes}>{_text(text)}</td>"
+
+
+def _is_number(text: str) -> bool:
+    return text[:1] in "+-±≥<–0123456789" and text.lstrip("+-±≥<0123456789.,eE ") in ("", "–", "%", " %")
 
 
 def _wide(table: str) -> str:
     return f'<div class="wide">{table}</div>'
-
-
-def _figure(caption: str, media_type: str, content: bytes) -> str:
-    return f'<figure><img alt="{_text(caption)}" src="{_data_uri(media_type, content)}"></figure>'
 
 
 def _picture(caption: str, path: Path, longest_side: int) -> str:
@@ -203,7 +230,8 @@ def _picture(caption: str, path: Path, longest_side: int) -> str:
         text = _text(f"{caption}: cannot be read ({error})")
         return f'<figure><figcaption class="missing">{text}</figcaption></figure>'
     image = f'<img alt="{_text(caption)}" src="{_data_uri(media_type, content)}">'
-    return f"<figure>{image}<figcaption>{_text(caption)}</figcaption></figure>"
+    below = f"<figcaption>{_text(caption)}</figcaption>" if caption else ""
+    return f"<figure>{image}{below}</figure>"
 
 
 def _data_uri(media_type: str, content: bytes) -> str:
@@ -212,9 +240,10 @@ def _data_uri(media_type: str, content: bytes) -> str:
 
 def _heat(value: float | None, low: float, high: float) -> str:
     if value is None or not math.isfinite(value):
-        return f"<td>{_cell(value)}</td>"
+        return _cell(value)
     place = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 1.0
     start, end, share = (LOW, MIDDLE, 2 * place) if place < 0.5 else (MIDDLE, HIGH, 2 * place - 1)
     colour = [round(a + (b - a) * share) for a, b in zip(start, end, strict=True)]
-    ink = "#000" if sum(colour) / 3 >= BRIGHT else "#fff"
+    luminance = sum(share * (level / 255) ** 2.2 for share, level in zip(LUMINANCE, colour, strict=True))
+    ink = "#000" if luminance >= BLACK_FROM else "#fff"
     return f'<td style="background: rgb({colour[0]} {colour[1]} {colour[2]}); color: {ink}">{value:.4g}</td>'
