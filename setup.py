@@ -10,6 +10,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 FLUX_DIR = "extensions/coat_flux"
+SHIPPED_FOLDERS = ("configs", "datasets_example")  # inside coat_flux in a wheel; see config.shipped_folder
 
 INSTALL_REQUIRES = [
     "torch>=2.9",
@@ -60,9 +61,13 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",
-    packages=core_packages + flux_packages,
-    package_dir={"coat_flux": FLUX_DIR},
-    package_data={"coat_flux.tiny_flux": ["mini_flux/*.json", "mini_flux/*/*"]},
+    packages=core_packages + flux_packages + [f"coat_flux.{folder}" for folder in SHIPPED_FOLDERS],
+    package_dir={"coat_flux": FLUX_DIR, **{f"coat_flux.{folder}": folder for folder in SHIPPED_FOLDERS}},
+    package_data={
+        "coat_flux.tiny_flux": ["mini_flux/*.json", "mini_flux/*/*"],
+        "coat_flux.configs": ["*.yaml"],
+        "coat_flux.datasets_example": ["*.md", "*/*.jpg", "*/*.png", "*/*.txt"],
+    },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["coat-flux=coat_flux.cli:main"]},

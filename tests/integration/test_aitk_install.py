@@ -156,7 +156,7 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_installed_without_a_checkout_says_what_is_missing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REPOSITORY", checkout / "site-packages")
+    monkeypatch.setattr(module, "shipped_folder", lambda name: None)
     lines = install(checkout)
     assert "configs: not part of this installation; install from a checkout of COAT-FLUX" in lines
     assert not (checkout / "configs").exists()

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..config import shipped_folder
 from ..errors import UserError
 
 __all__ = ["MANIFEST", "InstallError", "install"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
-REPOSITORY = PACKAGE.parents[1]
 EXTENSION = "extensions/coat_flux"
 LINKED_FOLDERS = ("configs", "datasets_example")
 MANIFEST = "extensions/.coat_flux_install.json"
@@ -85,12 +85,13 @@ class _Installer:
         return self.lines
 
     def _put_files(self, folder: str) -> None:
-        if not (REPOSITORY / folder).is_dir():
+        origin = shipped_folder(folder)
+        if origin is None:
             self.lines.append(f"{folder}: not part of this installation; install from a checkout of COAT-FLUX")
             return
         counts: dict[str, int] = {}
-        for source in _files(REPOSITORY / folder):
-            path = source.relative_to(REPOSITORY).as_posix()
+        for source in _files(origin):
+            path = source.relative_to(origin.parent).as_posix()
             done = self._put(path, source)
             counts[done] = counts.get(done, 0) + 1
             if done == "foreign":

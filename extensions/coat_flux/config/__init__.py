@@ -3,8 +3,17 @@
 from .coat_config import COATConfig
 from .findings import ConfigError
 from .job_config import JobConfig
-from .job_file import load_job_yaml
+from .job_file import load_job_yaml, shipped, shipped_folder
 from .job_rules import require_packages
 from .options import markdown_table
 
-__all__ = ["COATConfig", "ConfigError", "JobConfig", "load_job_yaml", "markdown_table", "require_packages"]
+__all__ = [
+    "COATConfig",
+    "ConfigError",
+    "JobConfig",
+    "load_job_yaml",
+    "markdown_table",
+    "require_packages",
+    "shipped",
+    "shipped_folder",
+]

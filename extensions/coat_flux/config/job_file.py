@@ -20,7 +20,19 @@ from .job_text import INVISIBLE, MAX_DEPTH, join, parse, read_text
 
 NAME_TAG = "[name]"
 _ENV = re.compile(r"\$\{([^}]+)\}")
+_PACKAGE = Path(__file__).resolve().parents[1]
 _NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+
+
+def shipped_folder(name: str) -> Path | None:
+    """`configs` or `datasets_example` as it came with coat-flux: inside the installed package, or in the checkout."""
+    return next((path for path in (_PACKAGE / name, _PACKAGE.parents[1] / name) if path.is_dir()), None)
+
+
+def shipped() -> dict[str, Path]:
+    """The ready-made configs, by file name; empty where only the extension's own folder was copied."""
+    folder = shipped_folder("configs")
+    return {path.name: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 
 
 def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
