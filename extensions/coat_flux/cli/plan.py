@@ -16,24 +16,12 @@ def add_parser(commands: Any) -> None:
     plan = commands.add_parser("plan", help="memory, disk and time before the run", description=run.__doc__)
     add_config(plan)
     plan.add_argument(
-        "--gpu", metavar="GB", type=_gigabytes, help="one card of so much memory, in place of the usual ones"
+        "--gpu", metavar="CARD", help="one card by GB or name, as 24, 4090 or 'A100 80GB', in place of the usual ones"
     )
     plan.add_argument(
         "--json", metavar="FILE", nargs="?", const="-", help="write it as JSON, without FILE to the terminal"
     )
     plan.set_defaults(run=run)
-
-
-def _gigabytes(text: str) -> float:
-    """Argument type: a positive number, which may end in GB."""
-    number = text.upper().removesuffix("GB").strip()
-    try:
-        value = float(number)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a card's memory in GB, above 0, such as 24")
-    return value
 
 
 def run(args: argparse.Namespace) -> None:
@@ -42,11 +30,15 @@ def run(args: argparse.Namespace) -> None:
     Needs no GPU and downloads nothing.
     """
     job = JobConfig.from_file(args.config, name=args.name)
+    from ..plan.facts import find_card
     from ..plan.report import as_json, as_text, make_plan
 
-    plan = make_plan(job, args.gpu)
+    card = None if args.gpu is None else find_card(args.gpu)
+    plan = make_plan(job, card)
     if args.json is None:
         print(as_text(plan))
+        if card is not None and card.name:
+            print(f"--gpu {args.gpu}: {card.gb:g} GB" + (f", rates of the {card.name}" if card.bf16_tflops else ""))
         return
     text = json.dumps(as_json(plan), indent=2)
     if args.json == "-":

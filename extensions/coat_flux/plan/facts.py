@@ -6,9 +6,12 @@ Sources: the models' published config.json files; NVIDIA's datasheets (dense rat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config.findings import closest
+from ..errors import UserError
 from ..tiny_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG
 
 FLUX_VAE: dict[str, Any] = {
@@ -79,3 +82,87 @@ CARDS = (
     Card(80, "H100", 989.4, 1978.9),
     Card(141, "H200", 989.4, 1978.9),
 )
+
+_MOST_GB = 1000  # above it a bare number is a card's name
+# GB of cards by name; of several sizes the smallest, since "A100 80GB" says more
+_MEMORY = {
+    "3060": 12,
+    "3080": 10,
+    "3080ti": 12,
+    "3090": 24,
+    "3090ti": 24,
+    "4060ti": 8,
+    "4070": 12,
+    "4070super": 12,
+    "4070ti": 12,
+    "4070tisuper": 16,
+    "4080": 16,
+    "4080super": 16,
+    "4090": 24,
+    "4090d": 24,
+    "4090laptop": 16,
+    "5060ti": 8,
+    "5070": 12,
+    "5070ti": 16,
+    "5080": 16,
+    "5090": 32,
+    "5090d": 32,
+    "5090laptop": 24,
+    "2080ti": 11,
+    "a10": 24,
+    "a10g": 24,
+    "a30": 24,
+    "a40": 48,
+    "a100": 40,
+    "a800": 40,
+    "l4": 24,
+    "l40": 48,
+    "l40s": 48,
+    "t4": 16,
+    "p40": 24,
+    "v100": 16,
+    "h20": 96,
+    "h100": 80,
+    "h200": 141,
+    "h800": 80,
+    "gh200": 96,
+    "b200": 180,
+    "a4000": 16,
+    "a5000": 24,
+    "a6000": 48,
+    "titan": 24,
+    "4000ada": 20,
+    "5000ada": 32,
+    "6000ada": 48,
+    "pro4000": 24,
+    "pro4500": 32,
+    "pro5000": 48,
+    "pro6000": 96,
+}
+_RATED = (*CARDS, Card(24, "RTX 3090", 71.0), Card(40, "A100", 312.0))  # the last two multiply no FP8
+_NO_NAME = re.compile(r"nvidia|geforce|rtx|quadro|tesla|generation|blackwell|gpu|sxm\d?|pcie|nvl|hbm\w*|[^a-z0-9]")
+_SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?gi?b?\b")
+
+
+def find_card(text: str) -> Card:
+    """The card someone means: `24`, `24GB`, `4090`, `RTX 4090`, `A100 80GB`, `NVIDIA H100 80GB HBM3`.
+
+    Args:
+        text: memory in GB, or a name, or both: then the memory is that, and the rates are those of the name.
+
+    Raises:
+        UserError: neither.
+    """
+    low = text.casefold().strip()
+    size, name = _SIZE.search(low), _NO_NAME.sub("", _SIZE.sub("", low))
+    if re.fullmatch(r"\d+(\.\d+)?", low) and name not in _MEMORY:
+        size, name = re.match(r"(.+)", low), ""
+    gb = float(size[1]) if size else float(_MEMORY.get(name, 0))
+    if (name and name not in _MEMORY) or not 0 < gb < _MOST_GB:
+        near = closest(name, _MEMORY) if name else None
+        remedy = f"did you mean {near}?" if near else "write a name, such as 4090"
+        raise UserError(f"--gpu {text!r}: must be a card's memory in GB, above 0, such as 24, or its name; {remedy}")
+    if not name:
+        return next((card for card in CARDS if card.gb == gb), Card(gb))
+    rated = next((card for card in _RATED if _NO_NAME.sub("", card.name.casefold()) == name), Card(gb, name.upper()))
+    return replace(rated, gb=gb)

@@ -35,16 +35,18 @@ class Plan:
     verdicts: tuple[Verdict, ...]
 
 
-def make_plan(job: JobConfig, gpu: float | None = None) -> Plan:
-    """Plan a job for one card of `gpu` GB, or for the usual ones.
+def make_plan(job: JobConfig, gpu: Card | float | None = None) -> Plan:
+    """Plan a job for one card, given as such or by its GB, or for the usual ones.
 
     Raises:
         ConfigError: the model's sizes cannot be known.
     """
     facts = job_facts(job)
     on_gpu = job_facts(replace(job, device="cuda"), facts) if facts.on_cpu else facts
-    cards = CARDS if gpu is None else (next((card for card in CARDS if card.gb == gpu), Card(gpu)),)
-    limit = None if gpu is None or facts.on_cpu else gpu * GB
+    if isinstance(gpu, (int, float)):
+        gpu = next((card for card in CARDS if card.gb == gpu), Card(gpu))
+    cards = CARDS if gpu is None else (gpu,)
+    limit = None if gpu is None or facts.on_cpu else gpu.gb * GB
     return Plan(facts, predict_facts(facts, limit), tuple(judge(on_gpu, card) for card in cards))
 
 
