@@ -1,7 +1,7 @@
 """LoRA as ai-toolkit has it: fp32 modules beside the linears whose `forward` they replace, run without autocast.
 
 With AI_TOOLKIT_ROOT set to a checkout whose requirements this Python has, its own `LoRASpecialNetwork` is used; else a
-stand-in with the same arithmetic and attributes. Both in training mode, with strength 1.
+stand-in with the same arithmetic and attributes. Both in training mode, with strength 1 until `multiplier` is set.
 """
 
 from __future__ import annotations
@@ -50,19 +50,30 @@ class LoRAModule(nn.Module):
         """Return linear(x) with the adapter's share."""
         base: Tensor = self.org_forward(x)
         adapted = self.lora_up(self.lora_down(x.to(self.lora_down.weight.dtype)))
-        strength = self.network_ref().torch_multiplier  # type: ignore[union-attr]
-        return base + (adapted * self._runtime_scale * strength).to(base.dtype)
+        strengths = self.network_ref().torch_multiplier  # type: ignore[union-attr]
+        strengths = strengths.repeat_interleave(len(adapted) // len(strengths)).view(-1, *[1] * (adapted.ndim - 1))
+        return base + (adapted * self._runtime_scale * strengths).to(base.dtype)
 
 
 class Network(nn.Module):
     """All adapters of a model."""
 
-    is_active, is_merged_in, is_lorm, _multiplier = True, False, False, 1.0
+    is_active, is_merged_in, is_lorm = True, False, False
 
     def __init__(self, linears: list[nn.Linear], rank: int) -> None:
         super().__init__()
-        self.torch_multiplier = torch.ones(1)
+        self.multiplier = 1.0
         self.unet_loras = nn.ModuleList(LoRAModule(linear, rank, self) for linear in linears)
+
+    @property
+    def multiplier(self) -> float | list[float]:
+        """Strength of the LoRA; the trainer sets a list with one entry per image at every step."""
+        return self._multiplier
+
+    @multiplier.setter
+    def multiplier(self, value: float | list[float]) -> None:
+        self._multiplier = value
+        self.torch_multiplier = torch.tensor(value if isinstance(value, list) else [value])
 
 
 def attach_network(model: nn.Module, names: list[str], rank: int) -> Any:

@@ -259,7 +259,7 @@ UNFUSABLE = {
     "attention by OtherProcessor": with_processor,
     "hooks on attn.to_q": with_hook,
     "its forward was replaced": with_forward,
-    "was replaced by something else than a LoRA": with_replaced_linear,
+    "was replaced by something other than a LoRA": with_replaced_linear,
     "a linear whose weight is trained": with_trained_weight,
     "its QK norm is a RMSNorm that is trained": with_trained_norm,
     "LoRA dropout": with_dropout,
@@ -284,7 +284,7 @@ def test_calls_and_adapters_that_are_not_fused() -> None:
         fused_block(block, (*args[:4], {"ip_hidden_states": 1}), PACKING)
     with pytest.raises(NotFusable, match="no rotary embedding"):
         fused_block(block, (*args[:3], None), PACKING)
-    with pytest.raises(NotFusable, match="a Linear is no FLUX"):
+    with pytest.raises(NotFusable, match="a Linear is not a FLUX"):
         fused_block(nn.Linear(2, 2), args, PACKING)
     dora = make_model(use_dora=True)
     with pytest.raises(NotFusable, match="a LoRA variant"):

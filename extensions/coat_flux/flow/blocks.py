@@ -33,24 +33,26 @@ FUSABLE = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
 FusedBlock = Callable[..., tuple[Tensor, Tensor]]
 
 
-def fused_block(block: nn.Module, args: tuple[Any, ...], config: PackingConfig | None) -> FusedBlock:
+def fused_block(block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None) -> FusedBlock:
     """Return a function with the block's arguments and results that keeps for backward what the fused flow lists.
 
     Args:
         block: a diffusers FluxTransformerBlock or FluxSingleTransformerBlock, with or without LoRA.
-        args: what it is about to be called with.
+        args: what it is about to be called with; None before that is known.
         config: how kept tensors are stored; None keeps them as they are.
 
     Raises:
         NotFusable: another class, or a block that does more than the fused functions; the message says what.
     """
     if type(block).__name__ not in FUSABLE:
-        raise NotFusable(f"a {type(block).__name__} is no FLUX.1 block")
-    _check_call(block, args)
+        raise NotFusable(f"a {type(block).__name__} is not a FLUX.1 block")
+    _check_module(block)
+    if args is not None:
+        _check_arguments(args)
     return (_read_double if type(block).__name__ == "FluxTransformerBlock" else _read_single)(block, config)
 
 
-def _check_call(block: nn.Module, args: tuple[Any, ...]) -> None:
+def _check_module(block: nn.Module) -> None:
     if "forward" in vars(block):
         raise NotFusable("its forward was replaced")
     if any(map(_has_hooks, block.modules())):  # names are made only where they are told: this runs for every block
@@ -59,6 +61,9 @@ def _check_call(block: nn.Module, args: tuple[Any, ...]) -> None:
     names = _argument_names(type(block))
     if names != BLOCK_ARGUMENTS:
         raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
+
+
+def _check_arguments(args: tuple[Any, ...]) -> None:
     if len(args) > 4 and args[4]:
         raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, args[4]))}")
     if len(args) < 4 or args[3] is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,10 +32,16 @@ class FusedFlow:
     Args:
         packing: how kept tensors are stored; None keeps them as they are.
         otherwise: what a block does that cannot be fused, for the log.
+        on_lost: called with a block that cannot be fused and its arguments; returns what that costs, for the log.
     """
 
-    def __init__(self, packing: PackingConfig | None, otherwise: str = GENERIC) -> None:
-        self._packing, self._otherwise = packing, otherwise
+    def __init__(
+        self,
+        packing: PackingConfig | None,
+        otherwise: str = GENERIC,
+        on_lost: Callable[[nn.Module, tuple[Any, ...]], str] = lambda block, args: "",
+    ) -> None:
+        self._packing, self._otherwise, self._on_lost = packing, otherwise, on_lost
         self._equal: dict[type, bool] = {}
         self._told: set[tuple[str, str]] = set()
 
@@ -50,31 +57,46 @@ class FusedFlow:
         if kind.__name__ not in FUSABLE or not self._equal.get(kind, True):
             return None
         if kwargs:
-            self._tell(block, f"called with keywords ({', '.join(kwargs)})")
+            self._tell(block, args, f"called with keywords ({', '.join(kwargs)})")
             return None
         try:
             fused = fused_block(block, args, self._packing)
         except NotFusable as error:
-            self._tell(block, str(error))
+            self._tell(block, args, str(error))
             return None
         if kind not in self._equal:
             difference = relative_difference(fused, block, args)
             self._equal[kind] = difference <= LARGEST_DIFFERENCE
             if not self._equal[kind]:
-                self._tell(block, f"its output differs from diffusers' by {difference:.1%}")
+                self._tell(block, args, f"its output differs from diffusers' by {difference:.1%}")
                 return None
         return fused
+
+    def obstacle(self, block: nn.Module, args: tuple[Any, ...] | None = None) -> str | None:
+        """Why a block will not be fused, as far as it shows without running it; None where it will be.
+
+        Args:
+            block: of any class.
+            args: what it is about to be called with; None before that is known.
+        """
+        if not self._equal.get(type(block), True):
+            return "its output differs from diffusers'"
+        try:
+            fused_block(block, args, self._packing)
+        except NotFusable as error:
+            return str(error)
+        return None
 
     @property
     def obstacles(self) -> list[str]:
         """Why blocks are not fused, those that were met so far, by kind of block."""
         return sorted(f"{kind}: {reason}" for kind, reason in self._told)
 
-    def _tell(self, block: nn.Module, reason: str) -> None:
-        key = (type(block).__name__, reason)
+    def _tell(self, block: nn.Module, args: tuple[Any, ...], reason: str) -> None:
+        key, cost = (type(block).__name__, reason), self._on_lost(block, args)
         if key not in self._told:
             self._told.add(key)
-            logger.warning("%s: %s: %s", key[0], self._otherwise, reason)
+            logger.warning("%s: %s: %s%s", key[0], self._otherwise, reason, cost)
 
 
 def attention_kernel(block: nn.Module, args: tuple[Any, ...]) -> str:

@@ -156,11 +156,13 @@ def _ready_for_replay(fused: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """Weights and matrices of a block; a LoRA's strengths per image are others at each step."""
     if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+            if field.name != "strengths":
+                yield from _tensors(getattr(value, field.name))
     elif isinstance(value, tuple):
         for item in value:
             yield from _tensors(item)

@@ -2,12 +2,13 @@
 
 Linears that read the same x go together: x is quantized once, and all their adapters share one down-projection.
 
-    h  = x Dᵀ                                D: every A · factor, one above the other
+    h  = s · x Dᵀ                            D: every A · factor, one above the other
     y  = x Wᵀ + b + h Bᵀ                     of each linear, with its own adapters' part of h
-    dx = Σ dy W + dh D                       dh = dy B
+    dx = Σ dy W + dh D                       dh = s · dy B
     dA = factor · dhᵀ x,  dB = dyᵀ h
 
-Adapters multiply in the dtype of y (their own precision is the optimizer's) and are added to y by the GEMM itself.
+s is 1, or the strength of the row's image where images have different ones. Adapters multiply in the dtype of y (their
+own precision is the optimizer's) and are added to y by the GEMM itself.
 
 Shapes: x [..., K], y [..., N], A [r, K], B [N, r], h [..., Σr].
 """
@@ -139,7 +140,7 @@ def run_linears(
     if not adapters:
         return outputs, None
     dtype = outputs[0].dtype
-    h = torch.nn.functional.linear(x.to(dtype), _joint_down(adapters, dtype))
+    h = _times_strengths(torch.nn.functional.linear(x.to(dtype), _joint_down(adapters, dtype)), adapters)
     parts = iter(h.flatten(0, -2).split(_ranks(adapters), dim=1))
     for linear, y in zip(linears, outputs, strict=True):
         for adapter in linear.adapters:
@@ -189,8 +190,10 @@ def _adapter_gradients(
         for grad, linear in zip(grads, linears, strict=True)
         for adapter in linear.adapters
     ]
-    ranks = _ranks([adapter for _, adapter in pairs])
+    adapters = [adapter for _, adapter in pairs]
+    ranks = _ranks(adapters)
     dh = torch.cat([dy @ adapter.up.to(h.dtype) for dy, adapter in pairs], dim=1)
+    dh = _times_strengths(dh.view(h.shape), adapters).flatten(0, -2)
     downs = (dh.t() @ make_x().to(h.dtype).flatten(0, -2)).split(ranks)
     gradients = []
     for (dy, adapter), down, part in zip(pairs, downs, h.flatten(0, -2).split(ranks, dim=1), strict=True):
@@ -211,6 +214,20 @@ def _times_factors(matrix: Tensor, adapter: PlainAdapter) -> Tensor:
     return matrix
 
 
+def _times_strengths(h: Tensor, adapters: Sequence[PlainAdapter]) -> Tensor:
+    """Return h [images, ..., Σr], or dh, with the rows of each image times its strength, in fp32.
+
+    With more images than strengths (guidance doubles the batch) neighbours share one, as in ai-toolkit.
+    """
+    strengths = adapters[0].strengths
+    if strengths is None:
+        return h
+    if len(h) % len(strengths):
+        raise ValueError(f"{len(strengths)} LoRA strengths for a batch of {len(h)}: must be one per image")
+    rows = strengths.float().repeat_interleave(len(h) // len(strengths))
+    return (h * rows.view(-1, *[1] * (h.ndim - 1))).to(h.dtype)
+
+
 def _ranks(adapters: Sequence[PlainAdapter]) -> list[int]:
     return [adapter.down.shape[0] for adapter in adapters]
 
@@ -221,16 +238,18 @@ def read_linear(module: nn.Module) -> AdaptedLinear:
     Raises:
         NotFusable: it is trained itself, quantized by someone else, or its adapter is more than two matrices.
     """
-    try:
-        base, adapters = plain_adapters(module)
-    except NotPlain as error:
-        raise NotFusable(str(error)) from error
-    return AdaptedLinear(_read_base(base), adapters)
+    return read_group((module,))[0]
 
 
 def read_group(modules: Sequence[nn.Module]) -> tuple[AdaptedLinear, ...]:
     """Read linears that read the same x; arguments and errors as `read_linear`."""
-    group = tuple(read_linear(module) for module in modules)
+    try:
+        plain = [plain_adapters(module) for module in modules]
+    except NotPlain as error:
+        raise NotFusable(str(error)) from error
+    if len({id(adapter.strengths) for _, adapters in plain for adapter in adapters}) > 1:
+        raise NotFusable("LoRAs whose strengths per image are not the same")
+    group = tuple(AdaptedLinear(_read_base(base), adapters) for base, adapters in plain)
     if len({linear.base.input_spec for linear in group} - {None}) > 1:
         raise NotFusable("linears that read the same tensor want it in different formats")
     return group

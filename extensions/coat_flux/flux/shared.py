@@ -76,9 +76,13 @@ def _saved(policy: BlockPolicy, config: COATConfig) -> Row:
     if policy.treatments:
         got = "; ".join(f"{count} {what}" for what, count in policy.treatments.items())
         return Row("saved tensors", asked, got, "; ".join(policy.obstacles))
-    if config.activation.flow == "fused" and not policy.fusable:
-        return Row("saved tensors", asked, f"{stored}, generic flow", "no FLUX.1 blocks")
-    return Row("saved tensors", asked, asked)
+    obstacles = policy.foreseen_obstacles()
+    if not obstacles:
+        return Row("saved tensors", asked, asked)
+    generic, all_of_them = len(obstacles), len(obstacles) == len(policy.blocks)
+    got = f"{stored}, generic flow" + ("" if all_of_them else f" in {generic} of {len(policy.blocks)} blocks")
+    why = "; ".join(dict.fromkeys(obstacles.values()))
+    return Row("saved tensors", asked, got, why if policy.fusable else "no FLUX.1 blocks")
 
 
 def _attention(policy: BlockPolicy) -> Row:

@@ -1,8 +1,9 @@
-"""Read a linear with its LoRA adapters as plain matrices: y = base(x) + Σ (x Aᵀ)·factor Bᵀ.
+"""Read a linear with its LoRA adapters as plain matrices: y = base(x) + Σ (x Aᵀ)·factor·strength Bᵀ.
 
 Two shapes of adapter, as in `attach`: PEFT's layers around a base linear, and ai-toolkit's modules that have replaced
-their base linear's `forward`. What is more than matrices (dropout, DoRA, LoKr, merged or per-image strengths) is
-refused with its reason, so that the caller can take the module as it is instead.
+their base linear's `forward`. ai-toolkit gives each image of a batch its own strength (a dataset's `network_weight`).
+What is more than matrices (dropout, DoRA, LoKr, a merged LoRA) is refused with its reason, so that the caller can run
+the module as it is instead.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ class PlainAdapter:
         down: A [r, K].
         up: B [N, r].
         factors: numbers or one-element tensors that multiply x Aᵀ.
-        joins_in_base_dtype: the adapter's output is cast to the base output's dtype before they are added
-            (ai-toolkit), not after (PEFT).
+        strengths: [images], multiplies the rows of x Aᵀ image by image; None where all images have the same.
     """
 
     down: nn.Parameter
     up: nn.Parameter
     factors: tuple[float | Tensor, ...]
-    joins_in_base_dtype: bool
+    strengths: Tensor | None = None
 
 
 def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
@@ -48,14 +48,19 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
         NotPlain: it is none of these, or does more.
     """
     if hasattr(module, "base_layer"):
-        return module.base_layer, _of_peft(module)
-    replaced = module.__dict__.get("forward")
-    if replaced is None:
-        return module, ()
-    owner = getattr(replaced, "__self__", None)
-    if hasattr(owner, "lora_down") and hasattr(owner, "org_module"):
-        return module, _of_toolkit(owner)
-    raise NotPlain(f"the forward of a {type(module).__name__} was replaced by something else than a LoRA")
+        base, below = plain_adapters(module.base_layer)
+        return base, (*below, *_of_peft(module))
+    adapters: tuple[PlainAdapter, ...] = ()
+    forward = vars(module).get("forward")
+    if forward is None:
+        return module, adapters
+    owner = getattr(forward, "__self__", None)
+    while hasattr(owner, "lora_down") and hasattr(owner, "org_module"):  # an assistant LoRA lies below the trained one
+        adapters, forward = (*_of_toolkit(owner), *adapters), owner.org_forward
+        owner = getattr(forward, "__self__", None)
+    if owner is not module or forward.__func__ is not type(module).forward or forward is vars(module)["forward"]:
+        raise NotPlain(f"the forward of a {type(module).__name__} was replaced by something other than a LoRA")
+    return module, adapters
 
 
 def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
@@ -81,7 +86,7 @@ def _of_peft_one(layer: Any, name: str) -> PlainAdapter:
     if layer.training and getattr(layer.lora_dropout[name], "p", 0.0):
         raise NotPlain("LoRA dropout")
     _check_matrices(down, up)
-    return PlainAdapter(down.weight, up.weight, (layer.scaling[name],), False)
+    return PlainAdapter(down.weight, up.weight, (layer.scaling[name],))
 
 
 def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
@@ -95,12 +100,25 @@ def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
         raise NotPlain("LoRA dropout")
     if hasattr(lora, "scalar") or getattr(lora, "lora_mid", None) is not None:
         raise NotPlain("a LoRA with a scalar or a middle matrix")
-    if network.torch_multiplier.numel() != 1:
-        raise NotPlain("a LoRA strength per image")
     _check_matrices(lora.lora_down, lora.lora_up)
-    return (
-        PlainAdapter(lora.lora_down.weight, lora.lora_up.weight, (lora._runtime_scale, network.torch_multiplier), True),
-    )
+    strength, strengths = _strength_of(network)
+    return (PlainAdapter(lora.lora_down.weight, lora.lora_up.weight, (lora._runtime_scale, strength), strengths),)
+
+
+def _strength_of(network: Any) -> tuple[float | Tensor, Tensor | None]:
+    """The strength of ai-toolkit's network as one factor, and as one per image where images differ.
+
+    The trainer sets a list with one entry per image at every step, mostly of equal numbers. The list is compared here,
+    not the tensor made from it: that would wait for the GPU, for every adapter of every block.
+    """
+    given = network._multiplier
+    entries = given if isinstance(given, list) else [given]
+    if all(isinstance(entry, int | float) and entry == entries[0] for entry in entries):
+        return entries[0], None
+    tensor: Tensor = network.torch_multiplier
+    if tensor.ndim > 1:
+        raise NotPlain(f"LoRA strengths of shape {tuple(tensor.shape)}, not one per image")
+    return (tensor, None) if tensor.numel() == 1 else (1.0, tensor)
 
 
 def _check_matrices(down: Any, up: Any) -> None:

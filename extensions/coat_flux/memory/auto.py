@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coat_core.activation import PackingConfig
-
-from ..flow import FUSABLE, NotFusable, fused_block
+from ..flow import FUSABLE, FusedFlow
 from ..lora.plain import trained_parameters
 from .budget import budget_bytes, held_bytes
 from .choice import BlockBytes, block_bytes, fewest_recomputed, largest_moment, settings_of
-from .sizes import Tokens, around_bytes, read_block
+from .sizes import FlowSettings, Tokens, around_bytes, kept_bytes, read_block
 
 if TYPE_CHECKING:
     from ..config import COATConfig
@@ -55,13 +53,16 @@ class AutoCheckpointing:
     Args:
         blocks: full name → block, in forward order.
         config: the `coat:` block.
-        packing: how kept tensors are stored.
+        flow: which blocks are fused; None where none is.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], config: COATConfig, packing: PackingConfig) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], config: COATConfig, flow: FusedFlow | None) -> None:
         self._blocks = list(blocks.values())
-        self._config, self._packing = config, packing
+        self._config, self._flow = config, flow
         self._chosen_for = (0, False)
+        self._generic: set[int] = set()  # blocks counted on as not fused
+        self._outdated = False
+        self._tokens = Tokens(0, 0, 0)  # of the largest micro-batch
         self._held: float | None = None  # before anything of a step is there
         self._trained: list[nn.Parameter] = []
         self.spare = -1.0  # bytes that a step leaves free; below 0 where blocks recompute
@@ -80,8 +81,11 @@ class AutoCheckpointing:
         hidden = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
         size = sum(x.numel() for x in hidden)
         accumulates = bool(self._trained) and self._trained[0].grad is not None
-        if size <= self._chosen_for[0] and accumulates <= self._chosen_for[1]:
+        if size <= self._chosen_for[0] and accumulates <= self._chosen_for[1] and not self._outdated:
             return None
+        self._outdated = False
+        if size > self._chosen_for[0] and len(hidden) == 2:
+            self._tokens = Tokens(hidden[0].shape[0], hidden[1].shape[1], hidden[0].shape[1])
         self._chosen_for = max(size, self._chosen_for[0]), accumulates or self._chosen_for[1]
         device = hidden[0].device
         if self._held is None:
@@ -91,12 +95,18 @@ class AutoCheckpointing:
         if all(type(block).__name__ in FUSABLE for block in self._blocks):
             sizes, around = self._flux_sizes(args)
         else:
-            sizes, around = [self._rough_sizes(block, size) for block in self._blocks], 0
+            sizes, around = [self._rough_sizes(block, self._chosen_for[0]) for block in self._blocks], 0
         chosen = fewest_recomputed(sizes, free - around, self._chosen_for[1])
         peak = largest_moment(sizes, chosen, self._chosen_for[1]).total + around
         self.spare = -1.0 if chosen else free - peak
         self._tell(chosen, peak, free)
         return {id(self._blocks[i]) for i in chosen}
+
+    def count_as_generic(self, block: nn.Module) -> None:
+        """Choose again where a block turns out not to be fused after all."""
+        if id(block) not in self._generic:
+            self._generic.add(id(block))
+            self._outdated = True
 
     def _optimizer_bytes(self) -> float:
         """The optimizer makes its states after the first backward pass."""
@@ -105,37 +115,22 @@ class AutoCheckpointing:
         return sum(FP8_STATE if moment else FP32_STATE for moment in fp8) * sum(p.numel() for p in self._trained)
 
     def _flux_sizes(self, args: tuple[Any, ...]) -> tuple[list[BlockBytes], int]:
-        image, text = args[0], args[1]
-        tokens = Tokens(image.shape[0], text.shape[1], image.shape[1])
-        autocasts = torch.is_autocast_enabled(image.device.type)
-        lora_bytes = torch.get_autocast_dtype(image.device.type).itemsize if autocasts else torch.float32.itemsize
-        settings = settings_of(
-            self._config if self._takes_fused(args) else _generic(self._config),
-            value_bytes=image.element_size(),
-            lora_bytes=lora_bytes,
-            cuda=image.device.type == "cuda",
-        )
-        described, trained = [], image.requires_grad or text.requires_grad
+        image, text, tokens = args[0], args[1], self._tokens
+        fused = settings_at(self._config, image)
+        dropout = any(isinstance(module, nn.Dropout) and module.p for module in self._blocks[0].modules())
+        generic = replace(settings_at(_generic(self._config), image), dropout=dropout)
+        sizes, trained = [], image.requires_grad or text.requires_grad
         for block in self._blocks:
-            described.append(read_block(block, trained))
-            trained = described[-1].trained_output
-        return [block_bytes(block, tokens, settings) for block in described], around_bytes(
-            described[-1], tokens, settings
-        )
-
-    def _takes_fused(self, args: tuple[Any, ...]) -> bool:
-        if self._config.activation.flow != "fused":
-            return False
-        try:
-            for block in self._blocks:
-                fused_block(block, args, self._packing)
-        except NotFusable:
-            return False
-        return True
+            if self._flow is None or self._flow.obstacle(block, args) is not None:
+                self._generic.add(id(block))
+            described = read_block(block, trained)
+            sizes.append(block_bytes(described, tokens, generic if id(block) in self._generic else fused))
+            trained = described.trained_output
+        return sizes, around_bytes(described, tokens, fused)
 
     def _rough_sizes(self, block: nn.Module, elements: int) -> BlockBytes:
         rates, memory = RATES.get(type(block).__name__, UNKNOWN), self._config.memory
-        kept = rates.packed if self._packing.attention == "fp8" else rates.attention_kept
+        kept = rates.packed if self._config.activation.attention == "fp8" else rates.attention_kept
         if not self._config.activation.use_fp8:
             kept = rates.high_precision
         recomputed = FP8_INPUT if memory.enable_efficient_checkpoint else BF16_INPUT
@@ -153,6 +148,32 @@ class AutoCheckpointing:
                 "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB; lower the resolution",
                 (peak - free) / 1e9,
             )
+
+
+def settings_at(config: COATConfig, image: Tensor) -> FlowSettings:
+    """How blocks keep what they keep, called with this image stream here and now."""
+    kind = image.device.type
+    autocasts = torch.is_autocast_enabled(kind)
+    lora_bytes = torch.get_autocast_dtype(kind).itemsize if autocasts else torch.float32.itemsize
+    return settings_of(config, value_bytes=image.element_size(), lora_bytes=lora_bytes, cuda=kind == "cuda")
+
+
+def generic_cost(block: nn.Module, args: tuple[Any, ...], config: COATConfig) -> str:
+    """What the generic flow keeps of a FLUX block in place of the fused one, in words; empty where that is unknown."""
+    if len(args) < 2:
+        return ""
+    image, text = args[:2]
+    tokens = Tokens(image.shape[0], text.shape[1], image.shape[1])
+    try:
+        described = read_block(block, image.requires_grad or text.requires_grad)
+    except (AttributeError, ValueError):  # not built as diffusers' is, which may be the reason
+        return ""
+    kept = [kept_bytes(described, tokens, settings_at(c, image)) for c in (_generic(config), config)]
+    generic, fused = (size / (tokens.rows * described.hidden) for size in kept)
+    return (
+        f"; such a block keeps {kept[0] / 1e6:.2f} MB instead of {kept[1] / 1e6:.2f} MB "
+        f"({generic:.1f} instead of {fused:.1f} bytes per token and channel)"
+    )
 
 
 def _generic(config: COATConfig) -> COATConfig:

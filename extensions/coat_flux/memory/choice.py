@@ -40,7 +40,7 @@ def settings_of(
     activation = config.activation
     in_fp8 = config.enabled and activation.use_fp8
     return FlowSettings(
-        flow=activation.flow if in_fp8 else "eager",
+        flow=("generic" if dropout else activation.flow) if in_fp8 else "eager",
         attention=activation.attention,
         packing=Granularity(activation.nonlinear_granularity, activation.group_size),
         inputs=Granularity(activation.linear_granularity, activation.group_size),

@@ -24,7 +24,7 @@ from ..flow import FUSABLE, CompiledBlocks, FusedBlock, FusedFlow
 from ..flow.chooser import attention_kernel
 from ..speed import Picked, RunPath, SpeedPick, Unavailable
 from ..speed.gemm import multiply_in_bf16
-from .auto import AutoCheckpointing
+from .auto import AutoCheckpointing, generic_cost
 from .transposed import TransposedWeights
 
 if TYPE_CHECKING:
@@ -59,8 +59,10 @@ class BlockPolicy:
         self.packs = config.activation.use_fp8
         self.blocks = blocks
         self._recomputed: set[int] = self._fixed_choice()
-        self._auto = AutoCheckpointing(blocks, config, self.packing) if self.mode == "auto" else None
-        self._fused_flow = FusedFlow(self.packing) if self.packs and config.activation.flow == "fused" else None
+        self._config = config
+        fuses = self.packs and config.activation.flow == "fused"
+        self._fused_flow = FusedFlow(self.packing, on_lost=self._without_fused) if fuses else None
+        self._auto = AutoCheckpointing(blocks, config, self._fused_flow) if self.mode == "auto" else None
         self.compile = "none" if config.speed.compile == "auto" else config.speed.compile
         self.picked: Picked | None = None
         self._measure = config.speed.measure
@@ -150,6 +152,13 @@ class BlockPolicy:
         """Why blocks do not take the flow that was asked for, or are not compiled."""
         flows = [flow for flow in (self._fused_flow, self._exact_flow) if flow is not None]
         return list(dict.fromkeys([*(reason for flow in flows for reason in flow.obstacles), *self._warned]))
+
+    def foreseen_obstacles(self) -> dict[str, str]:
+        """Name of each block that will not take the fused flow that was asked for → why, before the first step."""
+        if self._fused_flow is None:
+            return {}
+        found = ((name, self._fused_flow.obstacle(block)) for name, block in self.blocks.items())
+        return {name: reason for name, reason in found if reason is not None}
 
     @property
     def will_pick(self) -> bool:
@@ -259,6 +268,12 @@ class BlockPolicy:
             return fused(*args)
         self._note(block, f"kept in FP8, generic flow, attention {self.packing.attention}{compiled}")
         return self._run_generic(block, *args, **kwargs)
+
+    def _without_fused(self, block: nn.Module, args: tuple[Any, ...]) -> str:
+        """Let `auto` count on the generic flow for a block; what that costs, for the warning."""
+        if self._auto is not None:
+            self._auto.count_as_generic(block)
+        return generic_cost(block, args, self._config)
 
     def _run_generic(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with PackedSavedTensors(self.packing, keep=_frozen_tensors(block, (args, kwargs))):

@@ -227,8 +227,6 @@ def kept_tensors(block: Block, tokens: Tokens, settings: FlowSettings) -> list[K
     """What a block that is not recomputed keeps from its forward to its backward pass, without its output."""
     if not block.trained_output:
         return []
-    if settings.flow == "fused" and settings.dropout:
-        settings = replace(settings, flow="generic")  # such blocks cannot be fused
     ledger = _Ledger(block, settings)
     if block.kind == "double":
         streams = [(TEXT, tokens.batch * tokens.text), (IMAGE, tokens.batch * tokens.image)]
@@ -323,7 +321,7 @@ def workspace_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int
     hidden = a * d * tokens.rows
     casts, through = (0, 0) if settings.kernels else (2 * FP32, FP32)
     codes = (1 + casts) * wide if settings.fp8_gemms else 0
-    if settings.flow != "fused" or settings.dropout:
+    if settings.flow != "fused":
         copy = lora * wide if settings.fp8_adapters else 0  # where x is kept in fp32, it is no more than that
         forward = rows * (max(codes, copy) + a * (wide + block.mlp)) + 5 * hidden
         unpacked = max(lora, a, casts) * wide if settings.fp8_adapters else 0

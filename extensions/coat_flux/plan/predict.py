@@ -327,6 +327,6 @@ def _assumptions(facts: JobFacts) -> tuple[str, ...]:
         found.append(
             "the images are not here: every one is taken at its full resolution; caches on disk are not counted"
         )
-    if facts.settings.dropout and facts.settings.flow == "fused":
-        found.append("network.dropout: blocks take the generic flow")
+    if facts.settings.flow == "generic" and facts.job.coat.activation.flow == "fused":
+        found.append("network.dropout: blocks take the generic flow, which keeps more than the fused one")
     return tuple(found)
