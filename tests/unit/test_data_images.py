@@ -177,10 +177,45 @@ def test_what_a_photo_needs_is_known_from_reading_it(tmp_path):
 def test_cmyk_without_profile_and_a_cameras_adobe_rgb_are_doubtful(tmp_path):
     halves().convert("CMYK").save(tmp_path / "press.jpg")
     exif = Image.Exif()
-    exif.get_ifd(0x8769)[0xA005] = {1: "R03"}
+    exif[0x8769] = {0xA005: {1: "R03"}}
     halves().save(tmp_path / "camera.jpg", exif=exif)
     assert ["a guess" in note for note in facts(tmp_path / "press.jpg").notes] == [True]
     assert ["Adobe RGB" in note for note in facts(tmp_path / "camera.jpg").notes] == [True]
+
+
+def _exif(*entry: bytes, inner: bytes = b"") -> bytes:
+    """An Exif block with one directory; its only entry may be the pointer to the camera's own directory, `inner`."""
+    directory = struct.pack("<H", len(entry)) + b"".join(entry) + bytes(4)
+    return b"Exif\0\0II*\0" + struct.pack("<L", 8) + directory + inner
+
+
+def _tag(tag: int, kind: int, count: int, value: bytes) -> bytes:
+    return struct.pack("<HHL", tag, kind, count) + value
+
+
+_CAMERA = _tag(0x8769, 4, 1, struct.pack("<L", 26))  # the directory that begins right behind the first one
+_EXIF = {
+    "none": None,
+    "empty": _exif(),
+    "without the camera's directory": _exif(_tag(0x0112, 3, 1, b"\1\0\0\0")),
+    "without the interoperability directory": _exif(_CAMERA, inner=bytes(6)),
+    "cut short": _exif()[:10],
+    "camera: text for a pointer": _exif(_tag(0x8769, 2, 4, b"abc\0")),
+    "camera: behind the end": _exif(_tag(0x8769, 4, 1, struct.pack("<L", 10**6))),
+    "interoperability: text for a pointer": _exif(_CAMERA, inner=b"\1\0" + _tag(0xA005, 2, 4, b"abc\0") + bytes(4)),
+    "interoperability: behind the end": _exif(
+        _CAMERA, inner=b"\1\0" + _tag(0xA005, 4, 1, struct.pack("<L", 10**6)) + bytes(4)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+@pytest.mark.parametrize("exif", _EXIF.values(), ids=_EXIF)
+def test_photos_without_a_cameras_word_on_colour_are_srgb(tmp_path, exif):
+    """Pillow before 13 raised KeyError or TypeError for each of these but the last."""
+    halves().save(tmp_path / "a.jpg", **({} if exif is None else {"exif": exif}))
+    assert facts(tmp_path / "a.jpg").notes == ()
+    assert load_image(tmp_path / "a.jpg").mode == "RGB"
 
 
 @pytest.mark.parametrize(("background", "expected"), [("grey", 128), ("black", 0), ("#0a0a0a", 10)])

@@ -159,7 +159,10 @@ def test_ai_toolkit_would_lose_an_alpha(check, tensors):
 
 
 def test_outside_the_blocks_kohya_is_lost_on_others(check):
-    """Seen in diffusers' converter: embedders and the final layer lose their prefix, and what has none is dropped."""
+    """Seen in diffusers' converter: embedders and the final layer lose their prefix; what has none is dropped or refused.
+
+    diffusers 0.36 refuses the whole file for an alpha it cannot place.
+    """
     from coat_flux.export.convert import convert_pairs
     from coat_flux.export.layouts import read_pairs, write_pairs
 
@@ -168,10 +171,10 @@ def test_outside_the_blocks_kohya_is_lost_on_others(check):
     assert (report.programs, report.layers) == (("diffusers", "ComfyUI", "ai-toolkit"), 11)
     report = check(write_pairs(convert_pairs(read_pairs(tensors, "diffusers"), "diffusers", "kohya"), "kohya"))
     assert report.programs == ("ComfyUI",)
-    assert report.refusals == {
-        "diffusers": "it drops norm_out.linear without a word",
-        "sd-scripts": "it has no adapters outside the blocks",
-    }
+    assert set(report.refusals) == {"diffusers", "sd-scripts"}
+    assert report.refusals["sd-scripts"] == "it has no adapters outside the blocks"
+    drops, refuses = "it drops norm_out.linear without a word", "it refuses the file (ValueError: Incompatible keys"
+    assert report.refusals["diffusers"].startswith((drops, refuses))
 
 
 def test_without_diffusers_the_check_goes_on_and_says_so(check, tensors, monkeypatch):

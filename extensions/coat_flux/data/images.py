@@ -168,10 +168,10 @@ def traits_of(image: Image.Image, path: Path | str) -> tuple[frozenset[str], tup
 
 
 def _interop_index(image: Image.Image) -> str | None:
-    try:
+    # Pillow before 13 raises where a file has no such directory, or gives None where it or the one around it is damaged
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
         return image.getexif().get_ifd(_EXIF_INTEROP).get(_INTEROP_INDEX)
-    except KeyError:  # Pillow before 13, where a file has no such directory
-        return None
+    return None
 
 
 def split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
