@@ -159,7 +159,7 @@ def test_ai_toolkit_would_lose_an_alpha(check, tensors):
 
 
 def test_outside_the_blocks_kohya_is_lost_on_others(check):
-    """Seen in diffusers' converter: embedders and the final layer lose their prefix; what has none is dropped or refused.
+    """In diffusers' converter embedders and the final layer lose their prefix; what has none is dropped or refused.
 
     diffusers 0.36 refuses the whole file for an alpha it cannot place.
     """
