@@ -228,6 +228,7 @@ def _contradictions() -> Iterator[BadConfig]:
     yield case(
         "caption files elsewhere", "datasets[0].caption_ext=", "end of a file name", ("datasets.0.caption_ext", "/../x")
     )
+    yield case("captions in JSON", "datasets[0].caption_ext=", "plain text", ("datasets.0.caption_ext", "json"))
     yield case("type missing", "type", "is missing", ("type", ...))
     yield case("another job", "job='train'", "extension", ("/job", "train"))
 

@@ -290,7 +290,8 @@ def test_one_extra_line_is_about_the_other_host(command: Any) -> None:
 def test_the_data_is_looked_at_unless_told_not_to(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def inspect(datasets: Any, trigger_word: Any, *, background: str, transparency: str) -> Any:
+    def inspect(datasets: Any, trigger_word: Any, *, background: str, transparency: str, t5_of: str) -> Any:
+        assert t5_of == "models/flux"
         seen.append(([entry.folder_path for entry in datasets], trigger_word, background, transparency))
         return SimpleNamespace(errors=["photos: nothing there; add photos"], warnings=["small"])
 

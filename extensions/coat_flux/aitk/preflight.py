@@ -73,6 +73,7 @@ def check_photos(process: Any) -> None:
     Raises:
         DatasetError: something cannot be trained on; with every error found.
     """
+    from ..check.data import t5_of
     from ..data.errors import DatasetError
     from ..data.preflight import inspect_datasets
 
@@ -83,6 +84,7 @@ def check_photos(process: Any) -> None:
         process.trigger_word,
         background=asked.background,
         transparency=asked.transparency,
+        t5_of=t5_of(process.config),
     )
     if report.errors:
         raise DatasetError(report.error_text())

@@ -1,9 +1,9 @@
-"""The dataset pre-flight of a job, from the keys that are right in it."""
+"""The dataset pre-flight of a job, from the keys that are right in it, for either trainer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..config.build import build, config_fields
@@ -11,6 +11,8 @@ from ..config.coat_config import COATConfig
 from ..config.findings import Findings
 from ..config.job_config import PROCESS_TYPES
 from ..config.job_sections import DatasetSection
+
+T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
 
 
 def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -27,28 +29,36 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     errors: list[str] = []
     warnings: list[str] = []
     for process in job["config"]["process"]:
-        if process.get("type") not in PROCESS_TYPES:
-            continue
-        datasets = [_section(entry) for entry in process.get("datasets") or [] if _has_folder(entry)]
-        if not datasets:
-            continue
-        options = build(COATConfig, process.get("coat"), "coat", Findings("")).data
-        report = inspect_datasets(
-            datasets, process.get("trigger_word"), background=options.background, transparency=options.transparency
-        )
-        errors += report.errors
-        warnings += report.warnings
+        if process.get("type") in PROCESS_TYPES and (datasets := list(datasets_of(process))):
+            report = inspect_datasets(
+                datasets, process.get("trigger_word"), **photo_policy(process), t5_of=t5_of(process)
+            )
+            errors += report.errors
+            warnings += report.warnings
     return errors, warnings
 
 
-def _section(entry: Mapping[str, Any]) -> DatasetSection:
-    """The entry as the stand-alone trainer has it; keys of ai-toolkit alone, and null for a default, are left out."""
-    known = {key: value for key, value in entry.items() if key in config_fields(DatasetSection) and value is not None}
-    known["folder_path"] = entry.get("folder_path") or entry["dataset_path"]
-    return build(DatasetSection, known, "datasets", Findings(""))
+def datasets_of(process: Mapping[str, Any]) -> Iterator[DatasetSection]:
+    """The data sets of a process entry as the stand-alone trainer has them; keys of ai-toolkit alone are left out.
+
+    So is a list of captions in a JSON file, which only ai-toolkit reads.
+    """
+    known = config_fields(DatasetSection)
+    for entry in process.get("datasets") or []:
+        place = entry.get("folder_path") or entry.get("dataset_path")
+        if isinstance(place, str) and os.path.splitext(place)[1].lower() != ".json":
+            keys = {key: value for key, value in entry.items() if key in known and value is not None}
+            yield build(DatasetSection, {**keys, "folder_path": place}, "datasets", Findings(""))
 
 
-def _has_folder(entry: Mapping[str, Any]) -> bool:
-    """False for a list of captions in a JSON file, which only ai-toolkit reads."""
-    place = entry.get("folder_path") or entry.get("dataset_path")
-    return isinstance(place, str) and os.path.splitext(place)[1].lower() != ".json"
+def photo_policy(process: Mapping[str, Any]) -> dict[str, str]:
+    """`background` and `transparency` of a process entry's `coat.data`."""
+    asked = build(COATConfig, process.get("coat"), "coat", Findings("")).data
+    return {"background": asked.background, "transparency": asked.transparency}
+
+
+def t5_of(process: Mapping[str, Any]) -> str | None:
+    """The model whose T5 reads the captions of a process entry; None where it has none."""
+    model = process.get("model") or {}
+    arch = str(model.get("arch") or ("flux" if model.get("is_flux") else "")).split(":")[0]
+    return str(model.get("name_or_path", "")) if arch in T5_ARCHS else None

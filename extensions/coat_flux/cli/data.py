@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config import JobConfig
+from ..config import ConfigError, load_job_yaml
 from .common import EXIT_REFUSED, Refused
 
 DEFAULT_RESOLUTIONS = (512, 768, 1024)
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from ..data.preflight import inspect_datasets
     from ..data.sheet import MOST_PHOTOS, contact_sheet
 
-    datasets, trigger, policy, name = _wanted(args)
-    report = inspect_datasets(datasets, trigger, **policy)
+    datasets, trigger, policy, t5, name = _wanted(args)
+    report = inspect_datasets(datasets, trigger, **policy, t5_of=t5)
     for table in report.tables:
         print(table)
     for warning in report.warnings:
@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_REFUSED if report.errors else 0
 
 
-def _wanted(args: argparse.Namespace) -> tuple[tuple[Any, ...], str | None, dict[str, str], str]:
-    """Datasets, trigger word, photo policy and a name."""
+def _wanted(args: argparse.Namespace) -> tuple[list[Any], str | None, dict[str, str], str | None, str]:
+    """Datasets, trigger word, photo policy, the model whose T5 reads the captions, and a name."""
+    from ..check.data import datasets_of, photo_policy, t5_of
     from ..config.job_sections import DatasetSection
 
     if args.data.is_file():
@@ -69,15 +70,33 @@ def _wanted(args: argparse.Namespace) -> tuple[tuple[Any, ...], str | None, dict
             raise Refused(
                 f"--{flag}: {args.data} is a file that says so itself; leave the option out, or name a folder"
             )
-        job = JobConfig.from_file(args.data)
-        policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
-        return job.datasets, job.trigger_word, policy, job.name
+        job = _either(args.data)
+        process = job["config"]["process"][0]
+        name = process.get("name") or job["config"]["name"]
+        return list(datasets_of(process)), process.get("trigger_word"), photo_policy(process), t5_of(process), name
     section = DatasetSection(
         folder_path=str(args.data),
         caption_ext=args.caption_ext or DEFAULT_EXTENSION,
         resolution=tuple(args.resolution or DEFAULT_RESOLUTIONS),
     )
-    return (section,), args.trigger, {}, args.data.resolve().name
+    return [section], args.trigger, {}, "", args.data.resolve().name
+
+
+def _either(path: Path) -> dict[str, Any]:
+    """The job of a file that one of the trainers takes.
+
+    Raises:
+        ConfigError: neither does; what the stand-alone trainer has against it.
+    """
+    from ..check import HOSTS, check_job_dict
+
+    raw = load_job_yaml(path)
+    errors = [
+        [item for item in check_job_dict(raw, file=str(path), host=host) if item.severity == "error"] for host in HOSTS
+    ]
+    if all(errors):
+        raise ConfigError(errors[0])
+    return raw
 
 
 def _save(sheet: Any, path: Path) -> None:

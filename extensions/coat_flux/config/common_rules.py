@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,16 @@ from .findings import Findings
 BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2
 TRIGGER_TAG = "[trigger]"
 MAX_TRIGGER = 200  # characters; CLIP reads 77 tokens, T5 512
+FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is told
+T5_BLIND = "FLUX's text encoder T5 does not know {} letters and reads <unk> in their place"
+_SCRIPTS = {
+    "CJK": "Chinese",
+    "HIRAGANA": "Japanese",
+    "KATAKANA": "Japanese",
+    "HANGUL": "Korean",
+    "CYRILLIC": "all Cyrillic",
+    "GREEK": "all Greek",  # its vocabulary has a part of them
+}
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # LoRAs of FLUX diverge above the one, and hardly learn below the other
 FINDS_LR = ("prodigy", "dadapt", "automagic")  # optimizers that choose their own steps
 MAX_NAME = 200  # bytes; file systems take 255, and "_000000500.safetensors" is added
@@ -73,6 +85,22 @@ def check_run(name: str | None, name_path: str, training_folder: str | None, pat
             findings.add(name_path, f"{folder} is a file, not a run's folder; write another, or move it away", name)
 
 
+def foreign_script(text: str) -> tuple[float, str]:
+    """How much of a text FLUX's T5 cannot read: its vocabulary has Latin letters and a part of the Cyrillic and Greek.
+
+    Returns:
+        (share of the letters, name of the most frequent such script), (0.0, "") where all are Latin.
+    """
+    letters = [unicodedata.name(c, "").partition(" ")[0] for c in text if c.isalpha()]
+    counts = Counter(
+        name for name in letters if name not in ("LATIN", "FULLWIDTH", "MODIFIER", "FEMININE", "MASCULINE")
+    )
+    if not counts:
+        return 0.0, ""
+    name = counts.most_common(1)[0][0]
+    return counts.total() / len(letters), _SCRIPTS.get(name, name.title())
+
+
 def check_trigger(trigger: str | None, prompts: Iterable[tuple[str, Any]], path: str, findings: Findings) -> None:
     """Refuse what is no trigger word, and warn of sample prompts that do not show what is trained.
 
@@ -90,11 +118,17 @@ def check_trigger(trigger: str | None, prompts: Iterable[tuple[str, Any]], path:
         findings.add(key, "is the placeholder for the trigger word; write the word itself", trigger)
     elif trigger and trigger != trigger.strip():
         findings.add(key, "starts or ends with a blank, so it is found in no caption; remove the blank", trigger)
+    elif trigger and foreign_script(trigger)[0] > FOREIGN_SHARE:
+        rule = f"{T5_BLIND.format(foreign_script(trigger)[1])}; write a rare word in Latin letters"
+        findings.warn(key, rule, trigger)
     if not findings.sound(key):
         return
     for where, text in prompts:
         if not isinstance(text, str):
             continue
+        share, script = foreign_script(text)
+        if share > FOREIGN_SHARE:
+            findings.warn(where, f"{T5_BLIND.format(script)}; write the prompt in English", text)
         if trigger and TRIGGER_TAG not in text and trigger not in text:
             rule = f"without the trigger word '{trigger}' a sample does not show the LoRA; write {TRIGGER_TAG} into it"
             findings.warn(where, rule, text)
@@ -126,5 +160,8 @@ def check_caption_ext(extension: str, path: str, findings: Findings) -> None:
     """Refuse what is no extension of a caption file."""
     if not _CAPTION_EXT.fullmatch(extension):
         findings.add(path, "must be the end of a file name, such as txt; write that", extension)
+    elif extension.lower().rpartition(".")[2] in ("json", "jsonl", "csv"):
+        rule = "captions are read as plain text, here with all braces and keys; write each one alone into a .txt file"
+        findings.add(path, rule, extension)
     elif extension.lower().lstrip(".") in _IMAGES:
         findings.add(path, "is the extension of the images, not of their captions; write txt", extension)

@@ -6,12 +6,16 @@ learns nothing new for the trigger. So captions should name what changes from ph
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from ..config.common_rules import FOREIGN_SHARE, T5_BLIND, foreign_script
 from .captions import PLACEHOLDERS, caption_file
 from .errors import printable
 from .files import Listing, counted
@@ -22,6 +26,7 @@ _NAMED = 8
 _NO_CAPTION = "the trigger word alone, or nothing"
 _MOST_WORDS = 512  # a word is at least one of T5's tokens
 _TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
+_LISTS = (".json", ".jsonl", ".csv", ".parquet")  # captions of many photos in one file, as other trainers read them
 _UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")  # Thai, Lao, Japanese, Chinese
 _WORD = re.compile(r"[^\W\d_]{3,}")
 # English grammar, and what product photos are about besides the product: to name these is right.
@@ -55,11 +60,15 @@ def lint_files(
     missing = [path for path in images if not os.path.lexists(caption_file(path, caption_ext))]
     text = f"of {len(images)} images have no .{caption_ext} caption (first: {{first}}); they train with "
     lines = counted(folder, missing, text + ("default_caption" if default_caption else _NO_CAPTION))
-    return [], lines + _without_image(folder, listing, caption_ext)
+    return _other_case(folder, listing, missing, caption_ext), lines + _without_image(folder, listing, caption_ext)
 
 
 def lint_captions(
-    folder: Path, raw: Mapping[Path, str], trigger_word: str | None, default_caption: str | None
+    folder: Path,
+    raw: Mapping[Path, str],
+    trigger_word: str | None,
+    default_caption: str | None,
+    t5_of: str | None = "",
 ) -> list[str]:
     """Warnings about what captions say, one line each.
 
@@ -68,11 +77,14 @@ def lint_captions(
         raw: Image -> caption as written; without the images that have none.
         trigger_word: The job's.
         default_caption: For empty captions.
+        t5_of: The model whose T5 reads them, a folder or hub name; "" for FLUX's, None for a model without T5.
     """
     empty = [path for path, caption in raw.items() if not caption]
     instead = "default_caption" if default_caption else _NO_CAPTION
     lines = counted(folder, empty, f"captions are empty (first: that of {{first}}); they train with {instead}")
-    lines += _too_long(folder, raw)
+    lines += _too_long(folder, raw) + _in_json(folder, raw)
+    if t5_of is not None:
+        lines += _unread_letters(folder, raw, _t5_tokenizer(t5_of))
     if trigger_word:
         return lines + _about_trigger(folder, raw, trigger_word) + _about_product(folder, raw, trigger_word)
     return lines + _about_no_trigger(folder, raw)
@@ -88,12 +100,79 @@ def _wrong_extension(folder: Path, listing: Listing, caption_ext: str) -> list[s
         path.suffix for path in others if path.suffix.lower() in _TEXT_EXTENSIONS and path.with_suffix("") in stems
     )
     if not found:
-        return []
+        listed = [path for path in others if path.suffix.lower() in _LISTS]
+        return [
+            f"{line}; write each caption alone into a text file of the photo's name, photo.{caption_ext}"
+            for line in counted(
+                folder, listed, f"files may hold captions (first: {{first}}), but only .{caption_ext} is read"
+            )
+        ]
     extension, count = found.most_common(1)[0]
     return [
         f"{printable(folder)}: no image has a .{caption_ext} caption, but {count} have one in {extension}; "
         f"set caption_ext: {extension.lstrip('.')}"
     ]
+
+
+def _other_case(folder: Path, listing: Listing, missing: Sequence[Path], caption_ext: str) -> list[str]:
+    """Captions that are there under the right extension in other capitals, which Linux does not take for it."""
+    ends = f".{caption_ext}".lower()
+    there = {path.with_suffix("") for path in listing.others if path.name.lower().endswith(ends)}
+    found = [path for path in missing if path.with_suffix("") in there]
+    text = f"captions end in .{caption_ext} with other capitals (first: that of {{first}}), so they are not read; "
+    return counted(folder, found, f"{text}rename them")
+
+
+def _in_json(folder: Path, raw: Mapping[Path, str]) -> list[str]:
+    def is_json(caption: str) -> bool:
+        try:
+            return caption[:1] in ("{", "[") and isinstance(json.loads(caption), (dict, list))
+        except ValueError:
+            return False
+
+    found = [path for path, caption in raw.items() if is_json(caption)]
+    text = "captions are JSON, which is learnt with its braces and keys (first: that of {first}); write the text alone"
+    return counted(folder, found, text)
+
+
+def _unread_letters(folder: Path, raw: Mapping[Path, str], tokenizer: Any) -> list[str]:
+    """Captions in letters that T5 has no tokens for: by its tokenizer where there is one here, else by their script."""
+    found, shares = [], []
+    for path, caption in raw.items():
+        share, script = foreign_script(caption)
+        if tokenizer is not None and share:
+            encoded, unknown = tokenizer.encode(caption), tokenizer.token_to_id("<unk>")
+            places = zip(encoded.ids, encoded.offsets, strict=True)
+            lost = sum(c.isalpha() for id_, (a, b) in places if id_ == unknown for c in caption[a:b])
+            share = lost / sum(c.isalpha() for c in caption)
+        if share > FOREIGN_SHARE:
+            found.append(path)
+            shares.append((share, script))
+    if not found:
+        return []
+    script = Counter(script for _, script in shares).most_common(1)[0][0]
+    mean = sum(share for share, _ in shares) / len(shares)
+    said = f"captions are {mean:.0%} in {script.removeprefix('all ')} letters (first: that of {{first}}): "
+    return counted(folder, found, f"{said}{T5_BLIND.format(script)}; write them in English")
+
+
+@functools.lru_cache(maxsize=4)
+def _t5_tokenizer(model: str) -> Any:
+    """The fast tokenizer of a model's T5, from its folder or the hub's cache; None where it is not here."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from tokenizers import Tokenizer
+
+    place: Any = Path(model, "tokenizer_2", "tokenizer.json")
+    if not place.is_file():
+        try:
+            place = try_to_load_from_cache(model, "tokenizer_2/tokenizer.json") if model else None
+        except HFValidationError:  # a path
+            place = None
+    try:
+        return Tokenizer.from_file(str(place)) if isinstance(place, (str, Path)) else None
+    except Exception:
+        return None
 
 
 def _without_image(folder: Path, listing: Listing, caption_ext: str) -> list[str]:

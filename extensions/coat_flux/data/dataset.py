@@ -25,6 +25,7 @@ def scan(
     background: str = "white",
     transparency: str = "background",
     step: int = BUCKET_STEP,
+    t5_of: str | None = "",
 ) -> list[Sample]:
     """All samples of all datasets: every image at every resolution, `num_repeats` times, and mirrored where `flip_x`.
 
@@ -37,7 +38,7 @@ def scan(
         DatasetError: `inspect_datasets` found errors; one line each.
     """
     report = inspect_datasets(
-        dataset_configs, trigger_word, background=background, transparency=transparency, step=step
+        dataset_configs, trigger_word, background=background, transparency=transparency, step=step, t5_of=t5_of
     )
     if report.errors:
         raise DatasetError(report.error_text())

@@ -63,6 +63,7 @@ def inspect_datasets(
     background: str = "white",
     transparency: str = "background",
     step: int = BUCKET_STEP,
+    t5_of: str | None = "",
 ) -> DataReport:
     """Read every image in full and every caption, and report.
 
@@ -73,12 +74,13 @@ def inspect_datasets(
         background: What transparent parts become; `coat.data.background`.
         transparency: background or mask; `coat.data.transparency`.
         step: Bucket sides are multiples of this many pixels.
+        t5_of: The model whose T5 reads the captions; see `lint_captions`.
     """
     report = DataReport()
     if not dataset_configs:
         report.errors.append("datasets=[]: there is nothing to train on; add an entry with folder_path")
     for index, config in enumerate(dataset_configs):
-        _inspect(index, config, trigger_word, step, report)
+        _inspect(index, config, trigger_word, step, t5_of, report)
     if transparency == "mask" and report.photos:
         _check_masks(report)
     report.errors = list(dict.fromkeys(report.errors))  # several entries may share a folder
@@ -86,7 +88,9 @@ def inspect_datasets(
     return report
 
 
-def _inspect(index: int, config: Any, trigger_word: str | None, step: int, report: DataReport) -> None:
+def _inspect(
+    index: int, config: Any, trigger_word: str | None, step: int, t5_of: str | None, report: DataReport
+) -> None:
     folder = Path(config.folder_path)
     where = f"datasets[{index}].folder_path={printable(folder)}"
     wanted = (
@@ -106,7 +110,7 @@ def _inspect(index: int, config: Any, trigger_word: str | None, step: int, repor
         return
     photos = _photos_of(listing.images, report)
     raw = _captions_of(listing, config, report)
-    report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption)
+    report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, t5_of)
     report.warnings += _about_settings(folder, config) + _about_photos(folder, photos, config, step)
     default = (config.default_caption or "").strip()
     captions = {path: inject_trigger(raw.get(path) or default, trigger_word) for path in photos}

@@ -105,8 +105,8 @@ def open_session(
         ResumeError: the save does not fit this config.
     """
     dtype = TORCH_DTYPES[job.train.dtype]
-    photos = job.coat.data
-    samples = scan(job.datasets, job.trigger_word, background=photos.background, transparency=photos.transparency)
+    policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
+    samples = scan(job.datasets, job.trigger_word, **policy, t5_of=job.model.name_or_path)
     phases.enter("cache")
     encoders = load_encoders(job.model.name_or_path, dtype)
     phases.hold_models(encoders.vae, [encoders.text.clip, encoders.text.t5])
