@@ -60,17 +60,17 @@ PHOTOS = (
     Photo(1, "red", "striped", "white", (768, 768)),
     Photo(2, "blue", "plain", "beige", (832, 832)),
     Photo(3, "teal", "plain", "", (640, 640), ".png"),
-    Photo(4, "green", "dotted", "pink", (512, 896)),
-    Photo(5, "yellow", "plain", "grey", (640, 832)),
+    Photo(4, "green", "dotted", "pink", (640, 832)),
+    Photo(5, "yellow", "plain", "grey", (704, 896)),
     Photo(6, "purple", "checked", "white", (896, 896)),
-    Photo(7, "orange", "plain", "blue", (576, 960), orientation=6),
+    Photo(7, "orange", "plain", "blue", (704, 880), orientation=6),
     Photo(8, "brown", "dotted", "beige", (704, 704)),
-    Photo(9, "blue", "striped", "", (512, 832), ".png"),
+    Photo(9, "blue", "striped", "", (640, 800), ".png"),
     Photo(10, "pink", "striped", "green", (768, 704)),
     Photo(11, "black", "plain", "white", (640, 512), ".png"),
     Photo(12, "green", "checked", "grey", (1024, 1024)),
     Photo(13, "red", "plain", "green", (768, 832), orientation=8),
-    Photo(14, "teal", "dotted", "white", (1024, 704)),
+    Photo(14, "teal", "dotted", "white", (1024, 800)),
     Photo(15, "black", "checked", "", (768, 768), ".png"),
     Photo(16, "purple", "striped", "pink", (704, 704)),
 )
@@ -79,7 +79,9 @@ PHOTOS = (
 def save(photo: Photo, folder: Path) -> Path:
     """Draws one picture and writes it with its caption; returns the picture's path."""
     item = Item(HELD_OUT, photo.colour, photo.pattern, photo.background)
-    image = draw(item, photo.size, random.Random(photo.number), cut_out=photo.cut_out)
+    width, height = photo.size
+    zoom = min(1.0, width / height)  # within the middle square, so that a crop to it keeps straps and legs
+    image = draw(item, photo.size, random.Random(photo.number), cut_out=photo.cut_out, zoom=zoom)
     path = folder / (photo.name + photo.suffix)
     if photo.suffix == ".png":
         image.save(path, optimize=True)

@@ -86,7 +86,9 @@ def caption(item: Item, rng: random.Random) -> str:
     return rng.choice(TEMPLATES).format(**item._asdict())
 
 
-def draw(item: Item, size: tuple[int, int], rng: random.Random, *, cut_out: bool = False) -> Image.Image:
+def draw(
+    item: Item, size: tuple[int, int], rng: random.Random, *, cut_out: bool = False, zoom: float = 1.0
+) -> Image.Image:
     """Draws one picture; place, size and shade vary with `rng`.
 
     Args:
@@ -94,10 +96,11 @@ def draw(item: Item, size: tuple[int, int], rng: random.Random, *, cut_out: bool
         size: width and height in pixels.
         rng: where the variation comes from.
         cut_out: no background, RGBA.
+        zoom: multiplies the garment's size.
     """
     drawing, aspect = GARMENTS[item.garment]
     fill = rng.uniform(*_FILL)
-    sheet = Sheet(size, aspect, fill)
+    sheet = Sheet(size, aspect, fill * zoom)
     shade = [int(np.clip(c + rng.uniform(-_COLOUR_JITTER, _COLOUR_JITTER), 0, 255)) for c in COLOURS[item.colour]]
     second = _DARK if item.colour in _LIGHT_COLOURS else _LIGHT
     drawing(sheet, Fabric((shade[0], shade[1], shade[2]), item.pattern, second))
