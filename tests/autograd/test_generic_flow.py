@@ -141,7 +141,8 @@ class TestCheckpoint:
         torch.manual_seed(7)
         with recording() as saved, PackedSavedTensors(SMALL):
             y = checkpoint(block, x.tanh(), use_reentrant=reentrant).exp()
-        assert {s.shape for s in saved.tensors} == {(2, T, D)}  # of tanh, checkpoint's input, and of exp
+        shapes = {s.shape for s in saved.tensors} - {(0,)}  # torch 2.9's checkpoint saves an empty tensor, too
+        assert shapes == {(2, T, D)}  # of tanh, checkpoint's input, and of exp
         torch.manual_seed(3)
         y.backward(torch.randn_like(y))
         for name, value in expected.items():
