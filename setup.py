@@ -31,9 +31,12 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
-    "bench": [  # the baselines of `coat-flux bench`; install with the torch you have pinned
+    "bench": [  # the baselines of `coat-flux bench`, and what its tests need; install with the torch you have pinned
         "bitsandbytes>=0.45; platform_system == 'Linux'",
+        "hypothesis>=6.100",
         "optimum-quanto>=0.2.7",
+        "pytest>=8.0",
+        "pytest-timeout>=2.3",
         "torchao>=0.18",
     ],
     "test": [

@@ -44,11 +44,21 @@ def test_an_installation_without_tests_says_so(tmp_path: Path) -> None:
     assert verdict == gate.Verdict(True, "no tests were run: this is an installation without the repository")
 
 
-def test_tests_without_pytest_refuse(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pytest_the_command_says_what_to_install(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate, "REPOSITORY", repository)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    verdict = gate.run_tests(["op"], repository)
-    assert not verdict.passed
-    assert "pip install pytest" in verdict.text
+    assert main(["bench", "--level", "optimizer", *TINY]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the tests that come before figures need pytest, pytest-timeout, hypothesis; pip ")
+    assert len(error.splitlines()) == 1
+
+
+def test_the_bench_extra_holds_what_its_tests_need() -> None:
+    setup = (gate.REPOSITORY / "setup.py").read_text(encoding="utf-8")
+    extra = setup[setup.index('"bench": [') : setup.index('"test": [')]
+    assert [package for package in gate.NEEDED.values() if f'"{package}>=' not in extra] == []
 
 
 def test_red_tests_give_exit_code_1_and_no_figures(

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import UserError
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 TESTS = {
     "op": ("tests/kernels", "tests/autograd"),
@@ -16,6 +18,7 @@ TESTS = {
     "step": ("tests/kernels", "tests/autograd", "tests/optim"),
     "optimizer": ("tests/kernels", "tests/optim"),
 }
+NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}  # module: package
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,22 @@ def run_tests(levels: Sequence[str], repository: Path | None = None) -> Verdict:
 
     Args:
         levels: what will be measured.
-        repository: folder that holds `tests`; by default the one this package lies in.
+        repository: folder that holds `tests`; by default the one this package is in.
+
+    Raises:
+        UserError: the tests are there, but not what runs them.
     """
     root = repository or REPOSITORY
     folders = list(dict.fromkeys(folder for level in levels for folder in TESTS[level] if (root / folder).is_dir()))
     if not folders:
         return Verdict(True, "no tests were run: this is an installation without the repository")
     listed = " ".join(folders)
-    if importlib.util.find_spec("pytest") is None:
-        return Verdict(False, f"{listed}: cannot be run without pytest; pip install pytest pytest-timeout hypothesis")
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UserError(
+            f"the tests that come before figures need {', '.join(missing)}; pip install -e '{root}[bench]', "
+            "or give --skip-tests, which the results will say"
+        )
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", *folders]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     summary = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
