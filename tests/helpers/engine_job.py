@@ -41,7 +41,8 @@ def engine_job(
         images: from `write_images`.
         out: the training folder.
         coat: the coat block; None is `enabled: false`.
-        **blocks: further keys of train, save, sample, network, datasets (the one entry), laid over the defaults.
+        **blocks: further keys of train, save, sample, network, dataset (the one entry), laid over the defaults; a
+            validation block.
     """
     train = {"steps": 4, "lr": 1e-3, "dtype": "bf16", "gradient_checkpointing": False, "disable_sampling": True}
     train["optimizer"] = "adamw" if coat is None else "coat_fp8_adamw"
@@ -62,4 +63,6 @@ def engine_job(
         "sample": sample | dict(blocks.get("sample", {})),
         "coat": {"enabled": False} if coat is None else dict(coat),
     }
+    if "validation" in blocks:
+        process["validation"] = dict(blocks["validation"])
     return {"job": "extension", "config": {"name": name, "process": [process]}}

@@ -86,7 +86,7 @@ def test_summary_curves_and_what_is_missing(tmp_path: Path) -> None:
     for shown in ("shirt <b>", "4 of 1000", "0.250 s", "7.50 GB", "rank 16", "some/model", "1.00000 → 0.25000"):
         assert f"\n{shown}\n" in text, shown
     for missing in (
-        "No validation loss: the stand-alone trainer writes coat/validation.csv",
+        "No validation loss: the config has no validation block",
         "No samples: sample_every 250.",
         "No coat/memory.json: COAT was off",
         "No FP8 cast was measured: coat/precision.csv is missing.",

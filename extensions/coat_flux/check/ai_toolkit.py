@@ -11,6 +11,7 @@ from ..config.findings import Findings, closest
 from ..config.job_config import PROCESS_TYPES
 from ..config.job_file import check_plain, check_shape, replace_name
 from ..config.job_rules import COAT_TYPE
+from ..config.job_sections import ValidationSection
 from .ai_toolkit_rules import check_entry
 from .entry import Entry
 from .host_keys import check_keys
@@ -65,6 +66,11 @@ def _check_process(
     elif "coat" in process:
         rule = f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {kind}; write that type"
         findings.add(f"{path}.coat", rule)
+    if "validation" in process:
+        build(ValidationSection, process["validation"], f"{path}.validation", findings)
+        if coat is None or not coat.enabled:
+            rule = f"is measured with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove the block"
+            findings.add(f"{path}.validation", rule)
     check_entry(Entry(process, name, path, coat, findings, schema, num_processes))
 
 

@@ -10,7 +10,7 @@ from ..config.build import build, config_fields
 from ..config.coat_config import COATConfig
 from ..config.findings import Findings
 from ..config.job_config import PROCESS_TYPES
-from ..config.job_sections import DatasetSection
+from ..config.job_sections import DatasetSection, ValidationSection
 
 T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
 
@@ -24,6 +24,8 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     Returns:
         (errors, warnings), one line each.
     """
+    from ..data.errors import DatasetError
+    from ..data.hold_out import choose_hold_out
     from ..data.preflight import inspect_datasets
 
     errors: list[str] = []
@@ -35,18 +37,25 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             )
             errors += report.errors
             warnings += report.warnings
+            asked = build(ValidationSection, process.get("validation"), "validation", Findings(""))
+            trained = [data.folder_path for data in datasets_of(process, regularization=False)]
+            try:
+                choose_hold_out(trained, asked.hold_out, process.get("training_seed"))
+            except DatasetError as error:
+                errors.append(str(error))
     return errors, warnings
 
 
-def datasets_of(process: Mapping[str, Any]) -> Iterator[DatasetSection]:
+def datasets_of(process: Mapping[str, Any], *, regularization: bool = True) -> Iterator[DatasetSection]:
     """The data sets of a process entry as the stand-alone trainer has them; keys of ai-toolkit alone are left out.
 
-    So is a list of captions in a JSON file, which only ai-toolkit reads.
+    So is a list of captions in a JSON file, which only ai-toolkit reads, and `is_reg` where it is not wanted.
     """
     known = config_fields(DatasetSection)
     for entry in process.get("datasets") or []:
         place = entry.get("folder_path") or entry.get("dataset_path")
-        if isinstance(place, str) and os.path.splitext(place)[1].lower() != ".json":
+        wanted = regularization or not entry.get("is_reg")
+        if wanted and isinstance(place, str) and os.path.splitext(place)[1].lower() != ".json":
             keys = {key: value for key, value in entry.items() if key in known and value is not None}
             yield build(DatasetSection, {**keys, "folder_path": place}, "datasets", Findings(""))
 

@@ -11,7 +11,7 @@ from ..config.host_schema import ANY_CASE, BLOCKS, CHOICES, RANGES
 from ..config.values import Option, Refusal
 from .host_schema import PROCESS, HostSchema
 
-OWN_KEYS = ("coat",)  # of the process entry; read by this package
+OWN_KEYS = ("coat", "validation")  # of the process entry; read by this package
 _OPTION_KINDS = {"bool": "bool", "int": "int", "number": "float", "str": "str", "dict": "mapping"}
 _WORDS = {"int": "a whole number", "number": "a number", "str": "a string", "list": "a list", "bool": "true or false"}
 

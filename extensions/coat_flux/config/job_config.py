@@ -29,6 +29,7 @@ from .job_sections import (
     SampleSection,
     SaveSection,
     TrainSection,
+    ValidationSection,
 )
 
 PROCESS_TYPES = (COAT_TYPE, "sd_trainer", "diffusion_trainer", "ui_trainer")
@@ -57,6 +58,7 @@ class JobConfig:
     model: ModelSection = field(default_factory=ModelSection)
     sample: SampleSection = field(default_factory=SampleSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
+    validation: ValidationSection = field(default_factory=ValidationSection)
     coat: COATConfig = field(default_factory=COATConfig)
     file: str = ""
     meta: dict[str, Any] = field(default_factory=dict)

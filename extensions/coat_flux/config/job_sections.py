@@ -216,6 +216,16 @@ class SampleSection:
 
 
 @dataclass(frozen=True)
+class ValidationSection:
+    """`validation`: photos that are not trained on, and how often the loss on them is measured; also in ai-toolkit."""
+
+    hold_out: int | tuple[str, ...] | None = key(
+        None, "count or names", "photos not trained on", minimum=1, required=True
+    )
+    every: int = key(100, "int", "steps from one measurement to the next", minimum=1)
+
+
+@dataclass(frozen=True)
 class LoggingSection:
     """`logging`."""
 

@@ -32,7 +32,7 @@ class Option:
         key: its name, dotted where it is nested.
         default: its value where the user writes none.
         kind: bool, int, float, str, choice, colour, strings (list of strings), sizes (whole number or a list of them),
-            betas (two numbers), mapping.
+            count or names (whole number or a list of file names), betas (two numbers), mapping.
         doc: one line: what it does.
         choices: allowed values, the default first.
         minimum: smallest allowed number.
@@ -194,6 +194,15 @@ def _parse_strings(option: Option, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _parse_count_or_names(option: Option, value: Any) -> int | tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and value:
+        return _parse_strings(option, value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise Refusal(f"{option.rule()}; write 4 or ['photo.jpg'], for example")
+    option.check_range(value)
+    return value
+
+
 def _parse_sizes(option: Option, value: Any) -> tuple[int, ...]:
     sizes = list(value) if isinstance(value, (list, tuple)) else [value]
     if not sizes:
@@ -222,6 +231,7 @@ _PARSERS: dict[str, Callable[[Option, Any], Any]] = {
     "colour": _parse_colour,
     "strings": _parse_strings,
     "sizes": _parse_sizes,
+    "count or names": _parse_count_or_names,
     "betas": _parse_betas,
     "mapping": _parse_mapping,
 }
@@ -233,6 +243,7 @@ _KIND_WORDS = {
     "colour": f"a colour ({', '.join(COLOURS)} or '#rrggbb')",
     "strings": "a list of strings",
     "sizes": "a whole number, or a list of them, each",
+    "count or names": "a list of file names, or a whole number",
     "betas": "a list of two numbers, each",
     "mapping": "a block of keys",
 }

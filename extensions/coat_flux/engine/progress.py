@@ -68,6 +68,7 @@ class RunLog:
         self._precision: GrowingTable | None = None
         self._board: SummaryWriter | None = None
         self._seconds: list[float] = []
+        self._held_out = ""
 
     def say(self, line: str) -> None:
         """Write one line to the console."""
@@ -101,7 +102,7 @@ class RunLog:
             return
         peak = peak_bytes(self._device) / GB
         self._bar.update(stats.step - self._bar.n)
-        self._bar.set_postfix_str(f"lr: {stats.lr:.1e} loss: {stats.loss:.3e} peak: {peak:.2f}GB")
+        self._bar.set_postfix_str(f"lr: {stats.lr:.1e} loss: {stats.loss:.3e}{self._held_out} peak: {peak:.2f}GB")
         exact = [repr(value) for value in (stats.loss, stats.lr, stats.grad_norm)]
         numbers = [*exact, f"{stats.seconds:.4f}", f"{peak:.3f}", str(stats.skipped)]
         self._metrics.append([str(stats.step), str(stats.epoch), *numbers])
@@ -131,7 +132,9 @@ class RunLog:
             self._board = None
 
     def validation(self, step: int, loss: float) -> None:
-        """Record a fixed-noise validation loss in `coat/validation.csv` and TensorBoard."""
+        """Record a fixed-noise loss in `coat/validation.csv` and TensorBoard; one of photos held out is in the bar."""
+        if self._job.validation.hold_out is not None:
+            self._held_out = f" held-out: {loss:.3e}"
         if self._validations is not None:
             self._validations.append([str(step), repr(loss)])
             self.scalar("validation_loss", loss, step)

@@ -65,7 +65,9 @@ def restore_optimizer_state(optimizer: Optimizer, point: ResumePoint, name: str,
 def continue_from(session: Session, point: ResumePoint) -> None:
     """Bring step, schedule, EMA, guard, place in the data and random generators to where the save has them."""
     session.step = point.step
-    session.record = {key: point.record[key] for key in ("validation_loss", "observed") if key in point.record}
+    session.record = {
+        key: point.record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in point.record
+    }
     advance(session.lr_scheduler, point.step)
     session.guard.load_state_dict(point.record.get("guard", {}))
     average = point.ema()

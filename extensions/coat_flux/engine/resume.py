@@ -26,6 +26,7 @@ from ..checkpoint.files import file_sha256
 from ..config.job_config import JobConfig
 from .saving import EMA_FILE, LORA_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE
 from .seeding import seed_of
+from .validation import held_out_of
 
 __all__ = ["ResumeError", "ResumePoint", "check_same_run", "find_resume_point", "identity_of", "load_lora_file"]
 
@@ -155,9 +156,16 @@ def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
     shared = {"trigger_word": job.trigger_word, "background": photos.background, "transparency": photos.transparency}
     captions = {key: [getattr(dataset, key) for dataset in job.datasets] for key in CAPTION_SETTINGS}
     settings = {key: value for key, value in asdict(train).items() if key not in NOT_TRAINING}
+    held_out = [
+        [path.relative_to(dataset.folder_path).as_posix() for path in paths]
+        for dataset, paths in zip(job.datasets, held_out_of(job), strict=True)
+    ]
     return run_identity(
         model=job.model.name_or_path,
-        datasets=[{key: getattr(dataset, key) for key in DATA_SETTINGS} | shared for dataset in job.datasets],
+        datasets=[
+            {key: getattr(dataset, key) for key in DATA_SETTINGS} | shared | {"held_out": names}
+            for dataset, names in zip(job.datasets, held_out, strict=True)
+        ],
         network={
             "linear": network.linear,
             "transformer_only": network.transformer_only,

@@ -28,7 +28,7 @@ class Stream(IntEnum):
     LORA_INIT = 1
     MODEL = 2
     OPTIMIZER = 3
-    VALIDATION = 4
+    VALIDATION = 4  # drawn by `data.hold_out`
 
 
 def seed_of(job: JobConfig) -> int:

@@ -43,6 +43,7 @@ from .restoring import continue_from, restore_lora, restore_optimizer_state
 from .resume import ResumePoint
 from .sampling import ImageSampler
 from .seeding import seed_of
+from .validation import Validation, held_out_of
 from .workers import Workers
 
 __all__ = ["Session", "open_session"]
@@ -63,6 +64,7 @@ class Session:
     memory: MemoryLog
     phases: PhaseTracker
     dataset: LatentDataset
+    validation: Validation
     sampler: BucketBatchSampler
     images: ImageSampler | None
     transformer: nn.Module
@@ -107,10 +109,14 @@ def open_session(
     dtype = TORCH_DTYPES[job.train.dtype]
     policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
     samples = scan(job.datasets, job.trigger_word, **policy, t5_of=job.model.name_or_path)
+    held_out = {path for paths in held_out_of(job) for path in paths}
+    trained = [sample for sample in samples if sample.image_path not in held_out]
+    measured = [sample for sample in samples if sample.image_path in held_out]
     phases.enter("cache")
     encoders = load_encoders(job.model.name_or_path, dtype)
     phases.hold_models(encoders.vae, [encoders.text.clip, encoders.text.t5])
-    dataset, images = _prepare_data(job, workers, encoders, samples)
+    dataset, images = _prepare_data(job, workers, encoders, [*trained, *measured])
+    validation = Validation(dataset, measured, trained)
     phases.enter("load")
     transformer, report = _prepare_transformer(job, workers, dtype)
     lora = lora_parameters(transformer)
@@ -133,7 +139,8 @@ def open_session(
         memory=_make_memory_log(job, workers, log, phases),
         phases=phases,
         dataset=dataset,
-        sampler=BucketBatchSampler(samples, train.batch_size, seed_of(job), workers.rank, workers.world_size),
+        validation=validation,
+        sampler=BucketBatchSampler(trained, train.batch_size, seed_of(job), workers.rank, workers.world_size),
         images=images,
         transformer=transformer,
         dtype=dtype,

@@ -21,6 +21,7 @@ from ..checkpoint.files import replacing
 from ..checkpoint.interrupts import Interrupts
 from ..config.job_config import JobConfig
 from ..config.job_rules import require_packages
+from ..data.hold_out import describe_lowest
 from ..export import check_export
 from ..memory.oom import OutOfMemory, explain_oom, is_oom
 from ..memory.phases import PhaseTracker
@@ -32,7 +33,6 @@ from .resume import check_same_run, find_resume_point, identity_of
 from .saving import Checkpoint, lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name
 from .session import Session, open_session
 from .steps import train_step
-from .validation import fixed_noise_loss
 from .workers import Workers
 
 __all__ = ["COATTrainer"]
@@ -140,7 +140,10 @@ def _run(
         session.guard.check_end(session.step)
         path = _save(session, final=True)
     _draw_samples(session)
-    log.say(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
+    if session.validation.held_out:
+        log.say(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
+    else:
+        log.say(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
     finish(session.phases, lambda: job, log.say, table=job.coat.memory.log_memory_stats)
     log.say(f"Saved the LoRA to {path}")
     return path
@@ -181,7 +184,10 @@ def _train_steps(
                 session.log.say(line)
         if observer is not None:
             observer(session)
-        if session.step == job.train.steps:
+        last = session.step == job.train.steps
+        if session.validation.held_out and (last or _is_due(session, job.validation.every)):
+            _validate(session)
+        if last:
             return
         if stops:
             _stop(session)
@@ -285,6 +291,13 @@ def _draw_samples(session: Session) -> None:
 
 def _validate(session: Session) -> float:
     with session.phases.during("validate"), session.averaged():
-        loss = fixed_noise_loss(session.transformer, session.dataset, dtype=session.dtype)
+        loss = session.validation.loss(
+            session.transformer,
+            dtype=session.dtype,
+            device=session.workers.device,
+            at_once=session.job.train.batch_size,
+        )
+    if session.validation.held_out:
+        session.record["held_out_loss"] = [*session.record.get("held_out_loss", []), [session.step, loss]]
     session.log.validation(session.step, loss)
     return loss

@@ -102,10 +102,18 @@ def _show_loss(page: Page, run: RunFolder) -> None:
     else:
         page.missing("No training loss: there is neither coat/metrics.csv nor ai-toolkit's loss_log.db.")
     validation = read_validation(run.path)
-    if validation:
-        page.curves("Validation loss, noise and timesteps always the same", {"loss": validation}, x="step", y="loss")
+    if not validation:
+        page.missing("No validation loss: the config has no validation block, or nothing was measured yet.")
+    elif run.block("validation"):
+        lowest = min(validation, key=lambda point: point[1])
+        series = {"held-out loss": validation, f"lowest, step {lowest[0]:.0f}": [lowest]}
+        page.curves("Loss on photos held out of training", series, x="step", y="loss")
+        page.paragraph(
+            f"Lowest, {lowest[1]:.5f}, at step {lowest[0]:.0f}. Where it rises while the training loss falls, the LoRA "
+            "learns the photos by heart."
+        )
     else:
-        page.missing("No validation loss: the stand-alone trainer writes coat/validation.csv, ai-toolkit has none.")
+        page.curves("Validation loss, noise and timesteps always the same", {"loss": validation}, x="step", y="loss")
 
 
 def _show_samples(page: Page, run: RunFolder) -> None:

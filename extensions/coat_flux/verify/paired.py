@@ -71,6 +71,7 @@ def prepare_job(
     process.update(type=COAT_TYPE, training_folder=str(folder), training_seed=seed, coat=coat)
     process.pop("name", None)
     process.pop("log_dir", None)
+    process.pop("validation", None)  # the study holds out photos of its own
     train.update(steps=steps or job.train.steps, skip_first_sample=True)
     train["optimizer_params"] = {key: value for key, value in _params(job).items() if key in ADAMW_KEYS}
     process["save"] = {**(process.get("save") or {}), "max_step_saves_to_keep": 1}

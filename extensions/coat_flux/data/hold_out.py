@@ -1,0 +1,226 @@
+"""Photos that are kept out of training, and the loss on them with noise that never changes.
+
+Photo i of n meets L noise levels, one in each L-th of the range, shifted from photo to photo so that all n · L levels
+are different and evenly spread:
+
+    sigma_ij = (j + (i + 1/2) / n) / L,   noise from the number of the draw, i · L + j
+
+so the loss is the mean of n · L forwards that are the same at every step, in every run and in both trainers. Where it
+falls, the LoRA learns the subject; where it rises while the training loss falls, it learns the photos by heart.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import ceil, isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..config.findings import closest
+from .errors import DatasetError, printable
+from .files import find_images
+
+__all__ = ["HELD_OUT", "FixedNoise", "Point", "choose_hold_out", "describe_lowest", "levels_for"]
+
+HELD_OUT = "held-out loss"
+DEFAULT_SEED = 42  # of the choice, where the config has no training_seed: a resumed run must choose the same photos
+LEVELS, FEWEST_FORWARDS = 4, 16
+MOST_AT_ONCE = 32
+NOISE_STREAM = 4  # the number of these draws among the trainer's, `engine.seeding.Stream`
+
+
+# -- which photos ------------------------------------------------------------------------------------------------------
+
+
+def choose_hold_out(
+    folders: Sequence[Path | str], hold_out: int | Sequence[str] | None, seed: int | None
+) -> tuple[tuple[Path, ...], ...]:
+    """Choose the photos of each folder that are not trained on.
+
+    A number of photos is spread evenly over all folders, each in the order of its names; the seed decides where to
+    begin. A list names files, by name alone or by their path in the folder. A photo that several folders hold, by links
+    or because they are one, is held out of all of them.
+
+    Args:
+        folders: of the datasets; one may come several times.
+        hold_out: `validation.hold_out`; None holds out nothing.
+        seed: `training_seed`.
+
+    Returns:
+        For each folder its photos held out, sorted.
+
+    Raises:
+        DatasetError: a name is unknown, or nothing would be left to train on.
+    """
+    listed = [find_images(Path(folder)) for folder in folders]
+    if hold_out is None or not any(listed):  # a folder without photos is an error of its own
+        return tuple(() for _ in folders)
+    if isinstance(hold_out, int):
+        places = list(dict.fromkeys(path.resolve() for found in listed if len(found) > 1 for path in found))
+        if hold_out >= len(places):
+            most = max(len(places) - 1, 0)
+            raise DatasetError(
+                f"validation.hold_out={hold_out}: of {sum(map(len, listed))} photos at most {most} can be held out, so "
+                f"that something is left to train on; {f'write at most {most}' if most else 'add photos'}, or remove "
+                "the block"
+            )
+        start = random.Random(f"{DEFAULT_SEED if seed is None else seed}/hold out").random()
+        chosen = {places[int((i + start) * len(places) / hold_out)] for i in range(hold_out)}
+    else:
+        chosen = {path for name in hold_out for path in _named(name, folders, listed)}
+    kept = tuple(tuple(path for path in found if path.resolve() in chosen) for found in listed)
+    for number, (held, found) in enumerate(zip(kept, listed, strict=True)):
+        if found and len(held) == len(found):
+            raise DatasetError(
+                f"validation.hold_out: leaves no photo of datasets[{number}] to train on "
+                f"({printable(folders[number])}, {len(found)} photos); hold out fewer, or remove that dataset"
+            )
+    return kept
+
+
+def _named(name: str, folders: Sequence[Path | str], listed: Sequence[Sequence[Path]]) -> list[Path]:
+    wanted, found, known = name.replace("\\", "/"), [], []
+    for folder, paths in zip(folders, listed, strict=True):
+        for path in paths:
+            known.append(path.name)
+            if wanted in (path.name, path.relative_to(folder).as_posix()):
+                found.append(path.resolve())
+    if not found:
+        near = closest(name, known)
+        remedy = f"did you mean {near!r}?" if near else "write the name of a photo with its extension"
+        raise DatasetError(f"validation.hold_out: {printable(name)!r} is no photo of any dataset; {remedy}")
+    return found
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """One forward: photo i at sigma, with the noise of draw number `index`."""
+
+    photo: int
+    sigma: float
+    index: int
+
+
+def levels_for(photos: int) -> int:
+    """Noise levels per photo: 4, or more where the photos are so few that the loss would be coarse."""
+    return max(LEVELS, ceil(FEWEST_FORWARDS / photos))
+
+
+class FixedNoise:
+    """Encoded photos, and the loss on them.
+
+    Args:
+        photos: for each, "latents" (C, h, w) fp32 on the CPU, and whatever else its trainer needs.
+        names: of the files.
+    """
+
+    def __init__(self, photos: Sequence[Mapping[str, Any]], names: Sequence[str]):
+        self.photos = [dict(photo) for photo in photos]
+        self.names = tuple(names)
+
+    def points(self, levels: int) -> list[Point]:
+        """All forwards of one loss, `levels` noise levels per photo."""
+        count = len(self.photos)
+        return [
+            Point(photo, (level + (photo + 0.5) / count) / levels, photo * levels + level)
+            for photo in range(count)
+            for level in range(levels)
+        ]
+
+    def batches(self, levels: int, at_once: Callable[[torch.Size], int]) -> Iterator[list[Point]]:
+        """The same forwards, those of one picture size together.
+
+        Args:
+            levels: noise levels per photo.
+            at_once: how many latents of a shape (C, h, w) one forward takes.
+        """
+        by_shape: dict[torch.Size, list[Point]] = {}
+        for point in self.points(levels):
+            by_shape.setdefault(self.photos[point.photo]["latents"].shape, []).append(point)
+        for shape, points in by_shape.items():
+            most = min(max(1, at_once(shape)), MOST_AT_ONCE)
+            for start in range(0, len(points), most):
+                yield points[start : start + most]
+
+    def drawn(self, points: Sequence[Point]) -> tuple[list[dict[str, Any]], Tensor, Tensor]:
+        """What one forward of B points needs.
+
+        Returns:
+            photos, sigmas (B,) and noise (B, C, h, w), fp32 on the CPU.
+        """
+        photos = [self.photos[point.photo] for point in points]
+        noise = [_noise(point.index, photo["latents"].shape) for point, photo in zip(points, photos, strict=True)]
+        return photos, torch.tensor([point.sigma for point in points]), torch.stack(noise)
+
+    @torch.no_grad()
+    def mean_loss(
+        self,
+        losses: Callable[[list[dict[str, Any]], Tensor, Tensor], Tensor],
+        levels: int,
+        at_once: Callable[[torch.Size], int],
+    ) -> float:
+        """The mean over all forwards.
+
+        Args:
+            losses: (photos, sigmas, noise), as `drawn` returns them → losses (B,).
+            levels: noise levels per photo.
+            at_once: see `batches`.
+        """
+        found = [losses(*self.drawn(points)) for points in self.batches(levels, at_once)]
+        return torch.cat(found).double().mean().item()
+
+
+def _noise(index: int, shape: torch.Size) -> Tensor:
+    seed = int(np.random.SeedSequence([0, NOISE_STREAM, index]).generate_state(1, np.uint64)[0]) >> 1
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- the lowest --------------------------------------------------------------------------------------------------------
+
+
+def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str) -> str:
+    """Say at which step the held-out loss was lowest, and which saved LoRA is of that step or the nearest one.
+
+    Args:
+        curve: (steps done, loss), the start of the run among them.
+        run_dir: with the LoRA files.
+        name: of the run.
+
+    """
+    finite = [(step, loss) for step, loss in curve if isfinite(loss)]
+    if not finite:
+        return f"the {HELD_OUT} was never finite"
+    step, loss = min(finite, key=lambda point: (point[1], point[0]))
+    saves = _saved_steps(run_dir, name)
+    nearest = min(saves, key=lambda saved: (abs(saved - step), saved), default=None)
+    if nearest is None:
+        file = "no LoRA is saved"
+    elif nearest == step:
+        file = saves[nearest].name
+    else:
+        file = f"not saved; the nearest is {saves[nearest].name}, step {nearest}"
+    last = finite[-1]
+    rise = f"; {last[1]:.6f} at step {last[0]}" if last[0] != step else ""
+    return f"lowest {HELD_OUT} {loss:.6f} at step {step} ({file}){rise}"
+
+
+def _saved_steps(run_dir: Path, name: str) -> dict[int, Path]:
+    """Steps done → LoRA file, as the files' metadata say."""
+    found: dict[int, Path] = {}
+    for path in sorted(run_dir.glob("*.safetensors")):
+        if path.stem == name or path.stem.removeprefix(f"{name}_").isdecimal():
+            with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError), safe_open(path, "pt") as file:
+                found[int(json.loads((file.metadata() or {})["training_info"])["step"])] = path
+    return found

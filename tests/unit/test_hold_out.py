@@ -1,0 +1,105 @@
+"""Which photos are held out, and what is said about the lowest loss."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from coat_flux.check.data import check_data
+from coat_flux.data.errors import DatasetError
+from coat_flux.data.hold_out import choose_hold_out, describe_lowest
+from tests.helpers.engine_job import write_images
+from tests.unit.test_check import AI_TOOLKIT, found, job
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("photos")
+    return [write_images(root / "a", 12), write_images(root / "b" / "sub", 4).parent]
+
+
+def names(chosen: tuple[tuple[Path, ...], ...]) -> list[list[str]]:
+    return [[path.name for path in paths] for paths in chosen]
+
+
+def test_a_number_is_spread_over_names_and_folders_and_follows_the_seed(folders: list[Path]) -> None:
+    choices = [names(choose_hold_out(folders, 4, seed)) for seed in range(8)]
+    assert {tuple(map(len, choice)) for choice in choices} == {(3, 1)}
+    assert len({str(choice) for choice in choices}) > 1
+    everything = sorted(folders[0].glob("*.png"))
+    places = [everything.index(path) for path in choose_hold_out(folders, 4, 0)[0]]
+    assert {after - before for before, after in itertools.pairwise(places)} == {4}
+    assert names(choose_hold_out(folders, 4, None)) == names(choose_hold_out(folders, 4, 42))
+    assert names(choose_hold_out(folders, None, 1)) == [[], []]
+
+
+def test_names_hold_out_every_photo_of_that_name_and_linked_ones(folders: list[Path], tmp_path: Path) -> None:
+    assert names(choose_hold_out(folders, ["3.png"], 0)) == [["3.png"], ["3.png"]]
+    assert names(choose_hold_out(folders, ["sub/3.png"], 0)) == [[], ["3.png"]]
+    (tmp_path / "linked.png").symlink_to(folders[0] / "7.png")
+    shutil.copy(folders[0] / "8.png", tmp_path)
+    assert names(choose_hold_out([*folders, tmp_path], ["7.png"], 0)) == [["7.png"], [], ["linked.png"]]
+
+
+@pytest.mark.parametrize(
+    ("hold_out", "message"),
+    [
+        (16, r"of 16 photos at most 15 can be held out, .*; write at most 15, or remove the block"),
+        (["3.pgn"], r"'3.pgn' is no photo of any dataset; did you mean '3.png'\?"),
+        (["photo"], r"'photo' is no photo of any dataset; write the name of a photo with its extension"),
+        (["0.png", "1.png", "2.png", "3.png"], r"leaves no photo of datasets\[1\] to train on .*hold out fewer"),
+    ],
+)
+def test_what_cannot_be_held_out_is_said_by_check(hold_out: int | list[str], message: str, folders: list[Path]) -> None:
+    with pytest.raises(DatasetError, match=message):
+        choose_hold_out(folders, hold_out, 0)
+    given = job(("validation", {"hold_out": hold_out}))
+    process = given["config"]["process"][0]
+    process["datasets"] = [{**process["datasets"][0], "folder_path": str(folder)} for folder in folders]
+    errors, _ = check_data(given)
+    assert [line.startswith("validation.hold_out") for line in errors] == [True]
+
+
+@pytest.mark.parametrize("host", ["standalone", AI_TOOLKIT])
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ({"hold_out": 2, "every": 0}, "validation.every"),
+        ({"hold_out": 0}, "validation.hold_out"),
+        ({"hold_out": "a.jpg"}, "validation.hold_out"),
+        ({"hold_out": []}, "validation.hold_out"),
+        ({"hold_out": True}, "validation.hold_out"),
+        ({"every": 10}, "validation.hold_out"),
+        (None, "validation.hold_out"),
+        ({"hold_out": 2, "evry": 5}, "validation.evry"),
+    ],
+)
+def test_a_wrong_block_is_one_error(host: str, block: dict | None, key: str) -> None:
+    errors = [item for item in found(("validation", block), host=host) if item.severity == "error"]
+    assert [item.key for item in errors] == [f"config.process[0].{key}"]
+
+
+def test_ai_toolkits_own_types_cannot_validate() -> None:
+    errors = found(("type", "sd_trainer"), ("validation", {"hold_out": 2}), host=AI_TOOLKIT)
+    assert "config.process[0].validation" in {item.key for item in errors if item.severity == "error"}
+    assert not [item for item in found(("validation", {"hold_out": 2}), host=AI_TOOLKIT) if "validation" in item.key]
+
+
+def test_the_lowest_names_the_file_of_its_step_or_the_nearest(tmp_path: Path) -> None:
+    curve = [(0, 3.0), (2, 1.0), (4, float("nan")), (6, 2.0)]
+    assert describe_lowest(curve, tmp_path, "r").startswith(
+        "lowest held-out loss 1.000000 at step 2 (no LoRA is saved)"
+    )
+    for name, step in (("r_000000003", 4), ("r", 6), ("rather_000000002", 2)):
+        about = {"training_info": json.dumps({"step": step, "epoch": 0})}
+        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors", about)
+    line = "lowest held-out loss 1.000000 at step 2 (not saved; the nearest is r_000000003.safetensors, step 4)"
+    assert describe_lowest(curve, tmp_path, "r") == f"{line}; 2.000000 at step 6"
+    assert "step 6 (r.safetensors)" in describe_lowest([(0, 3.0), (6, 2.0)], tmp_path, "r")
+    assert describe_lowest([(0, float("nan"))], tmp_path, "r") == "the held-out loss was never finite"
