@@ -1,4 +1,4 @@
-"""From nothing to a trained LoRA: `python scripts/quickstart.py [--steps N]`.
+"""From nothing to a trained LoRA: `python scripts/quickstart.py [--seed N]`.
 
 1. Makes a virtual environment in `.venv` (when not started from one) and installs torch and this package.
 2. Puts the embedded mini-FLUX, which draws clothes of 64 pixels, into `models/coat_mini_flux`; nothing is downloaded.
@@ -6,7 +6,7 @@
    `configs/flux_clothing_tiny.yaml`, every COAT part on.
 4. Checks that the fixed-noise validation loss fell.
 5. Loads the LoRA into a fresh diffusers pipeline, draws the same prompts without and with it, and has a classifier
-   check that the trigger word now means the garment.
+   count in how many of them the trigger word now means the garment.
 
 Exits non-zero when a check fails. Every run starts over.
 """
@@ -31,7 +31,6 @@ ROOT = _environment.ROOT
 CONFIG = ROOT / "configs" / "flux_clothing_tiny.yaml"
 MODEL = ROOT / "models" / "coat_mini_flux"
 RUN_NAME = "coat_quickstart"
-IMAGE_SEED = 42
 IMAGE_SCALE = 4
 # 8-bit levels: what rounding alone may do to an image is below 1 everywhere and far below it on average
 LEAST_CHANGE = 0.5
@@ -50,10 +49,18 @@ def parse_arguments() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: what the config says)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of training and pictures (default: the config's)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write the pictures here as well (.png, .jpg)")
     _environment.add_options(parser)
     options = parser.parse_args()
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps {options.steps}: must be at least 1")
+    if options.seed is not None and options.seed < 0:
+        parser.error(f"--seed {options.seed}: must be at least 0")
+    if options.picture is not None:
+        if options.picture.suffix.lower() not in {".png", ".jpg", ".jpeg"}:
+            parser.error(f"--picture {options.picture}: must end in .png or .jpg")
+        options.picture = options.picture.absolute()
     return options
 
 
@@ -66,8 +73,8 @@ def make_model() -> Path:
     return folder
 
 
-def read_job(model: Path, steps: int | None) -> dict[str, Any]:
-    """Return the config under the quickstart's own name, with the model and the steps put in."""
+def read_job(model: Path, steps: int | None, seed: int | None) -> dict[str, Any]:
+    """Return the config under the quickstart's own name, with the model, the steps and the seed put in."""
     from coat_flux.config import load_job_yaml
 
     job = load_job_yaml(CONFIG, name=RUN_NAME)
@@ -75,6 +82,8 @@ def read_job(model: Path, steps: int | None) -> dict[str, Any]:
     process["model"]["name_or_path"] = str(model)
     if steps is not None:
         process["train"]["steps"] = steps
+    if seed is not None:
+        process["training_seed"] = process["sample"]["seed"] = seed
     return job
 
 
@@ -112,11 +121,11 @@ def draw_without_and_with(model: Path, lora: Path, job: dict[str, Any]) -> tuple
     process = job["config"]["process"][0]
     sample = process["sample"]
     prompts = [prompt.replace("[trigger]", process["trigger_word"]) for prompt in sample["prompts"]]
-    size = (sample["width"], sample["height"])
+    size, seed = (sample["width"], sample["height"]), sample["seed"]
     pipeline = load_pipeline(model)
-    without = draw_prompts(pipeline, prompts, size, seed=IMAGE_SEED)
+    without = draw_prompts(pipeline, prompts, size, seed=seed)
     pipeline.load_lora_weights(lora.parent, weight_name=lora.name)
-    return without, draw_prompts(pipeline, prompts, size, seed=IMAGE_SEED), prompts
+    return without, draw_prompts(pipeline, prompts, size, seed=seed), prompts
 
 
 def count_garments(pictures: Tensor) -> int:
@@ -130,7 +139,7 @@ def count_garments(pictures: Tensor) -> int:
 def check_images(without: Tensor, with_lora: Tensor, *, whole: bool) -> str:
     """Return what the LoRA changed; after a whole training the trigger word must mean the garment more often."""
     before, after, count = count_garments(without), count_garments(with_lora), len(without)
-    text = f"the trigger word draws the new garment in {before} of {count} pictures without the LoRA, {after} with it"
+    text = f"the trigger word draws the new garment in {after} of {count} pictures with the LoRA, {before} without"
     change = (with_lora.float() - without.float()).abs().mean().item()
     if not change >= LEAST_CHANGE:
         raise QuickstartError(f"the LoRA changes the images by {change:.3f} levels: must be {LEAST_CHANGE} or more")
@@ -139,28 +148,32 @@ def check_images(without: Tensor, with_lora: Tensor, *, whole: bool) -> str:
     return text
 
 
-def save_side_by_side(without: Tensor, with_lora: Tensor, prompts: list[str], path: Path) -> None:
-    """Write the images, enlarged: without the LoRA above, with it below."""
-    import torch
-    from mini_flux.samples import sheet
+def save_grid(without: Tensor, with_lora: Tensor, prompts: list[str], paths: list[Path]) -> None:
+    """Write the pictures, enlarged: a prompt above each column, without the LoRA above, with it below."""
+    from mini_flux.samples import grid
 
-    captions = [*("without LoRA" for _ in prompts), *("with LoRA" for _ in prompts)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet(torch.cat([without, with_lora]), captions, columns=len(prompts), enlarged=IMAGE_SCALE).save(path)
+    after, before = count_garments(with_lora), count_garments(without)
+    headline = f"{after} of {len(prompts)} pictures with the LoRA show the new garment, {before} without it"
+    page = grid({"without LoRA": without, "with LoRA": with_lora}, prompts, headline, enlarged=IMAGE_SCALE)
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        page.save(path, quality=90)
 
 
-def run(steps: int | None) -> None:
+def run(options: argparse.Namespace) -> None:
     """Do everything after the installation and print what came out."""
     started = time.monotonic()
     model = make_model()
-    job = read_job(model, steps)
-    say(f"training as {CONFIG.relative_to(ROOT)} says, {job['config']['process'][0]['train']['steps']} steps")
+    job = read_job(model, options.steps, options.seed)
+    process = job["config"]["process"][0]
+    steps, seed = process["train"]["steps"], process["training_seed"]
+    say(f"training as {CONFIG.relative_to(ROOT)} says, {steps} steps, seed {seed}")
     lora = train(job)
     before, after = check_validation(lora.parent)
     without, with_lora, prompts = draw_without_and_with(model, lora, job)
     picture = lora.parent / "coat" / "without_and_with_lora.png"
-    save_side_by_side(without, with_lora, prompts, picture)
-    change = check_images(without, with_lora, whole=steps is None)
+    save_grid(without, with_lora, prompts, [picture, *([options.picture] if options.picture else [])])
+    change = check_images(without, with_lora, whole=options.steps is None)
     say(f"fixed-noise validation loss {before:.6f} -> {after:.6f}")
     say(f"diffusers loaded the LoRA; {change}")
     for what, path in (
@@ -183,7 +196,7 @@ def main() -> int:
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # what they say about the embedded model is of no use to anyone
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
-        run(options.steps)
+        run(options)
     except QuickstartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

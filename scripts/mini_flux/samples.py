@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor
 from .models import T5_TOKENS
 from .pictures import HELD_OUT, Item, caption, is_held_out, known_items
 
-__all__ = ["draw_prompts", "load_pipeline", "prompts_of", "sheet", "unseen_items"]
+__all__ = ["draw_prompts", "grid", "load_pipeline", "prompts_of", "sheet", "unseen_items"]
 
 STEPS, GUIDANCE = 20, 4.0
 _AT_ONCE = 25
 _CAPTION = 26  # pixels below a picture of the sheet
+_TEXT, _HEADLINE = 15, 20  # font sizes of the grid
+_GAP = 8  # pixels between its pictures
 
 
 def unseen_items(count: int, seed: int = 0) -> list[Item]:
@@ -93,4 +96,35 @@ def sheet(pixels: Tensor, captions: Sequence[str], columns: int, enlarged: int =
         image = Image.fromarray(picture.permute(1, 2, 0).numpy())
         page.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, top))
         draw.multiline_text((left + 2, top + height + 1), text, "black", font, spacing=1)
+    return page
+
+
+def grid(rows: Mapping[str, Tensor], prompts: Sequence[str], headline: str, enlarged: int = 4) -> Image.Image:
+    """Pictures of the same prompts, under a headline: prompts above the columns, names left of the rows.
+
+    Args:
+        rows: name -> uint8 [N, 3, H, W].
+        prompts: N of them; wrapped to the width of a picture.
+        headline: one line.
+        enlarged: by so many.
+    """
+    text, large = ImageFont.load_default(_TEXT), ImageFont.load_default(_HEADLINE)
+    height, width = (enlarged * side for side in next(iter(rows.values())).shape[2:])
+    wrapped = [textwrap.fill(prompt, int(width / text.getlength("n"))) for prompt in prompts]
+    left = 2 * _GAP + round(max(text.getlength(word) for name in rows for word in name.split()))
+    lines = max(prompt.count("\n") + 1 for prompt in wrapped)
+    top = 3 * _GAP + _HEADLINE + lines * (_TEXT + 4)
+    size = (left + len(prompts) * (width + _GAP), top + len(rows) * (height + _GAP))
+    page = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(page)
+    draw.text((left, _GAP), headline, "black", large)
+    for column, prompt in enumerate(wrapped):
+        x = left + column * (width + _GAP)
+        draw.multiline_text((x, top - _GAP), prompt, "black", text, anchor="ld", spacing=3)
+    for row, (name, pictures) in enumerate(rows.items()):
+        y = top + row * (height + _GAP)
+        draw.multiline_text((_GAP, y + height // 2), name.replace(" ", "\n"), "black", text, anchor="lm", spacing=3)
+        for column, picture in enumerate(pictures):
+            image = Image.fromarray(picture.permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.NEAREST)
+            page.paste(image, (left + column * (width + _GAP), y))
     return page

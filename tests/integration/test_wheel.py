@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,8 +65,9 @@ def test_the_shipped_config_trains_from_it(installed: Path, tmp_path: Path) -> N
     assert "datasets_example: 33 files copied" in coat_flux("examples")
     config = tmp_path / "configs" / "flux_clothing_tiny.yaml"
     text = config.read_text(encoding="utf-8")
-    assert "steps: 200 " in text
-    config.write_text(text.replace("steps: 200 ", "steps: 1 "))
+    shortened, count = re.subn(r"(?m)^( +)steps: \d+ ", r"\1steps: 1 ", text)
+    assert count == 1
+    config.write_text(shortened)
     coat_flux("train", "configs/flux_clothing_tiny.yaml")
     assert (tmp_path / "output" / "flux_clothing_tiny" / "flux_clothing_tiny.safetensors").stat().st_size > 10_000
     again = coat_flux("examples")
