@@ -152,7 +152,7 @@ _MODEL_OFF = (
 _MODEL_NONE = (
     "vae_path refiner_name_or_path lora_path assistant_lora_path inference_lora_path unconditional_lora_path unet_path "
     "vae_device vae_dtype te_device te_dtype ignore_if_contains only_if_contains quantize_kwargs te_name_or_path "
-    "extras_name_or_path accuracy_recovery_adapter model_kwargs model_paths"
+    "accuracy_recovery_adapter model_kwargs model_paths"
 ).split()
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {

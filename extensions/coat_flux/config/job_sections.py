@@ -160,7 +160,8 @@ class TrainSection:
 class ModelSection:
     """`model`. The stand-alone trainer quantizes as `coat.weight` says; `quantize` and `qtype` must not contradict."""
 
-    name_or_path: str = key(None, "str", "a folder in diffusers layout, or a hub name", required=True)
+    name_or_path: str = key(None, "str", "a diffusers folder, a hub name, or a FLUX.1 .safetensors file", required=True)
+    extras_name_or_path: str | None = key(None, "str", "where VAE and text encoders come from", nullable=True)
     is_flux: bool = key(False, "bool", "FLUX.1")
     arch: str | None = key(None, "str", "flux, as is_flux: true", nullable=True)
     quantize: bool = key(False, "bool", "quantize the frozen transformer")

@@ -108,12 +108,14 @@ def open_session(
     """
     dtype = TORCH_DTYPES[job.train.dtype]
     policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
-    samples = scan(job.datasets, job.trigger_word, **policy, t5_of=job.model.name_or_path)
+    samples = scan(
+        job.datasets, job.trigger_word, **policy, t5_of=job.model.extras_name_or_path or job.model.name_or_path
+    )
     held_out = {path for paths in held_out_of(job) for path in paths}
     trained = [sample for sample in samples if sample.image_path not in held_out]
     measured = [sample for sample in samples if sample.image_path in held_out]
     phases.enter("cache")
-    encoders = load_encoders(job.model.name_or_path, dtype)
+    encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
     phases.hold_models(encoders.vae, [encoders.text.clip, encoders.text.t5])
     dataset, images = _prepare_data(job, workers, encoders, [*trained, *measured])
     validation = Validation(dataset, measured, trained)

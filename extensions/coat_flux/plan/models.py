@@ -15,6 +15,7 @@ from torch import nn
 from coat_core.linear.module import obstacle_to_conversion
 
 from ..config import COATConfig, ConfigError
+from ..config.checkpoint_file import CheckpointError, flux_config, read_header
 from ..flux.policy import matches, policy_for
 from ..lora.targets import target_names
 from ..memory.sizes import FP32
@@ -127,6 +128,17 @@ def _configs(name_or_path: str, where: str) -> tuple[dict[str, dict[str, Any]], 
     folder = Path(name_or_path)
     if folder.is_dir():
         return _of_folder(folder, where)
+    if folder.is_file():
+        try:
+            transformer = flux_config(read_header(folder))
+        except CheckpointError as error:
+            raise ConfigError(f"{where}={folder}: {error}") from error
+        return {
+            "transformer": transformer,
+            "vae": FLUX_VAE,
+            "text_encoder": CLIP_L,
+            "text_encoder_2": T5_XXL,
+        }, TEXT_TOKENS
     if folder.name == Path(EMBEDDED_MODEL).name:
         return _of_folder(MINI_FLUX, where)
     if name_or_path in HUB_MODELS:

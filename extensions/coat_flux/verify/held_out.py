@@ -91,7 +91,7 @@ def encode_held_out(job: JobConfig, device: torch.device) -> HeldOut:
     """
     photos = job.coat.data
     samples = scan(job.datasets, job.trigger_word, background=photos.background, transparency=photos.transparency)
-    encoders = load_encoders(job.model.name_or_path, TORCH_DTYPES[job.train.dtype])
+    encoders = load_encoders(job.model.name_or_path, TORCH_DTYPES[job.train.dtype], job.model.extras_name_or_path)
     dataset = cache_all(
         chosen := one_each(samples),
         encoders.vae,

@@ -1,0 +1,135 @@
+"""What a `.safetensors` file is, from its header alone: whether it is whole, and which model's checkpoint.
+
+FLUX.1 in one file is Black Forest Labs' own layout (`double_blocks.0.img_attn.qkv.weight`), as `flux1-dev.safetensors`
+on the hub and as ComfyUI users have it: under `model.diffusion_model.`, in FP8 with or without scales, or together with
+text encoders and a VAE, which are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+__all__ = ["IN_CHANNELS", "CheckpointError", "base_model", "flux_config", "kind_of", "read_header", "transformer_keys"]
+
+SUFFIXES = (".safetensors", ".sft")
+MAX_HEADER = 100_000_000  # bytes, the format's own limit
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+IN_CHANNELS = {128: "FLUX.1 Depth or Canny", 384: "FLUX.1 Fill"}  # of FLUX.1 models that need another image as input
+DEV, SCHNELL = "black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell"
+_FIRST = "double_blocks.0.img_attn.qkv"
+_SIGNS = (  # a key of it, and what it is; in this order
+    (r"lora_(A|B|down|up)\b|hada_w|lokr_w", "a LoRA"),
+    (r"distilled_guidance_layer\.", "Chroma"),
+    (r"double_stream_modulation_img\.", "FLUX.2"),
+    (rf"{re.escape(_FIRST)}\.(weight\.(absmax|quant_state|quant_map)|qweight)", "FLUX in a format for inference only"),
+    (rf"{re.escape(_FIRST)}\.weight$", "FLUX.1"),
+    (r"(^|\.)transformer_blocks\.0\.attn\.to_q\.weight$", "a transformer in diffusers layout"),
+    (r"(^|\.)input_blocks\.0\.0\.weight$", "Stable Diffusion"),
+    (r"(^|\.)joint_blocks\.0\.", "Stable Diffusion 3"),
+    (r"encoder\.block\.0\.layer\.0\.SelfAttention", "the text encoder T5"),
+    (r"text_model\.encoder\.layers\.0\.", "a CLIP text encoder"),
+    (r"^(encoder|decoder)\.conv_in\.weight$", "a VAE"),
+)
+Header = Mapping[str, Mapping[str, Any]]
+
+
+class CheckpointError(UserError, ValueError):
+    """A checkpoint file that cannot be used: `<rule>; <remedy>`, without the file."""
+
+
+def read_header(path: Path) -> Header:
+    """The tensors of a safetensors file by name: dtype, shape and offsets.
+
+    Raises:
+        CheckpointError: not such a file, or a part of one.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if start.startswith(b"version "):
+                raise CheckpointError("is a Git LFS pointer, not the weights; run git lfs pull in its folder")
+            if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise CheckpointError("is no safetensors file, or the start of one; download it again")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror}); check its permissions") from error
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError("has a damaged header; download it again") from error
+    header.pop("__metadata__", None)
+    whole = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != whole:
+        raise CheckpointError(f"has {size / 1e9:.2f} of {whole / 1e9:.2f} GB, so it is not whole; download it again")
+    return header
+
+
+def kind_of(header: Header) -> str:
+    """Which model's checkpoint it is, in words."""
+    return next((kind for sign, kind in _SIGNS if any(re.search(sign, key) for key in header)), "no model known here")
+
+
+def transformer_keys(header: Header) -> dict[str, str]:
+    """Black Forest Labs' name of each tensor of the transformer → its key in the file."""
+    prefix = next(prefix for prefix in PREFIXES if f"{prefix}{_FIRST}.weight" in header)
+    return {key.removeprefix(prefix): key for key in header if key.startswith(prefix)}
+
+
+def flux_config(header: Header) -> dict[str, Any]:
+    """The transformer's config in diffusers' terms, from its tensors' shapes.
+
+    Raises:
+        CheckpointError: no FLUX.1, or a damaged one.
+    """
+    if (kind := kind_of(header)) != "FLUX.1":
+        raise CheckpointError(f"is {kind}; give a FLUX.1 checkpoint, such as flux1-dev.safetensors")
+    keys = transformer_keys(header)
+
+    def shape(name: str) -> list[int]:
+        if name not in keys:
+            raise CheckpointError(f"has no tensor {name}; download it again")
+        return list(header[keys[name]]["shape"])
+
+    def count(blocks: str) -> int:
+        return len({name.split(".")[1] for name in keys if name.startswith(f"{blocks}.")})
+
+    (hidden, channels), (head,) = shape("img_in.weight"), shape("double_blocks.0.img_attn.norm.query_norm.scale")
+    rows = (head * 7 // 16) // 2 * 2
+    return {
+        "patch_size": 1,
+        "in_channels": channels,
+        "out_channels": shape("final_layer.linear.weight")[0],
+        "num_layers": count("double_blocks"),
+        "num_single_layers": count("single_blocks"),
+        "attention_head_dim": head,
+        "num_attention_heads": hidden // head,
+        "joint_attention_dim": shape("txt_in.weight")[1],
+        "pooled_projection_dim": shape("vector_in.in_layer.weight")[1],
+        "guidance_embeds": "guidance_in.in_layer.weight" in keys,
+        "axes_dims_rope": [head - 2 * rows, rows, rows],  # 16, 56, 56
+    }
+
+
+def base_model(name_or_path: str, extras: str | None) -> str:
+    """Where VAE, text encoders, tokenizers and scheduler come from.
+
+    Args:
+        name_or_path: `model.name_or_path`.
+        extras: `model.extras_name_or_path`; None: the model itself, or where that is one file with the transformer
+            alone, the model of Black Forest Labs it was made of.
+    """
+    if extras is not None:
+        return extras
+    path = Path(name_or_path)
+    if not (path.suffix.lower() in SUFFIXES and os.path.isfile(path)):
+        return name_or_path
+    return DEV if any(key.endswith("guidance_in.in_layer.weight") for key in read_header(path)) else SCHNELL

@@ -1,0 +1,148 @@
+"""FLUX.1 in one file, as on the hub and as ComfyUI users have it, in the stand-alone trainer."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from diffusers.loaders import single_file_utils
+from safetensors.torch import save_file
+
+from coat_flux.config.checkpoint_file import CheckpointError, flux_config, read_header
+from coat_flux.engine.loading import ModelLoadError, load_encoders, load_transformer
+from coat_flux.engine.trainer import COATTrainer
+from coat_flux.tiny_flux import MINI_FLUX
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.original_layout import original_state, write_original
+
+PREFIX = "model.diffusion_model."
+
+
+@pytest.fixture(scope="module")
+def mini() -> FluxTransformer2DModel:
+    return FluxTransformer2DModel.from_pretrained(MINI_FLUX, subfolder="transformer", torch_dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def diffusers_reader(mini: FluxTransformer2DModel):
+    """diffusers' converter, with the mini-FLUX's width in place of FLUX.1-dev's, which is written into it."""
+    source = inspect.getsource(single_file_utils.convert_flux_transformer_checkpoint_to_diffusers)
+    assert "inner_dim = 3072" in source
+    namespace = {"torch": torch}
+    exec(source.replace("inner_dim = 3072", f"inner_dim = {mini.inner_dim}"), namespace)
+    return namespace["convert_flux_transformer_checkpoint_to_diffusers"]
+
+
+@pytest.mark.parametrize("fp8", ["", "cast", "scaled"])
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_every_layout_is_read_as_diffusers_reads_it(mini, diffusers_reader, tmp_path: Path, prefix, fp8) -> None:
+    path = tmp_path / "flux1-dev.safetensors"
+    meant = write_original(mini, path, prefix=prefix, fp8=fp8)
+    expected = diffusers_reader(dict(meant))
+    model = load_transformer(str(path), torch.bfloat16)
+    state = model.state_dict()
+    assert state.keys() == expected.keys() == mini.state_dict().keys()
+    for name, value in expected.items():
+        assert_bitwise(state[name], value)
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
+    if not fp8:
+        for name, value in mini.state_dict().items():
+            assert_bitwise(state[name], value)
+
+
+def test_the_config_is_read_off_the_shapes(mini, tmp_path: Path) -> None:
+    write_original(mini, tmp_path / "a.safetensors")
+    config = flux_config(read_header(tmp_path / "a.safetensors"))
+    known = {**mini.config, "axes_dims_rope": None, "out_channels": config["in_channels"]}
+    assert {key: known[key] for key in config if key != "axes_dims_rope"} == {
+        key: value for key, value in config.items() if key != "axes_dims_rope"
+    }
+    assert sum(config["axes_dims_rope"]) == mini.config.attention_head_dim
+
+
+def test_flux_dev_s_own_shapes_give_its_config() -> None:
+    d, head, mlp = 3072, 128, 12288
+    shapes = {
+        "img_in.weight": [d, 64],
+        "txt_in.weight": [d, 4096],
+        "vector_in.in_layer.weight": [d, 768],
+        "guidance_in.in_layer.weight": [d, 256],
+        "final_layer.linear.weight": [64, d],
+        "double_blocks.0.img_attn.norm.query_norm.scale": [head],
+        **{f"double_blocks.{i}.img_attn.qkv.weight": [3 * d, d] for i in range(19)},
+        **{f"single_blocks.{i}.linear1.weight": [3 * d + mlp, d] for i in range(38)},
+    }
+    config = flux_config({name: {"shape": shape} for name, shape in shapes.items()})
+    from coat_flux.tiny_flux import FLUX_DEV_TRANSFORMER_CONFIG as DEV
+
+    assert {**config, "axes_dims_rope": tuple(config["axes_dims_rope"])} == {**DEV, "out_channels": 64}
+
+
+def test_a_job_trains_on_a_file(mini, tmp_path: Path) -> None:
+    path = tmp_path / "flux1-dev-fp8.safetensors"
+    write_original(mini, path, prefix=PREFIX, fp8="scaled")
+    raw = engine_job("file", model=path, images=write_images(tmp_path / "photos"), out=tmp_path, train={"steps": 1})
+    raw["config"]["process"][0]["model"]["extras_name_or_path"] = str(MINI_FLUX)
+    assert COATTrainer(raw).train().is_file()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"double_blocks.0.img_attn.qkv.lora_A.weight": (4, 4)}, "is a LoRA; give a FLUX.1 checkpoint"),
+        ({"model.diffusion_model.input_blocks.0.0.weight": (4, 4)}, "is Stable Diffusion; "),
+        ({"encoder.block.0.layer.0.SelfAttention.q.weight": (4, 4)}, "is the text encoder T5; "),
+        ({"decoder.conv_in.weight": (4, 4)}, "is a VAE; "),
+        ({"double_blocks.0.img_attn.qkv.weight.absmax": (4,)}, "is FLUX in a format for inference only; "),
+        ({"double_blocks.0.img_attn.qkv.weight": (12, 4)}, "has no tensor img_in.weight; download it again"),
+        ({"transformer_blocks.0.attn.to_q.weight": (4, 4)}, "is a transformer in diffusers layout; "),
+        ({"x": (1,)}, "is no model known here; "),
+    ],
+)
+def test_other_files_are_named(tmp_path: Path, tensors, words) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, path)
+    with pytest.raises(ModelLoadError, match=r"model\.name_or_path=") as caught:
+        load_transformer(str(path), torch.bfloat16)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda data: data[: len(data) // 2], "so it is not whole; download it again"),
+        (lambda data: data[:4], "is no safetensors file, or the start of one"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        (lambda data: data[:8] + b"\x00" + data[9:], "has a damaged header"),
+        (lambda data: b"<!DOCTYPE html>", "is no safetensors file"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_told_from_its_header(mini, tmp_path: Path, spoil, words) -> None:
+    path = tmp_path / "a.safetensors"
+    write_original(mini, path)
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=words):
+        read_header(path)
+
+
+def test_a_tensor_too_many_or_too_few_is_named(mini, tmp_path: Path) -> None:
+    path, state = tmp_path / "a.safetensors", original_state(mini)
+    save_file({**state, "img_out.weight": torch.zeros(1)}, path)
+    with pytest.raises(ModelLoadError, match=r"has a tensor img_out\.weight, which FLUX\.1 does not have"):
+        load_transformer(str(path), torch.bfloat16)
+    del state["single_blocks.0.linear2.bias"]
+    save_file(state, path)
+    with pytest.raises(ModelLoadError, match=r"lacks single_transformer_blocks\.0\.proj_out\.bias; download it again"):
+        load_transformer(str(path), torch.bfloat16)
+
+
+def test_what_a_file_does_not_hold_comes_from_the_model_it_was_made_of(mini, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "a.safetensors"
+    write_original(mini, path)
+    with pytest.raises(ModelLoadError, match=r"name_or_path=black-forest-labs/FLUX\.1-dev: vae cannot be loaded"):
+        load_encoders(str(path), torch.bfloat16)
+    assert load_encoders(str(path), torch.bfloat16, str(MINI_FLUX)).vae is not None
