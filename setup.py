@@ -34,6 +34,7 @@ EXTRAS_REQUIRE = {
     "bench": [  # the baselines of `coat-flux bench`, and what its tests need; install with the torch you have pinned
         "bitsandbytes>=0.45; platform_system == 'Linux'",
         "hypothesis>=6.100",
+        "lion-pytorch>=0.2",
         "optimum-quanto>=0.2.7",
         "pytest>=8.0",
         "pytest-timeout>=2.3",
@@ -42,8 +43,10 @@ EXTRAS_REQUIRE = {
     "test": [
         "bitsandbytes>=0.45; platform_system == 'Linux'",
         "hypothesis>=6.100",
+        "lion-pytorch>=0.2",
         "ml_dtypes>=0.5",
         "mypy>=1.15",
+        "prodigyopt>=1.1",
         "pytest>=8.0",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.5",

@@ -20,7 +20,7 @@ from .ai_toolkit_data_rules import check_datasets, check_sample, check_validatio
 from .entry import Entry
 
 HALF = ("fp16", "float16", "half")
-OWN_EPS = ("adam", "adamw", "adam8", "adamw8", "adam8bit", "adamw8bit", "ademamix8bit")
+OWN_EPS = ("adam", "adamw", "adam8", "adamw8", "adam8bit", "adamw8bit", "ademamix8bit", "prodigy", "prodigy8bit")
 _TORCH = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
 ADAM_SWITCHES = {"adam": _TORCH, "adamw": _TORCH}  # besides betas and weight_decay
 MODEL_FLAGS = tuple(word for word in SHIPPED["ModelConfig"].replace(":bool", "").split() if word.startswith("is_"))

@@ -18,7 +18,7 @@ from .common_rules import (
     check_trigger,
 )
 from .findings import ConfigError, Findings, finding
-from .options import ADAMW_OPTIONS
+from .options import ADAMW_OPTIONS, OPTIMIZER_PACKAGES, OPTIMIZER_PARAMS
 from .values import Option
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 COAT_OPTIMIZER = "coat_fp8_adamw"
 COAT_QTYPE = "coat_fp8"
 COAT_TYPE = "coat_flux_trainer"
+PRODIGY_LOW_LR = 0.1
 _DEVICE = re.compile(r"cuda(:\d+)?|mps|cpu")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
 
@@ -80,12 +81,18 @@ def require_packages(job: JobConfig) -> None:
     """Check that what the job needs beyond this package's own requirements is installed.
 
     Raises:
-        ConfigError: bitsandbytes is wanted and not there.
+        ConfigError: one of them is not.
     """
-    if job.train.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        remedy = f"pip install bitsandbytes, or write {COAT_OPTIMIZER} or adamw"
-        text = f"needs the package bitsandbytes; {remedy}"
+    module, package = OPTIMIZER_PACKAGES.get(job.train.optimizer, ("", ""))
+    if module and not _is_installed(module):
+        text = f"needs the package {package}; pip install {package}, or write {COAT_OPTIMIZER} or adamw"
         raise ConfigError(finding(job.file, "config.process[0].train.optimizer", text, job.train.optimizer))
+
+
+def _is_installed(module: str) -> bool:
+    """Whether it can be imported; a folder that only has its name, as wandb makes one for its files, is no module."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def _check_names(job: JobConfig, path: str, findings: Findings) -> None:
@@ -143,7 +150,11 @@ def _check_train(job: JobConfig, path: str, findings: Findings) -> None:
         if train.optimizer == COAT_OPTIMIZER:
             parse_optimizer_params(train.optimizer_params, f"{path}.optimizer_params", findings)
         else:
-            parse_keys(ADAMW_OPTIONS, train.optimizer_params, f"{path}.optimizer_params", findings)
+            options = OPTIMIZER_PARAMS.get(train.optimizer, ADAMW_OPTIONS)
+            parse_keys(options, train.optimizer_params, f"{path}.optimizer_params", findings)
+        if train.optimizer == "prodigy" and findings.sound(f"{path}.lr") and train.lr < PRODIGY_LOW_LR:
+            rule = "prodigy finds its step size itself, so as in ai-toolkit lr is 1 where it is below 0.1; write 1.0"
+            findings.warn(f"{path}.lr", rule, train.lr)
     if findings.sound(f"{path}.lr_scheduler"):
         parse_keys(LR_PARAMS[train.lr_scheduler], train.lr_scheduler_params, f"{path}.lr_scheduler_params", findings)
 

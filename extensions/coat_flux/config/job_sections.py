@@ -24,7 +24,12 @@ DTYPES = {
     "single": "fp32",
 }
 TRAIN_DTYPES = ("fp32", "float32", "float", "single", "bf16", "bfloat16")
-OPTIMIZERS = ("adamw", "adam", "adamw8bit", "coat_fp8_adamw")
+OPTIMIZERS = ("adamw", "adam", "adamw8bit", "prodigy", "adafactor", "lion", "coat_fp8_adamw")
+_OTHER_OPTIMIZERS = (
+    *("adamw8", "adam8", "adam8bit", "ademamix8bit", "lion8bit", "adagrad", "prodigy8bit"),
+    *("automagic", "automagic2", "automagic3", "automagicexperiment"),
+    *("dadaptation", "dadaptationadam", "dadaptationlion"),
+)
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts")
 TIMESTEP_TYPES = (
     "sigmoid",
@@ -137,7 +142,13 @@ class TrainSection:
     linear_timesteps: bool = key(False, "bool", "even noise levels, loss weighted by a bell")
     linear_timesteps2: bool = key(False, "bool", "the same, with the low-noise half of the bell flat")
     loss_type: str = key("mse", "choice", "the loss", choices=("mse", "mae", "pseudo_huber"))
-    optimizer: str = key("adamw", "choice", "optimizer", choices=OPTIMIZERS)
+    optimizer: str = key(
+        "adamw",
+        "choice",
+        "optimizer",
+        choices=OPTIMIZERS,
+        refused=tuple((name, _ONLY_AITK.format("one of " + ", ".join(OPTIMIZERS))) for name in _OTHER_OPTIMIZERS),
+    )
     optimizer_params: Mapping[str, Any] | None = key(None, "mapping", "its further arguments", nullable=True)
     lr: float = key(1e-6, "float", "learning rate", above=0, example=1e-4)
     lr_scheduler: str = key("constant", "choice", "course of the learning rate", choices=LR_SCHEDULERS)

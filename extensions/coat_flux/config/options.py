@@ -172,6 +172,48 @@ ADAMW_OPTIONS: tuple[Option, ...] = (
     Option("weight_decay", 1e-2, "float", "decoupled weight decay", minimum=0),
 )
 
+_NO_LR = "the learning rate is train.lr, and Adafactor does not take both; remove the line"
+
+# optimizer of another package → its `train.optimizer_params`, with the defaults ai-toolkit gives it
+OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
+    "prodigy": (
+        Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
+        Option("beta3", None, "float", "decay of the step size's averages; null: sqrt(beta2)", nullable=True, above=0),
+        Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq)", above=0),
+        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
+        _switch("decouple", True, "decoupled weight decay, as in AdamW"),
+        _switch("use_bias_correction", False, "bias correction, as in Adam"),
+        _switch("safeguard_warmup", False, "for a learning rate that warms up"),
+        Option("d0", 1e-6, "float", "first estimate of the step size", above=0),
+        Option("d_coef", 1.0, "float", "multiplies the estimate", above=0),
+        Option("growth_rate", 1.02, "float", "largest growth of the estimate per step; default: no limit", minimum=1),
+        Option("slice_p", 1, "int", "estimate from one element in so many", minimum=1),
+    ),
+    "adafactor": (
+        Option("eps", (1e-30, 1e-3), "betas", "added to squared gradients; smallest parameter scale", minimum=0),
+        Option("clip_threshold", 1.0, "float", "largest root mean square of an update", above=0),
+        Option("decay_rate", -0.8, "float", "exponent of the second moment's decay", below=0),
+        Option("beta1", None, "float", "decay of the first moment; null: none", nullable=True, minimum=0, below=1),
+        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
+        _switch("scale_parameter", False, "multiply lr by the parameter's root mean square"),
+        Option("relative_step", False, "bool", "no other value", refused=((True, _NO_LR),)),
+        Option("warmup_init", False, "bool", "no other value", refused=((True, _NO_LR),)),
+    ),
+    "lion": (
+        Option("betas", (0.9, 0.99), "betas", "weights of the momentum", minimum=0, maximum=1),
+        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
+        _switch("use_triton", False, "the package's Triton kernel"),
+        _switch("decoupled_weight_decay", False, "weight decay that does not depend on lr"),
+    ),
+}
+
+# optimizer → module it comes from, and what pip calls it
+OPTIMIZER_PACKAGES = {
+    "adamw8bit": ("bitsandbytes", "bitsandbytes"),
+    "prodigy": ("prodigyopt", "prodigyopt"),
+    "lion": ("lion_pytorch", "lion-pytorch"),
+}
+
 
 def markdown_table() -> str:
     """The README's table of the `coat:` block: key, values with the default first, effect."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
+from importlib import import_module
+from io import StringIO
 from typing import Any
 
 import torch
@@ -18,23 +21,42 @@ from torch.optim.lr_scheduler import (
 )
 
 from ..config import COATConfig
-from ..config.options import ADAMW_OPTIONS
+from ..config.findings import ConfigError
+from ..config.job_rules import PRODIGY_LOW_LR
+from ..config.options import ADAMW_OPTIONS, OPTIMIZER_PACKAGES
 from ..optimizer import build_optimizer
 
-__all__ = ["advance", "make_optimizer", "make_scheduler", "restore_optimizer"]
+__all__ = ["advance", "learning_rate", "make_optimizer", "make_scheduler", "restore_optimizer"]
 
 COAT_NAME = "coat_fp8_adamw"
 HOST_EPS = next(option.default for option in ADAMW_OPTIONS if option.key == "eps")
 DEFAULT_WARMUP_STEPS = 1000
+GROUP_STATE = ("d", "d_max", "d_numerator", "k")  # what Prodigy learns, kept beside the hyper-parameters
+
+# name → where its class is, and what ai-toolkit passes where `optimizer_params` does not say otherwise
+CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "adamw": ("torch.optim", "AdamW", {"eps": HOST_EPS}),
+    "adam": ("torch.optim", "Adam", {"eps": HOST_EPS}),
+    "adamw8bit": ("bitsandbytes.optim", "AdamW8bit", {"eps": HOST_EPS}),
+    "prodigy": ("prodigyopt", "Prodigy", {"eps": HOST_EPS}),
+    "adafactor": (
+        "transformers.optimization",
+        "Adafactor",
+        {"relative_step": False, "scale_parameter": False, "warmup_init": False},
+    ),
+    "lion": ("lion_pytorch", "Lion", {}),
+}
 
 
 def make_optimizer(
     name: str, params: Iterable[torch.nn.Parameter], lr: float, config: COATConfig, optimizer_params: Mapping[str, Any]
 ) -> Optimizer:
-    """The optimizer `train.optimizer` names, with ai-toolkit's default of eps, 1e-6.
+    """The optimizer `train.optimizer` names, with ai-toolkit's defaults: eps 1e-6 for Adam's kin, Prodigy's lr 1.
+
+    Adafactor is transformers' class: ai-toolkit's own copy does the same arithmetic on fp32 parameters.
 
     Args:
-        name: coat_fp8_adamw, adamw, adam or adamw8bit (bitsandbytes); upper and lower case are the same.
+        name: coat_fp8_adamw or a key of `CLASSES`; upper and lower case are the same.
         params: what is trained.
         lr: `train.lr`.
         config: the coat block.
@@ -42,29 +64,40 @@ def make_optimizer(
 
     Raises:
         ValueError: unknown name.
-        ImportError: adamw8bit without bitsandbytes.
+        ImportError: the package the optimizer comes from is not installed.
+        ConfigError: the installed version of the package does not take these parameters.
     """
     lowered = name.lower()
     if lowered == COAT_NAME:
         return build_optimizer(params, lr, config, dict(optimizer_params))
-    keywords = {"lr": lr, "eps": HOST_EPS, **optimizer_params}
-    if lowered == "adamw":
-        return torch.optim.AdamW(params, **keywords)
-    if lowered == "adam":
-        return torch.optim.Adam(params, **keywords)
-    if lowered == "adamw8bit":
-        try:
-            import bitsandbytes
-        except ImportError as error:
-            raise ImportError(
-                "train.optimizer=adamw8bit: needs the package bitsandbytes; pip install bitsandbytes, "
-                f"or use {COAT_NAME} or adamw"
-            ) from error
-        return bitsandbytes.optim.AdamW8bit(params, **keywords)
-    raise ValueError(
-        f"train.optimizer={name!r}: the stand-alone engine knows {COAT_NAME}, adamw, adam and adamw8bit; "
-        "choose one, or run this config inside ai-toolkit"
-    )
+    if lowered not in CLASSES:
+        raise ValueError(
+            f"train.optimizer={name!r}: the stand-alone engine knows {COAT_NAME}, {', '.join(CLASSES)}; "
+            "choose one, or run this config inside ai-toolkit"
+        )
+    module, cls, defaults = CLASSES[lowered]
+    try:
+        make = getattr(import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        package = OPTIMIZER_PACKAGES.get(lowered, (module, module.split(".")[0]))[1]
+        raise ImportError(
+            f"train.optimizer={lowered}: needs the package {package}; pip install {package}, "
+            f"or use {COAT_NAME} or adamw"
+        ) from error
+    if lowered == "prodigy" and lr < PRODIGY_LOW_LR:
+        lr = 1.0
+    try:
+        with redirect_stdout(StringIO()):  # Prodigy greets
+            return make(params, lr=lr, **{**defaults, **optimizer_params})
+    except TypeError as error:
+        rule = f"the installed {module.split('.')[0]} does not take them ({error}); update it or remove them"
+        raise ConfigError(f"train.optimizer_params={dict(optimizer_params)}: {rule}") from error
+
+
+def learning_rate(optimizer: Optimizer) -> float:
+    """The rate of the next step; of Prodigy its lr times the step size it has found, as ai-toolkit shows it."""
+    group = optimizer.param_groups[0]
+    return float(group["lr"]) * float(group.get("d", 1.0))
 
 
 def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[str, Any]) -> LRScheduler:
@@ -116,7 +149,8 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> list[st
     Returns:
         One line for each hyper-parameter that differs from the file.
     """
-    wanted = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    kept = ("params", *GROUP_STATE)
+    wanted = [{key: value for key, value in group.items() if key not in kept} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
     changes = []
     for group, hyper in zip(optimizer.param_groups, wanted, strict=True):

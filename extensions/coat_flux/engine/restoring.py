@@ -49,7 +49,7 @@ def restore_optimizer_state(optimizer: Optimizer, point: ResumePoint, name: str,
         ResumeError: another optimizer wrote it, or it does not fit.
     """
     saved_with = point.record.get("optimizer", name)
-    if saved_with != name and name != "coat_fp8_adamw":
+    if saved_with != name and not (name == "coat_fp8_adamw" and saved_with in ("adamw", "adam")):
         raise ResumeError(
             f"{point.optimizer_file}: was written by {saved_with}, which train.optimizer={name} cannot read; "
             f"go back to {saved_with}, or choose another config.name to start anew"

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from ..checkpoint.interrupts import Interrupts
 from ..data.dataset import Batch
 from ..memory.oom import OutOfMemory, explain_oom, is_oom, recompute_more
-from .optim import advance
+from .optim import advance, learning_rate
 from .progress import StepStats
 from .seeding import Stream, seed_global, seed_of
 from .session import Session
@@ -42,7 +42,7 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
     started = time.perf_counter()
     job, guard, params = session.job, session.guard, list(session.lora.values())
     number = session.step + 1
-    lr = float(session.optimizer.param_groups[0]["lr"])
+    lr = learning_rate(session.optimizer)
     with guard.watch_casts(number):
         loss = _gradients(session, [next(batches) for _ in range(job.train.gradient_accumulation)])
         session.workers.average_gradients(params)

@@ -290,7 +290,12 @@ def optimizer_bytes(facts: JobFacts) -> int:
         small = sum(size for size in sizes if size < BNB_SMALLEST)
         scales = sum(n_blocks(size, BNB_BLOCK) for size in sizes if size >= BNB_SMALLEST)
         return 2 * (FP32 * small + sum(sizes) - small + FP32 * scales)
-    return 2 * FP32 * sum(sizes)
+    params, rank = train.optimizer_params or {}, facts.job.network.linear
+    if train.optimizer == "prodigy":  # both moments, the gradients' sum, and the start values, which are zero for B
+        return FP32 * (2 * sum(sizes) + (sum(sizes) + sum(sizes[::2])) // params.get("slice_p", 1))
+    if train.optimizer == "adafactor":  # a row and a column for each matrix
+        return FP32 * (sum(size // rank + rank for size in sizes) + sum(sizes) * (params.get("beta1") is not None))
+    return (1 if train.optimizer == "lion" else 2) * FP32 * sum(sizes)
 
 
 def _ram(facts: JobFacts, peak: int) -> int:

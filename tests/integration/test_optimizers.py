@@ -1,0 +1,217 @@
+"""Optimizers of other packages in the stand-alone trainer: ai-toolkit's arithmetic, resume to the bit, refusals."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coat_flux.check.job import check_job_dict
+from coat_flux.config import COATConfig, JobConfig, options
+from coat_flux.config.findings import ConfigError
+from coat_flux.engine.optim import CLASSES, learning_rate, make_optimizer, restore_optimizer
+from coat_flux.engine.resume import ResumeError
+from coat_flux.engine.trainer import COATTrainer
+from coat_flux.plan.job import job_facts
+from coat_flux.plan.predict import optimizer_bytes
+from coat_flux.tiny_flux import make_tiny_flux
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.engine_job import engine_job, write_images
+
+OTHERS = ("prodigy", "adafactor", "lion")
+PARAMS: dict[str, dict[str, Any]] = {
+    "prodigy": {"weight_decay": 0.01, "d0": 1e-4, "safeguard_warmup": True},
+    "adafactor": {"weight_decay": 0.01, "beta1": 0.9},
+    "lion": {"weight_decay": 0.01},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Model, images and output folder; prompts of 48 tokens instead of 512 for speed."""
+    root = tmp_path_factory.mktemp("optimizers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 2), "out": root / "out"}
+
+
+def need(optimizer: str) -> None:
+    pytest.importorskip(CLASSES[optimizer][0].split(".")[0])
+
+
+def job(name: str, place: dict[str, Path], optimizer: str, **train: Any) -> dict[str, Any]:
+    made = engine_job(name, **place, train={"optimizer_params": PARAMS.get(optimizer), "steps": 4, **train})
+    made["config"]["process"][0]["train"]["optimizer"] = optimizer
+    return made
+
+
+@pytest.mark.parametrize("optimizer", ["prodigy"])
+def test_trains_and_resumes_to_the_bit(place: dict[str, Path], optimizer: str) -> None:
+    """Prodigy is the hard one: what it learns stands among the hyper-parameters, which a resume takes from the YAML."""
+    need(optimizer)
+    whole = COATTrainer(job("whole", place, optimizer, steps=3)).train()
+    seen: list[Any] = []
+    COATTrainer(job("parts", place, optimizer, steps=2)).train()
+    parts = COATTrainer(job("parts", place, optimizer, steps=3), observer=seen.append).train()
+    expected, found = load_file(whole), load_file(parts)
+    for name in expected:
+        assert_bitwise(found[name], expected[name])
+    assert any(up.any() for name, up in found.items() if ".lora_B." in name)
+    group = seen[-1].optimizer.param_groups[0]
+    assert group["lr"] == 1.0
+    assert optimizer_bytes(job_facts(seen[-1].job)) == state_bytes(seen[-1].optimizer)
+    with (parts.parent / "coat" / "metrics.csv").open(encoding="utf-8") as file:
+        rates = [float(row["lr"]) for row in csv.DictReader(file)]
+    assert rates[0] == 1e-4
+    assert learning_rate(seen[-1].optimizer) == group["d"] > rates[-1]
+
+
+def test_adafactor_trains_and_its_state_is_not_anothers(place: dict[str, Path]) -> None:
+    seen: list[Any] = []
+    final = COATTrainer(job("changed", place, "adafactor", steps=1), observer=seen.append).train()
+    assert any(up.any() for name, up in load_file(final).items() if ".lora_B." in name)
+    assert optimizer_bytes(job_facts(seen[-1].job)) == state_bytes(seen[-1].optimizer)
+    with pytest.raises(ResumeError, match=r"written by adafactor, which train\.optimizer=adamw cannot read"):
+        COATTrainer(job("changed", place, "adamw", optimizer_params={}, steps=2)).train()
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """All tensors of the state that are not single numbers."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.ndim)
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> None:
+    need(optimizer)
+    start = [torch.randn(4, 32), torch.zeros(48, 4)]
+    grads = [[torch.randn_like(p) for p in start] for _ in range(4)]
+
+    def steps(params: list[torch.nn.Parameter], made: torch.optim.Optimizer, part: list[list[torch.Tensor]]) -> None:
+        for step in part:
+            for p, grad in zip(params, step, strict=True):
+                p.grad = grad.clone()
+            made.step()
+
+    def make(values: list[torch.Tensor]) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        params = [torch.nn.Parameter(value.detach().clone()) for value in values]
+        return params, make_optimizer(optimizer, params, 1e-3, COATConfig(), PARAMS[optimizer])
+
+    params, made = make(start)
+    steps(params, made, grads[:2])
+    torch.save(made.state_dict(), tmp_path / "optimizer.pt")
+    again, resumed = make(params)
+    assert restore_optimizer(resumed, torch.load(tmp_path / "optimizer.pt", weights_only=True)) == []
+    steps(params, made, grads[2:])
+    steps(again, resumed, grads[2:])
+    for left, right in zip(params, again, strict=True):
+        assert_bitwise(right.detach(), left.detach())
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_parameters_are_the_classes(place: dict[str, Path], optimizer: str) -> None:
+    need(optimizer)
+    module, cls, _ = CLASSES[optimizer]
+    taken = set(inspect.signature(getattr(importlib.import_module(module), cls)).parameters)
+    rows = {row.key: row for row in options.OPTIMIZER_PARAMS[optimizer]}
+    assert set(rows) == taken - {"params", "lr", "fsdp_in_use"}
+    default = make_optimizer(optimizer, [torch.nn.Parameter(torch.ones(2, 2))], 1.0, COATConfig(), {})
+    group = default.param_groups[0]
+    limits = {"growth_rate": float("inf")}  # no limit is no number of YAML's
+    assert {key: limits.get(key, rows[key].default) for key in rows if key in group} == {
+        key: group[key] for key in rows if key in group
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "params", "said"),
+    [
+        ("prodigy", {"d_coeff": 2.0}, "optimizer_params.d_coeff: unknown key; did you mean 'd_coef'?"),
+        ("prodigy", {"d0": 0.0}, "d0=0.0: must be a number above 0"),
+        ("adafactor", {"relative_step": True}, "relative_step=true: the learning rate is train.lr"),
+        ("adafactor", {"eps": 1e-30}, "eps=1e-30: must be a list of two numbers"),
+        ("lion", {"eps": 1e-8}, "optimizer_params.eps: unknown key; known here: betas, decoupled_weight_decay"),
+    ],
+)
+def test_wrong_parameters(place: dict[str, Path], optimizer: str, params: dict[str, Any], said: str) -> None:
+    need(optimizer)
+    found = check_job_dict(job("wrong", place, optimizer, optimizer_params=params, lr=1e-3))
+    assert said in next(item.line() for item in found if item.severity == "error")
+
+
+def test_low_lr_of_prodigy_and_names_of_ai_toolkit(place: dict[str, Path]) -> None:
+    _, findings = JobConfig.examine(job("low", place, "prodigy"))
+    assert [item.key for item in findings.warnings] == ["config.process[0].train.lr"]
+    assert "lr is 1 where it is below 0.1; write 1.0" in findings.warnings[0].line()
+    _, findings = JobConfig.examine(job("other", place, "automagic"))
+    assert (
+        "train.optimizer='automagic': not supported by the stand-alone trainer; run this" in findings.errors[0].line()
+    )
+
+
+@pytest.mark.parametrize(("optimizer", "package"), [("prodigy", "prodigyopt"), ("lion", "lion-pytorch")])
+def test_missing_package_is_told_before_the_model(
+    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch, optimizer: str, package: str
+) -> None:
+    find = importlib.util.find_spec
+    hidden = CLASSES[optimizer][0]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == hidden else find(name, *rest))
+    said = f"train.optimizer='{optimizer}': needs the package {package}; pip install {package}"
+    found = check_job_dict(job("missing", place, optimizer, lr=1.0))
+    assert found[0].severity == "error"
+    assert said in found[0].line()
+    with pytest.raises(ConfigError, match=f"pip install {package}"):
+        COATTrainer(job("missing", place, optimizer, lr=1.0)).train()
+    assert not (place["out"] / "missing").exists()
+
+
+HOST_STEPS = """
+import sys, torch
+start, grads, wanted, places = torch.load(sys.argv[1])
+sys.path += places  # last: everything else is the host's own
+from toolkit.optimizer import get_optimizer
+for key in wanted:
+    ps = [torch.nn.Parameter(p.clone()) for p in start]
+    opt = get_optimizer(ps, key, 1e-3, wanted[key])
+    for step in grads:
+        for p, g in zip(ps, step):
+            p.grad = g.clone()
+        opt.step()
+    wanted[key] = [p.detach() for p in ps]
+torch.save(wanted, sys.argv[2])
+"""
+
+
+@pytest.mark.aitk
+def test_same_steps_as_ai_toolkits(tmp_path: Path) -> None:
+    """The host's `get_optimizer`, its own Adafactor among them, against ours on the same numbers."""
+    found = {name: importlib.util.find_spec(CLASSES[name][0].split(".")[0]) for name in OTHERS}
+    names = [name for name, spec in found.items() if spec is not None]
+    places = [str(Path(found[name].origin).parents[1]) for name in names]
+    start = [torch.randn(4, 32), torch.zeros(48, 4)]
+    grads = [[torch.randn_like(p) for p in start] for _ in range(5)]
+    torch.save((start, grads, {name: PARAMS[name] for name in names}, places), tmp_path / "in.pt")
+    python = os.environ.get("AI_TOOLKIT_PYTHON", sys.executable)
+    command = [python, "-c", HOST_STEPS, str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
+    subprocess.run(command, cwd=os.environ["AI_TOOLKIT_ROOT"], check=True, capture_output=True)
+    theirs = torch.load(tmp_path / "out.pt")
+    for name in names:
+        ours = [torch.nn.Parameter(p.clone()) for p in start]
+        optimizer = make_optimizer(name, ours, 1e-3, COATConfig(), PARAMS[name])
+        for step in grads:
+            for p, grad in zip(ours, step, strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+        for mine, other in zip(ours, theirs[name], strict=True):
+            assert_bitwise(mine.detach(), other)
