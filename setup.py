@@ -12,20 +12,25 @@ ROOT = Path(__file__).parent
 FLUX_DIR = "extensions/coat_flux"
 SHIPPED_FOLDERS = ("configs", "datasets_example")  # inside coat_flux in a wheel; see config.shipped_folder
 
+# scripts/test_versions.py installs exactly these lower bounds, on every Python; they have wheels there.
 INSTALL_REQUIRES = [
     "torch>=2.9",
     "diffusers>=0.36",
-    "transformers>=4.57",
+    "transformers>=4.57.1",  # 4.57.0 was withdrawn
     "peft>=0.17",
     "accelerate>=1.10",
     "safetensors>=0.5",
-    "pyyaml>=6.0",
+    "pyyaml>=6.0.1; python_version < '3.13'",
+    "pyyaml>=6.0.2; python_version >= '3.13'",
     "oyaml>=1.0",
-    "matplotlib>=3.8",
-    "numpy>=1.26",
+    "matplotlib>=3.8; python_version < '3.13'",
+    "matplotlib>=3.9.2; python_version >= '3.13'",
+    "numpy>=1.26; python_version < '3.13'",
+    "numpy>=2.1; python_version >= '3.13'",
     "packaging>=23",
-    "pillow>=10.1",
-    "psutil>=5.9",
+    "pillow>=10.1; python_version < '3.13'",
+    "pillow>=10.4; python_version >= '3.13'",
+    "psutil>=5.9.5",
     "tensorboard>=2.15",
     "tqdm>=4.66",
 ]

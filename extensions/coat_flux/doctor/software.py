@@ -60,9 +60,10 @@ def packages() -> Iterator[Line]:
     for one in wanted:
         version = found[one.name]
         if version is None:
-            yield bad(one.name, "not installed", f"pip install '{one}'", stops=True)
+            yield bad(one.name, "not installed", f"pip install '{one.name}{one.specifier}'", stops=True)
         elif not one.specifier.contains(version, prereleases=True):
-            yield bad(one.name, f"{version}: must be {one.specifier}", f"pip install '{one}'", stops=True)
+            remedy = f"pip install '{one.name}{one.specifier}'"
+            yield bad(one.name, f"{version}: must be {one.specifier}", remedy, stops=True)
     shown = ", ".join(f"{name} {found[name]}" for name in SHOWN if found.get(name))
     if shown:
         yield good("packages", f"{shown}; {len(wanted)} looked at")

@@ -1,0 +1,178 @@
+"""Every command of the READMEs works as written, far from any checkout: in what a wheel holds.
+
+A wheel is built from the sources and unpacked; the folder that `coat-flux examples` fills from it is where the commands
+run, with the tiny config in place of those that need a GPU. `scripts/test_versions.py` runs this file in new
+environments, too, made as the READMEs say.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from coat_flux.cli import entry, main
+from tests.helpers.aitk_standin.host import copy_checkout
+
+ROOT = Path(__file__).parents[2]
+READMES = ("README.md", "README_zh.md")
+SOURCES = ("setup.py", "pyproject.toml", "README.md", "coat_core", "extensions", "configs", "datasets_example")
+TINY = "configs/flux_clothing_tiny.yaml"
+IN_PLACE_OF = {  # what stands in the READMEs for something of the user's, or needs a GPU
+    "path/to/photos": "datasets_example/clothing",
+    "path/to/ai-toolkit": "ai-toolkit",
+    "flux_clothing_coat": "flux_clothing_tiny",
+}
+ELSEWHERE = {  # command: what runs it
+    "python scripts/quickstart.py": "scripts/test_versions.py, which .ci/run runs",
+    "python scripts/test.py": ".ci/run",
+    "pip install -e .": "scripts/quickstart.py and scripts/test.py",
+    "pip install -e path/to/coat-flux": "scripts/quickstart.py and scripts/test.py",
+    'pip install -e ".[bench]"': "needs a download; tests/unit/test_bench_gate.py looks at what is in it",
+    "cd path/to/ai-toolkit": "a shell",
+    "python run.py configs/flux_clothing_coat.yaml": "tests/integration/test_aitk_real.py, with a real ai-toolkit",
+    "python scripts/benchmark_coat.py --hidden_size 1024 --num_layers 8 --batch_size 4 --num_steps 50 "
+    "--use_fp8_activation": "tests/integration/test_bench_runs.py",
+}
+ONLY_PARSED = {  # command: what runs it in full
+    "coat-flux bench --level step --resolution 512 1024": "tests/integration/test_bench_runs.py",
+    "coat-flux verify configs/flux_clothing_coat.yaml --seeds 5 --steps 500": "tests/integration/test_verify_runs.py",
+}
+SAYS = {  # command: how its output shows that it did its work
+    "coat-flux doctor": "✓ torch",
+    "coat-flux data path/to/photos": "contact sheet: ",
+    "coat-flux check configs/flux_clothing_coat.yaml": "no error found; 'flux_clothing_tiny' would train",
+    "coat-flux plan configs/flux_clothing_coat.yaml": "GB",
+    "coat-flux plan configs/flux_clothing_coat.yaml --gpu 16": "16",
+    "coat-flux train configs/flux_clothing_coat.yaml": "",  # the fixture has run it
+    "coat-flux export output/flux_clothing_coat/flux_clothing_coat.safetensors --to kohya": "kohya",
+    "coat-flux install path/to/ai-toolkit": "extensions/coat_flux: link made",
+    "coat-flux report output/flux_clothing_coat": "report",
+}
+
+
+def commands(readme: str) -> list[str]:
+    """The commands in a README's shell blocks, without their comments."""
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
+    return [command for line in lines if (command := re.split(r"(?:^|\s)#\s", line)[0].strip())]
+
+
+def _run(command: list[str], cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The content of a wheel, built from a copy of the sources, as pip would unpack it into site-packages."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / "src" / name, ignore=shutil.ignore_patterns("__pycache__", "_*cache"))
+        else:
+            (folder / "src").mkdir(exist_ok=True)
+            shutil.copy(source, folder / "src" / name)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", "."]
+    _run([*build, "./src"], folder)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(folder / "site-packages")
+    return folder / "site-packages"
+
+
+@pytest.fixture(scope="module")
+def workplace(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configs and photos from the wheel, one step trained with them by the wheel's own code, and an ai-toolkit."""
+    folder = tmp_path_factory.mktemp("work")
+
+    def coat_flux(*arguments: str) -> str:
+        return _run([sys.executable, "-m", "coat_flux.cli", *arguments], folder, PYTHONPATH=str(installed))
+
+    assert "datasets_example: 33 files copied" in coat_flux("examples")
+    text = (folder / TINY).read_text(encoding="utf-8")
+    short, count = re.subn(r"(?m)^( +(?:sample_)?steps: )\d+", r"\g<1>1", text)
+    assert count == 2
+    (folder / TINY).write_text(short, encoding="utf-8")
+    coat_flux("train", TINY)
+    again = coat_flux("examples")
+    assert "flux_clothing_tiny.yaml: left as it is, it differs from" in again
+    assert "datasets_example: 0 files copied" in again
+    copy_checkout(folder / "ai-toolkit")
+    return folder
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*.*") if path.is_file())
+    inside = ((path.relative_to(folder), path) for path in files)
+    return {name.as_posix(): path.read_bytes() for name, path in inside if not name.parts[0].startswith("_")}
+
+
+def test_a_wheel_holds_configs_photos_and_the_mini_flux(installed: Path) -> None:
+    package = installed / "coat_flux"
+    assert _files(package / "configs") == _files(ROOT / "configs")
+    photos = _files(package / "datasets_example")
+    assert len(photos) == 33
+    assert photos.items() <= _files(ROOT / "datasets_example").items()
+    mini_flux = _files(package / "tiny_flux" / "mini_flux")
+    assert mini_flux == _files(ROOT / "extensions" / "coat_flux" / "tiny_flux" / "mini_flux")
+
+
+def test_what_a_wheel_holds_trains(workplace: Path) -> None:
+    run = workplace / "output" / "flux_clothing_tiny"
+    assert (run / "flux_clothing_tiny.safetensors").stat().st_size > 10_000
+    assert "steps: 1 " in (workplace / TINY).read_text(encoding="utf-8")
+
+
+def test_both_readmes_have_the_same_commands_and_each_is_known() -> None:
+    english, chinese = map(commands, READMES)
+    assert english == chinese
+    known = {*ELSEWHERE, *ONLY_PARSED, *SAYS, "hf auth login"}
+    unknown = [one for one in english if one not in known and not one.startswith("accelerate launch --multi_gpu ")]
+    assert unknown == [], "say in this file how each is tried"
+    assert known - set(english) == set(), "no longer in the READMEs"
+
+
+@pytest.mark.parametrize("command", SAYS)
+def test_commands_work(
+    command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace)
+    program, *arguments = shlex.split(command)
+    assert program == "coat-flux"
+    if arguments[0] == "train":
+        assert list(workplace.glob("output/*/*.safetensors"))  # by `workplace`
+        return
+    if arguments[0] != "plan":
+        for written, meant in IN_PLACE_OF.items():
+            arguments = [argument.replace(written, meant) for argument in arguments]
+    assert main(arguments) == 0
+    assert SAYS[command] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ONLY_PARSED)
+def test_long_commands_have_these_options(command: str) -> None:
+    assert callable(entry._parser().parse_args(shlex.split(command)[1:]).run)
+
+
+def test_programs_of_others_have_these_options() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    (launch,) = [command for command in commands("README.md") if command.startswith("accelerate ")]
+    parsed = launch_command_parser().parse_args(shlex.split(launch)[2:])
+    assert parsed.module
+    assert parsed.multi_gpu
+    assert parsed.training_script_args == ["train", "configs/flux_clothing_coat.yaml"]
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    program, *arguments = shlex.split("hf auth login")
+    assert "token" in _run([shutil.which(program, path=scripts), *arguments, "--help"], ROOT)
