@@ -108,21 +108,24 @@ def block_call(model: Any) -> Callable[..., Any]:
     return getattr(model, "_gradient_checkpointing_func", None) or (lambda block, *args: block(*args))
 
 
-def block_inputs(model: Any, text: int, image: int, outliers: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw image [1, image, d], text [1, text, d] and time embedding [1, d], the same at each call.
+def block_inputs(
+    model: Any, text: int, image: int, outliers: float = 1.0, batch: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw image [batch, image, d], text [batch, text, d] and time embedding [batch, d], the same at each call.
 
     Args:
         model: gives d and the dtype.
         text: text tokens.
         image: image tokens.
         outliers: factor on one of `OUTLIERS_EVERY` channels, drawn at random, of image and text.
+        batch: images.
     """
     draw = torch.Generator().manual_seed(4)
     hidden: int = model.inner_dim
     channels = torch.randperm(hidden, generator=draw)[: max(hidden // OUTLIERS_EVERY, 1)]
     streams = []
     for tokens in (image, text):
-        x = torch.randn(1, tokens, hidden, generator=draw)
+        x = torch.randn(batch, tokens, hidden, generator=draw)
         x[..., channels] *= outliers
         streams.append(x.to(model.dtype))
-    return streams[0], streams[1], torch.randn(1, hidden, generator=draw).to(model.dtype)
+    return streams[0], streams[1], torch.randn(batch, hidden, generator=draw).to(model.dtype)

@@ -112,10 +112,14 @@ def hooked_bytes(run: Callable[[], tuple[Tensor, ...]], apart: Iterable[Tensor])
     return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
 
 
-def measure(model: nn.Module, row: Row, text: int, image: int) -> tuple[dict[str, float], dict[str, float] | None]:
+def measure(
+    model: nn.Module, row: Row, text: int, image: int, batch: int = 1
+) -> tuple[dict[str, float], dict[str, float] | None]:
     """Return bytes per token and hidden element of the double and the single block: alive, and as hooks see them."""
     model = prepare(model, row.coat, row.loop, RANK)
-    hidden, encoder, temb = block_inputs(model, text, image)
+    if row.loop == "toolkit":
+        vars(model)["toolkit_network"].multiplier = [1.0] * batch  # as ai-toolkit sets it at every step
+    hidden, encoder, temb = block_inputs(model, text, image, batch=batch)
     hidden.requires_grad_(), encoder.requires_grad_()
     rotary, call = model.pos_embed(torch.zeros(text + image, 3)), block_call(model)
     if row.checkpointed:
@@ -128,7 +132,7 @@ def measure(model: nn.Module, row: Row, text: int, image: int) -> tuple[dict[str
             )  # * 1: the input belongs to the block, as a tensor
 
     blocks = {"double": model.transformer_blocks[0], "single": model.single_transformer_blocks[0]}
-    elements = (text + image) * model.inner_dim
+    elements = batch * (text + image) * model.inner_dim
     alive = {kind: kept_bytes(lambda block=block: run(block)) / elements for kind, block in blocks.items()}
     if not row.hooked:
         return alive, None
@@ -187,6 +191,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=24, help="attention heads of 128 (default: FLUX.1's 24)")
     parser.add_argument("--text-tokens", type=int, default=256)
     parser.add_argument("--image-tokens", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=1, help="images")
+    parser.add_argument("--row", action="append", help="only rows of this name, for example fused")
     parser.add_argument("--loop", action="append", help="only rows of this loop: autocast, peft, toolkit")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE")
@@ -199,7 +205,8 @@ def main() -> int:
     model = make_model(options.heads)
     toolkit = "ai-toolkit's own LoRA modules" if toolkit_is_real() else "a stand-in for ai-toolkit's LoRA modules"
     print(
-        f"torch {torch.__version__}, {options.heads} heads x {HEAD_DIM}, rank {RANK} fp32, toolkit: {toolkit}\n"
+        f"torch {torch.__version__}, {options.heads} heads x {HEAD_DIM}, batch {options.batch}, rank {RANK} fp32, "
+        f"toolkit: {toolkit}\n"
         "bytes per token x hidden; GB of FLUX.1-dev's 57 blocks by scaling\n\n"
         f"| loop | setting | double | single | double, hooks | single, hooks | bound | "
         f"| {' | '.join(f'{p} px, GB' for p in PIXELS)} |\n"
@@ -208,9 +215,9 @@ def main() -> int:
     )
     results, missed = [], 0
     for row in ROWS:
-        if options.loop and row.loop not in options.loop:
+        if (options.loop and row.loop not in options.loop) or (options.row and row.name not in options.row):
             continue
-        found, hooks = measure(model, row, options.text_tokens, options.image_tokens)
+        found, hooks = measure(model, row, options.text_tokens, options.image_tokens, options.batch)
         missed += misses(row, found)
         scaled = {str(pixels): scaled_gb(found, pixels) for pixels in PIXELS}
         kept = {"bytes": found, "hooks": hooks, "bounds": row.bounds, "flux_dev_gb": scaled}

@@ -65,10 +65,10 @@ def _state(host: Host, folder: str = "out") -> Path:
     return found
 
 
-def _assert_same_end(host: Host, one: str, other: str) -> None:
+def assert_same_end(host: Host, one: str, other: str, steps: int = STEPS) -> None:
     """Raw LoRA, average, random numbers, moments, place and counters are the same, to the last bit."""
     left, right = _state(host, one), _state(host, other)
-    assert left.name == right.name == f"state-{STEPS:09d}"
+    assert left.name == right.name == f"state-{steps:09d}"
     for file in ("lora", "ema", "rng"):
         expected, got = (load_file(folder / "aitk" / f"{file}.safetensors") for folder in (left, right))
         assert expected.keys() == got.keys()
@@ -99,7 +99,7 @@ def test_run_that_was_cut_ends_as_the_one_that_was_not(
     assert _state(host).name == "state-000000004"  # ai-toolkit's save at step 3 comes after 4 updates
     host.run(**_entry(), datasets=datasets)
     assert "[coat] resume: goes on after step 4, epoch 3" in capsys.readouterr().out
-    _assert_same_end(host, "whole", "out")
+    assert_same_end(host, "whole", "out")
 
 
 def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,24 +126,7 @@ def test_interrupt_saves_and_ends_with_its_exit_code(
     assert _state(host).name == "state-000000006"
     assert "[coat] stopped after 6 steps" in capsys.readouterr().out
     host.run(**_entry())
-    _assert_same_end(host, "whole", "out")
-
-
-def test_stop_of_the_web_ui_saves_too(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    _at_step(host, monkeypatch, 5, lambda loss: signal.raise_signal(signal.SIGINT))
-    trainer = host.load("extensions_built_in.sd_trainer.DiffusionTrainer").DiffusionTrainer
-    save = trainer.save
-
-    def save_unless_stopped(self: Any, step: int | None = None) -> None:
-        if self.is_ui_trainer and step == 5:
-            raise RuntimeError("Job stopped")
-        save(self, step)
-
-    monkeypatch.setattr(trainer, "is_ui_trainer", True, raising=False)
-    monkeypatch.setattr(trainer, "save", save_unless_stopped)
-    with pytest.raises(SystemExit):
-        host.run(**_entry())
-    assert _state(host).name == "state-000000005"
+    assert_same_end(host, "whole", "out")
 
 
 def test_second_interrupt_ends_at_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,14 +147,17 @@ def make_resumable(loader: DataLoader, seed: int) -> ResumableLoader:
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
         pin_memory=loader.pin_memory,
-        worker_init_fn=_ignore_interrupt,
+        worker_init_fn=_ignore_interrupts,
         generator=torch.Generator().manual_seed(seed),
     )
 
 
-def _ignore_interrupt(worker: int) -> None:
-    """Ctrl+C reaches every process of a terminal: loader processes must live until the step is done and saved."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ignore_interrupts(worker: int) -> None:
+    """Such signals reach every process of a terminal: loader processes must live until the step is done and saved."""
+    from ..checkpoint.interrupts import SIGNALS
+
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _let_workers_import() -> None:

@@ -50,7 +50,8 @@ class TrainingLoop:
         self._stop = Interrupts(_say)
         self.facts = StepFacts()
         self.done = process.step_num
-        self._saved: int | None = None
+        self._saved = self.done  # what the newest save holds, or nothing was trained
+        self._asked = False  # to stop, by the web UI
         lora = {} if process.network is None else _by_layer(process.network)
         self._records = RunRecords(process)
         precision = PrecisionWatch(
@@ -60,6 +61,16 @@ class TrainingLoop:
         if continuation is not None and continuation.state is not None:
             self.guard.load_state_dict(continuation.state.record["guard"])
         self._stop.listen()
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run ends with the step under way."""
+        return self._asked or self._stop.asked
+
+    def ask_to_stop(self) -> None:
+        """Let the run end with the step under way, as Ctrl+C does."""
+        self._asked = True
+        _say("the web UI asks to stop: this step is finished and saved")
 
     def close(self) -> None:
         """Give back what was taken over."""
@@ -82,7 +93,9 @@ class TrainingLoop:
             OutOfMemory: the device's memory did not suffice.
         """
         from ..checkpoint import rng_state, set_rng_state
+        from ..checkpoint.interrupts import quiet_dead_outputs
 
+        quiet_dead_outputs()
         draws = rng_state()
         losses, remedy = self._try(run)
         while losses is None:
@@ -201,23 +214,24 @@ class TrainingLoop:
         return check_export(path).line()
 
     def end_step(self) -> None:
-        """End the run here when it was interrupted.
+        """End the run here where it was asked to stop.
 
         Raises:
             SystemExit: after saving, with the exit code of an interrupted process.
         """
-        if not self._stop.asked:
+        if not self.stops:
             return
         process = self._process
         if self._saved != self.done:
-            from_ui = getattr(process, "is_ui_trainer", False)
-            process.is_ui_trainer = False  # the web UI's stop, which sends the interrupt, would end the save too
-            try:
-                process.save(self.done)
-            finally:
-                process.is_ui_trainer = from_ui
-        say(f"[coat] stopped after {self.done} steps, saved in {process.save_root}; the same command goes on from here")
-        process.on_error(KeyboardInterrupt())
+            process.save(self.done)
+        saved = f"after {self.done} steps, saved in {process.save_root}" if self.done else "before the first step"
+        _say(f"stopped {saved}; the same command goes on from here")
+        reason: BaseException = KeyboardInterrupt()
+        try:
+            process.stop_as_asked()
+        except Exception as error:  # ai-toolkit's way to stop, once it has told the web UI "stopped" or "queued"
+            reason = error
+        process.on_error(reason)
         raise SystemExit(EXIT_CODE)
 
 

@@ -8,7 +8,8 @@
     hook_train_loop               a step, watched and guarded (`loop`)
     calculate_loss, ...           the loss as computed, before ai-toolkit turns NaN into 0
     save                          a whole set or none (`saves`), with all that a resume needs (`resume`)
-    end_step_hook                 Ctrl+C ends the run here
+    maybe_stop                    the web UI's stop waits for the end of the step
+    end_step_hook                 Ctrl+C, that stop, or a closed terminal end the run here
     done_hook                     summary, memory report
 
 `coat.enabled: false` leaves every one of them to ai-toolkit.
@@ -38,6 +39,10 @@ from .quantizer import QTYPE, convert, converted_linears, damaged_linears, plain
 from .resume import Continuation, find_continuation, kept_draws
 
 __all__ = ["CoatFluxTrainer"]
+
+
+class SamplingStopped(Exception):
+    """Raised between two samples, and caught around all of them: the run is to end."""
 
 
 class CoatFluxTrainer(HostTrainer):
@@ -232,14 +237,48 @@ class CoatFluxTrainer(HostTrainer):
         """Let ai-toolkit sample; the random numbers of the training go on as if it had not."""
         if not self._on:
             return super().sample(*args, **kwargs)
-        with self._phases.during("sample"), kept_draws():
-            return super().sample(*args, **kwargs)
+        try:
+            self._leave_samples_out()
+            with self._phases.during("sample"), kept_draws():
+                return super().sample(*args, **kwargs)
+        except SamplingStopped:
+            say("[coat] samples are left out: the run ends here")
+            if self.ema is not None:
+                self.ema.train()  # back from the average, which is what is sampled
+            if not self._begun:
+                self._training.end_step()  # nothing was trained; ai-toolkit would begin with a step
+
+    def sample_step_hook(self, *args: Any, **kwargs: Any) -> None:
+        """Called after each sample."""
+        super().sample_step_hook(*args, **kwargs)
+        if self._on:
+            self._leave_samples_out()
+
+    def _leave_samples_out(self) -> None:
+        if self._training is not None and self._training.stops:
+            raise SamplingStopped
+
+    def maybe_stop(self) -> None:
+        """Let a stop or a return to the queue, asked for in the web UI, wait for the end of the step and its save."""
+        if self._training is None:
+            super().maybe_stop()
+        elif self.is_ui_trainer and not self._training.stops and (self.should_stop() or self.should_return_to_queue()):
+            self._training.ask_to_stop()
+
+    def stop_as_asked(self) -> None:
+        """Tell the web UI that the run has stopped, as ai-toolkit does.
+
+        Raises:
+            Exception: ai-toolkit's, where the web UI asked.
+        """
+        if hasattr(HostTrainer, "maybe_stop"):
+            super().maybe_stop()
 
     def end_step_hook(self) -> None:
-        """Let an interrupt end the run."""
+        """Let an interrupt, or the web UI's stop, end the run."""
+        super().end_step_hook()
         if self._on:
             self._training.end_step()
-        super().end_step_hook()
 
     # -- saves -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,14 @@
-"""Ctrl+C, or SIGTERM from outside: the step under way is finished and saved; a second one ends the run at once."""
+"""Ctrl+C, SIGTERM, or a closed terminal (SIGHUP): the step under way is finished and saved.
+
+A second Ctrl+C or SIGTERM ends the run at once. A hang-up never does: a terminal is also closed after Ctrl+C, while the
+save is being written. Where hang-ups are ignored (`nohup`) they stay so; Windows has none.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
 import threading
 import time
@@ -9,9 +16,11 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Interrupts"]
+__all__ = ["SIGNALS", "Interrupts", "quiet_dead_outputs"]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANG_UP = getattr(signal, "SIGHUP", None)
+SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None)
+READER_SECONDS = 0.5  # that a reader of our output, which gets the hang-up as we do, may take to end
 ONE_PRESS_SECONDS = 1.0  # a launcher passes on what the terminal has sent to every process already
 
 
@@ -32,9 +41,10 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Take over both signals."""
+        """Take over the signals."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            ignored = {HANG_UP} if HANG_UP and signal.getsignal(HANG_UP) is signal.SIG_IGN else set()
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored}
 
     def close(self) -> None:
         """Give them back; may be called twice."""
@@ -54,8 +64,31 @@ class Interrupts:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == HANG_UP:
+            quiet_dead_outputs(READER_SECONDS)
         if not self.asked:
             self.asked, self._first = True, time.monotonic()
-            self._say("Interrupted: this step is finished and saved. Once more ends at once, without a save")
-        elif time.monotonic() - self._first > ONE_PRESS_SECONDS:
+            with contextlib.suppress(OSError):  # raised here it would end the step under way
+                self._say("Interrupted: this step is finished and saved. Once more ends at once, without a save")
+        elif number != HANG_UP and time.monotonic() - self._first > ONE_PRESS_SECONDS:
             raise KeyboardInterrupt
+
+
+def quiet_dead_outputs(wait: float = 0.0) -> None:
+    """Send standard output and error to nowhere where nobody can read them any more, so that printing does not raise.
+
+    That is a terminal which was closed, or a pipe whose reader ended. Does nothing on Windows.
+
+    Args:
+        wait: seconds to wait for one of them to become so.
+    """
+    if not hasattr(select, "poll"):
+        return
+    outputs = select.poll()
+    for descriptor in (1, 2):
+        outputs.register(descriptor, 0)
+    for descriptor, event in outputs.poll(1000 * wait):
+        if event & (select.POLLERR | select.POLLHUP):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)

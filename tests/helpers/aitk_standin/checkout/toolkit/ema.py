@@ -14,11 +14,16 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def eval(self):
+        if self.raw is not None:
+            return
         self.raw = [p.detach().clone() for p in self.params]
         for average, p in zip(self.shadow_params, self.params, strict=True):
             p.copy_(average)
 
     @torch.no_grad()
     def train(self):
+        if self.raw is None:
+            return
         for raw, p in zip(self.raw, self.params, strict=True):
             p.copy_(raw)
+        self.raw = None

@@ -126,6 +126,7 @@ class BaseSDTrainProcess:
             for raw in config["datasets"]
             for resolution in raw["resolution"]
         ]
+        self.sample_every = (config.get("sample") or {}).get("sample_every")
         self.embed_config = self.adapter_config = self.decorator_config = None
         self.accelerator = ACCELERATOR
         self.device_torch = torch.device("cpu")
@@ -160,6 +161,9 @@ class BaseSDTrainProcess:
     def end_step_hook(self):
         pass
 
+    def sample_step_hook(self, number, total):
+        pass
+
     def post_save_hook(self, save_path):
         pass
 
@@ -192,6 +196,7 @@ class BaseSDTrainProcess:
         self.sample()
         self._loop()
         self.save()
+        self.sample(self.step_num)
         del self.sd, self.network
         self.done_hook()
 
@@ -251,13 +256,21 @@ class BaseSDTrainProcess:
                 print_acc("OOM, skipping batch")
             if step != self.start_step and step % self.save_config.save_every == 0:
                 self.save(step)
+            if step != self.start_step and self.sample_every and step % self.sample_every == 0:
+                self.sample(step)
             self.step_num = step + 1
             self.end_step_hook()
 
     @torch.no_grad()
     def sample(self, step=None, is_first=False):
         torch.rand(3)
-        self.sd.unet(torch.zeros(1, 4, 32, dtype=torch.bfloat16))
+        if self.ema is not None:
+            self.ema.eval()
+        for number in range(2):
+            self.sd.unet(torch.zeros(1, 4, 32, dtype=torch.bfloat16))
+            self.sample_step_hook(number, 2)
+        if self.ema is not None:
+            self.ema.train()
         self.sd.unet.to("cpu", dtype=torch.bfloat16)
 
     def get_training_info(self):
