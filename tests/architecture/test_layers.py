@@ -45,6 +45,7 @@ LAYERS = {
     "coat_flux.doctor": 6,
     "coat_flux.report": 6,
     "coat_flux.verify": 6,
+    "coat_flux.live": 6,
     "coat_flux.cli": 7,
 }
 SIBLINGS = [("coat_core.optim", "coat_core.linear", "coat_core.activation"), ("coat_flux.engine", "coat_flux.aitk")]

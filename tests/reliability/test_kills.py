@@ -24,6 +24,7 @@ import torch
 
 from coat_flux.checkpoint import SaveError, commit, damage, newest_set, repair
 from coat_flux.checkpoint.interrupts import Interrupts
+from coat_flux.checkpoint.live import LiveRun
 from coat_flux.engine import trainer
 from coat_flux.engine.progress import RunLog
 from coat_flux.engine.resume import find_resume_point, identity_of
@@ -95,9 +96,9 @@ class OneSave:
         self.run = job.folder
         workers = Workers("cpu")
         phases = PhaseTracker(workers.device, None)
-        self.session: Session = open_session(
-            job, workers, RunLog(job, workers.device, active=False), phases, None, identity_of(job, 1)
-        )
+        log = RunLog(job, workers.device, active=False)
+        live = LiveRun(job.folder, 0, job.train.steps, samples=False)
+        self.session: Session = open_session(job, workers, log, phases, None, identity_of(job, 1), live)
         batches = iter(self.session.sampler)
         self.session.record["validation_loss"] = 1.0
         trainer.train_step(self.session, batches, Interrupts(print))

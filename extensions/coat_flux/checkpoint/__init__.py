@@ -4,6 +4,7 @@ files.py      single files that a crash leaves old or new
 commit.py     a set of files that one rename commits; what a killed process left is put right
 identity.py   what makes a run this run: model, data, network, seed, processes, batch
 interrupts.py Ctrl+C ends a run after its step, with a save
+live.py       what a run tells its watchers, and the commands they give
 lock.py       one process at a time
 path.py       GEMMs and compilation that were measured
 rng.py        states of the random generators

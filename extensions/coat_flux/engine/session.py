@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from coat_core.optim import FP8AdamW
 
 from ..checkpoint.identity import model_identity
+from ..checkpoint.live import LiveRun
 from ..checkpoint.path import keep_path
 from ..config.job_config import JobConfig
 from ..data.dataset import BucketBatchSampler, scan
@@ -76,6 +77,7 @@ class Session:
     ema: LoraEMA | None
     guard: RunGuard
     identity: dict[str, Any]
+    live: LiveRun
     report: CoatReport | None = None
     spill: SpillWatch = field(default_factory=SpillWatch)
     step: int = 0
@@ -98,6 +100,7 @@ def open_session(
     phases: PhaseTracker,
     point: ResumePoint | None,
     identity: dict[str, Any],
+    live: LiveRun,
 ) -> Session:
     """Make a session of the run `identity` tells of, continuing from `point`, the newest save, where there is one.
 
@@ -153,6 +156,7 @@ def open_session(
         ema=_make_ema(job, lora),
         guard=guard,
         identity=identity,
+        live=live,
         report=report,
     )
     _hold(session)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from ..checkpoint.interrupts import Interrupts
+from ..checkpoint.live import COMMANDS
 from ..data.dataset import Batch
 from ..memory.oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .optim import advance, learning_rate
@@ -24,7 +25,7 @@ from .session import Session
 __all__ = ["train_step"]
 
 
-def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupts) -> tuple[StepStats, bool]:
+def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupts) -> tuple[StepStats, frozenset[str]]:
     """Do one optimizer step; `session.step` counts it, also where the guard lets no update happen.
 
     Args:
@@ -33,7 +34,7 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
         interrupts: of this process.
 
     Returns:
-        The step's numbers, and whether any process was interrupted.
+        The step's numbers, and what was asked meanwhile, of `checkpoint.live.COMMANDS`; an interrupt asks for a stop.
 
     Raises:
         DeadRunError: by the guard.
@@ -47,7 +48,9 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
         loss = _gradients(session, [next(batches) for _ in range(job.train.gradient_accumulation)])
         session.workers.average_gradients(params)
         norm = clip_grad_norm_(params, job.train.max_grad_norm).item()
-        mean_loss, stops = session.workers.mean(torch.stack([loss, torch.full_like(loss, interrupts.asked)])).tolist()
+        given = session.live.poll() | ({"stop"} if interrupts.asked else frozenset())
+        asked = torch.tensor([name in given for name in COMMANDS]).to(loss)
+        mean_loss, *shares = session.workers.mean(torch.cat([loss[None], asked])).tolist()
         updates = guard.allows_update(number, mean_loss, norm)
         if updates:
             _update(session)
@@ -58,7 +61,8 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
         guard.after_update(number)
     seconds = time.perf_counter() - started
     _watch_spill(session, seconds)
-    return StepStats(number, session.epoch, mean_loss, lr, norm, seconds, guard.skipped), stops > 0
+    commands = frozenset(name for name, share in zip(COMMANDS, shares, strict=True) if share > 0)
+    return StepStats(number, session.epoch, mean_loss, lr, norm, seconds, guard.skipped), commands
 
 
 def _update(session: Session) -> None:

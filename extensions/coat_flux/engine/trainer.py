@@ -19,6 +19,7 @@ from ..checkpoint import repair, rng_state, run_lock
 from ..checkpoint.errors import save_errors
 from ..checkpoint.files import replacing
 from ..checkpoint.interrupts import Interrupts
+from ..checkpoint.live import LiveRun
 from ..config.job_config import JobConfig
 from ..config.job_rules import require_packages
 from ..data.hold_out import describe_lowest
@@ -111,10 +112,14 @@ class COATTrainer:
         workers.wait()
         point = find_resume_point(job.folder, job.name)
         identity = identity_of(job, workers.world_size)
+        samples = bool(job.sample.items()) and not job.train.disable_sampling
+        first = 0 if point is None else point.step
+        live = LiveRun(job.folder, first, job.train.steps, samples=samples, active=workers.is_main)
         if point is None:
             if workers.is_main:  # a run that cannot be continued is left as it is
                 phases.path = job.folder / MEMORY_FILE
-            return _run(open_session(job, workers, log, phases, None, identity), self._observer)
+            with live:
+                return _run(open_session(job, workers, log, phases, None, identity, live), self._observer)
         for note in check_same_run(job, point, identity):
             log.say(f"Resume: {note}")
         final = job.folder / save_name(job.name, None)
@@ -122,7 +127,8 @@ class COATTrainer:
             log.say(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
             return final
         log.say(f"#### IMPORTANT RESUMING FROM {point.path} ####")
-        return _run(open_session(job, workers, log, phases, point, identity), self._observer, point.record)
+        with live:
+            return _run(open_session(job, workers, log, phases, point, identity, live), self._observer, point.record)
 
 
 def _run(
@@ -177,7 +183,7 @@ def _train_steps(
     if observer is not None:
         observer(session)
     while session.step < job.train.steps:
-        stats, stops = train_step(session, batches, interrupts)
+        stats, asked = train_step(session, batches, interrupts)
         session.log.step(stats)
         if session.step == first:
             for line in path_changes(session.transformer, resumed):
@@ -189,9 +195,9 @@ def _train_steps(
             _validate(session)
         if last:
             return
-        if stops:
+        if "stop" in asked:
             _stop(session)
-        _save_and_sample(session)
+        _save_and_sample(session, asked)
 
 
 def _stop(session: Session) -> None:
@@ -205,12 +211,13 @@ def _is_due(session: Session, every: int) -> bool:
     return session.step % every == 0
 
 
-def _save_and_sample(session: Session) -> None:
+def _save_and_sample(session: Session, asked: frozenset[str]) -> None:
     job = session.job
-    if _is_due(session, job.save.save_every):
+    if "save" in asked or _is_due(session, job.save.save_every):
         session.log.say(f"Saving at step {session.step}")
         session.log.say(f"Saved checkpoint to {_save(session, final=False)}")
-    if _is_due(session, job.sample.sample_every) and session.step >= job.sample.sample_start_step:
+    due = _is_due(session, job.sample.sample_every) and session.step >= job.sample.sample_start_step
+    if "sample" in asked or due:
         _draw_samples(session)
 
 

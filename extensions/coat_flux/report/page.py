@@ -106,8 +106,8 @@ def _show_loss(page: Page, run: RunFolder) -> None:
         page.missing("No validation loss: the config has no validation block, or nothing was measured yet.")
     elif run.block("validation"):
         lowest = min(validation, key=lambda point: point[1])
-        series = {"held-out loss": validation, f"lowest, step {lowest[0]:.0f}": [lowest]}
-        page.curves("Loss on photos held out of training", series, x="step", y="loss")
+        marks = {lowest[0]: f"lowest: step {lowest[0]:.0f}"}
+        page.curves("Loss on photos held out of training", {"loss": validation}, x="step", y="loss", marks=marks)
         page.paragraph(
             f"Lowest, {lowest[1]:.5f}, at step {lowest[0]:.0f}. Where it rises while the training loss falls, the LoRA "
             "learns the photos by heart."

@@ -1,0 +1,214 @@
+"""The live page's server: who may read, who may ask; and the files by which a run is asked."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from PIL import Image
+from werkzeug.test import Client
+
+from coat_flux.checkpoint.live import COMMANDS, LiveRun, give_command, read_status
+from coat_flux.cli import main
+from coat_flux.live import Watch
+from coat_flux.live.server import WatchError
+
+PICTURE = "1700000000000__000000002_0.png"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with a sample, and things beside it that nobody may read."""
+    folder = tmp_path / "run"
+    (folder / "coat").mkdir(parents=True)
+    (folder / "samples").mkdir()
+    rows = ["step,epoch,loss,lr,grad_norm,s_per_it,peak_memory_gb,skipped"]
+    rows += [f"{i},0,{1 / i},1e-4,1.0,0.5,8.25,0" for i in range(1, 11)]
+    (folder / "coat" / "metrics.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (folder / "coat" / "validation.csv").write_text("step,loss\n0,3.0\n4,1.0\n8,2.0\n", encoding="utf-8")
+    (folder / "coat" / "log.txt").write_text("<script>alert(1)</script>\nlast line\n", encoding="utf-8")
+    process = (
+        "{type: coat_flux_trainer, trigger_word: sks, validation: {hold_out: 2}, sample: {prompts: ['[trigger] <b>']}}"
+    )
+    (folder / "config.yaml").write_text(f"config: {{name: shirt, process: [{process}]}}\n", encoding="utf-8")
+    Image.new("RGB", (8, 8), "red").save(folder / "samples" / PICTURE)
+    (tmp_path / PICTURE).write_text("secret", encoding="utf-8")
+    (folder / "samples" / "1700000000000__000000009_0.png").symlink_to(tmp_path / PICTURE)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def live(run: Path, steps: int = 100) -> LiveRun:
+    return LiveRun(run, 0, steps, samples=True)
+
+
+# -- who may ask -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Coat-Token": ""}, {"X-Coat-Token": "é"}, {"Authorization": "{token}"}])
+def test_without_the_token_nothing_changes(run: Path, headers: dict[str, str]) -> None:
+    watch = Watch(run)
+    client = Client(watch)
+    with live(run) as asked:
+        before = contents(run)
+        for name in COMMANDS:
+            given = {key: value.format(token=watch.token) for key, value in headers.items()}
+            for path in (f"/commands/{name}", f"/commands/{name}?token={watch.token}"):
+                assert client.post(path, headers=given, data={"token": watch.token}).status_code == 403
+            assert client.get(f"/commands/{name}", headers={"X-Coat-Token": watch.token}).status_code == 405
+        for path in ("/", "/look", f"/samples/{PICTURE}"):
+            assert client.get(path).status_code == 200
+        assert contents(run) == before
+        assert asked.poll() == frozenset()
+
+
+def test_with_the_token_a_run_that_goes_on_is_asked_once(run: Path) -> None:
+    watch = Watch(run)
+    client, token = Client(watch), {"X-Coat-Token": watch.token}
+    assert client.post("/commands/stop", headers=token).status_code == 409  # nothing runs
+    with live(run) as asked:
+        for name in ("stop", "sample", "stop"):
+            assert client.post(f"/commands/{name}", headers=token).status_code == 202
+        assert client.post("/commands/delete", headers=token).status_code == 404
+        assert asked.poll() == {"stop", "sample"}
+        assert asked.poll() == frozenset()
+        give_command(run, "save")
+    assert read_status(run).ended == "finished"
+    assert client.post("/commands/save", headers=token).status_code == 409
+    with live(run) as again:  # what was asked of the run before is forgotten
+        assert again.poll() == frozenset()
+    with LiveRun(run, 0, 9, samples=False):
+        assert client.post("/commands/sample", headers=token).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("host", "bound", "status"),
+    [
+        ("127.0.0.1:8675", "127.0.0.1", 200),
+        ("localhost:1", "127.0.0.1", 200),
+        ("[::1]:8675", "127.0.0.1", 200),
+        ("evil.example:8675", "127.0.0.1", 403),
+        ("127.0.0.1.evil.example", "127.0.0.1", 403),
+        ("192.168.1.7:8675", "127.0.0.1", 403),
+        ("[bad", "127.0.0.1", 403),
+        ("", "127.0.0.1", 403),
+        ("192.168.1.7:8675", "0.0.0.0", 200),
+        ("evil.example", "0.0.0.0", 403),
+        (socket.gethostname(), "0.0.0.0", 200),
+    ],
+)
+def test_other_names_than_this_machines_are_refused(host: str, bound: str, status: int, run: Path) -> None:
+    client = Client(Watch(run, bound))
+    for path in ("/", "/look", f"/samples/{PICTURE}"):
+        assert client.get(path, headers={"Host": host}).status_code == status
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../" + PICTURE,
+        "..%2f..%2f" + PICTURE,
+        "1700000000000__000000009_0.png",
+        "..%5c" + PICTURE,
+        "config.yaml",
+        "",
+    ],
+)
+def test_only_samples_are_served(name: str, run: Path) -> None:
+    answer = Client(Watch(run)).get(f"/samples/{name}")
+    assert answer.status_code == 404
+    assert b"secret" not in answer.data
+
+
+def test_no_origin_but_ours_may_read_or_frame_it(run: Path) -> None:
+    answer = Client(Watch(run)).get("/", headers={"Origin": "https://evil.example"})
+    assert not [name for name, _ in answer.headers if name.lower().startswith("access-control")]
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert Client(Watch(run)).get("/").headers["Content-Security-Policy"] != policy  # a nonce of its own
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_it_listens_on_the_loopback_address_only(run: Path) -> None:
+    watch = Watch(run)
+    address = urlsplit(watch.start(0))
+    assert (address.hostname, address.fragment) == ("127.0.0.1", watch.token)
+    assert watch.is_private
+    connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=10)
+    connection.request("GET", "/look")
+    assert json.loads(connection.getresponse().read())["title"]
+    connection.close()
+    if sys.platform == "linux":
+        with socket.socket() as elsewhere:  # were it bound to all addresses, this one would be taken
+            elsewhere.bind(("127.0.0.2", address.port))
+    with pytest.raises(WatchError, match=r"--port \d+: cannot listen there .*choose another"):
+        Watch(run).start(address.port)
+    assert urlsplit(Watch(run).start()).port != address.port
+    assert not Watch(run, "0.0.0.0").is_private
+
+
+def test_its_options_are_refused_without_it(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert main(["train", "x.yaml", "--port", "1"]) == 2
+    assert "add --watch" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "RUN_DIR" in capsys.readouterr().err
+
+
+# -- what is seen ----------------------------------------------------------------------------------------------------
+
+
+def test_a_look_shows_the_run_and_escapes_its_texts(run: Path) -> None:
+    with live(run):
+        found = Client(Watch(run)).get("/look").json
+    assert found["takes"] == list(COMMANDS)
+    text = found["content"]
+    for part in ("step 10 of 100, 0.5 s per step, 0:00:45 left", "lowest: 1 at step 4", "sks &lt;b&gt;", "last line"):
+        assert part in text, part
+    assert f'src="samples/{PICTURE}"' in text  # and not the newer one, a link
+    assert "<script>" not in text
+    assert "<b>" not in text
+
+
+@pytest.mark.parametrize(
+    ("ends", "sentence"), [(None, "Finished"), (KeyboardInterrupt(), "Stopped after"), (OSError("no room"), "no room")]
+)
+def test_how_it_ended_is_said(run: Path, ends: BaseException | None, sentence: str) -> None:
+    with suppress(KeyboardInterrupt, OSError), live(run):
+        if ends is not None:
+            raise ends
+    found = Client(Watch(run)).get("/look").json
+    assert sentence in found["content"]
+    assert found["takes"] == []
+
+
+def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Path) -> None:
+    live(run).__enter__()
+    assert read_status(run).alive
+    path = run / "coat" / "status.json"
+    status = json.loads(path.read_text(encoding="utf-8"))
+    for change in ({"created": status["created"] - 100}, {"pid": 2**22 + 1}):
+        path.write_text(json.dumps(status | change), encoding="utf-8")
+        assert "without a word" in Client(Watch(run)).get("/look").json["content"]
+    other = status | {"machine": "another"}
+    path.write_text(json.dumps(other), encoding="utf-8")
+    assert read_status(run).alive
+    for file in (run / "coat").iterdir():
+        os.utime(file, (0, 0))
+    assert not read_status(run).alive
+    path.write_text("{", encoding="utf-8")
+    assert "does not say whether it goes on" in Client(Watch(run)).get("/look").json["content"]
+
+
+def test_a_folder_that_is_not_there_yet_is_a_run_that_starts(tmp_path: Path) -> None:
+    assert "not written anything yet" in Client(Watch(tmp_path / "none")).get("/look").json["content"]
