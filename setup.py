@@ -33,6 +33,7 @@ INSTALL_REQUIRES = [
     "psutil>=5.9.5",
     "tensorboard>=2.15",
     "tqdm>=4.66",
+    "werkzeug>=3.0",  # tensorboard needs it, too
 ]
 
 EXTRAS_REQUIRE = {
