@@ -4,6 +4,7 @@ Used by `quickstart.py` and `test.py`. Standard library only, and the module its
 that the version check below is what a user of one sees.
 
 1. Not in a virtual or conda environment: create `.venv` in the repository with the stdlib and start over inside it.
+   The environment variable COAT_NO_VENV says that this Python is the one to install into.
 2. Install torch first. A machine with an NVIDIA GPU must end up with a CUDA build, any other machine gets the CPU build
    where the configured package index has one. An importable torch that fits is kept.
 3. Install this package in editable mode; a stamp in the environment skips this while setup.py is unchanged.
@@ -30,6 +31,7 @@ TORCH_VERSION = "2.13.0"
 TORCH_MINIMUM = (2, 9)
 PYTHON_MINIMUM = (3, 10)
 INDEX_VARIABLE = "COAT_TORCH_INDEX_URL"
+NO_VENV_VARIABLE = "COAT_NO_VENV"  # set to anything: install into the Python that runs the script (Colab, a container)
 INDEX_REMEDY = (
     'rerun with --torch-index-url URL, where URL is the index that PyTorch\'s "Start Locally" page shows for your '
     "{platform} (or set the environment variable " + INDEX_VARIABLE + ")"
@@ -96,7 +98,7 @@ def _check_python() -> None:
 
 def _in_environment() -> bool:
     """True in a virtual environment and in a named conda environment (conda's base counts as the system's Python)."""
-    if sys.prefix != sys.base_prefix:
+    if os.environ.get(NO_VENV_VARIABLE) or sys.prefix != sys.base_prefix:
         return True
     conda = os.environ.get("CONDA_PREFIX")
     in_conda = bool(conda) and Path(conda).resolve() == Path(sys.prefix).resolve()

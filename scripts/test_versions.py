@@ -53,6 +53,7 @@ TESTS = (
     "tests/integration/test_export_diffusers.py",
     "tests/integration/test_lora_attach.py",
     "tests/integration/test_options_visible.py",
+    "tests/integration/test_readme_commands.py",
 )
 QUICK_TESTS = (
     *(f"tests/unit/test_data_{name}.py" for name in ("captions", "dataset", "images", "prepare", "sheet", "survey")),
@@ -61,6 +62,7 @@ QUICK_TESTS = (
     "tests/unit/test_config_coat.py",
     "tests/unit/test_export_check.py",
     "tests/unit/test_engine_network.py",
+    "tests/unit/test_scripts_versions.py",  # the notebook shows the pictures of the training that has just run
 )
 QUICK_STEPS = 20
 INSTALLED = re.compile(r"installed coat-flux in (\d+) s")

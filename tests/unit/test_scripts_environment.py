@@ -151,12 +151,15 @@ def test_old_python_is_named(monkeypatch, environment, capsys) -> None:
 def test_what_counts_as_an_environment(monkeypatch, environment, base: str, conda_name, expected: bool) -> None:
     monkeypatch.setattr(sys, "prefix", "here")
     monkeypatch.setattr(sys, "base_prefix", base)
+    monkeypatch.delenv(environment.NO_VENV_VARIABLE, raising=False)
     for name, value in (("CONDA_PREFIX", conda_name and "here"), ("CONDA_DEFAULT_ENV", conda_name)):
         if value:
             monkeypatch.setenv(name, value)
         else:
             monkeypatch.delenv(name, raising=False)
     assert environment._in_environment() is expected
+    monkeypatch.setenv(environment.NO_VENV_VARIABLE, "1")
+    assert environment._in_environment()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvidia-smi is a shell script")
