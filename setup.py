@@ -57,6 +57,7 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.5",
         "ruff>=0.12",
+        "setuptools>=70",  # builds the wheel that tests/integration/test_readme_commands.py unpacks
         "triton>=3.5; platform_system == 'Linux'",  # kernels run in its interpreter, and compile for absent GPUs
         "types-PyYAML",
     ],

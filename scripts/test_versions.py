@@ -39,7 +39,7 @@ ROOT = _environment.ROOT
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 WHICH = ("lowest", "newest")
 SHOWN = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "pillow")
-TOOLS = ("pytest", "pytest-timeout", "hypothesis", "ml_dtypes")
+TOOLS = ("pytest", "pytest-timeout", "hypothesis", "ml_dtypes", "setuptools>=70")
 TESTS = (
     "tests/unit",
     "tests/autograd",
