@@ -173,8 +173,8 @@ def test_heat_map_colours_low_red_and_high_blue() -> None:
     page = Page("t")
     page.heat_map("m", ["r1", "r2"], ["c1", "c2"], [[10.0, 30.0], [None, math.inf]], unit="dB")
     text = page.html()
-    assert '<td style="background: rgb(178 24 43); color: #fff">10</td>' in text
-    assert '<td style="background: rgb(33 102 172); color: #fff">30</td>' in text
+    assert '<td style="background: rgb(178 24 43); color: #fff">10.0</td>' in text
+    assert '<td style="background: rgb(33 102 172); color: #fff">30.0</td>' in text
     assert re.search(r"<td[^>]*>–</td><td[^>]*>inf</td>", text)
 
 

@@ -91,7 +91,7 @@ def test_summary_curves_and_what_is_missing(tmp_path: Path) -> None:
         "No coat/memory.json: COAT was off",
         "No FP8 cast was measured: coat/precision.csv is missing.",
         "No table: no LoRA of this run has it",
-        "None was saved yet.",
+        "None has been saved yet.",
         "No coat/versions.json",
     ):
         assert missing in text, missing
@@ -102,11 +102,64 @@ def test_summary_curves_and_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_drawing")
+@pytest.mark.parametrize(
+    ("losses", "validation", "saved", "verdict"),
+    [
+        ([], [], "", "plain>No step of this run has been recorded yet."),
+        ([0.5, 0.4], [], "", "plain>2 of 1000 steps are done; if the run has stopped, the same command resumes it."),
+        ([0.5] * 999 + [0.4], [], "", "good>All steps are done, and the loss fell: 0.5 → "),
+        ([0.5, 0.4], [], "shirt <b>", "good>All steps are done, and the loss fell: 0.5 → 0.4."),
+        ([0.5, 0.4], [], "torn", "bad>The newest LoRA, torn.safetensors, cannot be read"),
+        ([0.5] * 1000, [(0, 0.5), (1000, 0.5)], "", "open>All steps are done, and the validation loss did not fall"),
+        (
+            [0.5] * 1000,
+            [(0, 0.5), (1000, 0.3)],
+            "",
+            "good>All steps are done, and the validation loss fell: 0.5 → 0.3.",
+        ),
+        (
+            [0.5] * 1000,
+            [(0, 0.5), (400, 0.3), (1000, 0.35)],
+            "",
+            "open>All steps are done, but the validation loss was",
+        ),
+        ([0.5, 0.4, math.nan, math.nan], [], "", "bad>The loss has not been a finite number since step 3; use a save"),
+    ],
+)
+def test_the_run_in_one_sentence(
+    tmp_path: Path, losses: list[float], validation: list[tuple[int, float]], saved: str, verdict: str
+) -> None:
+    run = make_run(tmp_path / "run", steps=0)
+    rows = [f"{step},0,{loss},0.0001,0.5,0.25,7.5,0" for step, loss in enumerate(losses, 1)]
+    (run / "coat" / "metrics.csv").write_text("\n".join([",".join(METRICS), *rows]) + "\n")
+    if validation:
+        (run / "coat" / "validation.csv").write_text("step,loss\n" + "".join(f"{s},{loss}\n" for s, loss in validation))
+    if saved == "torn":
+        (run / "torn.safetensors").write_bytes(b"\x10")
+    elif saved:
+        save_file({"a": torch.zeros(1)}, run / f"{saved}.safetensors")
+    page = html.unescape(write_report(run).read_text())
+    assert f'<p class="verdict {verdict}'.replace(">", '" role="status">', 1) in page
+    assert page.index('<p class="verdict') < page.index("<table") < page.index("<h2>Loss</h2>") < page.index("<details")
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_the_newest_lora_and_where_to_copy_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    save_file({"a": torch.zeros(1)}, run / "shirt.safetensors")
+    text = text_of(write_report(run))
+    assert f"\n{run.resolve() / 'shirt.safetensors'}\n" in text
+    assert "copy the file into ComfyUI/models/loras" in text
+    assert "Write the trigger word into the prompt: sks." in text
+    assert f"pipe.load_lora_weights('{run.resolve()}', weight_name='shirt.safetensors')" in text
+
+
+@pytest.mark.usefixtures("no_drawing")
 def test_samples_are_a_grid_of_prompts_and_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     add_samples(run, range(0, 1001, 50))
     text = text_of(write_report(run))
-    assert "\na [trigger] <i>shirt</i>\n" in text
+    assert "\na sks <i>shirt</i>\n" in text
     shown = re.findall(r"\nstep (\d+)\n", text.replace("\n", "\n\n"))
     assert [int(step) for step in shown] == [0, 150, 300, 450, 550, 700, 850, 1000] * 2
     assert "26 more are in samples/." in text

@@ -20,7 +20,7 @@ from .stats import GB
 if TYPE_CHECKING:
     from ..config import JobConfig
 
-__all__ = ["as_table", "finish", "forecast", "picture"]
+__all__ = ["as_table", "finish", "forecast", "picture", "stacked", "tabulated"]
 
 MB = 1e6
 COLOURS = {  # in the order of the bars, from below
@@ -91,14 +91,33 @@ def as_table(record: Mapping[str, Any]) -> str:
     Args:
         record: the JSON's content.
     """
-    unit, scale = ("GB", GB) if record["peak"] >= 10 * GB else ("MB", MB)
-    rows = [_head(record), *_phase_rows(record, scale)]
+    title, rows, notes = tabulated(record)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join([title, *lines, *notes])
+
+
+def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str]]:
+    """The same in parts: title, rows with the header first, and lines below them."""
+    unit, scale = ("GB", GB) if record["peak"] >= 10 * GB else ("MB", MB)
     title = f"Memory by phase, {unit} (10^{9 if unit == 'GB' else 6} bytes), {record['method']['memory']}"
-    return "\n".join(
-        [title, *lines, *_moments(record, scale), *_holdings(record, scale), _verdict(record, scale, unit)]
-    )
+    notes = [*_moments(record, scale), *_holdings(record, scale), _verdict(record, scale, unit)]
+    return title, [_head(record), *_phase_rows(record, scale)], notes
+
+
+def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:
+    """What each phase holds at its peak: unit, phase → part → size, phase → predicted size.
+
+    On a CPU, where a process's memory is mostly libraries, the parts are the tensors alone.
+    """
+    parts = [part for part in COLOURS if part != "rest" or not record["baseline"]]
+    phases = {name: {part: phase["parts"].get(part, 0) for part in parts} for name, phase in record["phases"].items()}
+    predicted = (record["prediction"] or {}).get("phases", {})
+    expected = {name: sum(predicted[name].values()) for name in phases if name in predicted}
+    most = max([*(sum(held.values()) for held in phases.values()), *expected.values()], default=0)
+    unit, scale = ("GB", GB) if most >= GB else ("MB", MB)
+    bars = {name: {part: size / scale for part, size in held.items() if size} for name, held in phases.items()}
+    return unit, bars, {name: size / scale for name, size in expected.items()}
 
 
 def _head(record: Mapping[str, Any]) -> list[str]:
@@ -173,34 +192,27 @@ def picture(record: Mapping[str, Any]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    unit, scale = ("GB", GB) if record["peak"] >= GB else ("MB", MB)
+    unit, bars, expected = stacked(record)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw_bars(axes, record["phases"], scale)
-    _draw_prediction(axes, record, scale)
-    above = " above the start of the run" if record["baseline"] else ""
-    axes.set_ylabel(f"{unit} at the phase's peak{above}")
-    axes.set_title(f"What memory holds ({record['method']['memory'].split(';')[0]})")
+    below = [0.0] * len(bars)
+    for part, colour in COLOURS.items():
+        heights = [parts.get(part, 0.0) for parts in bars.values()]
+        if any(heights):
+            axes.bar(list(bars), heights, bottom=below, color=colour, label=part, width=0.6)
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+    if expected:
+        places = [place for place, name in enumerate(bars) if name in expected]
+        ends = [place - 0.4 for place in places], [place + 0.4 for place in places]
+        axes.hlines(list(expected.values()), *ends, colors="black", linestyles="dashed", label="predicted")
+    axes.ticklabel_format(axis="y", style="plain")
+    axes.set_ylabel(f"{unit} at the phase's peak")
+    tensors = "the run's tensors" if record["baseline"] else record["method"]["memory"].split(";")[0]
+    axes.set_title(f"What memory holds ({tensors})")
+    axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, frameon=False)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     return png.getvalue()
-
-
-def _draw_bars(axes: Any, phases: Mapping[str, Any], scale: float) -> None:
-    below = [0.0] * len(phases)
-    for part, colour in COLOURS.items():
-        heights = [phase["parts"].get(part, 0) / scale for phase in phases.values()]
-        if any(heights):
-            axes.bar(list(phases), heights, bottom=below, color=colour, label=part, width=0.6)
-            below = [low + height for low, height in zip(below, heights, strict=True)]
-
-
-def _draw_prediction(axes: Any, record: Mapping[str, Any], scale: float) -> None:
-    predicted = (record["prediction"] or {}).get("phases", {})
-    marks = [(i, sum(predicted[name].values()) / scale) for i, name in enumerate(record["phases"]) if name in predicted]
-    if marks:
-        starts, ends = [i - 0.4 for i, _ in marks], [i + 0.4 for i, _ in marks]
-        axes.hlines([y for _, y in marks], starts, ends, colors="black", linestyles="dashed", label="predicted")

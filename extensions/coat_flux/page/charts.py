@@ -1,4 +1,4 @@
-"""Line charts as HTML: the lines are an SVG that stretches, the text around it keeps its size on any screen.
+"""Charts as HTML: lines are an SVG that stretches, the text around it keeps its size on any screen.
 
 The colours are those of `style.STYLE`, so that a chart follows the reader's light or dark scheme.
 """
@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from .style import SERIES_COLOURS
 
-__all__ = ["Band", "Points", "line_chart", "thinned"]
+__all__ = ["Band", "Points", "bar_chart", "line_chart", "thinned"]
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 Band: TypeAlias = Sequence[tuple[float, float, float]]
@@ -69,16 +69,52 @@ def line_chart(
     labels += [f'<span class="tick-x axis" style="left: {at / 10:g}%">{text}</span>' for at, text in x_ticks]
     room = max((len(text) for _, text in y_ticks), default=1) * 0.5 + 0.8
     svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{"".join(drawing)}</svg>'
+    plot = f'<div class="plot" style="--ticks: {room:g}rem">{svg}{"".join(labels + notes)}</div>'
+    axes = f'<div class="y axis">{html.escape(y)}</div>{plot}<div class="x axis">{html.escape(x)}</div>'
+    return _figure(title, legend if len(legend) > 1 or band else [], axes)
+
+
+def bar_chart(
+    title: str,
+    bars: Mapping[str, Mapping[str, float]],
+    *,
+    unit: str,
+    expected: Mapping[str, float] | None = None,
+    expected_name: str = "expected",
+) -> str:
+    """Return a `<figure>` of horizontal stacked bars.
+
+    Args:
+        title: above the chart.
+        bars: name of the bar → part → length, not negative; parts have one colour in all bars.
+        unit: of the lengths.
+        expected: name of the bar → length that is marked by a line.
+        expected_name: of that line, in the legend.
+    """
+    expected = expected or {}
+    totals = {name: sum(parts.values()) for name, parts in bars.items()}
+    scale = 100 / (max([*totals.values(), *expected.values()], default=0) or 1)
+    names = list(dict.fromkeys(part for parts in bars.values() for part, size in parts.items() if size))
+    colours = {name: f"--c: var(--c{i})" if i < SERIES_COLOURS else "--c: var(--quiet)" for i, name in enumerate(names)}
+    rows = []
+    for name, parts in bars.items():
+        pieces = "".join(
+            f'<i style="{colours[part]}; width: {size * scale:.2f}%"></i>' for part, size in parts.items() if size
+        )
+        if name in expected:
+            pieces += f'<b style="left: {expected[name] * scale:.2f}%"></b>'
+        rows.append(f'<span>{html.escape(name)}</span><div class="track">{pieces}</div><span>{totals[name]:.2f}</span>')
+    legend = [f'<span style="{colours[name]}">{html.escape(name)}</span>' for name in names]
+    legend += [f'<span class="line">{html.escape(expected_name)}</span>'] if expected else []
+    return _figure(f"{title}, {unit}", legend, f'<div class="bars">{"".join(rows)}</div>')
+
+
+def _figure(title: str, legend: Sequence[str], body: str) -> str:
+    names = f'<div class="legend">{"".join(legend)}</div>' if legend else ""
+    label = html.escape(title)
     return (
-        f'<figure class="chart" role="img" aria-label="{html.escape(title)}"><figcaption>{html.escape(title)}'
-        f"</figcaption>{_legend(legend, bool(band))}"
-        f'<div class="y axis">{html.escape(y)}</div><div class="plot" style="--ticks: {room:g}rem">{svg}'
-        f'{"".join(labels + notes)}</div><div class="x axis">{html.escape(x)}</div></figure>'
+        f'<figure class="chart" role="img" aria-label="{label}"><figcaption>{label}</figcaption>{names}{body}</figure>'
     )
-
-
-def _legend(entries: Sequence[str], always: bool) -> str:
-    return f'<div class="legend">{"".join(entries)}</div>' if len(entries) > 1 or always else ""
 
 
 @dataclass(frozen=True)

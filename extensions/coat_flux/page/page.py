@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import html
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ..checkpoint.files import replacing
-from .charts import Band, Points, line_chart
+from .charts import Band, Points, bar_chart, line_chart
 from .pictures import LONGEST_SIDE, embeddable
 from .style import STYLE
 
@@ -27,6 +28,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 LOW, MIDDLE, HIGH = (178, 24, 43), (247, 247, 247), (33, 102, 172)  # of heat maps: red, white, blue
 LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue in sRGB
 BLACK_FROM = 0.18  # luminance from which black text has more contrast than white
+NUMBER = re.compile(r"–|[-+±~<]?(>=)?[\d.,]+(e-?\d+)?( ?(%|dB|GB|MB|s))?")
 SHORT = 12  # characters of a cell, or of a word in a column's name, that are never broken
 STACKED_COLUMNS = 4  # from so many on, the rows of a table become blocks on a narrow screen
 
@@ -116,6 +118,18 @@ class Page:
             return
         self._parts.append(line_chart(title, series, x=x, y=y, log_y=log_y, band=band, faint=faint, marks=marks))
 
+    def bars(
+        self,
+        title: str,
+        bars: Mapping[str, Mapping[str, float]],
+        *,
+        unit: str,
+        expected: Mapping[str, float] | None = None,
+        expected_name: str = "expected",
+    ) -> None:
+        """Add horizontal stacked bars; the arguments are those of `bar_chart`."""
+        self._parts.append(bar_chart(title, bars, unit=unit, expected=expected, expected_name=expected_name))
+
     def heat_map(
         self,
         title: str,
@@ -132,7 +146,7 @@ class Page:
             title: above the table.
             rows: names, R.
             columns: names, C.
-            values: [R][C]; None stays empty.
+            values: [R][C], shown with one decimal; None is a dash.
             unit: of the values.
             ends: values of full red and full blue; default: the lowest and the highest.
         """
@@ -209,14 +223,10 @@ def _name(column: str) -> str:
 
 def _cell(value: object, column: str = "") -> str:
     text = "–" if value is None else str(value)
-    kinds = ["short"] * (len(text) <= SHORT) + ["number"] * _is_number(text)
+    kinds = ["short"] * (len(text) <= SHORT) + ["number"] * bool(NUMBER.fullmatch(text))
     attributes = f' class="{" ".join(kinds)}"' if kinds else ""
     attributes += f' data-label="{_text(column)}"' if column else ""
     return f"<td{attributes}>{_text(text)}</td>"
-
-
-def _is_number(text: str) -> bool:
-    return text[:1] in "+-±≥<–0123456789" and text.lstrip("+-±≥<0123456789.,eE ") in ("", "–", "%", " %")
 
 
 def _wide(table: str) -> str:
@@ -246,4 +256,4 @@ def _heat(value: float | None, low: float, high: float) -> str:
     colour = [round(a + (b - a) * share) for a, b in zip(start, end, strict=True)]
     luminance = sum(share * (level / 255) ** 2.2 for share, level in zip(LUMINANCE, colour, strict=True))
     ink = "#000" if luminance >= BLACK_FROM else "#fff"
-    return f'<td style="background: rgb({colour[0]} {colour[1]} {colour[2]}); color: {ink}">{value:.4g}</td>'
+    return f'<td style="background: rgb({colour[0]} {colour[1]} {colour[2]}); color: {ink}">{value:.1f}</td>'

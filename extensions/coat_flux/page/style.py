@@ -66,6 +66,12 @@ figure { margin: 1.25em 0; }
   content: ""; display: inline-block; width: 1.2em; height: .25em; border-radius: .1em; margin-right: .4em;
   vertical-align: middle; background: var(--c);
 }
+.legend .line::before { width: 0; height: 1em; border-left: 2px dashed var(--ink); background: none; }
+.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .3rem .6rem; margin-top: .5rem; }
+.bars span { font-size: .8rem; font-variant-numeric: tabular-nums; }
+.track { position: relative; display: flex; }
+.track i { background: var(--c); }
+.track b { position: absolute; top: -.15rem; bottom: -.15rem; border-left: 2px dashed var(--ink); }
 .axis { font-size: .75rem; font-variant-numeric: tabular-nums; }
 .x.axis { text-align: right; padding-top: 1.4rem; }
 .plot { position: relative; height: 15rem; margin: .5rem 1.5rem 0 var(--ticks); }
@@ -94,7 +100,7 @@ img { display: block; width: 100%; height: auto; border-radius: .2rem; }
   h1 { font-size: 1.5rem; }
   .plot { height: 12rem; }
   .gallery { padding-right: 0; }
-  .wrapping { grid-template-columns: repeat(auto-fill, minmax(6.5rem, 1fr)); }
+  .wrapping { grid-template-columns: repeat(auto-fill, minmax(5.2rem, 1fr)); }
   .heat { font-size: .75rem; }
   .heat th, .heat td { padding: .15rem .25rem; }
   .heat thead th { writing-mode: vertical-rl; }
@@ -103,6 +109,6 @@ img { display: block; width: 100%; height: auto; border-radius: .2rem; }
   .stacking tr { display: block; border: 1px solid var(--line); margin-bottom: .6rem; }
   .stacking td { display: flex; gap: 1rem; justify-content: space-between; border: 0; }
   .stacking td { text-align: right; white-space: normal; }
-  .stacking td::before { content: attr(data-label); color: var(--quiet); text-align: left; }
+  .stacking td::before { content: attr(data-label); color: var(--quiet); text-align: left; flex: none; }
 }
 """

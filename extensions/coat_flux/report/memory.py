@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..memory.report import as_table, forecast
+from ..memory.report import forecast, stacked, tabulated
 from ..page import Page
 from .logs import read_metrics
 from .run import RunFolder
@@ -13,8 +13,6 @@ from .run import RunFolder
 __all__ = ["show_memory"]
 
 MEMORY_FILE = Path("coat") / "memory.json"
-PICTURE = Path("coat") / "memory.png"
-PICTURE_SIDE = 1100  # pixels
 
 
 def show_memory(page: Page, run: RunFolder) -> None:
@@ -28,11 +26,15 @@ def show_memory(page: Page, run: RunFolder) -> None:
     if record is None:
         page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")
     else:
-        page.code(as_table(_with_prediction(record, run)))
-    if (run.path / PICTURE).exists():
-        page.images(
-            "", [("memory by phase; dashed: the plan", run.path / PICTURE)], columns=1, longest_side=PICTURE_SIDE
-        )
+        record = _with_prediction(record, run)
+        unit, bars, expected = stacked(record)
+        what = "Tensors held" if record["baseline"] else "Memory held"
+        title = f"{what} at the peak of each phase"
+        page.bars(title, bars, unit=unit, expected=expected, expected_name="predicted by coat-flux plan")
+        title, (header, *rows), notes = tabulated(record)
+        page.paragraph(title)
+        page.table(header, rows)
+        page.paragraph("\n".join(f"{note[:1].upper()}{note[1:]}." for note in notes))
     peak = read_metrics(run.path).get("peak_memory_gb", [])
     page.curves("Peak memory of steps", {"peak": peak}, x="step", y="GB")
 

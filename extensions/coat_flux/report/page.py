@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from .. import __version__
 from ..checkpoint.errors import SaveError
 from ..checkpoint.versions import VERSIONS_FILE
 from ..page import Page
+from ..page.page import Tone
 from .logs import Curve, read_metrics, read_validation, smoothed
 from .memory import show_memory
 from .precision import show_precision
@@ -21,6 +23,7 @@ __all__ = ["REPORT_FILE", "write_report"]
 
 REPORT_FILE = Path("coat") / "report.html"
 SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # of the grid
+RISE = 1.01  # a validation loss that ends so many times above its lowest has risen
 DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
@@ -42,26 +45,30 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     target = run.path / REPORT_FILE if out is None else out
     loras = run.loras()
     page = Page(run.name, f"Run report by coat-flux {__version__}: {run.path.resolve()}")
-    sections: list[tuple[str, Callable[[], None]]] = [
+    open_sections: list[tuple[str, Callable[[], None]]] = [
         ("", lambda: _show_summary(page, run, loras)),
-        ("Loss", lambda: _show_loss(page, run)),
         ("Samples", lambda: _show_samples(page, run)),
+        ("The LoRA", lambda: _show_newest(page, run, loras)),
+        ("Loss", lambda: _show_loss(page, run)),
+    ]
+    folded_sections: list[tuple[str, Callable[[], None]]] = [
         ("Speed and learning rate", lambda: _show_pace(page, run)),
         ("Memory", lambda: show_memory(page, run)),
         ("Precision of FP8", lambda: show_precision(page, run, target.parent)),
         ("Guard", lambda: _show_guard(page, run)),
         ("Asked, got, why", lambda: _show_treatment(page, loras)),
-        ("LoRA files", lambda: _show_loras(page, loras)),
+        ("Saved LoRAs", lambda: _show_loras(page, loras)),
         ("Versions", lambda: _show_versions(page, run)),
         ("Config", lambda: _show_config(page, run)),
     ]
-    for title, show in sections:
+    for title, show in open_sections:
         if title:
             page.heading(title)
-        try:
-            show()
-        except DAMAGED as error:
-            page.missing(f"{title or 'Summary'}: cannot be shown ({type(error).__name__}: {error})")
+        _show(page, title or "Summary", show)
+    page.heading("Details")
+    for title, show in folded_sections:
+        with page.details(title):
+            _show(page, title, show)
     try:
         return page.write(target)
     except OSError as error:
@@ -70,11 +77,19 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         ) from error
 
 
+def _show(page: Page, title: str, show: Callable[[], None]) -> None:
+    try:
+        show()
+    except DAMAGED as error:
+        page.missing(f"{title}: cannot be shown ({type(error).__name__}: {error})")
+
+
 def _show_summary(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
     metrics, validation = read_metrics(run.path), read_validation(run.path)
     train, network, model = run.block("train"), run.block("network"), run.block("model")
     loss, pace, peak = (metrics.get(name, []) for name in ("loss", "s_per_it", "peak_memory_gb"))
     last = int(loss[-1][0]) if loss else None
+    page.verdict(*_verdict(run, loss, validation, loras))
     facts: list[tuple[str, Any]] = [
         ("steps", None if last is None else f"{last} of {train.get('steps', '?')}"),
         ("loss, smoothed", _first_to_last(smoothed(loss))),
@@ -86,19 +101,60 @@ def _show_summary(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None
         ("model", model.get("name_or_path")),
         ("LoRA", f"rank {network['linear']}" if "linear" in network else None),
         ("trigger word", run.process.get("trigger_word")),
-        ("newest LoRA", loras[-1].path.name if loras else None),
     ]
     page.table(["", ""], [[name, value] for name, value in facts if value is not None])
+
+
+def _verdict(run: RunFolder, loss: Curve, validation: Curve, loras: Sequence[LoraFile]) -> tuple[str, Tone]:
+    """The run in one sentence, and how good the news is."""
+    steps = run.block("train").get("steps", "?")
+    if not loss:
+        return "No step of this run has been recorded yet.", "plain"
+    if not math.isfinite(loss[-1][1]):
+        good = max((int(step) for step, value in loss if math.isfinite(value)), default=0)
+        return f"The loss has not been a finite number since step {good + 1}; use a save from before that step.", "bad"
+    if loras and loras[-1].problem:
+        return f"The newest LoRA, {loras[-1].path.name}, {loras[-1].problem}; use an older one.", "bad"
+    done = int(loss[-1][0])
+    if done != steps and f"{run.name}.safetensors" not in (lora.path.name for lora in loras):
+        return f"{done} of {steps} steps are done; if the run has stopped, the same command resumes it.", "plain"
+    name, curve = ("validation loss", validation) if validation else ("loss", smoothed(loss))
+    lowest, first, last = min(curve, key=lambda point: point[1]), curve[0][1], curve[-1][1]
+    if validation and last > RISE * lowest[1]:
+        return (
+            f"All steps are done, but the validation loss was lowest after step {lowest[0]:.0f} and has risen since; "
+            "an earlier save may be the better LoRA."
+        ), "open"
+    change, tone = ("fell", "good") if last < first else ("did not fall", "open")
+    return f"All steps are done, and the {name} {change}: {first:.4g} → {last:.4g}.", tone  # type: ignore[return-value]
 
 
 def _first_to_last(curve: Curve) -> str | None:
     return f"{curve[0][1]:.5f} → {curve[-1][1]:.5f}" if curve else None
 
 
+def _show_newest(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
+    readable = [lora for lora in loras if not lora.problem]
+    if not readable:
+        page.missing("None has been saved yet.")
+        return
+    path, trigger = readable[-1].path.resolve(), run.process.get("trigger_word")
+    word = f" Write the trigger word into the prompt: {trigger}." if trigger else ""
+    page.code(str(path))
+    page.paragraph(f"ComfyUI: copy the file into ComfyUI/models/loras and load it with the node Load LoRA.{word}")
+    model = str(run.block("model").get("name_or_path") or "black-forest-labs/FLUX.1-dev")
+    page.paragraph("diffusers:")
+    page.code(
+        f"pipe = FluxPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16)\n"
+        f"pipe.load_lora_weights({str(path.parent)!r}, weight_name={path.name!r})"
+    )
+
+
 def _show_loss(page: Page, run: RunFolder) -> None:
     loss = read_metrics(run.path).get("loss", [])
     if loss:
-        page.curves("Training loss", {"each step": loss, "smoothed": smoothed(loss)}, x="step", y="loss")
+        curves = {"each step": loss, "smoothed": smoothed(loss)}
+        page.curves("Training loss", curves, x="step", y="loss", faint="each step")
     else:
         page.missing("No training loss: there is neither coat/metrics.csv nor ai-toolkit's loss_log.db.")
     validation = read_validation(run.path)
@@ -150,7 +206,8 @@ def _spread(steps: Sequence[int], most: int) -> list[int]:
 def _show_pace(page: Page, run: RunFolder) -> None:
     metrics = read_metrics(run.path)
     pace = metrics.get("s_per_it", [])
-    page.curves("Time per step", {"each step": pace, "smoothed": smoothed(pace)}, x="step", y="s/it")
+    times = {"each step": pace, "smoothed": smoothed(pace)}
+    page.curves("Time per step", times, x="step", y="s/it", faint="each step")
     page.curves("Learning rate", {"lr": metrics.get("lr", [])}, x="step", y="lr")
     page.curves("Gradient norm before clipping", {"norm": metrics.get("grad_norm", [])}, x="step", y="norm", log_y=True)
 
@@ -193,7 +250,7 @@ def _show_treatment(page: Page, loras: Sequence[LoraFile]) -> None:
 
 def _show_loras(page: Page, loras: Sequence[LoraFile]) -> None:
     if not loras:
-        page.missing("None was saved yet.")
+        page.missing("None has been saved yet.")
         return
     rows = [[lora.path.name, f"{lora.path.stat().st_size / 1e6:.2f} MB", lora.step, lora.problem] for lora in loras]
     page.table(["file", "size", "steps done", ""], rows)

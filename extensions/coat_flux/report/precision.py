@@ -117,8 +117,8 @@ def _show_advice(page: Page, run: RunFolder, found: Sequence[Summary]) -> None:
     layers = standing_out(found)
     if not layers:
         page.paragraph(
-            f"No layer stands out: none lies more than {OUTLIER_DB:g} dB below the median of its kind, and no input "
-            f"below {LOW_DB:g} dB. There is nothing to exclude."
+            f"No layer stands out: none is more than {OUTLIER_DB:g} dB below the median of its kind, and no input "
+            f"is below {LOW_DB:g} dB. There is nothing to exclude."
         )
         return
     activation = run.block("coat").get("activation") or {}
@@ -133,6 +133,7 @@ def _show_advice(page: Page, run: RunFolder, found: Sequence[Summary]) -> None:
 
 def _show_curves(page: Page, rows: Sequence[Row]) -> None:
     middle: dict[str, list[tuple[float, float]]] = {}
+    lowest: dict[str, list[tuple[float, float]]] = {}
     lost: dict[str, list[tuple[float, float]]] = {}
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
@@ -141,9 +142,10 @@ def _show_curves(page: Page, rows: Sequence[Row]) -> None:
     for kind in KINDS:
         for (_, step), found in sorted(item for item in groups.items() if item[0][0] == kind):
             middle.setdefault(kind, []).append((step, median(row.sqnr_db for row in found)))
-            middle.setdefault(f"{kind}, lowest layer", []).append((step, min(row.sqnr_db for row in found)))
+            lowest.setdefault(kind, []).append((step, min(row.sqnr_db for row in found)))
             lost.setdefault(kind, []).append((step, 100 * max(row.underflow for row in found)))
-    page.curves("Local SQNR over the run", middle, x="step", y="dB")
+    page.curves("Local SQNR over the run, median of the layers", middle, x="step", y="dB")
+    page.curves("Local SQNR over the run, lowest layer", lowest, x="step", y="dB")
     page.curves("Underflow in the worst layer", lost, x="step", y="% of the nonzero elements")
 
 

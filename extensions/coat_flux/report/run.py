@@ -11,6 +11,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoint.table import METRICS_FILE
+from ..data.captions import inject_trigger
 from ..errors import UserError
 from .logs import HOST_LOG
 
@@ -89,10 +90,11 @@ class RunFolder:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def prompts(self) -> list[str]:
-        """Of the samples, in their order."""
-        sample = self.block("sample")
+        """Of the samples, in their order, with the trigger word filled in."""
+        sample, trigger = self.block("sample"), self.process.get("trigger_word")
         items = sample.get("samples") or [{"prompt": prompt} for prompt in sample.get("prompts") or []]
-        return [str(item.get("prompt", "")) if isinstance(item, dict) else str(item) for item in items]
+        prompts = [str(item.get("prompt", "")) if isinstance(item, dict) else str(item) for item in items]
+        return [inject_trigger(prompt, str(trigger) if trigger else None, add_if_missing=False) for prompt in prompts]
 
     def samples(self) -> list[Sample]:
         """By step and prompt, the newest of each."""
