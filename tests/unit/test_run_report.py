@@ -149,8 +149,8 @@ def test_the_newest_lora_and_where_to_copy_it(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, run / "shirt.safetensors")
     text = text_of(write_report(run))
     assert f"\n{run.resolve() / 'shirt.safetensors'}\n" in text
-    assert "copy the file into ComfyUI/models/loras" in text
-    assert "Write the trigger word into the prompt: sks." in text
+    assert "copy the file to ComfyUI/models/loras" in text
+    assert "Put the trigger word in your prompts: sks." in text
     assert f"pipe.load_lora_weights('{run.resolve()}', weight_name='shirt.safetensors')" in text
 
 

@@ -78,6 +78,24 @@ class Page:
         """Add text as it is, to be copied."""
         self._parts.append(f"<pre>{_text(text)}</pre>")
 
+    def lora_file(self, path: Path, model: str, trigger: str | None) -> None:
+        """Name a LoRA's file, and how ComfyUI and diffusers load it.
+
+        Args:
+            path: of the file.
+            model: that it was trained for, as diffusers finds it.
+            trigger: word that belongs in a prompt.
+        """
+        path = path.resolve()
+        self.code(str(path))
+        word = f" Put the trigger word in your prompts: {trigger}." if trigger else ""
+        self.paragraph(f"ComfyUI: copy the file to ComfyUI/models/loras and load it with a Load LoRA node.{word}")
+        self.paragraph("diffusers:")
+        self.code(
+            f"pipe = FluxPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16)\n"
+            f"pipe.load_lora_weights({str(path.parent)!r}, weight_name={path.name!r})"
+        )
+
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Add a table; cells are shown as `str` gives them, None as a dash. A header of empty names is left out."""
         cells = "".join(map(_name, header))

@@ -138,16 +138,8 @@ def _show_newest(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
     if not readable:
         page.missing("None has been saved yet.")
         return
-    path, trigger = readable[-1].path.resolve(), run.process.get("trigger_word")
-    word = f" Write the trigger word into the prompt: {trigger}." if trigger else ""
-    page.code(str(path))
-    page.paragraph(f"ComfyUI: copy the file into ComfyUI/models/loras and load it with the node Load LoRA.{word}")
     model = str(run.block("model").get("name_or_path") or "black-forest-labs/FLUX.1-dev")
-    page.paragraph("diffusers:")
-    page.code(
-        f"pipe = FluxPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16)\n"
-        f"pipe.load_lora_weights({str(path.parent)!r}, weight_name={path.name!r})"
-    )
+    page.lora_file(readable[-1].path, model, run.process.get("trigger_word"))
 
 
 def _show_loss(page: Page, run: RunFolder) -> None:
