@@ -30,15 +30,20 @@ from mini_flux.scorer import accuracies, judge, load_scorer, right
 
 from coat_flux.checkpoint.files import replacing
 from coat_flux.page import Page
+from coat_flux.page.charts import Band, Points
 from coat_flux.verify import BF16, Settings, Study, Verdict, open_study, verify
+from coat_flux.verify.judgement import Judgement
 from coat_flux.verify.judgement import judge as judge_gap
+from coat_flux.verify.page import TONES
+from coat_flux.verify.paired import run_name
 
 ROOT = Path(__file__).resolve().parents[1]
 COAT: dict[str, Any] = {"memory": {"checkpointing": "every_n", "every_n": 2}}  # all else are the defaults: all is on
 ARMS = {"bf16": BF16, "coat": {}}
+WORDS = {"bf16": "bf16", "coat": "COAT"}
 FIRST_SEED = 1  # as in `make_job`
 CURVE_POINTS = 20
-SHOWN = 6  # pictures of each run on the page
+SHOWN, SHOWN_COLUMNS = 6, 3  # pictures of each run on the page
 BASE = "no LoRA"
 
 
@@ -116,8 +121,7 @@ def score(options: argparse.Namespace, loras: Mapping[str, Path]) -> dict[str, d
         pixels = draw_prompts(pipeline, prompts)
         if lora is not None:
             pipeline.unload_lora_weights()
-        captions = [f"{item.pattern} {item.colour}\n{item.background}" for item in items[:SHOWN]]
-        sheet(pixels[:SHOWN], captions, SHOWN).save(folder / f"{name}.png", optimize=True)
+        sheet(pixels[:SHOWN], [], SHOWN_COLUMNS, enlarged=1).save(folder / f"{name}.png", optimize=True)
         found[name] = accuracies(right(judge(scorer, pixels), items)) | {"prompts": options.prompts}
         with replacing(path) as temp:
             temp.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -170,7 +174,14 @@ def seed_header(measures: Sequence[Measure]) -> list[str]:
     return ["seed", *(f"{measure.name}: {arm}" for measure in measures for arm in ("bf16", "COAT"))]
 
 
-GAP_HEADER = ["", "mean gap", "95 % interval", "bf16's sd over seeds", "mean gap inside", "whole interval inside"]
+GAP_HEADER = [
+    "COAT minus bf16, same seed",
+    "mean gap",
+    "95% interval",
+    "bf16's sd over seeds",
+    "mean gap within",
+    "verdict",
+]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -191,29 +202,57 @@ def setting_of(options: argparse.Namespace) -> str:
     )
 
 
-def write_page(options: argparse.Namespace, verdict: Verdict, measures: Sequence[Measure], base: Sequence[str]) -> None:
-    """One self-contained HTML page of it all."""
-    page = Page("Is COAT lossless?", f"scripts/prove_lossless.py: 2 x {options.seeds} LoRAs of the mini-FLUX")
-    page.paragraph(f"{verdict.sentence[:1].upper()}{verdict.sentence[1:]}.")
-    page.paragraph(setting_of(options))
-    page.heading("Gaps: COAT less bf16, same seed")
-    page.table(GAP_HEADER, gap_rows(measures))
-    page.heading("Every seed")
-    page.table(seed_header(measures), seed_rows(measures, [run.seed for run in verdict.arm("bf16")]))
-    page.paragraph(" ".join(base))
-    page.heading("Validation loss over the run, each in its own precision")
+def mean_curves(verdict: Verdict) -> tuple[dict[str, Points], dict[str, Band]]:
+    """Mean validation loss over the run by arm, and its band of one standard deviation over seeds."""
     means, bands = {}, {}
-    for arm, name in (("bf16", "bf16"), ("coat", "COAT")):
+    for arm, name in WORDS.items():
         points = list(zip(*(run.curve for run in verdict.arm(arm)), strict=True))
         means[name] = [(one[0][0], fmean(loss for _, loss in one)) for one in points]
         spreads = [stdev(loss for _, loss in one) for one in points]
         bands[name] = [(step, mean - s, mean + s) for (step, mean), s in zip(means[name], spreads, strict=True)]
-    page.curves("Mean over seeds, band: standard deviation", means, x="step", y="loss", band=bands)
-    runs = [(f"{'COAT' if run.arm == 'coat' else run.arm}, seed {run.seed}", run.name) for run in verdict.runs]
-    pictures = [(title, options.out / "pictures" / f"{name}.png") for title, name in [(BASE, BASE), *runs]]
+    return means, bands
+
+
+def write_page(
+    path: Path,
+    judgement: Judgement,
+    measures: Sequence[Measure],
+    seeds: Sequence[int],
+    curves: tuple[Mapping[str, Points], Mapping[str, Band]],
+    pictures: Path,
+    texts: tuple[str, str],
+) -> None:
+    """One self-contained HTML page of it all.
+
+    Args:
+        path: of the page.
+        judgement: the verdict.
+        measures: all that is compared.
+        seeds: of the pairs.
+        curves: from `mean_curves`.
+        pictures: folder of `score`.
+        texts: the setting, and what the model does without a LoRA.
+    """
+    setting, base = texts
+    page = Page("Is COAT lossless?", f"scripts/prove_lossless.py: {len(seeds)} pairs of LoRAs of the mini-FLUX")
+    page.verdict(f"{judgement.sentence[:1].upper()}{judgement.sentence[1:]}.", TONES[judgement.outcome])
+    page.table(GAP_HEADER, gap_rows(measures))
     page.heading("The same prompts and noise, drawn with each LoRA")
-    page.images("", pictures, columns=2)
-    page.write(options.page)
+    prompts = "; ".join(prompts_of(prompt_items(SHOWN), trigger=TRIGGER))
+    page.paragraph(f"From left to right, top to bottom: {prompts}.")
+    page.images("", [(BASE, pictures / f"{BASE}.png")], columns=1, width=420)
+    pairs = [(f"seed {seed}", pictures / f"{run_name(arm, seed)}.png") for seed in seeds for arm in WORDS]
+    page.images("", pairs, columns=2, header=list(WORDS.values()), width=420)
+    page.heading("Validation loss over the run")
+    title = "Each run in its own precision, mean over seeds; band: ± standard deviation"
+    page.curves(title, curves[0], x="step", y="loss", band=curves[1])
+    page.heading("Details")
+    with page.details("What was run"):
+        page.paragraph(setting)
+        page.paragraph(base)
+    with page.details("Every seed"):
+        page.table(seed_header(measures), seed_rows(measures, seeds))
+    page.write(path)
 
 
 def write_results(options: argparse.Namespace, verdict: Verdict, shares: Mapping[str, Mapping[str, float]]) -> None:
@@ -237,18 +276,20 @@ def main() -> None:
     verdict = verify(job_of(options), seeds=options.seeds, settings=settings_of(options), folder=options.out / "runs")
     shares = score(options, {run.name: run.lora for run in verdict.runs})
     measures = measures_of(verdict, shares)
+    seeds = [run.seed for run in verdict.arm("bf16")]
     base = [
         f"Without a LoRA: loss {verdict.scores.base:.6f}, {shares[BASE]['all four']:.1%} of the prompts drawn right."
     ]
     garment = fmean(shares[run.name]["garment"] for run in verdict.runs)
     base.append(f"A prompt is drawn right if all four attributes are; the garment is in {garment:.1%} of all pictures.")
     tables = markdown(GAP_HEADER, gap_rows(measures)) + "\n"
-    tables += markdown(seed_header(measures), seed_rows(measures, [run.seed for run in verdict.arm("bf16")]))
+    tables += markdown(seed_header(measures), seed_rows(measures, seeds))
     text = f"{setting_of(options)}\n\n{verdict.sentence}\n\n{' '.join(base)}\n\n{tables}"
     (options.out / "table.md").write_text(text, encoding="utf-8")
     write_results(options, verdict, shares)
     if options.page:
-        write_page(options, verdict, measures, base)
+        curves, texts = mean_curves(verdict), (setting_of(options), " ".join(base))
+        write_page(options.page, verdict.judgement, measures, seeds, curves, options.out / "pictures", texts)
     print(f"\n{text}")
 
 

@@ -79,20 +79,20 @@ def draw_prompts(
 
 
 def sheet(pixels: Tensor, captions: Sequence[str], columns: int, enlarged: int = 2) -> Image.Image:
-    """Pictures row by row, each with its caption below.
+    """Pictures row by row, each with its caption below where there are captions.
 
     Args:
         pixels: uint8 [N, 3, H, W].
-        captions: N texts; lines that are too long are cut.
+        captions: N texts, lines that are too long are cut; or none.
         columns: pictures per row.
         enlarged: by so many.
     """
     height, width = (enlarged * side for side in pixels.shape[2:])
-    rows = -(-len(captions) // columns)
-    page = Image.new("RGB", (columns * width, rows * (height + _CAPTION)), "white")
+    rows, below = -(-len(pixels) // columns), _CAPTION if captions else 0
+    page = Image.new("RGB", (columns * width, rows * (height + below)), "white")
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(10)
-    for i, (picture, text) in enumerate(zip(pixels, captions, strict=True)):
-        left, top = i % columns * width, i // columns * (height + _CAPTION)
+    for i, (picture, text) in enumerate(zip(pixels, captions or [""] * len(pixels), strict=True)):
+        left, top = i % columns * width, i // columns * (height + below)
         image = Image.fromarray(picture.permute(1, 2, 0).numpy())
         page.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, top))
         draw.multiline_text((left + 2, top + height + 1), text, "black", font, spacing=1)

@@ -44,8 +44,8 @@ def test_an_interval_inside_the_spread_is_lossless() -> None:
     found = judged(0.001, 0.002, 0.003)
     assert found.outcome == LOSSLESS
     assert found.sentence == (
-        "lossless here: over 3 seeds COAT's held-out loss is 0.002 above bf16's on average (95 % confidence -0.00048 "
-        "to +0.0045), inside what another seed does to bf16 (±0.02)"
+        "lossless here: over 3 seeds, COAT's held-out loss is on average 0.002 above bf16's (95% confidence interval "
+        "-0.00048 to +0.0045), within the spread of bf16 runs that differ only in the seed (±0.02)"
     )
 
 
@@ -77,7 +77,7 @@ def test_the_number_of_seeds_is_the_least_that_decides() -> None:
 def test_no_number_of_seeds_is_promised_where_it_would_be_senseless() -> None:
     found = judged(0.01, 0.02, 0.03)
     assert found.more_seeds is None
-    assert "more than 50 seeds would be needed" in found.sentence
+    assert "it would take more than 50 seeds to decide" in found.sentence
 
 
 def test_bf16_seeds_that_end_equal_are_named_not_divided_by() -> None:

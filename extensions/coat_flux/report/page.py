@@ -93,7 +93,7 @@ def _show_summary(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None
     facts: list[tuple[str, Any]] = [
         ("steps", None if last is None else f"{last} of {train.get('steps', '?')}"),
         ("loss, smoothed", _first_to_last(smoothed(loss))),
-        ("validation loss", _first_to_last(validation)),
+        (_validation_name(run), _first_to_last(validation)),
         ("time per step, median", f"{median(value for _, value in pace):.3f} s" if pace else None),
         ("time in steps", str(timedelta(seconds=round(sum(value for _, value in pace)))) if pace else None),
         ("peak memory of steps", f"{max(value for _, value in peak):.2f} GB" if peak else None),
@@ -118,15 +118,19 @@ def _verdict(run: RunFolder, loss: Curve, validation: Curve, loras: Sequence[Lor
     done = int(loss[-1][0])
     if done != steps and f"{run.name}.safetensors" not in (lora.path.name for lora in loras):
         return f"{done} of {steps} steps are done; if the run has stopped, the same command resumes it.", "plain"
-    name, curve = ("validation loss", validation) if validation else ("loss", smoothed(loss))
+    name, curve = (_validation_name(run), validation) if validation else ("loss", smoothed(loss))
     lowest, first, last = min(curve, key=lambda point: point[1]), curve[0][1], curve[-1][1]
     if validation and last > RISE * lowest[1]:
         return (
-            f"All steps are done, but the validation loss was lowest after step {lowest[0]:.0f} and has risen since; "
+            f"All steps are done, but the {name} was lowest after step {lowest[0]:.0f} and has risen since; "
             "an earlier save may be the better LoRA."
         ), "open"
     change, tone = ("fell", "good") if last < first else ("did not fall", "open")
     return f"All steps are done, and the {name} {change}: {first:.4g} → {last:.4g}.", tone  # type: ignore[return-value]
+
+
+def _validation_name(run: RunFolder) -> str:
+    return "held-out loss" if run.block("validation") else "validation loss"
 
 
 def _first_to_last(curve: Curve) -> str | None:
@@ -158,7 +162,7 @@ def _show_loss(page: Page, run: RunFolder) -> None:
         page.curves("Loss on photos held out of training", {"loss": validation}, x="step", y="loss", marks=marks)
         page.paragraph(
             f"Lowest, {lowest[1]:.5f}, at step {lowest[0]:.0f}. Where it rises while the training loss falls, the LoRA "
-            "learns the photos by heart."
+            "is learning the photos by heart."
         )
     else:
         page.curves("Validation loss, noise and timesteps always the same", {"loss": validation}, x="step", y="loss")

@@ -165,4 +165,4 @@ def _db(value: float) -> str:
 
 
 def _share(value: float) -> str:
-    return "0" if not value else "<0.01 %" if value < 1e-4 else f"{value:.2%}"
+    return "0" if not value else "<0.01%" if value < 1e-4 else f"{value:.2%}"

@@ -1,7 +1,7 @@
 """Is a difference larger than luck? Paired runs, judged against what the seed alone does to bf16.
 
 Run i of both arms has the same seed, so that gap_i = loss_COAT,i - loss_bf16,i is free of most of what a seed does. The
-mean gap has the confidence interval mean ± t · sd(gap) / sqrt(n), t the two-sided 95 % quantile of Student's
+mean gap has the confidence interval mean ± t · sd(gap) / sqrt(n), t the two-sided 95% quantile of Student's
 distribution with n - 1 degrees of freedom. It is compared with s, the standard deviation (n - 1) of bf16's losses over
 its seeds: a change that is sure to be smaller than what another seed does is no loss that anyone could notice.
 """
@@ -29,7 +29,7 @@ class Judgement:
         reason: why, one clause.
         seeds: pairs of runs, n.
         gap: mean of COAT's loss less bf16's.
-        low: lower end of the gap's 95 % confidence interval.
+        low: lower end of the gap's 95% confidence interval.
         high: its upper end.
         spread: s, bf16's standard deviation over seeds.
         more_seeds: with so many seeds the same gaps would decide; None where it is decided or would take too many.
@@ -128,18 +128,19 @@ def _no_measure(bf16: Sequence[float], base: float | None, spread: float) -> str
 def _reason(
     outcome: str, gap: float, interval: tuple[float, float], spread: float, count: int, more: int | None, where: str
 ) -> str:
+    side = "above" if gap >= 0 else "below"
     facts = (
-        f"over {count} seeds COAT's held-out loss{where} is {abs(gap):.2g} {'above' if gap >= 0 else 'below'} bf16's "
-        f"on average (95 % confidence {interval[0]:+.2g} to {interval[1]:+.2g})"
+        f"over {count} seeds, COAT's held-out loss{where} is on average {abs(gap):.2g} {side} bf16's "
+        f"(95% confidence interval {interval[0]:+.2g} to {interval[1]:+.2g})"
     )
-    band = f"what another seed does to bf16 (±{spread:.2g})"
+    band = f"the spread of bf16 runs that differ only in the seed (±{spread:.2g})"
     if outcome == LOSSLESS:
-        return f"{facts}, inside {band}"
+        return f"{facts}, within {band}"
     if outcome == NOT_LOSSLESS:
         return f"{facts}, outside {band}"
     if more is None:
-        return f"{facts}, which reaches over the end of {band}; more than {MAX_SEEDS} seeds would be needed to decide"
-    return f"{facts}, which reaches over the end of {band}; run with --seeds {more}"
+        return f"{facts}, partly outside {band}; it would take more than {MAX_SEEDS} seeds to decide"
+    return f"{facts}, partly outside {band}; run with --seeds {more}"
 
 
 def _seeds_needed(gap: float, scatter: float, spread: float, count: int) -> int | None:

@@ -33,7 +33,7 @@ HOW = (
     "Each seed was trained twice, in bf16 and with COAT, from the same initial LoRA, on the same photos in the same "
     "order, with the same noise. The loss was measured on photos that neither run was trained on, with noise that is "
     "the same for all: at the end of training, each run in its own precision, and with both LoRAs loaded into the bf16 "
-    "model, as other programs do. The gap is COAT's loss minus bf16's. Lossless means that in both cases the 95 % "
+    "model, as other programs do. The gap is COAT's loss minus bf16's. Lossless means that in both cases the 95% "
     "confidence interval of the mean gap is within ± the standard deviation of bf16's own loss over its seeds. A loss "
     "that is lower than bf16's by more than that is a difference, too."
 )
@@ -75,7 +75,7 @@ def _outcomes(page: Page, verdict: Verdict) -> None:
         if one is not None
     ]
     if rows:
-        page.table(["held-out loss", "mean gap", "95 % interval", SPREAD, "outcome"], rows)
+        page.table(["held-out loss", "mean gap", "95% interval", SPREAD, "outcome"], rows)
 
 
 def _samples(page: Page, verdict: Verdict) -> None:

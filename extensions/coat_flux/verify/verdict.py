@@ -190,8 +190,8 @@ def _judged(study: Study, runs: Sequence[ArmResult], say: Callable[[str], None])
         scores = score_loras(job, loras, study.held_out, device=study.device, sigmas=sigmas, on_batch=show)
     final = {name: [scores.losses[run.name] for run in runs if run.arm == name] for name in (ARM_BF16, ARM_COAT)}
     own = {name: [run.final_own for run in runs if run.arm == name] for name in (ARM_BF16, ARM_COAT)}
-    in_bf16 = judge(final[ARM_BF16], final[ARM_COAT], scores.base, where=", of its LoRA in the bf16 model,")
-    in_own = judge(own[ARM_BF16], own[ARM_COAT], where=", each run in its own precision,")
+    in_bf16 = judge(final[ARM_BF16], final[ARM_COAT], scores.base, where=" with its LoRA in the bf16 model")
+    in_own = judge(own[ARM_BF16], own[ARM_COAT], where=" with each run in its own precision")
     notes = _notes(study, runs, final)
     judgement = worse(in_bf16, in_own)
     return Verdict(judgement, study, tuple(runs), scores, weight_grams(loras), notes, in_bf16, in_own)
@@ -201,7 +201,7 @@ def _notes(study: Study, runs: Sequence[ArmResult], losses: Mapping[str, Sequenc
     notes = []
     count = len(study.held_out.names)
     if count < FEW_PHOTOS:
-        notes.append(f"Photos held out: {count}. The verdict is about so few; --hold-out or --validation takes more.")
+        notes.append(f"Held-out photos: {count}. That is few to judge by; use --hold-out or --validation for more.")
     if losses[ARM_BF16] == losses[ARM_COAT]:
         notes.append("Every pair ends at exactly the same loss: these COAT options change nothing in this run.")
     ends = [[loss for _, loss in run.curve] for run in runs if run.arm == ARM_BF16]
@@ -209,8 +209,8 @@ def _notes(study: Study, runs: Sequence[ArmResult], losses: Mapping[str, Sequenc
     if mean and mean[-1] > RISE * min(mean):
         step = runs[0].curve[mean.index(min(mean))][0]
         notes.append(
-            f"bf16's held-out loss is lowest at step {step} and rises after it: the LoRA learns the training photos by "
-            "heart (overfitting). The comparison holds, but fewer steps would make a better LoRA."
+            f"bf16's held-out loss is lowest at step {step} and rises after that: the LoRA learns the training photos "
+            "by heart (overfitting). The comparison holds, but fewer steps would make a better LoRA."
         )
     return tuple(notes)
 

@@ -1,0 +1,95 @@
+"""Our pages in a real browser, at the width of a phone and of a desk, light and dark: nothing clipped, all readable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from coat_flux.precision import COLUMNS
+from coat_flux.report import write_report
+from coat_flux.verify.held_out import HeldOut
+from coat_flux.verify.judgement import judge
+from coat_flux.verify.page import write_page
+from coat_flux.verify.photos import Split
+from coat_flux.verify.results import ArmResult
+from coat_flux.verify.scoring import Scores
+from coat_flux.verify.similarity import Gram
+from coat_flux.verify.study import Settings, Study
+from coat_flux.verify.verdict import Verdict
+from tests.helpers.browser import inspect_pages
+from tests.unit.test_run_report import add_samples, make_run
+from tests.unit.test_verify_parts import held_out_of, job_of
+
+LOSSLESS_PAGE = Path(__file__).parents[2] / "docs" / "lossless.html"
+LAYERS = [f"single_transformer_blocks.{block}.attn.to_added_output_projection" for block in range(40)]
+WRONG = ("outside", "clipped", "pale", "paleLines")
+
+
+def report(folder: Path) -> str:
+    """The page of a run that has everything a run may have."""
+    run = make_run(folder, steps=3000)
+    add_samples(run, range(0, 3001, 250), prompts=4)
+    rows = [
+        f"{step},{layer},{kind},{31.5 if block else 4},0.0001,0,0.5,100"
+        for step in (2, 100, 200)
+        for block, layer in enumerate(LAYERS)
+        for kind in ("weight", "input", "gradient", "saved", "exp_avg", "exp_avg_sq")
+    ]
+    (run / "coat" / "precision.csv").write_text("\n".join([",".join(COLUMNS), *rows]) + "\n")
+    (run / "coat" / "validation.csv").write_text("step,loss\n0,0.5\n1000,0.3\n2000,0.4\n")
+    (run / "coat" / "versions.json").write_text(json.dumps({"torch": "2.13.0", "python": "3.11"}))
+    parts = {"transformer": 12e9, "lora": 1e9, "saved activations": 4e9, "rest": 2e9}
+    phase = {"entered": 1, "exact": False, "parts": parts}
+    phase |= {side: {"allocated": 19e9, "reserved": 21e9} for side in ("start", "end", "peak")}
+    record = {"device": "cuda", "method": {"memory": "torch's CUDA allocator", "saved activations": ""}, "baseline": 0}
+    record |= {"peak": 19e9, "phases": {"load": phase, "step": phase}, "moments": {}, "transformer": {}}
+    record["prediction"] = {"peak": 18e9, "phases": {"step": {"transformer": 18e9}}}
+    (run / "coat" / "memory.json").write_text(json.dumps(record))
+    metadata = {"coat.asked.gemms": "FP8, forward e4m3, backward e5m2", "coat.got.gemms": "bf16", "coat.why.gemms": "x"}
+    save_file({"a": torch.zeros(9)}, run / "shirt.safetensors", metadata=metadata)
+    return write_report(run).read_text(encoding="utf-8")
+
+
+def comparison(folder: Path) -> str:
+    """The page of a comparison with samples, scores and cosines."""
+    folder.mkdir()
+    job = job_of(folder, {}, sample={"prompts": ["a [trigger] on a very long prompt " * 5, "another"]})
+    Image.new("RGB", (64, 64), "teal").save(folder / "a.png")
+    study = Study(
+        job, folder, Settings(steps=4), Split((), (), ()), HeldOut(held_out_of((8, 8)).photos, ["p.jpg"] * 20),
+        torch.device("cpu"),
+    )  # fmt: skip
+    curve = tuple((step, 1 / (step + 1)) for step in range(0, 1001, 50))
+    runs = [
+        ArmResult(arm, seed, folder / arm / "x.safetensors", curve, 0.5, 2.0, 2.0, 10**9, (folder / "a.png",) * 2)
+        for seed in (7, 8)
+        for arm in ("bf16", "coat")
+    ]
+    names = [run.name for run in runs]
+    gram = Gram(names, torch.eye(4, dtype=torch.float64) + 0.5)
+    scores = Scores(0.9, dict.fromkeys(names, 0.5), gram, gram)
+    judgement = judge([0.5, 0.51], [0.501, 0.512], 0.9, where=" with its LoRA in the bf16 model")
+    weights = {"": gram, **dict.fromkeys(LAYERS, gram)}
+    verdict = Verdict(judgement, study, tuple(runs), scores, weights, ("A note.",), judgement, judgement)
+    return write_page(verdict).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_their_window_and_can_be_read(scheme: str, tmp_path: Path) -> None:
+    pages = {
+        "report": report(tmp_path / "run"),
+        "verify": comparison(tmp_path / "verify"),
+        "lossless": LOSSLESS_PAGE.read_text(encoding="utf-8"),
+    }
+    seen = inspect_pages(pages, scheme, tmp_path / "browser")
+    assert set(seen) == {f"{name} {width}" for name in pages for width in (400, 1200)}
+    for name, found in seen.items():
+        assert found["dark"] == (scheme == "dark"), name
+        assert found["texts"] > 50, name
+        assert {what: found[what] for what in WRONG} == {what: [] for what in WRONG}, name
+        assert found["scroll"] <= found["inner"], name
