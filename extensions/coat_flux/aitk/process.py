@@ -287,6 +287,8 @@ class CoatFluxTrainer(HostTrainer):
         if not self._on:
             super().save(step)
             return
+        if self._sets and step is not None and self._training.puts_off_save():
+            return
         with self._phases.during("save"):
             self._training.check_lora(last=step is None)
             if self._sets:
