@@ -1,12 +1,13 @@
 """Whether a run is diverging, by two signs that no healthy run shows together: its loss and the size of its weights.
 
-    loss      mean of the last 16 steps above 3 times the usual one (a mean over the run, of the last 200 steps at most)
+    loss      12 of the last 16 above 2.5 times the usual one (a mean over the run, of the last 200 steps at most)
     weights   L2 norm of all trained parameters above 3 times that before the first step
 
 A FLUX whose adapters explode cannot show it by the loss alone: its last layer reads a normalized input, so the loss
 stops at a few times the usual one (0.35 -> 2.0 on the mini-FLUX, where the loss of healthy steps varies from 0.15 to
-1.1). And a healthy LoRA grows too, B from zero. Weights of 100 times their norm are broken whatever the loss says: at
-A's usual start that is a change larger than the frozen weights themselves.
+1.1 with the noise level; that of other models varies more, which is why steps are counted and not averaged). And a
+healthy LoRA grows too, B from zero. Weights of 100 times their norm are broken whatever the loss says: at A's usual
+start that is a change larger than the frozen weights themselves.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor
 
 __all__ = ["BROKEN_GROWTH", "WINDOW", "Divergence"]
 
-WINDOW = 16  # steps; a healthy mean of so many is within a fraction of the usual loss, whatever noise levels were drawn
+WINDOW, HIGH = 16, 12  # steps, and how many of them
 MEMORY = 200  # steps of the usual loss
-LOSS_FACTOR = 3.0
+LOSS_FACTOR = 2.5
 GROWTH = 3.0
 BROKEN_GROWTH = 100.0
 
@@ -52,9 +53,8 @@ class Divergence:
     def see(self, step: int, loss: float, parameters: Iterable[Tensor]) -> None:
         """Take in the loss of a finite step; the norm is read only where the loss is far beyond the usual one."""
         self._recent = [*self._recent, loss][-WINDOW:]
-        mean = sum(self._recent) / len(self._recent)
         usual = self._usual
-        high = len(self._recent) == WINDOW and usual is not None and 0 < LOSS_FACTOR * usual < mean
+        high = usual is not None and usual > 0 and sum(one > LOSS_FACTOR * usual for one in self._recent) >= HIGH
         if high and (self.since is not None or self.growth(parameters) > GROWTH):
             self.since = self.since or step - WINDOW + 1
             return  # what is seen now is not usual
@@ -66,7 +66,7 @@ class Divergence:
     def describe(self) -> str:
         """Say what is seen, with both losses."""
         mean = sum(self._recent) / max(len(self._recent), 1)
-        return f"the mean loss of the last {WINDOW} steps is {mean:.3g}, the usual one {self._usual:.3g}"
+        return f"the loss of the last {WINDOW} steps is {mean:.3g} on average, the usual one {self._usual:.3g}"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON."""
