@@ -22,7 +22,7 @@ RETRY_ROWS = 20  # between two attempts at a file that cannot be written
 class GrowingTable:
     """A CSV whose first column is the step; its rows up to `step` are kept, none at the start of a run.
 
-    A table that another program has changed (a spreadsheet's semicolons, its quotes, its decimals) is kept under another
+    A table that another program has changed (a spreadsheet: semicolons, quotes, decimals) is kept under another
     name. Nothing that happens to the file ends the run: what cannot be written now is written when it can be.
 
     Args:

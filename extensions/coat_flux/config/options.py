@@ -124,13 +124,19 @@ OPTIONS: tuple[Option, ...] = (
         "inside ai-toolkit: photos it would misread (EXIF, color profile, transparency, 16 bit) are read from "
         "corrected copies in the run folder",
     ),
-<<<<<<< HEAD
     _switch("guard.enabled", True, "stop a run that can no longer succeed, say why, and exit with a nonzero code"),
     Option(
         "guard.nonfinite_steps",
         10,
         "int",
         "consecutive steps with NaN or inf that stop the run; a single one is skipped",
+        minimum=1,
+    ),
+    Option(
+        "guard.diverging_steps",
+        50,
+        "int",
+        "consecutive steps of diverging loss and weights that stop the run; nothing is saved meanwhile",
         minimum=1,
     ),
     Option(
@@ -145,15 +151,6 @@ OPTIONS: tuple[Option, ...] = (
         minimum=2,
     ),
     Option("guard.health_every", 100, "int", "steps between checks of what the FP8 casts lose", minimum=1),
-=======
-    _switch("guard.enabled", True, "a run that has died ends at once, says why, and its exit code is not 0"),
-    Option("guard.nonfinite_steps", 10, "int", "steps in a row with NaN or inf that end it; one is skipped", minimum=1),
-    Option("guard.diverging_steps", 50, "int", "consecutive steps of diverging loss and weights that stop the run; nothing is saved meanwhile", minimum=1),
-    Option("guard.zero_gradient_steps", 10, "int", "steps in a row without any gradient that end it", minimum=1),
-    Option("guard.dead_lora_steps", 50, "int", "it ends if every lora_B is still zero after so many steps", minimum=1),
-    Option("guard.pinned_loss_steps", 100, "int", "steps in a row with one and the same loss that end it", minimum=2),
-    Option("guard.health_every", 100, "int", "steps from one look at what the FP8 casts lose to the next", minimum=1),
->>>>>>> 394ddd1 (checkpoint: two states are kept; a damaged one is moved aside; nothing is saved in doubt; train --from-step, rewind)
     Option(
         "guard.max_saturation",
         0.001,
