@@ -236,7 +236,7 @@ class TrainingLoop:
         if self._saved != self.done:
             process.save(self.done)
         saved = f"after {self.done} steps, saved in {process.save_root}" if self.done else "before the first step"
-        if self._saved != self.done:
+        if self._saved != self.done and self._continuation is not None:
             saved = f"after {self.done} steps; those after step {self._saved} are not saved"
         _say(f"stopped {saved}; the same command goes on from here")
         reason: BaseException = KeyboardInterrupt()

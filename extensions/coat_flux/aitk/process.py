@@ -28,6 +28,7 @@ try:
 except ImportError:
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer as HostTrainer
 
+from .. import steady
 from . import memory
 from .active import job_scope, set_active
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
@@ -92,6 +93,7 @@ class CoatFluxTrainer(HostTrainer):
         from ..config import COATConfig
         from ..tiny_flux import provide_embedded
 
+        steady.keep_streams()
         show_logs()
         file = config_file(self.save_root)
         provide_embedded(self.model_config.name_or_path)

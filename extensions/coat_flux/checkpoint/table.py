@@ -116,6 +116,6 @@ def _rows(path: Path, columns: Sequence[str], step: int) -> list[list[str]]:
     if found and len(found[-1]) < len(header):
         found.pop()  # torn when a machine went down
     for row in found:
-        if len(row) != len(header) or not row[0].isdecimal() or any(set(cell) & set(',;"\n') for cell in row):
+        if len(row) != len(header) or not row[0].isdecimal() or any(set(cell) & set(',;"\n\0') for cell in row):
             raise ValueError(f"a line is {','.join(row)[:40]!r}")
     return [row for row in found if int(row[0]) <= step]

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..steady import keep_streams
 from .common import Refused, add_config, load_job
 from .watch import add_address, serve
 
@@ -30,6 +31,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train a LoRA with the stand-alone engine, or continue its run; several GPUs with `accelerate launch`."""
+from ..steady import keep_streams
     if not args.watch and (args.host is not None or args.port is not None):
         raise Refused("--host, --port: are for the live page; add --watch, or remove them")
     job = load_job(args)
