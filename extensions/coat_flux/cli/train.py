@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train a LoRA with the stand-alone engine, or continue its run; several GPUs with `accelerate launch`."""
-from ..steady import keep_streams
+    keep_streams()
     if not args.watch and (args.host is not None or args.port is not None):
         raise Refused("--host, --port: are for the live page; add --watch, or remove them")
     job = load_job(args)
