@@ -40,7 +40,6 @@ EXTRAS_REQUIRE = {
     "bench": [  # the baselines of `coat-flux bench`, and what its tests need; install with the torch you have pinned
         "bitsandbytes>=0.45; platform_system == 'Linux'",
         "hypothesis>=6.100",
-        "lion-pytorch>=0.2",
         "optimum-quanto>=0.2.7",
         "pytest>=8.0",
         "pytest-timeout>=2.3",

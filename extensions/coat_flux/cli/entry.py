@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import UserError
-from . import bench, check, data, doctor, examples, export, install, plan, report, train, verify, watch
+from . import bench, check, data, doctor, examples, export, install, new, plan, report, train, verify, watch
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 
 
@@ -46,6 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
     parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, examples, install, check, data, plan, doctor, report, watch, verify, export, bench):
+    for command in (train, new, examples, install, check, data, plan, doctor, report, watch, verify, export, bench):
         command.add_parser(commands)
     return parser

@@ -1,0 +1,216 @@
+"""A first YAML for a folder of photos and a card: the shipped config that fits, edited line by line.
+
+The shipped configs are the one source: what is written here are the lines that depend on photos and card, each with its
+reason as a comment. All other lines are theirs, comments too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from ..config import JobConfig, shipped
+from ..config.common_rules import BUCKET_STEP
+from ..config.findings import ConfigError
+from ..config.job_text import parse
+from ..data.captions import PLACEHOLDERS, read_caption
+from ..data.errors import DatasetError
+from ..data.files import find_images
+from ..data.survey import PhotoFacts, survey
+from .cards import Verdict, judge
+from .facts import Card
+from .job import job_facts
+from .predict import predict_facts
+
+__all__ = ["PLACEHOLDER", "Photos", "Starter", "look_at", "made_up_word", "make_starter"]
+
+PLACEHOLDER = "PUT_THE_FOLDER_OF_YOUR_PHOTOS_HERE"
+CANDIDATES = ("flux_clothing_coat_80gb.yaml", "flux_clothing_coat.yaml", "flux_clothing_coat_16gb.yaml")  # best first
+CONSONANTS = "bcdfghjklmnpqrstvwxz"
+WORD_LETTERS = (4, 6)
+VIEWS = 100  # of each photo: what a LoRA of a garment takes at lr 1e-4
+FEWEST, MOST = 1000, 3000  # photos shown in all: fewer do not move a LoRA, more only repeat
+FEWEST_STEPS = 500
+ENLARGED = 1.05  # a photo this much smaller than a resolution still counts as large enough
+SMALLEST = 256
+MAX_PROMPT = 200
+
+
+@dataclass(frozen=True)
+class Photos:
+    """What matters of a folder of photos.
+
+    Attributes:
+        folder: its whole path.
+        sides: sqrt(width · height) of each photo, pixels.
+        caption: one of the captions, with `[trigger]` in it; None where no photo has one.
+    """
+
+    folder: Path
+    sides: tuple[float, ...]
+    caption: str | None
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A YAML and why it is as it is.
+
+    Attributes:
+        text: of the file.
+        origin: the shipped config it was made from.
+        verdict: what the card makes of it.
+        trigger: the trigger word.
+    """
+
+    text: str
+    origin: str
+    verdict: Verdict
+    trigger: str
+
+
+def look_at(folder: Path) -> Photos:
+    """Read every photo of a folder.
+
+    Raises:
+        DatasetError: no photo is in it, or one cannot be read.
+    """
+    if not folder.is_dir():
+        raise DatasetError(f"{folder}: there is no such folder; name the folder of your photos")
+    paths = find_images(folder)
+    if not paths:
+        raise DatasetError(f"{folder}: has no photos (.jpg, .jpeg, .png, .webp); name the folder of your photos")
+    facts = survey(paths)
+    errors = [str(found) for found in facts.values() if isinstance(found, DatasetError)]
+    if errors:
+        raise DatasetError("\n".join(errors))
+    sides = tuple(math.sqrt(math.prod(found.size)) for found in facts.values() if isinstance(found, PhotoFacts))
+    caption = next((text for text in map(read_caption, paths) if text), None)
+    return Photos(folder.resolve(), sides, caption)
+
+
+def made_up_word(name: str) -> str:
+    """A word no model knows: the consonants of a name, 4 to 6, filled up by its hash; the same for the same name."""
+    letters = "".join(letter for letter in name.lower() if letter in CONSONANTS)[: WORD_LETTERS[1]]
+    filler = (CONSONANTS[byte % len(CONSONANTS)] for byte in hashlib.sha256(name.encode()).digest())
+    return letters + "".join(next(filler) for _ in range(WORD_LETTERS[0] - len(letters)))
+
+
+def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> Starter:
+    """The best shipped config that fits the card with these photos; where none fits, the one that needs least.
+
+    Args:
+        photos: None leaves a placeholder, which `check` refuses.
+        card: to train on.
+        name: of the run.
+        trigger: the trigger word.
+        file: where it will be written.
+
+    Raises:
+        ConfigError: name or trigger word cannot be one, or the installation has no shipped configs.
+    """
+    tried = []
+    for origin in CANDIDATES:
+        if origin not in shipped():
+            raise ConfigError(f"{origin}: not part of this installation; install coat-flux from a wheel or a checkout")
+        text = _written(shipped()[origin].read_text(encoding="utf-8"), photos, card, name, trigger, file)
+        facts = job_facts(JobConfig.from_dict(parse(text, file), file=file))
+        quick = Verdict(card, False, predict_facts(facts, card.gb * 1e9))
+        tried.append((quick.prediction.peak, text, origin, facts))
+        if quick.prediction.peak <= quick.room:
+            break
+    else:
+        tried.sort(key=lambda made: -made[0])
+    _, text, origin, facts = tried[-1]
+    return Starter(text, origin, judge(facts, card), trigger)
+
+
+def _written(text: str, photos: Photos | None, card: Card, name: str, trigger: str, file: str) -> str:
+    """The shipped text with the lines that depend on photos and card."""
+    batch = int(_value(text, "batch_size"))
+    resolutions = json.loads(_value(text, "resolution"))
+    count = 0 if photos is None else len(photos.sides)
+    steps, why_steps = _steps(count, batch)
+    sizes, why_sizes = _resolutions(resolutions, photos)
+    every = 250 if steps >= FEWEST else FEWEST_STEPS // 4
+    folder = PLACEHOLDER if photos is None else photos.folder.as_posix()
+    lines = {
+        "name": (name, "folder and file name of the result"),
+        "training_folder": ("output", f"the run is saved in output/{name}/"),
+        "trigger_word": (trigger, "a word the model does not know; [trigger] in captions and prompts becomes this"),
+        "folder_path": (folder, "your photos: image.jpg with image.txt beside it"),
+        "resolution": (sizes, why_sizes),
+        "steps": (steps, why_steps),
+        "save_every": (every, "steps; every save is a LoRA you can use"),
+        "sample_every": (every, "steps from one set of pictures to the next"),
+    }
+    for key, (value, comment) in lines.items():
+        text = _replace(text, key, value, comment)
+    head = f"# A LoRA for FLUX.1-dev with COAT on a {card.gb:g} GB card, written by `coat-flux new`."
+    start, rest = text.split("\n#\n", 1)
+    origin = start.split("# ", 1)[1]
+    rest = re.sub(r"configs/\w+\.yaml", lambda _: file, rest, count=2)
+    return _with_prompts(f"---\n{head}\n# Made from: {origin}\n#\n{rest}", photos)
+
+
+def _value(text: str, key: str) -> str:
+    found = re.search(rf"^[ -]*{key}: *(.*?)(?:  #.*)?$", text, re.MULTILINE)
+    assert found is not None, key
+    return found[1]
+
+
+def _replace(text: str, key: str, value: object, comment: str) -> str:
+    """Give the first line of a key another value and comment."""
+    line = f"{json.dumps(value, ensure_ascii=False)}  # {comment}"
+    text, count = re.subn(rf"^([ -]*{key}: ).*$", lambda found: found[1] + line, text, count=1, flags=re.MULTILINE)
+    assert count == 1, key
+    return text
+
+
+def _steps(count: int, batch: int) -> tuple[int, str]:
+    """Steps for so many photos, and the reason."""
+    if not count:
+        return max(
+            1500 // batch, FEWEST_STEPS
+        ), f"about {VIEWS} views of each photo, at least {FEWEST} and at most {MOST} in all"
+    views = min(max(VIEWS * count, FEWEST), MOST)
+    steps = max(math.ceil(views / batch / 50) * 50, FEWEST_STEPS)
+    rule = f"about {VIEWS} teach a garment, at least {FEWEST} and at most {MOST} in all"
+    return steps, f"{round(steps * batch / count)} views of each of {count} photos: {rule}"
+
+
+def _resolutions(offered: Sequence[int], photos: Photos | None) -> tuple[list[int], str]:
+    """Those of the config that half of the photos reach: a photo is never enlarged."""
+    if photos is None:
+        return list(offered), "each photo is used at each of these sizes; aspect ratios are kept"
+    typical = median(photos.sides)
+    sizes = [size for size in offered if size <= typical * ENLARGED]
+    reason = f"half of the photos are {typical:.0f}×{typical:.0f} or larger"
+    if sizes == list(offered):
+        return sizes, f"each photo at each of these sizes, aspect ratio kept; {reason}"
+    if sizes:
+        return sizes, f"not {', '.join(str(size) for size in offered if size not in sizes)}: {reason}, none is enlarged"
+    lower = max(int(typical) // BUCKET_STEP * BUCKET_STEP, SMALLEST)
+    return [lower], f"small: {reason}, none is enlarged; larger photos make a better LoRA"
+
+
+def _with_prompts(text: str, photos: Photos | None) -> str:
+    """A caption of these photos in place of the first sample prompt."""
+    if photos is None or photos.caption is None:
+        return text
+    caption = " ".join(photos.caption.split())[:MAX_PROMPT]
+    if not any(word in caption for word in PLACEHOLDERS):
+        caption = f"[trigger], {caption}"
+    line = json.dumps(re.sub(r"\s--(?=[a-z])", " ", caption), ensure_ascii=False)
+    return re.sub(
+        r"^( +- )\".*$",
+        lambda found: f"{found[1]}{line}  # a caption of your photos",
+        text,
+        count=1,
+        flags=re.MULTILINE,
+    )
