@@ -7,7 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import diffusers
 import torch
+import transformers
 from diffusers import FluxPipeline
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
@@ -39,8 +41,10 @@ def prompts_of(items: Sequence[Item], seed: int = 0, trigger: str | None = None)
 
 
 def load_pipeline(model: Path) -> FluxPipeline:
-    """The whole pipeline in fp32, quiet."""
-    pipeline = FluxPipeline.from_pretrained(model, torch_dtype=torch.float32)
+    """The whole pipeline in fp32, without progress bars."""
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
+    pipeline = FluxPipeline.from_pretrained(model).to(torch.float32)  # dtype has another name in every second version
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
