@@ -23,6 +23,7 @@ LAYERS = {
     "coat_core.linear": 3,
     "coat_core.activation": 3,
     "coat_flux.errors": 4,
+    "coat_flux.steady": 4,
     "coat_flux.config": 4,
     "coat_flux.flux": 4,
     "coat_flux.lora": 4,

@@ -136,7 +136,8 @@ class OneSave:
         assert found in (self.before, self.after)
         assert content(point.path) == found["published.safetensors"]
         assert (self.run / "optimizer.pt").read_bytes() == found["optimizer.pt"]
-        assert [path.name for path in (self.run / "coat").iterdir()] == [point.state_dir.name]
+        sets = {path.name for path in (self.run / "coat").iterdir()}
+        assert sets == {"state-000000001", point.state_dir.name}
         assert not list(self.run.rglob(".*"))
         return "before" if found == self.before else "after"
 
@@ -166,7 +167,7 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(one_sa
         return code == KILLED
 
     count = every_operation(attempt)
-    assert count > 40
+    assert count > 30
     change = seen.index("after")
     assert 10 < change < count
     assert seen == ["before"] * change + ["after"] * (count + 1 - change)
@@ -264,7 +265,7 @@ def test_a_refused_file_operation_of_a_save_is_told_and_leaves_a_whole_checkpoin
         codes.append(told.exists())
         return told.with_suffix(".reached").exists()
 
-    assert every_operation(attempt) > 40
+    assert every_operation(attempt) > 30
     assert sum(codes) > 20
 
 

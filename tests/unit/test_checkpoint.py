@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from coat_flux.checkpoint import (
     ResumeError,
     SaveError,
     commit,
+    committed_sets,
     compare,
     damage,
+    go_back,
+    good_step,
     newest_set,
     repair,
     require_same_run,
@@ -28,6 +32,7 @@ from coat_flux.checkpoint import (
     run_identity,
     run_lock,
     set_rng_state,
+    set_step,
 )
 from coat_flux.checkpoint.files import replacing
 from coat_flux.checkpoint.identity import file_digest, model_identity
@@ -74,7 +79,7 @@ def test_a_set_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     assert folder == tmp_path / "coat" / "state-000000002" == newest_set(tmp_path)
     assert published(tmp_path) == ["lora two", "optimizer two"]
     assert names(tmp_path) == {*PUBLISH, "coat"}
-    assert names(tmp_path / "coat") == {"state-000000002"}
+    assert names(tmp_path / "coat") == {"state-000000001", "state-000000002"}
     assert damage(folder) is None
     assert repair(tmp_path) == []
 
@@ -145,7 +150,7 @@ def test_repair_finishes_what_a_kill_left(tmp_path: Path) -> None:
     (tmp_path / "coat" / ".writing-7-state-000000003" / "commit").mkdir(parents=True)
     lines = repair(tmp_path)
     assert published(tmp_path) == ["lora two", "optimizer two"]
-    assert names(tmp_path / "coat") == {"state-000000002"}
+    assert names(tmp_path / "coat") == {"state-000000001", "state-000000002"}
     assert sum("removed, a process was ended while it wrote it" in line for line in lines) == 2
     assert sum("put back from" in line for line in lines) == 2
     assert repair(tmp_path) == []
@@ -164,8 +169,9 @@ def test_repair_puts_back_torn_and_missing_files(tmp_path: Path) -> None:
     (tmp_path / "run.safetensors").unlink()
     (tmp_path / "optimizer.pt").unlink()
     (tmp_path / "optimizer.pt").write_text("opt", encoding="utf-8")
-    assert len(repair(tmp_path)) == 2
+    assert len(repair(tmp_path)) == 3
     assert published(tmp_path) == ["lora one", "optimizer one"]
+    assert (tmp_path / "coat" / "set-aside-000000001" / "optimizer.pt").read_text(encoding="utf-8") == "opt"
 
 
 def test_repair_leaves_a_damaged_set_and_a_newer_lora_alone(tmp_path: Path) -> None:
@@ -178,6 +184,83 @@ def test_repair_leaves_a_damaged_set_and_a_newer_lora_alone(tmp_path: Path) -> N
     (folder / "lora").write_text("lora ONE", encoding="utf-8")
     assert repair(tmp_path) == []
     assert damage(folder) == f"{folder / 'lora'}: is not the file that was written (damaged or exchanged)"
+
+
+def kept(run: Path) -> list[int]:
+    return [set_step(folder) for folder in committed_sets(run)]
+
+
+def test_two_sets_are_kept_the_older_one_some_steps_behind(tmp_path: Path) -> None:
+    for step, expected in ((2, [2]), (4, [4, 2]), (50, [50, 4]), (53, [53, 4]), (54, [54, 4]), (100, [100, 54])):
+        commit(tmp_path, step, writer(str(step)), PUBLISH, apart=10)
+        assert kept(tmp_path) == expected
+
+
+def test_a_damaged_byte_in_any_file_of_the_newest_set_moves_it_aside(tmp_path: Path) -> None:
+    commit(tmp_path / "whole", 1, writer("one"), PUBLISH)
+    commit(tmp_path / "whole", 2, writer("two"), PUBLISH)
+    files = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*2/**/*") if path.is_file()]
+    assert len(files) == 3
+    for file in files:
+        size = (tmp_path / "whole" / file).stat().st_size
+        for place in range(size):
+            run = tmp_path / f"{file.name}{place}"
+            commit(run, 1, writer("one"), PUBLISH)
+            commit(run, 2, writer("two"), PUBLISH)
+            with (run / file).open("r+b") as opened:
+                opened.seek(place)
+                byte = opened.read(1)[0]
+                opened.seek(place)
+                opened.write(bytes([byte ^ 1]))
+            damaged = (run / file).read_bytes()
+            lines = repair(run)
+            assert "the run goes on from step 1" in lines[0]
+            assert str(run / file) in lines[0]
+            assert kept(run) == [1]
+            assert published(run) == ["lora one", "optimizer one"]
+            assert (run / "coat" / "set-aside-000000001" / file.relative_to("coat")).read_bytes() == damaged
+            assert repair(run) == []
+            shutil.rmtree(run)
+
+
+def test_going_back_moves_what_is_newer_and_nothing_else(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (3, 6):
+        name = f"run_{step:09d}.safetensors"
+
+        def write(folder: Path, step: int = step) -> None:
+            save_file({"x": torch.full((4,), float(step))}, folder / "lora", {"training_info": f'{{"step": {step}}}'})
+            (folder / "optimizer").write_text(str(step), encoding="utf-8")
+
+        commit(run, step, write, {name: "lora", "optimizer.pt": "optimizer"})
+    (run / "coat" / "metrics.csv").write_text("step\n6\n", encoding="utf-8")
+    save_file({"x": torch.ones(4)}, run / "mine.safetensors")
+    with pytest.raises(ResumeError, match=r"step 5: .* has no state of this step; the kept ones are of step 3, 6"):
+        go_back(run, 5)
+    (line, back) = go_back(run, 3)
+    aside = run / "coat" / "set-aside-000000003"
+    assert line.endswith(f"goes back to step 3; moved to {aside}: state-000000006, run_000000006.safetensors")
+    assert back.startswith(f"{run / 'optimizer.pt'}: put back")
+    assert names(aside) == {"state-000000006", "run_000000006.safetensors", "metrics.csv"}
+    assert names(run) == {"coat", "mine.safetensors", "run_000000003.safetensors", "optimizer.pt"}
+    assert (run / "optimizer.pt").read_text(encoding="utf-8") == "3"
+    assert kept(run) == [3]
+    assert repair(run) == []
+    assert go_back(run, 3) == [f"{run}: step 3 is its newest state already"]
+
+
+def test_the_step_to_go_back_to_is_well_before_the_doubt_and_has_small_weights(tmp_path: Path) -> None:
+    for step, growth in ((10, 1.2), (20, 12.0)):
+
+        def write(folder: Path, growth: float = growth) -> None:
+            record = json.dumps({"guard": {"growth": growth}})
+            (folder / "state.json").write_text(record, encoding="utf-8")
+
+        assert good_step(tmp_path, 20, 5) == (10 if step == 20 else None)
+        commit(tmp_path, step, write, {})
+    assert good_step(tmp_path, 30, 5) == 10  # the newer one has grown too far
+    assert good_step(tmp_path, 12, 5) == 10  # too near, but the only one
+    assert good_step(tmp_path, 10, 5) is None
 
 
 def test_nothing_is_published_outside_of_the_run_folder(tmp_path: Path) -> None:

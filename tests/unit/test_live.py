@@ -172,7 +172,7 @@ def test_a_look_shows_the_run_and_escapes_its_texts(run: Path) -> None:
     with live(run):
         found = Client(Watch(run)).get("/look").json
     assert found["takes"] == list(COMMANDS)
-    text = found["content"]
+    text = "".join(found["parts"])
     for part in ("step 10 of 100, 0.5 s per step, 0:00:45 left", "lowest: 1 at step 4", "sks &lt;b&gt;", "last line"):
         assert part in text, part
     assert f'src="samples/{PICTURE}"' in text  # and not the newer one, a link
@@ -188,7 +188,7 @@ def test_how_it_ended_is_said(run: Path, ends: BaseException | None, sentence: s
         if ends is not None:
             raise ends
     found = Client(Watch(run)).get("/look").json
-    assert sentence in found["content"]
+    assert sentence in "".join(found["parts"])
     assert found["takes"] == []
 
 
@@ -199,7 +199,7 @@ def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Pat
     status = json.loads(path.read_text(encoding="utf-8"))
     for change in ({"created": status["created"] - 100}, {"pid": 2**22 + 1}):
         path.write_text(json.dumps(status | change), encoding="utf-8")
-        assert "without a word" in Client(Watch(run)).get("/look").json["content"]
+        assert "without a word" in Client(Watch(run)).get("/look").json["parts"][0]
     other = status | {"machine": "another"}
     path.write_text(json.dumps(other), encoding="utf-8")
     assert read_status(run).alive
@@ -207,8 +207,8 @@ def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Pat
         os.utime(file, (0, 0))
     assert not read_status(run).alive
     path.write_text("{", encoding="utf-8")
-    assert "does not say whether it goes on" in Client(Watch(run)).get("/look").json["content"]
+    assert "does not say whether it goes on" in Client(Watch(run)).get("/look").json["parts"][0]
 
 
 def test_a_folder_that_is_not_there_yet_is_a_run_that_starts(tmp_path: Path) -> None:
-    assert "not written anything yet" in Client(Watch(tmp_path / "none")).get("/look").json["content"]
+    assert "not written anything yet" in Client(Watch(tmp_path / "none")).get("/look").json["parts"][0]

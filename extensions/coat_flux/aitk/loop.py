@@ -52,6 +52,7 @@ class TrainingLoop:
         self.done = process.step_num
         self._saved = self.done  # what the newest save holds, or nothing was trained
         self._asked = False  # to stop, by the web UI
+        self._owes_save = False
         lora = {} if process.network is None else _by_layer(process.network)
         self._records = RunRecords(process)
         precision = PrecisionWatch(
@@ -178,6 +179,14 @@ class TrainingLoop:
         """
         (self.guard.check_end if last else self.guard.check_now)(self.done)
 
+    def puts_off_save(self) -> bool:
+        """Whether the guard is in doubt: then what was due is saved when that is over."""
+        doubt = self.guard.doubt
+        if doubt is not None:
+            self._owes_save = True
+            say(f"[coat] step {self.done}: not saved, {doubt}; it is saved when that is over")
+        return doubt is not None
+
     def save(self, write_host: Callable[[Path], None]) -> None:
         """Save as a whole set.
 
@@ -198,7 +207,7 @@ class TrainingLoop:
             self._continuation.write_state(folder, self.done, self.guard.state_dict())
 
         path = self._continuation.saves.commit(self.done, write, write_state)
-        self._saved = self.done
+        self._saved, self._owes_save = self.done, False
         say(f"[coat] saved {path} after {self.done} steps; {'; '.join(lines)}")
 
     def _check_export(self, path: Path) -> str:
@@ -214,17 +223,21 @@ class TrainingLoop:
         return check_export(path).line()
 
     def end_step(self) -> None:
-        """End the run here where it was asked to stop.
+        """Save what was put off; end the run here where it was asked to stop.
 
         Raises:
             SystemExit: after saving, with the exit code of an interrupted process.
         """
+        process = self._process
+        if self._owes_save and self.guard.doubt is None and not self.stops:
+            process.save(self.done)
         if not self.stops:
             return
-        process = self._process
         if self._saved != self.done:
             process.save(self.done)
         saved = f"after {self.done} steps, saved in {process.save_root}" if self.done else "before the first step"
+        if self._saved != self.done and self._continuation is not None:
+            saved = f"after {self.done} steps; those after step {self._saved} are not saved"
         _say(f"stopped {saved}; the same command goes on from here")
         reason: BaseException = KeyboardInterrupt()
         try:
@@ -265,6 +278,9 @@ def end_with(error: BaseException, process: Any, job: Callable[[], Any]) -> None
         say(f"[coat] interrupted; what was saved before is whole in {process.save_root}")
         process.on_error(error)
         raise SystemExit(EXIT_CODE) from None
+    since, continuation = getattr(error, "since", None), process._continuation
+    if since is not None and continuation is not None:  # a DeadRunError, which ai-toolkit shows
+        error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
         _explain(error, None, process, job)
 

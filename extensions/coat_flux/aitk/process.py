@@ -28,6 +28,7 @@ try:
 except ImportError:
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer as HostTrainer
 
+from .. import steady
 from . import memory
 from .active import job_scope, set_active
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
@@ -92,6 +93,7 @@ class CoatFluxTrainer(HostTrainer):
         from ..config import COATConfig
         from ..tiny_flux import provide_embedded
 
+        steady.keep_streams()
         show_logs()
         file = config_file(self.save_root)
         provide_embedded(self.model_config.name_or_path)
@@ -286,6 +288,8 @@ class CoatFluxTrainer(HostTrainer):
         """Save as a whole set."""
         if not self._on:
             super().save(step)
+            return
+        if self._sets and step is not None and self._training.puts_off_save():
             return
         with self._phases.during("save"):
             self._training.check_lora(last=step is None)

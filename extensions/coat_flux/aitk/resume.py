@@ -81,7 +81,7 @@ class Continuation:
         self._identity = identity
         self._loading = ExitStack()
         self._order: dict[str, str] = {}
-        self.saves = Saves(Path(process.save_root), process.job.name)
+        self.saves = Saves(Path(process.save_root), process.job.name, process.save_config.save_every)
         self.seed = random.getrandbits(63)
         self.state: RunState | None = None
 
@@ -100,7 +100,7 @@ class Continuation:
         state = None if folder is None else RunState.read(folder)
         if state is None:
             if folder is not None:
-                say(f"[coat] note: {folder} is of the stand-alone trainer: order of data and random numbers start anew")
+                say(f"[coat] note: {folder} is of the stand-alone trainer: order of data and random numbers start over")
             return
         self._check_identity(state, allow)
         self.state = state

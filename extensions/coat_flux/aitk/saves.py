@@ -8,14 +8,13 @@ file's entry changed (`getctime`), which making and removing hard links changes 
 from __future__ import annotations
 
 import errno
-import json
 import os
+import shutil
+import sys
 import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
 
 from .host import say
 
@@ -31,35 +30,41 @@ class Saves:
     Args:
         run_dir: ai-toolkit's save folder of the job.
         name: of the job, with which its LoRA files begin.
+        save_every: steps from one save to the next.
     """
 
-    def __init__(self, run_dir: Path, name: str):
-        self._dir, self._name = run_dir, name
+    def __init__(self, run_dir: Path, name: str, save_every: int):
+        from ..guard import WINDOW
+
+        self._dir, self._name, self._apart = run_dir, name, min(save_every, WINDOW)
 
     def newest(self) -> Path | None:
-        """Put right what a killed process left, and return the folder of the newest set.
+        """Put right what a killed process or a damaged disk left, and return the folder of the newest set.
 
         Returns:
             None without one, or where another program went on with the run: its LoRA says more steps.
 
         Raises:
-            ResumeError: the set is damaged.
+            ResumeError: it is damaged, and no other one is whole.
             SaveError: the folder cannot be written.
         """
-        from ..checkpoint import ResumeError, damage, newest_set, repair, set_step
+        from ..checkpoint import ResumeError, damage, newest_set, repair, set_step, step_of
 
         for line in repair(self._dir):
             say(f"[coat] {line}")
         folder = newest_set(self._dir)
         if folder is None:
             return None
-        newer = next((path for path in self._loras() if _step(path) > set_step(folder)), None)
+        newer = next((path for path in self._loras() if step_of(path) > set_step(folder)), None)
         if newer is not None:
-            say(f"[coat] note: {newer.name} is newer than {folder}: order of data and random numbers start anew")
+            say(f"[coat] note: {newer.name} is newer than {folder}: order of data and random numbers start over")
             return None
         wrong = damage(folder)
         if wrong is not None:
-            raise ResumeError(f"{wrong}; restore it from a backup, or choose another config.name to start a new run")
+            raise ResumeError(
+                f"{wrong}; no other state of this run is whole: restore it from a backup, or choose another "
+                "config.name to start a new run (all that is in this folder stays)"
+            )
         self._make_newest(folder)
         return folder
 
@@ -87,8 +92,26 @@ class Saves:
             published.update({path.name: path.name for path in folder.iterdir()})
             write_state(folder)
 
-        self._make_newest(commit(self._dir, step, write, published))
+        self._make_newest(commit(self._dir, step, write, published, apart=self._apart))
         return self._dir / next(name for name in published if name.endswith(".safetensors"))
+
+    def way_back(self, since: int) -> str:
+        """What to start after the config of a run that diverged was mended.
+
+        Args:
+            since: the first step in doubt.
+        """
+        from ..checkpoint import good_step, newest_set
+
+        step = good_step(self._dir, since, self._apart)
+        if step is not None:
+            folder = Path(__file__).resolve().parents[1] / "cli"
+            program = "coat-flux" if shutil.which("coat-flux") else f'"{sys.executable}" "{folder}"'
+            command = f'{program} rewind "{self._dir}" --to-step {step}'
+            return f"then go back to step {step} and start the job again: {command}"
+        if newest_set(self._dir) is None:
+            return "nothing has been saved yet: then start the job again"
+        return "no state from before that is kept: then choose another config.name to start over"
 
     def _loras(self) -> list[Path]:
         return [path for path in self._dir.glob("*.safetensors") if path.name.startswith(self._name)]
@@ -103,15 +126,6 @@ class Saves:
                 if path.stat().st_ctime_ns > max(others, default=0):
                     break
                 time.sleep(TICK_SECONDS)
-
-
-def _step(path: Path) -> int:
-    """Steps done by the metadata of a LoRA; -1 where they do not say."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return int(json.loads((file.metadata() or {})["training_info"])["step"])
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
-        return -1
 
 
 def _check_optimizer(path: Path) -> None:

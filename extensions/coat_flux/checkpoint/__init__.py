@@ -1,7 +1,8 @@
 """Checkpoints of a run, for both hosts: whole or not at all, taken up only by the same run, bit for bit.
 
+repair.py     what a killed process or a damaged disk left is put right; going back to an earlier state
 files.py      single files that a crash leaves old or new
-commit.py     a set of files that one rename commits; what a killed process left is put right
+commit.py     a set of files that one rename commits; two sets are kept
 identity.py   what makes a run this run: model, data, network, seed, processes, batch
 interrupts.py Ctrl+C ends a run after its step, with a save
 live.py       what a run tells its watchers, and the commands they give
@@ -10,11 +11,12 @@ path.py       GEMMs and compilation that were measured
 rng.py        states of the random generators
 """
 
-from .commit import commit, damage, newest_set, repair, set_step, state_folder
+from .commit import commit, committed_sets, damage, newest_set, set_step, state_folder
 from .errors import ResumeError, SaveError
 from .identity import compare, require_same_run, run_identity
 from .interrupts import Interrupts
 from .lock import run_lock
+from .repair import go_back, good_step, repair, step_of
 from .rng import rng_state, set_rng_state
 
 __all__ = [
@@ -22,8 +24,11 @@ __all__ = [
     "ResumeError",
     "SaveError",
     "commit",
+    "committed_sets",
     "compare",
     "damage",
+    "go_back",
+    "good_step",
     "newest_set",
     "repair",
     "require_same_run",
@@ -33,4 +38,5 @@ __all__ = [
     "set_rng_state",
     "set_step",
     "state_folder",
+    "step_of",
 ]

@@ -4,35 +4,52 @@
     <run>/coat/state-000000500/                  after the rename: the set is committed
         commit/files.json                        size and SHA-256 of each file, and which of them are published
     <run>/<name>_000000500.safetensors, ...      published: hard links (copies where there are none), each renamed in
-    <run>/coat/state-000000250/                  the set before, removed at the very end
+    <run>/coat/state-000000250/                  the set before, known to be good: kept
+    <run>/coat/state-000000000/                  those before it: removed at the very end
 
-A process killed before the rename leaves the old set, after it the new one. What it had not done yet, publishing and
-removing, the next start does (`repair`). A set of a step that is there already takes the place of the old one, which
-waits as `.replaced-state-…` meanwhile.
+A process killed before the rename leaves the old set, after it the new one. What it had not done yet, publishing, the
+next start does (`repair`). A set of a step that is there already takes the place of the old one, which waits as
+`.replaced-state-…` meanwhile.
+
+Two sets are kept. The guard lets no set be committed while it doubts the run, but it may doubt only a few steps after
+things went wrong. So the older set is one the run has passed by at least `apart` steps without a doubt.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from .errors import SaveError, save_errors
-from .files import TEMP_PREFIX, discard, file_sha256, link_or_copy, remove, staging_path, sync_folder, write_bytes
+from .files import discard, file_sha256, link_or_copy, remove, staging_path, sync_folder, write_bytes
 
-__all__ = ["commit", "damage", "newest_set", "repair", "set_step", "state_folder"]
+__all__ = [
+    "COAT",
+    "SETS_KEPT",
+    "commit",
+    "committed_sets",
+    "damage",
+    "is_known",
+    "manifest_of",
+    "newest_set",
+    "publish_set",
+    "replaced_sets",
+    "set_step",
+    "state_folder",
+]
 
 COAT = "coat"
 MANIFEST = Path("commit", "files.json")
 REPLACED_PREFIX = ".replaced-"
 SET_NAME = re.compile(r"state-(\d{9,})")
+SETS_KEPT = 2
 SPARE_BYTES = 4 << 20  # beyond what is counted: folders, JSON
 
 
@@ -48,11 +65,13 @@ def set_step(folder: Path) -> int:
 
 def newest_set(run_dir: Path) -> Path | None:
     """Folder of the newest committed set, None without one."""
-    return max(_sets(run_dir), key=set_step, default=None)
+    return next(iter(committed_sets(run_dir)), None)
 
 
-def _sets(run_dir: Path) -> list[Path]:
-    return [path for path in (run_dir / COAT).glob("state-*") if SET_NAME.fullmatch(path.name) and path.is_dir()]
+def committed_sets(run_dir: Path) -> list[Path]:
+    """Folders of the committed sets, newest first."""
+    found = [path for path in (run_dir / COAT).glob("state-*") if SET_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=set_step, reverse=True)
 
 
 def commit(
@@ -62,8 +81,9 @@ def commit(
     publish: Mapping[str, str],
     *,
     needed_bytes: int | None = None,
+    apart: int = 1,
 ) -> Path:
-    """Write a set, commit it, publish files of it in the run's folder, and remove the sets before it.
+    """Write a set, commit it, publish files of it in the run's folder, and remove the sets but it and one before it.
 
     Args:
         run_dir: the run's folder; made where it is missing.
@@ -71,6 +91,7 @@ def commit(
         write: fills the empty folder it is given.
         publish: name in the run's folder → name in the set; read after `write`, which may fill it.
         needed_bytes: what the set takes, for a check before anything is written; None takes the size of the set before.
+        apart: steps that the older set is behind this one, at least, as soon as there is such a set.
 
     Returns:
         The set's folder.
@@ -94,9 +115,11 @@ def commit(
         discard(staging)
     with save_errors(run_dir, what, f"it is whole in {target} and published at the next start"):
         sync_folder(target.parent)
-        _publish(run_dir, target)
-    for old in [*_sets(run_dir), *_replaced(run_dir)]:
-        if old != target:
+        publish_set(run_dir, target)
+    before = [folder for folder in committed_sets(run_dir) if folder != target]
+    kept = next((folder for folder in before if step - set_step(folder) >= apart), next(reversed(before), None))
+    for old in [*before, *replaced_sets(run_dir)]:
+        if old != kept:
             discard(old)
     return target
 
@@ -118,6 +141,7 @@ def _seal(folder: Path, publish: Mapping[str, str]) -> None:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     manifest = {"files": files, "publish": dict(publish)}
+    manifest["sha256"] = _digest(manifest)
     (folder / MANIFEST).parent.mkdir()
     write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
@@ -139,15 +163,34 @@ def _take_place(staging: Path, target: Path) -> None:
         raise
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    """What a set says of itself; None for one of an earlier version."""
+def _digest(manifest: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def manifest_of(folder: Path) -> dict[str, Any] | None:
+    """What a set says of itself; None for one of an earlier version.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged.
+    """
     path = folder / MANIFEST
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict) or (manifest.keys() != {"files", "publish"} and not _is_sealed(manifest)):
+        raise ValueError("it is not what was written")
+    return manifest
 
 
-def _publish(run_dir: Path, folder: Path) -> list[str]:
+def _is_sealed(manifest: Mapping[str, Any]) -> bool:
+    return manifest.get("sha256") == _digest(manifest)
+
+
+def publish_set(run_dir: Path, folder: Path) -> list[str]:
     """Publish what is not in the run's folder yet; returns the names."""
-    manifest = _manifest(folder) or {"publish": {}, "files": {}}
+    manifest = manifest_of(folder) or {"publish": {}, "files": {}}
     done = []
     for name, inside in manifest["publish"].items():
         _check_name(name)
@@ -181,13 +224,31 @@ def _is_as_written(path: Path, entry: Mapping[str, Any]) -> bool:
     return path.stat().st_size == entry["bytes"] and file_sha256(path) == entry["sha256"]
 
 
+def replaced_sets(run_dir: Path) -> list[Path]:
+    """Sets that waited for their replacement when a process was killed."""
+    return list((run_dir / COAT).glob(f"{REPLACED_PREFIX}state-*"))
+
+
+def is_known(path: Path, sets: Iterable[Path]) -> bool:
+    """Whether a file of the run's folder is, byte for byte, one that a whole set published under this name."""
+    for folder in sets:
+        try:
+            manifest = manifest_of(folder) or {"publish": {}, "files": {}}
+        except (OSError, ValueError):
+            continue
+        inside = manifest["publish"].get(path.name)
+        if inside is not None and _is_as_written(path, manifest["files"][inside]):
+            return True
+    return False
+
+
 def damage(folder: Path) -> str | None:
     """What is wrong with a committed set, or None; all its files are read.
 
     A set of an earlier version, which does not say what it holds, is taken as it is.
     """
     try:
-        manifest = _manifest(folder)
+        manifest = manifest_of(folder)
         for name, entry in (manifest or {"files": {}})["files"].items():
             path = folder / name
             if not path.is_file():
@@ -197,68 +258,3 @@ def damage(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{folder / MANIFEST}: cannot be read ({error})"
     return None
-
-
-def repair(run_dir: Path) -> list[str]:
-    """Put right what a killed process left: to be called at the start, by one process.
-
-    Unfinished files are removed, and files of the newest set that are not published, or torn, are published. A set that
-    is damaged, or older than a LoRA in the run's folder (another program went on with the run), is left alone.
-
-    Args:
-        run_dir: the run's folder; need not exist.
-
-    Returns:
-        Lines to say.
-
-    Raises:
-        SaveError: the folder cannot be written.
-    """
-    if not run_dir.is_dir():
-        return []
-    with save_errors(run_dir, "this folder cannot be put right", "its checkpoints are as they were"):
-        left = [*run_dir.glob(f"{TEMP_PREFIX}*"), *(run_dir / COAT).glob(f"{TEMP_PREFIX}*")]
-        for path in left:
-            remove(path)
-        for aside in _replaced(run_dir):
-            _put_back(aside)
-        lines = [f"{path}: removed, a process was ended while it wrote it" for path in left]
-        newest = newest_set(run_dir)
-        if newest is None or _manifest_is_missing(newest) or _newer_lora(run_dir, set_step(newest)) or damage(newest):
-            return lines
-        lines += [f"{run_dir / name}: put back from {newest}" for name in _publish(run_dir, newest)]
-        for old in _sets(run_dir):
-            if old != newest:
-                remove(old)
-    return lines
-
-
-def _manifest_is_missing(folder: Path) -> bool:
-    return not (folder / MANIFEST).exists()
-
-
-def _replaced(run_dir: Path) -> list[Path]:
-    return list((run_dir / COAT).glob(f"{REPLACED_PREFIX}state-*"))
-
-
-def _put_back(aside: Path) -> None:
-    """A set that was waiting for its replacement: not needed where that came, else it is the set."""
-    target = aside.with_name(aside.name.removeprefix(REPLACED_PREFIX))
-    if target.exists():
-        remove(aside)
-    else:
-        os.replace(aside, target)
-
-
-def _newer_lora(run_dir: Path, step: int) -> bool:
-    """Whether a LoRA in the run's folder says more steps."""
-    return any(_step_of(path) > step for path in run_dir.glob("*.safetensors"))
-
-
-def _step_of(path: Path) -> int:
-    """Steps by a LoRA's metadata; -1 where they do not say."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return int(json.loads((file.metadata() or {})["training_info"])["step"])
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
-        return -1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -14,55 +16,106 @@ __all__ = ["METRICS", "METRICS_FILE", "GrowingTable"]
 
 METRICS_FILE = Path("coat") / "metrics.csv"  # of a run's folder, a row per step, from both hosts
 METRICS = ("step", "epoch", "loss", "lr", "grad_norm", "s_per_it", "peak_memory_gb", "skipped")
+RETRY_ROWS = 20  # between two attempts at a file that cannot be written
 
 
 class GrowingTable:
     """A CSV whose first column is the step; its rows up to `step` are kept, none at the start of a run.
 
+    A table that another program has changed (a spreadsheet: semicolons, quotes, decimals) is kept under another
+    name. Nothing that happens to the file ends the run: what cannot be written now is written when it can be.
+
     Args:
-        path: of the file; it has its header as soon as this is made.
+        path: of the file; it has its header as soon as this is made. A link there is replaced, not followed.
         columns: the header; rows of an older file that has fewer columns are filled up.
         step: steps done.
-        say: takes one line when the disk refuses a row; the run then goes on without the file.
+        say: takes one line when the disk refuses something.
 
     Attributes:
         kept: rows of an earlier process.
-
-    Raises:
-        OSError: it cannot be made.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], step: int, say: Callable[[str], None]):
         self._path, self._say = path, say
-        rows = _rows(path, step) if step > 0 else []
+        rows = self._take_over(columns, step) if step > 0 else []
         self.kept = len(rows)
-        with replacing(path) as temp:
-            lines = [",".join([*row, *[""] * (len(columns) - len(row))]) + "\n" for row in [list(columns), *rows]]
-            temp.write_text("".join(lines), encoding="utf-8", newline="")
-        self._file: TextIO | None = path.open("a", newline="", encoding="utf-8")
+        self._lines = [",".join([*row, *[""] * (len(columns) - len(row))]) + "\n" for row in [list(columns), *rows]]
+        self._file: TextIO | None = None
+        self._failed = False
+        self._wait = 0
+        self._write([])
 
     def append(self, *rows: Iterable[str]) -> None:
         """Add rows."""
-        if self._file is None:
-            return
-        try:
-            self._file.write("".join(",".join(row) + "\n" for row in rows))
-            self._file.flush()
-        except OSError as error:
-            self._say(f"{self._path}: cannot be written ({error}); the run goes on without it")
-            self.close()
+        self._write([",".join(row) + "\n" for row in rows])
 
     def close(self) -> None:
-        """Close the file; what the disk has refused is given up."""
+        """Close the file; may be called twice."""
+        if self._file is None:
+            self._wait = 0
+            self._write([])
+        self._shut()
+
+    def _take_over(self, columns: Sequence[str], step: int) -> list[list[str]]:
+        try:
+            return _rows(self._path, columns, step)
+        except OSError as error:
+            self._say(f"{self._path}: cannot be read ({error}); a new table begins")
+        except (ValueError, csv.Error) as error:
+            aside = next(path for path in _other_names(self._path) if not path.exists())
+            with suppress(OSError):
+                os.replace(self._path, aside)
+            self._say(f"{self._path}: was changed by another program ({error}); kept as {aside}, a new table begins")
+        return []
+
+    def _write(self, lines: Sequence[str]) -> None:
+        """Write lines; the whole table where the file is not there (any more)."""
+        self._lines += lines
+        if self._wait > 0:
+            self._wait -= 1
+            return
+        try:
+            if self._file is None or not self._path.exists():
+                self._shut()
+                with replacing(self._path) as temp:
+                    temp.write_text("".join(self._lines), encoding="utf-8", newline="")
+                self._file = self._path.open("a", newline="", encoding="utf-8")
+            else:
+                self._file.write("".join(lines))
+                self._file.flush()
+        except OSError as error:
+            self._shut()
+            self._wait = RETRY_ROWS
+            if not self._failed:
+                self._say(f"{self._path}: cannot be written ({error}); the run goes on, and it is tried again")
+            self._failed = True
+
+    def _shut(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
                 file.close()
 
 
-def _rows(path: Path, step: int) -> list[list[str]]:
-    """Rows without the header up to a step."""
+def _other_names(path: Path) -> Iterator[Path]:
+    return (path.with_name(f"{path.stem}-changed-{number}{path.suffix}") for number in count(1))
+
+
+def _rows(path: Path, columns: Sequence[str], step: int) -> list[list[str]]:
+    """Rows without the header up to a step.
+
+    Raises:
+        ValueError: they are not as they were written.
+    """
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as old:
-        return [row for row in list(csv.reader(old))[1:] if row and int(row[0]) <= step]
+        header, *found = [row for row in csv.reader(old) if row] or [[]]
+    if header != list(columns[: len(header)]):
+        raise ValueError(f"its first line is {','.join(header)[:40]!r}")
+    if found and len(found[-1]) < len(header):
+        found.pop()  # torn when a machine went down
+    for row in found:
+        if len(row) != len(header) or not row[0].isdecimal() or any(set(cell) & set(',;"\n\0') for cell in row):
+            raise ValueError(f"a line is {','.join(row)[:40]!r}")
+    return [row for row in found if int(row[0]) <= step]

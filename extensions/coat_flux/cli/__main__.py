@@ -1,6 +1,15 @@
-"""`python -m coat_flux.cli`, for `accelerate launch -m coat_flux.cli train CONFIG`."""
+"""`python -m coat_flux.cli`, for `accelerate launch -m coat_flux.cli train CONFIG`; also `python …/coat_flux/cli`.
+
+The latter is for those who have linked the folder into ai-toolkit without installing it.
+"""
 
 import sys
+from pathlib import Path
+
+if not __package__:
+    home = Path(__file__).resolve().parents[2]
+    sys.path[:1] = [str(home), str(home.parent)]  # coat_flux, and coat_core where this is a checkout
+    __package__ = "coat_flux.cli"
 
 from .entry import main
 

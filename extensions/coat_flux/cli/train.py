@@ -1,27 +1,37 @@
-"""`coat-flux train`: the stand-alone engine."""
+"""`coat-flux train`: the stand-alone engine; `coat-flux rewind`: a run of either trainer goes back to a state."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
+from ..steady import keep_streams
 from .common import Refused, add_config, load_job
 from .watch import add_address, serve
 
+ASIDE = "newer saves are moved aside, nothing is deleted"
+
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `coat-flux`."""
+    """Add both commands to the parser of `coat-flux`."""
     train = commands.add_parser("train", help="train with the stand-alone engine", description=run.__doc__)
     add_config(train)
     train.add_argument("--watch", action="store_true", help="serve the live page of `coat-flux watch` meanwhile")
     add_address(train)
+    train.add_argument("--from-step", metavar="N", type=int, help=f"go on from the state of step N; {ASIDE}")
     train.set_defaults(run=run)
+    back = commands.add_parser("rewind", help="bring a run back to an earlier state", description=rewind.__doc__)
+    back.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's folder, <training_folder>/<name>")
+    back.add_argument("--to-step", metavar="N", type=int, required=True, help=f"a kept state; {ASIDE}")
+    back.set_defaults(run=rewind)
 
 
 def run(args: argparse.Namespace) -> None:
     """Train a LoRA with the stand-alone engine, or continue its run; several GPUs with `accelerate launch`."""
+    keep_streams()
     if not args.watch and (args.host is not None or args.port is not None):
         raise Refused("--host, --port: are for the live page; add --watch, or remove them")
     job = load_job(args)
@@ -33,4 +43,14 @@ def run(args: argparse.Namespace) -> None:
             serve(job.folder, args.host, args.port)
     from ..engine.trainer import COATTrainer
 
-    COATTrainer(job).train()
+    COATTrainer(job).train(from_step=args.from_step)
+
+
+def rewind(args: argparse.Namespace) -> None:
+    """Let a run go on from an earlier state at its next start, bit for bit; also a run of ai-toolkit."""
+    from ..checkpoint import go_back, newest_set, run_lock
+
+    if newest_set(args.run_dir) is None:
+        raise Refused(f"RUN_DIR={args.run_dir}: has no saved state; give <training_folder>/<name> of a run")
+    with run_lock(args.run_dir):
+        print("\n".join(go_back(args.run_dir, args.to_step)))

@@ -97,6 +97,7 @@ class GuardOptions:
 
     enabled: bool = from_option(BY_KEY["guard.enabled"])
     nonfinite_steps: int = from_option(BY_KEY["guard.nonfinite_steps"])
+    diverging_steps: int = from_option(BY_KEY["guard.diverging_steps"])
     zero_gradient_steps: int = from_option(BY_KEY["guard.zero_gradient_steps"])
     dead_lora_steps: int = from_option(BY_KEY["guard.dead_lora_steps"])
     pinned_loss_steps: int = from_option(BY_KEY["guard.pinned_loss_steps"])

@@ -133,6 +133,13 @@ OPTIONS: tuple[Option, ...] = (
         minimum=1,
     ),
     Option(
+        "guard.diverging_steps",
+        50,
+        "int",
+        "consecutive steps of diverging loss and weights that stop the run; nothing is saved meanwhile",
+        minimum=1,
+    ),
+    Option(
         "guard.zero_gradient_steps", 10, "int", "consecutive steps without any gradient that stop the run", minimum=1
     ),
     Option("guard.dead_lora_steps", 50, "int", "stop if every lora_B is still zero after this many steps", minimum=1),

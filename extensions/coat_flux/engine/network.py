@@ -110,12 +110,12 @@ def load_lora_tensors(model: nn.Module, tensors: Mapping[str, Tensor], *, source
     if odd:
         raise ValueError(
             f"{source}: {len(odd)} LoRA names differ from this run's, first {odd[0]!r}; "
-            "use the network settings it was trained with, or another config.name to start anew"
+            "use the network settings it was trained with, or another config.name to start over"
         )
     for name, param in params.items():
         if tensors[name].shape != param.shape:
             raise ValueError(
                 f"{source}: {name} has shape {tuple(tensors[name].shape)}, this run's is {tuple(param.shape)}; "
-                "use the rank (network.linear) it was trained with, or another config.name to start anew"
+                "use the rank (network.linear) it was trained with, or another config.name to start over"
             )
         param.copy_(tensors[name])

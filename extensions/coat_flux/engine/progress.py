@@ -2,8 +2,8 @@
 
     coat/metrics.csv, validation.csv, precision.csv, tensorboard/
 
-Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar. A report that the
-disk refuses while the run goes on is given up, with one line: the steps since the last save are worth more.
+Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar. What the disk
+refuses is said once and tried again later: no file of a report ends a run.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from .. import precision
 from ..checkpoint.table import METRICS, METRICS_FILE, GrowingTable
-from ..checkpoint.versions import write_versions
+from ..checkpoint.versions import VERSIONS_FILE, write_versions
 from ..config.job_config import JobConfig
 from ..memory.stats import GB, peak_bytes
+from .board import Board
 
 __all__ = ["METRICS", "RunLog", "StepStats"]
 
@@ -66,7 +66,7 @@ class RunLog:
         self._metrics: GrowingTable | None = None
         self._validations: GrowingTable | None = None
         self._precision: GrowingTable | None = None
-        self._board: SummaryWriter | None = None
+        self._board: Board | None = None
         self._seconds: list[float] = []
         self._held_out = ""
 
@@ -80,13 +80,15 @@ class RunLog:
         if not self.active:
             return
         job = self._job
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = GrowingTable(job.folder / METRICS_FILE, METRICS, step, self.say)
         self._validations = GrowingTable(self._folder / "validation.csv", VALIDATION, step, self.say)
         self._precision = GrowingTable(job.folder / precision.FILE, precision.COLUMNS, step, self.say)
-        write_versions(job.folder, "coat-flux train", self._device)
+        try:
+            write_versions(job.folder, "coat-flux train", self._device)
+        except OSError as error:
+            self.say(f"{job.folder / VERSIONS_FILE}: cannot be written ({error}); the run goes on without it")
         board = Path(job.log_dir) / job.name if job.log_dir else self._folder / "tensorboard"
-        self._board = SummaryWriter(str(board), purge_step=step + 1)
+        self._board = Board(board, step, self.say)
 
     def start(self, step: int) -> None:
         """Show the bar."""
@@ -123,13 +125,8 @@ class RunLog:
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """One TensorBoard point."""
-        if self._board is None:
-            return
-        try:
-            self._board.add_scalar(tag, value, step)
-        except OSError as error:
-            self.say(f"TensorBoard: cannot be written ({error}); the run goes on without it")
-            self._board = None
+        if self._board is not None:
+            self._board.scalar(tag, value, step)
 
     def validation(self, step: int, loss: float) -> None:
         """Record a fixed-noise loss in `coat/validation.csv` and TensorBoard; one of photos held out is in the bar."""

@@ -52,7 +52,7 @@ def restore_optimizer_state(optimizer: Optimizer, point: ResumePoint, name: str,
     if saved_with != name and not (name == "coat_fp8_adamw" and saved_with in ("adamw", "adam")):
         raise ResumeError(
             f"{point.optimizer_file}: was written by {saved_with}, which train.optimizer={name} cannot read; "
-            f"go back to {saved_with}, or choose another config.name to start anew"
+            f"go back to {saved_with}, or choose another config.name to start over"
         )
     try:
         changes = restore_optimizer(optimizer, point.optimizer())

@@ -30,7 +30,7 @@ from .validation import held_out_of
 
 __all__ = ["ResumeError", "ResumePoint", "check_same_run", "find_resume_point", "identity_of", "load_lora_file"]
 
-REMEDY = "restore it from a backup, or delete the run folder (or choose another config.name) to start anew"
+REMEDY = "restore it from a backup, or choose another config.name to start over (all that is in this folder stays)"
 DATA_SETTINGS = ("folder_path", "caption_ext", "default_caption", "resolution", "num_repeats", "flip_x", "buckets")
 CAPTION_SETTINGS = ("caption_dropout_rate", "shuffle_tokens")
 NOT_TRAINING = ("batch_size", "gradient_accumulation", "gradient_accumulation_steps", "disable_sampling")
@@ -106,13 +106,21 @@ def load_lora_file(path: Path) -> dict[str, Tensor]:
 def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     """The newest save of a run that `checkpoint.repair` has put right, or None where there is none.
 
-    Newest is the one with the most steps in its metadata; of equal ones the one without a step in its name.
+    Newest is the one with the most steps in its metadata; of equal ones the one without a step in its name. A LoRA that
+    cannot be read does not count as long as another one can.
 
     Raises:
-        ResumeError: a save cannot be read or does not say its step, or our state for it is damaged.
+        ResumeError: no save can be read, or the state of the newest is damaged, and no other one is whole.
     """
     pattern = re.compile(re.escape(name) + r"(_\d{9})?\.safetensors")
-    found = [_point(path) for path in run_dir.glob("*.safetensors") if pattern.fullmatch(path.name)]
+    found, unreadable = [], []
+    for path in (path for path in run_dir.glob("*.safetensors") if pattern.fullmatch(path.name)):
+        try:
+            found.append(_point(path))
+        except ResumeError as error:
+            unreadable.append(error)
+    if not found and unreadable:
+        raise unreadable[0]
     if not found:
         return None
     newest = max(found, key=lambda point: (point.step, point.path.stem == name))

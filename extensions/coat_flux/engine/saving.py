@@ -168,9 +168,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def save_checkpoint(
-    run_dir: Path, file_name: str, point: Checkpoint, dtype: torch.dtype, check: Callable[[Path], None]
+    run_dir: Path, file_name: str, point: Checkpoint, dtype: torch.dtype, check: Callable[[Path], None], apart: int = 1
 ) -> Path:
-    """Write and commit a set, and publish its LoRA and `optimizer.pt`; the set before is removed last.
+    """Write and commit a set, and publish its LoRA and `optimizer.pt`; of the sets before one is kept.
 
     Args:
         run_dir: the run's folder.
@@ -178,6 +178,7 @@ def save_checkpoint(
         point: what to write.
         dtype: of the LoRA file.
         check: is given the LoRA file before anything is committed; what it raises leaves the checkpoint before.
+        apart: steps that the older set is behind.
 
     Returns:
         The LoRA file.
@@ -191,7 +192,7 @@ def save_checkpoint(
         check(folder / PUBLISHED_FILE)
 
     publish = {file_name: PUBLISHED_FILE, OPTIMIZER_FILE: OPTIMIZER_FILE}
-    commit(run_dir, point.step, write, publish, needed_bytes=point.bytes(dtype))
+    commit(run_dir, point.step, write, publish, needed_bytes=point.bytes(dtype), apart=apart)
     return run_dir / file_name
 
 

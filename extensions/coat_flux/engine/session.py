@@ -56,7 +56,8 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Session:
     """The parts of a run.
 
-    `step` counts optimizer steps done; `identity` and `record` go into `state.json`; `report` is None without COAT.
+    `step` counts optimizer steps done; `owes_save`: one was due while the guard was in doubt; `identity` and `record`
+    go into `state.json`; `report` is None without COAT.
     """
 
     job: JobConfig
@@ -81,6 +82,7 @@ class Session:
     report: CoatReport | None = None
     spill: SpillWatch = field(default_factory=SpillWatch)
     step: int = 0
+    owes_save: bool = False
     record: dict[str, Any] = field(default_factory=dict)
 
     @property

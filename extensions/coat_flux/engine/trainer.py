@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file
 
-from ..checkpoint import repair, rng_state, run_lock
+from ..checkpoint import go_back, good_step, newest_set, repair, rng_state, run_lock, set_step
 from ..checkpoint.errors import save_errors
 from ..checkpoint.files import replacing
 from ..checkpoint.interrupts import Interrupts
@@ -24,6 +24,7 @@ from ..config.job_config import JobConfig
 from ..config.job_rules import require_packages
 from ..data.hold_out import describe_lowest
 from ..export import check_export
+from ..guard import WINDOW, DeadRunError
 from ..memory.oom import OutOfMemory, explain_oom, is_oom
 from ..memory.phases import PhaseTracker
 from ..memory.report import finish
@@ -65,8 +66,11 @@ class COATTrainer:
         else:
             self.job = JobConfig.from_dict(config) if isinstance(config, Mapping) else JobConfig.from_file(config)
 
-    def train(self) -> Path:
+    def train(self, *, from_step: int | None = None) -> Path:
         """Run, or continue, the training.
+
+        Args:
+            from_step: go on from this kept state; newer ones are moved aside.
 
         Returns:
             The final LoRA, `<training_folder>/<name>/<name>.safetensors`.
@@ -78,7 +82,8 @@ class COATTrainer:
             ResumeError: the run folder holds a save that cannot be continued, or one of another run, or another process
                 trains in it.
             SaveError: the run folder cannot be written; the newest save is as it was.
-            DeadRunError: the run cannot come to anything any more; the newest save is as it was.
+            DeadRunError: the run can no longer succeed; the saves are as they were, and the message names the step to
+                go back to.
             OutOfMemory: with what holds the memory, and what to change.
             ExportError: a LoRA to be saved cannot be read back; the newest save is as it was.
             KeyboardInterrupt: it was interrupted, and the step under way was saved.
@@ -90,7 +95,11 @@ class COATTrainer:
         phases = PhaseTracker(workers.device, None)
         try:
             with run_lock(job.folder) if workers.is_main else nullcontext():
-                return self._train(workers, log, phases)
+                return self._train(workers, log, phases, from_step)
+        except DeadRunError as error:
+            if error.since is None:
+                raise
+            raise DeadRunError(f"{error}; {self._way_back(error.since)}", error.since) from error
         except Exception as error:
             if not is_oom(error):
                 raise
@@ -101,13 +110,25 @@ class COATTrainer:
             log.close()
             workers.close()
 
-    def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker) -> Path:
+    def _way_back(self, since: int) -> str:
+        """What to start after the config was mended."""
+        job = self.job
+        step = good_step(job.folder, since, _apart(job))
+        if step is not None:
+            given = f' --name "{job.name}"' if job.name != job.raw.get("config", {}).get("name") else ""
+            return f'then go on from step {step}: coat-flux train "{job.file}"{given} --from-step {step}'
+        if newest_set(job.folder) is None:
+            return "nothing has been saved yet: then start the same config again"
+        return "no state from before that is kept: then choose another config.name to start over"
+
+    def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker, from_step: int | None) -> Path:
         job = self.job
         for note in job.notes:
             log.say(f"Note: {note}")
         if workers.is_main:
             provide_embedded(job.model.name_or_path)
-            for line in repair(job.folder):
+            back = [] if from_step is None else go_back(job.folder, from_step)
+            for line in (*back, *repair(job.folder)):
                 log.say(line)
         workers.wait()
         point = find_resume_point(job.folder, job.name)
@@ -201,8 +222,13 @@ def _train_steps(
 
 
 def _stop(session: Session) -> None:
-    path = _save(session, final=False)
-    session.log.say(f"Stopped after step {session.step} of {session.job.train.steps}, saved as {path}")
+    doubt, where = session.guard.doubt, f"Stopped after step {session.step} of {session.job.train.steps}"
+    if doubt is None:
+        session.log.say(f"{where}, saved as {_save(session, final=False)}")
+    else:
+        newest = newest_set(session.job.folder)
+        kept = "there is no earlier save" if newest is None else f"the newest save is of step {set_step(newest)}"
+        session.log.say(f"{where}, without a save: {doubt}; {kept}")
     session.log.say("To go on, start the same config again")
     raise KeyboardInterrupt
 
@@ -213,9 +239,14 @@ def _is_due(session: Session, every: int) -> bool:
 
 def _save_and_sample(session: Session, asked: frozenset[str]) -> None:
     job = session.job
-    if "save" in asked or _is_due(session, job.save.save_every):
+    due, doubt = "save" in asked or _is_due(session, job.save.save_every), session.guard.doubt
+    if due and doubt is not None:
+        session.log.say(f"Step {session.step}: not saved, {doubt}; it is saved when that is over")
+        session.owes_save = True
+    elif due or (session.owes_save and doubt is None):
         session.log.say(f"Saving at step {session.step}")
         session.log.say(f"Saved checkpoint to {_save(session, final=False)}")
+        session.owes_save = False
     due = _is_due(session, job.sample.sample_every) and session.step >= job.sample.sample_start_step
     if "sample" in asked or due:
         _draw_samples(session)
@@ -247,9 +278,14 @@ def _write_save(session: Session, file_name: str, *, final: bool) -> None:
     def check(path: Path) -> None:
         session.log.say(f"{file_name}: {_check_lora(session, path, final=final)}")
 
-    save_checkpoint(job.folder, file_name, point, save_dtype(job.save.dtype), check)
+    save_checkpoint(job.folder, file_name, point, save_dtype(job.save.dtype), check, _apart(job))
     for old in rotate_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
         session.log.say(f"Removing old save: {old}")
+
+
+def _apart(job: JobConfig) -> int:
+    """Steps after which a state without a doubt since is known to be good: those the guard may need to see it."""
+    return min(job.save.save_every, WINDOW)
 
 
 def _record(session: Session) -> dict[str, Any]:

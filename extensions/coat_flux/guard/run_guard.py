@@ -1,11 +1,15 @@
 """Ends a run that has died, and skips single updates that would kill it; the same for both hosts.
 
     before an update    loss and gradient norm finite, gradient not zero, loss not pinned     floats the caller has
-    after it            parameters finite, some lora_B not zero                               one read-back, rarely
+    after it            parameters finite and not grown without bound, some lora_B not zero   one read-back, rarely
+    over many steps     loss and weights together far beyond what they were (`divergence.py`)  floats the caller has
     around a step       what the casts to FP8 lose (`casts.py`)                               one read-back, rarely
 
 A single update from NaN or inf is skipped and counted; options.nonfinite_steps of them in a row end the run. With
 `guard.enabled: false` such updates are still skipped and counted, and nothing else is looked at.
+
+From the second step in a row that is not finite, and while the run seems to diverge, the guard is in doubt: the
+trainers save nothing until the doubt is over, so that the saves that are there stay good.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from ..config.coat_config import GuardOptions
 from ..memory.policy import BlockPolicy
 from ..precision import PrecisionWatch
 from .casts import CastProbe
+from .divergence import BROKEN_GROWTH, Divergence
 from .errors import DeadRunError
 
 __all__ = ["RunGuard"]
@@ -30,6 +35,7 @@ KEPT = "the last good save is kept"
 UP_MATRICES = (".lora_B.", "lora_up")  # PEFT's name, ai-toolkit's
 FIRST_LIVING_UPDATE = 2  # a warm-up begins with lr 0
 FIRST_LOOK = 2  # step; most of what is wrong from the start shows here
+DOUBTED_STREAK = 2  # steps in a row; a single one that is not finite changes nothing
 COUNTERS = ("skipped", "updates", "_nonfinite", "_zero_gradients", "_same_losses", "_last_loss")
 
 
@@ -65,6 +71,7 @@ class RunGuard:
         self._last_loss: float | None = None
         self._began = self._told_of_graphs = False
         self._precision = precision
+        self._divergence = Divergence()
 
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
         """Say whether the optimizer may use the gradients of this step.
@@ -78,8 +85,11 @@ class RunGuard:
             False for a step that is not finite: skip the update, go on with the next batch.
 
         Raises:
-            DeadRunError: too many steps in a row that were not finite, had no gradient, or one and the same loss.
+            DeadRunError: too many steps in a row that were not finite, diverging, had no gradient, or one and the same
+                loss.
         """
+        if self._options.enabled:
+            self._divergence.begin(self.lora.values())
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._skip(step, f"loss={loss}, gradient norm {grad_norm}")
             return False
@@ -87,7 +97,28 @@ class RunGuard:
         if self._options.enabled:
             self._see_gradient(step, grad_norm)
             self._see_loss(step, loss)
+            self._see_divergence(step, loss)
         return True
+
+    def _see_divergence(self, step: int, loss: float) -> None:
+        self._divergence.see(step, loss, self.lora.values())
+        since, limit = self._divergence.since, self._options.diverging_steps
+        if since is not None and step - since >= limit:
+            raise DeadRunError(
+                f"step {step}: {self._divergence.describe()}, and the LoRA's weights have grown "
+                f"{self._divergence.growth(self.lora.values()):.1f}-fold (coat.guard.diverging_steps={limit}): the run "
+                f"diverged; lower train.lr; {KEPT}",
+                since,
+            )
+
+    @property
+    def doubt(self) -> str | None:
+        """Why nothing may be saved now; None where all is well. The trainers save when it is over."""
+        if not self._options.enabled:
+            return None
+        if self._nonfinite >= DOUBTED_STREAK:
+            return f"the last {self._nonfinite} steps were not finite"
+        return None if self._divergence.since is None else f"{self._divergence.describe()}: it may be diverging"
 
     def _skip(self, step: int, seen: str) -> None:
         self.skipped += 1
@@ -97,7 +128,8 @@ class RunGuard:
             raise DeadRunError(
                 f"step {step}: {seen}, not finite for {limit} steps in a row (coat.guard.nonfinite_steps): the run "
                 "diverged, or values overflow; lower train.lr, or set coat.activation.linear_granularity: per_row "
-                f"(and coat.activation.grad_format: e5m2); {KEPT}"
+                f"(and coat.activation.grad_format: e5m2); {KEPT}",
+                step - limit + 1,
             )
         self._say(f"step {step}: {seen}: not finite, the update is skipped ({self.skipped} so far)")
 
@@ -147,9 +179,12 @@ class RunGuard:
         """Look at every parameter after the last step, before the final save, also with `guard.enabled: false`.
 
         Raises:
-            DeadRunError: a parameter is not finite, or every lora_B still zero after so few steps.
+            DeadRunError: a parameter is not finite, every lora_B still zero after so few steps, or the run is in doubt.
         """
         self._check(step, dead=True)
+        if self.doubt is not None:
+            since = step - self._nonfinite + 1 if self._nonfinite else self._divergence.since
+            raise DeadRunError(f"step {step}: the run ends in doubt: {self.doubt}; lower train.lr; {KEPT}", since)
 
     @torch.no_grad()
     def _check(self, step: int, *, dead: bool) -> None:
@@ -161,7 +196,15 @@ class RunGuard:
         if broken:
             raise DeadRunError(
                 f"step {step}: {len(broken)} of {len(largest)} LoRA tensors are not finite ({broken[0]}): the last "
-                f"updates overflowed; lower train.lr, or use lr_scheduler: constant_with_warmup; {KEPT}"
+                f"updates overflowed; lower train.lr, or use lr_scheduler: constant_with_warmup; {KEPT}",
+                step,
+            )
+        growth = self._divergence.growth(self.lora.values()) if self._options.enabled else 1.0
+        if growth > BROKEN_GROWTH:
+            raise DeadRunError(
+                f"step {step}: the LoRA's weights have grown {growth:,.0f}-fold since the start (largest now "
+                f"{max(norms):.3g}): the run diverged; lower train.lr; {KEPT}",
+                step,
             )
         ups = [value for name, value in largest.items() if any(mark in name for mark in UP_MATRICES)]
         if dead and ups and not any(ups):
@@ -230,11 +273,15 @@ class RunGuard:
     def state_dict(self) -> dict[str, Any]:
         """The counters, and the layers that `activation.min_sqnr_db` left out; plain JSON."""
         chosen = {} if self._precision is None else self._precision.state_dict()
-        return {name.strip("_"): getattr(self, name) for name in COUNTERS} | ({"precision": chosen} if chosen else {})
+        growth = self._divergence.growth(self.lora.values()) if self.lora else 1.0
+        found = {name.strip("_"): getattr(self, name) for name in COUNTERS}
+        found |= {"growth": growth, "divergence": self._divergence.state_dict()}
+        return found | ({"precision": chosen} if chosen else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting where a saved run stopped; counters it does not have stay."""
         for name in COUNTERS:
             setattr(self, name, state.get(name.strip("_"), getattr(self, name)))
+        self._divergence.load_state_dict(state.get("divergence", {}))
         if self._precision is not None:
             self._precision.load_state_dict(state.get("precision", {}))

@@ -103,7 +103,8 @@ class Watch:
             response = getattr(self, f"_{endpoint}")(request, **values)
         except HTTPException as error:
             response = Response(f"{error.description}\n", error.code, mimetype="text/plain")
-        response.headers.extend(HEADERS)
+        for header, value in HEADERS.items():
+            response.headers.setdefault(header, value)
         return response(environ, start_response)
 
     def _is_ours(self, host: str) -> bool:
@@ -131,7 +132,7 @@ class Watch:
         path = self.run_dir / "samples" / name
         if SAMPLE_NAME.fullmatch(name) is None or path.is_symlink() or not path.is_file():
             raise NotFound("there is no such sample")
-        return send_file(path, request.environ)
+        return send_file(path, request.environ, max_age=86_400)  # its name has the time it was drawn at
 
     def _command(self, request: Request, name: str) -> Response:
         given = request.headers.get("X-Coat-Token", "")

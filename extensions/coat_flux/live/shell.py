@@ -29,13 +29,16 @@ SCRIPT = """
 const token = decodeURIComponent(location.hash.slice(1));
 const live = document.getElementById('live'), note = document.getElementById('note');
 const buttons = [...document.querySelectorAll('button')];
-let shown = '';
+let shown = [];
 function show(look) {
-  if (look.content !== shown) {
-    const open = [...live.querySelectorAll('details')].map(part => part.open);
-    live.innerHTML = shown = look.content;
-    live.querySelectorAll('details').forEach((part, i) => { if (i < open.length) part.open = open[i]; });
-  }
+  while (live.children.length < look.parts.length) live.append(document.createElement('section'));
+  [...live.children].forEach((section, i) => {
+    const part = look.parts[i] || '', folded = section.querySelector('details');
+    if (part === shown[i]) return;
+    section.innerHTML = part;
+    if (folded && section.querySelector('details')) section.querySelector('details').open = folded.open;
+  });
+  shown = look.parts;
   document.title = look.title;
   for (const button of buttons) button.disabled = !token || !look.takes.includes(button.name);
 }
@@ -53,7 +56,8 @@ async function refresh() {
 for (const button of buttons) button.addEventListener('click', async () => {
   button.disabled = true;
   const answer = await fetch('commands/' + button.name, {method: 'POST', headers: {'X-Coat-Token': token}});
-  note.textContent = await answer.text();
+  const text = note.textContent = await answer.text();
+  setTimeout(() => { if (note.textContent === text) note.textContent = ''; }, 8000);
 });
 if (!token) note.textContent = 'Read only. The buttons need the whole address that coat-flux printed, with its # part.';
 addEventListener('hashchange', () => location.reload());

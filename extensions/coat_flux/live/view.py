@@ -40,12 +40,12 @@ class View:
 
     Attributes:
         title: for the browser's tab.
-        content: HTML, every text in it escaped.
+        parts: HTML from top to bottom, every text in it escaped; the page replaces those that changed.
         takes: commands the run obeys now.
     """
 
     title: str
-    content: str
+    parts: tuple[str, ...]
     takes: tuple[str, ...]
 
 
@@ -54,24 +54,24 @@ def look_at(run_dir: Path) -> View:
     try:
         run = RunFolder(run_dir)
     except (NotARun, OSError):
-        return View("starting", '<p class="verdict plain">The run has not written anything yet.</p>', ())
+        return View("starting", ('<p class="verdict plain">The run has not written anything yet.</p>',), ())
     status = read_status(run_dir)
     try:
         metrics, held_out = read_metrics(run_dir), read_validation(run_dir)
     except (OSError, ValueError) as error:
-        return View(run.name, f'<p class="verdict open">{html.escape(str(error))}</p>', ())
+        return View(run.name, (f'<p class="verdict open">{html.escape(str(error))}</p>',), ())
     done, steps = _progress(run, status, metrics.get("loss", []))
     sentence, tone = _verdict(run, status, done, steps, metrics.get("s_per_it", []))
-    parts = [
+    parts = (
         f'<p class="verdict {tone}" role="status">{html.escape(sentence)}</p>',
         f'<progress max="{max(steps, 1)}" value="{done}" aria-label="steps done"></progress>',
         _samples(run),
         _loss(run, metrics.get("loss", []), held_out),
         _memory(run, metrics.get("peak_memory_gb", [])),
         _log(run_dir / LOG_FILE),
-    ]
+    )
     takes = status.takes if status is not None and status.alive else ()
-    return View(f"{100 * done // max(steps, 1)} % {run.name}", "\n".join(parts), takes)
+    return View(f"{100 * done // max(steps, 1)} % {run.name}", parts, takes)
 
 
 def _progress(run: RunFolder, status: RunStatus | None, loss: Curve) -> tuple[int, int]:

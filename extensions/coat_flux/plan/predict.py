@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU, n_blocks
 from coat_core.optim.state import storages
 
+from ..checkpoint.commit import SETS_KEPT
 from ..config import JobConfig
 from ..flux.policy import FLUX, matches
 from ..memory.budget import USABLE_FRACTION
@@ -313,12 +314,12 @@ def _latent_bytes(facts: JobFacts) -> int:
 
 
 def _disk(facts: JobFacts) -> int:
-    """Saves that are kept, the final one, the state to resume from (twice while a new one is written), and caches."""
+    """Saves that are kept, the final one, the states to resume from and one that is being written, and caches."""
     job, elements = facts.job, sum(facts.adapter_sizes)
     kept = min(job.save.max_step_saves_to_keep, (job.train.steps - 1) // job.save.save_every) + 1
     lora = elements * (FP32 if job.save.dtype == "fp32" else 2)
     state = facts.lora_bytes * (2 if job.train.ema_config.use_ema else 1) + optimizer_bytes(facts)
-    total = kept * lora + 2 * state + lora
+    total = kept * lora + (SETS_KEPT + 1) * state + lora
     if any(entry.cache_latents_to_disk for entry in job.datasets):
         total += facts.data.latents * _latent_bytes(facts)
     if facts.caches_text:

@@ -1,0 +1,136 @@
+"""What happens to files beside the training (tables, charts, output) never ends a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from coat_flux.checkpoint.table import RETRY_ROWS, GrowingTable
+from coat_flux.engine.board import Board
+
+COLUMNS = ("step", "loss", "lr")
+PLAIN = "step,loss,lr\n1,0.5,0.001\n2,0.25,0.001\n"
+TOUCHED = {
+    "semicolons": PLAIN.replace(",", ";").encode(),
+    "decimal commas": b'step,loss,lr\r\n1,"0,5","0,001"\r\n',
+    "a mark at the start": PLAIN.encode("utf-8-sig"),
+    "another encoding": PLAIN.encode("utf-16"),
+    "a lost column": b"step,loss\n1,0.5,1\n",
+    "a changed header": b"Step,loss,lr\n1,0.5,0.001\n",
+    "steps as decimals": b"step,loss,lr\n1.0,0.5,0.001\n",
+    "NUL": b"step,loss,lr\n1,\x00,0.001\n2,0,0\n",
+    "emptied": b"",
+}
+
+
+def table(path: Path, step: int, said: list[str]) -> GrowingTable:
+    return GrowingTable(path, COLUMNS, step, said.append)
+
+
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", TOUCHED)
+def test_a_table_changed_by_a_spreadsheet_is_kept_and_a_new_one_begins(tmp_path: Path, kind: str) -> None:
+    path, said = tmp_path / "metrics.csv", []
+    path.write_bytes(TOUCHED[kind])
+    grown = table(path, 2, said)
+    grown.append(["3", "0.1", "0.001"])
+    grown.close()
+    assert text(path) == "step,loss,lr\n3,0.1,0.001\n"
+    aside = tmp_path / "metrics-changed-1.csv"
+    if kind not in ("emptied",):
+        assert aside.read_bytes() == TOUCHED[kind]
+        assert len(said) == 1
+        assert "was changed by another program" in said[0]
+        assert str(aside) in said[0]
+
+
+@pytest.mark.parametrize(
+    "content", [PLAIN, PLAIN.replace("\n", "\r\n"), '"step","loss","lr"\n"1","0.5","0.001"\n2,0.25,0.001\n']
+)
+def test_other_line_ends_and_quotes_are_read(tmp_path: Path, content: str) -> None:
+    path, said = tmp_path / "metrics.csv", []
+    path.write_bytes(content.encode())
+    assert table(path, 2, said).kept == 2
+    assert (text(path), said) == (PLAIN, [])
+
+
+def test_a_table_that_is_a_link_is_replaced_and_its_target_left_alone(tmp_path: Path) -> None:
+    mine, path = tmp_path / "mine.csv", tmp_path / "metrics.csv"
+    for content, step in (("my own notes", 2), (PLAIN, 0)):
+        mine.write_text(content, encoding="utf-8")
+        path.unlink(missing_ok=True)
+        path.symlink_to(mine)
+        table(path, step, []).append(["3", "0.1", "0.001"])
+        assert text(mine) == content
+        assert not path.is_symlink()
+
+
+def test_a_table_that_cannot_be_written_is_written_when_it_can_be(tmp_path: Path) -> None:
+    path, said = tmp_path / "coat" / "metrics.csv", []
+    path.mkdir(parents=True)  # as one that is locked
+    grown = table(path, 0, said)
+    grown.append(["1", "0.5", "0.001"])
+    path.rmdir()
+    for _ in range(RETRY_ROWS + 1):
+        grown.append(["2", "0.25", "0.001"])
+    assert text(path).startswith(PLAIN)
+    shutil.rmtree(path.parent)
+    grown.append(["9", "0", "0"])
+    assert text(path).endswith("\n9,0,0\n")
+    assert text(path).startswith(PLAIN)
+    assert len(said) == 1
+    assert "the run goes on" in said[0]
+
+
+def test_a_removed_folder_of_tensorboard_is_made_again_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder, said, hook = tmp_path / "board", [], threading.excepthook
+    board = Board(folder, 0, said.append)
+    for step in range(1, 60):
+        if step in (20, 40):
+            shutil.rmtree(folder)
+        if step == 40:
+            folder.write_text("in the way")
+        board.scalar("loss", 0.5, step)
+    assert len(said) == 1
+    folder.unlink()
+    board.scalar("loss", 0.5, 60)
+    board.close()
+    assert list(folder.glob("events.*"))
+    assert threading.excepthook is hook
+    assert "Traceback" not in capsys.readouterr().err
+
+
+PRINTS = """
+import sys
+from coat_flux.steady import keep_streams
+keep_streams()
+for number in range(20000):
+    print("line", number)
+    print("line", number, file=sys.stderr)
+open(sys.argv[1], "w").write("done")
+"""
+
+
+def test_output_whose_reader_has_gone_ends_nothing(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRINTS, str(done)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    assert done.read_text() == "done"
