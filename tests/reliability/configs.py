@@ -228,6 +228,14 @@ def _contradictions() -> Iterator[BadConfig]:
     yield case(
         "caption files elsewhere", "datasets[0].caption_ext=", "end of a file name", ("datasets.0.caption_ext", "/../x")
     )
+    for folder, photos in [
+        ("photos", "photos"),
+        ("photos/out", "photos"),
+        ("out", "."),
+        ("photos/../photos", "photos"),
+    ]:
+        where = ("training_folder", folder), ("datasets.1.folder_path", photos)
+        yield case(f"run in {folder} of {photos}", "training_folder=", f"inside the data set {photos}", *where)
     yield case("captions in JSON", "datasets[0].caption_ext=", "plain text", ("datasets.0.caption_ext", "json"))
     yield case("type missing", "type", "is missing", ("type", ...))
     yield case("another job", "job='train'", "extension", ("/job", "train"))

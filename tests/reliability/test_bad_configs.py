@@ -53,7 +53,7 @@ def test_the_config_they_are_made_from_has_no_finding(
 ) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(BadConfig("valid", ()).content())
-    assert main(["check", str(path), "--host", host, "--no-data"]) == 0
+    assert main(["check", str(path), "--host", host, "--no-data", "--elsewhere"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert out.count("\n") == (2 if host == "standalone" else 1)

@@ -255,7 +255,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def call(*changes: tuple[str, Any], options: tuple[str, ...] = ("--no-data",)) -> tuple[int, list[str], list[str]]:
+    def call(
+        *changes: tuple[str, Any], options: tuple[str, ...] = ("--no-data", "--elsewhere")
+    ) -> tuple[int, list[str], list[str]]:
         path = tmp_path / "job.yaml"
         path.write_bytes(BadConfig("job", (), changes=changes).content())
         parser = argparse.ArgumentParser()
@@ -271,10 +273,16 @@ def test_one_extra_line_is_about_the_other_host(command: Any) -> None:
     place = str(Path("output") / "run")
     last = f"job.yaml: no error found; 'run' would train 1500 steps into {place}"
     name = f"ai-toolkit {HOST_VERSION}"
+    here = ("--no-data", "--elsewhere")
     assert command() == (0, [f"{name}: would run it too", last], [])
-    assert command(options=("--no-data", "--host", "ai-toolkit")) == (0, [last], [])
+    assert command(options=(*here, "--host", "ai-toolkit")) == (0, [last], [])
 
     code, out, err = command(("train.do_cfg", True))
+    assert (code, err) == (0, [])
+    assert out[0] == "the stand-alone trainer: would not run it:"
+    assert "train.do_cfg=true: not supported by the stand-alone trainer" in out[1]
+    assert out[2:] == [last]
+    code, out, err = command(("train.do_cfg", True), options=("--host", "standalone", *here))
     assert (code, out, len(err)) == (2, [f"{name}: would run it"], 1)
 
     code, out, err = command(("train.stpes", 1))
@@ -287,6 +295,42 @@ def test_one_extra_line_is_about_the_other_host(command: Any) -> None:
     assert out[2:] == [last]
 
 
+def test_whoever_is_meant_judges(command: Any, tmp_path: Path) -> None:
+    """ai-toolkit inside its folder or with --ai-toolkit; else it is enough that one trainer takes the job."""
+    only_aitk, only_alone = ("datasets.0.is_reg", True), ("device", "mps")
+    with_bar = ("--no-data", "--elsewhere", "--ai-toolkit", str(checkout(tmp_path / "aitk")))
+    code, out, err = command(only_aitk, options=with_bar)
+    assert (code, err, out[0]) == (0, [], "the stand-alone trainer: would not run it:")
+    assert command(("device", "cuda:1"))[0] == 0
+    code, out, err = command(("device", "cuda:1"), options=with_bar)
+    assert (code, len(err), out) == (2, 1, ["the stand-alone trainer: would run it"])
+    checkout(tmp_path)  # the working directory
+    assert command(("device", "cuda:1"))[0] == 2
+    assert command(only_aitk)[0] == 0
+    assert command(only_aitk, options=("--no-data", "--elsewhere", "--host", "standalone"))[0] == 2
+    assert command(only_alone)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (("datasets.0.mask_path", "."),),
+        (("datasets.0.is_reg", True),),
+        (("model.is_flux", False), ("model.arch", "flux_kontext"), ("datasets.0.control_path", ".")),
+        (
+            ("model", {"name_or_path": "models/sdxl", "is_xl": True}),
+            ("train.noise_scheduler", "ddpm"),
+            ("sample.sampler", "ddpm"),
+        ),
+    ],
+)
+def test_what_runs_in_ai_toolkit_alone_is_no_error(command: Any, changes: tuple[tuple[str, Any], ...]) -> None:
+    code, out, err = command(*changes)
+    assert (code, err) == (0, [])
+    assert "the stand-alone trainer: would not run it:" in out
+    assert out[-1].startswith("job.yaml: no error found")
+
+
 def test_the_data_is_looked_at_unless_told_not_to(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
@@ -296,13 +340,15 @@ def test_the_data_is_looked_at_unless_told_not_to(command: Any, monkeypatch: pyt
         return SimpleNamespace(errors=["photos: nothing there; add photos"], warnings=["small"])
 
     monkeypatch.setattr("coat_flux.data.preflight.inspect_datasets", inspect)
-    code, out, err = command(("coat.data.background", "grey"), options=())
+    code, out, err = command(("coat.data.background", "grey"), options=("--elsewhere",))
     assert seen == [(["photos", "details"], "coatwear", "grey", "background")]
     assert (code, err) == (2, ["error: photos: nothing there; add photos"])
     assert out[0] == "warning: small"
+    code, _, err = command(options=())  # a missing model is no reason not to look
+    assert (code, len(err), len(seen)) == (2, 3, 2)
     assert command(("train.stpes", 1), options=())[0] == 2
     assert command()[0] == 0
-    assert len(seen) == 1
+    assert len(seen) == 2
 
 
 def test_a_process_of_another_extension_is_only_named(command: Any) -> None:

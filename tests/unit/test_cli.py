@@ -72,7 +72,7 @@ def raises(error):
 
 
 def test_check_says_what_the_run_would_be_and_what_has_no_effect(job_file, capsys):
-    assert main(["check", str(job_file), "--no-data"]) == 0
+    assert main(["check", str(job_file), "--no-data", "--elsewhere"]) == 0
     out, err = capsys.readouterr()
     assert f"warning: {job_file}: config.process[0].sample.neg: " in out
     assert f"{job_file}: no error found; 'run' would train 7 steps into " in out

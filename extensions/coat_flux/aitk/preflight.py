@@ -38,18 +38,15 @@ def check_job(process: Any) -> None:
     Raises:
         ConfigError: with every error found, a line each.
     """
-    from ..check import check_job_dict
+    from ..check import check_here, check_job_dict
     from ..config import ConfigError, load_job_yaml
 
     # as ai-toolkit read it: the process has changed its own entry since
     raw = load_job_yaml(os.path.join(process.save_root, "config.yaml"))
-    found = check_job_dict(
-        raw,
-        file=config_file(process.save_root),
-        host="ai-toolkit",
-        toolkit_root=_toolkit_root(),
-        num_processes=process.accelerator.num_processes,
-    )
+    asked = {"file": config_file(process.save_root), "host": "ai-toolkit", "toolkit_root": _toolkit_root()}
+    found = check_job_dict(raw, **asked, num_processes=process.accelerator.num_processes)
+    if not any(finding.severity == "error" for finding in found):
+        found += check_here(raw, **asked)
     for warning in found:
         if warning.severity != "error":
             say(f"[coat] note: {warning.line()}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config.build import parse_keys
 from ..config.coat_config import COATConfig, parse_optimizer_params
-from ..config.common_rules import check_folder, check_lr, check_path, check_run
+from ..config.common_rules import check_apart, check_folder, check_lr, check_path, check_run
 from ..config.host_schema import SHIPPED
 from ..config.job_rules import COAT_OPTIMIZER, COAT_QTYPE, LR_PARAMS
 from ..config.options import ADAMW_OPTIONS
@@ -49,6 +49,8 @@ def _check_places(entry: Entry) -> None:
         entry.add("training_folder", "is missing, must be a string; write output, for example", folder)
     name, name_path = (process["name"], f"{path}.name") if own else (entry.name, "config.name")
     check_run(name, name_path, folder if isinstance(folder, str) else None, path, findings)
+    photos = [dataset.get("folder_path") or dataset.get("dataset_path") for _, dataset in entry.entries("datasets")]
+    check_apart(folder, str(name), photos, path, findings)
     if isinstance(process.get("log_dir"), str):
         check_folder(process["log_dir"], f"{path}.log_dir", findings)
 

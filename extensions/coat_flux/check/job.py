@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ..config.findings import ConfigError, Finding, Findings
-from ..config.job_config import JobConfig
+from ..config.job_config import PROCESS_TYPES, JobConfig
 from ..config.job_file import load_job_yaml
 from ..config.job_rules import require_packages
 from . import ai_toolkit
 from .host_schema import CLASSES_FILE, HostSchema, NoHostError, read_schema, shipped_schema
+from .model import STANDALONE, check_device, check_model
 
-STANDALONE, AI_TOOLKIT = HOSTS = ("standalone", "ai-toolkit")
+AI_TOOLKIT = "ai-toolkit"
+HOSTS = (STANDALONE, AI_TOOLKIT)
 ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 
 
@@ -76,6 +78,32 @@ def check_job_dict(
     return findings.all
 
 
+def check_here(raw: Any, *, file: str = "", host: str = STANDALONE, toolkit_root: Path | None = None) -> list[Finding]:
+    """What this machine has against a job without config errors: its GPU, the model's files, a download it cannot do.
+
+    Arguments are `check_job_dict`'s. Nothing is downloaded and no weights are read.
+    """
+    findings = Findings(file)
+    for i, process in enumerate(raw["config"]["process"]):
+        if process.get("type") in PROCESS_TYPES:
+            path = f"config.process[{i}]"
+            check_device(process.get("device"), f"{path}.device", findings)
+            check_model(process["model"], f"{path}.model", findings, host, toolkit_root)
+    return findings.all
+
+
+def require_here(job: JobConfig) -> None:
+    """Check that this machine can start a job of the stand-alone trainer.
+
+    Raises:
+        ConfigError: a package, the GPU or the model is missing, or the model is not FLUX.1.
+    """
+    require_packages(job)
+    errors = [item for item in check_here(job.raw, file=job.file) if item.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+
+
 def schema_of(root: Path | None, findings: Findings | None = None) -> HostSchema:
     """What an ai-toolkit reads; the shipped list, with a warning, where its source is not as we know it."""
     if root is None:
@@ -97,10 +125,15 @@ def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
     """
     for place, said in ((given, "--ai-toolkit"), (os.environ.get(ROOT_VARIABLE), ROOT_VARIABLE)):
         if place:
-            if not (Path(place) / CLASSES_FILE).is_file():
+            if not is_toolkit(Path(place)):
                 raise NoHostError(f"{said}={place}: has no {CLASSES_FILE}; give the folder with ai-toolkit's run.py")
             return Path(place)
-    return Path.cwd() if (Path.cwd() / CLASSES_FILE).is_file() else None
+    return Path.cwd() if is_toolkit(Path.cwd()) else None
+
+
+def is_toolkit(folder: Path) -> bool:
+    """Whether a folder is a checkout of ai-toolkit."""
+    return (folder / CLASSES_FILE).is_file()
 
 
 def _missing_packages(job: JobConfig) -> list[Finding]:

@@ -1,16 +1,16 @@
-"""`coat-flux check`: the whole YAML and the photos, in seconds, for both hosts."""
+"""`coat-flux check`: the whole YAML, the model and the photos, in seconds, for both trainers."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..check import HOSTS, Finding, check_job_dict, find_toolkit
-from ..check.job import AI_TOOLKIT, STANDALONE, schema_of
+from ..check import HOSTS, Finding, check_here, check_job_dict, find_toolkit
+from ..check.job import AI_TOOLKIT, STANDALONE, is_toolkit, schema_of
 from ..config import load_job_yaml
 from ..config.job_config import PROCESS_TYPES
 from .common import EXIT_REFUSED, add_config
@@ -18,45 +18,64 @@ from .common import EXIT_REFUSED, add_config
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
-    check = commands.add_parser("check", help="check YAML and photos before a run", description=run.__doc__)
+    check = commands.add_parser("check", help="check YAML, model and photos before a run", description=run.__doc__)
     add_config(check)
-    check.add_argument("--host", choices=HOSTS, default=STANDALONE, help="who will run it (default: %(default)s)")
+    check.add_argument(
+        "--host",
+        choices=HOSTS,
+        help="who will run it (default: ai-toolkit with --ai-toolkit or in its folder, else whichever of both can)",
+    )
     check.add_argument(
         "--ai-toolkit",
         metavar="DIR",
-        help="take ai-toolkit's keys from this folder (default: AI_TOOLKIT_ROOT, else the working directory if it is "
+        help="ai-toolkit's folder, whose own keys count (default: AI_TOOLKIT_ROOT, else the working directory if it is "
         "one, else a list that comes with coat-flux)",
     )
     check.add_argument("--no-data", action="store_true", help="do not look at photos and captions")
+    check.add_argument(
+        "--elsewhere", action="store_true", help="it will run on another machine: do not look for GPU and model here"
+    )
     check.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check every key and value of a YAML, and the photos and captions it names, without loading a model.
+    """Check every key and value of a YAML, the model, and the photos and captions, without loading a model.
 
-    One line for each finding. Errors stop a run, and end this command with exit code 2; warnings do not. Without
-    --host it is checked for the stand-alone trainer, and a last line says whether ai-toolkit would run it as well.
+    One line for each finding. Errors stop a run, and end this command with exit code 2; warnings do not. A last line
+    says whether the other of the two trainers, stand-alone and ai-toolkit, would run it as well. Where neither is asked
+    for, it is enough that one of them would.
     """
     root = find_toolkit(args.ai_toolkit)
     raw = load_job_yaml(args.config, name=args.name)
     file = os.fspath(args.config)
-    found = check_job_dict(raw, file=file, host=args.host, toolkit_root=root)
-    failed = _print(found)
-    if not failed and not args.no_data:
-        failed = _check_data(raw)
-    if args.host == STANDALONE:
-        _print_other_host(raw, file, root, found)
+    judged = {host: check_job_dict(raw, file=file, host=host, toolkit_root=root) for host in HOSTS}
+    sound = [host for host in HOSTS if not any(map(_stops, judged[host]))]
+    for host in () if args.elsewhere else sound:
+        judged[host] += check_here(raw, file=file, host=host, toolkit_root=root)
+    host = args.host or _meant(judged, inside=bool(args.ai_toolkit) or is_toolkit(Path.cwd()))
+    failed = _print(judged[host])
+    if host in sound and not args.no_data:
+        failed = _check_data(raw) or failed
+    if args.host != AI_TOOLKIT:
+        _print_other_host(host, judged, root)
     if not failed:
         print(_summary(raw, file))
     return EXIT_REFUSED if failed else 0
 
 
+def _meant(judged: Mapping[str, Sequence[Finding]], *, inside: bool) -> str:
+    """The trainer that a job is judged by where none is asked for."""
+    if inside:
+        return AI_TOOLKIT
+    return next((host for host in HOSTS if not any(map(_stops, judged[host]))), STANDALONE)
+
+
 def _print(found: Sequence[Finding]) -> bool:
     """Errors to stderr, warnings to stdout; whether there are errors."""
-    for item in found:
+    for item in sorted(found, key=_stops, reverse=True):
         stop = item.severity == "error"
         print(f"{item.severity}: {item.line()}", file=sys.stderr if stop else sys.stdout)
-    return any(item.severity == "error" for item in found)
+    return any(map(_stops, found))
 
 
 def _check_data(raw: dict[str, Any]) -> bool:
@@ -70,12 +89,12 @@ def _check_data(raw: dict[str, Any]) -> bool:
     return bool(errors)
 
 
-def _print_other_host(raw: dict[str, Any], file: str, root: Path | None, shown: Sequence[Finding]) -> None:
-    """One line: would ai-toolkit run it; then its errors that were not shown."""
-    schema = schema_of(root)
-    name = f"{AI_TOOLKIT} {schema.version}"
-    errors = [item for item in check_job_dict(raw, file=file, host=AI_TOOLKIT, toolkit_root=root) if _stops(item)]
-    seen = {item.key for item in shown if _stops(item)}
+def _print_other_host(host: str, judged: Mapping[str, Sequence[Finding]], root: Path | None) -> None:
+    """One line: would the other trainer run it; then its errors that were not shown."""
+    other = STANDALONE if host == AI_TOOLKIT else AI_TOOLKIT
+    name = "the stand-alone trainer" if other == STANDALONE else f"{AI_TOOLKIT} {schema_of(root).version}"
+    errors = [item for item in judged[other] if _stops(item)]
+    seen = {item.key for item in judged[host] if _stops(item)}
     own = [item for item in errors if item.key not in seen]
     if not errors:
         print(f"{name}: would run it too" if not seen else f"{name}: would run it")

@@ -101,6 +101,27 @@ def foreign_script(text: str) -> tuple[float, str]:
     return counts.total() / len(letters), _SCRIPTS.get(name, name.title())
 
 
+def check_apart(training_folder: Any, name: str, folders: Iterable[Any], path: str, findings: Findings) -> None:
+    """Refuse a run's folder below its photos, where samples and charts would be taken for photos.
+
+    Args:
+        training_folder: as written.
+        name: of the run.
+        folders: of photos.
+        path: the key of the process entry.
+        findings: receives the error.
+    """
+    key = f"{path}.training_folder"
+    if not isinstance(training_folder, str) or not findings.sound(key):
+        return
+    run = Path(training_folder, name).resolve()
+    for folder in folders:
+        if isinstance(folder, str) and folder and (run / "x").is_relative_to(Path(folder).resolve()):
+            rule = f"is inside the data set {folder}, so samples and charts would be trained on as photos"
+            findings.add(key, f"{rule}; write a folder outside", training_folder)
+            return
+
+
 def check_trigger(trigger: str | None, prompts: Iterable[tuple[str, Any]], path: str, findings: Findings) -> None:
     """Refuse what is no trigger word, and warn of sample prompts that do not show what is trained.
 

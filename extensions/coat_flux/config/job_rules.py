@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .build import parse_keys
 from .coat_config import COATConfig, parse_optimizer_params
 from .common_rules import (
+    check_apart,
     check_caption_ext,
     check_folder,
     check_lr,
@@ -100,6 +101,7 @@ def _check_names(job: JobConfig, path: str, findings: Findings) -> None:
     folder_path = f"{path}.training_folder"
     folder = job.training_folder if findings.sound(folder_path) else None
     check_run(job.name, name_path, folder, path, findings)
+    check_apart(folder, str(job.name), (entry.folder_path for entry in job.datasets), path, findings)
     if job.log_dir:
         check_folder(job.log_dir, f"{path}.log_dir", findings)
     if job.model.name_or_path:

@@ -15,13 +15,13 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file
 
+from ..check import require_here
 from ..checkpoint import go_back, good_step, newest_set, repair, rng_state, run_lock, set_step
 from ..checkpoint.errors import save_errors
 from ..checkpoint.files import replacing
 from ..checkpoint.interrupts import Interrupts
 from ..checkpoint.live import LiveRun
 from ..config.job_config import JobConfig
-from ..config.job_rules import require_packages
 from ..data.hold_out import describe_lowest
 from ..export import check_export
 from ..guard import WINDOW, DeadRunError
@@ -76,7 +76,7 @@ class COATTrainer:
             The final LoRA, `<training_folder>/<name>/<name>.safetensors`.
 
         Raises:
-            ConfigError: a package the config needs is not installed.
+            ConfigError: a package, the device or the model that the config needs is not here.
             DatasetError: the data cannot be used.
             ModelLoadError: the model cannot be loaded.
             ResumeError: the run folder holds a save that cannot be continued, or one of another run, or another process
@@ -89,7 +89,7 @@ class COATTrainer:
             KeyboardInterrupt: it was interrupted, and the step under way was saved.
         """
         job = self.job
-        require_packages(job)
+        require_here(job)
         workers = Workers(job.device)
         log = RunLog(job, workers.device, active=workers.is_main)
         phases = PhaseTracker(workers.device, None)
