@@ -25,7 +25,7 @@ def identity_of(process: Any) -> dict[str, Any]:
     network, train = process.network_config, dict(process.get_conf("train", {}))
     return run_identity(
         model=process.model_config.name_or_path,
-        datasets=list(_datasets(process.get_conf("datasets", None) or [])),
+        datasets=list(_datasets(process.get_conf("datasets", None) or [], getattr(process, "_held_out", None))),
         network={key: getattr(network, key) for key in NETWORK},
         seed=_seed(process),
         world_size=process.accelerator.num_processes,
@@ -43,10 +43,11 @@ def _seed(process: Any) -> int | None:
     return int(text) if text.lstrip("-").isdigit() else None
 
 
-def _datasets(entries: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _datasets(entries: list[Mapping[str, Any]], held_out: Any) -> Iterator[dict[str, Any]]:
     """The data sets as written; one that reads a list of files has no folder to look into."""
     for entry in entries:
         place = entry.get("dataset_path") or entry["folder_path"]
         if os.path.isdir(place):
             kept = {k: v for k, v in entry.items() if k not in HOW_NOT_WHAT and not k.startswith("cache_")}
-            yield {**kept, "folder_path": place}
+            names = [] if held_out is None else held_out.names.get(place, [])
+            yield {**kept, "folder_path": place, "held_out": names}

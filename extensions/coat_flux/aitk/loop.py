@@ -55,12 +55,15 @@ class TrainingLoop:
         self._owes_save = False
         lora = {} if process.network is None else _by_layer(process.network)
         self._records = RunRecords(process)
+        self._held_out = process._held_out
         precision = PrecisionWatch(
             process.sd.unet, process.coat.activation.min_sqnr_db, process._report, _say, self._records.precision
         )
         self.guard = RunGuard(process.coat.guard, lora, _say, model=process.sd.unet, precision=precision)
         if continuation is not None and continuation.state is not None:
             self.guard.load_state_dict(continuation.state.record["guard"])
+            if self._held_out is not None:
+                self._held_out.curve = list(continuation.state.record.get("held_out_loss", []))
         self._stop.listen()
 
     @property
@@ -68,10 +71,10 @@ class TrainingLoop:
         """Whether the run ends with the step under way."""
         return self._asked or self._stop.asked
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, who: str) -> None:
         """Let the run end with the step under way, as Ctrl+C does."""
         self._asked = True
-        _say("the web UI asks to stop: this step is finished and saved")
+        _say(f"{who} asks to stop: this step is finished and saved")
 
     def close(self) -> None:
         """Give back what was taken over."""
@@ -105,7 +108,21 @@ class TrainingLoop:
             set_rng_state(draws)
             losses, remedy = self._try(run)
         self.done = self._process.step_num + 1
-        return losses
+        return losses | self._validated()
+
+    def _validated(self) -> dict[str, float]:
+        """The newest loss on photos held out, measured now where it is due; for ai-toolkit's bar and logs."""
+        if self._held_out is None:
+            return {}
+        if self._held_out.is_due(self._process.step_num, self._process.train_config.steps):
+            self.validate()
+        return {"held_out": self._held_out.curve[-1][1]} if self._held_out.curve else {}
+
+    def validate(self) -> None:
+        """Measure the loss on photos held out, after the steps done."""
+        with self._process._phases.during("validate"):
+            loss = self._held_out.measure(self.done)
+        self._records.held_out(self.done, loss)
 
     def _try(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
         """Run a step; (None, what was changed) where it ran out of memory and may be tried again."""
@@ -204,7 +221,9 @@ class TrainingLoop:
             lines.extend(self._check_export(path) for path in sorted(folder.glob("*.safetensors")))
 
         def write_state(folder: Path) -> None:
-            self._continuation.write_state(folder, self.done, self.guard.state_dict())
+            self._continuation.write_state(
+                folder, self.done, self.guard.state_dict(), [] if self._held_out is None else self._held_out.curve
+            )
 
         path = self._continuation.saves.commit(self.done, write, write_state)
         self._saved, self._owes_save = self.done, False
@@ -229,6 +248,7 @@ class TrainingLoop:
             SystemExit: after saving, with the exit code of an interrupted process.
         """
         process = self._process
+        self._obey(process._live.poll())
         if self._owes_save and self.guard.doubt is None and not self.stops:
             process.save(self.done)
         if not self.stops:
@@ -246,6 +266,25 @@ class TrainingLoop:
             reason = error
         process.on_error(reason)
         raise SystemExit(EXIT_CODE)
+
+    def _obey(self, asked: frozenset[str]) -> None:
+        """Do what the live page asks for."""
+        process = self._process
+        if "stop" in asked:
+            self.ask_to_stop("the live page")
+        if self.stops or not asked:
+            return
+        if process.progress_bar is not None:
+            process.progress_bar.pause()
+        if "save" in asked and self._saved != self.done:
+            process.save(self.done)
+        if "sample" in asked:
+            process.sample(self.done)
+            if process.train_config.unload_text_encoder:
+                process.sd.text_encoder_to("cpu")
+        process.ensure_params_requires_grad()
+        if process.progress_bar is not None:
+            process.progress_bar.unpause()
 
 
 def _by_layer(network: Any) -> dict[str, torch.Tensor]:

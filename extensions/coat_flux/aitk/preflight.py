@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .host import say
+from .validation import HeldOutPhotos, asked_for
 
 __all__ = ["check_job", "check_photos", "config_file"]
 
@@ -61,17 +62,24 @@ def _toolkit_root() -> Path:
     return Path(next(iter(toolkit.__path__))).parent
 
 
-def check_photos(process: Any) -> None:
+def check_photos(process: Any) -> HeldOutPhotos | None:
     """Inspect the data sets of a process, and let it read corrected copies where it would misread photos.
+
+    Photos held out of training are left out of the copies.
 
     Args:
         process: built, nothing loaded; the `folder_path` of its dataset configs may change.
+
+    Returns:
+        The photos held out; None where none are.
 
     Raises:
         DatasetError: something cannot be trained on; with every error found.
     """
     from ..check.data import t5_of
     from ..data.errors import DatasetError
+    from ..data.files import find_images
+    from ..data.hold_out import choose_hold_out
     from ..data.preflight import inspect_datasets
 
     asked = process.coat.data
@@ -87,9 +95,17 @@ def check_photos(process: Any) -> None:
         raise DatasetError(report.error_text())
     for line in (*report.warnings, *report.tables):
         say(f"[coat] {line}")
-    if asked.prepare == "auto":
-        for index, (folder, configs) in enumerate(by_folder.items()):
-            _prepare(Path(folder), Path(process.save_root) / PHOTOS / str(index), configs, asked)
+    trained = [folder for folder, configs in by_folder.items() if not configs[0].is_reg]
+    chosen = choose_hold_out(trained, asked_for(process).hold_out, process.training_seed)
+    held_out = HeldOutPhotos(process, dict(zip(trained, chosen, strict=True)))
+    for index, (folder, configs) in enumerate(by_folder.items()):
+        out = held_out.of(folder)
+        if out:
+            held_out.add(folder, configs)
+        if out or asked.prepare == "auto":
+            keep = frozenset(path for path in find_images(Path(folder)) if path not in out) if out else None
+            _prepare(Path(folder), Path(process.save_root) / PHOTOS / str(index), configs, asked, keep)
+    return held_out if len(held_out) else None
 
 
 def _by_folder(configs: Iterable[Any]) -> dict[str, list[Any]]:
@@ -112,14 +128,17 @@ def _joined(configs: list[Any]) -> Any:
     return joined
 
 
-def _prepare(folder: Path, target: Path, configs: list[Any], asked: Any) -> None:
+def _prepare(folder: Path, target: Path, configs: list[Any], asked: Any, keep: frozenset[Path] | None) -> None:
     from ..data.prepare import prepare_copy
 
-    copied = prepare_copy(folder, target, background=asked.background, transparency=asked.transparency)
+    policy = {"background": asked.background, "transparency": asked.transparency}
+    copied = prepare_copy(folder, target, **policy, keep=keep, correct=asked.prepare == "auto")
     if copied is None:
         return
-    traits = ", ".join(f"{count} {trait}" for trait, count in copied.traits.items())
-    say(f"[coat] {folder}: {len(copied.corrected)} photos are read from corrected copies in {copied.folder} ({traits})")
+    if copied.corrected:
+        traits = ", ".join(f"{count} {trait}" for trait, count in copied.traits.items())
+        count = len(copied.corrected)
+        say(f"[coat] {folder}: {count} photos are read from corrected copies in {copied.folder} ({traits})")
     for config in configs:
         config.folder_path = str(copied.folder)
         config.dataset_path = None

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +39,7 @@ from .optimizer import check_optimizer
 from .preflight import check_job, check_photos, config_file
 from .quantizer import QTYPE, convert, converted_linears, damaged_linears, plain_linears, store_only
 from .resume import Continuation, find_continuation, kept_draws
+from .validation import HeldOutPhotos
 
 __all__ = ["CoatFluxTrainer"]
 
@@ -54,6 +56,8 @@ class CoatFluxTrainer(HostTrainer):
     _continuation: Continuation | None = None
     _training: TrainingLoop | None = None
     _lock: ExitStack | None = None
+    _held_out: HeldOutPhotos | None = None
+    _live: Any = None
     _begun = False
 
     def run(self) -> None:
@@ -69,9 +73,11 @@ class CoatFluxTrainer(HostTrainer):
                     end_with(error, self, self._job_config)
                 raise
             finally:
-                for part in (self._training, self._continuation, self._phases, self._lock):
+                for part in (self._training, self._continuation, self._phases):
                     if part is not None:
                         part.close()
+                if self._lock is not None:
+                    self._lock.__exit__(*sys.exc_info())
 
     @property
     def _on(self) -> bool:
@@ -107,12 +113,28 @@ class CoatFluxTrainer(HostTrainer):
             say(f"[coat] note: {line}")
         self._lock = ExitStack()
         self._lock.enter_context(run_lock(Path(self.save_root)))
-        check_photos(self)
+        self._held_out = check_photos(self)
         self._continuation = find_continuation(self)
+        self._live = self._lock.enter_context(self._watched())
         set_active(self.coat)
         self._choose_at_load()
         compiled = bool(getattr(self.model_config, "compile", False))
         self._phases = memory.tracker(self.device_torch, self.save_root, self.accelerator.is_main_process, compiled)
+
+    def _watched(self) -> Any:
+        """What `coat-flux watch` sees of the run, and asks of it."""
+        from ..checkpoint.live import LiveRun
+
+        state = None if self._continuation is None else self._continuation.state
+        sample = self.get_conf("sample", None) or {}
+        prompts = sample.get("samples") or sample.get("prompts")
+        return LiveRun(
+            Path(self.save_root),
+            0 if state is None else state.step,
+            self.train_config.steps,
+            samples=bool(prompts) and not (self.get_conf("train", None) or {}).get("disable_sampling"),
+            active=self.accelerator.is_main_process,
+        )
 
     def _choose_at_load(self) -> None:
         """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what lies around them."""
@@ -181,6 +203,8 @@ class CoatFluxTrainer(HostTrainer):
         super().before_dataset_load()
         if self._on:
             self._phases.enter("cache")
+        if self._held_out is not None:
+            self._held_out.encode()
         if self._sets:
             self._continuation.begin_loading()
 
@@ -218,6 +242,8 @@ class CoatFluxTrainer(HostTrainer):
             )
         if self._sets:
             self._continuation.restore_draws()
+        if self._held_out is not None and self._training.done == 0:
+            self._training.validate()
         self._begun = True
 
     def calculate_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +291,7 @@ class CoatFluxTrainer(HostTrainer):
         if self._training is None:
             super().maybe_stop()
         elif self.is_ui_trainer and not self._training.stops and (self.should_stop() or self.should_return_to_queue()):
-            self._training.ask_to_stop()
+            self._training.ask_to_stop("the web UI")
 
     def stop_as_asked(self) -> None:
         """Tell the web UI that the run has stopped, as ai-toolkit does.
@@ -342,6 +368,10 @@ class CoatFluxTrainer(HostTrainer):
             peak = self._phases.peak / GB
             skipped = self._training.guard.skipped
             left_out = f", {skipped} updates skipped" if skipped else ""
+            if self._held_out is not None:
+                from ..data.hold_out import describe_lowest
+
+                say(f"[coat] {describe_lowest(self._held_out.curve, Path(self.save_root), self.job.name)}")
             say(f"[coat] done: {self.step_num} steps{left_out}, peak memory {peak:.2f}GB, files in {self.save_root}")
 
     def _job_config(self) -> Any:

@@ -29,6 +29,7 @@ class RunRecords:
         self._process, self._as_cells = process, as_cells
         self._metrics: GrowingTable | None = None
         self._precision: GrowingTable | None = None
+        self._held_out: GrowingTable | None = None
         if not process.accelerator.is_main_process:
             return
         try:
@@ -38,11 +39,13 @@ class RunRecords:
 
     def _open(self, root: Path, done: int) -> None:
         from .. import precision
-        from ..checkpoint.table import METRICS, METRICS_FILE, GrowingTable
+        from ..checkpoint.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
         from ..checkpoint.versions import write_versions
 
         self._metrics = GrowingTable(root / METRICS_FILE, METRICS, done, _say)
         self._precision = GrowingTable(root / precision.FILE, precision.COLUMNS, done, _say)
+        if self._process._held_out is not None:
+            self._held_out = GrowingTable(root / VALIDATION_FILE, VALIDATION, done, _say)
         write_versions(root, f"ai-toolkit {host_version()}", self._process.device_torch)
 
     def step(self, number: int, facts: StepFacts, seconds: float, skipped: int) -> None:
@@ -64,6 +67,11 @@ class RunRecords:
         last = [f"{seconds:.4f}", f"{peak:.3f}", str(skipped)]
         self._metrics.append([str(number), str(process.epoch_num), *numbers, *last])
 
+    def held_out(self, done: int, loss: float) -> None:
+        """Record the loss on photos held out after `done` steps."""
+        if self._held_out is not None:
+            self._held_out.append([str(done), repr(loss)])
+
     def precision(self, rows: Sequence[Row]) -> None:
         """Record what the casts of a step lost; weights only once."""
         if self._precision is not None:
@@ -72,7 +80,7 @@ class RunRecords:
 
     def close(self) -> None:
         """Close the files."""
-        for table in (self._metrics, self._precision):
+        for table in (self._metrics, self._precision, self._held_out):
             if table is not None:
                 table.close()
 

@@ -200,13 +200,14 @@ class Continuation:
 
     # -- a save ----------------------------------------------------------------------------------------------------
 
-    def write_state(self, folder: Path, step: int, guard: dict[str, Any]) -> None:
+    def write_state(self, folder: Path, step: int, guard: dict[str, Any], held_out: list[tuple[int, float]]) -> None:
         """Write the state into the folder of a set.
 
         Args:
             folder: of the set.
             step: steps done.
             guard: counters of the guard.
+            held_out: losses on photos held out, by steps done.
         """
         from ..checkpoint import rng_state
         from ..checkpoint.path import path_of
@@ -224,6 +225,7 @@ class Continuation:
             "path": path_of(process.sd.unet),
             "lr_scheduler": plain(scheduler.state_dict()),
             "guard": guard,
+            "held_out_loss": held_out,
             "identity": self._identity,
         }
         ema = [] if process.ema is None else process.ema.shadow_params

@@ -71,6 +71,10 @@ def _check_process(
         if coat is None or not coat.enabled:
             rule = f"is measured with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove the block"
             findings.add(f"{path}.validation", rule)
+        for i, entry in enumerate(process.get("datasets") or []):
+            if isinstance(entry, Mapping) and any(str(key).startswith("control_path") and entry[key] for key in entry):
+                rule = f"cannot be measured with the control images of datasets[{i}]; remove the block"
+                findings.add(f"{path}.validation", rule)
     check_entry(Entry(process, name, path, coat, findings, schema, num_processes))
 
 

@@ -12,10 +12,12 @@ from typing import TextIO
 
 from .files import replacing
 
-__all__ = ["METRICS", "METRICS_FILE", "GrowingTable"]
+__all__ = ["METRICS", "METRICS_FILE", "VALIDATION", "VALIDATION_FILE", "GrowingTable"]
 
 METRICS_FILE = Path("coat") / "metrics.csv"  # of a run's folder, a row per step, from both hosts
 METRICS = ("step", "epoch", "loss", "lr", "grad_norm", "s_per_it", "peak_memory_gb", "skipped")
+VALIDATION_FILE = Path("coat") / "validation.csv"  # a row per measurement of the fixed-noise loss
+VALIDATION = ("step", "loss")
 RETRY_ROWS = 20  # between two attempts at a file that cannot be written
 
 

@@ -61,7 +61,13 @@ class PreparedCopy:
 
 
 def prepare_copy(
-    folder: Path | str, target: Path | str, *, background: str = "white", transparency: str = "background"
+    folder: Path | str,
+    target: Path | str,
+    *,
+    background: str = "white",
+    transparency: str = "background",
+    keep: frozenset[Path] | None = None,
+    correct: bool = True,
 ) -> PreparedCopy | None:
     """Make or refresh the copy; None where ai-toolkit reads every photo right, and nothing is written.
 
@@ -72,6 +78,8 @@ def prepare_copy(
         target: Where the copy goes; only files that an earlier call made there are replaced or removed.
         background: What transparent parts become; a name of `config.values.COLOURS` or "#rrggbb".
         transparency: `mask` also makes the mask folder; else `background`.
+        keep: The only photos to copy, or None for all; with some a copy is always made.
+        correct: False links misread photos, too.
 
     Raises:
         DatasetError: a photo cannot be read, `target` lies in `folder`, or cannot be written.
@@ -83,11 +91,12 @@ def prepare_copy(
             "choose a training_folder outside of it"
         )
     listing = list_folder(folder)
-    traits = _traits(listing.images)
+    listing.images = [path for path in listing.images if keep is None or path in keep]
+    traits = _traits(listing.images) if correct else {}
     corrected = tuple(path for path, found in traits.items() if found & MISREAD)
-    if not corrected:
+    if not corrected and keep is None:
         return None
-    masked = transparency == "mask"
+    masked = transparency == "mask" and correct
     try:
         _refresh(target, _plan(folder, listing, frozenset(corrected), masked), background, masked)
     except OSError as error:

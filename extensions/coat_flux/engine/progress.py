@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from .. import precision
-from ..checkpoint.table import METRICS, METRICS_FILE, GrowingTable
+from ..checkpoint.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
 from ..checkpoint.versions import VERSIONS_FILE, write_versions
 from ..config.job_config import JobConfig
 from ..memory.stats import GB, peak_bytes
@@ -27,7 +27,6 @@ __all__ = ["METRICS", "RunLog", "StepStats"]
 
 logger = logging.getLogger(__name__)
 
-VALIDATION = ("step", "loss")
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}{postfix}]"
 
 
@@ -81,7 +80,7 @@ class RunLog:
             return
         job = self._job
         self._metrics = GrowingTable(job.folder / METRICS_FILE, METRICS, step, self.say)
-        self._validations = GrowingTable(self._folder / "validation.csv", VALIDATION, step, self.say)
+        self._validations = GrowingTable(job.folder / VALIDATION_FILE, VALIDATION, step, self.say)
         self._precision = GrowingTable(job.folder / precision.FILE, precision.COLUMNS, step, self.say)
         try:
             write_versions(job.folder, "coat-flux train", self._device)

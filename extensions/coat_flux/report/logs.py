@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from ..checkpoint.table import METRICS_FILE
+from ..checkpoint.table import METRICS_FILE, VALIDATION_FILE
 
 __all__ = ["HOST_LOG", "Curve", "read_metrics", "read_validation", "smoothed"]
 
@@ -18,7 +18,6 @@ Curve = list[tuple[float, float]]
 
 HOST_LOG = "loss_log.db"
 HOST_NAMES = {"learning_rate": "lr", "grad_norm": "grad_norm"}
-VALIDATION_FILE = Path("coat") / "validation.csv"
 SMOOTHING_SHARE = 50  # of a run's steps, one part in so many is averaged over
 
 

@@ -99,6 +99,7 @@ class BaseSDTrainProcess:
             max_grad_norm=1.0,
             ema_config={},
             merge_network_on_save=False,
+            unload_text_encoder=False,
         )
         self.network_config = _config(
             config.get("network"),
@@ -121,6 +122,7 @@ class BaseSDTrainProcess:
                 buckets=True,
                 shuffle_tokens=False,
                 cache_text_embeddings=False,
+                is_reg=False,
                 num_workers=0,
             )
             for raw in config["datasets"]
@@ -132,7 +134,7 @@ class BaseSDTrainProcess:
         self.device_torch = torch.device("cpu")
         self.network = self.ema = self.progress_bar = self.data_loader = self.data_loader_reg = None
         self.step_num = self.start_step = self.epoch_num = 0
-        self.losses = []
+        self.losses, self.drawn_at = [], []
 
     def get_conf(self, key, default=None):
         return self.config.get(key, default)
@@ -159,6 +161,9 @@ class BaseSDTrainProcess:
         raise NotImplementedError
 
     def end_step_hook(self):
+        pass
+
+    def ensure_params_requires_grad(self, force=False):
         pass
 
     def sample_step_hook(self, number, total):
@@ -264,6 +269,7 @@ class BaseSDTrainProcess:
     @torch.no_grad()
     def sample(self, step=None, is_first=False):
         torch.rand(3)
+        self.drawn_at.append(step)
         if self.ema is not None:
             self.ema.eval()
         for number in range(2):

@@ -1,0 +1,100 @@
+"""`validation:` and the live page's commands in a real ai-toolkit checkout; see test_aitk_real."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coat_flux.aitk.install import install
+from coat_flux.checkpoint.live import give_command, read_status
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry
+from tests.helpers.asserts import assert_bitwise
+
+pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+OUT = ["01_striped_red.jpg", "07_plain_orange.jpg"]
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
+    install(checkout.root)
+    return checkout
+
+
+def entry(every: int, **train: Any) -> dict[str, Any]:
+    made = make_real_entry(steps=STEPS, ema_config={"use_ema": True, "ema_decay": 0.5}, **train)
+    made["save"]["save_every"] = 3
+    made["sample"]["sample_every"] = 1000
+    made["training_seed"] = 11
+    return made | {"validation": {"hold_out": OUT, "every": every}}
+
+
+def rows(run: Path, name: str) -> list[dict[str, str]]:
+    with (run / "coat" / name).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def when_at(run: Path, step: int, *names: str) -> None:
+    """Give commands once a run has done so many steps."""
+    while not (run / "coat" / "metrics.csv").exists() or len(rows(run, "metrics.csv")) < step:
+        time.sleep(0.1)
+    for name in names:
+        give_command(run, name)
+
+
+def test_held_out_photos_and_the_live_page(checkout: Checkout) -> None:
+    said = checkout.run("seldom", entry(1000))
+    assert f"2 photos are held out of training: {', '.join(OUT)}" in said
+    assert "Found 14 images" in said
+    seldom, often = checkout.folder("seldom"), checkout.folder("often")
+
+    asking = threading.Thread(target=when_at, args=(often, 2, "sample", "save"))
+    asking.start()
+    asking_to_stop = threading.Thread(target=when_at, args=(often, 5, "stop"))
+    asking_to_stop.start()
+    code, stopped = checkout.start("often", entry(3))
+    asking.join()
+    asking_to_stop.join()
+    if code != 0:  # else it was done before the command came, on a fast machine
+        assert code == 130, stopped[-3000:]
+        assert read_status(often).ended == "stopped"
+        ended = checkout.run("often", entry(3))
+    else:
+        ended = stopped
+    assert read_status(often).ended == "finished"
+    samples = {path.name.split("__")[1][:9] for path in (often / "samples").glob("*.jpg")}
+    assert len(samples) == 3, samples  # at the start, when asked for, at the end
+    for key, value in checkout.lora("seldom").items():  # measuring, sampling, saving and stopping left no trace
+        assert_bitwise(checkout.lora("often")[key], value)
+    found = {int(row["step"]): float(row["loss"]) for row in rows(often, "validation.csv")}
+    assert sorted(found) == [0, 4, 7, 8]
+    assert {int(row["step"]): float(row["loss"]) for row in rows(seldom, "validation.csv")} == {
+        0: found[0],
+        8: found[8],
+    }
+    assert len(set(found.values())) == 4
+    lowest = min(found, key=found.get)
+    assert f"lowest held-out loss {found[lowest]:.6f} at step {lowest} (" in ended
+
+
+def test_the_loss_is_the_stand_alone_trainers(checkout: Checkout) -> None:
+    """The same photos, noise and model, each by its own forward: before training they agree but for rounding."""
+    host = float(rows(checkout.folder("seldom"), "validation.csv")[0]["loss"])
+    script = (
+        "from coat_flux.config import load_job_yaml; from coat_flux.engine.trainer import COATTrainer; "
+        "COATTrainer(load_job_yaml('configs/seldom.yaml', name='alone')).train()"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=checkout.root, check=True, capture_output=True)
+    alone = float(rows(checkout.folder("alone"), "validation.csv")[0]["loss"])
+    assert abs(host - alone) < 0.02 * alone, (host, alone)
+    assert torch.isfinite(torch.tensor([host, alone])).all()
