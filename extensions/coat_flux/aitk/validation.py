@@ -135,7 +135,8 @@ class HeldOutPhotos:
         process.sd.vae.to(vae_home)
         order = sorted(range(len(names)), key=lambda i: (names[i], tuple(photos[i]["latents"].shape)))
         self._noise = FixedNoise([photos[i] for i in order], [names[i] for i in order])
-        say(f"[coat] {len(names)} photos are held out of training: {', '.join(self._noise.names)}")
+        listed = ", ".join(name for found in self.names.values() for name in found)
+        say(f"[coat] {len(names)} photos are held out of training: {listed}")
 
     def _encoded(self, batch: Any) -> dict[str, Any]:
         process, sd = self._process, self._process.sd
