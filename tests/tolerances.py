@@ -348,3 +348,7 @@ SCORER_ACCURACY = 0.99
 SCORER_ALL_FOUR = 0.96
 # Against another picture's labels: a quarter of the patterns agree by chance; 200 pictures, 5 standard deviations.
 SCORER_BY_CHANCE = 0.4
+
+# Our 27 points against the 1000 of ai-toolkit's `timestep_type: weighted`: its first 60 zigzag by a percent.
+WEIGHTED_TIMESTEPS_MAX = 0.015
+WEIGHTED_TIMESTEPS_RMS = 0.002

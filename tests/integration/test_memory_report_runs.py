@@ -108,7 +108,7 @@ def test_prediction_is_for_the_device_that_trained(place: dict[str, Path], tmp_p
 
 
 def test_process_in_ai_toolkit(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    train = {**COAT_ENTRY["train"], "timestep_type": "weighted"}  # ai-toolkit's own: the plan does not know it
+    train = {**COAT_ENTRY["train"], "timestep_type": "next_sample"}  # ai-toolkit's own: the plan does not know it
     process = host.start() and host.run(**{**COAT_ENTRY, "train": train})
     out = capsys.readouterr().out
     record = read(host.save_folder / "coat")

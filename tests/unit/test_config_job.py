@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.machinery import ModuleSpec
 
 import pytest
 import yaml
@@ -182,7 +183,7 @@ def test_samples_are_filled_in_as_ai_toolkit_does():
         ({"train.do_cfg": True}, "train.do_cfg=true: not supported by the stand-alone trainer"),
         ({"train.unet_lr": 1e-4}, "train.unet_lr=0.0001: not supported"),
         ({"train.cfg_scale": 2}, "train.cfg_scale=2: not supported"),
-        ({"train.bypass_guidance_embedding": True}, "train.bypass_guidance_embedding=true: not supported"),
+        ({"train.do_guidance_loss": True}, "train.do_guidance_loss=true: not supported"),
         ({"datasets.0.mask_path": "m"}, "datasets[0].mask_path='m': not supported"),
         ({"datasets.0.num_frames": 8}, "datasets[0].num_frames=8: not supported"),
         ({"model.layer_offloading": True}, "model.layer_offloading=true: not supported"),
@@ -190,7 +191,7 @@ def test_samples_are_filled_in_as_ai_toolkit_does():
         ({"model.is_xl": True}, "model.is_xl=true: not supported"),
         ({"adapter": {"type": "ip"}}, 'adapter={"type": "ip"}: not supported'),
         ({"sample.network_multiplier": 0.5}, "sample.network_multiplier=0.5: not supported"),
-        ({"train.timestep_type": "weighted"}, "train.timestep_type='weighted': not supported by the stand-alone train"),
+        ({"train.timestep_type": "next_sample"}, "train.timestep_type='next_sample': not supported by the stand-alone"),
         ({"train.train_text_encoder": True}, "train.train_text_encoder=true: not supported by the stand-alone trainer"),
         ({"train.train_unet": False}, "train.train_unet=false: there is nothing else to train here"),
         ({"save.push_to_hub": True}, "save.push_to_hub=true: not supported by the stand-alone trainer"),
@@ -204,7 +205,7 @@ def test_samples_are_filled_in_as_ai_toolkit_does():
         ({"train.dtype": "fp16"}, "train.dtype='fp16': FLUX overflows in fp16; write bf16"),
         ({"train.max_grad_norm": 0}, "train.max_grad_norm=0: must be a number above 0"),
         ({"train.optimizer": "AdamW"}, "train.optimizer='AdamW': must be one of "),
-        ({"train.optimizer": "prodigy"}, "must be one of adamw, adam, adamw8bit, coat_fp8_adamw"),
+        ({"train.optimizer": "sgd"}, "must be one of adamw, adam, adamw8bit, prodigy, adafactor, lion, coat_fp8_adamw"),
         ({"datasets.0.resolution": []}, "datasets[0].resolution=[]: must be a whole number, or a list of them"),
         ({"datasets.0.resolution": [512, "768"]}, "or a list of them, each from 32 to 8192; write 768 without quotes"),
         ({"datasets.0.caption_dropout_rate": 5}, "caption_dropout_rate=5: must be a number from 0 to 1"),
@@ -334,7 +335,10 @@ def test_adamw8bit_needs_bitsandbytes(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"train\.optimizer='adamw8bit': needs the package bitsandbytes; pip install"):
         require_packages(job)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin="there"))
     assert require_packages(job) is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None))  # a folder of that name
+    with pytest.raises(ConfigError, match="needs the package bitsandbytes"):
+        require_packages(job)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert require_packages(parse()) is None

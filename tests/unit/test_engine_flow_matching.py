@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
+from coat_flux.config.job_sections import TrainSection
 from coat_flux.engine.flow_matching import (
+    bypassed_guidance,
     draw_sigmas,
     noisy_latents,
     predict_velocity,
     sample_losses,
     sigma_table,
     timestep_weights,
+    weighted_timesteps,
 )
+from coat_flux.engine.objective import Objective
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 
@@ -75,7 +86,7 @@ def test_sigmoid_is_the_logit_normal_distribution() -> None:
     assert abs(logits.std() - 1) < bound
 
 
-@pytest.mark.parametrize("name", ["weighted", "sigmod", ""])
+@pytest.mark.parametrize("name", ["next_sample", "sigmod", ""])
 def test_unknown_type_names_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=f"timestep_type='{name}'.*sigmoid, linear.*inside ai-toolkit"):
         sigma_table(name, tokens=1)
@@ -119,6 +130,94 @@ def test_weights_are_a_bell_of_mean_one_or_its_half() -> None:
     assert bell[0] == 0
     assert_bitwise(half[:500], bell[:500])
     assert (half[500:] == bell.max()).all()
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "formula"),
+    [("mse", lambda d: d**2), ("mae", torch.abs), ("pseudo_huber", lambda d: (d**2 + 1e-4).sqrt() - 0.01)],
+)
+def test_loss_types(loss_type: str, formula: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    prediction, latents, noise = torch.randn(3, 2, 4, 8, 8)
+    wanted = formula(prediction - (noise - latents)).mean(dim=(1, 2, 3))
+    found = sample_losses(prediction, latents, noise, loss_type=loss_type)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+    assert found.unique().numel() == 2
+
+
+def objective_loss(model: FluxTransformer2DModel, **train: Any) -> float:
+    """The objective's own loss of two samples, batch number 3 of a run."""
+    batch = {"latents": torch.ones(2, 4, 8, 8), "prompt_embeds": torch.ones(2, 4, 32), "pooled": torch.ones(2, 16)}
+    scheduler = FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER)
+    return Objective(model, TrainSection(**train), scheduler, 0, torch.float32)(batch, 3).item()
+
+
+def test_settings_of_the_loss_reach_it() -> None:
+    model = tiny_transformer()
+    settings = [
+        {},
+        {"loss_type": "mae"},
+        {"loss_type": "pseudo_huber"},
+        {"timestep_type": "linear"},
+        {"timestep_type": "weighted"},
+        {"bypass_guidance_embedding": True},
+    ]
+    assert len({objective_loss(model, **train) for train in settings}) == len(settings)
+    schnell = tiny_transformer(guidance=False)
+    assert objective_loss(schnell, bypass_guidance_embedding=True) == objective_loss(schnell)
+
+
+def test_weighted_timesteps_are_near_mean_one() -> None:
+    weights = weighted_timesteps(torch.arange(1000))
+    assert weights.mean() == pytest.approx(1, abs=1e-3)
+    assert weights.argmax() == 124
+    assert weights.dtype == torch.float32
+
+
+HOST = """
+import sys, torch
+from diffusers import FluxTransformer2DModel
+from toolkit.models.flux import bypass_flux_guidance
+from toolkit.samplers.custom_flowmatch_sampler import CustomFlowMatchEulerDiscreteScheduler as Scheduler
+config, weights, inputs = torch.load(sys.argv[1])
+model = FluxTransformer2DModel(**config).eval()
+model.load_state_dict(weights)
+bypass_flux_guidance(model)
+scheduler = Scheduler()
+times = scheduler.set_train_timesteps(1000, "cpu", timestep_type="weighted")
+counts = scheduler.get_weights_for_timesteps(times, timestep_type="weighted")
+with torch.no_grad():
+    torch.save((times / 1000, counts, model(**inputs, return_dict=False)[0]), sys.argv[2])
+"""
+
+
+@pytest.mark.aitk
+def test_weighted_and_bypass_are_ai_toolkits(tmp_path: Path) -> None:
+    model = tiny_transformer()
+    inputs = {
+        "hidden_states": torch.randn(2, 6, 16),
+        "timestep": torch.tensor([0.3, 0.9]),
+        "encoder_hidden_states": torch.randn(2, 4, 32),
+        "pooled_projections": torch.randn(2, 16),
+        "txt_ids": torch.zeros(4, 3),
+        "img_ids": torch.zeros(6, 3),
+        "guidance": torch.ones(2),
+    }
+    config = {key: model.config[key] for key in model.config if not key.startswith("_")}
+    torch.save((config, model.state_dict(), inputs), tmp_path / "in.pt")
+    python = os.environ.get("AI_TOOLKIT_PYTHON", sys.executable)
+    command = [python, "-c", HOST, str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
+    subprocess.run(command, cwd=os.environ["AI_TOOLKIT_ROOT"], check=True, capture_output=True)
+    times, counts, expected = torch.load(tmp_path / "out.pt")
+    torch.testing.assert_close(sigma_table("weighted", tokens=1), times, rtol=2**-23, atol=0)
+    error = weighted_timesteps(torch.arange(1000)) / counts - 1
+    assert error.abs().max() < tolerances.WEIGHTED_TIMESTEPS_MAX
+    assert error.square().mean().sqrt() < tolerances.WEIGHTED_TIMESTEPS_RMS
+    with torch.no_grad(), bypassed_guidance(model):
+        ours = model(**inputs, return_dict=False)[0]
+    with torch.no_grad():
+        guided = model(**inputs, return_dict=False)[0]
+    assert_bitwise(ours, expected)
+    assert not torch.equal(guided, expected)
 
 
 def test_noisy_latents_are_the_schedulers_scale_noise() -> None:

@@ -126,7 +126,7 @@ _TRAIN_OFF = (
     "match_adapter_assist inverted_mask_prior diff_output_preservation blank_prompt_preservation standardize_images "
     "standardize_latents dynamic_noise_offset do_cfg do_random_cfg correct_pred_norm t0_loss_target "
     "t0_velocity_equiv_weight do_fft_loss do_fft_velocity_equiv_weight do_prior_divergence unload_text_encoder "
-    "do_paramiter_swapping bypass_guidance_embedding force_consistent_noise blended_blur_noise do_guidance_loss "
+    "do_paramiter_swapping force_consistent_noise blended_blur_noise do_guidance_loss "
     "do_guidance_loss_cfg_zero do_differential_guidance do_blank_stabilization max_loss_debug"
 ).split()
 _TRAIN_NONE = (

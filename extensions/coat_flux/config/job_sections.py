@@ -34,6 +34,7 @@ LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine
 TIMESTEP_TYPES = (
     "sigmoid",
     "linear",
+    "weighted",
     "shift",
     "flux_shift",
     "lumina2_shift",
@@ -116,9 +117,10 @@ class TrainSection:
     """`train`.
 
     `timestep_type` names the table of 1000 noise levels, high to low, from which a step draws: `sigmoid` redraws
-    1 - sigmoid(N(0, 1)); `linear` is even; `shift`, `flux_shift` and `lumina2_shift` are the scheduler's own shift (by
-    resolution where it is dynamic); `lognorm_blend` is 3/4 log-normal and 1/4 even; `one_step` … `eight_step` use that
-    many evenly spaced levels. `content_or_style` bends the draw: `content` to high noise, `style` to low.
+    1 - sigmoid(N(0, 1)); `linear` is even; `weighted` too, but levels count differently in the loss; `shift`,
+    `flux_shift` and `lumina2_shift` are the scheduler's own shift (by resolution where it is dynamic); `lognorm_blend`
+    is 3/4 log-normal and 1/4 even; `one_step` … `eight_step` use that many evenly spaced levels. `content_or_style`
+    bends the draw: `content` to high noise, `style` to low.
     """
 
     batch_size: int = key(1, "int", "images per micro-batch and process", minimum=1)
@@ -134,11 +136,12 @@ class TrainSection:
         "choice",
         "how noise levels are drawn",
         choices=TIMESTEP_TYPES,
-        refused=tuple((name, _ONLY_AITK.format("sigmoid")) for name in ("weighted", "next_sample")),
+        refused=tuple((name, _ONLY_AITK.format("sigmoid")) for name in ["next_sample"]),
     )
     content_or_style: str = key("balanced", "choice", "bends the draw", choices=("balanced", "content", "style"))
     min_denoising_steps: int = key(0, "int", "smallest index drawn", minimum=0, maximum=999)
     max_denoising_steps: int = key(999, "int", "index the draw stays below", minimum=0, maximum=999)
+    bypass_guidance_embedding: bool = key(False, "bool", "train without the guidance embedding")
     linear_timesteps: bool = key(False, "bool", "even noise levels, loss weighted by a bell")
     linear_timesteps2: bool = key(False, "bool", "the same, with the low-noise half of the bell flat")
     loss_type: str = key("mse", "choice", "the loss", choices=("mse", "mae", "pseudo_huber"))

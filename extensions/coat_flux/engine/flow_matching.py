@@ -12,24 +12,38 @@ Source: ai-toolkit's set_train_timesteps and calculate_loss (behaviour), diffuse
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 __all__ = [
+    "bypassed_guidance",
     "draw_sigmas",
     "noisy_latents",
     "predict_velocity",
     "sample_losses",
     "sigma_table",
     "timestep_weights",
+    "weighted_timesteps",
 ]
 
 TABLE_SIZE = 1000
 TRAIN_GUIDANCE = 1.0
+HUBER_WIDTH = 0.01
 FIXED_STEPS = {"one_step": 1, "two_step": 2, "four_step": 4, "eight_step": 8}
 SHIFTED = ("shift", "flux_shift", "lumina2_shift")
+# index into the linear table → weight, straight lines between: a fit to the curve ai-toolkit measured on Flex.1-alpha
+WEIGHTED = (
+    *((0, 0.904), (5, 0.958), (12, 1.091), (20, 1.174), (30, 1.263), (45, 1.355), (65, 1.442), (90, 1.499)),
+    *((124, 1.522), (160, 1.503), (220, 1.410), (300, 1.263), (390, 1.099), (470, 0.968), (540, 0.870), (610, 0.793)),
+    *((680, 0.740), (740, 0.716), (785, 0.713), (830, 0.723), (870, 0.734), (890, 0.727), (910, 0.703), (934, 0.641)),
+    *((960, 0.544), (986, 0.456), (999, 0.444)),
+)
 
 
 def sigma_table(
@@ -42,8 +56,9 @@ def sigma_table(
     """The 1000 sigmas, high noise first, that one micro-batch draws from.
 
     Args:
-        timestep_type: `sigmoid` (1 - sigmoid(N(0, 1)), redrawn each time), `linear`, `shift` and its synonyms (the
-            scheduler's own, by resolution where it shifts dynamically), `lognorm_blend`, or `one_step` … `eight_step`.
+        timestep_type: `sigmoid` (1 - sigmoid(N(0, 1)), redrawn each time), `linear`, `weighted` (linear, the loss is
+            weighted), `shift` and its synonyms (the scheduler's own, by resolution where it shifts dynamically),
+            `lognorm_blend`, or `one_step` … `eight_step`.
         tokens: T, packed image tokens, for the shift.
         scheduler: the model's scheduler; needed by `shift`. Its state is not touched.
         generator: for the random tables.
@@ -54,7 +69,7 @@ def sigma_table(
     Raises:
         ValueError: unknown or unsupported `timestep_type`.
     """
-    if timestep_type == "linear" or timestep_type in FIXED_STEPS:
+    if timestep_type in ("linear", "weighted", *FIXED_STEPS):
         return torch.linspace(1.0, 1.0 / TABLE_SIZE, TABLE_SIZE)
     if timestep_type == "sigmoid":
         return (1 - torch.sigmoid(torch.randn(TABLE_SIZE, generator=generator))).sort(descending=True).values
@@ -63,8 +78,8 @@ def sigma_table(
     if timestep_type == "lognorm_blend":
         return _lognorm_table(generator)
     raise ValueError(
-        f"train.timestep_type={timestep_type!r}: the stand-alone engine knows sigmoid, linear, lognorm_blend, "
-        f"{', '.join(SHIFTED)}, {', '.join(FIXED_STEPS)}; choose one, or run this config inside ai-toolkit"
+        f"train.timestep_type={timestep_type!r}: the stand-alone engine knows sigmoid, linear, weighted, lognorm_blend"
+        f", {', '.join(SHIFTED)}, {', '.join(FIXED_STEPS)}; choose one, or run this config inside ai-toolkit"
     )
 
 
@@ -155,6 +170,38 @@ def timestep_weights(indices: Tensor, *, half_bell: bool) -> Tensor:
     return bell[indices]
 
 
+def weighted_timesteps(indices: Tensor) -> Tensor:
+    """Loss weights of `timestep_type: weighted`: high where FLUX's loss is small and what it learns matters.
+
+    Args:
+        indices: (B,) indices into the linear sigma table.
+
+    Returns:
+        (B,) fp32, mean 1 over the table.
+
+    Numerics: within 1.5 % of ai-toolkit's table at each of the 1000 indices, 0.2 % on average.
+    """
+    at, values = zip(*WEIGHTED, strict=True)
+    table = np.interp(np.arange(TABLE_SIZE), at, values)
+    return torch.from_numpy(table).float()[indices]
+
+
+@contextmanager
+def bypassed_guidance(transformer: nn.Module) -> Iterator[None]:
+    """Leave the guidance embedding out of the conditioning: `train.bypass_guidance_embedding`.
+
+    Its embedder gives zeros meanwhile, which the sum of embeddings is the same without. A model that has none is as it
+    was.
+    """
+    embedder = getattr(transformer.time_text_embed, "guidance_embedder", None)
+    hook = None if embedder is None else embedder.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
 def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
     """x_t = (1 - sigma) x0 + sigma · noise.
 
@@ -216,8 +263,9 @@ def sample_losses(
     noise: Tensor,
     weights: Tensor | None = None,
     mask: Tensor | None = None,
+    loss_type: str = "mse",
 ) -> Tensor:
-    """The mean squared error of each sample, fp32.
+    """The mean error of each sample, fp32.
 
     Args:
         prediction: (B, C, H, W).
@@ -225,11 +273,17 @@ def sample_losses(
         noise: same shape.
         weights: (B,) sample weights.
         mask: (B, 1, H, W), how much each latent counts; mean 1 over a sample.
+        loss_type: of d = prediction - target: `mse` d², `mae` |d|, `pseudo_huber` sqrt(d² + c²) - c with c = 0.01.
 
     Returns:
         (B,) losses; the training loss is their mean.
     """
-    target = noise.float() - latents.float()
-    errors = (prediction.float() - target).square()
+    difference = prediction.float() - (noise.float() - latents.float())
+    if loss_type == "mse":
+        errors = difference.square()
+    elif loss_type == "mae":
+        errors = difference.abs()
+    else:
+        errors = (difference.square() + HUBER_WIDTH**2).sqrt() - HUBER_WIDTH
     loss = (errors if mask is None else errors * mask).mean(dim=(1, 2, 3))
     return loss if weights is None else loss * weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 
 from ..config.job_sections import TrainSection
 from .flow_matching import (
+    bypassed_guidance,
     draw_sigmas,
     noisy_latents,
     predict_velocity,
     sample_losses,
     sigma_table,
     timestep_weights,
+    weighted_timesteps,
 )
 from .seeding import Stream, generator_for, seed_global
 
@@ -67,12 +70,15 @@ class Objective:
         noise = torch.randn(latents.shape, generator=generator).to(latents.device)
         sigmas = sigmas.to(latents.device)
         x_t = noisy_latents(latents, noise, sigmas)
-        prediction = predict_velocity(
-            self._transformer, x_t, sigmas, batch["prompt_embeds"], batch["pooled"], dtype=self._dtype
-        )
+        bypass = self._train.bypass_guidance_embedding
+        with bypassed_guidance(self._transformer) if bypass else nullcontext():
+            prediction = predict_velocity(
+                self._transformer, x_t, sigmas, batch["prompt_embeds"], batch["pooled"], dtype=self._dtype
+            )
         weights = self._weights(indices)
         weights = None if weights is None else weights.to(latents.device)
-        return sample_losses(prediction, latents, noise, weights, batch.get("mask")).mean()
+        kind = self._train.loss_type
+        return sample_losses(prediction, latents, noise, weights, batch.get("mask"), kind).mean()
 
     def _sigmas(self, shape: torch.Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         train = self._train
@@ -91,6 +97,8 @@ class Objective:
         )
 
     def _weights(self, indices: Tensor) -> Tensor | None:
+        if self._train.timestep_type == "weighted":
+            return weighted_timesteps(indices)
         if not (self._train.linear_timesteps or self._train.linear_timesteps2):
             return None
         return timestep_weights(indices, half_bell=self._train.linear_timesteps2)

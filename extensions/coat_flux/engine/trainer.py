@@ -29,6 +29,7 @@ from ..memory.oom import OutOfMemory, explain_oom, is_oom
 from ..memory.phases import PhaseTracker
 from ..memory.report import finish
 from ..tiny_flux import provide_embedded
+from .flow_matching import bypassed_guidance
 from .progress import RunLog
 from .restoring import path_changes, path_record
 from .resume import check_same_run, find_resume_point, identity_of
@@ -333,7 +334,9 @@ def _draw_samples(session: Session) -> None:
 
 
 def _validate(session: Session) -> float:
-    with session.phases.during("validate"), session.averaged():
+    bypass = session.job.train.bypass_guidance_embedding
+    guided = bypassed_guidance(session.transformer) if bypass else nullcontext()
+    with session.phases.during("validate"), session.averaged(), guided:
         loss = session.validation.loss(
             session.transformer,
             dtype=session.dtype,
