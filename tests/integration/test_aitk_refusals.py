@@ -32,15 +32,21 @@ REFUSED = {
     ),
     "neg": ({"sample": {"neg": False}}, r'sample\.neg=false: .* write neg: ""$'),
     "two qtypes": (
-        {"model": {"quantize": True, "qtype": "half"}},
-        r"model\.qtype='half': coat\.weight\.use_fp8: true .* write coat_fp8, or coat\.weight\.use_fp8: false$",
+        {"model": {"quantize": True, "qtype": "qfloat8"}},
+        r"model\.qtype='qfloat8': coat\.weight\.use_fp8: true .* write coat_fp8, or coat\.weight\.use_fp8: false$",
     ),
     "block without its optimizer": (
         {"train": {"optimizer": "adamw"}, "coat": {"optimizer": {"block_size": 64}}},
         r"train\.optimizer='adamw': the block coat\.optimizer would have no effect",
     ),
+    "no network": ({"network": None}, r"network=null: without it ai-toolkit trains the whole model, .*type: lora"),
+    "no GPU": ({"device": "cuda"}, r"device='cuda': .*, so the run would be on the CPU; "),
+    "another model": (
+        {"model": {**COAT_ENTRY["model"], "name_or_path": "photos", "is_flux": True}},
+        r"model\.name_or_path='photos': no such folder or file",
+    ),
     "off with our optimizer": (
-        {"model": {"quantize": False, "qtype": "half"}, "coat": {"enabled": False}},
+        {"model": {"quantize": False, "qtype": "qfloat8"}, "coat": {"enabled": False}},
         r"train\.optimizer='coat_fp8_adamw': coat\.enabled: false",
     ),
 }

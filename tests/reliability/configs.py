@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.reliability.bad_config import AITK, ALONE, BOTH, PROCESS, BadConfig
+from tests.reliability.ai_toolkit_configs import ai_toolkit_configs
+from tests.reliability.bad_config import ALONE, BOTH, PROCESS, BadConfig
 from tests.reliability.config_texts import texts
 
 
@@ -327,58 +328,6 @@ def _one_host() -> Iterator[BadConfig]:
     )
     yield BadConfig("stand-alone device", ("device='gpu'", "must be cuda"), ALONE, (("device", "gpu"),))
 
-    def case(name: str, where: str, words: str, *changes: tuple[str, Any]) -> BadConfig:
-        return BadConfig(f"ai-toolkit {name}", (where, words), AITK, changes)
-
-    yield case("second GPU", "device='cuda:1'", "CUDA_VISIBLE_DEVICES=1", ("device", "cuda:1"))
-    yield case("no scheduler", "train.noise_scheduler", "flowmatch", ("train.noise_scheduler", ...))
-    yield case("no sampler", "sample.sampler", "flowmatch", ("sample.sampler", ...))
-    yield case("neg is no text", "sample.neg=false", 'neg: ""', ("sample.neg", False))
-    yield case("neg is null", "sample.neg=null", 'neg: ""', ("sample.neg", None))
-    yield case("prompt is no text", "sample.prompts[0]=5", "in quotes", ("sample.prompts", [5]))
-    yield case("host bool", "train.do_cfg='yes'", "true without quotes", ("train.do_cfg", "yes"))
-    yield case("host number", "train.noise_offset='0.1'", "without quotes", ("train.noise_offset", "0.1"))
-    yield case("host list", "datasets[0].controls=3", "must be a list or a string", ("datasets.0.controls", 3))
-    yield case("host key", "train.do_cgf", "did you mean 'do_cfg'", ("train.do_cgf", True))
-    yield case(
-        "nested host key",
-        "validation_items[0].image_pth",
-        "image_path",
-        ("train.validation_config", {"validation_items": [{"image_pth": "x"}]}),
-    )
-    yield case(
-        "validation image",
-        "validation_items[0].image_path=",
-        "no such image",
-        ("train.validation_config", {"validation_items": [{"image_path": "gone.jpg"}]}),
-    )
-    yield case("adapter key", "adapter.in_chanels", "in_channels", ("adapter", {"in_chanels": 3}))
-    yield case(
-        "second eps",
-        "train.optimizer_params.eps=",
-        "itself",
-        ("train.optimizer", "adamw"),
-        ("train.optimizer_params", {"eps": 1e-8}),
-        ("coat.optimizer", {"use_fp8": False}),
-    )
-    yield case(
-        "token dropout",
-        "datasets[0].token_dropout_rate=",
-        "cached text embeddings",
-        ("datasets.0.token_dropout_rate", 0.1),
-        ("train.cache_text_embeddings", True),
-    )
-    yield case(
-        "cached text encoder",
-        "train.train_text_encoder=",
-        "text encoder",
-        ("train.train_text_encoder", True),
-        ("train.cache_text_embeddings", True),
-    )
-    yield case("poi", "datasets[0].poi=", "no longer", ("datasets.0.poi", "face"))
-    yield case("nothing trained", "train.train_unet=", "nothing is left to train", ("train.train_unet", False))
-    yield case("coat beside another type", "config.process[0].coat", "coat_flux_trainer", ("type", "sd_trainer"))
-
 
 BAD_CONFIGS: tuple[BadConfig, ...] = (
     *_unknown_keys(),
@@ -387,5 +336,6 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
     *_contradictions(),
     *_paths(),
     *_one_host(),
+    *ai_toolkit_configs(),
     *texts(),
 )

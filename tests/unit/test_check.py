@@ -94,7 +94,6 @@ def test_what_only_surprises_is_a_warning_in_both(host: str, key: str, value: An
     ("changes", "where", "words"),
     [
         ([("model.layer_offloading", True)], "model.layer_offloading", "does nothing for FLUX.1"),
-        ([("model.compile", True)], "model.compile", "block_compile: true"),
         ([("sample.width", 1000)], "sample.width", "FLUX draws 992"),
         ([("network.type", "lokr")], "network.type", "keep their own inputs"),
         ([("datasets.0.augments", ["x"])], "datasets[0].cache_latents_to_disk", "turns it off"),

@@ -55,7 +55,7 @@ def trainer(monkeypatch):
         def __init__(self, job):
             seen.jobs.append(job)
 
-        def train(self):
+        def train(self, **_):
             return seen.run()
 
     monkeypatch.setitem(sys.modules, "coat_flux.engine.trainer", SimpleNamespace(COATTrainer=COATTrainer))

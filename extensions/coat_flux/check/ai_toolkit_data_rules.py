@@ -9,6 +9,10 @@ from typing import Any
 from ..config.common_rules import check_caption_ext, check_path, check_resolution, check_trigger
 from .entry import Entry
 
+BESIDE = (  # folders of pictures that belong to the photos
+    *("mask_path", "inpaint_path", "unconditional_path", "clip_image_path"),
+    *("control_path", "control_path_1", "control_path_2", "control_path_3"),
+)
 SIDE_STEP, MIN_RESOLUTION = 16, 32
 
 
@@ -42,6 +46,11 @@ def _check_dataset(entry: Entry, path: str, dataset: Mapping[str, Any]) -> None:
     if isinstance(dataset.get("caption_ext"), str):
         check_caption_ext(dataset["caption_ext"], f"{path}.caption_ext", findings)
     _check_sizes(entry, f"{path}.resolution", dataset.get("resolution"))
+    for key in BESIDE:
+        for side in _list(dataset.get(key)) or [dataset.get(key)]:
+            if isinstance(side, str) and check_path(side, f"{path}.{key}", findings) and not Path(side).is_dir():
+                rule = f"no such folder in {Path.cwd()}, and ai-toolkit would go on without it; correct the path"
+                findings.add(f"{path}.{key}", rule, side)
     cache = next((key for key in ("cache_latents_to_disk", "cache_latents") if dataset.get(key) is True), None)
     if cache and (dataset.get("augments") or dataset.get("augmentations")):
         findings.warn(f"{path}.{cache}", "ai-toolkit turns it off beside augmentations; write false", True)

@@ -18,6 +18,7 @@ from ..config.options import ADAMW_OPTIONS
 from ..config.values import Option
 from .ai_toolkit_data_rules import check_datasets, check_sample, check_validation
 from .entry import Entry
+from .model import arch_of
 
 HALF = ("fp16", "float16", "half")
 OWN_EPS = ("adam", "adamw", "adam8", "adamw8", "adam8bit", "adamw8bit", "ademamix8bit", "prodigy", "prodigy8bit")
@@ -26,9 +27,20 @@ ADAM_SWITCHES = {"adam": _TORCH, "adamw": _TORCH}  # besides betas and weight_de
 MODEL_FLAGS = tuple(word for word in SHIPPED["ModelConfig"].replace(":bool", "").split() if word.startswith("is_"))
 
 
+# keys of train that fail at the first step under flow matching, or on FLUX.1 at all, and why
+NO_FLOW_MATCHING = dict.fromkeys(
+    ("min_snr_gamma", "snr_gamma", "learnable_snr_gos"), "weighs the loss by a DDPM schedule, which flow matching lacks"
+)
+NO_FLUX = {"free_u": "is for U-Nets, FLUX has none", "train_turbo": "does not know FLUX's shifted noise levels"}
+NO_SCHEDULER = ("step", "polynomial", "piecewise_constant")  # ai-toolkit gives them total_iters, which none takes
+NETWORKS = ("lora", "lokr", "dora", "fullrank", "lorm")  # what finds layers in FLUX; locon and lycoris look for others
+UNQUANTIZED = ("sd1", "sd2", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "auraflow")
+
+
 def check_entry(entry: Entry) -> None:
     """Add what the blocks of an entry say together."""
     _check_places(entry)
+    _check_crashes(entry)
     _check_device(entry)
     _check_model(entry)
     _check_network(entry)
@@ -39,6 +51,60 @@ def check_entry(entry: Entry) -> None:
     check_validation(entry)
     if entry.coat is not None:
         _check_coat(entry, entry.coat)
+
+
+def _check_crashes(entry: Entry) -> None:
+    """What ai-toolkit takes, loads the model for, and then fails on; each seen in 0.12.26."""
+    train, network, adapter = entry.block("train"), entry.block("network"), entry.block("adapter")
+    flow_matching = entry.text("train", "noise_scheduler", "ddpm") == "flowmatch"
+    wrong = (NO_FLOW_MATCHING if flow_matching else {}) | (NO_FLUX if entry.is_flux else {})
+    for key, why in wrong.items():
+        if train.get(key):
+            entry.add(f"train.{key}", f"{why}, so ai-toolkit fails at the first step; remove it", train[key])
+    if train.get("do_paramiter_swapping") is True and entry.optimizer != "adafactor":
+        entry.add("train.do_paramiter_swapping", "ai-toolkit has it for adafactor only; write false", True)
+    if entry.text("train", "lr_scheduler", "constant") in NO_SCHEDULER:
+        rule = "ai-toolkit passes it an argument that it does not take, and stops; write constant, cosine or linear"
+        entry.add("train.lr_scheduler", rule, train["lr_scheduler"])
+    _check_preservation(entry)
+    if not entry.is_flux:
+        return
+    kind = entry.text("network", "type", "lora").lower()
+    if network and kind not in NETWORKS and entry.sound("network.type"):
+        entry.add("network.type", "finds no layer of FLUX to adapt, and ai-toolkit stops; write lora or lokr", kind)
+    if entry.process.get("embedding") is not None:
+        entry.add(
+            "embedding",
+            "ai-toolkit cannot train embeddings of FLUX; remove it and use a trigger_word",
+            entry.process["embedding"],
+        )
+    if adapter.get("type") == "control_lora":
+        controls = ("control_path", "control_path_1", "controls", "inpaint_path")
+        for path, dataset in entry.entries("datasets"):
+            if not any(dataset.get(key) for key in controls):
+                rule = "control_lora learns from control images, and without them ai-toolkit fails at the first step"
+                entry.findings.add(f"{path}.control_path", f"{rule}; write their folder")
+
+
+def _check_preservation(entry: Entry) -> None:
+    """Combinations at which ai-toolkit stops while it makes the process, behind a message about something else."""
+    train = entry.block("train")
+    keeps, blank = train.get("diff_output_preservation") is True, train.get("blank_prompt_preservation") is True
+    words = [entry.process.get("trigger_word"), *(item.get("trigger_word") for _, item in entry.entries("datasets"))]
+    if keeps and blank:
+        entry.add("train.blank_prompt_preservation", "not beside diff_output_preservation; write false", True)
+    elif keeps and train.get("train_text_encoder") is True:
+        entry.add("train.train_text_encoder", "not beside diff_output_preservation; write false", True)
+    elif keeps and not any(words):
+        entry.add(
+            "train.diff_output_preservation", "replaces the trigger word by its class; write a trigger_word", True
+        )
+    if train.get("bypass_guidance_embedding") is True and train.get("do_guidance_loss") is True:
+        entry.add("train.do_guidance_loss", "not beside bypass_guidance_embedding; write false", True)
+    regular = [path for path, dataset in entry.entries("datasets") if dataset.get("is_reg") is True]
+    if regular and len(regular) == len(list(entry.entries("datasets"))):
+        rule = "there must be a data set besides those for regularization, else ai-toolkit fails at the first step"
+        entry.findings.add(f"{regular[0]}.is_reg", f"{rule}; write false, or add one", True)
 
 
 def _check_places(entry: Entry) -> None:
@@ -78,8 +144,20 @@ def _check_model(entry: Entry) -> None:
     if model.get("layer_offloading") is True and entry.is_flux:
         entry.warn("model.layer_offloading", "does nothing for FLUX.1; remove it", True)
     if model.get("compile") is True and not model.get("block_compile"):
-        rule = "without block_compile it fails at the first step on torch 2.13; write block_compile: true too"
-        entry.warn("model.compile", rule, True)
+        rule = "without block_compile FLUX fails at the first step; write block_compile: true too"
+        (entry.add if entry.is_flux else entry.warn)("model.compile", rule, True)
+    if model.get("quantize") is True and entry.qtype == COAT_QTYPE and arch_of(model) in UNQUANTIZED:
+        rule = (
+            f"ai-toolkit does not quantize {arch_of(model)} while it loads, whatever the qtype; write quantize: false"
+        )
+        more = ", COAT converts its linears after loading" if entry.coat is not None and entry.coat.enabled else ""
+        entry.add("model.qtype", rule + more, entry.qtype)
+    if model.get("extras_name_or_path") and entry.is_flux:
+        entry.warn(
+            "model.extras_name_or_path",
+            "ai-toolkit does not read it for FLUX.1; remove it",
+            model["extras_name_or_path"],
+        )
 
 
 def _check_network(entry: Entry) -> None:
@@ -155,6 +233,21 @@ def _check_adam_params(entry: Entry, params: Mapping[str, Any], path: str) -> No
         parse_keys(known, others, path, entry.findings)
 
 
+def _check_saves(entry: Entry) -> None:
+    """What a save of the whole model would be, which the FP8 weights cannot give, and LoRAs that nothing reads."""
+    others = ("embedding", "adapter", "decorator")
+    if not entry.block("network") and entry.sound("network") and not any(map(entry.process.get, others)):
+        rule = "without it ai-toolkit trains the whole model, which does not work with COAT yet"
+        remedy = "write network: {type: lora, linear: 16, linear_alpha: 16}, or coat: {enabled: false}"
+        entry.add("network", f"{rule}; {remedy}", entry.process.get("network"))
+    elif entry.block("train").get("merge_network_on_save") is True:
+        rule = "saves the whole model, which FP8 weights cannot give; write false, or coat: {enabled: false}"
+        entry.add("train.merge_network_on_save", rule, True)
+    dtype = entry.text("save", "dtype", "float16")
+    if dtype in ("8bit", "e4m3fn", "float8"):
+        entry.add("save.dtype", "a LoRA in FP8 is read by no other program; write float16 or bf16", dtype)
+
+
 def _check_coat(entry: Entry, coat: COATConfig) -> None:
     """The `coat:` block against the host's own keys."""
     if not entry.sound(
@@ -169,6 +262,7 @@ def _check_coat(entry: Entry, coat: COATConfig) -> None:
         if optimizer == COAT_OPTIMIZER:
             entry.add("train.optimizer", rule.format("adamw,"), optimizer)
         return
+    _check_saves(entry)
     if qtype == COAT_QTYPE and not coat.weight.use_fp8:
         rule = "coat.weight.use_fp8: false asks for bf16 weights; write model.quantize: false"
         entry.add("model.qtype", rule, qtype)

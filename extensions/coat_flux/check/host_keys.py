@@ -61,6 +61,8 @@ def _check_value(value: Any, path: str, block: str, kind: str, schema: HostSchem
         return
     choices = CHOICES.get(block, {}).get(key, ())
     word = value.lower() if isinstance(value, str) and key in ANY_CASE else value
+    if key == "qtype" and isinstance(value, str):
+        word = value.partition("|")[0]  # uint3|a/recovery/adapter
     refusal = _parse(word, Option(key, None, "choice", "", choices=choices)) if choices and word is not None else None
     if refusal is None:
         return

@@ -172,11 +172,17 @@ _SAMPLERS = (
     "flowmatch ddim ddpm pndm lms k_lms euler k_euler euler_a dpmsolver dpmsolver++ k_dpmsolver k_dpmsolver++ "
     "dpmsingle heun dpm_2 dpm_2_a lcm custom_lcm mean_flow"
 )
+_QTYPES = (
+    "coat_fp8 qfloat8 qfloat8_e4m3fn qfloat8_e5m2 qint2 qint4 qint8 float8 int8 uint2 uint3 uint4 uint5 uint6 uint7 "
+    "uint8 nvfp4 orbit2 orbit3 orbit4 orbitvq2 orbitvq3 orbitvq4 convrot4 convrot8 convrotbitnet convrotcomfyw4a4 "
+    "convrotint2 convrotint3 convrotint4 convrotint5 convrotint6 convrotint7 convrotint8"
+)
 _DTYPES = "bf16 bfloat16 fp16 float16 half fp32 float32 float single"
 CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     block: {key: tuple(words.split()) for key, words in keys.items()}
     for block, keys in {
         "NetworkConfig": {"type": "lora locon lycoris lorm lokr dora fullrank"},
+        "ModelConfig": {"qtype": _QTYPES, "qtype_te": _QTYPES},
         "SaveConfig": {"dtype": f"{_DTYPES} 8bit e4m3fn float8", "save_format": "diffusers safetensors"},
         "SampleConfig": {"sampler": _SAMPLERS, "format": "jpg png webp"},
         "TrainConfig": {
