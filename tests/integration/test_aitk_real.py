@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 EXTENSION = "extensions/coat_flux"
 LINEARS = 3 * 14 + 6 * 6  # of the mini-FLUX's blocks
+AROUND = 10  # outside of them, which ai-toolkit's own quantization takes too
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,10 @@ def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None
     entry = make_real_entry()
     del entry["coat"]
     entry["train"]["optimizer_params"] = {"weight_decay": 1e-4, "m2_format": "e5m2", "block_size": 64}
-    checkout.run("own_type", {**entry, "type": "sd_trainer"})
+    out = checkout.run("own_type", {**entry, "type": "sd_trainer"})
+    assert f"[coat] qtype coat_fp8: {AROUND + LINEARS} linears hold FP8, W e4m3/per_tensor, x e4m3/per_tensor" in out
+    assert "[coat] optimizer coat_fp8_adamw: FP8AdamW over" in out
+    assert "exp_avg e4m3 (block 64, expanded), exp_avg_sq e5m2 (block 64, expanded)" in out
     state = checkout.optimizer("own_type")["state"][0]
     assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
     assert state["exp_avg_scale"].numel() == -(-state["exp_avg"].numel() // 64)

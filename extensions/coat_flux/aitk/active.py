@@ -28,6 +28,11 @@ def active_config() -> COATConfig:
     return _current[0] if _current else COATConfig.from_dict(None)
 
 
+def is_ours() -> bool:
+    """Whether a `coat_flux_trainer` job with COAT on is running."""
+    return bool(_current)
+
+
 @contextmanager
 def job_scope() -> Iterator[None]:
     """Forget the config when the job ends, however it ends: the next job of the same command must not inherit it."""

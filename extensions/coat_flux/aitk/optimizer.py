@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .active import active_config
 from .host import HostError, load_core, rebind, say, show_logs
+from .quantizer import say_what_is_stored
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,7 @@ def _wrap(original: Callable) -> Callable:
         given = signature.bind_partial(*args, **kwargs)
         given.apply_defaults()
         values = given.arguments
+        say_what_is_stored()  # the model is there, and every training job comes by here
         if str(values["optimizer_type"]).lower() != OPTIMIZER_NAME:
             return original(*args, **kwargs)
         return _build(values["params"], float(values["learning_rate"]), values["optimizer_params"])

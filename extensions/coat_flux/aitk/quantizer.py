@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .active import active_config
-from .host import HostError, load_core, rebind
+from .active import active_config, is_ours
+from .host import HostError, load_core, rebind, say
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,6 +34,7 @@ __all__ = [
     "damaged_linears",
     "install_quantizer",
     "make_quantizer",
+    "say_what_is_stored",
     "store_only",
 ]
 
@@ -40,6 +42,7 @@ QTYPE = "coat_fp8"
 BUFFERS = ("weight_codes", "weight_scale_bits")
 BACKEND_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
 _MARK = "_coat_flux_original"
+_stored: list[tuple[weakref.ref[nn.Module], FP8LinearConfig]] = []  # linears quantized at load and not told of yet
 
 
 def install_quantizer() -> list[str]:
@@ -108,6 +111,7 @@ class _Backend:
         module.coat_weight_granularity = self.config.weight_granularity
         module.coat_linear_config = self.config
         _store(module, weight)
+        _stored.append((weakref.ref(module), self.config))
 
     def dequantize(self, module: nn.Linear) -> Tensor:
         from coat_core.kernels.quantize import dequantize
@@ -133,6 +137,22 @@ class _Backend:
                 weight_granularity=module.coat_weight_granularity,
             )
         return module.coat_linear_config
+
+
+def say_what_is_stored() -> None:
+    """Say once what the linears quantized since the last call hold and how they multiply; a job of ours says more."""
+    found = [(module, config) for reference, config in _stored if (module := reference()) is not None]
+    _stored.clear()
+    if not found or is_ours():
+        return
+    from coat_core.linear.function import fp8_gemm_obstacle
+
+    from ..flux.report import describe_linear
+
+    module, config = found[0]
+    obstacle = fp8_gemm_obstacle(module.weight_codes.device, config)
+    products = "" if obstacle is None else f"; dequantized weights are multiplied, since {obstacle}"
+    say(f"[coat] qtype {QTYPE}: {len(found)} linears hold FP8, {describe_linear(config, True, False)}{products}")
 
 
 def _store(module: nn.Linear, weight: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -44,9 +45,22 @@ class Checkout:
         return out
 
     def start(
-        self, name: str, entry: dict[str, Any], *, at: str = "", send: signal.Signals | None = None
+        self,
+        name: str,
+        entry: dict[str, Any],
+        *,
+        at: str = "",
+        send: signal.Signals | None = None,
+        environment: dict[str, str] | None = None,
     ) -> tuple[int, str]:
         """Run a job through run.py, and send it a signal when it prints a line with `at`.
+
+        Args:
+            name: of the job.
+            entry: its process.
+            at: part of a line.
+            send: what to send then.
+            environment: more variables; with any the config is JSON, as the web UI writes it.
 
         Returns:
             Exit code and what it printed.
@@ -56,13 +70,13 @@ class Checkout:
             "config": {"name": name, "process": [entry]},
             "meta": {"name": name, "version": "1.0"},
         }
-        path = self.root / "configs" / f"{name}.yaml"
+        path = self.root / "configs" / f"{name}.{'json' if environment else 'yaml'}"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        path.write_text(json.dumps(config) if environment else yaml.safe_dump(config), encoding="utf-8")
         process = subprocess.Popen(
-            [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), "run.py", f"configs/{name}.yaml"],
+            [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), "run.py", f"configs/{path.name}"],
             cwd=self.root,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0", **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

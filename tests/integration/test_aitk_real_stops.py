@@ -1,0 +1,205 @@
+"""Batches and stops in a real ai-toolkit checkout, on a CPU; see test_aitk_real.py.
+
+Jobs run as the web UI runs them: a JSON config with the path of its database, and the job's id in the environment.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from coat_flux.aitk.install import install
+from coat_flux.config import JobConfig
+from coat_flux.memory.sizes import Block, FlowSettings, Tokens, kept_bytes
+from coat_flux.plan.job import job_facts
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry
+from tests.helpers.asserts import assert_bitwise
+from tests.tolerances import PLAN_KEPT_RTOL
+
+pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+JOB_TABLE = """CREATE TABLE Job (id TEXT PRIMARY KEY, name TEXT, status TEXT, stop INTEGER DEFAULT 0,
+    return_to_queue INTEGER DEFAULT 0, step INTEGER DEFAULT 0, total_steps INTEGER, info TEXT DEFAULT '',
+    speed_string TEXT DEFAULT '', save_now INTEGER DEFAULT 0, sample_now INTEGER DEFAULT 0)"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    checkout = Checkout(tmp_path_factory.mktemp("aitk_stops") / "ait")
+    install(checkout.root)
+    return checkout
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+MEASURE = """
+import os
+
+if "MEASURE" in os.environ:
+    import torch
+    from coat_flux.lora.plain import trained_parameters
+    from coat_flux.memory.policy import BlockPolicy
+    run = BlockPolicy.__call__
+
+    def measured(self, block, hidden, text, temb, rotary, *more):
+        shared = [temb, *rotary, *block.parameters(), *block.buffers(), *trained_parameters(block)]
+        known, seen = {x.untyped_storage().data_ptr() for x in shared}, {}
+
+        def pack(x):
+            if x.untyped_storage().data_ptr() not in known:
+                seen[x.untyped_storage().data_ptr()] = x.detach()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            outputs = run(self, block, hidden, text, temb, rotary, *more)
+        size = sum(x.untyped_storage().nbytes() for x in seen.values())
+        if torch.is_grad_enabled():
+            print("MEASURED", type(block).__name__, size, len(hidden), text.shape[1], hidden.shape[1], flush=True)
+        return outputs
+
+    BlockPolicy.__call__ = measured
+"""
+
+
+def test_every_block_is_fused_at_batch_1_2_and_4(checkout: Checkout) -> None:
+    """And keeps what the plan says of the fused flow, in bytes per token and channel."""
+    (checkout.root / "extensions" / "measure.py").write_text(MEASURE)
+    for batch in (1, 2, 4):
+        entry, name = make_real_entry(steps=2, batch_size=batch, disable_sampling=True), f"batch_{batch}"
+        entry["coat"]["memory"] = {"checkpointing": "none"}
+        code, out = checkout.start(name, entry, environment={"MEASURE": "1"})
+        assert code == 0, out[-4000:]
+        assert "[coat] blocks: 9 kept in FP8, fused flow, attention fp8\n" in out
+        assert "flow in place of" not in out
+        assert "FP8 e4m3 per_group, fused flow" in out
+        blocks, settings = _planned(checkout, entry)
+        for kind, block in blocks.items():
+            size, *shape = map(int, re.findall(rf"MEASURED {kind} (\d+) (\d+) (\d+) (\d+)", out)[-1])
+            tokens = Tokens(*shape)  # ai-toolkit always encodes 512 text tokens
+            assert tokens.batch == batch
+            print(f"{tokens}, {kind}: {size / tokens.rows / block.hidden:.3f} bytes per token and channel")
+            assert size == pytest.approx(kept_bytes(block, tokens, settings), rel=PLAN_KEPT_RTOL)
+
+
+def _planned(checkout: Checkout, entry: dict[str, Any]) -> tuple[dict[str, Block], FlowSettings]:
+    """The last block of each kind by its class, and how the plan says blocks keep what they keep."""
+    raw = {"job": "extension", "config": {"name": "planned", "process": [entry]}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(checkout.root)
+        facts = job_facts(JobConfig.from_dict(raw))
+    assert facts.settings.flow == "fused"
+    kinds = {"double": "FluxTransformerBlock", "single": "FluxSingleTransformerBlock"}
+    return {kinds[block.kind]: block for block in facts.blocks}, facts.settings
+
+
+# -- stops -----------------------------------------------------------------------------------------------------------
+
+MOMENTS = {  # moment → class of ai-toolkit or of its libraries, method, and how the run is stopped there
+    "before forward": ("toolkit.stable_diffusion_model:StableDiffusion.predict_noise", "button"),
+    "in backward": ("accelerate:Accelerator.backward", "button"),
+    "in the optimizer": ("accelerate.optimizer:AcceleratedOptimizer.step", "hang-up"),
+    "in the save": ("toolkit.network_mixins:ToolkitNetworkMixin.save_weights", "flag"),
+    "in the validation": ("jobs.process.BaseSDTrainProcess:BaseSDTrainProcess.validate", "button"),
+    "while sampling": ("toolkit.stable_diffusion_model:StableDiffusion._after_sample_image", "button"),
+    "between two steps": ("jobs.process.BaseSDTrainProcess:BaseSDTrainProcess.end_step_hook", "queue"),
+}
+STEPS = len(MOMENTS) + 2  # stopped in the second and in each step after it, but for the last
+SAVE_EVERY, VALIDATE_EVERY, SAMPLE_EVERY = 4, 5, 6  # ai-toolkit counts from 0: in the fifth, sixth and seventh step
+STOPPER = """
+import importlib, os, signal, sqlite3
+
+if "STOP" in os.environ:
+    where, how, at = os.environ["STOP"].split(",")
+    module, _, name = where.partition(":")
+    kind, _, method = name.partition(".")
+    owner, state = getattr(importlib.import_module(module), kind), {"step": 0, "stops": 1}
+    original = getattr(owner, method)
+    from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
+    train = SDTrainer.hook_train_loop
+
+    def counting(self, batch):
+        state["step"] = self.step_num + 1
+        return train(self, batch)
+
+    def stopping(*args, **kwargs):
+        if state["step"] == int(at) and state["stops"]:
+            state["stops"] = 0
+            if how != "hang-up":
+                with sqlite3.connect(os.environ["DATABASE"]) as table:
+                    table.execute("UPDATE Job SET %s = 1" % ("return_to_queue" if how == "queue" else "stop"))
+            if how in ("button", "hang-up"):
+                os.kill(os.getpid(), signal.SIGINT if how == "button" else signal.SIGHUP)
+        return original(*args, **kwargs)
+
+    setattr(owner, method, stopping)
+    SDTrainer.hook_train_loop = counting
+"""
+
+
+def _entry(checkout: Checkout) -> dict[str, Any]:
+    entry = make_real_entry(steps=STEPS, ema_config={"use_ema": True, "ema_decay": 0.9}, skip_first_sample=True)
+    entry["sqlite_db_path"] = str(checkout.root / "jobs.db")
+    entry["save"]["save_every"], entry["sample"]["sample_every"] = SAVE_EVERY, SAMPLE_EVERY
+    entry["sample"].update(prompts=entry["sample"]["prompts"][:2], sample_steps=1)
+    entry["train"]["validation_config"] = {
+        "resolution": 64,
+        "validate_every_n_steps": VALIDATE_EVERY,
+        "validation_items": [{"image_path": str(photo), "prompt": "dungarees"} for photo in _photos(checkout)[:1]],
+    }
+    return entry
+
+
+def _photos(checkout: Checkout) -> list[Path]:
+    return sorted((checkout.root / "datasets_example" / "clothing").glob("*.png"))
+
+
+def _job(checkout: Checkout, name: str, stop: str = "") -> tuple[int, str, dict[str, Any]]:
+    """Run a job as the web UI does, from its start button on; returns exit code, output and the job's row."""
+    database = checkout.root / "jobs.db"
+    with sqlite3.connect(database) as table:
+        table.execute(JOB_TABLE.replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS"))
+        table.execute("INSERT OR REPLACE INTO Job (id, name, status) VALUES (?, ?, 'running')", (name, name))
+    environment = {"AITK_JOB_ID": name, "DATABASE": str(database)} | ({"STOP": stop} if stop else {})
+    code, out = checkout.start(name, _entry(checkout), environment=environment)
+    with sqlite3.connect(database) as table:
+        table.row_factory = sqlite3.Row
+        row = dict(table.execute("SELECT * FROM Job WHERE id = ?", (name,)).fetchone())
+    return code, out, row
+
+
+def test_a_job_stopped_at_every_moment_of_a_step_ends_as_the_one_that_was_not(checkout: Checkout) -> None:
+    (checkout.root / "extensions" / "stopper.py").write_text(STOPPER)
+    code, out, row = _job(checkout, "whole")
+    assert (code, row["status"]) == (0, "completed"), out[-4000:]
+    for step, (moment, (where, how)) in enumerate(MOMENTS.items(), start=2):
+        code, out, row = _job(checkout, "stopped", f"{where},{how},{step}")
+        assert code == 130, f"{moment}: {out[-4000:]}"
+        assert f"[coat] stopped after {step} steps, saved in" in out, moment
+        assert (row["status"], row["step"]) == ("queued" if how == "queue" else "stopped", step), moment
+        if step > 2:
+            assert f"[coat] resume: goes on after step {step - 1}," in out, moment
+    code, out, row = _job(checkout, "stopped")
+    assert (code, row["status"]) == (0, "completed"), out[-4000:]
+    _assert_same_state(checkout, "whole", "stopped")
+
+
+def _assert_same_state(checkout: Checkout, one: str, other: str) -> None:
+    """Raw LoRA, average, random numbers, moments, and the LoRA that was published."""
+    folders = [checkout.folder(name) / "coat" / f"state-{STEPS:09d}" for name in (one, other)]
+    for file in ("lora", "ema", "rng"):
+        expected, got = (load_file(folder / "aitk" / f"{file}.safetensors") for folder in folders)
+        assert expected.keys() == got.keys()
+        for key, value in expected.items():
+            assert_bitwise(got[key], value)
+    states = [checkout.optimizer(name)["state"] for name in (one, other)]
+    for index, state in states[0].items():
+        for key, value in state.items():
+            assert_bitwise(states[1][index][key], value)
+    for key, value in checkout.lora(one).items():
+        assert_bitwise(checkout.lora(other)[key], value)
