@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 EXTENSION = "extensions/coat_flux"
 LINEARS = 3 * 14 + 6 * 6  # of the mini-FLUX's blocks
-AROUND = 10  # outside of them, which ai-toolkit's own quantization takes too
+AROUND = 24  # outside of them, and in the text encoder T5, which ai-toolkit's own quantization takes too
 
 
 @pytest.fixture(scope="module")

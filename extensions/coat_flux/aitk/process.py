@@ -323,6 +323,7 @@ class CoatFluxTrainer(HostTrainer):
                 self._training.save(lambda folder: self._save_into(folder, step))
                 super().clean_up_saves()
                 super().post_save_hook(os.path.join(self.save_root, "optimizer.pt"))
+                self.last_save_step = self._training.done  # what the web UI shows once the run has stopped
             else:
                 super().save(step)
 
