@@ -15,6 +15,7 @@ def ai_toolkit_configs() -> Iterator[BadConfig]:
         return BadConfig(f"ai-toolkit {name}", (where, words), AITK, changes)
 
     yield case("second GPU", "device='cuda:1'", "CUDA_VISIBLE_DEVICES=1", ("device", "cuda:1"))
+    yield case("no device", "device='gpu'", "write cuda", ("device", "gpu"), ("train.start_step", 0))
     yield case("no scheduler", "train.noise_scheduler", "flowmatch", ("train.noise_scheduler", ...))
     yield case("no sampler", "sample.sampler", "flowmatch", ("sample.sampler", ...))
     yield case("neg is no text", "sample.neg=false", 'neg: ""', ("sample.neg", False))

@@ -285,7 +285,7 @@ def test_one_extra_line_is_about_the_other_host(command: Any) -> None:
     assert (code, out, len(err)) == (2, [f"{name}: would run it"], 1)
 
     code, out, err = command(("train.stpes", 1))
-    assert (code, out, len(err)) == (2, [f"{name}: would not run it either, for the same keys"], 1)
+    assert (code, out, len(err)) == (2, [f"{name}: would not run it either, for the same reasons"], 1)
 
     code, out, err = command(("device", "cuda:1"))
     assert (code, err) == (0, [])

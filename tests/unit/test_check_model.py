@@ -160,6 +160,13 @@ def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = found(kontext, AITK)
     assert line.endswith("is flux kontext, which does not fit arch flux; write model.arch: flux_kontext")
     assert found(kontext, AITK, is_flux=False, arch="flux_kontext") == []
+    (line,) = found("black-forest-labs/FLUX1-dev")
+    assert line.endswith(f"did you mean {DEV}?")
+    (line,) = found("FLUX.1-dev")
+    assert line.startswith("error: ")
+    assert line.endswith(f"did you mean {DEV}?")
+    (line,) = found("stabilityai/stable-diffusion-xl-base-1.0")
+    assert "is Stable Diffusion by its name" in line
     (line,) = found("someone/my-flux")
     assert line.startswith("warning: model.name_or_path: no such folder here, so it is downloaded from the hub")
 

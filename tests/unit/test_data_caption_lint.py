@@ -78,14 +78,14 @@ def test_a_default_caption_goes_on_without_sidecars(tmp_path):
 def test_captions_in_letters_t5_does_not_know_are_told_by_their_script(tmp_path, captions, script):
     (line,) = warnings(tmp_path, captions, None)
     assert line.startswith(
-        f"{len(captions)} captions are 100% in {script.removeprefix('all ')} letters (first: that of "
+        f"{len(captions)} captions are 100% in {script.removeprefix('all ')} characters (first: that of "
     )
-    assert f"T5 does not know {script} letters and reads <unk> in their place; write them in English" in line
+    assert f"T5 does not know {script} characters and reads <unk> in their place; write them in English" in line
 
 
 def test_only_the_captions_that_suffer_are_counted(tmp_path):
     (line,) = warnings(tmp_path, ["ohwx dress at sea", "ohwx dress 在海边的街上"])
-    assert line.startswith("1 captions are 40% in Chinese letters (first: that of 1.jpg)")
+    assert line.startswith("1 captions are 40% in Chinese characters (first: that of 1.jpg)")
 
 
 def test_a_tokenizer_that_is_here_decides(tmp_path):
@@ -97,9 +97,9 @@ def test_a_tokenizer_that_is_here_decides(tmp_path):
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
     captions = {tmp_path / "0.jpg": "红裙在", tmp_path / "1.jpg": "红裙在街上"}
     (line,) = lint_captions(tmp_path, captions, None, None, str(tmp_path / "model"))
-    assert "1 captions are 40% in Chinese letters (first: that of 1.jpg)" in line
+    assert "1 captions are 40% in Chinese characters (first: that of 1.jpg)" in line
     (line,) = lint_captions(tmp_path, captions, None, None, str(MINI_FLUX))
-    assert "2 captions are 100% in Chinese letters" in line
+    assert "2 captions are 100% in Chinese characters" in line
     assert lint_captions(tmp_path, captions, None, None, None) == [], "a model without T5"
 
 

@@ -140,6 +140,7 @@ def test_a_json_file_that_cannot_be_written(job_file, tmp_path, capsys):
         ("24", 24, "RTX 4090"),
         ("24GB", 24, "RTX 4090"),
         ("24 gb", 24, "RTX 4090"),
+        ("24 GB VRAM", 24, "RTX 4090"),
         ("28", 28, ""),
         ("4090", 24, "RTX 4090"),
         ("RTX 4090", 24, "RTX 4090"),

@@ -127,6 +127,8 @@ def _check_device(entry: Entry) -> None:
         number = device.rpartition(":")[2]
         rule = f"ai-toolkit trains on the first visible GPU; write cuda and set CUDA_VISIBLE_DEVICES={number}"
         entry.add("device", rule, device)
+    elif isinstance(device, str) and device.partition(":")[0] not in ("cuda", "cpu", "mps"):
+        entry.add("device", "must be cuda, mps or cpu; write cuda", device)
     if entry.num_processes > 1:
         rule = "ai-toolkit does not synchronize LoRA gradients between processes; start one, or train on several GPUs "
         entry.findings.add("num_processes", f"{rule}with `accelerate launch ... coat-flux train`", entry.num_processes)

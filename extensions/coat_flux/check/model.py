@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.checkpoint_file import (
+    DEV,
     IN_CHANNELS,
     SUFFIXES,
     CheckpointError,
@@ -18,7 +19,7 @@ from ..config.checkpoint_file import (
     kind_of,
     read_header,
 )
-from ..config.findings import Findings
+from ..config.findings import Findings, closest
 
 STANDALONE = "standalone"
 EMBEDDED = "coat_mini_flux"  # the name in tiny_flux.EMBEDDED_MODEL, whose import needs torch
@@ -51,6 +52,8 @@ GATED = {
     "FLUX.1-Krea-dev": "flux",
     "FLUX.2-dev": "flux2",
 }
+BFL = "black-forest-labs"
+KNOWN = (*GATED, "FLUX.1-schnell")
 FLUX_ARCHS = ("flux", "flux_kontext")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3", "is_pixart": "pixart"} | {
@@ -130,7 +133,7 @@ class _Model:
         elif _HUB_NAME.fullmatch(name) and not Path(name.split("/")[0]).is_dir():
             self._check_hub(name, self.key)
         else:
-            self.add(f"no such folder or file in {Path.cwd()}; correct the path, or write a repository as owner/name")
+            self._check_missing(name, self.key)
 
     # -- a folder ------------------------------------------------------------------------------------------------------
 
@@ -248,8 +251,17 @@ class _Model:
             else:
                 self._check_hub(base, key)
 
+    def _check_missing(self, name: str, key: str) -> None:
+        """Neither here nor a name of the hub: a path that is wrong, or a name without its owner."""
+        near = closest(Path(name).name, KNOWN, cutoff=0.8)
+        remedy = f"did you mean {BFL}/{near}?" if near and "/" not in name else "correct the path, or write owner/name"
+        self.findings.add(key, f"no such folder or file in {Path.cwd()}; {remedy}", name)
+
     def _check_hub(self, name: str, key: str) -> None:
         """A repository of the hub: what is known of it without asking, and whether it can be downloaded."""
+        if not _HUB_NAME.fullmatch(name):
+            self._check_missing(name, key)
+            return
         owner, _, repository = name.partition("/")
         known = GATED.get(repository) if owner == "black-forest-labs" else None
         wanted = "flux" if self.alone else self.arch
@@ -268,7 +280,14 @@ class _Model:
             rule = f"asks for an agreement before the download, and there is no token here; accept it on {page}"
             mirror = "huggingface.co" not in os.environ.get("HF_ENDPOINT", "huggingface.co")
             (self.findings.warn if mirror else self.findings.add)(key, f"{rule}, then run `hf auth login`", name)
+        elif re.search("stable-diffusion|sdxl", name, re.IGNORECASE) and (self.alone or self.arch in FLUX_ARCHS):
+            self.findings.add(key, f"is Stable Diffusion by its name; write {DEV}, or its folder", name)
         elif known is None:
+            near = closest(repository, KNOWN) if owner == BFL and repository not in KNOWN else None
+            rule = f"no repository known here; did you mean {BFL}/{near}?"
+            if near:
+                self.findings.warn(key, rule, name)
+                return
             self.findings.warn(key, "no such folder here, so it is downloaded from the hub under this name", name)
 
 

@@ -94,12 +94,12 @@ def _print_other_host(host: str, judged: Mapping[str, Sequence[Finding]], root: 
     other = STANDALONE if host == AI_TOOLKIT else AI_TOOLKIT
     name = "the stand-alone trainer" if other == STANDALONE else f"{AI_TOOLKIT} {schema_of(root).version}"
     errors = [item for item in judged[other] if _stops(item)]
-    seen = {item.key for item in judged[host] if _stops(item)}
-    own = [item for item in errors if item.key not in seen]
+    seen = {(item.key, item.text()) for item in judged[host] if _stops(item)}
+    own = [item for item in errors if (item.key, item.text()) not in seen]
     if not errors:
         print(f"{name}: would run it too" if not seen else f"{name}: would run it")
     elif not own:
-        print(f"{name}: would not run it either, for the same keys")
+        print(f"{name}: would not run it either, for the same reasons")
     else:
         print(f"{name}: would not run it:")
         for item in own:

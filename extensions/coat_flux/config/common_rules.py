@@ -15,7 +15,7 @@ BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2
 TRIGGER_TAG = "[trigger]"
 MAX_TRIGGER = 200  # characters; CLIP reads 77 tokens, T5 512
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is told
-T5_BLIND = "FLUX's text encoder T5 does not know {} letters and reads <unk> in their place"
+T5_BLIND = "FLUX's text encoder T5 does not know {} characters and reads <unk> in their place"
 _SCRIPTS = {
     "CJK": "Chinese",
     "HIRAGANA": "Japanese",

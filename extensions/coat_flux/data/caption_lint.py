@@ -152,7 +152,7 @@ def _unread_letters(folder: Path, raw: Mapping[Path, str], tokenizer: Any) -> li
         return []
     script = Counter(script for _, script in shares).most_common(1)[0][0]
     mean = sum(share for share, _ in shares) / len(shares)
-    said = f"captions are {mean:.0%} in {script.removeprefix('all ')} letters (first: that of {{first}}): "
+    said = f"captions are {mean:.0%} in {script.removeprefix('all ')} characters (first: that of {{first}}): "
     return counted(folder, found, f"{said}{T5_BLIND.format(script)}; write them in English")
 
 
