@@ -19,6 +19,9 @@ from coat_flux.checkpoint.live import COMMANDS, LiveRun, give_command, read_stat
 from coat_flux.cli import main
 from coat_flux.live import Watch
 from coat_flux.live.server import WatchError
+from coat_flux.live.shell import shell
+from coat_flux.live.view import look_at
+from tests.helpers.browser import inspect_pages
 
 PICTURE = "1700000000000__000000002_0.png"
 
@@ -212,3 +215,17 @@ def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Pat
 
 def test_a_folder_that_is_not_there_yet_is_a_run_that_starts(tmp_path: Path) -> None:
     assert "not written anything yet" in Client(Watch(tmp_path / "none")).get("/look").json["parts"][0]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_finds_nothing_clipped_or_pale(scheme: str, run: Path, tmp_path: Path) -> None:
+    with live(run):
+        parts = "".join(f"<section>{part}</section>" for part in look_at(run).parts)
+    page = shell("shirt", "/a/folder/with_a_rather_long_name_that_has_to_break_somewhere/output/shirt", "nonce")
+    page = page.replace('<main id="live"></main>', f'<main id="live">{parts}</main>').replace("refresh();\n<", "<")
+    for name, found in inspect_pages({"watch": page}, scheme, tmp_path / "browser").items():
+        assert found["dark"] == (scheme == "dark")
+        assert found["texts"] > 20
+        wrong = {key: found[key] for key in ("outside", "clipped", "pale", "paleLines") if found[key]}
+        assert not wrong, (name, wrong)
+        assert found["scroll"] <= found["inner"]

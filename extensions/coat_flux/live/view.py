@@ -21,7 +21,7 @@ from ..report.run import NotARun, RunFolder
 __all__ = ["LOG_FILE", "View", "look_at"]
 
 LOG_FILE = Path("coat") / "log.txt"
-LOG_BYTES, LOG_LINES = 16_384, 60
+LOG_BYTES, LOG_LINES = 16_384, 24
 PACE_STEPS = 30  # newest ones that the time left is estimated from
 DOING = {
     "load": "Loading the model",
