@@ -117,7 +117,7 @@ def score(options: argparse.Namespace, loras: Mapping[str, Path]) -> dict[str, d
         if name in found:
             continue
         if lora is not None:
-            pipeline.load_lora_weights(lora)
+            pipeline.load_lora_weights(lora.parent, weight_name=lora.name)
         pixels = draw_prompts(pipeline, prompts)
         if lora is not None:
             pipeline.unload_lora_weights()

@@ -53,7 +53,7 @@ def main() -> None:
     options, started = parse_arguments(), time.monotonic()
     pipeline = load_pipeline(options.model)
     if options.lora:
-        pipeline.load_lora_weights(options.lora)
+        pipeline.load_lora_weights(options.lora.parent, weight_name=options.lora.name)
         items, trigger = prompt_items(options.count), options.trigger
     else:
         items, trigger = unseen_items(options.count, options.seed), None
