@@ -195,8 +195,10 @@ def test_samples_are_filled_in_as_ai_toolkit_does():
         ({"train.train_text_encoder": True}, "train.train_text_encoder=true: not supported by the stand-alone trainer"),
         ({"train.train_unet": False}, "train.train_unet=false: there is nothing else to train here"),
         ({"save.push_to_hub": True}, "save.push_to_hub=true: not supported by the stand-alone trainer"),
-        ({"logging.use_wandb": True}, "logging.use_wandb=true: not supported by the stand-alone trainer"),
-        ({"network.type": "lokr"}, "network.type='lokr': must be one of lora"),
+        ({"logging.use_wandb": "yes"}, "logging.use_wandb='yes': must be true or false"),
+        ({"network.type": "lokr"}, "network.type='lokr': not supported by the stand-alone trainer; run this config"),
+        ({"network.type": "dora"}, "network.type='dora': not supported by the stand-alone trainer; run this config"),
+        ({"network.type": "loha"}, "network.type='loha': neither the stand-alone trainer nor ai-toolkit trains it"),
         ({"type": "concept_slider"}, "type='concept_slider': must be one of coat_flux_trainer, sd_trainer, "),
         # types and ranges
         ({"train.lr": "1e-4"}, "train.lr='1e-4': must be a number above 0; write 1e-4 without quotes"),

@@ -18,7 +18,6 @@ _NO_CONV = "FLUX has no convolution to adapt; no effect, as in ai-toolkit"
 _OTHER_TYPE = "not used by type: lora; no effect"
 _SPEED = "only speed; the stand-alone trainer chooses it itself"
 _OFF = "belongs to a feature that is off; no effect"
-_WANDB = "only used with use_wandb, which is off; no effect"
 _HUB = "only used with push_to_hub, which is off; no effect"
 _COMPILE = "only used with compile, which is off; no effect"
 _OFFLOAD = "only used with layer_offloading, which is off; no effect"
@@ -116,7 +115,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
         "fps": _OTHER_MODEL,
         "ctrl_idx": _OFF,
     },
-    "logging": {"use_ui_logger": _WEB_UI, "project_name": _WANDB, "run_name": _WANDB},
+    "logging": {"use_ui_logger": _WEB_UI},
 }
 
 _TRAIN_OFF = (

@@ -88,6 +88,9 @@ def require_packages(job: JobConfig) -> None:
     if module and not _is_installed(module):
         text = f"needs the package {package}; pip install {package}, or write {COAT_OPTIMIZER} or adamw"
         raise ConfigError(finding(job.file, "config.process[0].train.optimizer", text, job.train.optimizer))
+    if job.logging.use_wandb and not _is_installed("wandb"):
+        text = "needs the package wandb; pip install wandb, or write false"
+        raise ConfigError(finding(job.file, "config.process[0].logging.use_wandb", text, True))
 
 
 def _is_installed(module: str) -> bool:

@@ -45,6 +45,10 @@ TIMESTEP_TYPES = (
     "eight_step",
 )
 _ONLY_AITK = "not supported by the stand-alone trainer; run this config inside ai-toolkit, or write {}"
+_OTHER_ADAPTERS = (
+    *((name, _ONLY_AITK.format("lora")) for name in ("lokr", "dora")),
+    ("loha", "neither the stand-alone trainer nor ai-toolkit trains it; write lora, or lokr inside ai-toolkit"),
+)
 _FP16 = "FLUX overflows in fp16; write bf16"
 
 
@@ -64,7 +68,7 @@ class NetworkKwargs:
 class NetworkSection:
     """`network`: the LoRA. On FLUX ai-toolkit has alpha = rank whatever is written; so have we."""
 
-    type: str = key("lora", "choice", "kind of adapter", choices=("lora",))
+    type: str = key("lora", "choice", "kind of adapter", choices=("lora",), refused=_OTHER_ADAPTERS)
     linear: int = key(4, "int", "rank", minimum=1, maximum=4096)
     linear_alpha: float | None = key(None, "float", "equal to linear", nullable=True, above=0)
     rank: int | None = key(None, "int", "old name of linear", nullable=True, minimum=1, maximum=4096)
@@ -245,4 +249,6 @@ class LoggingSection:
     """`logging`."""
 
     log_every: int = key(100, "int", "steps from one log entry to the next", minimum=1)
-    use_wandb: bool = _off(False, "log to wandb", _ONLY_AITK.format("false"))
+    use_wandb: bool = key(False, "bool", "log to Weights & Biases as well")
+    project_name: str = key("ai-toolkit", "str", "project there")
+    run_name: str | None = key(None, "str", "name of the run there; null: W&B makes one up", nullable=True)

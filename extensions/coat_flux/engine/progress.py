@@ -22,6 +22,7 @@ from ..checkpoint.versions import VERSIONS_FILE, write_versions
 from ..config.job_config import JobConfig
 from ..memory.stats import GB, peak_bytes
 from .board import Board
+from .wandb_board import WandbBoard
 
 __all__ = ["METRICS", "RunLog", "StepStats"]
 
@@ -66,6 +67,7 @@ class RunLog:
         self._validations: GrowingTable | None = None
         self._precision: GrowingTable | None = None
         self._board: Board | None = None
+        self._wandb: WandbBoard | None = None
         self._seconds: list[float] = []
         self._held_out = ""
 
@@ -88,6 +90,7 @@ class RunLog:
             self.say(f"{job.folder / VERSIONS_FILE}: cannot be written ({error}); the run goes on without it")
         board = Path(job.log_dir) / job.name if job.log_dir else self._folder / "tensorboard"
         self._board = Board(board, step, self.say)
+        self._wandb = WandbBoard(job, self.say) if job.logging.use_wandb else None
 
     def start(self, step: int) -> None:
         """Show the bar."""
@@ -112,6 +115,13 @@ class RunLog:
             values = (stats.loss, stats.lr, stats.grad_norm, stats.seconds, peak)
             for tag, value in zip(METRICS[2:-1], values, strict=True):
                 self.scalar(tag, value, stats.step)
+            if self._wandb is not None:  # names as ai-toolkit's
+                self._wandb.log({"learning_rate": stats.lr, "loss/loss": stats.loss}, stats.step)
+
+    def images(self, paths: Sequence[Path], prompts: Sequence[str], step: int) -> None:
+        """Record the samples of a step, in W&B only: the files are in `samples`."""
+        if self._wandb is not None:
+            self._wandb.images(paths, prompts, step)
 
     def _tell_speed(self, stats: StepStats) -> None:
         every = self._job.performance_log_every
@@ -134,6 +144,8 @@ class RunLog:
         if self._validations is not None:
             self._validations.append([str(step), repr(loss)])
             self.scalar("validation_loss", loss, step)
+        if self._wandb is not None:
+            self._wandb.log({"validation_loss": loss}, step)
 
     def precision(self, rows: Sequence[precision.Row]) -> None:
         """Record rows of `coat/precision.csv`; those of the weights only once."""
@@ -143,7 +155,7 @@ class RunLog:
 
     def close(self) -> None:
         """Close bar and files; may be called twice."""
-        for part in (self._bar, self._metrics, self._validations, self._precision, self._board):
+        for part in (self._bar, self._metrics, self._validations, self._precision, self._board, self._wandb):
             if part is not None:
                 part.close()
-        self._bar = self._metrics = self._validations = self._precision = self._board = None
+        self._bar = self._metrics = self._validations = self._precision = self._board = self._wandb = None

@@ -325,7 +325,8 @@ def _draw_samples(session: Session) -> None:
         folder = session.job.folder / "samples"
         with session.phases.during("sample"), session.averaged():
             try:
-                session.images.draw(session.transformer, session.step, folder)
+                paths = session.images.draw(session.transformer, session.step, folder)
+                session.log.images(paths, [item.prompt for item in session.images.items], session.step)
             except OSError as error:
                 session.log.say(
                     f"{folder}: samples of step {session.step} cannot be written ({error}); the run goes on"

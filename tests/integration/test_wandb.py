@@ -1,0 +1,69 @@
+"""Weights & Biases in the stand-alone trainer: offline for real, missing, and broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coat_flux.check.job import check_job_dict
+from coat_flux.config.findings import ConfigError
+from coat_flux.engine.trainer import COATTrainer
+from coat_flux.tiny_flux import make_tiny_flux
+from tests.helpers.engine_job import engine_job, write_images
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+    monkeypatch.chdir(tmp_path)
+    place = {"model": make_tiny_flux(tmp_path / "tiny"), "images": write_images(tmp_path / "images", 2)}
+    made = engine_job("run", **place, out=tmp_path, train={"steps": 2, "disable_sampling": False})
+    logging = {"use_wandb": True, "project_name": "clothes", "run_name": "first", "log_every": 1}
+    made["config"]["process"][0]["logging"] = logging
+    return made
+
+
+def test_offline_run_and_its_resume(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    COATTrainer(job).train()
+    known = json.loads((tmp_path / "run" / "coat" / "wandb.json").read_text(encoding="utf-8"))["id"]
+    [written] = (tmp_path / "run" / "coat" / "wandb").glob(f"offline-run-*/run-{known}.wandb")
+    until = time.monotonic() + 20  # its own process writes
+    while b"sample_0" not in (content := written.read_bytes()) and time.monotonic() < until:
+        time.sleep(0.1)
+    for text in (b"loss/loss", b"learning_rate", b"validation_loss", b"sample_0", b"clothes", b"first"):
+        assert text in content
+    assert "W&B: " in capsys.readouterr().out
+    assert not (tmp_path / "wandb").exists()
+    job["config"]["process"][0]["train"]["steps"] = 3
+    COATTrainer(job).train()
+    assert json.loads((tmp_path / "run" / "coat" / "wandb.json").read_text(encoding="utf-8"))["id"] == known
+
+
+def test_a_failure_of_wandb_ends_no_run(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    job["config"]["process"][0]["logging"]["project_name"] = "a/b"  # which W&B refuses
+    assert COATTrainer(job).train().is_file()
+    out = capsys.readouterr().out
+    assert out.count("; the run goes on without it") == 1
+    assert "Traceback" not in out
+
+
+def test_missing_wandb_is_told_before_the_model(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    said = "logging.use_wandb=true: needs the package wandb; pip install wandb, or write false"
+    assert said in check_job_dict(job)[0].line()
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        COATTrainer(job).train()
