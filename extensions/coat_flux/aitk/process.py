@@ -219,6 +219,7 @@ class CoatFluxTrainer(HostTrainer):
         super().hook_before_train_loop()
         if self._sets:
             self._continuation.restore()
+            self._continuation.saves.check_room(self._job_config, self.network.parameters())
         if self._on:
             self._training = TrainingLoop(self, self._continuation, self._job_config)
             say(self._report.table())

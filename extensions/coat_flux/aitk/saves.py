@@ -13,8 +13,9 @@ import shutil
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from .host import say
 
@@ -94,6 +95,31 @@ class Saves:
 
         self._make_newest(commit(self._dir, step, write, published, apart=self._apart))
         return self._dir / next(name for name in published if name.endswith(".safetensors"))
+
+    def check_room(self, job: Callable[[], Any], parameters: Iterable[Any]) -> None:
+        """Warn or refuse where the disk has no room for the saves.
+
+        Args:
+            job: makes the JobConfig.
+            parameters: of the LoRA.
+
+        Raises:
+            SaveError: not even one save fits, or the folder cannot be written.
+        """
+        from ..checkpoint import SaveError
+        from ..checkpoint.space import check_output
+        from ..config import ConfigError
+        from ..plan.space import save_space
+
+        try:
+            space = save_space(job(), [parameter.numel() for parameter in parameters])
+        except ConfigError:  # a job that only ai-toolkit can run
+            space = None
+        errors, warnings = check_output(self._dir, space)
+        for line in warnings:
+            say(f"[coat] WARNING: {line}")
+        if errors:
+            raise SaveError("\n".join(errors))
 
     def way_back(self, since: int) -> str:
         """What to start after the config of a run that diverged was mended.

@@ -15,6 +15,8 @@ from ..errors import UserError
 __all__ = ["ResumeError", "SaveError", "save_errors"]
 
 TORCH_WRITE_ERRORS = ("inline_container", "iostream error", "PytorchStreamWriter")  # of torch.save on a full disk
+REMEDY_FORBIDDEN = "make the folder writable for this user, or set training_folder to one that is"
+REMEDY_SPACE = "free some of this disk, or set training_folder to another one"
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -71,5 +73,5 @@ def _free(folder: Path) -> str:
 
 def _remedy(error: OSError | None) -> str:
     if error is not None and error.errno in FORBIDDEN:
-        return "make the folder writable for this user, or set training_folder to one that is"
-    return "free some of this disk, or set training_folder to another one"
+        return REMEDY_FORBIDDEN
+    return REMEDY_SPACE

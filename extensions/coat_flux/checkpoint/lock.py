@@ -31,6 +31,8 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     path = run_dir / LOCK_FILE
     with save_errors(run_dir, "the run's folder cannot be made", "nothing was written"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():  # its target would be overwritten
+            path.unlink()
         file = path.open("a+", encoding="utf-8")
     with file:
         try:

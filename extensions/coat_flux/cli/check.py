@@ -7,13 +7,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..check import HOSTS, Finding, check_here, check_job_dict, find_toolkit
 from ..check.job import AI_TOOLKIT, STANDALONE, is_toolkit, schema_of
-from ..config import load_job_yaml
+from ..config import ConfigError, JobConfig, load_job_yaml
 from ..config.job_config import PROCESS_TYPES
 from .common import EXIT_REFUSED, add_config
+
+if TYPE_CHECKING:
+    from ..checkpoint.space import SaveSpace
 
 
 def add_parser(commands: Any) -> None:
@@ -56,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     failed = _print(judged[host])
     if host in sound and not args.no_data:
         failed = _check_data(raw) or failed
+    if not failed and not args.elsewhere:
+        failed = _check_output(raw, file)
     if args.host != AI_TOOLKIT:
         _print_other_host(host, judged, root)
     if not failed:
@@ -87,6 +92,35 @@ def _check_data(raw: dict[str, Any]) -> bool:
     for line in warnings:
         print(f"warning: {line}")
     return bool(errors)
+
+
+def _check_output(raw: dict[str, Any], file: str) -> bool:
+    """Can the run be saved where it is to be, and is there room for it."""
+    from ..checkpoint.space import check_output
+
+    failed = False
+    for process in raw["config"]["process"]:
+        if process.get("type") not in PROCESS_TYPES:
+            continue
+        name = process.get("name") or raw["config"]["name"]
+        errors, warnings = check_output(Path(process["training_folder"]) / name, _space(raw, file))
+        for line in errors:
+            print(f"error: {line}", file=sys.stderr)
+        for line in warnings:
+            print(f"warning: {line}")
+        failed = failed or bool(errors)
+    return failed
+
+
+def _space(raw: dict[str, Any], file: str) -> SaveSpace | None:
+    """What saves take, where the model's sizes are known and its LoRA is one of ours."""
+    from ..plan.space import job_space
+
+    job, findings = JobConfig.examine(raw, file=file)
+    try:
+        return None if job is None or findings.errors else job_space(job)
+    except ConfigError:
+        return None
 
 
 def _print_other_host(host: str, judged: Mapping[str, Sequence[Finding]], root: Path | None) -> None:

@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 
 from ..check import require_here
 from ..checkpoint import go_back, good_step, newest_set, repair, rng_state, run_lock, set_step
-from ..checkpoint.errors import save_errors
+from ..checkpoint.errors import SaveError, save_errors
 from ..checkpoint.files import replacing
 from ..checkpoint.interrupts import Interrupts
 from ..checkpoint.live import LiveRun
+from ..checkpoint.space import check_output
+from ..config import ConfigError, load_job_yaml
 from ..config.job_config import JobConfig
 from ..data.hold_out import describe_lowest
 from ..export import check_export
@@ -28,6 +30,7 @@ from ..guard import WINDOW, DeadRunError
 from ..memory.oom import OutOfMemory, explain_oom, is_oom
 from ..memory.phases import PhaseTracker
 from ..memory.report import finish
+from ..plan.space import save_space
 from ..tiny_flux import provide_embedded
 from .flow_matching import bypassed_guidance
 from .progress import RunLog
@@ -116,7 +119,8 @@ class COATTrainer:
         job = self.job
         step = good_step(job.folder, since, _apart(job))
         if step is not None:
-            given = f' --name "{job.name}"' if job.name != job.raw.get("config", {}).get("name") else ""
+            name = job.raw["config"]["name"]
+            given = "" if _is_named(job.file, name) else f' --name "{name}"'
             return f'then go on from step {step}: coat-flux train "{job.file}"{given} --from-step {step}'
         if newest_set(job.folder) is None:
             return "nothing has been saved yet: then start the same config again"
@@ -131,6 +135,9 @@ class COATTrainer:
             back = [] if from_step is None else go_back(job.folder, from_step)
             for line in (*back, *repair(job.folder)):
                 log.say(line)
+            errors, _ = check_output(job.folder)
+            if errors:
+                raise SaveError("\n".join(errors))
         workers.wait()
         point = find_resume_point(job.folder, job.name)
         identity = identity_of(job, workers.world_size)
@@ -151,6 +158,13 @@ class COATTrainer:
         log.say(f"#### IMPORTANT RESUMING FROM {point.path} ####")
         with live:
             return _run(open_session(job, workers, log, phases, point, identity, live), self._observer, point.record)
+
+
+def _is_named(file: str, name: str) -> bool:
+    try:
+        return load_job_yaml(file)["config"]["name"] == name
+    except ConfigError:
+        return False
 
 
 def _run(
@@ -185,6 +199,11 @@ def _open_files(session: Session) -> None:
             with replacing(job.folder / "config.yaml") as temp:
                 temp.write_text(text, encoding="utf-8")
             session.phases.path = job.folder / MEMORY_FILE
+            errors, warnings = check_output(job.folder, save_space(job, [p.numel() for p in session.lora.values()]))
+            for line in warnings:
+                session.log.say(f"Warning: {line}")
+            if errors:
+                raise SaveError("\n".join(errors))
         session.log.open(session.step)
 
 

@@ -15,16 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU, n_blocks
-from coat_core.optim.state import storages
+from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 
-from ..checkpoint.commit import SETS_KEPT
 from ..config import JobConfig
 from ..flux.policy import FLUX, matches
 from ..memory.budget import USABLE_FRACTION
 from ..memory.choice import BlockBytes, Moment, block_bytes, fewest_recomputed, largest_moment
 from ..memory.sizes import FP32, around_bytes, forward_bytes
 from .job import JobFacts, job_facts
+from .space import moment_bytes, save_space
 
 __all__ = ["PARTS", "PhasePrediction", "Prediction", "predict", "predict_facts"]
 
@@ -34,7 +33,6 @@ PARTS = (
 COAT_OPTIMIZER = "coat_fp8_adamw"
 LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes from torch's allocator on a Hopper GPU, the largest of all
 OPTIMIZER_BUFFERS = 8  # fp32 buffers of a chunk while FP8AdamW updates it: w, g, m, v, and as many between
-BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale; smaller tensors keep fp32 moments
 QUANTIZED_BYTES = 8  # per element while a weight becomes FP8: two fp32 copies
 PROCESS_RAM = {True: 0.6e9, False: 3e9}  # of Python and the libraries alone: on a CPU (measured), with CUDA's
 
@@ -278,25 +276,7 @@ def _save(facts: JobFacts) -> PhasePrediction:
 
 def optimizer_bytes(facts: JobFacts) -> int:
     """Both moments of every adapter, with their scales, as `train.optimizer` stores them."""
-    train, sizes = facts.job.train, facts.adapter_sizes
-    if train.optimizer == COAT_OPTIMIZER:
-        config, _ = facts.job.coat.optimizer_config(train.optimizer_params)
-        total = 0
-        for moment in storages(config).values():
-            for size in sizes:
-                scales = len(moment.per_block) * n_blocks(size, moment.block_size)
-                total += size * moment.dtype.itemsize + FP32 * scales
-        return total
-    if train.optimizer == "adamw8bit":
-        small = sum(size for size in sizes if size < BNB_SMALLEST)
-        scales = sum(n_blocks(size, BNB_BLOCK) for size in sizes if size >= BNB_SMALLEST)
-        return 2 * (FP32 * small + sum(sizes) - small + FP32 * scales)
-    params, rank = train.optimizer_params or {}, facts.job.network.linear
-    if train.optimizer == "prodigy":  # both moments, the gradients' sum, and the start values, which are zero for B
-        return FP32 * (2 * sum(sizes) + (sum(sizes) + sum(sizes[::2])) // params.get("slice_p", 1))
-    if train.optimizer == "adafactor":  # a row and a column for each matrix
-        return FP32 * (sum(size // rank + rank for size in sizes) + sum(sizes) * (params.get("beta1") is not None))
-    return (1 if train.optimizer == "lion" else 2) * FP32 * sum(sizes)
+    return moment_bytes(facts.job, facts.adapter_sizes)
 
 
 def _ram(facts: JobFacts, peak: int) -> int:
@@ -315,11 +295,8 @@ def _latent_bytes(facts: JobFacts) -> int:
 
 def _disk(facts: JobFacts) -> int:
     """Saves that are kept, the final one, the states to resume from and one that is being written, and caches."""
-    job, elements = facts.job, sum(facts.adapter_sizes)
-    kept = min(job.save.max_step_saves_to_keep, (job.train.steps - 1) // job.save.save_every) + 1
-    lora = elements * (FP32 if job.save.dtype == "fp32" else 2)
-    state = facts.lora_bytes * (2 if job.train.ema_config.use_ema else 1) + optimizer_bytes(facts)
-    total = kept * lora + (SETS_KEPT + 1) * state + lora
+    job = facts.job
+    total = save_space(job, facts.adapter_sizes).all
     if any(entry.cache_latents_to_disk for entry in job.datasets):
         total += facts.data.latents * _latent_bytes(facts)
     if facts.caches_text:

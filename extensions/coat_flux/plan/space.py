@@ -1,0 +1,70 @@
+"""What the saves of a job take on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coat_core.kernels.packing import n_blocks
+from coat_core.optim.state import storages
+
+from ..checkpoint.space import SaveSpace
+from ..config import JobConfig
+from ..config.job_rules import COAT_OPTIMIZER
+from ..memory.sizes import FP32
+from .models import find_model
+
+__all__ = ["job_space", "moment_bytes", "save_space"]
+
+BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale; smaller tensors keep fp32 moments
+
+
+def save_space(job: JobConfig, sizes: Sequence[int]) -> SaveSpace:
+    """By the sizes of the adapters.
+
+    Args:
+        job: its optimizer, EMA, dtype and number of saves decide.
+        sizes: elements of each LoRA parameter, A and B of each linear in turn.
+    """
+    kept = min(job.save.max_step_saves_to_keep, (job.train.steps - 1) // job.save.save_every) + 1
+    raw = FP32 * sum(sizes)
+    return SaveSpace(
+        lora=sum(sizes) * (FP32 if job.save.dtype == "fp32" else 2),
+        state=raw * (2 if job.train.ema_config.use_ema else 1) + moment_bytes(job, sizes),
+        loras=kept,
+    )
+
+
+def job_space(job: JobConfig) -> SaveSpace:
+    """By the configs of the job's model; no weights are read.
+
+    Raises:
+        ConfigError: the model's sizes cannot be known.
+    """
+    model = find_model(job.model.name_or_path, f"{job.file}: config.process[0].model.name_or_path")
+    kwargs = job.network.network_kwargs
+    only, ignore = kwargs.only_if_contains, tuple(kwargs.ignore_if_contains)
+    targets, rank = model.targets(job.network.transformer_only, only, ignore), job.network.linear
+    return save_space(job, [size for linear in targets for size in (rank * linear.inputs, rank * linear.outputs)])
+
+
+def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:
+    """Both moments of every adapter, with their scales, as `train.optimizer` stores them."""
+    train = job.train
+    if train.optimizer == COAT_OPTIMIZER:
+        config, _ = job.coat.optimizer_config(train.optimizer_params)
+        total = 0
+        for moment in storages(config).values():
+            for size in sizes:
+                scales = len(moment.per_block) * n_blocks(size, moment.block_size)
+                total += size * moment.dtype.itemsize + FP32 * scales
+        return total
+    if train.optimizer == "adamw8bit":
+        small = sum(size for size in sizes if size < BNB_SMALLEST)
+        scales = sum(n_blocks(size, BNB_BLOCK) for size in sizes if size >= BNB_SMALLEST)
+        return 2 * (FP32 * small + sum(sizes) - small + FP32 * scales)
+    params, rank = train.optimizer_params or {}, job.network.linear
+    if train.optimizer == "prodigy":  # both moments, the gradients' sum, and the start values, which are zero for B
+        return FP32 * (2 * sum(sizes) + (sum(sizes) + sum(sizes[::2])) // params.get("slice_p", 1))
+    if train.optimizer == "adafactor":  # a row and a column for each matrix
+        return FP32 * (sum(size // rank + rank for size in sizes) + sum(sizes) * (params.get("beta1") is not None))
+    return (1 if train.optimizer == "lion" else 2) * FP32 * sum(sizes)
