@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,6 +40,11 @@ RANK = 16
 FLUX_BLOCKS = {"double": 19, "single": 38}
 FLUX_HIDDEN, FLUX_TEXT = 3072, 512
 PIXELS = (512, 768, 1024)
+LOOPS = {
+    "autocast": "PEFT under bf16 autocast",
+    "peft": "PEFT as in coat-flux train",
+    "toolkit": "ai-toolkit's LoRA modules",
+}
 KEEP = {"checkpointing": "none"}
 
 
@@ -166,22 +172,38 @@ def report_row(row: Row, found: dict[str, float], hooks: dict[str, float] | None
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Bars: GB of FLUX.1-dev's blocks at 1024 px, double blocks under single ones."""
+    """Bars of FLUX.1-dev's blocks at 1024 px in a group per loop, with their share of what bf16 keeps in that loop.
+
+    Loops with the same figures are one group.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 0.36 * len(results) + 1.4), layout="constrained")
-    axes = figure.subplots()
-    labels = [f"{r['loop']}: {r['name']}" for r in results][::-1]
-    double, single = ([scaled_gb(r["bytes"], 1024)[kind] for r in results][::-1] for kind in FLUX_BLOCKS)
-    axes.barh(labels, double, color="#4477aa", label="19 double blocks")
-    bars = axes.barh(labels, single, left=double, color="#ee6677", label="38 single blocks")
-    totals = [f"{a + b:.1f}" for a, b in zip(double, single, strict=True)]
-    axes.bar_label(bars, labels=totals, padding=3, fontsize=8)
-    figure.supxlabel(
-        "GB kept for backward: FLUX.1-dev, 1024 px, rank 16 (scaled from one block of each kind)", fontsize=10
-    )
-    axes.legend(loc="lower right", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    groups: list[tuple[list[str], dict[str, tuple[float, float]]]] = []
+    for loop in dict.fromkeys(r["loop"] for r in results):
+        own = {r["name"]: tuple(scaled_gb(r["bytes"], 1024).values()) for r in results if r["loop"] == loop}
+        same = (g for g in groups if all(name in g[1] and math.dist(own[name], g[1][name]) < 0.05 for name in own))
+        found = next(same, None)
+        if found is None:
+            groups.append(([loop], own))
+        else:
+            found[0].append(loop)
+    heights = [len(rows) + 0.6 for _, rows in groups]
+    figure = Figure(figsize=(9, 0.36 * sum(heights) + 1.2), layout="constrained")
+    panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, (loops, rows) in zip(panels, groups, strict=True):
+        names = list(rows)[::-1]
+        double, single = ([rows[name][kind] for name in names] for kind in range(2))
+        axes.barh(names, double, color="#4477aa", label="19 double blocks")
+        bars = axes.barh(names, single, left=double, color="#ee6677", label="38 single blocks")
+        totals = [a + b for a, b in zip(double, single, strict=True)]
+        whole = totals[names.index("bf16")] if "bf16" in names else None
+        texts = [f"{gb:.1f} GB" + (f"  ({gb / whole:.0%})" if whole and gb != whole else "") for gb in totals]
+        axes.bar_label(bars, labels=texts, padding=3, fontsize=8)
+        axes.set_title(" and ".join(map(LOOPS.__getitem__, loops)), loc="left", fontsize=10, fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.14)
+    panels[0].legend(loc="lower right", frameon=False)
+    panels[-1].set_xlabel("GB kept for backward: FLUX.1-dev, 1024 px, rank 16 (scaled from one block of each kind)")
     figure.savefig(path, dpi=90)
 
 

@@ -40,6 +40,7 @@ LAYERS = {
     "coat_flux.guard": 4,
     "coat_flux.page": 4,
     "coat_flux.precision": 4,
+    "coat_flux.run_log": 4,
     "coat_flux.engine": 5,
     "coat_flux.aitk": 5,
     "coat_flux.bench": 6,

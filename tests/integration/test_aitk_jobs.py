@@ -45,7 +45,10 @@ def test_job_trains_in_fp8(
     seen = _spy(host, monkeypatch)
     entry = {**COAT_ENTRY, "model": COAT_ENTRY["model"] if at_load else {}, "coat": {"memory": {"log_every": 2}}}
     process = host.run(**entry)
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    assert "Allocated" not in printed
+    assert max(map(len, printed.split("transformer_blocks.*")[1].splitlines())) <= 100  # the start table
+    lines = [line[21:] for line in (host.save_folder / "coat" / "log.txt").read_text(encoding="utf-8").splitlines()]
     assert seen["converted"] == BLOCK_LINEARS
     assert seen["encoder_gemms"] == ([False] if at_load else [])
     assert seen["can_merge_in"] is False

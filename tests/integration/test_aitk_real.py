@@ -49,9 +49,11 @@ def test_job_runs_from_start_to_lora_and_samples(checkout: Checkout, first_run: 
     assert {state[i][key].dtype for i in state for key in ("exp_avg", "exp_avg_sq")} == {torch.float8_e4m3fn}
     assert f"[coat] FP8 weights: {LINEARS} linears at load, 0 after it" in first_run
     assert "[coat] optimizer coat_fp8_adamw: FP8AdamW" in first_run
-    assert "outside the blocks: kept in high precision" in first_run
+    log = (checkout.folder("coat_job") / "coat" / "log.txt").read_text(encoding="utf-8")
+    assert "outside the blocks: kept in high precision" in log
     for phase in ("before_forward", "after_forward", "after_backward", "after_optimizer_step"):
-        assert f"[{phase}] Step {STEPS}: Allocated: " in first_run
+        assert f"[{phase}] Step {STEPS}: Allocated: " in log
+    assert "Allocated: " not in first_run
 
 
 def test_saved_lora_loads_in_diffusers(checkout: Checkout, first_run: str) -> None:
@@ -132,7 +134,8 @@ def test_flows_and_recomputation_from_the_yaml_alone(checkout: Checkout, first_r
     directions = {}
     for name, (activation, checkpointing, got) in FLOWS.items():
         out = checkout.run(f"flow_{name}", _flow_entry(activation, checkpointing))
-        assert f"[coat] blocks: {got}\n" in out
+        log = (checkout.folder(f"flow_{name}") / "coat" / "log.txt").read_text(encoding="utf-8")
+        assert f"[coat] blocks: {got}\n" in log
         assert "generic flow in place of" not in out
         lora = checkout.lora(f"flow_{name}")
         directions[name] = torch.cat([lora[key].float().flatten() for key in lora if ".lora_B." in key])

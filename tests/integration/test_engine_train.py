@@ -245,12 +245,24 @@ def test_uncached_run_is_the_cached_run(place: dict[str, Path]) -> None:
 
 
 def test_memory_lines_and_start_table_of_a_coat_run(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
-    train("memory", place, train={"steps": 3}, coat=COAT)
+    final = train("memory", place, train={"steps": 3}, coat=COAT)
     out = capsys.readouterr().out
-    lines = re.findall(r"^\[(\w+)\] Step (\d+): Allocated: \d+\.\d\dGB, Reserved: \d+\.\d\dGB$", out, re.MULTILINE)
-    assert lines == [(phase, "2") for phase in PHASES]
-    assert out.count(CPU_NOTE) == 1
-    assert re.search(r"^transformer_blocks\.\* +24 +W e4m3/per_tensor, x e4m3", out, re.MULTILINE)
+    log = (final.parent / "coat" / "log.txt").read_text(encoding="utf-8")
+    memory = r"\[(\w+)\] Step (\d+): Allocated: \d+\.\d\dGB, Reserved: \d+\.\d\dGB$"
+    assert re.findall(r"^\S+ \S+  " + memory, log, re.MULTILINE) == [(phase, "2") for phase in PHASES]
+    assert log.count(CPU_NOTE) == 1
+    assert re.search(r"^ +transformer_blocks\.\* +24 +W e4m3/per_tensor, x e4m3", log, re.MULTILINE)
+    assert "FP8 casts" in log
+    assert not re.search(r"Allocated|FP8 casts|Saving at", out)
+    assert re.search(r"^transformer_blocks\.\* \(24\) +W e4m3/per_tensor, x e4m3", out, re.MULTILINE)
+    assert max(map(len, out.split("\nLoRA: rank")[0].split("transformer_blocks.*", 1)[1].splitlines())) <= 100
+
+
+def test_verbose_shows_what_goes_to_the_log(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+    job = engine_job("verbose", **place, train={"steps": 2}, coat=COAT)
+    job["config"]["process"][0]["logging"] = {"verbose": True}
+    COATTrainer(job).train()
+    assert "[before_forward] Step 2: Allocated: " in capsys.readouterr().out
 
 
 def test_coat_off_leaves_no_coat_part(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

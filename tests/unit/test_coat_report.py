@@ -56,6 +56,22 @@ def test_the_table_is_aligned_and_what_lies_outside_is_one_row() -> None:
     ]
 
 
+def test_the_brief_table_fits_a_hundred_columns_and_leaves_nothing_out() -> None:
+    _, report, _ = coat_flux_model({})
+    report.add_row(
+        "optimizer", "coat_fp8_adamw", "FP8AdamW over 565,248 parameters, " * 6, "a reason that is long " * 9
+    )
+    brief = report.brief()
+    assert max(map(len, brief.splitlines())) <= 100
+    words = " ".join(brief.split())
+    for row in report.parts():
+        assert row.part in words
+        assert " ".join(row.why.split()) in words
+        assert " ".join(row.got.removeprefix("as asked").split()) in words
+    assert max(map(len, report.table().splitlines())) > 100  # which is why there is a brief one
+    assert CoatReport().brief() == ""
+
+
 def test_an_empty_report_is_a_heading_and_has_no_metadata() -> None:
     assert CoatReport().table() == "part  count  asked  got  why"
     assert CoatReport().metadata() == {}

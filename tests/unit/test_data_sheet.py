@@ -7,11 +7,12 @@ import argparse
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
+from PIL import Image, ImageFont
 
 from coat_flux.cli import data
 from coat_flux.cli.common import Refused
 from coat_flux.config import ConfigError
+from coat_flux.data.sheet import _caption_lines
 from tests.helpers.engine_job import engine_job
 from tests.reliability.photos import good_folder, jpeg, write
 
@@ -112,4 +113,24 @@ def test_names_and_photos_of_every_kind_fit_into_a_cell(tmp_path):
         write(folder / f"{name}.jpg", jpeg(size, seed=len(name)))
     sheet = tmp_path / "sheet.png"
     assert run(folder, "--sheet", sheet) == 0
-    assert Image.open(sheet).size == (3 * 252 + 12, 240 + 44 + 24)
+    assert Image.open(sheet).size == (3 * 252 + 12, 240 + 100 + 24)
+
+
+def test_captions_are_wrapped_to_their_cell(tmp_path):
+    font = ImageFont.load_default()
+    for caption in ("a red skirt, " * 40, "x" * 500, "short", ""):
+        lines = _caption_lines(caption, font)
+        assert 1 <= len(lines) <= 4
+        assert all(font.getlength(line) <= 240 for line in lines)
+    assert _caption_lines("", font) == ["(no caption)"]
+    assert " ".join(_caption_lines("a red skirt on a white background, product photo", font)) == (
+        "a red skirt on a white background, product photo"
+    )
+    assert _caption_lines("a red skirt, " * 40, font)[-1].endswith("...")
+    folder = good_folder(tmp_path / "photos")
+    plain, long = tmp_path / "plain.png", tmp_path / "long.png"
+    run(folder, "--sheet", plain)
+    for text in folder.glob("*.txt"):
+        text.write_text("a much longer caption of what is on this photo")
+    run(folder, "--sheet", long)
+    assert Image.open(plain).tobytes() != Image.open(long).tobytes()

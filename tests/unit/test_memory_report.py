@@ -79,11 +79,11 @@ def test_picture_is_an_image_with_the_bars_colours() -> None:
     assert transformer > 10 * lora > 0
 
 
-def _finished(tmp_path: Path, job: Any, **options: Any) -> tuple[list[str], dict[str, Any]]:
+def _finished(tmp_path: Path, job: Any, *, table: bool = True) -> tuple[list[str], dict[str, Any]]:
     tracker = PhaseTracker(torch.device("cpu"), tmp_path / "coat" / "memory.json")
     tracker.enter("load")
     lines: list[str] = []
-    finish(tracker, job, lines.append, **options)
+    finish(tracker, job, lines.append, lines.append if table else None)
     return lines, json.loads((tmp_path / "coat" / "memory.json").read_text())
 
 
@@ -113,5 +113,5 @@ def test_without_matplotlib_the_run_says_so(tmp_path: Path, monkeypatch: pytest.
 def test_other_processes_say_nothing() -> None:
     tracker = PhaseTracker(torch.device("cpu"), None)
     tracker.enter("load")
-    finish(tracker, _refuse, lambda line: pytest.fail(line))
+    finish(tracker, _refuse, lambda line: pytest.fail(line), lambda line: pytest.fail(line))
     assert tracker.forecast is None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from .. import _load_package
 
-__all__ = ["HostError", "host_version", "load_core", "rebind", "say", "show_logs"]
+__all__ = ["HostError", "detail", "host_version", "load_core", "rebind", "run_lines", "say", "show_logs"]
 
 # Where coat_core lies beside this folder: in a checkout of COAT-FLUX, or in site-packages
 CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (3, 2))
@@ -60,7 +62,24 @@ def load_core() -> None:
 
 
 def say(message: str) -> None:
-    """Print on the main process, as ai-toolkit does, above its progress bars; to the log outside ai-toolkit."""
+    """Print on the main process, as ai-toolkit does, above its progress bars, and write to the run's `coat/log.txt`.
+
+    Outside ai-toolkit it goes to the log.
+    """
+    _print(message)
+    if _lines is not None:
+        _lines.record(message)
+
+
+def detail(message: str) -> None:
+    """Write to the run's `coat/log.txt`; printed, too, with ai-toolkit's `logging.verbose`, or without a run's log."""
+    if _lines is None:
+        _print(message)
+    else:
+        _lines.detail(message)
+
+
+def _print(message: str) -> None:
     try:
         from toolkit.print import print_acc
     except ImportError:
@@ -70,9 +89,33 @@ def say(message: str) -> None:
         print_acc(message)
 
 
+_lines: Any = None  # run_log.Lines of the run under way
+
+
+@contextmanager
+def run_lines(*, verbose: bool) -> Iterator[Any]:
+    """Inside the context what is said is kept for `coat/log.txt`: `open(run)` of what it yields writes there.
+
+    Args:
+        verbose: print details, too.
+    """
+    global _lines
+    from ..run_log import Lines
+
+    lines = _lines = Lines(_print, verbose=verbose)
+    try:
+        yield lines
+    finally:
+        _lines = None
+        lines.close()
+
+
 class _SayHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"[coat] {'' if record.levelno <= logging.INFO else record.levelname + ': '}{record.getMessage()}")
+        if record.levelno <= logging.INFO:
+            detail(f"[coat] {record.getMessage()}")
+        else:
+            say(f"[coat] {record.levelname}: {record.getMessage()}")
 
 
 def show_logs() -> None:

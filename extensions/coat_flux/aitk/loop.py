@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .host import say
+from .host import detail, say
 from .resume import Continuation
 from .watch import StepFacts, watched
 
@@ -45,7 +45,7 @@ class TrainingLoop:
 
         asked, phases = process.coat.memory, process._phases
         self._process, self._continuation, self._job = process, continuation, job
-        self._memory = MemoryLog(process.device_torch, asked.log_every, asked.log_memory_stats, say, phases.see)
+        self._memory = MemoryLog(process.device_torch, asked.log_every, asked.log_memory_stats, detail, phases.see)
         self._spill = SpillWatch()
         self._stop = Interrupts(_say)
         self.facts = StepFacts()
@@ -59,7 +59,7 @@ class TrainingLoop:
         precision = PrecisionWatch(
             process.sd.unet, process.coat.activation.min_sqnr_db, process._report, _say, self._records.precision
         )
-        self.guard = RunGuard(process.coat.guard, lora, _say, model=process.sd.unet, precision=precision)
+        self.guard = RunGuard(process.coat.guard, lora, _say, _detail, model=process.sd.unet, precision=precision)
         if continuation is not None and continuation.state is not None:
             self.guard.load_state_dict(continuation.state.record["guard"])
             if self._held_out is not None:
@@ -298,6 +298,10 @@ def _by_layer(network: Any) -> dict[str, torch.Tensor]:
 
 def _say(line: str) -> None:
     say(f"[coat] {line}")
+
+
+def _detail(line: str) -> None:
+    detail(f"[coat] {line}")
 
 
 def end_with(error: BaseException, process: Any, job: Callable[[], Any]) -> None:

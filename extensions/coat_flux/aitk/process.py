@@ -33,7 +33,7 @@ from .. import steady
 from . import memory
 from .active import job_scope, set_active
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
-from .host import HostError, load_core, say, show_logs
+from .host import HostError, detail, load_core, run_lines, say, show_logs
 from .loop import TrainingLoop, end_with
 from .optimizer import check_optimizer
 from .preflight import check_job, check_photos, config_file
@@ -113,8 +113,11 @@ class CoatFluxTrainer(HostTrainer):
             say(f"[coat] note: {line}")
         self._lock = ExitStack()
         self._lock.enter_context(run_lock(Path(self.save_root)))
+        lines = self._lock.enter_context(run_lines(verbose=bool((self.get_conf("logging", None) or {}).get("verbose"))))
         self._held_out = check_photos(self)
         self._continuation = find_continuation(self)
+        if self.accelerator.is_main_process:
+            lines.open(Path(self.save_root))
         self._live = self._lock.enter_context(self._watched())
         set_active(self.coat)
         self._choose_at_load()
@@ -222,7 +225,8 @@ class CoatFluxTrainer(HostTrainer):
             self._continuation.saves.check_room(self._job_config, self.network.parameters())
         if self._on:
             self._training = TrainingLoop(self, self._continuation, self._job_config)
-            say(self._report.table())
+            say(self._report.brief())
+            detail(self._report.table())
             memory.hold_training(self._phases, self.network, self.optimizer, getattr(self, "ema", None))
             self._phases.enter("step")
 
@@ -366,7 +370,7 @@ class CoatFluxTrainer(HostTrainer):
             from ..memory.report import finish
             from ..memory.stats import GB
 
-            finish(self._phases, self._job_config, say, table=self.coat.memory.log_memory_stats)
+            finish(self._phases, self._job_config, say, detail if self.coat.memory.log_memory_stats else None)
             peak = self._phases.peak / GB
             skipped = self._training.guard.skipped
             left_out = f", {skipped} updates skipped" if skipped else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 
 from ..config import JobConfig, require_packages
 from ..errors import UserError
@@ -20,6 +21,16 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and --name."""
     parser.add_argument("config", metavar="CONFIG", help="YAML or JSON, the same as for ai-toolkit")
     parser.add_argument("-n", "--name", help=NAME_HELP)
+
+
+def show_warnings() -> None:
+    """Show log records on the console, but for those a run's log has shown, and known noise of libraries."""
+    from ..run_log import quiet_libraries
+
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(lambda record: not getattr(record, "coat_shown", False))
+    quiet_libraries()
 
 
 def load_job(args: argparse.Namespace) -> JobConfig:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..steady import keep_streams
-from .common import Refused, add_config, load_job
+from .common import Refused, add_config, load_job, show_warnings
 from .watch import add_address, serve
 
 ASIDE = "newer saves are moved aside, nothing is deleted"
@@ -21,6 +21,7 @@ def add_parser(commands: Any) -> None:
     add_config(train)
     train.add_argument("--watch", action="store_true", help="serve the live page of `coat-flux watch` meanwhile")
     add_address(train)
+    train.add_argument("--verbose", action="store_true", help="show on the console what goes to coat/log.txt, too")
     train.add_argument("--from-step", metavar="N", type=int, help=f"go on from the state of step N; {ASIDE}")
     train.set_defaults(run=run)
     back = commands.add_parser("rewind", help="bring a run back to an earlier state", description=rewind.__doc__)
@@ -35,12 +36,11 @@ def run(args: argparse.Namespace) -> None:
     if not args.watch and (args.host is not None or args.port is not None):
         raise Refused("--host, --port: are for the live page; add --watch, or remove them")
     job = load_job(args)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    if os.environ.get("RANK", "0") == "0":
-        for package in ("coat_core", "coat_flux"):
-            logging.getLogger(package).setLevel(logging.INFO)
-        if args.watch:
-            serve(job.folder, args.host, args.port)
+    if args.verbose:
+        job = replace(job, logging=replace(job.logging, verbose=True))
+    show_warnings()
+    if args.watch and os.environ.get("RANK", "0") == "0":
+        serve(job.folder, args.host, args.port)
     from ..engine.trainer import COATTrainer
 
     COATTrainer(job).train(from_step=args.from_step)

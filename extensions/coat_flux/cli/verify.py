@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 from typing import Any
 
-from .common import add_config, load_job
+from .common import add_config, load_job, show_warnings
 
 EXIT_NOT_LOSSLESS = 1
 
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     verdict.json and report.html. Exit code 0: lossless; 1: not, or undecided.
     """
     job = load_job(args)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    show_warnings()
     from ..verify import Settings, verify
 
     settings = Settings(steps=args.steps, hold_out=args.hold_out, validation=args.validation, every=args.every)

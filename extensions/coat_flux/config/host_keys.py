@@ -193,5 +193,4 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "sample": {"network_multiplier": 1, "extra_values": None, "num_frames": 1, "do_cfg_norm": False},
     "sample_item": {"network_multiplier": 1, "num_frames": 1, "do_cfg_norm": False}
     | dict.fromkeys(("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")),
-    "logging": {"verbose": False},
 }

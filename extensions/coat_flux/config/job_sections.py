@@ -249,6 +249,7 @@ class LoggingSection:
     """`logging`."""
 
     log_every: int = key(100, "int", "steps from one log entry to the next", minimum=1)
+    verbose: bool = key(False, "bool", "what goes to coat/log.txt is shown on the console, too")
     use_wandb: bool = key(False, "bool", "log to Weights & Biases as well")
     project_name: str = key("ai-toolkit", "str", "project there")
     run_name: str | None = key(None, "str", "name of the run there; null: W&B makes one up", nullable=True)

@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..run_log import bar_options
 from .buckets import fit_to_bucket
 from .cache import (
     TensorCache,
@@ -275,7 +276,7 @@ def _cache_gone(what: Path | str, kind: str) -> DatasetError:
 
 
 def _bar(items: list[Any], description: str, progress: bool) -> Iterable[Any]:
-    return tqdm(items, desc=description, disable=not progress)
+    return tqdm(items, desc=description, disable=not progress, leave=False, **bar_options())
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
-"""The contact sheet: every photo as it will be read, with the frame of its crop, its name, sizes and traits."""
+"""The contact sheet: every photo as it will be read, the outline of its crop, its name, sizes, traits and caption."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -14,9 +15,11 @@ from .preflight import DataReport
 from .samples import Sample
 
 MOST_PHOTOS = 400
-_CELL, _TEXT, _MARGIN = 240, 44, 12  # pixels
+_CELL, _LINE, _MARGIN = 240, 14, 12  # pixels
+_CAPTION_LINES = 4
+_TEXT = _LINE * (3 + _CAPTION_LINES) + 2
 _COLUMNS = 6
-_PAPER, _INK, _FRAME, _ALARM, _MISSING = "#f4f4f4", "#202020", "#00a040", "#c02020", "#d0d0d0"
+_PAPER, _INK, _QUIET, _FRAME, _ALARM, _MISSING = "#f4f4f4", "#202020", "#595959", "#00a040", "#c02020", "#d0d0d0"
 
 
 def contact_sheet(report: DataReport, *, background: str = "white", transparency: str = "background") -> Image.Image:
@@ -57,13 +60,28 @@ def _cell(path: Path, report: DataReport, sample: Sample | None, background: str
     else:
         size = f"{facts.size[0]}x{facts.size[1]}"
         trained = f" as {sample.bucket.width}x{sample.bucket.height}" if sample else ""
-        lines, ink = [size + trained, ", ".join(sorted(facts.traits))], _INK
+        lines, ink = [size + trained, *([", ".join(sorted(facts.traits))] if facts.traits else [])], _INK
     cell.paste(picture, ((_CELL - picture.width) // 2, (_CELL - picture.height) // 2))
     draw, font = ImageDraw.Draw(cell), ImageFont.load_default()
-    for number, line in enumerate([_shortened(path.name), *lines]):
-        colour = _INK if number == 0 else ink
-        draw.text((2, _CELL + 2 + 14 * number), line, fill=colour, font=font)
+    texts = [(_shortened(path.name), _INK), *((line, ink) for line in lines)]
+    if sample is not None:
+        texts += [(line, _QUIET) for line in _caption_lines(sample.caption, font)]
+    for number, (line, colour) in enumerate(texts):
+        draw.text((2, _CELL + 2 + _LINE * number), line, fill=colour, font=font)
     return cell
+
+
+def _caption_lines(caption: str, font: Any) -> list[str]:
+    """The caption in lines as wide as a cell; what does not fit ends in dots."""
+    lines = [""]
+    for letter in printable(caption.strip() or "(no caption)"):
+        if font.getlength(lines[-1] + letter) > _CELL - 4:  # by letters: a caption may have no blanks
+            if len(lines) == _CAPTION_LINES:
+                return [*lines[:-1], lines[-1][:-3] + "..."]
+            head, blank, tail = lines[-1].rpartition(" ")
+            lines = [*lines[:-1], *([head, tail] if blank and letter != " " else [lines[-1], ""])]
+        lines[-1] = (lines[-1] + letter).lstrip()
+    return lines
 
 
 def _picture(path: Path, sample: Sample | None, background: str, masked: bool) -> Image.Image | None:

@@ -1,6 +1,6 @@
 """What a run tells while it runs: progress bar, console lines, and files in its folder.
 
-    coat/metrics.csv, validation.csv, precision.csv, tensorboard/
+    coat/log.txt, metrics.csv, validation.csv, precision.csv, tensorboard/
 
 Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar. What the disk
 refuses is said once and tried again later: no file of a report ends a run.
@@ -8,7 +8,6 @@ refuses is said once and tried again later: no file of a report ends a run.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,11 @@ from ..checkpoint.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FIL
 from ..checkpoint.versions import VERSIONS_FILE, write_versions
 from ..config.job_config import JobConfig
 from ..memory.stats import GB, peak_bytes
+from ..run_log import Lines, bar_options
 from .board import Board
 from .wandb_board import WandbBoard
 
 __all__ = ["METRICS", "RunLog", "StepStats"]
-
-logger = logging.getLogger(__name__)
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}{postfix}]"
 
@@ -52,7 +50,7 @@ class RunLog:
 
     Args:
         job: says where the files go (`log_dir`, or `coat/tensorboard`) and how often (`logging.log_every`,
-            `performance_log_every`).
+            `performance_log_every`); `logging.verbose` shows details on the console, too.
         device: whose peak memory is shown.
         active: False (every process but the main one) reports nothing.
     """
@@ -70,17 +68,31 @@ class RunLog:
         self._wandb: WandbBoard | None = None
         self._seconds: list[float] = []
         self._held_out = ""
+        self._lines = Lines(tqdm.write, verbose=job.logging.verbose)
+        if active:
+            self._lines.listen()
 
     def say(self, line: str) -> None:
-        """Write one line to the console."""
+        """Write to the console and to `coat/log.txt`."""
         if self.active:
-            tqdm.write(line)
+            self._lines.say(line)
+
+    def detail(self, line: str) -> None:
+        """Write to `coat/log.txt`, and to the console with `logging.verbose`."""
+        if self.active:
+            self._lines.detail(line)
+
+    def record(self, line: str) -> None:
+        """Write to `coat/log.txt` alone."""
+        if self.active:
+            self._lines.record(line)
 
     def open(self, step: int) -> None:
         """Open the files; what a crashed run wrote after `step` is dropped from them."""
         if not self.active:
             return
         job = self._job
+        self._lines.open(job.folder)
         self._metrics = GrowingTable(job.folder / METRICS_FILE, METRICS, step, self.say)
         self._validations = GrowingTable(job.folder / VALIDATION_FILE, VALIDATION, step, self.say)
         self._precision = GrowingTable(job.folder / precision.FILE, precision.COLUMNS, step, self.say)
@@ -97,7 +109,7 @@ class RunLog:
         if self.active:
             job = self._job
             self._bar = tqdm(
-                total=job.train.steps, initial=step, desc=job.name, bar_format=BAR, dynamic_ncols=True, smoothing=0.1
+                total=job.train.steps, initial=step, desc=job.name, bar_format=BAR, smoothing=0.1, **bar_options()
             )
 
     def step(self, stats: StepStats) -> None:
@@ -105,8 +117,9 @@ class RunLog:
         if self._bar is None or self._metrics is None:
             return
         peak = peak_bytes(self._device) / GB
+        seen = f"lr: {stats.lr:.1e} loss: {stats.loss:.3e}{self._held_out} peak: {peak:.2f}GB"
+        self._bar.set_postfix_str(seen, refresh=False)
         self._bar.update(stats.step - self._bar.n)
-        self._bar.set_postfix_str(f"lr: {stats.lr:.1e} loss: {stats.loss:.3e}{self._held_out} peak: {peak:.2f}GB")
         exact = [repr(value) for value in (stats.loss, stats.lr, stats.grad_norm)]
         numbers = [*exact, f"{stats.seconds:.4f}", f"{peak:.3f}", str(stats.skipped)]
         self._metrics.append([str(stats.step), str(stats.epoch), *numbers])
@@ -141,6 +154,7 @@ class RunLog:
         """Record a fixed-noise loss in `coat/validation.csv` and TensorBoard; one of photos held out is in the bar."""
         if self._job.validation.hold_out is not None:
             self._held_out = f" held-out: {loss:.3e}"
+            self.say(f"Step {step}: held-out loss {loss:.5f}")
         if self._validations is not None:
             self._validations.append([str(step), repr(loss)])
             self.scalar("validation_loss", loss, step)
@@ -155,7 +169,8 @@ class RunLog:
 
     def close(self) -> None:
         """Close bar and files; may be called twice."""
-        for part in (self._bar, self._metrics, self._validations, self._precision, self._board, self._wandb):
+        tables = (self._metrics, self._validations, self._precision)
+        for part in (self._bar, *tables, self._board, self._wandb, self._lines):
             if part is not None:
                 part.close()
         self._bar = self._metrics = self._validations = self._precision = self._board = self._wandb = None

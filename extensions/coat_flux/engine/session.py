@@ -120,11 +120,13 @@ def open_session(
     trained = [sample for sample in samples if sample.image_path not in held_out]
     measured = [sample for sample in samples if sample.image_path in held_out]
     phases.enter("cache")
+    log.say(f"Loading text encoders and VAE of {job.model.name_or_path}")
     encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
     phases.hold_models(encoders.vae, [encoders.text.clip, encoders.text.t5])
     dataset, images = _prepare_data(job, workers, encoders, [*trained, *measured])
     validation = Validation(dataset, measured, trained)
     phases.enter("load")
+    log.say(f"Loading the transformer of {job.model.name_or_path}")
     transformer, report = _prepare_transformer(job, workers, dtype)
     lora = lora_parameters(transformer)
     if identity["model"]["fingerprint"] is None:  # it was not on this machine before
@@ -181,7 +183,7 @@ def _hold(session: Session) -> None:
 def _make_memory_log(job: JobConfig, workers: Workers, log: RunLog, phases: PhaseTracker) -> MemoryLog:
     memory = job.coat.memory
     enabled = job.coat.enabled and memory.log_memory_stats and workers.is_main
-    return MemoryLog(workers.device, memory.log_every, enabled, log.say, phases.see)
+    return MemoryLog(workers.device, memory.log_every, enabled, log.detail, phases.see)
 
 
 def _make_guard(
@@ -194,7 +196,7 @@ def _make_guard(
 ) -> RunGuard:
     minimum = job.coat.activation.min_sqnr_db if job.coat.enabled else None
     watch = PrecisionWatch(transformer, minimum, report, log.say, log.precision, mean=workers.mean)
-    return RunGuard(job.coat.guard, lora, log.say, model=transformer, precision=watch)
+    return RunGuard(job.coat.guard, lora, log.say, log.detail, model=transformer, precision=watch)
 
 
 def _prepare_optimizer(
@@ -214,7 +216,8 @@ def _tell(job: JobConfig, report: CoatReport | None, optimizer: Optimizer, targe
     if report is not None:
         why = "" if ours else "moments in FP8 are for coat_fp8_adamw"
         report.add_row("optimizer", job.train.optimizer, got, why)
-        log.say(report.table())
+        log.say(report.brief())
+        log.record(report.table())
     elif ours:
         log.say(f"optimizer {job.train.optimizer}: {got}")
     log.say(f"LoRA: rank {job.network.linear} on {targets} linears")

@@ -105,6 +105,7 @@ class COATTrainer:
                 raise
             raise DeadRunError(f"{error}; {self._way_back(error.since)}", error.since) from error
         except Exception as error:
+            log.record(f"Ended by {type(error).__name__}: {error}")
             if not is_oom(error):
                 raise
             text = explain_oom(error, phase=None, phases=phases, job=job, device=workers.device)
@@ -186,7 +187,8 @@ def _run(
         log.say(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
     else:
         log.say(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
-    finish(session.phases, lambda: job, log.say, table=job.coat.memory.log_memory_stats)
+    table = log.detail if job.coat.memory.log_memory_stats else None
+    finish(session.phases, lambda: job, log.say, table)
     log.say(f"Saved the LoRA to {path}")
     return path
 
@@ -264,7 +266,7 @@ def _save_and_sample(session: Session, asked: frozenset[str]) -> None:
         session.log.say(f"Step {session.step}: not saved, {doubt}; it is saved when that is over")
         session.owes_save = True
     elif due or (session.owes_save and doubt is None):
-        session.log.say(f"Saving at step {session.step}")
+        session.log.detail(f"Saving at step {session.step}")
         session.log.say(f"Saved checkpoint to {_save(session, final=False)}")
         session.owes_save = False
     due = _is_due(session, job.sample.sample_every) and session.step >= job.sample.sample_start_step
@@ -300,7 +302,7 @@ def _write_save(session: Session, file_name: str, *, final: bool) -> None:
 
     save_checkpoint(job.folder, file_name, point, save_dtype(job.save.dtype), check, _apart(job))
     for old in rotate_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
-        session.log.say(f"Removing old save: {old}")
+        session.log.detail(f"Removing old save: {old}")
 
 
 def _apart(job: JobConfig) -> int:
@@ -346,6 +348,7 @@ def _draw_samples(session: Session) -> None:
             try:
                 paths = session.images.draw(session.transformer, session.step, folder)
                 session.log.images(paths, [item.prompt for item in session.images.items], session.step)
+                session.log.say(f"Samples of step {session.step} are in {folder}")
             except OSError as error:
                 session.log.say(
                     f"{folder}: samples of step {session.step} cannot be written ({error}); the run goes on"

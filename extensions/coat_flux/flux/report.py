@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -102,6 +103,16 @@ class CoatReport:
         lines = ("  ".join([*map(str.ljust, row, widths), row[4]]) for row in (HEADER, *cells))
         return "\n".join(line.rstrip() for line in lines)
 
+    def brief(self, width: int = 100) -> str:
+        """Return a table that fits `width` columns: parts, what they got, and behind it what was asked, and why."""
+        rows = [(f"{row.part} ({row.count})" if row.count else row.part, _in_words(row)) for row in self.parts()]
+        left = max((len(part) for part, _ in rows), default=0) + 2
+        lines = []
+        for part, text in rows:
+            first, *more = textwrap.wrap(text, width - left, break_on_hyphens=False) or [""]
+            lines += [part.ljust(left) + first, *(" " * left + line for line in more)]
+        return "\n".join(lines)
+
     def metadata(self) -> dict[str, str]:
         """Return the table as it is now, flat: `coat.asked.<part>`, `coat.got.<part>`, `coat.why.<part>`.
 
@@ -138,6 +149,15 @@ def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool)
     if high_precision or not linear.use_fp8_gemm:
         return f"{weight}, high precision GEMM"
     return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"
+
+
+def _in_words(row: Row) -> str:
+    if row.got == row.asked:
+        return f"{row.got}{f' ({row.why})' if row.why else ''}"
+    differs = row.asked != UNASKED and not row.got.startswith("as asked")
+    behind = [f"asked: {row.asked}"] * differs + [row.why] * bool(row.why)
+    got = row.got.replace("as asked", row.asked, 1) if row.got.startswith("as asked") else row.got
+    return f"{got} ({'; '.join(behind)})" if behind else got
 
 
 def _part(name: str) -> str:

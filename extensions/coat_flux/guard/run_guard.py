@@ -46,6 +46,7 @@ class RunGuard:
         options: `coat.guard`.
         lora: name → parameter of every adapter matrix; may be set later as the attribute of this name.
         say: takes one line for the user.
+        detail: takes what only a log needs; None gives it to `say`.
         model: the transformer, for the names of layers in messages about FP8.
         precision: takes what is measured at health steps.
 
@@ -60,6 +61,7 @@ class RunGuard:
         options: GuardOptions,
         lora: Mapping[str, Tensor],
         say: Callable[[str], None],
+        detail: Callable[[str], None] | None = None,
         *,
         model: nn.Module | None = None,
         precision: PrecisionWatch | None = None,
@@ -67,6 +69,7 @@ class RunGuard:
         self.lora = lora
         self.skipped = self.updates = 0
         self._options, self._say, self._model = options, say, model
+        self._detail = detail or say
         self._nonfinite = self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
         self._began = self._told_of_graphs = False
@@ -265,7 +268,7 @@ class RunGuard:
             self._precision.see(probe.rows(step))
         if health is None:
             return
-        self._say(f"step {step}: {health.line()}")
+        self._detail(f"step {step}: {health.line()}")
         verdict = health.verdict(self._options)
         if verdict is not None and self._options.enabled and not self._nonfinite:
             raise DeadRunError(f"step {step}: {verdict}; {KEPT}")

@@ -17,10 +17,10 @@ from ..checkpoint.live import RunStatus, read_status
 from ..page.charts import line_chart
 from ..report.logs import Curve, read_metrics, read_validation, smoothed
 from ..report.run import NotARun, RunFolder
+from ..run_log import LOG_FILE
 
-__all__ = ["LOG_FILE", "View", "look_at"]
+__all__ = ["View", "look_at"]
 
-LOG_FILE = Path("coat") / "log.txt"
 LOG_BYTES, LOG_LINES = 16_384, 24
 PACE_STEPS = 30  # newest ones that the time left is estimated from
 DOING = {

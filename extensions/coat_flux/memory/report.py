@@ -37,15 +37,18 @@ COLOURS = {  # in the order of the bars, from below
 
 
 def finish(
-    tracker: PhaseTracker, job: Callable[[], JobConfig], say: Callable[[str], None], *, table: bool = True
+    tracker: PhaseTracker,
+    job: Callable[[], JobConfig],
+    say: Callable[[str], None],
+    detail: Callable[[str], None] | None = None,
 ) -> None:
     """End a run's tracking: JSON with the prediction, table, picture.
 
     Args:
         tracker: of the run; one that writes nothing says nothing.
         job: makes the job that is predicted; its error is the reason why there is no prediction.
-        say: takes lines for the run's log.
-        table: False leaves the table out of the log.
+        say: takes lines for the console.
+        detail: takes the table; None leaves it out.
     """
     if tracker.path is not None:
         tracker.forecast = forecast(job, tracker.device)
@@ -53,8 +56,8 @@ def finish(
     if tracker.path is None:
         return
     record = tracker.record()
-    if table:
-        say(as_table(record))
+    if detail is not None:
+        detail(as_table(record))
     target = tracker.path.with_suffix(".png")
     try:
         with replacing(target) as temp:

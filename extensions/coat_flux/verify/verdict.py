@@ -18,6 +18,7 @@ from ..checkpoint.files import replacing
 from ..config import JobConfig
 from ..engine.seeding import seed_of
 from ..guard import DeadRunError
+from ..run_log import bar_options
 from .errors import VerifyError
 from .judgement import LOSSLESS, Judgement, broken, judge, worse
 from .paired import BF16, Arm
@@ -181,7 +182,7 @@ def _judged(study: Study, runs: Sequence[ArmResult], say: Callable[[str], None])
     job = JobConfig.from_dict(study.prepare(ARM_BF16, BF16, runs[0].seed), file=study.job.file)
     loras = {run.name: run.lora for run in runs}
     sigmas = study.settings.final_sigmas
-    with tqdm(desc="held-out photos", leave=False, dynamic_ncols=True) as bar:
+    with tqdm(desc="held-out photos", leave=False, **bar_options()) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
@@ -240,7 +241,7 @@ class _Progress:
     """One bar over the steps of all runs; steps that were done before do not count as speed."""
 
     def __init__(self, total: int):
-        self._bar = tqdm(total=total, desc="all runs", unit="step", smoothing=0, dynamic_ncols=True)
+        self._bar = tqdm(total=total, desc="all runs", unit="step", smoothing=0, **bar_options())
         self._before, self._fresh = 0, True
 
     def __enter__(self) -> _Progress:
@@ -252,7 +253,7 @@ class _Progress:
     def begin(self, what: str) -> None:
         """A run begins."""
         self._before, self._fresh = self._bar.n, True
-        self._bar.set_postfix_str(what)
+        self._bar.set_postfix_str(what, refresh=False)
 
     def step(self, done: int) -> None:
         """Steps of this run that are done."""

@@ -1,0 +1,141 @@
+"""Where the lines of a run go: to the console what a user acts on, to `coat/log.txt` every line, with its time.
+
+Both trainers use it. A line is *said* (saves, samples, losses, warnings) or a *detail* (memory lines, FP8 casts, the
+start table in full), which the console shows only if asked to. Lines from before the run's folder may be written are
+kept until it may.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+__all__ = ["LOG_FILE", "Lines", "bar_options", "quiet_libraries"]
+
+LOG_FILE = Path("coat") / "log.txt"
+PACKAGES = ("coat_core", "coat_flux")
+REDRAW_S, REDRAW_FILE_S = 0.5, 30.0  # of a progress bar, on a terminal and in a file
+NOISE = (  # of libraries, about what a user neither did nor can use; each is named by its own words
+    "Failed to load CPU gemm_4bit_forward from kernels-community",  # bitsandbytes, imported by others
+    "ImageProcessor` requires torchvision (not installed); falling back to",  # transformers, imported by diffusers
+    "`torch_dtype` is deprecated! Use `dtype` instead!",  # transformers, called by diffusers
+)
+
+
+class Lines(logging.Handler):
+    """Takes the lines of a run, and the log records of our packages.
+
+    Args:
+        write: writes to the console.
+        verbose: details go to the console, too.
+    """
+
+    def __init__(self, write: Callable[[str], None], *, verbose: bool = False):
+        super().__init__(logging.INFO)
+        self.verbose = verbose
+        self._write = write
+        self._waiting: list[str] = []
+        self._file: TextIO | None = None
+        self._given_up = False
+        self._levels: dict[str, int] = {}
+
+    def say(self, line: str) -> None:
+        """Write to the console and the file."""
+        self._write(line)
+        self.record(line)
+
+    def detail(self, line: str) -> None:
+        """Write to the file, and to the console if verbose."""
+        if self.verbose:
+            self._write(line)
+        self.record(line)
+
+    def record(self, text: str) -> None:
+        """Write to the file alone, with the time in front."""
+        entry = f"{datetime.now():%Y-%m-%d %H:%M:%S}  "
+        self._waiting.append(entry + textwrap.indent(text, " " * len(entry)).lstrip() + "\n")
+        if self._file is not None:
+            self._flush(self._file)
+        elif self._given_up:
+            self._waiting = []
+
+    def _flush(self, file: TextIO) -> None:
+        lines, self._waiting = self._waiting, []
+        try:
+            file.writelines(lines)
+            file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        file, self._file, self._given_up, self._waiting = self._file, None, True, []
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+        self._write(f"{LOG_FILE.as_posix()}: cannot be written ({error}); the run goes on without it")
+
+    def open(self, run: Path) -> None:
+        """Append to the log of the run in folder `run`; where that cannot be done, it is said."""
+        path = run / LOG_FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._flush(self._file)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say a warning, note anything below as a detail; marks the record, see `coat_flux.cli.train`."""
+        record.coat_shown = True
+        if record.levelno >= logging.WARNING:
+            self.say(f"{record.levelname}: {record.getMessage()}")
+        else:
+            self.detail(record.getMessage())
+
+    def listen(self) -> None:
+        """Take the log records of our packages, from INFO up."""
+        for name in PACKAGES:
+            logger = logging.getLogger(name)
+            self._levels[name] = logger.level
+            logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
+            logger.addHandler(self)
+
+    def close(self) -> None:
+        """Stop listening and close the file; may be called twice."""
+        for name, level in self._levels.items():
+            logging.getLogger(name).removeHandler(self)
+            logging.getLogger(name).setLevel(level)
+        self._levels = {}
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+        super().close()
+
+
+def bar_options() -> dict[str, Any]:
+    """Arguments of tqdm: two redraws a second on a terminal, two a minute in a file."""
+    pause = REDRAW_S if sys.stderr.isatty() else REDRAW_FILE_S
+    return {"mininterval": pause, "maxinterval": 2 * pause, "miniters": 1, "dynamic_ncols": True}
+
+
+def quiet_libraries() -> None:
+    """Drop the lines of `NOISE` and their like from the console of a command; all others stay."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    warnings.filterwarnings("ignore", message=r"`torch\.jit\.script", category=DeprecationWarning)
+    for library in (diffusers_logging, transformers_logging):
+        library.get_logger()  # makes its handler
+        library.disable_progress_bar()  # of the files of a model, each; what is loaded has a line of ours
+    for name in ("", "diffusers", "transformers"):
+        for handler in logging.getLogger(name or None).handlers:
+            handler.addFilter(lambda record: not any(part in record.getMessage() for part in NOISE))

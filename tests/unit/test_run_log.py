@@ -1,0 +1,91 @@
+"""Where the lines of a run go: console, `coat/log.txt`, and what is dropped."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from coat_flux.run_log import LOG_FILE, PACKAGES, Lines, bar_options
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "coat").mkdir()
+    return tmp_path
+
+
+def test_details_are_in_the_file_and_on_the_console_only_if_asked(run: Path) -> None:
+    for verbose in (False, True):
+        shown: list[str] = []
+        lines = Lines(shown.append, verbose=verbose)
+        lines.say("before the folder")
+        lines.open(run)
+        lines.detail("memory\nline")
+        lines.record("a table")
+        lines.close()
+        assert shown == ["before the folder", *["memory\nline"] * verbose]
+    text = (run / LOG_FILE).read_text(encoding="utf-8").splitlines()
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+    expected = [f"{time}before the folder", f"{time}memory", " {21}line", f"{time}a table"] * 2  # appended
+    assert len(text) == len(expected)
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, text, strict=True))
+
+
+def test_warnings_of_our_packages_are_said_and_the_rest_is_a_detail(run: Path) -> None:
+    shown: list[str] = []
+    levels = [logging.getLogger(name).level for name in PACKAGES]
+    lines = Lines(shown.append)
+    lines.listen()
+    lines.open(run)
+    logging.getLogger("coat_flux.data").warning("%d photos", 4)
+    logging.getLogger("coat_core.linear").info("78 linears")
+    logging.getLogger("coat_core.linear").debug("nothing")
+    logging.getLogger("somebody").warning("else")
+    lines.close()
+    logging.getLogger("coat_flux.data").warning("after the run")
+    assert shown == ["WARNING: 4 photos"]
+    text = (run / LOG_FILE).read_text(encoding="utf-8")
+    assert [line[21:] for line in text.splitlines()] == ["WARNING: 4 photos", "78 linears"]
+    assert [logging.getLogger(name).level for name in PACKAGES] == levels
+
+
+def test_a_full_disk_costs_the_log_and_not_the_run(run: Path) -> None:
+    shown: list[str] = []
+    lines = Lines(shown.append)
+    lines.open(run)
+
+    class Full:
+        def writelines(self, lines: list[str]) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    lines._file = Full()  # type: ignore[assignment]  # a disk cannot be filled here
+    lines.say("one")
+    lines.say("two")
+    lines.close()
+    assert shown[0] == "one"
+    assert shown[1].startswith("coat/log.txt: cannot be written ([Errno 28]")
+    assert shown[2:] == ["two"]
+
+
+def test_a_log_that_cannot_be_opened_is_said_once(run: Path) -> None:
+    (run / LOG_FILE).mkdir()
+    shown: list[str] = []
+    lines = Lines(shown.append)
+    lines.open(run)
+    lines.detail("one")
+    assert [line.split(" (")[0] for line in shown] == ["coat/log.txt: cannot be written"]
+
+
+@pytest.mark.parametrize(("terminal", "pause"), [(True, 0.5), (False, 30.0)])
+def test_a_bar_is_drawn_twice_a_second_and_rarely_into_a_file(
+    terminal: bool, pause: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    assert bar_options()["mininterval"] == pause
+    assert bar_options()["maxinterval"] >= pause  # tqdm redraws after this by itself
