@@ -16,7 +16,7 @@ from .build import HostKeys, blocks, build, key
 from .coat_config import COATConfig, check_combinations
 from .findings import Findings
 from .host_keys import NO_EFFECT, UNSUPPORTED
-from .job_file import check_plain, check_shape, load_job_yaml, replace_name
+from .job_file import check_plain, check_shape, load_job_yaml, load_written, replace_name
 from .job_rules import COAT_OPTIMIZER, COAT_TYPE, check_job, coat_without_block
 from .job_sections import (
     DTYPES,
@@ -40,7 +40,8 @@ class JobConfig:
     """One job, with every default filled in.
 
     The process entry under ai-toolkit's names, and: `file` the YAML's path for errors, `meta` the user's own metadata,
-    `notes` lines the user should see, `raw` the job as read, for `config.yaml`.
+    `notes` lines the user should see, `raw` the job as read, `written` the same with every `${VARIABLE}` unexpanded,
+    for what is stored.
     """
 
     name: str | None = key(None, "str", "name of the run", nullable=True)
@@ -64,6 +65,7 @@ class JobConfig:
     meta: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -86,7 +88,10 @@ class JobConfig:
         Raises:
             ConfigError: everything that is wrong with the file.
         """
-        return cls.from_dict(load_job_yaml(path, name=name), file=os.fspath(path))
+        job = cls.from_dict(load_job_yaml(path, name=name), file=os.fspath(path))
+        written = load_written(path, name=job.raw["config"]["name"])
+        meta = written.get("meta")
+        return replace(job, written=written, meta=dict(meta) if isinstance(meta, Mapping) else {})
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, file: str = "") -> JobConfig:
@@ -122,7 +127,7 @@ class JobConfig:
         _check_frame(plain, findings)
         process = config["process"][0]
         meta = plain["meta"] if isinstance(plain.get("meta"), Mapping) else {}
-        job = build(cls, process, path, findings, host=HOST, file=file, meta=dict(meta), raw=plain)
+        job = build(cls, process, path, findings, host=HOST, file=file, meta=dict(meta), raw=plain, written=plain)
         job = replace(_completed(job, config["name"]), coat=_coat_in_force(job, f"{path}.coat", findings))
         check_combinations(job.coat, f"{path}.coat", findings)
         check_job(job, path, findings)

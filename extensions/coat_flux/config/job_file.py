@@ -60,6 +60,33 @@ def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> d
     return replace_name(raw, raw["config"]["name"])
 
 
+def load_written(path: str | os.PathLike[str], *, name: str) -> dict[str, Any]:
+    """A job file that `load_job_yaml` has read, with every `${VARIABLE}` as it stands there: for what is stored.
+
+    Args:
+        path: of the file.
+        name: of the job.
+    """
+    file = os.fspath(path)
+    text = read_text(Path(file))
+    variables = list(dict.fromkeys(_ENV.findall(text)))
+    marks = {variable: f"COATVARIABLE{number}X" for number, variable in enumerate(variables)}
+    raw = parse(_ENV.sub(lambda match: marks[match[1]], text), file)
+    raw["config"]["name"] = name
+
+    def put_back(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: put_back(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [put_back(item) for item in value]
+        if isinstance(value, str):
+            for variable, mark in marks.items():
+                value = value.replace(mark, f"${{{variable}}}")
+        return value
+
+    return put_back(replace_name(raw, name))
+
+
 def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> None:
     """Check that `raw` is a job: `job`, `config.name` and a list of process blocks."""
     if not isinstance(raw, Mapping):

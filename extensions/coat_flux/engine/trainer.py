@@ -197,7 +197,7 @@ def _open_files(session: Session) -> None:
     job = session.job
     with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
         if session.workers.is_main:
-            text = yaml.safe_dump(job.raw, sort_keys=False, allow_unicode=True)
+            text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
             with replacing(job.folder / "config.yaml") as temp:
                 temp.write_text(text, encoding="utf-8")
             session.phases.path = job.folder / MEMORY_FILE

@@ -42,7 +42,7 @@ class WandbBoard:
         self._run = wandb.init(
             project=job.logging.project_name,
             name=job.logging.run_name,
-            config=job.raw,
+            config=job.written,
             dir=str(job.folder / "coat"),
             id=known,
             resume="allow",
