@@ -67,6 +67,7 @@ def ai_toolkit_configs() -> Iterator[BadConfig]:
         ("train.free_u", True, "U-Nets"),
         ("train.train_turbo", True, "at the first step"),
         ("train.do_paramiter_swapping", True, "adafactor"),
+        ("train.short_and_long_captions", True, "no short captions"),
         ("train.lr_scheduler", "polynomial", "write constant"),
         ("train.merge_network_on_save", True, "saves the whole model"),
         ("model.qtype", "fp8", "must be one of coat_fp8"),

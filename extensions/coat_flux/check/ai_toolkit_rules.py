@@ -66,6 +66,11 @@ def _check_crashes(entry: Entry) -> None:
     if entry.text("train", "lr_scheduler", "constant") in NO_SCHEDULER:
         rule = "ai-toolkit passes it an argument that it does not take, and stops; write constant, cosine or linear"
         entry.add("train.lr_scheduler", rule, train["lr_scheduler"])
+    datasets = [dataset for _, dataset in entry.entries("datasets")]
+    plain = not any(item.get("default_caption") or item.get("dataset_path") for item in datasets)
+    if train.get("short_and_long_captions") is True and plain:
+        rule = "there are no short captions, which only a JSON list in dataset_path or default_caption can give"
+        entry.add("train.short_and_long_captions", f"{rule}; write false", True)
     _check_preservation(entry)
     if not entry.is_flux:
         return
