@@ -116,7 +116,7 @@ def test_process_in_ai_toolkit(host: Host, capsys: pytest.CaptureFixture[str]) -
     record = read(host.save_folder / "coat")
     phases = record["phases"]
     assert {name: phase["entered"] for name, phase in phases.items()} == {
-        "load": 1, "cache": 1, "sample": 1, "step": 1, "save": 1,
+        "load": 1, "cache": 1, "sample": 2, "step": 1, "save": 1,
     }  # fmt: skip
     state = torch.load(host.save_folder / "optimizer.pt", weights_only=True)["state"]
     lora = 4 * sum(value["exp_avg"].numel() for value in state.values())
