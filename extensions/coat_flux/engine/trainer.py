@@ -157,8 +157,9 @@ class COATTrainer:
             log.say(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
             return final
         log.say(f"#### IMPORTANT RESUMING FROM {point.path} ####")
+        session = open_session(job, workers, log, phases, point, identity, live)  # before `live`: it may refuse
         with live:
-            return _run(open_session(job, workers, log, phases, point, identity, live), self._observer, point.record)
+            return _run(session, self._observer, point.record)
 
 
 def _is_named(file: str, name: str) -> bool:
