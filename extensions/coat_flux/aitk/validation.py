@@ -7,7 +7,8 @@ ai-toolkit opens folders, so the photos are parted by folders of links in the ru
 
 A second set of ai-toolkit's data sets reads the latter before the first is loaded: captions, masks and crops are made
 as for training, without repeats, flips and dropout. VAE and text encoders encode them once, the noise is that of
-`data.hold_out`, the same as in the stand-alone trainer.
+`data.hold_out`, the same as in the stand-alone trainer; the photos are read and encoded as ai-toolkit does it, so that
+losses are comparable within a run and between runs of one trainer.
 
 ai-toolkit's step number N is the step after N + 1 updates; it saves where `save_every` divides N, and so is measured
 where `every` divides N: a save and a measurement of the same numbers are of the same LoRA.
