@@ -5,7 +5,7 @@ are different and evenly spread:
 
     sigma_ij = (j + (i + 1/2) / n) / L,   noise from the number of the draw, i · L + j
 
-so the loss is the mean of n · L forwards that are the same at every step, in every run and in both trainers. Where it
+so the loss is the mean of n · L forwards that are the same at every step and in every run of a trainer. Where it
 falls, the LoRA learns the subject; where it rises while the training loss falls, it learns the photos by heart.
 """
 
