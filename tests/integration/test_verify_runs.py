@@ -173,9 +173,9 @@ def test_a_coat_run_that_dies_is_not_lossless(
 
 
 def test_another_comparison_in_the_folder_is_refused(verdict: Verdict, place: dict[str, Path]) -> None:
-    with pytest.raises(VerifyError, match=r"of another comparison \(settings\.steps 6 -> 9\); delete .*mine_verify"):
+    with pytest.raises(VerifyError, match=r"of another comparison \(settings\.steps 6 -> 9\); .* --name"):
         verify(job_of(place), seeds=2, settings=Settings(**{**vars(SETTINGS), "steps": 9}))
-    with pytest.raises(VerifyError, match=r"other settings \(process\[0\]\.train\.lr 0\.003 -> 0\.5\); delete .*bf16_"):
+    with pytest.raises(VerifyError, match=r"other settings \(process\[0\]\.train\.lr 0\.003 -> 0\.5\); .* --name"):
         verify(job_of(place, lr=0.5), seeds=2, settings=SETTINGS)
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from PIL import Image
 
 from coat_flux.checkpoint import ResumeError, SaveError
 from coat_flux.cli import main
@@ -203,3 +204,19 @@ def test_a_console_that_cannot_show_a_name_does_not_end_the_command(tmp_path):
     done = subprocess.run(code, capture_output=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 2
     assert rb"error: \u5199\u771f.yaml: no such file" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+def test_a_process_without_memory_ends_with_one_line(tmp_path):
+    Image.new("1", (9400, 9400)).save(tmp_path / "a.png")
+    code = f"""
+import resource, sys
+from coat_flux.cli import main
+import coat_flux.data.preflight, coat_flux.data.sheet
+kb = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() // 1024
+resource.setrlimit(resource.RLIMIT_AS, ((kb + 200_000) * 1024,) * 2)
+sys.exit(main(["data", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: out of CPU memory; close other programs")

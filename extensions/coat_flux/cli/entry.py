@@ -16,6 +16,11 @@ from ..errors import UserError
 from . import bench, check, data, doctor, examples, export, install, new, plan, report, train, verify, watch
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 
+OUT_OF_RAM = (
+    "error: out of CPU memory; close other programs or take smaller photos (`coat-flux plan CONFIG` says how much "
+    "host memory a run needs)"
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -36,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
+        return EXIT_REFUSED
+    except MemoryError:
+        print(OUT_OF_RAM, file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -64,7 +64,7 @@ def read_result(run: Path, arm_name: str, seed: int, steps: int) -> ArmResult:
     point = find_resume_point(run, run.name)
     seen = {} if point is None else point.record.get("observed", {})
     if point is None or "final" not in seen:
-        raise VerifyError(f"{run}: was finished without verify, so its held-out losses are missing; delete this folder")
+        raise VerifyError(f"{run}: was finished without verify, so it has no held-out losses; move it elsewhere")
     seconds = sum(_column(run / "coat" / "metrics.csv", "s_per_it"))
     return ArmResult(
         arm=arm_name,

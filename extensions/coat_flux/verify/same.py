@@ -37,7 +37,7 @@ def require_same(saved: Any, now: Any, path: Path, what: str, folder: Path) -> N
         now: likewise.
         path: of the file it was saved in.
         what: the file is, where they differ.
-        folder: to be deleted to start anew.
+        folder: what the comparison would go on with.
 
     Raises:
         VerifyError: names the first key that differs, with both values.
@@ -46,9 +46,7 @@ def require_same(saved: Any, now: Any, path: Path, what: str, folder: Path) -> N
     if differing:
         key, old, new = differing[0]
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        raise VerifyError(
-            f"{path}: {what} ({key} {old!r} -> {new!r}{more}); delete {folder} to start anew, or choose another --name"
-        )
+        raise VerifyError(f"{path}: {what} ({key} {old!r} -> {new!r}{more}); choose another --name; {folder} stays")
 
 
 def _differences(path: str, saved: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
