@@ -47,6 +47,7 @@ ONLY_PARSED = {  # command: what runs it in full
 }
 SAYS = {  # command: how its output shows that it did its work
     "coat-flux doctor": "✓ torch",
+    "coat-flux new path/to/photos --gpu 24": "coat-flux check",
     "coat-flux data path/to/photos": "contact sheet: ",
     "coat-flux check configs/flux_clothing_coat.yaml": "no error found; 'flux_clothing_tiny' would train",
     "coat-flux plan configs/flux_clothing_coat.yaml": "GB",
