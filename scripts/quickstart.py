@@ -90,7 +90,9 @@ def read_job(model: Path, steps: int | None, seed: int | None) -> dict[str, Any]
 def train(job: dict[str, Any]) -> Path:
     """Train from the start and return the LoRA's file."""
     from coat_flux import COATTrainer
+    from coat_flux.run_log import quiet_libraries
 
+    quiet_libraries()
     folder = Path(job["config"]["process"][0]["training_folder"]) / RUN_NAME
     if folder.exists():
         say(f"removing the run of an earlier quickstart in {folder}")

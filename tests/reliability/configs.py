@@ -318,7 +318,6 @@ def _one_host() -> Iterator[BadConfig]:
         ("datasets.0.random_crop", True),
         ("adapter", {"type": "ip"}),
         ("save.push_to_hub", True),
-        ("logging.use_wandb", True),
     ]:
         words = (key.replace("datasets.0", "datasets[0]"), "not supported by the stand-alone trainer")
         yield BadConfig(f"stand-alone {key}", words, ALONE, ((key, value),))

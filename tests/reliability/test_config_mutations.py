@@ -175,7 +175,8 @@ def test_a_dropped_key_is_missed_or_has_its_default(place: tuple[int, Path_]) ->
     at(explicit, path[:-1])[path[-1]] = default
     same, refused = JobConfig.examine(explicit)
     assert [item.line() for item in refused.errors] == []
-    assert replace(job, raw={}, notes=()) == replace(same, raw={}, notes=())
+    same_but = {"raw": {}, "written": {}, "notes": ()}
+    assert replace(job, **same_but) == replace(same, **same_but)
 
 
 def default_of(path: Path_) -> Any:

@@ -110,13 +110,6 @@ def test_train_hands_the_checked_job_to_the_engine(job_file, trainer):
     ]
 
 
-@pytest.mark.parametrize(("rank", "level"), [("0", logging.INFO), ("1", logging.NOTSET)])
-def test_only_the_main_process_tells_what_it_does(job_file, trainer, monkeypatch, rank, level):
-    monkeypatch.setenv("RANK", rank)
-    assert main(["train", str(job_file)]) == 0
-    assert logging.getLogger("coat_flux").level == level
-
-
 def test_a_name_replaces_the_file_s(job_file, trainer):
     assert main(["train", str(job_file), "--name", "other"]) == 0
     assert trainer.jobs[0].name == "other"
