@@ -67,6 +67,13 @@ def ai_toolkit_configs() -> Iterator[BadConfig]:
         ("train.free_u", True, "U-Nets"),
         ("train.train_turbo", True, "at the first step"),
         ("train.do_paramiter_swapping", True, "adafactor"),
+        ("train.loss_target", "differential_noise", "needs augmentations"),
+        ("train.loss_target", "unaugmented", "needs a DDPM schedule"),
+        ("train.max_grad_norm", 0, "nothing is learned"),
+        ("train.max_grad_norm", -1.0, "nothing is learned"),
+        ("datasets.0.type", "video", "write image"),
+        ("datasets.0.num_frames", 9, "looks for videos"),
+        ("datasets.0.auto_frame_count", True, "looks for videos"),
         ("train.short_and_long_captions", True, "no short captions"),
         ("train.lr_scheduler", "polynomial", "write constant"),
         ("train.merge_network_on_save", True, "saves the whole model"),
@@ -81,7 +88,6 @@ def ai_toolkit_configs() -> Iterator[BadConfig]:
         yield case(f"{key}={value!r}", f"{key.replace('datasets.0', 'datasets[0]')}=", words, (key, value))
     compiled = ("model.compile", True), ("model.compile_mode", "default")
     yield case("whole compile", "model.compile=", "block_compile: true", *compiled)
-    yield case("whole model", "process[0].network", "write network: {type: lora", ("network", ...))
     control = {"type": "control_lora"}
     control_path = ("datasets.0.control_path", ".")
     yield case(

@@ -173,6 +173,9 @@ def _contradictions() -> Iterator[BadConfig]:
     yield case(
         "trains nothing", "only_if_contains=", "nothing to train", ("network.network_kwargs", {"only_if_contains": []})
     )
+    network = "{type: lora, linear: 16, linear_alpha: 16}"
+    for value in (..., None, {}):
+        yield case(f"network: {value}", "process[0].network", f"network: {network}", ("network", value))
     yield case("no data", "datasets", "nothing to train on", ("datasets", []))
     yield case("no folder", "datasets[0].folder_path", "is missing", ("datasets.0.folder_path", ...))
     yield case("no model", "model.name_or_path", "is missing", ("model.name_or_path", ...))

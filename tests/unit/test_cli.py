@@ -30,6 +30,7 @@ JOB = {
             {
                 "type": "coat_flux_trainer",
                 "training_folder": "output",
+                "network": {"type": "lora", "linear": 16},
                 "datasets": [{"folder_path": "photos"}],
                 "train": {"steps": 7, "optimizer": "coat_fp8_adamw", "dtype": "bf16"},
                 "model": {"name_or_path": "m", "is_flux": True},

@@ -267,7 +267,7 @@ def test_a_folder_that_is_no_run_is_refused_and_runs_inside_are_named(
     assert main(["report", str(tmp_path / "out")]) == 2
     assert "it holds the runs shirt: give one of them" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text(CONFIG)
     with pytest.raises(NotARun, match=r"neither a config.yaml beside files of a run nor"):
         write_report(tmp_path)

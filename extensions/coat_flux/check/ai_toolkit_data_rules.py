@@ -54,8 +54,23 @@ def _check_dataset(entry: Entry, path: str, dataset: Mapping[str, Any]) -> None:
     cache = next((key for key in ("cache_latents_to_disk", "cache_latents") if dataset.get(key) is True), None)
     if cache and (dataset.get("augments") or dataset.get("augmentations")):
         findings.warn(f"{path}.{cache}", "ai-toolkit turns it off beside augmentations; write false", True)
+    if dataset.get("type", "image") != "image" and findings.sound(f"{path}.type"):
+        rule = "ai-toolkit has data sets of images only, and stops after loading the model; write image"
+        findings.add(f"{path}.type", rule, dataset["type"])
+    _check_videos(entry, path, dataset)
     if dataset.get("poi") is not None:
         findings.add(f"{path}.poi", "ai-toolkit no longer has it and stops; remove it", dataset["poi"])
+
+
+def _check_videos(entry: Entry, path: str, dataset: Mapping[str, Any]) -> None:
+    """What makes ai-toolkit look for videos too, which the VAE of FLUX.1 cannot encode."""
+    frames, rule = dataset.get("num_frames", 1), "looks for videos, and ai-toolkit fails on the first one with FLUX.1"
+    if not entry.is_flux:
+        return
+    if entry.findings.sound(f"{path}.num_frames") and frames > 1:
+        entry.findings.add(f"{path}.num_frames", f"{rule}; write 1", frames)
+    if dataset.get("auto_frame_count") is True:
+        entry.findings.add(f"{path}.auto_frame_count", f"{rule}; write false", True)
 
 
 def _check_sizes(entry: Entry, path: str, value: Any) -> None:

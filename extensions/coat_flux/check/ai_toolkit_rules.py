@@ -68,6 +68,12 @@ def _check_crashes(entry: Entry) -> None:
         entry.add("train.lr_scheduler", rule, train["lr_scheduler"])
     datasets = [dataset for _, dataset in entry.entries("datasets")]
     plain = not any(item.get("default_caption") or item.get("dataset_path") for item in datasets)
+    changed = bool(datasets) and all(item.get("augmentations") for item in datasets)
+    target, fails = train.get("loss_target"), "so ai-toolkit fails at the first step; write noise"
+    if target == "unaugmented" and flow_matching:
+        entry.add("train.loss_target", f"needs a DDPM schedule, which flow matching lacks, {fails}", target)
+    elif target in ("unaugmented", "differential_noise") and not changed:
+        entry.add("train.loss_target", f"needs augmentations, which a data set here lacks, {fails}", target)
     if train.get("short_and_long_captions") is True and plain:
         rule = "there are no short captions, which only a JSON list in dataset_path or default_caption can give"
         entry.add("train.short_and_long_captions", f"{rule}; write false", True)
@@ -206,6 +212,10 @@ def _check_train(entry: Entry) -> None:
         entry.add(
             "train.min_denoising_steps", f"must not be above max_denoising_steps, which is {high}; write less", low
         )
+    norm = train.get("max_grad_norm", 1.0)
+    if entry.sound("train.max_grad_norm") and norm <= 0 and entry.optimizer != "adafactor":  # which is not clipped
+        rule = "gradients are scaled down to this norm, so nothing is learned; write 1.0"
+        entry.add("train.max_grad_norm", rule, norm)
     check_lr(train.get("lr", 1e-6), entry.optimizer, f"{entry.path}.train", entry.findings, given="lr" in train)
     if train.get("train_unet") is False and train.get("train_text_encoder") is not True:
         entry.add("train.train_unet", "nothing is left to train; write true", False)

@@ -157,9 +157,9 @@ class _Model:
         elif snapshots:
             self.add(f"is the hub's cache of a model; give {snapshots[0].parent}, or the model's name on the hub")
         elif files and (self.alone or self.arch not in FLUX_ARCHS):
-            self.add(f"is no folder in diffusers layout; give that, or one file, such as {self.place / files[0]}")
+            self.add(f"is not a folder in diffusers layout; give that, or one file, such as {self.place / files[0]}")
         else:
-            self.add("is no folder in diffusers layout, it has no model_index.json; give that of a downloaded model")
+            self.add("is not a folder in diffusers layout, it has no model_index.json; give that of a downloaded model")
 
     def _check_pipeline(self, pipeline: str) -> bool:
         """Whether the folder's pipeline was refused."""

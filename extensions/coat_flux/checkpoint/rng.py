@@ -60,4 +60,4 @@ def set_rng_state(states: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(saved[index].to("cpu", torch.uint8), index)
     odd = sorted(saved.keys() ^ set(here))
     if odd:
-        logger.warning("resume: GPUs %s are only in the save or only here; their random numbers begin anew", odd)
+        logger.warning("resume: GPUs %s are only in the save or only here; their random numbers start over", odd)

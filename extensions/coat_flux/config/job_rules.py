@@ -115,6 +115,9 @@ def _check_names(job: JobConfig, path: str, findings: Findings) -> None:
 
 def _check_network(job: JobConfig, path: str, findings: Findings) -> None:
     rank, alpha = job.network.linear, job.network.linear_alpha
+    if findings.sound(path) and not job.raw["config"]["process"][0].get("network"):
+        rule = "is missing, and the stand-alone trainer trains LoRAs only"
+        findings.add(path, f"{rule}; add network: {{type: lora, linear: 16, linear_alpha: 16}}")
     if {f"{path}.linear", f"{path}.rank"} <= findings.given:
         findings.add(f"{path}.rank", "an old name of linear, which is given too; remove rank", rank)
     if alpha is not None and alpha != rank and findings.sound(f"{path}.linear", f"{path}.rank"):

@@ -271,7 +271,7 @@ def _mask_of(photo: Photo, sample: Sample, latents: Tensor) -> Tensor:
 def _cache_gone(what: Path | str, kind: str) -> DatasetError:
     return DatasetError(
         f"{what}: its cached {kind} were removed or damaged after the start, and the encoder is no longer loaded; "
-        "start the run again to make them anew"
+        "start the run again to recompute them"
     )
 
 

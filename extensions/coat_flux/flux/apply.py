@@ -167,7 +167,7 @@ def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) ->
         if held != wanted:
             raise ValueError(
                 f"coat.{key.replace('_', '.')}={wanted!r}: {name} is already stored as {held!r}; "
-                "load the model anew, or convert it back with coat_core.restore_linear first"
+                "load the model again, or convert it back with coat_core.restore_linear first"
             )
 
 

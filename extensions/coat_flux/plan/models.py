@@ -145,7 +145,7 @@ def _configs(name_or_path: str, where: str) -> tuple[dict[str, dict[str, Any]], 
         known = {"transformer": HUB_MODELS[name_or_path], "vae": FLUX_VAE}
         return {**known, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL}, TEXT_TOKENS
     raise ConfigError(
-        f"{where}={name_or_path!r}: plan downloads nothing; this is no folder here, nor a model it knows "
+        f"{where}={name_or_path!r}: plan downloads nothing; this is not a folder here, nor a model it knows "
         f"({', '.join(HUB_MODELS)}); give the folder of a downloaded model, or plan with one of these names"
     )
 

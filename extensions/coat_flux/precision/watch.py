@@ -104,12 +104,12 @@ class PrecisionWatch:
         return {} if self._minimum is None else {"minimum": self._minimum, "left_out": self._left_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Leave the layers out that a saved run left out; with another threshold the choice is made anew."""
+        """Leave the layers out that a saved run left out; with another threshold the choice is made again."""
         left_out = state.get("left_out")
         if self._minimum is None or left_out is None or self._left_out is not None:
             return
         if state["minimum"] != self._minimum:
-            self._say(f"{KEY}: {state['minimum']:g} -> {self._minimum:g}, layers are chosen anew")
+            self._say(f"{KEY}: {state['minimum']:g} -> {self._minimum:g}, layers are chosen again")
             return
         known = {name.removesuffix(".base_layer") for name, _ in self._model.named_modules()}
         self._left_out = [name for name in left_out if name in known]

@@ -125,7 +125,7 @@ class RunFolder:
 
 def _require_run(path: Path) -> None:
     if not path.is_dir():
-        raise NotARun(f"RUN_DIR={path}: is no folder; give that of a run, <training_folder>/<name>")
+        raise NotARun(f"RUN_DIR={path}: is not a folder; give that of a run, <training_folder>/<name>")
     if _is_run(path):
         return
     inside = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
