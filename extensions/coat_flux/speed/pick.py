@@ -95,7 +95,7 @@ class SpeedPick:
         if path in candidates(self._config):
             self._kept = path
         else:
-            logger.warning("resume: the saved path, %s, is not one the config allows now; it is chosen again", path)
+            logger.warning("resume: the saved path, %s, is not one that the config allows now; chosen again", path)
 
     def leave_out(self, linears: Collection[nn.Module]) -> None:
         """Let what is picked not be set on these linears."""
