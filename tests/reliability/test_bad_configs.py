@@ -34,9 +34,9 @@ def test_there_are_enough_and_all_differ() -> None:
 def test_one_clear_finding(case: BadConfig, host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / f"job{case.suffix}"
     path.write_bytes(case.content())
-    start = time.perf_counter()
+    start = time.process_time()
     code = main(["check", str(path), "--host", host, "--no-data"])
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2
     assert line.startswith(f"error: {path}: ")
