@@ -23,7 +23,7 @@ def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_
     with pytest.raises(DeadRunError, match=r"weights have grown .*lower train\.lr.*then go back to step 4 and") as end:
         host.run(**_entry(lr=1e4))
     command = str(end.value).partition("start the job again: ")[2]
-    assert command.startswith("coat-flux rewind ")
+    assert " rewind " in command
     assert main(shlex.split(command)[1:]) == 0
     assert "moved to" in capsys.readouterr().out
     host.run(**_entry())
