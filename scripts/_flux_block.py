@@ -59,9 +59,9 @@ def prepare(model: nn.Module, coat: dict[str, Any], loop: str, rank: int) -> nn.
         loop: "autocast", "peft" or "toolkit".
         rank: of the adapters.
     """
-    from coat_flux.config import COATConfig
-    from coat_flux.flux import apply_coat
-    from coat_flux.lora import attach_lora
+    from coat_flux.blocks.apply import apply_coat
+    from coat_flux.blocks.lora import attach_lora
+    from coat_flux.config.coat import COATConfig
 
     model, config = copy.deepcopy(model), COATConfig.from_dict(coat)
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "transformer_blocks." in n]

@@ -109,6 +109,6 @@ def convert_linears(model: nn.Module, config: Any) -> None:
     if not toolkit_is_real():
         return
     sys.path.insert(0, os.environ[ROOT_VARIABLE])
-    from coat_flux.aitk.quantizer import convert, plain_linears
+    from coat_flux.trainers.ai_toolkit.quantizer import convert, plain_linears
 
     convert(model, plain_linears(model), config.linear_config())

@@ -2,7 +2,7 @@
 
 Trains the mini-FLUX on the garment it has never seen once for each part of COAT alone, for all together, for the
 state formats beyond the paper's, and for a deliberately bad setting; each in pairs with bf16 runs of the same seeds
-(`coat_flux.verify`). Prints a Markdown table: the final validation loss less bf16's, in the bf16 model and in the
+(`coat_flux.study`). Prints a Markdown table: the final validation loss less bf16's, in the bf16 model and in the
 run's own precision, against bf16's standard deviation over seeds, and the bytes a step holds as the run's own memory
 report counts them (weights, optimizer states, tensors saved for backward). Started again it goes on where it was
 interrupted.
@@ -24,9 +24,12 @@ from typing import Any
 import torch
 from mini_flux.experiment import make_job, write_photos
 
-from coat_flux.config import JobConfig
-from coat_flux.verify import BF16, Arm, ArmResult, Scores, Settings, Study, open_study, score_loras
-from coat_flux.verify.judgement import judge
+from coat_flux.config.job import JobConfig
+from coat_flux.study.judgement import judge
+from coat_flux.study.paired import BF16, Arm
+from coat_flux.study.results import ArmResult
+from coat_flux.study.scoring import Scores, score_loras
+from coat_flux.study.study import Settings, Study, open_study
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS_FROM = 1

@@ -180,9 +180,9 @@ def prepare(model: nn.Module, setting: dict[str, Any], rank: int = RANK) -> tupl
     """Return a copy of the model with COAT as set and an fp32 LoRA, and the reports of both."""
     from peft import LoraConfig
 
-    from coat_flux.config import COATConfig
-    from coat_flux.flux import apply_coat
-    from coat_flux.lora import attach_lora
+    from coat_flux.blocks.apply import apply_coat
+    from coat_flux.blocks.lora import attach_lora
+    from coat_flux.config.coat import COATConfig
 
     model, config = copy.deepcopy(model), COATConfig.from_dict(setting)
     converted = apply_coat(model, config)

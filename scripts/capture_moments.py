@@ -22,9 +22,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from coat_flux.engine.flow_matching import draw_sigmas, noisy_latents, predict_velocity, sample_losses, sigma_table
-from coat_flux.tiny_flux import make_mini_flux, make_tiny_flux
-from coat_flux.tiny_flux.models import TINY_TRANSFORMER_CONFIG, initialise
+from coat_flux.mini_flux.folder import make_mini_flux, make_tiny_flux
+from coat_flux.mini_flux.models import TINY_TRANSFORMER_CONFIG, initialise
+from coat_flux.trainers.standalone.flow_matching import (
+    draw_sigmas,
+    noisy_latents,
+    predict_velocity,
+    sample_losses,
+    sigma_table,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 

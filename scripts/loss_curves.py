@@ -122,8 +122,8 @@ def train(job: dict[str, Any], out: Path) -> None:
 
 def train_all(options: argparse.Namespace) -> None:
     """Train every kind with every seed."""
-    from coat_flux.config import load_job_yaml
-    from coat_flux.tiny_flux import make_tiny_flux
+    from coat_flux.config.job_file import load_job_yaml
+    from coat_flux.mini_flux.folder import make_tiny_flux
 
     options.out.mkdir(parents=True, exist_ok=True)
     base = load_job_yaml(CONFIG)

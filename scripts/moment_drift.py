@@ -19,7 +19,7 @@ from moment_error import BEST, COAT, Method, bitsandbytes_method, own_methods, s
 from torch import Tensor
 
 from coat_core.config import ExpansionConfig
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
 
 REPORTED = (1, 2, 10, 30, 100, 200, 400)
 BETA1, BETA2 = 0.9, 0.999

@@ -1,7 +1,7 @@
 """Trains the mini-FLUX from nothing: `python scripts/pretrain_mini_flux.py [--out FOLDER]`.
 
 About an hour on 2 CPU cores. Pictures and captions are drawn (`scripts/mini_flux/pictures.py`); nothing is downloaded.
-The result is a complete FLUX.1 folder in diffusers layout; the one in `extensions/coat_flux/tiny_flux/mini_flux` was
+The result is a complete FLUX.1 folder in diffusers layout; the one in `extensions/coat_flux/mini_flux/files` was
 made by it.
 """
 
@@ -22,8 +22,8 @@ from mini_flux.training_set import SIZES, make_pictures
 from torch import nn
 from transformers import AutoTokenizer
 
-from coat_flux.tiny_flux.folder import FluxParts, write_parts
-from coat_flux.tiny_flux.models import clip_config
+from coat_flux.mini_flux.folder import FluxParts, write_parts
+from coat_flux.mini_flux.models import clip_config
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -2,7 +2,7 @@
 
     python scripts/prove_lossless.py [--model MODEL] [--out FOLDER] [--jobs 2]
 
-Draws photos of the held-out garment, trains a LoRA on them in pairs of runs (`coat_flux.verify`: same LoRA start,
+Draws photos of the held-out garment, trains a LoRA on them in pairs of runs (`coat_flux.study`: same LoRA start,
 order, noise and timesteps; all of COAT is on), and measures each LoRA twice: its loss on other photos, with noise that
 is the same for all, and how many pictures drawn from prompts with the trigger word show what was asked for, by the
 classifier of `score_mini_flux.py`. Each measure's mean gap is held against bf16's own standard deviation over seeds.
@@ -28,14 +28,16 @@ from mini_flux.experiment import TRAIN_PHOTOS, TRIGGER, VALIDATION_PHOTOS, make_
 from mini_flux.samples import draw_prompts, load_pipeline, prompts_of, sheet
 from mini_flux.scorer import accuracies, judge, load_scorer, right
 
-from coat_flux.checkpoint.files import replacing
-from coat_flux.page import Page
-from coat_flux.page.charts import Band, Points
-from coat_flux.verify import BF16, Settings, Study, Verdict, open_study, verify
-from coat_flux.verify.judgement import Judgement
-from coat_flux.verify.judgement import judge as judge_gap
-from coat_flux.verify.page import TONES
-from coat_flux.verify.paired import run_name
+from coat_flux.base.files import replacing
+from coat_flux.pages.charts import Band, Points
+from coat_flux.pages.html import Page
+from coat_flux.study.judgement import Judgement
+from coat_flux.study.judgement import judge as judge_gap
+from coat_flux.study.page import TONES
+from coat_flux.study.paired import BF16, run_name
+from coat_flux.study.study import Settings, Study, open_study
+from coat_flux.study.verdict import Verdict
+from coat_flux.study.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]
 COAT: dict[str, Any] = {"memory": {"checkpointing": "every_n", "every_n": 2}}  # all else are the defaults: all is on

@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_model() -> Path:
     """Make the embedded model, or find it already made."""
-    from coat_flux.tiny_flux import make_mini_flux
+    from coat_flux.mini_flux.folder import make_mini_flux
 
     folder = make_mini_flux(MODEL)
     say(f"the embedded FLUX model is in {folder}")
@@ -75,7 +75,7 @@ def make_model() -> Path:
 
 def read_job(model: Path, steps: int | None, seed: int | None) -> dict[str, Any]:
     """Return the config under the quickstart's own name, with the model, the steps and the seed put in."""
-    from coat_flux.config import load_job_yaml
+    from coat_flux.config.job_file import load_job_yaml
 
     job = load_job_yaml(CONFIG, name=RUN_NAME)
     process = job["config"]["process"][0]
@@ -90,7 +90,7 @@ def read_job(model: Path, steps: int | None, seed: int | None) -> dict[str, Any]
 def train(job: dict[str, Any]) -> Path:
     """Train from the start and return the LoRA's file."""
     from coat_flux import COATTrainer
-    from coat_flux.run_log import quiet_libraries
+    from coat_flux.base.run_log import quiet_libraries
 
     quiet_libraries()
     folder = Path(job["config"]["process"][0]["training_folder"]) / RUN_NAME

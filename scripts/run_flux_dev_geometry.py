@@ -48,7 +48,7 @@ def text_widths(model: Path) -> dict[str, int]:
 
 def read_job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     """Return the config with the embedded encoders, few steps and no sampling."""
-    from coat_flux.config import load_job_yaml
+    from coat_flux.config.job_file import load_job_yaml
 
     job = load_job_yaml(options.config, name=NAME)
     process = job["config"]["process"][0]
@@ -66,7 +66,7 @@ def read_job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 def describe_model(tiny: Path, geometry: dict[str, int], folder: Path) -> Path:
     """Return a model folder with the embedded encoders and this transformer's config, for `plan` to read its sizes."""
-    from coat_flux.tiny_flux import make_flux_dev_geometry
+    from coat_flux.mini_flux.geometry import make_flux_dev_geometry
 
     shutil.copytree(tiny, folder, ignore=lambda _, names: [name for name in names if name == "transformer"])
     make_flux_dev_geometry("meta", **geometry).save_config(folder / "transformer")
@@ -75,7 +75,7 @@ def describe_model(tiny: Path, geometry: dict[str, int], folder: Path) -> Path:
 
 def main() -> None:
     """Train and print what was measured."""
-    from coat_flux.tiny_flux import EMBEDDED_MODEL, make_tiny_flux
+    from coat_flux.mini_flux.folder import EMBEDDED_MODEL, make_tiny_flux
 
     options = parse_arguments()
     tiny = make_tiny_flux(ROOT / EMBEDDED_MODEL)
@@ -92,10 +92,10 @@ def main() -> None:
 def run(options: argparse.Namespace, job: dict[str, Any], geometry: dict[str, int]) -> None:
     """Train the job and print what was measured, beside the plan."""
     from coat_flux import COATTrainer
-    from coat_flux.config import JobConfig
-    from coat_flux.engine import session
+    from coat_flux.config.job import JobConfig
+    from coat_flux.mini_flux.geometry import make_flux_dev_geometry
     from coat_flux.plan import predict
-    from coat_flux.tiny_flux import make_flux_dev_geometry
+    from coat_flux.trainers.standalone import session
 
     session.load_transformer = lambda _, dtype: make_flux_dev_geometry(options.device, dtype, **geometry)
     total = torch.cuda.get_device_properties(options.device).total_memory if options.device != "cpu" else None

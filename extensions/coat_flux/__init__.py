@@ -19,13 +19,14 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-__all__ = ["COATConfig", "COATTrainer", "apply_coat", "build_optimizer"]
+__all__ = ["COATConfig", "COATTrainer", "apply_coat", "attach_lora", "build_optimizer"]
 
 _HOMES = {
     "COATConfig": "coat_flux.config",
-    "COATTrainer": "coat_flux.engine.trainer",
-    "apply_coat": "coat_flux.flux",
-    "build_optimizer": "coat_flux.optimizer",
+    "COATTrainer": "coat_flux.trainers.standalone.trainer",
+    "apply_coat": "coat_flux.blocks.apply",
+    "attach_lora": "coat_flux.blocks.lora",
+    "build_optimizer": "coat_flux.trainers.optimizer",
 }
 
 
@@ -71,7 +72,7 @@ def _as_ai_toolkit_extension() -> list[type]:
         return []
     try:
         _load_package("coat_flux", Path(__file__).resolve().parent)
-        return importlib.import_module("coat_flux.aitk.extension").host_extensions()
+        return importlib.import_module("coat_flux.trainers.ai_toolkit.extension").host_extensions()
     except Exception:
         logging.getLogger("coat_flux").exception("COAT-FLUX could not start and is left out; other jobs are untouched")
         return []

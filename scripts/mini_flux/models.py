@@ -11,8 +11,8 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from transformers import CLIPTextModel, T5Config, T5EncoderModel
 
-from coat_flux.tiny_flux import vae
-from coat_flux.tiny_flux.models import TINY_TRANSFORMER_CONFIG, build_clip, initialise, t5_config
+from coat_flux.mini_flux import vae
+from coat_flux.mini_flux.models import TINY_TRANSFORMER_CONFIG, build_clip, initialise, t5_config
 
 __all__ = [
     "T5_TOKENS",

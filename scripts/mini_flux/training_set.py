@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coat_flux.tiny_flux.vocabulary import WORDS
+from coat_flux.mini_flux.vocabulary import WORDS
 
 from .pictures import BACKGROUNDS, COLOURS, GARMENTS, HELD_OUT, KNOWN, PATTERNS, Item, caption, draw, is_held_out
 from .pictures import random_item as any_item

@@ -1,4 +1,4 @@
-"""Import direction: lower layers never import higher ones, siblings of one pair of folders never import each other."""
+"""The floor plan: every package has its own number, and imports go to a smaller one; no files import in a circle."""
 
 from __future__ import annotations
 
@@ -8,49 +8,39 @@ from collections.abc import Iterator
 
 from tests.architecture.sources import ROOT, Import, Source, library_sources, repository_files
 
-# layer of every module or package directly under a root; a new one must be given its place here
-LAYERS = {
-    "coat_core.formats": 0,
-    "coat_core.granularity": 0,
-    "coat_core.config": 1,
-    "coat_core.quantize": 1,
-    "coat_core.expansion": 1,
-    "coat_core.metrics": 1,
-    "coat_core.moments": 1,
-    "coat_core.autograd": 1,
-    "coat_core.kernels": 2,
-    "coat_core.optim": 3,
-    "coat_core.linear": 3,
-    "coat_core.activation": 3,
-    "coat_flux.errors": 4,
-    "coat_flux.steady": 4,
-    "coat_flux.config": 4,
-    "coat_flux.flux": 4,
-    "coat_flux.lora": 4,
-    "coat_flux.flow": 4,
-    "coat_flux.plan": 4,
-    "coat_flux.memory": 4,
-    "coat_flux.data": 4,
-    "coat_flux.optimizer": 4,
-    "coat_flux.tiny_flux": 4,
-    "coat_flux.speed": 4,
-    "coat_flux.check": 4,
-    "coat_flux.checkpoint": 4,
-    "coat_flux.export": 4,
-    "coat_flux.guard": 4,
-    "coat_flux.page": 4,
-    "coat_flux.precision": 4,
-    "coat_flux.run_log": 4,
-    "coat_flux.engine": 5,
-    "coat_flux.aitk": 5,
-    "coat_flux.bench": 6,
-    "coat_flux.doctor": 6,
-    "coat_flux.report": 6,
-    "coat_flux.verify": 6,
-    "coat_flux.live": 6,
-    "coat_flux.cli": 7,
-}
-SIBLINGS = [("coat_core.optim", "coat_core.linear", "coat_core.activation"), ("coat_flux.engine", "coat_flux.aitk")]
+# from the ground up; a new module or package is given its place here
+ORDER = (
+    "coat_core.formats",
+    "coat_core.granularity",
+    "coat_core.autograd",
+    "coat_core.config",
+    "coat_core.metrics",
+    "coat_core.quantize",
+    "coat_core.expansion",
+    "coat_core.moments",
+    "coat_core.kernels",
+    "coat_core.optim",
+    "coat_core.linear",
+    "coat_core.activation",
+    "coat_flux.base",
+    "coat_flux.config",
+    "coat_flux.mini_flux",
+    "coat_flux.data",
+    "coat_flux.blocks",
+    "coat_flux.saves",
+    "coat_flux.plan",
+    "coat_flux.export",
+    "coat_flux.watch",
+    "coat_flux.trainers",
+    "coat_flux.pages",
+    "coat_flux.study",
+    "coat_flux.bench",
+    "coat_flux.doctor",
+    "coat_flux.cli",
+)
+LAYERS = {unit: number for number, unit in enumerate(ORDER)}
+MAX_FOLDERS = 15  # of coat_flux
+SIBLINGS = ("coat_flux.trainers.standalone", "coat_flux.trainers.ai_toolkit")
 AI_TOOLKIT_MODULES = {"toolkit", "jobs", "extensions_built_in"}
 MAX_LINES = 400
 
@@ -58,6 +48,7 @@ ROOTS = ("coat_core", "coat_flux")
 
 SOURCES = library_sources()
 MODULES = [source for source in SOURCES if source.module not in ROOTS]  # the roots re-export names of every layer
+FILES = {source.module: source for source in SOURCES}
 
 
 def _unit(module: str) -> str:
@@ -82,21 +73,50 @@ def _may_import(source: Source, unit: str, found: Import) -> bool:
         return found.module.startswith("coat_flux._")
     if unit == "coat_core":  # public names of coat_core's top layer
         return source.module.startswith("coat_flux.")
-    return LAYERS[unit] <= LAYERS[_unit(source.module)]
+    own = _unit(source.module)
+    return own == unit or LAYERS[unit] < LAYERS[own]
 
 
 def _place(source: Source, found: Import) -> str:
     return f"{source.name}:{found.line} imports {found.module}"
 
 
+def _file_of(found: Import) -> str | None:
+    """The file an import reads: the module itself, or the one that the imported name stands in."""
+    module = found.module if found.module in FILES else found.module.rpartition(".")[0]
+    return module if module in FILES else None
+
+
+def _circles() -> list[list[str]]:
+    """Groups of files that import each other, also lazily or for types alone; a package's file may list its modules."""
+    reads = {
+        source.module: {
+            read
+            for found in source.imports()
+            if _top(found) in ROOTS and (read := _file_of(found)) and not source.module.startswith(f"{read}.")
+        }
+        - {source.module}
+        for source in MODULES
+    }
+    left = dict(reads)
+    while left:  # take away what reads nothing that is left, then what nothing left reads
+        read = set().union(*left.values())
+        ends = [module for module, below in left.items() if not below & left.keys() or module not in read]
+        if not ends:
+            return sorted([module, *sorted(below & left.keys())] for module, below in left.items())
+        for module in ends:
+            del left[module]
+    return []
+
+
 def test_there_is_something_to_check() -> None:
     assert {source.module for source in SOURCES} >= {"coat_core", "coat_core.quantize", "coat_flux", "coat_flux.config"}
-    assert {_unit(source.module) for source in MODULES} == set(LAYERS), "give every module its layer in LAYERS"
+    assert {_unit(source.module) for source in MODULES} == set(LAYERS), "give every module its place in ORDER"
 
 
-def test_lower_layers_never_import_higher_ones() -> None:
+def test_imports_go_to_a_smaller_number() -> None:
     wrong = [
-        f"{_place(source, found)} (layer {LAYERS[_unit(source.module)]})"
+        f"{_place(source, found)} (number {LAYERS[_unit(source.module)]})"
         for source in MODULES
         for unit, found in _own(source)
         if not _may_import(source, unit, found)
@@ -104,13 +124,23 @@ def test_lower_layers_never_import_higher_ones() -> None:
     assert wrong == []
 
 
-def test_siblings_never_import_each_other() -> None:
-    rivals = {unit: set(family) - {unit} for family in SIBLINGS for unit in family}
+def test_no_files_import_in_a_circle() -> None:
+    assert _circles() == []
+
+
+def test_the_package_has_few_folders() -> None:
+    folders = {source.module.split(".")[1] for source in SOURCES if source.module.startswith("coat_flux.")}
+    assert len(folders) <= MAX_FOLDERS
+
+
+def test_the_trainers_never_import_each_other() -> None:
     wrong = [
         _place(source, found)
         for source in MODULES
-        for unit, found in _own(source)
-        if unit in rivals.get(_unit(source.module), ())
+        for one, other in (SIBLINGS, SIBLINGS[::-1])
+        if source.module.startswith(one)
+        for found in source.imports()
+        if found.module.startswith(other)
     ]
     assert wrong == []
 
@@ -128,11 +158,14 @@ def test_core_imports_torch_and_the_standard_library_only() -> None:
     assert wrong == []
 
 
-def test_only_aitk_imports_ai_toolkit() -> None:
-    importers = {
-        _unit(source.module) for source in SOURCES for found in source.imports() if _top(found) in AI_TOOLKIT_MODULES
-    }
-    assert importers <= {"coat_flux.aitk"}
+def test_only_the_ai_toolkit_trainer_imports_ai_toolkit() -> None:
+    wrong = [
+        _place(source, found)
+        for source in SOURCES
+        for found in source.imports()
+        if _top(found) in AI_TOOLKIT_MODULES and not source.module.startswith("coat_flux.trainers.ai_toolkit.")
+    ]
+    assert wrong == []
 
 
 def test_flux_imports_itself_relatively() -> None:

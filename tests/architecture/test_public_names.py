@@ -17,7 +17,7 @@ CORE_NAMES = [
     "dequantize",
     "sqnr_db",
 ]
-FLUX_NAMES = ["COATConfig", "COATTrainer", "apply_coat"]
+FLUX_NAMES = ["COATConfig", "COATTrainer", "apply_coat", "attach_lora"]
 
 
 @pytest.mark.parametrize("name", CORE_NAMES)

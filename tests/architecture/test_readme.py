@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.config import markdown_table
-from coat_flux.config.options import OPTIONS
+from coat_flux.config.options import OPTIONS, markdown_table
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README_zh.md")

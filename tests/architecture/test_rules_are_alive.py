@@ -23,14 +23,14 @@ def test_absolute_and_nested_imports_are_seen() -> None:
 
 
 def test_relative_imports_are_resolved_from_modules_and_packages() -> None:
-    text = "from .. import data\nfrom ..config.values import x\nfrom .a import b\n"
-    from_module = [found.module for found in _source("coat_flux.engine.trainer", text).imports()]
-    assert from_module == ["coat_flux.data", "coat_flux.config.values.x", "coat_flux.engine.a.b"]
-    from_package = [found.module for found in _source("coat_flux.engine", text, package=True).imports()]
-    assert from_package == ["coat_flux.data", "coat_flux.config.values.x", "coat_flux.engine.a.b"]
-    assert all(found.relative for found in _source("coat_flux.engine", text, package=True).imports())
+    text = "from ... import data\nfrom ...config.values import x\nfrom .a import b\n"
+    from_module = [found.module for found in _source("coat_flux.trainers.standalone.trainer", text).imports()]
+    assert from_module == ["coat_flux.data", "coat_flux.config.values.x", "coat_flux.trainers.standalone.a.b"]
+    from_package = [found.module for found in _source("coat_flux.trainers.standalone", text, package=True).imports()]
+    assert from_package == ["coat_flux.data", "coat_flux.config.values.x", "coat_flux.trainers.standalone.a.b"]
+    assert all(found.relative for found in _source("coat_flux.trainers.standalone", text, package=True).imports())
 
 
 def test_relative_import_module_is_resolved() -> None:
-    found = _source("coat_flux.lazy", "import importlib\nimportlib.import_module('.engine.trainer', __package__)\n")
-    assert found.imports()[1] == Import("coat_flux.engine.trainer", 2, True)
+    found = _source("coat_flux.lazy", "import importlib\nimportlib.import_module('.trainers.standalone.trainer', __package__)\n")
+    assert found.imports()[1] == Import("coat_flux.trainers.standalone.trainer", 2, True)

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackingConfig
 from coat_core.granularity import Granularity
-from coat_flux.config import COATConfig
-from coat_flux.flow import NotFusable, fused_block
-from coat_flux.flux import apply_coat
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.blocks.fused.blocks import fused_block
+from coat_flux.blocks.fused.linears import NotFusable
+from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import tiny_flux
 from tests.helpers.saved_tensors import recording_fused

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coat_flux.config import COATConfig
-from coat_flux.engine.network import add_lora, lora_parameters, lora_targets
-from coat_flux.flux import CoatReport, apply_coat
-from coat_flux.lora import LoraReport, attach_lora
-from coat_flux.tiny_flux.models import build_transformer
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.blocks.lora import LoraReport, attach_lora
+from coat_flux.blocks.report import CoatReport
+from coat_flux.config.coat import COATConfig
+from coat_flux.mini_flux.models import build_transformer
+from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
 
 IMAGE_SIDE, TEXT_TOKENS = 8, 64  # 64 tokens of 64 channels per stream: what a block saves is large enough to be packed
 

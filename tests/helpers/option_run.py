@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.activation.checkpoint import _Keeper
-from coat_flux.config import COATConfig
-from coat_flux.engine.network import lora_parameters
-from coat_flux.flux import apply_coat
-from coat_flux.optimizer import build_optimizer
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.config.coat import COATConfig
+from coat_flux.trainers.optimizer import build_optimizer
+from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.flux import loss_of, predict, tiny_flux, tiny_lora
 from tests.helpers.saved_tensors import SavedTensors, recording, recording_fused
 

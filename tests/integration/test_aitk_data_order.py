@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from coat_flux.aitk import data_order
-from coat_flux.aitk.data_order import ResumableLoader, make_resumable, seeded
+from coat_flux.trainers.ai_toolkit import data_order
+from coat_flux.trainers.ai_toolkit.data_order import ResumableLoader, make_resumable, seeded
 
 LENGTH = 7
 SEED = 5

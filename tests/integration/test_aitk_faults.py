@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from coat_flux.checkpoint import SaveError
-from coat_flux.guard import DeadRunError
+from coat_flux.saves.errors import SaveError
+from coat_flux.watch.errors import DeadRunError
 from tests.helpers.aitk_standin.host import Host, standin_host  # noqa: F401
 from tests.integration.test_aitk_trust import _entry, _state, assert_same_end
 
@@ -23,7 +23,9 @@ def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_
     with pytest.raises(DeadRunError, match=r"weights have grown .*lower train\.lr.*then go back to step 4 and") as end:
         host.run(**_entry(lr=1e4))
     command = str(end.value).partition("start the job again: ")[2]
-    words = shlex.split(command)  # "coat-flux rewind ...", or Python and the path of coat_flux/cli where it is not on PATH
+    words = shlex.split(
+        command
+    )  # "coat-flux rewind ...", or Python and the path of coat_flux/cli where it is not on PATH
     assert main(words[words.index("rewind") :]) == 0
     assert "moved to" in capsys.readouterr().out
     host.run(**_entry())

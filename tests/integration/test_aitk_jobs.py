@@ -22,7 +22,7 @@ def _spy(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Record what the model and the LoRA are made of when training begins."""
     seen: dict[str, Any] = {}
     trainer = host.start()["coat_flux_trainer"]
-    converted_linears = host.load("coat_flux.aitk.quantizer").converted_linears
+    converted_linears = host.load("coat_flux.trainers.ai_toolkit.quantizer").converted_linears
     begin = trainer.hook_before_train_loop
 
     def look(self: Any) -> None:

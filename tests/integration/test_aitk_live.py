@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coat_flux.checkpoint import ResumeError
-from coat_flux.checkpoint.live import give_command, read_status
+from coat_flux.saves.errors import ResumeError
+from coat_flux.watch.live import give_command, read_status
 from tests.helpers.aitk_standin.host import Host, make_entry, standin_host  # noqa: F401
 from tests.integration.test_aitk_trust import _at_step, _entry, _state, assert_same_end
 
@@ -56,8 +56,8 @@ def test_photos_held_out_are_in_no_data_set_and_measured_when_due(
         return photos.curve[-1][1]
 
     host.start()
-    monkeypatch.setattr("coat_flux.aitk.validation.HeldOutPhotos.encode", lambda photos: None)
-    monkeypatch.setattr("coat_flux.aitk.validation.HeldOutPhotos.measure", measure)
+    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.validation.HeldOutPhotos.encode", lambda photos: None)
+    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.validation.HeldOutPhotos.measure", measure)
     asked = {"validation": {"hold_out": ["1.png"], "every": 3}}
     process = host.run(**_entry(steps=5), **asked)
     read = Path(process.dataset_configs[0].folder_path)

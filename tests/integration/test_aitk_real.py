@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.aitk.install import install
+from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.real import STEPS, Checkout, make_plain_entry, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import FLOW_DIRECTION_COSINE

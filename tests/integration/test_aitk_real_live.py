@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from coat_flux.aitk.install import install
-from coat_flux.checkpoint.live import give_command, read_status
+from coat_flux.trainers.ai_toolkit.install import install
+from coat_flux.watch.live import give_command, read_status
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from coat_flux.aitk.install import install
-from coat_flux.config import JobConfig
-from coat_flux.memory.sizes import Block, FlowSettings, Tokens, kept_bytes
+from coat_flux.blocks.sizes import Block, FlowSettings, Tokens, kept_bytes
+from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
+from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import PLAN_KEPT_RTOL
@@ -43,8 +43,8 @@ import os
 
 if "MEASURE" in os.environ:
     import torch
-    from coat_flux.lora.plain import trained_parameters
-    from coat_flux.memory.policy import BlockPolicy
+    from coat_flux.blocks.plain_lora import trained_parameters
+    from coat_flux.blocks.runner import BlockPolicy
     run = BlockPolicy.__call__
 
     def measured(self, block, hidden, text, temb, rotary, *more):

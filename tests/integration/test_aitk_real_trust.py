@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coat_flux.aitk.install import install
+from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coat_flux.config import ConfigError
+from coat_flux.config.findings import ConfigError
 from tests.helpers.aitk_standin.host import (  # noqa: F401
     COAT_ENTRY,
     PACKAGE,
@@ -130,7 +130,7 @@ def test_host_that_does_not_fit(host: Host, name: str) -> None:
 
 def test_host_without_a_trainer_to_extend(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.start()
-    del sys.modules["coat_flux.aitk.process"]
+    del sys.modules["coat_flux.trainers.ai_toolkit.process"]
     for name in ("DiffusionTrainer", "SDTrainer"):
         monkeypatch.setitem(sys.modules, f"extensions_built_in.sd_trainer.{name}", None)
     process = host.load("extensions.coat_flux").AI_TOOLKIT_EXTENSIONS[0].get_process()(0, None, {})

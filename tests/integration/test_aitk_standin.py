@@ -105,9 +105,9 @@ def test_installing_twice_wraps_once_and_reaches_modules_loaded_later(host: Host
     original = wrapper._coat_flux_original
     late = host.load("late")
     late.get_optimizer = original  # as if bound before the wrapper came
-    for name in [name for name in sys.modules if name.startswith("coat_flux.aitk")]:
+    for name in [name for name in sys.modules if name.startswith("coat_flux.trainers.ai_toolkit")]:
         del sys.modules[name]
-    installed = host.load("coat_flux.aitk.optimizer").install_optimizer()
+    installed = host.load("coat_flux.trainers.ai_toolkit.optimizer").install_optimizer()
     assert installed == ["late"]
     assert _bound(host) == [wrapper] * 3
     assert late.get_optimizer is wrapper
@@ -126,7 +126,9 @@ def _converted(host: Host, **options: Any) -> tuple[torch.nn.Linear, torch.nn.Li
     linear, twin = (torch.nn.Linear(256, 128, dtype=torch.bfloat16) for _ in range(2))
     torch.nn.init.normal_(linear.weight)
     twin.load_state_dict(linear.state_dict())
-    host.load("coat_flux.aitk.quantizer").convert(torch.nn.Sequential(twin), ["0"], FP8LinearConfig(**options))
+    host.load("coat_flux.trainers.ai_toolkit.quantizer").convert(
+        torch.nn.Sequential(twin), ["0"], FP8LinearConfig(**options)
+    )
     return linear, twin
 
 

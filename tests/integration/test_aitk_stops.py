@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coat_flux.checkpoint.interrupts import Interrupts
+from coat_flux.saves.interrupts import Interrupts
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.integration.test_aitk_trust import assert_same_end
 
@@ -123,8 +123,8 @@ def test_other_ways_to_stop(stopped: Stopped, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
 def test_a_hang_up_never_ends_the_save_and_stays_ignored_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coat_flux.checkpoint.interrupts.ONE_PRESS_SECONDS", -1.0)
-    monkeypatch.setattr("coat_flux.checkpoint.interrupts.READER_SECONDS", 0.0)
+    monkeypatch.setattr("coat_flux.saves.interrupts.ONE_PRESS_SECONDS", -1.0)
+    monkeypatch.setattr("coat_flux.saves.interrupts.READER_SECONDS", 0.0)
     lines: list[str] = []
     with Interrupts(lines.append) as interrupts:
         signal.raise_signal(signal.SIGINT)  # Ctrl+C, and while the run saves its terminal is closed
@@ -145,7 +145,7 @@ def test_a_hang_up_never_ends_the_save_and_stays_ignored_under_nohup(monkeypatch
 
 PRINTING = """
 import signal, sys, time
-from coat_flux.checkpoint.interrupts import Interrupts
+from coat_flux.saves.interrupts import Interrupts
 with Interrupts(print) as interrupts:
     print("ready", flush=True)
     while not interrupts.asked:

@@ -15,10 +15,10 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from coat_flux.checkpoint import ResumeError, SaveError
 from coat_flux.data.errors import DatasetError
-from coat_flux.guard import DeadRunError
-from coat_flux.memory.oom import OutOfMemory
+from coat_flux.saves.errors import ResumeError, SaveError
+from coat_flux.watch.errors import DeadRunError
+from coat_flux.watch.oom import OutOfMemory
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.locks import held_by_another_process
@@ -132,7 +132,7 @@ def test_interrupt_saves_and_ends_with_its_exit_code(
 
 
 def test_second_interrupt_ends_at_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coat_flux.checkpoint.interrupts.ONE_PRESS_SECONDS", -1.0)
+    monkeypatch.setattr("coat_flux.saves.interrupts.ONE_PRESS_SECONDS", -1.0)
 
     def interrupt_twice(loss: torch.Tensor) -> None:
         signal.raise_signal(signal.SIGINT)

@@ -12,9 +12,10 @@ from torch import nn
 
 from coat_core.linear import FP8Linear, FP8TrainableLinear, restore_linear
 from coat_core.metrics import cosine
-from coat_flux.config import COATConfig, ConfigError
-from coat_flux.flux import apply_coat
-from coat_flux.memory import policy as memory_policy
+from coat_flux.blocks import runner as memory_policy
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.config.coat import COATConfig
+from coat_flux.config.findings import ConfigError
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, flux_inputs, lora_gradients, loss_of, predict, tiny_flux, tiny_lora
 from tests.tolerances import FLUX_GRADIENT_COSINE, FLUX_GRADIENT_COSINE_MEAN, FLUX_OUTPUT_FLOOR_DB
@@ -301,7 +302,7 @@ class TestSD3:
     def test_goes_the_generic_way(self, sd3: nn.Module, mode: str) -> None:
         from peft import LoraConfig
 
-        from coat_flux.lora import attach_lora
+        from coat_flux.blocks.lora import attach_lora
 
         block = COATConfig.from_dict({"memory": {"checkpointing": mode}})
         plain = torch.randn(2, 4, 16, 16)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from coat_core.linear import FP8Linear
 from coat_core.metrics import cosine
-from coat_flux.config import COATConfig
-from coat_flux.flux import apply_coat
-from coat_flux.flux.policy import POLICIES, policy_for
-from coat_flux.memory.policy import BlockPolicy
-from coat_flux.optimizer import build_optimizer
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.blocks.architectures import POLICIES, policy_for
+from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.config.coat import COATConfig
+from coat_flux.trainers.optimizer import build_optimizer
 from scripts.bench_architectures import ARCHITECTURES as BENCHMARK
 from scripts.bench_architectures import frozen_model
 from scripts.bench_memory import kept_bytes

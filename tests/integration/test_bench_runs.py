@@ -18,7 +18,7 @@ import torch
 
 from coat_flux.bench import worker
 from coat_flux.bench.configurations import named
-from coat_flux.cli import main
+from coat_flux.cli.entry import main
 from tests.tolerances import BENCH_LOSS_RTOL
 
 ROOT = Path(__file__).resolve().parents[2]

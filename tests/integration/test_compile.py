@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
-from coat_flux.config import COATConfig
-from coat_flux.flow import blocks as flow_blocks
-from coat_flux.flow import compiled
-from coat_flux.memory.parts import HeldTensors
-from coat_flux.memory.policy import BlockPolicy
+from coat_flux.blocks.fused import blocks as flow_blocks
+from coat_flux.blocks.fused import compiled
+from coat_flux.blocks.held import HeldTensors
+from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict
 from tests.tolerances import COMPILED_EXACT_FLOOR_DB, COMPILED_FLOOR_DB, COMPILED_RECOMPUTED_FLOOR_DB

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coat_flux.config import JobConfig
-from coat_flux.memory.budget import USABLE_FRACTION
+from coat_flux.blocks.budget import USABLE_FRACTION
+from coat_flux.config.job import JobConfig
 from coat_flux.plan import predict
 from tests.architecture.sources import ROOT
 

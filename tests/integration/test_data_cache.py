@@ -18,7 +18,7 @@ from coat_flux.data.dataset import Batch, BucketBatchSampler, scan
 from coat_flux.data.errors import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
 from coat_flux.data.loader import build_batches, cache_all
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 

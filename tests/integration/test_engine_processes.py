@@ -13,12 +13,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests import tolerances
 from tests.helpers.engine_job import engine_job, write_images
 
-SCRIPT = "import sys; from coat_flux.engine.trainer import COATTrainer; COATTrainer(sys.argv[1]).train()"
+SCRIPT = "import sys; from coat_flux.trainers.standalone.trainer import COATTrainer; COATTrainer(sys.argv[1]).train()"
 
 
 def launch(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:

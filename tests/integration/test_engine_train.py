@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from coat_flux.engine.resume import ResumeError
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.guard import DeadRunError
-from coat_flux.memory.stats import CPU_NOTE, PHASES
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.trainers.standalone.resume import ResumeError
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from coat_flux.watch.errors import DeadRunError
+from coat_flux.watch.memory_stats import CPU_NOTE, PHASES
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import TRIGGER, engine_job, write_images
@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     """Model, images and output folder, made once for the file; prompts of 48 tokens instead of 512 for speed."""
     root = tmp_path_factory.mktemp("engine")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
         yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images"), "out": root / "out"}
 
 
@@ -267,7 +267,7 @@ def test_verbose_shows_what_goes_to_the_log(place: dict[str, Path], capsys: pyte
 
 def test_coat_off_leaves_no_coat_part(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """With `enabled: false` neither conversion, nor attachment, nor an FP8 module takes part."""
-    from coat_flux.engine import session
+    from coat_flux.trainers.standalone import session
 
     seen = []
     monkeypatch.setattr(session, "apply_coat", lambda *a, **k: pytest.fail("apply_coat was called"))
@@ -288,7 +288,7 @@ def test_only_if_contains_limits_the_adapters(place: dict[str, Path]) -> None:
 
 
 def test_nan_stops_the_run_and_nothing_is_saved(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from coat_flux.engine.objective import Objective
+    from coat_flux.trainers.standalone.objective import Objective
 
     original = Objective.__call__
     monkeypatch.setattr(Objective, "__call__", lambda self, batch, draw: original(self, batch, draw) * float("nan"))

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from torch import nn
 
-from coat_flux.config import COATConfig, JobConfig
-from coat_flux.engine.network import add_lora, lora_targets
-from coat_flux.flux import CoatReport, apply_coat
-from coat_flux.lora import attach_lora
-from coat_flux.memory.policy import BlockPolicy
-from coat_flux.memory.sizes import Tokens
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.blocks.lora import attach_lora
+from coat_flux.blocks.report import CoatReport
+from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.blocks.sizes import Tokens
+from coat_flux.config.coat import COATConfig
+from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
+from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from scripts._toolkit_lora import Network
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.architecture.sources import ROOT

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from coat_core import FP8AdamW
 from coat_core.kernels.dispatch import triton_obstacle
-from coat_flux.engine.network import lora_parameters
+from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_sqnr
 from tests.helpers.flux import coat_flux_model, flux_inputs
 from tests.tolerances import GPU_STEP_FLOOR_DB

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from coat_flux.engine.resume import ResumeError
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.report import write_report
-from coat_flux.report.logs import read_validation
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.pages.logs import read_validation
+from coat_flux.pages.report import write_report
+from coat_flux.trainers.standalone.resume import ResumeError
+from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 
@@ -30,7 +30,7 @@ SETTINGS = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     root = tmp_path_factory.mktemp("held_out")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
         yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images"), "out": root / "out"}
 
 

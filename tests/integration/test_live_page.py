@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coat_flux.checkpoint.live import read_status
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.watch.live import read_status
 from tests.helpers.driver import Driver, driven_browser, until
 from tests.helpers.engine_job import engine_job, write_images
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from coat_core.activation import FP8InputLinear
 from coat_core.linear import replace_linear_with_fp8
 from coat_core.quantize import quantize
-from coat_flux.config import COATConfig
-from coat_flux.lora import attach_lora
+from coat_flux.blocks.lora import attach_lora
+from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict, tiny_flux, tiny_lora
 from tests.tolerances import BF16_ORDER_FLOOR_DB, product_floor_db

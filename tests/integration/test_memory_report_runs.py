@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.config import JobConfig
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.memory.oom import OutOfMemory
-from coat_flux.memory.parts import PARTS
-from coat_flux.memory.phases import PhaseTracker
-from coat_flux.memory.report import finish
+from coat_flux.blocks.held import PARTS
+from coat_flux.config.job import JobConfig
+from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan import predict
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from coat_flux.watch.memory_report import finish
+from coat_flux.watch.oom import OutOfMemory
+from coat_flux.watch.phases import PhaseTracker
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.engine_job import engine_job, write_images
 from tests.tolerances import REPORT_SAVED_RTOL
@@ -28,7 +28,7 @@ from tests.tolerances import REPORT_SAVED_RTOL
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     root = tmp_path_factory.mktemp("memory")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
         patch.setattr("coat_flux.plan.models.TEXT_TOKENS", 48)
         yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images"), "out": root / "out"}
 
@@ -81,7 +81,7 @@ def test_run_that_fails_leaves_its_phases_and_no_picture(
     def fail(*_: Any) -> None:
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr("coat_flux.engine.steps.clip_grad_norm_", fail)
+    monkeypatch.setattr("coat_flux.trainers.standalone.steps.clip_grad_norm_", fail)
     with pytest.raises(OutOfMemory):
         COATTrainer(engine_job("broken", **place)).train()
     folder = place["out"] / "broken" / "coat"

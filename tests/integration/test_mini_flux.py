@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_flux.tiny_flux import EMBEDDED_MODEL, MARKER_NAME, MINI_FLUX, make_mini_flux, provide_embedded
+from coat_flux.mini_flux.folder import EMBEDDED_MODEL, MARKER_NAME, MINI_FLUX, make_mini_flux, provide_embedded
 from tests.tolerances import MINI_FLUX_ACCURACY, MINI_FLUX_CHANCE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from coat_flux.cli import main
+from coat_flux.cli.entry import main
 from coat_flux.plan.starter import PLACEHOLDER, made_up_word
 
 SHAPES = ("long", "short", "wide", "slim")

@@ -17,15 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coat_flux.check.job import check_job_dict
-from coat_flux.config import COATConfig, JobConfig, options
+from coat_flux.config import options
+from coat_flux.config.check import check_job_dict
+from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
-from coat_flux.engine.optim import CLASSES, learning_rate, make_optimizer, restore_optimizer
-from coat_flux.engine.resume import ResumeError
-from coat_flux.engine.trainer import COATTrainer
+from coat_flux.config.job import JobConfig
+from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.trainers.standalone.optim import CLASSES, learning_rate, make_optimizer, restore_optimizer
+from coat_flux.trainers.standalone.resume import ResumeError
+from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 
@@ -42,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     """Model, images and output folder; prompts of 48 tokens instead of 512 for speed."""
     root = tmp_path_factory.mktemp("optimizers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
         yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 2), "out": root / "out"}
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import yaml
 
-from coat_flux.config import COATConfig
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.config.coat import COATConfig
 from coat_flux.config.options import BY_KEY
-from coat_flux.flux import apply_coat
-from coat_flux.guard.casts import CastProbe
-from coat_flux.memory.stats import MemoryLog
-from coat_flux.optimizer import build_optimizer
-from coat_flux.precision import PrecisionWatch
+from coat_flux.trainers.optimizer import build_optimizer
+from coat_flux.watch.casts import CastProbe
+from coat_flux.watch.memory_stats import MemoryLog
+from coat_flux.watch.precision import PrecisionWatch
 from tests.helpers.flux import TEXT_TOKENS, tiny_flux
 from tests.helpers.option_run import LAYER, Run, run
 

@@ -10,17 +10,17 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from coat_flux.precision import COLUMNS
-from coat_flux.report import write_report
-from coat_flux.verify.held_out import HeldOut
-from coat_flux.verify.judgement import judge
-from coat_flux.verify.page import write_page
-from coat_flux.verify.photos import Split
-from coat_flux.verify.results import ArmResult
-from coat_flux.verify.scoring import Scores
-from coat_flux.verify.similarity import Gram
-from coat_flux.verify.study import Settings, Study
-from coat_flux.verify.verdict import Verdict
+from coat_flux.pages.report import write_report
+from coat_flux.study.held_out import HeldOut
+from coat_flux.study.judgement import judge
+from coat_flux.study.page import write_page
+from coat_flux.study.photos import Split
+from coat_flux.study.results import ArmResult
+from coat_flux.study.scoring import Scores
+from coat_flux.study.similarity import Gram
+from coat_flux.study.study import Settings, Study
+from coat_flux.study.verdict import Verdict
+from coat_flux.watch.records import COLUMNS
 from tests.helpers.browser import inspect_pages
 from tests.unit.test_run_report import add_samples, make_run
 from tests.unit.test_verify_parts import held_out_of, job_of

@@ -16,19 +16,20 @@ import yaml
 from torch import nn
 
 from coat_core.optim import FP8AdamW
-from coat_flux.config import COATConfig, JobConfig
-from coat_flux.engine.network import add_lora, lora_parameters, lora_targets
-from coat_flux.engine.optim import make_optimizer
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.flow import chooser
-from coat_flux.flux import apply_coat
-from coat_flux.lora import attach_lora
-from coat_flux.memory.choice import block_bytes, largest_moment, settings_of
-from coat_flux.memory.parts import HeldTensors
-from coat_flux.memory.sizes import Tokens, around_bytes, kept_bytes, read_block, recomputed_bytes
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.blocks.choice import block_bytes, largest_moment, settings_of
+from coat_flux.blocks.fused import chooser
+from coat_flux.blocks.held import HeldTensors
+from coat_flux.blocks.lora import attach_lora
+from coat_flux.blocks.sizes import Tokens, around_bytes, kept_bytes, read_block, recomputed_bytes
+from coat_flux.config.coat import COATConfig
+from coat_flux.config.job import JobConfig
+from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes, predict_facts
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
+from coat_flux.trainers.standalone.optim import make_optimizer
+from coat_flux.trainers.standalone.trainer import COATTrainer
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.helpers.engine_job import engine_job, write_images
 from tests.tolerances import PLAN_KEPT_RTOL, PLAN_MOMENT_RTOL
@@ -234,7 +235,7 @@ def test_exact_bytes_of_a_run(tiny_model, tmp_path, optimizer, coat):
     job = JobConfig.from_dict(raw)
     facts = job_facts(job)
 
-    from coat_flux.engine.loading import load_transformer
+    from coat_flux.trainers.standalone.loading import load_transformer
 
     model = load_transformer(str(tiny_model), torch.bfloat16)
     targets = lora_targets(model)
@@ -258,7 +259,7 @@ def test_exact_bytes_of_a_run(tiny_model, tmp_path, optimizer, coat):
 
 
 def test_targets_are_the_engines(tiny_model, tmp_path):
-    from coat_flux.engine.loading import load_transformer
+    from coat_flux.trainers.standalone.loading import load_transformer
 
     model = load_transformer(str(tiny_model), torch.bfloat16)
     parts = job_facts(JobConfig.from_dict(_plain_job(tiny_model, tmp_path))).model

@@ -13,12 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from coat_flux.cli import main
-from coat_flux.engine import session
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.precision import Row, read_rows
-from coat_flux.precision.advice import standing_out, summaries, worst
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.cli.entry import main
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.trainers.standalone import session
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from coat_flux.watch.advice import standing_out, summaries, worst
+from coat_flux.watch.records import Row, read_rows
 from tests import tolerances
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
         patch.setattr(session, "load_transformer", planted)
         yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images"), "out": root / "out"}
 

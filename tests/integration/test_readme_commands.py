@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.cli import entry, main
+from coat_flux.cli import entry
+from coat_flux.cli.entry import main
 from tests.helpers.aitk_standin.host import copy_checkout
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.engine.network import lora_parameters
-from coat_flux.memory import policy
-from coat_flux.speed import RunPath, pick
+from coat_flux.blocks import measure as pick
+from coat_flux.blocks import runner as policy
+from coat_flux.blocks.measure import RunPath
+from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import coat_flux_model, flux_inputs
 

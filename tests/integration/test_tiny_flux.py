@@ -14,7 +14,8 @@ from peft import LoraConfig
 from safetensors import safe_open
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from coat_flux.tiny_flux import MARKER_NAME, make_tiny_flux, vocabulary
+from coat_flux.mini_flux import vocabulary
+from coat_flux.mini_flux.folder import MARKER_NAME, make_tiny_flux
 from tests.tolerances import (
     TINY_FLUX_CHANGE_FLOOR,
     TINY_FLUX_LORA_GAIN,

@@ -13,13 +13,17 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from coat_flux.cli import main
+from coat_flux.cli.entry import main
 from coat_flux.data.files import find_images
-from coat_flux.engine.session import Session
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.guard import DeadRunError
-from coat_flux.tiny_flux import make_tiny_flux
-from coat_flux.verify import BF16, Settings, Study, Verdict, VerifyError, open_study, verify
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.study.errors import VerifyError
+from coat_flux.study.paired import BF16
+from coat_flux.study.study import Settings, Study, open_study
+from coat_flux.study.verdict import Verdict
+from coat_flux.study.verify import verify
+from coat_flux.trainers.standalone.session import Session
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from coat_flux.watch.errors import DeadRunError
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 
@@ -32,7 +36,7 @@ SETTINGS = Settings(steps=STEPS, hold_out=2, every=3, final_sigmas=4)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     root = tmp_path_factory.mktemp("verify")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
         images = write_images(root / "images", PHOTOS)
         yield {"model": make_tiny_flux(root / "tiny"), "images": images, "out": root / "out"}
 
@@ -147,7 +151,7 @@ def test_finished_runs_are_not_repeated_and_seeds_can_be_added(
         raise DeadRunError("it died at once")
 
     before = {run.name: run.lora.stat().st_mtime_ns for run in verdict.runs}
-    monkeypatch.setattr("coat_flux.engine.trainer.open_session", sessions)
+    monkeypatch.setattr("coat_flux.trainers.standalone.trainer.open_session", sessions)
     assert verify(job_of(place), seeds=2, settings=SETTINGS).sentence == verdict.sentence
     assert trained == []
     with pytest.raises(DeadRunError, match="at once"):  # of bf16: the config itself cannot be trained
@@ -189,7 +193,7 @@ def test_command_says_the_sentence_and_its_exit_code(
     verdict: Verdict, place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: Any
 ) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("coat_flux.verify.verify", lambda job, **keywords: asked.update(keywords) or verdict)
+    monkeypatch.setattr("coat_flux.study.verify", lambda job, **keywords: asked.update(keywords) or verdict)
     options = ["--seeds", "4", "--steps", "9", "--hold-out", "2", "--every", "3", "--out", "there"]
     code = main(["verify", job_file(tmp_path, job_of(place)), *options])
     assert code == (0 if verdict.lossless else 1)

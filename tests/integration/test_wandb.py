@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from coat_flux.check.job import check_job_dict
+from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import ConfigError
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.engine_job import engine_job, write_images
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+    monkeypatch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
     monkeypatch.chdir(tmp_path)
     place = {"model": make_tiny_flux(tmp_path / "tiny"), "images": write_images(tmp_path / "images", 2)}
     made = engine_job("run", **place, out=tmp_path, train={"steps": 2, "disable_sampling": False})

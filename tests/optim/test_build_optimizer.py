@@ -1,4 +1,4 @@
-"""`coat_flux.optimizer.build_optimizer`: from YAML words to stored tensors."""
+"""`coat_flux.trainers.optimizer.build_optimizer`: from YAML words to stored tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 from torch.nn import Parameter
 
 from coat_core.optim import FP8AdamW
-from coat_flux.config import COATConfig, ConfigError
-from coat_flux.optimizer import build_optimizer, describe_optimizer
+from coat_flux.config.coat import COATConfig
+from coat_flux.config.findings import ConfigError
+from coat_flux.trainers.optimizer import build_optimizer, describe_optimizer
 from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import make_params, run
 

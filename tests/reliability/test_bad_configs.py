@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.cli import main
+from coat_flux.cli.entry import main
 from tests.reliability.bad_config import BOTH, BadConfig
 from tests.reliability.configs import BAD_CONFIGS
 from tests.tolerances import CONFIG_ANSWER_S

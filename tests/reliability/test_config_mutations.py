@@ -12,13 +12,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from coat_flux.check import Finding, check_job_dict, check_job_file
-from coat_flux.check.ai_toolkit_rules import ADAM_SWITCHES
-from coat_flux.check.host_schema import PROCESS, shipped_schema
-from coat_flux.config import COATConfig, JobConfig, load_job_yaml
+from coat_flux.config.ai_toolkit_rules import ADAM_SWITCHES
+from coat_flux.config.ai_toolkit_schema import BLOCKS
+from coat_flux.config.ai_toolkit_source import PROCESS, shipped_schema
 from coat_flux.config.build import config_fields
-from coat_flux.config.host_schema import BLOCKS
-from coat_flux.config.job_config import HOST
+from coat_flux.config.check import check_job_dict, check_job_file
+from coat_flux.config.coat import COATConfig
+from coat_flux.config.findings import Finding
+from coat_flux.config.job import HOST, JobConfig
+from coat_flux.config.job_file import load_job_yaml
 from coat_flux.config.job_rules import LR_PARAMS
 from coat_flux.config.options import ADAMW_OPTIONS, BY_KEY
 from tests.reliability.bad_config import ALONE, BOTH, BadConfig, valid_job

@@ -26,9 +26,9 @@ from typing import Any
 import pytest
 import yaml
 
-from coat_flux.checkpoint import newest_set
 from coat_flux.cli.entry import main
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.saves.commit import newest_set
 from tests.helpers.engine_job import engine_job, write_images
 from tests.reliability.test_kills import FEW_LINEARS, content, quick_forks  # noqa: F401
 
@@ -133,7 +133,7 @@ def _rename_published(manifest: Path, name: str) -> None:
     """Let a copied set publish under the run's name."""
     import json
 
-    from coat_flux.checkpoint.commit import _digest
+    from coat_flux.saves.commit import _digest
 
     found = json.loads(manifest.read_text())
     found["publish"] = {key.replace("part", name): value for key, value in found["publish"].items()}
@@ -161,8 +161,10 @@ def _be_the_command(given: list[str], writer: int, prepare: Callable[[], Any]) -
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 16)
-        patch.setattr("coat_flux.engine.trainer.finish", lambda *a, **k: None)  # the picture of the memory report
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 16)
+        patch.setattr(
+            "coat_flux.trainers.standalone.trainer.finish", lambda *a, **k: None
+        )  # the picture of the memory report
         yield Runs(tmp_path_factory.mktemp("faults"))
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_flux.config import COATConfig
-from coat_flux.engine.network import lora_parameters
-from coat_flux.guard import DeadRunError, RunGuard
-from coat_flux.memory.policy import BlockPolicy
-from coat_flux.optimizer import build_optimizer
+from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.config.coat import COATConfig
+from coat_flux.trainers.optimizer import build_optimizer
+from coat_flux.trainers.standalone.network import lora_parameters
+from coat_flux.watch.errors import DeadRunError
+from coat_flux.watch.run_guard import RunGuard
 from tests.helpers.flux import coat_flux_model, loss_of, predict
 
 KEPT = {"memory": {"checkpointing": "none"}}

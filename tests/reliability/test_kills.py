@@ -22,17 +22,19 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.checkpoint import SaveError, commit, damage, newest_set, repair
-from coat_flux.checkpoint.interrupts import Interrupts
-from coat_flux.checkpoint.live import LiveRun
-from coat_flux.engine import trainer
-from coat_flux.engine.progress import RunLog
-from coat_flux.engine.resume import find_resume_point, identity_of
-from coat_flux.engine.session import Session, open_session
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.engine.workers import Workers
-from coat_flux.memory.phases import PhaseTracker
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.saves import commit, repair
+from coat_flux.saves.commit import damage, newest_set
+from coat_flux.saves.errors import SaveError
+from coat_flux.saves.interrupts import Interrupts
+from coat_flux.trainers.standalone import trainer
+from coat_flux.trainers.standalone.progress import RunLog
+from coat_flux.trainers.standalone.resume import find_resume_point, identity_of
+from coat_flux.trainers.standalone.session import Session, open_session
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from coat_flux.trainers.standalone.workers import Workers
+from coat_flux.watch.live import LiveRun
+from coat_flux.watch.phases import PhaseTracker
 from tests.helpers.engine_job import engine_job, write_images
 from tests.reliability.forks import KILLED, at_operation, fork, wait
 
@@ -60,8 +62,10 @@ def quick_forks() -> Iterator[None]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     root = tmp_path_factory.mktemp("kills")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 16)
-        patch.setattr("coat_flux.engine.trainer.finish", lambda *a, **k: None)  # the picture of the memory report
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 16)
+        patch.setattr(
+            "coat_flux.trainers.standalone.trainer.finish", lambda *a, **k: None
+        )  # the picture of the memory report
         yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 3), "out": root / "out"}
 
 

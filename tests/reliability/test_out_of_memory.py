@@ -22,14 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coat_core import FP8AdamW, FP8Linear
 from coat_core.linear import function
 from coat_core.linear.module import load_transposed
-from coat_flux.config import ConfigError, JobConfig
-from coat_flux.engine.network import lora_parameters
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.memory.oom import OutOfMemory, explain_oom, recompute_more
-from coat_flux.memory.parts import HeldTensors, gradients, module_tensors, state_tensors, trained
-from coat_flux.memory.phases import PhaseTracker
-from coat_flux.memory.policy import BlockPolicy
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.blocks.held import HeldTensors, gradients, module_tensors, state_tensors, trained
+from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.config.findings import ConfigError
+from coat_flux.config.job import JobConfig
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.trainers.standalone.network import lora_parameters
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from coat_flux.watch.oom import OutOfMemory, explain_oom, recompute_more
+from coat_flux.watch.phases import PhaseTracker
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.flux import coat_flux_model, loss_of, predict
@@ -219,7 +220,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(at["allocated"]))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(at["reserved"]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(at["free"]), int(at["total"])))
-    monkeypatch.setattr("coat_flux.memory.phases.reset_peak", lambda device: None)
+    monkeypatch.setattr("coat_flux.watch.phases.reset_peak", lambda device: None)
     return at
 
 
@@ -351,7 +352,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     """Model, images and output folder of a run; prompts of 48 tokens instead of 512 for speed."""
     root = tmp_path_factory.mktemp("oom")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 48)
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
         yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 2), "out": root / "out"}
 
 

@@ -16,7 +16,7 @@ from coat_flux.data.dataset import Batch, scan
 from coat_flux.data.errors import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
 from coat_flux.data.loader import LatentDataset
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.reliability.photos import ADOBE_GAMMA, ADOBE_RGB, DISPLAY_P3, SRGB, from_srgb, matrix_profile, noise
@@ -182,7 +182,7 @@ class Constant(torch.nn.Module):
 def test_the_loss_counts_what_is_visible_only_and_keeps_its_size(tmp_path, vae):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    from coat_flux.engine.objective import Objective
+    from coat_flux.trainers.standalone.objective import Objective
 
     cut_out(tmp_path / "a.png")
     batch = dataset(tmp_path, vae, transparency="mask").batch(Batch((0,), 0))

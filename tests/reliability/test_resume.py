@@ -21,11 +21,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from coat_flux.checkpoint import ResumeError, newest_set
-from coat_flux.engine import trainer
-from coat_flux.engine.objective import Objective
-from coat_flux.engine.trainer import COATTrainer
-from coat_flux.tiny_flux import make_tiny_flux
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.saves.commit import newest_set
+from coat_flux.saves.errors import ResumeError
+from coat_flux.trainers.standalone import trainer
+from coat_flux.trainers.standalone.objective import Objective
+from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 
@@ -40,8 +41,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     Image.fromarray(wide).save(images / "wide.png")
     (images / "wide.txt").write_text("a wide [trigger]", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.engine.loading.MAX_TEXT_TOKENS", 16)
-        patch.setattr("coat_flux.engine.trainer.finish", lambda *a, **k: None)  # the picture of the memory report
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 16)
+        patch.setattr(
+            "coat_flux.trainers.standalone.trainer.finish", lambda *a, **k: None
+        )  # the picture of the memory report
         yield {"model": make_tiny_flux(root / "tiny"), "images": images, "out": root / "out"}
 
 
@@ -155,7 +158,7 @@ def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(
 
 
 def test_a_second_interrupt_ends_at_once(place: dict[str, Path], at_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coat_flux.checkpoint.interrupts.ONE_PRESS_SECONDS", -1.0)
+    monkeypatch.setattr("coat_flux.saves.interrupts.ONE_PRESS_SECONDS", -1.0)
 
     def twice() -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -240,7 +243,7 @@ def test_another_run_is_refused_by_name(place: dict[str, Path], base: Path, tmp_
 
 
 def test_another_number_of_processes_is_refused(base: Path, place: dict[str, Path]) -> None:
-    from coat_flux.engine.resume import check_same_run, find_resume_point, identity_of
+    from coat_flux.trainers.standalone.resume import check_same_run, find_resume_point, identity_of
 
     job = COATTrainer(engine_job("base", **place, coat={}, network={"network_kwargs": FEW_LINEARS})).job
     point = find_resume_point(base, "base")
@@ -332,7 +335,7 @@ def test_samples_that_cannot_be_written_do_not_end_the_run(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("coat_flux.engine.sampling.ImageSampler.draw", full)
+    monkeypatch.setattr("coat_flux.trainers.standalone.sampling.ImageSampler.draw", full)
     run = train("unsampled", place, train={"steps": 1, "disable_sampling": False})
     assert "samples of step 1 cannot be written ([Errno 28] No space left on device)" in capsys.readouterr().out
     assert newest_set(run).name == "state-000000001"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.checkpoint.table import RETRY_ROWS, GrowingTable
-from coat_flux.engine.board import Board
+from coat_flux.base.table import RETRY_ROWS, GrowingTable
+from coat_flux.trainers.standalone.board import Board
 
 COLUMNS = ("step", "loss", "lr")
 PLAIN = "step,loss,lr\n1,0.5,0.001\n2,0.25,0.001\n"
@@ -114,7 +114,7 @@ def test_a_removed_folder_of_tensorboard_is_made_again_without_a_traceback(
 
 PRINTS = """
 import sys
-from coat_flux.steady import keep_streams
+from coat_flux.base.streams import keep_streams
 keep_streams()
 for number in range(20000):
     print("line", number)

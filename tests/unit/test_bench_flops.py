@@ -7,9 +7,9 @@ import pytest
 from coat_flux.bench.flops import Geometry, Work, forward_work, product_work, step_work, token_count
 from coat_flux.bench.limits import DEVICE_NAMES, GB_PER_SECOND, Limit, known_limit
 from coat_flux.bench.optimizers import lora_shapes
-from coat_flux.engine.network import lora_targets
+from coat_flux.mini_flux.geometry import make_flux_dev_geometry
 from coat_flux.plan.facts import CARDS
-from coat_flux.tiny_flux import make_flux_dev_geometry
+from coat_flux.trainers.standalone.network import lora_targets
 from tests.tolerances import ANCHOR_TIME_RTOL
 
 FLUX = Geometry()

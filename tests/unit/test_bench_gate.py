@@ -9,7 +9,7 @@ import pytest
 
 from coat_flux.bench import gate
 from coat_flux.bench.configurations import LEVELS
-from coat_flux.cli import main
+from coat_flux.cli.entry import main
 
 TINY = ["--double", "1", "--single", "1", "--heads", "2", "--rank", "4", "--device", "cpu"]
 

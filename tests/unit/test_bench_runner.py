@@ -10,7 +10,7 @@ from coat_flux.bench import runner, worker
 from coat_flux.bench.configurations import CONFIGURATIONS, LEVELS, OPTIMIZERS, named, rivals
 from coat_flux.bench.flops import Geometry
 from coat_flux.bench.options import BenchOptions, Case
-from coat_flux.config import COATConfig
+from coat_flux.config.coat import COATConfig
 
 TINY = {"double": 1, "single": 1, "heads": 2, "rank": 4}
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_flux.config import COATConfig
-from coat_flux.memory import auto as auto_module
-from coat_flux.memory.auto import FP8_INPUT, UNKNOWN
-from coat_flux.memory.policy import BlockPolicy
+from coat_flux.blocks import auto as auto_module
+from coat_flux.blocks.auto import FP8_INPUT, UNKNOWN
+from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.config.coat import COATConfig
 from tests.helpers.saved_tensors import recording
 
 TOKENS, WIDTH, BLOCKS = 64, 64, 6

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from coat_flux.check import Finding, check_job_dict, check_job_file, find_toolkit
-from coat_flux.check.host_schema import NoHostError, read_schema, shipped_schema
 from coat_flux.cli.check import add_parser, run
-from coat_flux.config.host_keys import HOST_VERSION
-from coat_flux.config.host_schema import BLOCKS, CHOICES, KINDS, RANGES
+from coat_flux.config.ai_toolkit_keys import HOST_VERSION
+from coat_flux.config.ai_toolkit_schema import BLOCKS, CHOICES, KINDS, RANGES
+from coat_flux.config.ai_toolkit_source import NoHostError, read_schema, shipped_schema
+from coat_flux.config.check import check_job_dict, check_job_file, find_toolkit
+from coat_flux.config.findings import Finding
 from tests.reliability.bad_config import BadConfig, valid_job
 
 AI_TOOLKIT = "ai-toolkit"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from coat_flux.check.model import EMBEDDED, check_device, check_model
 from coat_flux.config.findings import Findings
-from coat_flux.tiny_flux import EMBEDDED_MODEL, MINI_FLUX
+from coat_flux.config.model_folder import EMBEDDED, check_device, check_model
+from coat_flux.mini_flux.folder import EMBEDDED_MODEL, MINI_FLUX
 
 ALONE, AITK = "standalone", "ai-toolkit"
 DEV = "black-forest-labs/FLUX.1-dev"

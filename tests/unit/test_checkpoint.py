@@ -16,26 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coat_flux.checkpoint import (
-    ResumeError,
-    SaveError,
-    commit,
-    committed_sets,
-    compare,
-    damage,
-    go_back,
-    good_step,
-    newest_set,
-    repair,
-    require_same_run,
-    rng_state,
-    run_identity,
-    run_lock,
-    set_rng_state,
-    set_step,
-)
-from coat_flux.checkpoint.files import replacing
-from coat_flux.checkpoint.identity import file_digest, model_identity
+from coat_flux.base.files import replacing
+from coat_flux.saves import commit, repair
+from coat_flux.saves.commit import committed_sets, damage, newest_set, set_step
+from coat_flux.saves.errors import ResumeError, SaveError
+from coat_flux.saves.identity import compare, file_digest, model_identity, require_same_run, run_identity
+from coat_flux.saves.lock import run_lock
+from coat_flux.saves.repair import go_back, good_step
+from coat_flux.saves.rng import rng_state, set_rng_state
 from tests.helpers.locks import held_by_another_process
 
 PUBLISH = {"run.safetensors": "lora", "optimizer.pt": "optimizer"}

@@ -12,15 +12,15 @@ import pytest
 import yaml
 from PIL import Image
 
-from coat_flux.checkpoint import ResumeError, SaveError
-from coat_flux.cli import main
+from coat_flux.base.errors import UserError
+from coat_flux.blocks.apply import FallbackError
+from coat_flux.cli.entry import main
 from coat_flux.data.errors import DatasetError
-from coat_flux.engine.workers import LaunchError
-from coat_flux.errors import UserError
-from coat_flux.export import ExportError
-from coat_flux.flux.apply import FallbackError
-from coat_flux.guard import DeadRunError
-from coat_flux.memory.oom import OutOfMemory
+from coat_flux.export.files import ExportError
+from coat_flux.saves.errors import ResumeError, SaveError
+from coat_flux.trainers.standalone.workers import LaunchError
+from coat_flux.watch.errors import DeadRunError
+from coat_flux.watch.oom import OutOfMemory
 
 JOB = {
     "job": "extension",
@@ -60,7 +60,7 @@ def trainer(monkeypatch):
         def train(self, **_):
             return seen.run()
 
-    monkeypatch.setitem(sys.modules, "coat_flux.engine.trainer", SimpleNamespace(COATTrainer=COATTrainer))
+    monkeypatch.setitem(sys.modules, "coat_flux.trainers.standalone.trainer", SimpleNamespace(COATTrainer=COATTrainer))
     for package in ("coat_core", "coat_flux"):
         monkeypatch.setattr(logging.getLogger(package), "level", logging.NOTSET)
     return seen
@@ -151,7 +151,7 @@ def test_install_prints_what_was_done_and_passes_undo(monkeypatch, capsys):
         return ["linked a", "linked b"]
 
     module = SimpleNamespace(install=install)
-    monkeypatch.setitem(sys.modules, "coat_flux.aitk.install", module)
+    monkeypatch.setitem(sys.modules, "coat_flux.trainers.ai_toolkit.install", module)
     assert main(["install", "ait"]) == 0
     assert main(["install", "ait", "--undo"]) == 0
     assert capsys.readouterr().out == "linked a\nlinked b\n" * 2

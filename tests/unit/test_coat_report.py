@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.config import COATConfig
-from coat_flux.flux import CoatReport, shared
-from coat_flux.flux.report import OUTSIDE, Row
-from coat_flux.flux.shared import shared_rows
-from coat_flux.memory.oom import recompute_more
-from coat_flux.memory.policy import BlockPolicy
-from coat_flux.speed import pick
+from coat_flux.blocks import measure as pick
+from coat_flux.blocks import shared_rows as shared
+from coat_flux.blocks.report import OUTSIDE, CoatReport, Row
+from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.blocks.shared_rows import shared_rows
+from coat_flux.config.coat import COATConfig
+from coat_flux.watch.oom import recompute_more
 from tests.helpers.flux import coat_flux_model, lora_gradients
 
 GEMM = "W e4m3/per_tensor, x e4m3/per_tensor, dy e5m2"

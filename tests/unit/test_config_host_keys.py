@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.config import JobConfig
+from coat_flux.config.ai_toolkit_keys import HOST_VERSION, NO_EFFECT, UNSUPPORTED
 from coat_flux.config.build import config_fields
-from coat_flux.config.host_keys import HOST_VERSION, NO_EFFECT, UNSUPPORTED
-from coat_flux.config.job_config import HOST
+from coat_flux.config.job import HOST, JobConfig
 from coat_flux.config.job_sections import (
     DatasetSection,
     EMASection,

@@ -8,7 +8,10 @@ from importlib.machinery import ModuleSpec
 import pytest
 import yaml
 
-from coat_flux.config import COATConfig, ConfigError, JobConfig, require_packages
+from coat_flux.config.coat import COATConfig
+from coat_flux.config.findings import ConfigError
+from coat_flux.config.job import JobConfig
+from coat_flux.config.job_rules import require_packages
 from coat_flux.config.job_sections import SampleItem
 
 BASE = {

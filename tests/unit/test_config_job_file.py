@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from coat_flux.config import ConfigError, load_job_yaml
+from coat_flux.config.findings import ConfigError
+from coat_flux.config.job_file import load_job_yaml
 
 FRAME = "job: extension\nconfig:\n  name: run\n  process:\n    - type: coat_flux_trainer\n"
 

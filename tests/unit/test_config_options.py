@@ -7,9 +7,10 @@ from functools import reduce
 import pytest
 
 from coat_core.formats import M1_FORMATS, M2_FORMATS
-from coat_flux.config import COATConfig, ConfigError, markdown_table
 from coat_flux.config.build import to_plain
-from coat_flux.config.options import BY_KEY, OPTIONS
+from coat_flux.config.coat import COATConfig
+from coat_flux.config.findings import ConfigError
+from coat_flux.config.options import BY_KEY, OPTIONS, markdown_table
 from coat_flux.config.values import Option, Refusal
 
 # SPEC section 2, written out once more: key -> default.

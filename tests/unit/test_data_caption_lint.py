@@ -10,7 +10,7 @@ import tokenizers
 from coat_flux.config.job_sections import DatasetSection
 from coat_flux.data.caption_lint import lint_captions
 from coat_flux.data.preflight import inspect_datasets
-from coat_flux.tiny_flux import MINI_FLUX
+from coat_flux.mini_flux.folder import MINI_FLUX
 from tests.reliability.photos import jpeg, write
 
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageFont
 
 from coat_flux.cli import data
 from coat_flux.cli.common import Refused
-from coat_flux.config import ConfigError
+from coat_flux.config.findings import ConfigError
 from coat_flux.data.sheet import _caption_lines
 from tests.helpers.engine_job import engine_job
 from tests.reliability.photos import good_folder, jpeg, write

@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from coat_flux.config.coat_config import GuardOptions
-from coat_flux.guard import DeadRunError, RunGuard
-from coat_flux.guard.divergence import WINDOW
+from coat_flux.config.coat import GuardOptions
+from coat_flux.watch.divergence import WINDOW
+from coat_flux.watch.errors import DeadRunError
+from coat_flux.watch.run_guard import RunGuard
 
 
 def guard_of(**options: object) -> RunGuard:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from coat_flux.cli.doctor import add_parser
-from coat_flux.doctor import diagnose, gpu, host, machine, software, verdict, windows
-from coat_flux.doctor.lines import absent, bad, good
+from coat_flux.doctor import diagnose, gpu, host, machine, software, windows
+from coat_flux.doctor.lines import absent, bad, good, verdict
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
 
 

@@ -15,7 +15,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from coat_flux.config.job_sections import TrainSection
-from coat_flux.engine.flow_matching import (
+from coat_flux.trainers.standalone.flow_matching import (
     bypassed_guidance,
     draw_sigmas,
     noisy_latents,
@@ -25,7 +25,7 @@ from coat_flux.engine.flow_matching import (
     timestep_weights,
     weighted_timesteps,
 )
-from coat_flux.engine.objective import Objective
+from coat_flux.trainers.standalone.objective import Objective
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 

@@ -8,9 +8,9 @@ from diffusers import FluxTransformer2DModel
 from torch import nn
 
 from coat_core.linear.module import FP8Linear
-from coat_flux.config import COATConfig
-from coat_flux.engine.network import add_lora, load_lora_tensors, lora_parameters, lora_targets
-from coat_flux.flux import apply_coat
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.config.coat import COATConfig
+from coat_flux.trainers.standalone.network import add_lora, load_lora_tensors, lora_parameters, lora_targets
 from tests.helpers.asserts import assert_bitwise
 
 DOUBLE = (

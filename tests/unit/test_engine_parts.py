@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from coat_core.optim import FP8AdamW
-from coat_flux.checkpoint.table import GrowingTable
-from coat_flux.config import COATConfig
-from coat_flux.engine.ema import LoraEMA
-from coat_flux.engine.loading import ModelLoadError, load_encoders
-from coat_flux.engine.optim import advance, make_optimizer, make_scheduler, restore_optimizer
-from coat_flux.engine.saving import lora_metadata, rotate_saves, save_dtype, save_name
-from coat_flux.engine.seeding import Stream, derived_seed, generator_for, seed_global
-from coat_flux.engine.workers import Workers, _check_launch
-from coat_flux.memory.phases import PhaseTracker
-from coat_flux.speed import RunPath, SpeedPick
+from coat_flux.base.table import GrowingTable
+from coat_flux.blocks.measure import RunPath, SpeedPick
+from coat_flux.config.coat import COATConfig
+from coat_flux.trainers.standalone.ema import LoraEMA
+from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders
+from coat_flux.trainers.standalone.optim import advance, make_optimizer, make_scheduler, restore_optimizer
+from coat_flux.trainers.standalone.saving import lora_metadata, rotate_saves, save_dtype, save_name
+from coat_flux.trainers.standalone.seeding import Stream, derived_seed, generator_for, seed_global
+from coat_flux.trainers.standalone.workers import Workers, _check_launch
+from coat_flux.watch.phases import PhaseTracker
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 

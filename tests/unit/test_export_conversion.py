@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from coat_flux.cli.export import add_parser
-from coat_flux.export import ExportError, convert_file
 from coat_flux.export import convert as convert_module
-from coat_flux.export.convert import convert_pairs
+from coat_flux.export.convert import convert_file, convert_pairs
+from coat_flux.export.files import ExportError
 from coat_flux.export.layouts import layout_of, read_pairs, write_pairs
 from tests.helpers.lora_files import HIDDEN, OUTSIDE, SINGLE, lora_tensors, module_names
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
-from coat_flux.flow import FusedFlow
+from coat_flux.blocks.fused.chooser import FusedFlow
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import coat_flux_model, lora_gradients, tiny_flux
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.config.coat_config import GuardOptions
-from coat_flux.guard import DeadRunError, RunGuard
+from coat_flux.config.coat import GuardOptions
+from coat_flux.watch.errors import DeadRunError
+from coat_flux.watch.run_guard import RunGuard
 
 A, B = "transformer.block.to_q.lora_A.weight", "transformer.block.to_q.lora_B.weight"
 

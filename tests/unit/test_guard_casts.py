@@ -15,9 +15,9 @@ from coat_core.granularity import PER_GROUP, PER_ROW, PER_TENSOR, Granularity
 from coat_core.kernels.gelu import gelu_concat_quantize
 from coat_core.kernels.quantize import quantize
 from coat_core.metrics import cast_losses
-from coat_flux.config.coat_config import GuardOptions
-from coat_flux.guard.casts import SAMPLE, CastProbe
-from coat_flux.guard.health import EXP_AVG, EXP_AVG_SQ, GRADIENTS, INPUTS, SAVED, CastHealth, Loss
+from coat_flux.config.coat import GuardOptions
+from coat_flux.watch.casts import SAMPLE, CastProbe
+from coat_flux.watch.health import EXP_AVG, EXP_AVG_SQ, GRADIENTS, INPUTS, SAVED, CastHealth, Loss
 
 
 def losses_of(x: Tensor, fmt: str, granularity: Granularity) -> tuple[float, float]:

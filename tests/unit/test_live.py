@@ -15,12 +15,11 @@ import pytest
 from PIL import Image
 from werkzeug.test import Client
 
-from coat_flux.checkpoint.live import COMMANDS, LiveRun, give_command, read_status
-from coat_flux.cli import main
-from coat_flux.live import Watch
-from coat_flux.live.server import WatchError
-from coat_flux.live.shell import shell
-from coat_flux.live.view import look_at
+from coat_flux.cli.entry import main
+from coat_flux.pages.live_server import Watch, WatchError
+from coat_flux.pages.live_shell import shell
+from coat_flux.pages.live_view import look_at
+from coat_flux.watch.live import COMMANDS, LiveRun, give_command, read_status
 from tests.helpers.browser import inspect_pages
 
 PICTURE = "1700000000000__000000002_0.png"

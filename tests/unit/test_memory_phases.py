@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from coat_flux.memory import phases as phases_module
-from coat_flux.memory.parts import HeldParts, gradients, module_tensors, state_tensors, trained
-from coat_flux.memory.phases import PhaseTracker
+from coat_flux.blocks.held import HeldParts, gradients, module_tensors, state_tensors, trained
+from coat_flux.watch import phases as phases_module
+from coat_flux.watch.phases import PhaseTracker
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from coat_flux.config import ConfigError
-from coat_flux.memory.phases import PhaseTracker
-from coat_flux.memory.report import as_table, finish, picture
+from coat_flux.config.findings import ConfigError
+from coat_flux.watch.memory_report import as_table, finish, picture
+from coat_flux.watch.phases import PhaseTracker
 
 GB = 10**9
 

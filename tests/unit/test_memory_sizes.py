@@ -10,9 +10,8 @@ from torch import nn
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.quantize import quantize
-from coat_flux.config import COATConfig
-from coat_flux.memory.choice import BlockBytes, fewest_recomputed, largest_moment, settings_of
-from coat_flux.memory.sizes import (
+from coat_flux.blocks.choice import BlockBytes, fewest_recomputed, largest_moment, settings_of
+from coat_flux.blocks.sizes import (
     IMAGE,
     SINGLE,
     TEXT,
@@ -26,6 +25,7 @@ from coat_flux.memory.sizes import (
     read_block,
     recomputed_bytes,
 )
+from coat_flux.config.coat import COATConfig
 from tests.helpers.flux import coat_flux_model, tiny_flux
 
 TOKENS = Tokens(1, 512, 4096)

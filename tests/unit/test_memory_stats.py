@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from coat_flux.memory.stats import CPU_NOTE, GB, PHASES, MemoryLog, memory_line, peak_bytes, used_bytes
+from coat_flux.watch.memory_stats import CPU_NOTE, GB, PHASES, MemoryLog, memory_line, peak_bytes, used_bytes
 from tests import tolerances
 
 

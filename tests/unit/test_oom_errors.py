@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 
-from coat_flux.memory.oom import OutOfMemory, is_oom
+from coat_flux.watch.oom import OutOfMemory, is_oom
 
 LACKS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),

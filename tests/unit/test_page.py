@@ -15,10 +15,9 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from coat_flux.page import Page
-from coat_flux.page.charts import line_chart, thinned
-from coat_flux.page.page import POLICY
-from coat_flux.page.pictures import LONGEST_SIDE
+from coat_flux.pages.charts import line_chart, thinned
+from coat_flux.pages.html import POLICY, Page
+from coat_flux.pages.pictures import LONGEST_SIDE
 from tests.helpers.browser import inspect_pages
 
 WRONG = ("outside", "clipped", "pale", "paleLines")

@@ -9,7 +9,7 @@ import socket
 import pytest
 import yaml
 
-from coat_flux.cli import main
+from coat_flux.cli.entry import main
 from coat_flux.plan.facts import CARDS, find_card
 from tests.helpers.engine_job import engine_job
 

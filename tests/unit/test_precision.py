@@ -17,14 +17,13 @@ from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, PER_TENSOR, Granularity
 from coat_core.metrics import sqnr_db
 from coat_core.quantize import quantize
-from coat_flux.guard.casts import CastProbe
-from coat_flux.lora.targets import layer_of
-from coat_flux.precision import COLUMNS, KINDS, Measures, Row, as_cells, read_rows
-from coat_flux.precision.advice import exclude_yaml, kind_medians, standing_out, summaries, worst
-from coat_flux.precision.measure import evenly, measure_cast
-from coat_flux.precision.picture import as_grid, heat_map_png
-from coat_flux.precision.records import merged
-from coat_flux.precision.weights import note_weight, weight_rows
+from coat_flux.blocks.cast_loss import Measures, evenly, measure_cast, note_weight
+from coat_flux.blocks.lora_targets import layer_of
+from coat_flux.pages.heat_map import as_grid, heat_map_png
+from coat_flux.watch.advice import exclude_yaml, kind_medians, standing_out, summaries, worst
+from coat_flux.watch.casts import CastProbe
+from coat_flux.watch.precision import weight_rows
+from coat_flux.watch.records import COLUMNS, KINDS, Row, as_cells, merged, read_rows
 from tests import tolerances
 
 GROUP_16 = Granularity("per_group", 16)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.run_log import LOG_FILE, PACKAGES, Lines, bar_options
+from coat_flux.base.run_log import LOG_FILE, PACKAGES, Lines, bar_options
 
 
 @pytest.fixture

@@ -16,11 +16,12 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from coat_flux.checkpoint.table import METRICS
-from coat_flux.cli import main
-from coat_flux.precision import COLUMNS
-from coat_flux.report import NotARun, write_report
-from coat_flux.report.logs import read_metrics, smoothed
+from coat_flux.base.table import METRICS
+from coat_flux.cli.entry import main
+from coat_flux.pages.logs import read_metrics, smoothed
+from coat_flux.pages.report import write_report
+from coat_flux.pages.run import NotARun
+from coat_flux.watch.records import COLUMNS
 
 CONFIG = """
 job: extension
@@ -40,8 +41,8 @@ config:
 @pytest.fixture
 def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts are tested in test_page.py, and are what costs time."""
-    monkeypatch.setattr("coat_flux.page.page.line_chart", lambda *args, **kwargs: "<svg/>")
-    monkeypatch.setattr("coat_flux.report.precision.heat_map_png", lambda found: b"png")
+    monkeypatch.setattr("coat_flux.pages.html.line_chart", lambda *args, **kwargs: "<svg/>")
+    monkeypatch.setattr("coat_flux.pages.precision.heat_map_png", lambda found: b"png")
 
 
 def text_of(page: Path) -> str:

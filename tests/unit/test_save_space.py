@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from coat_flux.checkpoint import commit, run_lock
-from coat_flux.checkpoint.space import SaveSpace, check_output
+from coat_flux.saves import commit
+from coat_flux.saves.lock import run_lock
+from coat_flux.saves.space import SaveSpace, check_output
 
 SPACE = SaveSpace(lora=100_000_000, state=300_000_000, loras=4)
 
@@ -85,7 +86,7 @@ def test_links_inside_a_run_folder_are_refused_or_replaced_and_one_to_it_is_fine
 
 def test_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from coat_flux.cli.check import _check_output
-    from coat_flux.config import load_job_yaml
+    from coat_flux.config.job_file import load_job_yaml
     from tests.architecture.sources import ROOT
 
     raw = load_job_yaml(ROOT / "configs" / "flux_clothing_tiny.yaml")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coat_flux.config import JobConfig
+from coat_flux.config.job import JobConfig
 from tests.architecture.sources import ROOT
 
 

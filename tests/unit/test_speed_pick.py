@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from coat_core import FP8Linear
-from coat_flux.config import COATConfig
-from coat_flux.speed import RunPath, SpeedPick, Unavailable, cache, pick
-from coat_flux.speed.gemm import BlockGemms
+from coat_flux.blocks import measure as pick
+from coat_flux.blocks import measured as cache
+from coat_flux.blocks.gemm import BlockGemms
+from coat_flux.blocks.measure import RunPath, SpeedPick, Unavailable
+from coat_flux.config.coat import COATConfig
 
 HIDDEN = 32
 MS = {"per_tensor": 3.0, "per_row": 2.0, "bf16": 5.0}

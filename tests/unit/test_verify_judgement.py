@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from coat_flux.verify.judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, broken, judge, student_quantile
+from coat_flux.study.judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement, broken, judge, student_quantile
 from tests import tolerances
 
 BF16 = [1.00, 1.02, 1.04]  # standard deviation 0.02

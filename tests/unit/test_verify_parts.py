@@ -10,18 +10,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from coat_flux.config import ConfigError, JobConfig
-from coat_flux.verify import BF16, VerifyError, prepare_job
-from coat_flux.verify.held_out import HeldOut
-from coat_flux.verify.judgement import broken
-from coat_flux.verify.page import write_page
-from coat_flux.verify.paired import require_coat
-from coat_flux.verify.photos import Split
-from coat_flux.verify.results import ArmResult
-from coat_flux.verify.room import require_room
-from coat_flux.verify.similarity import mean_pair_cosine, mean_seed_cosine, weight_grams
-from coat_flux.verify.study import Settings, Study
-from coat_flux.verify.verdict import Verdict
+from coat_flux.config.findings import ConfigError
+from coat_flux.config.job import JobConfig
+from coat_flux.study.errors import VerifyError
+from coat_flux.study.held_out import HeldOut
+from coat_flux.study.judgement import broken
+from coat_flux.study.page import write_page
+from coat_flux.study.paired import BF16, prepare_job, require_coat
+from coat_flux.study.photos import Split
+from coat_flux.study.results import ArmResult
+from coat_flux.study.room import require_room
+from coat_flux.study.similarity import mean_pair_cosine, mean_seed_cosine, weight_grams
+from coat_flux.study.study import Settings, Study
+from coat_flux.study.verdict import Verdict
 from tests import tolerances
 from tests.helpers.engine_job import engine_job
 

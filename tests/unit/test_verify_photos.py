@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coat_flux.data.files import find_images
-from coat_flux.verify.photos import HoldOutError, choose_held_out, default_hold_out, split_photos, validation_entry
+from coat_flux.study.photos import HoldOutError, choose_held_out, default_hold_out, split_photos, validation_entry
 
 
 def folder_of(root: Path, count: int) -> Path:

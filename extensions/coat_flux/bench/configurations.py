@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.names import COAT_OPTIMIZER
+
 OK, CANNOT, OUT_OF_MEMORY, FAILED = "ok", "cannot", "out of memory", "failed"  # how a process ends; see worker
 LEVELS = ("op", "block", "step", "optimizer")
 MODEL_LEVELS = ("block", "step")
@@ -87,7 +89,7 @@ PER_ROW = {"linear_granularity": "per_row"}
 def _coat(
     name: str, about: str, levels: tuple[str, ...] = MODEL_LEVELS, speed: Mapping[str, Any] = AS_WRITTEN, **coat: Any
 ) -> Configuration:
-    return Configuration(name, about, levels, coat={**coat, "speed": speed}, optimizer="coat_fp8_adamw")
+    return Configuration(name, about, levels, coat={**coat, "speed": speed}, optimizer=COAT_OPTIMIZER)
 
 
 CONFIGURATIONS = (
@@ -136,7 +138,7 @@ OPTIMIZERS = (
     OptimizerChoice("adamw_fused", "torch AdamW, fused, fp32 moments"),
     OptimizerChoice("adamw8bit", "bitsandbytes AdamW8bit", ("bitsandbytes",)),
     OptimizerChoice("adamw_fp8_torchao", "torchao AdamWFp8", ("torchao",)),
-    OptimizerChoice("coat_fp8_adamw", "COAT FP8AdamW, e4m3 moments, expansion"),
+    OptimizerChoice(COAT_OPTIMIZER, "COAT FP8AdamW, e4m3 moments, expansion"),
 )
 
 

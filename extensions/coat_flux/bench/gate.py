@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TESTS = {

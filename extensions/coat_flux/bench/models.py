@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import COATConfig
-from ..engine.network import add_lora, lora_parameters, lora_targets
-from ..flux import apply_coat
-from ..lora import attach_lora
-from ..tiny_flux import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
+from ..blocks.apply import apply_coat
+from ..blocks.lora import attach_lora
+from ..config.coat import COATConfig
+from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
+from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from .configurations import Configuration
 from .flops import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
 from .timing import SEED

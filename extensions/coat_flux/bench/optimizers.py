@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import COATConfig
-from ..optimizer import build_optimizer
+from ..base.names import COAT_OPTIMIZER
+from ..config.coat import COATConfig
+from ..trainers.optimizer import build_optimizer
 from .configurations import OptimizerChoice
 from .flops import Geometry
 from .timing import SEED, Measurement, Setting
@@ -49,7 +50,7 @@ def measure_optimizer(choice: OptimizerChoice, setting: Setting) -> Iterator[Mea
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of this name in `configurations.OPTIMIZERS`, with the same settings for all."""
     settings = {"lr": LEARNING_RATE, "eps": EPS}
-    if name == "coat_fp8_adamw":
+    if name == COAT_OPTIMIZER:
         return build_optimizer(parameters, LEARNING_RATE, COATConfig())
     if name == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit

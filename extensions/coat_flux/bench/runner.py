@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..base.errors import UserError
 from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY
 from .options import BenchOptions, Case
 

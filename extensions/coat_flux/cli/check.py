@@ -9,14 +9,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..check import HOSTS, Finding, check_here, check_job_dict, find_toolkit
-from ..check.job import AI_TOOLKIT, STANDALONE, is_toolkit, schema_of
-from ..config import ConfigError, JobConfig, load_job_yaml
-from ..config.job_config import PROCESS_TYPES
+from ..config.check import (
+    AI_TOOLKIT,
+    HOSTS,
+    STANDALONE,
+    check_here,
+    check_job_dict,
+    find_toolkit,
+    is_toolkit,
+    schema_of,
+)
+from ..config.findings import ConfigError, Finding
+from ..config.job import PROCESS_TYPES, JobConfig
+from ..config.job_file import load_job_yaml
 from .common import EXIT_REFUSED, add_config
 
 if TYPE_CHECKING:
-    from ..checkpoint.space import SaveSpace
+    from ..saves.space import SaveSpace
 
 
 def add_parser(commands: Any) -> None:
@@ -84,7 +93,7 @@ def _print(found: Sequence[Finding]) -> bool:
 
 
 def _check_data(raw: dict[str, Any]) -> bool:
-    from ..check.data import check_data
+    from ..data.check import check_data
 
     errors, warnings = check_data(raw)
     for line in errors:
@@ -96,7 +105,7 @@ def _check_data(raw: dict[str, Any]) -> bool:
 
 def _check_output(raw: dict[str, Any], file: str) -> bool:
     """Can the run be saved where it is to be, and is there room for it."""
-    from ..checkpoint.space import check_output
+    from ..saves.space import check_output
 
     failed = False
     for process in raw["config"]["process"]:

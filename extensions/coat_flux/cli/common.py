@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 
-from ..config import JobConfig, require_packages
-from ..errors import UserError
+from ..base.errors import UserError
+from ..config.job import JobConfig
+from ..config.job_rules import require_packages
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
@@ -25,7 +26,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def show_warnings() -> None:
     """Show log records on the console, but for those a run's log has shown, and known noise of libraries."""
-    from ..run_log import quiet_libraries
+    from ..base.run_log import quiet_libraries
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     for handler in logging.getLogger().handlers:

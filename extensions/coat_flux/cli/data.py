@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, load_job_yaml
+from ..config.findings import ConfigError
+from ..config.job_file import load_job_yaml
 from .common import EXIT_REFUSED, Refused
 
 DEFAULT_RESOLUTIONS = (512, 768, 1024)
@@ -60,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _wanted(args: argparse.Namespace) -> tuple[list[Any], str | None, dict[str, str], str | None, str]:
     """Datasets, trigger word, photo policy, the model whose T5 reads the captions, and a name."""
-    from ..check.data import datasets_of, photo_policy, t5_of
     from ..config.job_sections import DatasetSection
+    from ..data.check import datasets_of, photo_policy, t5_of
 
     if args.data.is_file():
         given = [flag for flag in ("resolution", "caption_ext", "trigger") if getattr(args, flag) is not None]
@@ -88,7 +89,7 @@ def _either(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: neither does; what the stand-alone trainer has against it.
     """
-    from ..check import HOSTS, check_job_dict
+    from ..config.check import HOSTS, check_job_dict
 
     raw = load_job_yaml(path)
     errors = [

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..errors import UserError
+from ..base.errors import UserError
 from . import bench, check, data, doctor, examples, export, install, new, plan, report, train, verify, watch
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 

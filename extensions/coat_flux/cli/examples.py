@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..config import shipped_folder
+from ..config.job_file import shipped_folder
 from .common import Refused
 
 FOLDERS = ("configs", "datasets_example")

@@ -16,6 +16,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Link extension, configs and example images into an ai-toolkit checkout."""
-    from ..aitk.install import install
+    from ..trainers.ai_toolkit.install import install
 
     print("\n".join(install(args.dir, undo=args.undo)))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..config import JobConfig
+from ..config.job import JobConfig
 from .common import Refused, add_config
 
 

@@ -21,6 +21,6 @@ def run(args: argparse.Namespace) -> None:
     Loss, learning rate, speed, samples over time, memory by phase against the plan, precision of FP8 by layer with what
     to change, guard, what was asked for and what it got, versions, config, LoRA files. precision.png goes beside it.
     """
-    from ..report import write_report
+    from ..pages.report import write_report
 
     print(f"wrote {write_report(args.run_dir, args.out)}")

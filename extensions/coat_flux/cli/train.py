@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..steady import keep_streams
+from ..base.streams import keep_streams
 from .common import Refused, add_config, load_job, show_warnings
 from .watch import add_address, serve
 
@@ -41,14 +41,16 @@ def run(args: argparse.Namespace) -> None:
     show_warnings()
     if args.watch and os.environ.get("RANK", "0") == "0":
         serve(job.folder, args.host, args.port)
-    from ..engine.trainer import COATTrainer
+    from ..trainers.standalone.trainer import COATTrainer
 
     COATTrainer(job).train(from_step=args.from_step)
 
 
 def rewind(args: argparse.Namespace) -> None:
     """Let a run go on from an earlier state at its next start, bit for bit; also a run of ai-toolkit."""
-    from ..checkpoint import go_back, newest_set, run_lock
+    from ..saves.commit import newest_set
+    from ..saves.lock import run_lock
+    from ..saves.repair import go_back
 
     if newest_set(args.run_dir) is None:
         raise Refused(f"RUN_DIR={args.run_dir}: has no saved state; give <training_folder>/<name> of a run")

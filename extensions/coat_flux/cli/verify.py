@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """
     job = load_job(args)
     show_warnings()
-    from ..verify import Settings, verify
+    from ..study.study import Settings
+    from ..study.verify import verify
 
     settings = Settings(steps=args.steps, hold_out=args.hold_out, validation=args.validation, every=args.every)
     try:

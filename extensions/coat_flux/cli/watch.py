@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
 
     Its buttons sample, save and stop. Ctrl+C ends the page; the run goes on.
     """
-    from ..report.run import RunFolder
+    from ..pages.run import RunFolder
 
     RunFolder(args.run_dir)
     serve(args.run_dir, args.host, args.port)
@@ -42,7 +42,7 @@ def serve(run_dir: Path, host: str | None, port: int | None) -> None:
     Raises:
         WatchError: it cannot listen there.
     """
-    from ..live import Watch
+    from ..pages.live_server import Watch
 
     watch = Watch(run_dir.resolve(), *([] if host is None else [host]))
     address = watch.start(port)

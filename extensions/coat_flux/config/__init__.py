@@ -1,8 +1,8 @@
 """What a user may ask for: the `coat:` block, the job file, and the job as the stand-alone trainer sees it."""
 
-from .coat_config import COATConfig
+from .coat import COATConfig
 from .findings import ConfigError
-from .job_config import JobConfig
+from .job import JobConfig
 from .job_file import load_job_yaml, shipped, shipped_folder
 from .job_rules import require_packages
 from .options import markdown_table

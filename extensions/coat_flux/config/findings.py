@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 MAX_SHOWN = 60
 MAX_PATH = 200

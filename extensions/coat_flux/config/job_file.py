@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .findings import ConfigError, Findings, finding, suggest_key
-from .job_text import INVISIBLE, MAX_DEPTH, join, parse, read_text
+from .yaml_text import INVISIBLE, MAX_DEPTH, join, parse, read_text
 
 NAME_TAG = "[name]"
 _ENV = re.compile(r"\$\{([^}]+)\}")

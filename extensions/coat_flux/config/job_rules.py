@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import TYPE_CHECKING
 
+from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .build import parse_keys
-from .coat_config import COATConfig, parse_optimizer_params
+from .coat import COATConfig, parse_optimizer_params
 from .common_rules import (
     check_apart,
     check_caption_ext,
@@ -19,15 +19,10 @@ from .common_rules import (
     check_trigger,
 )
 from .findings import ConfigError, Findings, finding
+from .job_sections import Job
 from .options import ADAMW_OPTIONS, OPTIMIZER_PACKAGES, OPTIMIZER_PARAMS
 from .values import Option
 
-if TYPE_CHECKING:
-    from .job_config import JobConfig
-
-COAT_OPTIMIZER = "coat_fp8_adamw"
-COAT_QTYPE = "coat_fp8"
-COAT_TYPE = "coat_flux_trainer"
 PRODIGY_LOW_LR = 0.1
 _DEVICE = re.compile(r"cuda(:\d+)?|mps|cpu")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
@@ -47,7 +42,7 @@ LR_PARAMS: dict[str, tuple[Option, ...]] = {
 }
 
 
-def coat_without_block(job: JobConfig) -> COATConfig:
+def coat_without_block(job: Job) -> COATConfig:
     """COAT in a job of ai-toolkit's own process types without a `coat:` block: what optimizer and qtype select.
 
     As in ai-toolkit: the optimizer name and the qtype each work alone, everything else is a plain run.
@@ -67,7 +62,7 @@ def coat_without_block(job: JobConfig) -> COATConfig:
     return COATConfig.from_dict(block)
 
 
-def check_job(job: JobConfig, path: str, findings: Findings) -> None:
+def check_job(job: Job, path: str, findings: Findings) -> None:
     """Add what contradicts, or would have no effect, between the blocks of `job`."""
     _check_names(job, path, findings)
     _check_network(job, f"{path}.network", findings)
@@ -78,7 +73,7 @@ def check_job(job: JobConfig, path: str, findings: Findings) -> None:
     _check_coat(job, path, findings)
 
 
-def require_packages(job: JobConfig) -> None:
+def require_packages(job: Job) -> None:
     """Check that what the job needs beyond this package's own requirements is installed.
 
     Raises:
@@ -99,7 +94,7 @@ def _is_installed(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _check_names(job: JobConfig, path: str, findings: Findings) -> None:
+def _check_names(job: Job, path: str, findings: Findings) -> None:
     name_path = f"{path}.name" if f"{path}.name" in findings.given else "config.name"
     folder_path = f"{path}.training_folder"
     folder = job.training_folder if findings.sound(folder_path) else None
@@ -113,7 +108,7 @@ def _check_names(job: JobConfig, path: str, findings: Findings) -> None:
         findings.add(f"{path}.device", "must be cuda, cuda:0, mps or cpu; write one, or null", job.device)
 
 
-def _check_network(job: JobConfig, path: str, findings: Findings) -> None:
+def _check_network(job: Job, path: str, findings: Findings) -> None:
     rank, alpha = job.network.linear, job.network.linear_alpha
     if findings.sound(path) and not job.raw["config"]["process"][0].get("network"):
         rule = "is missing, and the stand-alone trainer trains LoRAs only"
@@ -128,7 +123,7 @@ def _check_network(job: JobConfig, path: str, findings: Findings) -> None:
         findings.add(f"{path}.network_kwargs.only_if_contains", rule, [])
 
 
-def _check_datasets(job: JobConfig, path: str, findings: Findings) -> None:
+def _check_datasets(job: Job, path: str, findings: Findings) -> None:
     if not job.datasets:
         findings.add(path, "there is nothing to train on; write '- folder_path: …' below it")
     cached = [entry.cache_text_embeddings for entry in job.datasets]
@@ -145,7 +140,7 @@ def _check_datasets(job: JobConfig, path: str, findings: Findings) -> None:
             findings.add(f"{path}[{i}].shuffle_tokens", rule, True)
 
 
-def _check_train(job: JobConfig, path: str, findings: Findings) -> None:
+def _check_train(job: Job, path: str, findings: Findings) -> None:
     train = job.train
     if train.gradient_accumulation_steps != 1:
         rule = "in ai-toolkit only the last of these micro-steps counts; write gradient_accumulation instead"
@@ -167,7 +162,7 @@ def _check_train(job: JobConfig, path: str, findings: Findings) -> None:
         parse_keys(LR_PARAMS[train.lr_scheduler], train.lr_scheduler_params, f"{path}.lr_scheduler_params", findings)
 
 
-def _check_model(job: JobConfig, path: str, findings: Findings) -> None:
+def _check_model(job: Job, path: str, findings: Findings) -> None:
     model = job.model
     arch = (model.arch or "").split(":")[0]
     if arch not in ("", "flux"):
@@ -179,7 +174,7 @@ def _check_model(job: JobConfig, path: str, findings: Findings) -> None:
         findings.add(f"{path}.qtype", rule, model.qtype)
 
 
-def _check_sample(job: JobConfig, path: str, findings: Findings) -> None:
+def _check_sample(job: Job, path: str, findings: Findings) -> None:
     sample = job.sample
     if sample.prompts and sample.samples:
         findings.add(f"{path}.prompts", "ai-toolkit ignores it beside samples; keep one of them", list(sample.prompts))
@@ -193,7 +188,7 @@ def _check_sample(job: JobConfig, path: str, findings: Findings) -> None:
     check_trigger(job.trigger_word, [(f"{path}.{where}", text) for where, text in texts], root, findings)
 
 
-def _check_coat(job: JobConfig, path: str, findings: Findings) -> None:
+def _check_coat(job: Job, path: str, findings: Findings) -> None:
     coat, train = job.coat, job.train
     switches = ("train.optimizer", "model.quantize", "model.qtype", "coat.enabled", "coat.optimizer", "coat.weight")
     if not findings.sound(*(f"{path}.{key}" for key in switches)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 
 class DatasetError(UserError, ValueError):

@@ -17,17 +17,9 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..run_log import bar_options
+from ..base.run_log import bar_options
 from .buckets import fit_to_bucket
-from .cache import (
-    TensorCache,
-    TextEncoders,
-    encode_latents,
-    file_digest,
-    latent_key,
-    model_identity,
-    text_key,
-)
+from .cache import TensorCache, TextEncoders, encode_latents, file_digest, latent_key, model_identity, text_key
 from .captions import shuffle_tokens
 from .dataset import Batch, Sample
 from .errors import DatasetError, printable

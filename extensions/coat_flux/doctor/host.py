@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..aitk.contract import HOOKS, LORA_PARTS, PROCESS_MODULE, TESTED_SERIES, TESTED_VERSION
-from ..aitk.install import CHECKOUT_PARTS, EXTENSION, PACKAGE
-from ..aitk.optimizer import PARAMETERS
-from ..aitk.quantizer import BACKEND_METHODS
+from ..trainers.ai_toolkit.contract import HOOKS, LORA_PARTS, PROCESS_MODULE, TESTED_SERIES, TESTED_VERSION
+from ..trainers.ai_toolkit.install import CHECKOUT_PARTS, EXTENSION, PACKAGE
+from ..trainers.ai_toolkit.optimizer import PARAMETERS
+from ..trainers.ai_toolkit.quantizer import BACKEND_METHODS
 from .lines import Line, absent, bad, good
 
 SUBJECT = "ai-toolkit"

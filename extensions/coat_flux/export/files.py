@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 __all__ = ["ExportError", "naming", "read_file", "staged", "write_file"]
 

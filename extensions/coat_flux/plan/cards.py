@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import JobConfig
-from ..memory.budget import USABLE_FRACTION
+from ..base.names import COAT_OPTIMIZER
+from ..blocks.budget import USABLE_FRACTION
+from ..config.job import JobConfig
 from .facts import Card
 from .job import JobFacts, job_facts
-from .predict import COAT_OPTIMIZER, Prediction, predict_facts
+from .predict import Prediction, predict_facts
 from .speed import run_seconds, step_seconds
 
 __all__ = ["Change", "Verdict", "judge"]

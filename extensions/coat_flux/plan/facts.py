@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..base.errors import UserError
 from ..config.findings import closest
-from ..errors import UserError
-from ..tiny_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG
+from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG
 
 FLUX_VAE: dict[str, Any] = {
     "in_channels": 3,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from ..config import JobConfig
+from ..blocks.choice import settings_of
+from ..blocks.lora_targets import BLOCK_LISTS
+from ..blocks.sizes import FP32, Block, FlowSettings, Tokens
+from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
 from ..data.dataset import scan
 from ..data.errors import DatasetError
-from ..lora.targets import BLOCK_LISTS
-from ..memory.choice import settings_of
-from ..memory.sizes import FP32, Block, FlowSettings, Tokens
 from .models import Linear, ModelParts, find_model
 
 __all__ = ["JobFacts", "job_facts"]

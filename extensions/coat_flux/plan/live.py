@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..memory.parts import HeldTensors
+from ..blocks.held import HeldTensors
 
 __all__ = ["largest_held"]
 

@@ -14,12 +14,13 @@ from torch import nn
 
 from coat_core.linear.module import obstacle_to_conversion
 
-from ..config import COATConfig, ConfigError
+from ..blocks.architectures import matches, policy_for
+from ..blocks.lora_targets import target_names
+from ..blocks.sizes import FP32
 from ..config.checkpoint_file import CheckpointError, flux_config, read_header
-from ..flux.policy import matches, policy_for
-from ..lora.targets import target_names
-from ..memory.sizes import FP32
-from ..tiny_flux import EMBEDDED_MODEL, MINI_FLUX
+from ..config.coat import COATConfig
+from ..config.findings import ConfigError
+from ..mini_flux.folder import EMBEDDED_MODEL, MINI_FLUX
 from .facts import CLIP_L, FLUX_VAE, HUB_MODELS, T5_XXL, TEXT_TOKENS
 from .live import largest_held
 

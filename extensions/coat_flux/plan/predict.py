@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 
 from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 
-from ..config import JobConfig
-from ..flux.policy import FLUX, matches
-from ..memory.budget import USABLE_FRACTION
-from ..memory.choice import BlockBytes, Moment, block_bytes, fewest_recomputed, largest_moment
-from ..memory.sizes import FP32, around_bytes, forward_bytes
+from ..base.names import COAT_OPTIMIZER
+from ..blocks.architectures import FLUX, matches
+from ..blocks.budget import USABLE_FRACTION
+from ..blocks.choice import BlockBytes, Moment, block_bytes, fewest_recomputed, largest_moment
+from ..blocks.sizes import FP32, around_bytes, forward_bytes
+from ..config.job import JobConfig
 from .job import JobFacts, job_facts
 from .space import moment_bytes, save_space
 
@@ -30,7 +31,6 @@ __all__ = ["PARTS", "PhasePrediction", "Prediction", "predict", "predict_facts"]
 PARTS = (
     "transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "workspace",
 )  # fmt: skip
-COAT_OPTIMIZER = "coat_fp8_adamw"
 LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes from torch's allocator on a Hopper GPU, the largest of all
 OPTIMIZER_BUFFERS = 8  # fp32 buffers of a chunk while FP8AdamW updates it: w, g, m, v, and as many between
 QUANTIZED_BYTES = 8  # per element while a weight becomes FP8: two fp32 copies

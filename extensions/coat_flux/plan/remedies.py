@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..config import JobConfig
+from ..config.job import JobConfig
 from .cards import EDITS, Change
 from .job import JobFacts, job_facts
 from .predict import Prediction, predict_facts

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import JobConfig
-from ..memory.budget import USABLE_FRACTION
-from ..memory.sizes import Block, kept_tensors, recomputed_bytes
+from ..blocks.budget import USABLE_FRACTION
+from ..blocks.sizes import Block, kept_tensors, recomputed_bytes
+from ..config.job import JobConfig
 from .cards import Verdict, judge
 from .facts import CARDS, Card
 from .job import JobFacts, job_facts

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from coat_core.kernels.packing import n_blocks
 from coat_core.optim.state import storages
 
-from ..checkpoint.space import SaveSpace
-from ..config import JobConfig
-from ..config.job_rules import COAT_OPTIMIZER
-from ..memory.sizes import FP32
+from ..base.names import COAT_OPTIMIZER
+from ..blocks.sizes import FP32
+from ..config.job import JobConfig
+from ..saves.space import SaveSpace
 from .models import find_model
 
 __all__ = ["job_space", "moment_bytes", "save_space"]

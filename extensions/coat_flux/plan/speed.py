@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..memory.sizes import Block, Tokens
+from ..blocks.sizes import Block, Tokens
 from .facts import Card
 from .job import PIXELS_PER_TOKEN, JobFacts
 from .predict import Prediction

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ..config import JobConfig, shipped
 from ..config.common_rules import BUCKET_STEP
 from ..config.findings import ConfigError
-from ..config.job_text import parse
+from ..config.job import JobConfig
+from ..config.job_file import shipped
+from ..config.yaml_text import parse
 from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.errors import DatasetError
 from ..data.files import find_images

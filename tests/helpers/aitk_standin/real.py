@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from coat_flux.config import load_job_yaml
+from coat_flux.config.job_file import load_job_yaml
 from tests.helpers.aitk_standin.host import REPOSITORY
 
 STEPS = 6

@@ -1,0 +1,1 @@
+"""What every other package may use: errors, atomic writes, tables, the log, output streams."""

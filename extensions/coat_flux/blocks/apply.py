@@ -1,0 +1,190 @@
+"""Turn a diffusion transformer into a COAT one: FP8 weights, FP8 GEMMs, FP8 saved tensors."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from coat_core.config import FP8LinearConfig
+from coat_core.linear.function import fp8_gemm_obstacle
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion
+
+from ..base.errors import UserError
+from ..config.findings import ConfigError
+from .architectures import ArchitecturePolicy, matches, policy_for
+from .cast_loss import note_weight
+from .report import OUTSIDE, CoatReport, describe_linear
+from .runner import BlockPolicy
+from .shared_rows import shared_rows
+
+if TYPE_CHECKING:
+    from ..config.coat import COATConfig
+
+logger = logging.getLogger(__name__)
+
+
+class FallbackError(UserError, RuntimeError):
+    """`fallback: error`, and FP8 cannot be used for a layer or on this device."""
+
+
+def apply_coat(
+    model: nn.Module,
+    config: COATConfig,
+    *,
+    allow_recompute: bool = True,
+    device: torch.device | str | None = None,
+) -> CoatReport:
+    """Convert the linears of a diffusion transformer and take over what its blocks keep for backward, in place.
+
+    Args:
+        model: a diffusers transformer (or UNet) that is not wrapped by PEFT yet. Layers that a host has already
+            quantized with our backend (attribute `coat_linear_config`) are recognized and configured.
+        config: the `coat:` block.
+        allow_recompute: False (the host's `train.gradient_checkpointing: false`) forbids recomputation.
+        device: where the model will run; default: where its parameters are.
+
+    Returns:
+        CoatReport; `report.table()` is the start-up table, `report.metadata()` the same for the LoRA's file.
+
+    Raises:
+        ConfigError: an include/exclude pattern matches no layer.
+        ValueError: `memory.checkpointing` asks for recomputation that
+            the host forbids, or the model has no blocks.
+        FallbackError: `fallback: error` and FP8 cannot be used on this device.
+    """
+    report = CoatReport()
+    if not config.enabled:
+        return report
+    _check_model(model)
+    policy = policy_for(model)
+    report.asked = _asked(config)
+    run_device = torch.device(device) if device is not None else next(model.parameters()).device
+    _check_patterns(model, config)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            _convert_one(name, module, config, policy, run_device, report)
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            report.skipped[name] = f"a {type(module).__name__}: only linear layers become FP8"
+    _check_fallback(report, config)
+    blocks = BlockPolicy.install(model, policy.blocks, config, allow_recompute)
+    report.checkpointing, report.path = blocks.describe(), blocks.describe_path(run_device)
+    report.shared = functools.partial(shared_rows, blocks, config, run_device)
+    modules = dict(model.named_modules())
+    report.linears = {name: modules[name] for name in report.converted}
+    logger.info(
+        "%s: %d linears converted, %d layers left", type(model).__name__, len(report.converted), len(report.skipped)
+    )
+    return report
+
+
+def _check_model(model: nn.Module) -> None:
+    if not hasattr(model, "enable_gradient_checkpointing"):
+        raise ValueError(
+            f"{type(model).__name__}: has no enable_gradient_checkpointing, through which COAT reaches its blocks; "
+            "pass a diffusers model"
+        )
+    wrapped = next((name for name, module in model.named_modules() if hasattr(module, "base_layer")), None)
+    if wrapped is not None:
+        raise ValueError(
+            f"{wrapped}: already has an adapter; call apply_coat before adding the LoRA, attach_lora after"
+        )
+
+
+def _check_patterns(model: nn.Module, config: COATConfig) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for key in ("include", "exclude"):
+        for pattern in getattr(config.activation, key):
+            if not any(matches(name, (pattern,)) for name in names):
+                raise ConfigError(
+                    f"coat.activation.{key}: {pattern!r} matches no linear layer of {type(model).__name__}; "
+                    f"patterns are matched against full names such as {names[-1]!r}"
+                )
+
+
+def _layer_config(
+    name: str, config: COATConfig, policy: ArchitecturePolicy, device: torch.device
+) -> tuple[FP8LinearConfig, str]:
+    """Return this layer's linear config and why it multiplies in high precision, if it does."""
+    base = config.linear_config()
+    if not base.use_fp8_gemm:
+        return base, "activation.use_fp8: false"
+    chosen = matches(name, tuple(config.activation.include)) and not matches(name, tuple(config.activation.exclude))
+    if not chosen:
+        return replace(base, use_fp8_gemm=False), "activation.include / exclude"
+    if matches(name, policy.weight_only):
+        return replace(base, use_fp8_gemm=False), "one row per image: reading the weight is all the time there is"
+    obstacle = fp8_gemm_obstacle(device, base)
+    return base, "" if obstacle is None else f"fallback: {obstacle}"
+
+
+def _convert_one(
+    name: str,
+    module: Any,
+    config: COATConfig,
+    policy: ArchitecturePolicy,
+    device: torch.device,
+    report: CoatReport,
+) -> None:
+    linear_config, why = _layer_config(name, config, policy, device)
+    if isinstance(module, FP8TrainableLinear):
+        module.config = linear_config
+    elif isinstance(module, FP8Linear):
+        _check_stored(name, module.config, linear_config)
+        module.config = linear_config
+    elif hasattr(module, "coat_linear_config"):
+        _check_stored(name, module.coat_linear_config, linear_config)
+        module.coat_linear_config = linear_config
+    elif not matches(name, policy.convert):
+        report.skipped[name] = OUTSIDE
+        return
+    elif type(module) is not nn.Linear:
+        report.skipped[name] = f"fallback: a {type(module).__name__}, not a plain nn.Linear"
+        return
+    elif (reason := obstacle_to_conversion(module)) is not None:
+        report.skipped[name] = f"fallback: {reason}"
+        return
+    elif config.weight.use_fp8:
+        # quantized where it will run: fast, and the high precision model is never whole on a GPU
+        weight = module.to(device).weight
+        note_weight(FP8Linear.from_linear(module, linear_config), weight, linear_config)
+    elif linear_config.use_fp8_gemm:
+        FP8TrainableLinear.from_linear(module, linear_config)
+    else:
+        report.skipped[name] = f"weight.use_fp8: false; {why}"
+        return
+    report.add(name, describe_linear(linear_config, not isinstance(module, FP8TrainableLinear), bool(why)), why)
+
+
+def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) -> None:
+    """The codes are what they were made as: another format would misread them."""
+    for key in ("weight_format", "weight_granularity"):
+        held, wanted = getattr(stored, key), getattr(asked, key)
+        if held != wanted:
+            raise ValueError(
+                f"coat.{key.replace('_', '.')}={wanted!r}: {name} is already stored as {held!r}; "
+                "load the model again, or convert it back with coat_core.restore_linear first"
+            )
+
+
+def _asked(config: COATConfig) -> str:
+    if not (config.weight.use_fp8 or config.activation.use_fp8):
+        return "W and GEMMs in high precision"
+    return describe_linear(config.linear_config(), config.weight.use_fp8, not config.activation.use_fp8)
+
+
+def _check_fallback(report: CoatReport, config: COATConfig) -> None:
+    reasons = {**report.why, **report.skipped}
+    failed = {name: why for name, why in reasons.items() if why.startswith("fallback: ")}
+    if failed and config.fallback == "error":
+        name, why = next(iter(failed.items()))
+        raise FallbackError(
+            f"coat.fallback='error': {len(failed)} layers cannot be FP8 (first {name}: "
+            f"{why.removeprefix('fallback: ')}); set coat.fallback: bf16 or change coat.activation / coat.weight"
+        )
+    if failed:
+        logger.warning("%d layers stay in high precision: %s", len(failed), next(iter(failed.values())))

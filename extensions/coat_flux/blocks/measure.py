@@ -1,0 +1,223 @@
+"""The fastest path that is at least as precise as the config asks, measured on the run's first batch.
+
+    GEMM       per_tensor, per_row (FP8) or bf16 (the FP8 weight dequantized at each use)
+    compile    none (eager) or blocks (torch.compile)
+
+A GEMM's scaling may become finer than asked for, never coarser. Each candidate runs one block of each kind forward and
+backward on detached copies of the first batch; no gradient, random state or saved tensor of the run is touched. Seconds
+are weighted by how many blocks of a kind there are. The answer is kept in `cache.py`'s file, and under several
+processes the first one's answer counts for all.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import measured as cache
+from .gemm import GEMMS, BlockGemms, Gemm
+from .plain_lora import trained_parameters
+
+if TYPE_CHECKING:
+    from ..config.coat import COATConfig
+
+logger = logging.getLogger(__name__)
+
+BUDGET_S = 20.0
+COMPILE_BEFORE_S = 10.0  # compilation cannot be stopped: it is begun only while this much of the budget is not used up
+WARM_UP, REPEATS = 2, 5
+
+
+class RunPath(NamedTuple):
+    """One way to run the blocks: a GEMM of `GEMMS`, or the config's own where that is none of them; compile."""
+
+    gemm: Gemm
+    compile: str
+
+    def __str__(self) -> str:
+        return f"{self.gemm} GEMM, {'eager' if self.compile == 'none' else f'compiled {self.compile}'}"
+
+
+class Picked(NamedTuple):
+    """What is taken, and why.
+
+    Attributes:
+        path: what is taken.
+        milliseconds: of all blocks, forward and backward, by candidate; empty where nothing was measured.
+        why: in words.
+    """
+
+    path: RunPath
+    milliseconds: dict[RunPath, float]
+    why: str
+
+    def describe(self) -> str:
+        """One line for the log."""
+        others = ", ".join(f"{path} {ms:.1f} ms" for path, ms in self.milliseconds.items() if path != self.path)
+        own = f" {self.milliseconds[self.path]:.1f} ms" if self.path in self.milliseconds else ""
+        return f"path: {self.path}{own} ({self.why}{f'; {others}' if others else ''})"
+
+
+class Unavailable(Exception):
+    """A path does not run on this machine; the message says why."""
+
+
+RunBlock = Callable[[str, nn.Module, tuple[Any, ...]], tuple[Tensor, ...]]
+
+
+class SpeedPick:
+    """Chooses at the first forward pass.
+
+    Args:
+        blocks: full name → block; kinds are classes.
+        config: the `coat:` block.
+        run: (compile, block, arguments) → outputs, the block as a training step would run it; raises Unavailable.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], config: COATConfig, run: RunBlock) -> None:
+        self._blocks, self._config, self._run = list(blocks.values()), config, run
+        self._gemms = BlockGemms(self._blocks, config)
+        self._kept: RunPath | None = None
+
+    def keep_to(self, path: RunPath) -> None:
+        """Take the path of the run that goes on instead of measuring: another one rounds otherwise.
+
+        Args:
+            path: of that run; one that the config does not allow any more is said and not taken.
+        """
+        if path in candidates(self._config):
+            self._kept = path
+        else:
+            logger.warning("resume: the saved path, %s, is not one that the config allows now; chosen again", path)
+
+    def leave_out(self, linears: Collection[nn.Module]) -> None:
+        """Let what is picked not be set on these linears."""
+        self._gemms.leave_out(linears)
+
+    def choose(self, args: tuple[Any, ...]) -> Picked:
+        """Pick, and set the blocks' linears to the GEMM that was picked.
+
+        Args:
+            args: what the first block is about to be called with.
+        """
+        if self._kept is not None:
+            picked = Picked(self._kept, {}, "that of the run that goes on")
+        else:
+            found = candidates(self._config)
+            reason = self._reason_not_to_measure(args, found)
+            picked = Picked(found[0], {}, reason) if reason else self._measured(args, found)
+        self._gemms.set(picked.path.gemm)
+        logger.info(picked.describe())
+        return picked
+
+    def _reason_not_to_measure(self, args: tuple[Any, ...], found: list[RunPath]) -> str | None:
+        measure = self._config.speed.measure
+        if measure == "never":
+            return "as written: speed.measure: never"
+        if measure == "auto" and args[0].device.type != "cuda":
+            return f"as written: nothing is measured on a {args[0].device.type}"
+        if len(found) == 1:
+            return "the only one that is as precise as asked"
+        return None
+
+    def _measured(self, args: tuple[Any, ...], found: list[RunPath]) -> Picked:
+        key = cache.key_of(args, self._blocks, self._config)
+        kept = _from_first_process(lambda: cache.read(key))
+        known = {RunPath(*path): ms for path, ms in kept.items()} if kept else {}
+        why = "measured earlier on this GPU, these shapes"
+        if not set(known) & set(found):
+            started = time.monotonic()
+            known = {
+                RunPath(*path): ms for path, ms in _from_first_process(lambda: self._time_all(args, found)).items()
+            }
+            why = f"fastest, measured in {time.monotonic() - started:.1f} s"
+            cache.write(key, known)
+        ours = {path: ms for path, ms in known.items() if path in found}
+        return Picked(min(ours, key=lambda path: ours[path]), ours, why)
+
+    def _time_all(self, args: tuple[Any, ...], found: list[RunPath]) -> dict[RunPath, float]:
+        """Eager ones first; of the compiled ones only the fastest GEMM's, while there is time."""
+        started = time.monotonic()
+        times: dict[RunPath, float] = {}
+        for path in (path for path in found if path.compile == found[0].compile):
+            if times and time.monotonic() - started > BUDGET_S:
+                logger.info("speed.measure: no time left for %s", path)
+                continue
+            times[path] = self._milliseconds(path, args, started)
+        best = min(times, key=lambda path: times[path])
+        for path in found:
+            if path.gemm == best.gemm and path not in times and time.monotonic() - started < COMPILE_BEFORE_S:
+                try:
+                    times[path] = self._milliseconds(path, args, started)
+                except Unavailable as error:
+                    logger.info("speed.measure: %s: %s", path, error)
+        return times
+
+    def _milliseconds(self, path: RunPath, args: tuple[Any, ...], started: float) -> float:
+        self._gemms.set(path.gemm)
+        counts = Counter(type(block) for block in self._blocks)
+        first = {type(block): block for block in reversed(self._blocks)}
+        return sum(count * self._block_ms(path, first[kind], args, started) for kind, count in counts.items())
+
+    def _block_ms(self, path: RunPath, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
+        given = tuple(_leaf(x) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3 else x for x in args)
+        wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+        wanted += trained_parameters(block)
+
+        def once() -> None:
+            with torch.enable_grad():
+                outputs = self._run(path.compile, block, given)
+                torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
+
+        for _ in range(WARM_UP):
+            once()
+        times = [_timed(once, args[0].device)]
+        while len(times) < REPEATS and time.monotonic() - started < BUDGET_S:
+            times.append(_timed(once, args[0].device))
+        return statistics.median(times)
+
+
+def candidates(config: COATConfig) -> list[RunPath]:
+    """Return the paths that are at least as precise as the config asks, what it asks for first."""
+    asked = config.activation.linear_granularity if config.activation.use_fp8 else "bf16"
+    gemms: Iterable[str] = GEMMS[GEMMS.index(asked) :] if asked in GEMMS else (asked,)
+    modes: tuple[str, ...] = (config.speed.compile,)
+    if config.speed.compile == "auto":
+        modes = ("none", "blocks") if config.activation.flow == "fused" and config.activation.use_fp8 else ("none",)
+    return [RunPath(gemm, mode) for mode in modes for gemm in gemms]
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def _timed(once: Callable[[], None], device: torch.device) -> float:
+    """Milliseconds of one call, by the device's clock."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        once()
+        return (time.perf_counter() - started) * 1e3
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    once()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _from_first_process(make: Callable[[], Any]) -> Any:
+    """What `make` returns in the first of several processes, in all of them; all must come here."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return make()
+    box = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

@@ -1,0 +1,103 @@
+"""`memory.transposed_weights`: a second, transposed copy of FP8 weights, so that dgrad need not make one at each use.
+
+Tensor cores of sm_89 and sm_90 multiply by W along its rows only. A copy costs one byte per weight (8.6 GB for
+FLUX.1-dev) and saves a transposition of each weight in each step, a few percent of the time. Recomputing a block costs
+far more, so `auto` keeps copies only where no block recomputes and all of them fit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from coat_core.linear.module import drop_transposed, keep_transposed, load_weight
+
+from .gemm import stored_linears
+
+logger = logging.getLogger(__name__)
+
+GIVEN_UP = "memory ran out with them"
+
+
+class TransposedWeights:
+    """The copies of a model's blocks: all of them, or none.
+
+    Args:
+        blocks: as `apply_coat` left them.
+        mode: "auto", "always" or "never".
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], mode: str) -> None:
+        self._blocks, self._mode = list(blocks), mode
+        self.kept = False  # whether there are copies now
+        self.reason = ""  # in words, once that is decided
+        self._given_up = False
+
+    @property
+    def bytes(self) -> int:
+        """What the copies take, or would take."""
+        return sum(load_weight(module, config)[0].numel() for module, config in self._linears())
+
+    def fit(self, device: torch.device, spare: float) -> None:
+        """Make or drop the copies.
+
+        Args:
+            device: where the model runs; on others than CUDA a copy is of no use.
+            spare: bytes that a step leaves free without them; below 0 where that is not known, or blocks recompute.
+        """
+        possible = device.type == "cuda" and self._mode != "never" and not self._given_up
+        wanted = possible and (self._mode == "always" or (spare >= 0 and self.bytes <= spare))
+        self.reason = self._why(device, spare)
+        if wanted == self.kept:
+            return
+        self.kept = wanted
+        for module, config in self._linears():
+            if wanted:
+                keep_transposed(module, config)
+            else:
+                drop_transposed(module)
+        made = "kept beside the weights" if wanted else "dropped, memory is needed otherwise"
+        logger.info("transposed weights: %.2f GB %s", self.bytes / 1e9, made)
+
+    def give_up(self) -> int:
+        """Drop the copies for the rest of the run, where `mode` is auto.
+
+        Returns:
+            Bytes that became free.
+        """
+        if self._mode != "auto" or not self.kept:
+            return 0
+        freed = self.bytes
+        self._given_up, self.kept, self.reason = True, False, GIVEN_UP
+        for module, _ in self._linears():
+            drop_transposed(module)
+        return freed
+
+    def describe(self) -> str:
+        """What there is, in words; empty before that is decided."""
+        if not self.reason:
+            return ""
+        return f"{self.bytes / 1e9:.2f} GB" if self.kept else "none"
+
+    def _why(self, device: torch.device, spare: float) -> str:
+        if device.type != "cuda":
+            return f"of no use on a {device.type}"
+        if self._mode != "auto":
+            return "as written"
+        if self._given_up:
+            return GIVEN_UP
+        if spare < 0:
+            return "blocks recompute, or checkpointing is not auto"
+        return "a step leaves room for them" if self.bytes <= spare else "a step leaves no room for them"
+
+    def _linears(self) -> Iterator[tuple[nn.Module, Any]]:
+        """FP8 linears whose dgrad multiplies in FP8, with their config."""
+        for block in self._blocks:
+            for module, name in stored_linears(block):
+                config = getattr(module, name)
+                if config.use_fp8_gemm and config.grad_format != "bf16":
+                    yield module, config

@@ -1,1 +1,0 @@
-"""The stand-alone training engine; import `coat_flux.engine.trainer` (it needs diffusers, peft and accelerate)."""

@@ -1,1 +1,0 @@
-"""What a run holds in memory: recomputation, budgets, memory lines."""

@@ -1,0 +1,266 @@
+"""The page of a run. Each section says what it lacks, and a damaged file costs no more than its own section."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .. import __version__
+from ..saves.errors import SaveError
+from ..saves.versions import VERSIONS_FILE
+from .html import Page, Tone
+from .logs import Curve, read_metrics, read_validation, smoothed
+from .memory import show_memory
+from .precision import show_precision
+from .run import LoraFile, RunFolder
+
+__all__ = ["REPORT_FILE", "write_report"]
+
+REPORT_FILE = Path("coat") / "report.html"
+SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # of the grid
+RISE = 1.01  # a validation loss that ends so many times above its lowest has risen
+DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Make the page of a run.
+
+    Args:
+        run_dir: `<training_folder>/<name>`, of a run that ended or goes on.
+        out: file to write; default `coat/report.html` in the run's folder. `precision.png` goes beside it.
+
+    Returns:
+        The file.
+
+    Raises:
+        NotARun: the folder is none of a run.
+        SaveError: the page cannot be written.
+    """
+    run = RunFolder(run_dir)
+    target = run.path / REPORT_FILE if out is None else out
+    loras = run.loras()
+    page = Page(run.name, f"Run report by coat-flux {__version__}: {run.path.resolve()}")
+    open_sections: list[tuple[str, Callable[[], None]]] = [
+        ("", lambda: _show_summary(page, run, loras)),
+        ("Samples", lambda: _show_samples(page, run)),
+        ("The LoRA", lambda: _show_newest(page, run, loras)),
+        ("Loss", lambda: _show_loss(page, run)),
+    ]
+    folded_sections: list[tuple[str, Callable[[], None]]] = [
+        ("Speed and learning rate", lambda: _show_pace(page, run)),
+        ("Memory", lambda: show_memory(page, run)),
+        ("Precision of FP8", lambda: show_precision(page, run, target.parent)),
+        ("Guard", lambda: _show_guard(page, run)),
+        ("Asked, got, why", lambda: _show_treatment(page, loras)),
+        ("Saved LoRAs", lambda: _show_loras(page, loras)),
+        ("Versions", lambda: _show_versions(page, run)),
+        ("Config", lambda: _show_config(page, run)),
+    ]
+    for title, show in open_sections:
+        if title:
+            page.heading(title)
+        _show(page, title or "Summary", show)
+    page.heading("Details")
+    for title, show in folded_sections:
+        with page.details(title):
+            _show(page, title, show)
+    try:
+        return page.write(target)
+    except OSError as error:
+        raise SaveError(
+            f"{target}: cannot be written ({error.strerror or error}); give another path with --out"
+        ) from error
+
+
+def _show(page: Page, title: str, show: Callable[[], None]) -> None:
+    try:
+        show()
+    except DAMAGED as error:
+        page.missing(f"{title}: cannot be shown ({type(error).__name__}: {error})")
+
+
+def _show_summary(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
+    metrics, validation = read_metrics(run.path), read_validation(run.path)
+    train, network, model = run.block("train"), run.block("network"), run.block("model")
+    loss, pace, peak = (metrics.get(name, []) for name in ("loss", "s_per_it", "peak_memory_gb"))
+    last = int(loss[-1][0]) if loss else None
+    page.verdict(*_verdict(run, loss, validation, loras))
+    facts: list[tuple[str, Any]] = [
+        ("steps", None if last is None else f"{last} of {train.get('steps', '?')}"),
+        ("loss, smoothed", _first_to_last(smoothed(loss))),
+        (_validation_name(run), _first_to_last(validation)),
+        ("time per step, median", f"{median(value for _, value in pace):.3f} s" if pace else None),
+        ("time in steps", str(timedelta(seconds=round(sum(value for _, value in pace)))) if pace else None),
+        ("peak memory of steps", f"{max(value for _, value in peak):.2f} GB" if peak else None),
+        ("updates skipped", f"{metrics['skipped'][-1][1]:.0f}" if metrics.get("skipped") else None),
+        ("model", model.get("name_or_path")),
+        ("LoRA", f"rank {network['linear']}" if "linear" in network else None),
+        ("trigger word", run.process.get("trigger_word")),
+    ]
+    page.table(["", ""], [[name, value] for name, value in facts if value is not None])
+
+
+def _verdict(run: RunFolder, loss: Curve, validation: Curve, loras: Sequence[LoraFile]) -> tuple[str, Tone]:
+    """The run in one sentence, and how good the news is."""
+    steps = run.block("train").get("steps", "?")
+    if not loss:
+        return "No step of this run has been recorded yet.", "plain"
+    if not math.isfinite(loss[-1][1]):
+        good = max((int(step) for step, value in loss if math.isfinite(value)), default=0)
+        return f"The loss has not been a finite number since step {good + 1}; use a save from before that step.", "bad"
+    if loras and loras[-1].problem:
+        return f"The newest LoRA, {loras[-1].path.name}, {loras[-1].problem}; use an older one.", "bad"
+    done = int(loss[-1][0])
+    if done != steps and f"{run.name}.safetensors" not in (lora.path.name for lora in loras):
+        return f"{done} of {steps} steps are done; if the run has stopped, the same command resumes it.", "plain"
+    name, curve = (_validation_name(run), validation) if validation else ("loss", smoothed(loss))
+    lowest, first, last = min(curve, key=lambda point: point[1]), curve[0][1], curve[-1][1]
+    if validation and last > RISE * lowest[1]:
+        return (
+            f"All steps are done, but the {name} was lowest after step {lowest[0]:.0f} and has risen since; "
+            "an earlier save may be the better LoRA."
+        ), "open"
+    change, tone = ("fell", "good") if last < first else ("did not fall", "open")
+    return f"All steps are done, and the {name} {change}: {first:.4g} → {last:.4g}.", tone  # type: ignore[return-value]
+
+
+def _validation_name(run: RunFolder) -> str:
+    return "held-out loss" if run.block("validation") else "validation loss"
+
+
+def _first_to_last(curve: Curve) -> str | None:
+    return f"{curve[0][1]:.5f} → {curve[-1][1]:.5f}" if curve else None
+
+
+def _show_newest(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
+    readable = [lora for lora in loras if not lora.problem]
+    if not readable:
+        page.missing("None has been saved yet.")
+        return
+    model = str(run.block("model").get("name_or_path") or "black-forest-labs/FLUX.1-dev")
+    page.lora_file(readable[-1].path, model, run.process.get("trigger_word"))
+
+
+def _show_loss(page: Page, run: RunFolder) -> None:
+    loss = read_metrics(run.path).get("loss", [])
+    if loss:
+        curves = {"each step": loss, "smoothed": smoothed(loss)}
+        page.curves("Training loss", curves, x="step", y="loss", faint="each step")
+    else:
+        page.missing("No training loss: there is neither coat/metrics.csv nor ai-toolkit's loss_log.db.")
+    validation = read_validation(run.path)
+    if not validation:
+        page.missing("No validation loss: the config has no validation block, or nothing was measured yet.")
+    elif run.block("validation"):
+        lowest = min(validation, key=lambda point: point[1])
+        marks = {lowest[0]: f"lowest: step {lowest[0]:.0f}"}
+        page.curves("Loss on photos held out of training", {"loss": validation}, x="step", y="loss", marks=marks)
+        page.paragraph(
+            f"Lowest, {lowest[1]:.5f}, at step {lowest[0]:.0f}. Where it rises while the training loss falls, the LoRA "
+            "is learning the photos by heart."
+        )
+    else:
+        page.curves("Validation loss, noise and timesteps always the same", {"loss": validation}, x="step", y="loss")
+
+
+def _show_samples(page: Page, run: RunFolder) -> None:
+    samples, sample, train = run.samples(), run.block("sample"), run.block("train")
+    if not samples:
+        off = train.get("disable_sampling") or not run.prompts()
+        why = (
+            "the config has no prompts, or train.disable_sampling"
+            if off
+            else f"sample_every {sample.get('sample_every', '?')}"
+        )
+        page.missing(f"No samples: {why}.")
+        return
+    steps = _spread(sorted({found.step for found in samples}), SAMPLE_STEPS)
+    numbers = sorted({found.number for found in samples})
+    prompts = run.prompts()
+    for number in numbers[:SAMPLE_PROMPTS]:
+        row = [
+            (f"step {found.step}", found.path) for found in samples if found.number == number and found.step in steps
+        ]
+        page.images(prompts[number] if number < len(prompts) else f"prompt {number + 1}", row, columns=len(steps))
+    left = len(samples) - len(steps) * min(len(numbers), SAMPLE_PROMPTS)
+    if left > 0:
+        page.missing(f"{left} more are in samples/.")
+
+
+def _spread(steps: Sequence[int], most: int) -> list[int]:
+    """Evenly spaced ones, the first and the last among them."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def _show_pace(page: Page, run: RunFolder) -> None:
+    metrics = read_metrics(run.path)
+    pace = metrics.get("s_per_it", [])
+    times = {"each step": pace, "smoothed": smoothed(pace)}
+    page.curves("Time per step", times, x="step", y="s/it", faint="each step")
+    page.curves("Learning rate", {"lr": metrics.get("lr", [])}, x="step", y="lr")
+    page.curves("Gradient norm before clipping", {"norm": metrics.get("grad_norm", [])}, x="step", y="norm", log_y=True)
+
+
+def _show_guard(page: Page, run: RunFolder) -> None:
+    guard = run.guard()
+    skipped = read_metrics(run.path).get("skipped", [])
+    if guard is None and not skipped:
+        page.missing("No counters: no save of this run has any, and there is no coat/metrics.csv.")
+        return
+    if skipped and skipped[-1][1]:
+        page.curves("Updates skipped", {"skipped": skipped}, x="step", y="so far")
+    rows = [["updates skipped in the whole run", f"{skipped[-1][1]:.0f}" if skipped else None]]
+    if guard is not None:
+        rows += [
+            ["updates done at the newest save", guard.get("updates")],
+            ["skipped until then", guard.get("skipped")],
+        ]
+        chosen = guard.get("precision") or {}
+        for layer in chosen.get("left_out") or []:
+            rows.append([f"in bf16 by activation.min_sqnr_db: {chosen.get('minimum'):g}", layer])
+    page.table(["", ""], rows)
+
+
+def _show_treatment(page: Page, loras: Sequence[LoraFile]) -> None:
+    for lora in reversed(loras):
+        parts = list(
+            dict.fromkeys(key.split(".", 2)[2] for key in sorted(lora.metadata) if key.startswith("coat.got."))
+        )
+        if parts:
+            table = [
+                [part, *(lora.metadata.get(f"coat.{key}.{part}", "") for key in ("asked", "got", "why"))]
+                for part in parts
+            ]
+            page.table(["part", "asked", "got", "why"], table)
+            page.missing(f"From the metadata of {lora.path.name}.")
+            return
+    page.missing("No table: no LoRA of this run has it in its metadata (coat.enabled: false, or nothing saved yet).")
+
+
+def _show_loras(page: Page, loras: Sequence[LoraFile]) -> None:
+    if not loras:
+        page.missing("None has been saved yet.")
+        return
+    rows = [[lora.path.name, f"{lora.path.stat().st_size / 1e6:.2f} MB", lora.step, lora.problem] for lora in loras]
+    page.table(["file", "size", "steps done", ""], rows)
+
+
+def _show_versions(page: Page, run: RunFolder) -> None:
+    found = run.json(VERSIONS_FILE)
+    if found is None:
+        page.missing(f"No {VERSIONS_FILE.as_posix()}: the run is older than that file, or COAT was off in ai-toolkit.")
+        return
+    page.table(["", ""], list(found.items()))
+
+
+def _show_config(page: Page, run: RunFolder) -> None:
+    if run.config_text:
+        page.code(run.config_text)
+    else:
+        page.missing("No config.yaml in the run's folder.")

@@ -1,0 +1,260 @@
+"""A checkpoint is a set of files that one rename commits.
+
+    <run>/coat/.writing-<pid>-state-000000500/   written here, every file brought to the disk
+    <run>/coat/state-000000500/                  after the rename: the set is committed
+        commit/files.json                        size and SHA-256 of each file, and which of them are published
+    <run>/<name>_000000500.safetensors, ...      published: hard links (copies where there are none), each renamed in
+    <run>/coat/state-000000250/                  the set before, known to be good: kept
+    <run>/coat/state-000000000/                  those before it: removed at the very end
+
+A process killed before the rename leaves the old set, after it the new one. What it had not done yet, publishing, the
+next start does (`repair`). A set of a step that is there already takes the place of the old one, which waits as
+`.replaced-state-…` meanwhile.
+
+Two sets are kept. The guard lets no set be committed while it doubts the run, but it may doubt only a few steps after
+things went wrong. So the older set is one the run has passed by at least `apart` steps without a doubt.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..base.files import discard, file_sha256, link_or_copy, remove, staging_path, sync_folder, write_bytes
+from .errors import SaveError, save_errors
+
+__all__ = [
+    "COAT",
+    "SETS_KEPT",
+    "commit",
+    "committed_sets",
+    "damage",
+    "is_known",
+    "manifest_of",
+    "newest_set",
+    "publish_set",
+    "replaced_sets",
+    "set_step",
+    "state_folder",
+]
+
+COAT = "coat"
+MANIFEST = Path("commit", "files.json")
+REPLACED_PREFIX = ".replaced-"
+SET_NAME = re.compile(r"state-(\d{9,})")
+SETS_KEPT = 2
+SPARE_BYTES = 4 << 20  # beyond what is counted: folders, JSON
+
+
+def state_folder(run_dir: Path, step: int) -> Path:
+    """Where the set of `step` optimizer steps lies."""
+    return run_dir / COAT / f"state-{step:09d}"
+
+
+def set_step(folder: Path) -> int:
+    """Steps done, by a set's name."""
+    return int(folder.name.removeprefix("state-"))
+
+
+def newest_set(run_dir: Path) -> Path | None:
+    """Folder of the newest committed set, None without one."""
+    return next(iter(committed_sets(run_dir)), None)
+
+
+def committed_sets(run_dir: Path) -> list[Path]:
+    """Folders of the committed sets, newest first."""
+    found = [path for path in (run_dir / COAT).glob("state-*") if SET_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=set_step, reverse=True)
+
+
+def commit(
+    run_dir: Path,
+    step: int,
+    write: Callable[[Path], None],
+    publish: Mapping[str, str],
+    *,
+    needed_bytes: int | None = None,
+    apart: int = 1,
+) -> Path:
+    """Write a set, commit it, publish files of it in the run's folder, and remove the sets but it and one before it.
+
+    Args:
+        run_dir: the run's folder; made where it is missing.
+        step: optimizer steps done.
+        write: fills the empty folder it is given.
+        publish: name in the run's folder → name in the set; read after `write`, which may fill it.
+        needed_bytes: what the set takes, for a check before anything is written; None takes the size of the set before.
+        apart: steps that the older set is behind this one, at least, as soon as there is such a set.
+
+    Returns:
+        The set's folder.
+
+    Raises:
+        SaveError: it could not be written; the set before and what it published are as they were. Or it was committed
+            and could not be published, which the next start does.
+    """
+    target, what = state_folder(run_dir, step), f"the checkpoint of step {step} cannot be saved"
+    staging = staging_path(target)
+    try:
+        needed = _size(newest_set(run_dir)) if needed_bytes is None else needed_bytes
+        with save_errors(run_dir, what, "the previous checkpoint is as it was", needed):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _check_space(run_dir, needed)
+            staging.mkdir()
+            write(staging)
+            _seal(staging, publish)
+            _take_place(staging, target)
+    finally:
+        discard(staging)
+    with save_errors(run_dir, what, f"it is whole in {target} and published at the next start"):
+        sync_folder(target.parent)
+        publish_set(run_dir, target)
+    before = [folder for folder in committed_sets(run_dir) if folder != target]
+    kept = next((folder for folder in before if step - set_step(folder) >= apart), next(reversed(before), None))
+    for old in [*before, *replaced_sets(run_dir)]:
+        if old != kept:
+            discard(old)
+    return target
+
+
+def _check_space(run_dir: Path, needed: int) -> None:
+    if needed and shutil.disk_usage(run_dir).free < needed + SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir))
+
+
+def _size(folder: Path | None) -> int:
+    return 0 if folder is None else sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _seal(folder: Path, publish: Mapping[str, str]) -> None:
+    """Bring all files to the disk and write down what they are."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    manifest = {"files": files, "publish": dict(publish)}
+    manifest["sha256"] = _digest(manifest)
+    (folder / MANIFEST).parent.mkdir()
+    write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+        sync_folder(path)
+    sync_folder(folder)
+
+
+def _take_place(staging: Path, target: Path) -> None:
+    """The rename that commits."""
+    aside = target.with_name(f"{REPLACED_PREFIX}{target.name}")
+    if target.exists():
+        remove(aside)
+        os.replace(target, aside)
+    try:
+        os.replace(staging, target)
+    except OSError:
+        if aside.exists():
+            os.replace(aside, target)
+        raise
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def manifest_of(folder: Path) -> dict[str, Any] | None:
+    """What a set says of itself; None for one of an earlier version.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict) or (manifest.keys() != {"files", "publish"} and not _is_sealed(manifest)):
+        raise ValueError("it is not what was written")
+    return manifest
+
+
+def _is_sealed(manifest: Mapping[str, Any]) -> bool:
+    return manifest.get("sha256") == _digest(manifest)
+
+
+def publish_set(run_dir: Path, folder: Path) -> list[str]:
+    """Publish what is not in the run's folder yet; returns the names."""
+    manifest = manifest_of(folder) or {"publish": {}, "files": {}}
+    done = []
+    for name, inside in manifest["publish"].items():
+        _check_name(name)
+        _check_name(inside)
+        if not _is_published(run_dir / name, folder / inside, manifest["files"][inside]):
+            temp = staging_path(run_dir / name)
+            try:
+                remove(temp)
+                link_or_copy(folder / inside, temp)
+                os.replace(temp, run_dir / name)
+            finally:
+                discard(temp)
+            done.append(name)
+    if done:
+        sync_folder(run_dir)
+    return done
+
+
+def _check_name(name: str) -> None:
+    if name in ("", ".", "..") or re.search(r"[/\\:]", name):
+        raise SaveError(f"{MANIFEST}: {name!r}: must be the name of a file, without a folder; nothing is written there")
+
+
+def _is_published(path: Path, source: Path, entry: Mapping[str, Any]) -> bool:
+    if not path.is_file():
+        return False
+    return os.path.samefile(path, source) or _is_as_written(path, entry)
+
+
+def _is_as_written(path: Path, entry: Mapping[str, Any]) -> bool:
+    return path.stat().st_size == entry["bytes"] and file_sha256(path) == entry["sha256"]
+
+
+def replaced_sets(run_dir: Path) -> list[Path]:
+    """Sets that waited for their replacement when a process was killed."""
+    return list((run_dir / COAT).glob(f"{REPLACED_PREFIX}state-*"))
+
+
+def is_known(path: Path, sets: Iterable[Path]) -> bool:
+    """Whether a file of the run's folder is, byte for byte, one that a whole set published under this name."""
+    for folder in sets:
+        try:
+            manifest = manifest_of(folder) or {"publish": {}, "files": {}}
+        except (OSError, ValueError):
+            continue
+        inside = manifest["publish"].get(path.name)
+        if inside is not None and _is_as_written(path, manifest["files"][inside]):
+            return True
+    return False
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a committed set, or None; all its files are read.
+
+    A set of an earlier version, which does not say what it holds, is taken as it is.
+    """
+    try:
+        manifest = manifest_of(folder)
+        for name, entry in (manifest or {"files": {}})["files"].items():
+            path = folder / name
+            if not path.is_file():
+                return f"{path}: is missing"
+            if not _is_as_written(path, entry):
+                return f"{path}: is not the file that was written (damaged or exchanged)"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{folder / MANIFEST}: cannot be read ({error})"
+    return None

@@ -1,0 +1,77 @@
+"""Errors of saving and of going on, and what a disk can answer in words."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ..base.errors import UserError
+
+__all__ = ["ResumeError", "SaveError", "save_errors"]
+
+TORCH_WRITE_ERRORS = ("inline_container", "iostream error", "PytorchStreamWriter")  # of torch.save on a full disk
+REMEDY_FORBIDDEN = "make the folder writable for this user, or set training_folder to one that is"
+REMEDY_SPACE = "free some of this disk, or set training_folder to another one"
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class SaveError(UserError, RuntimeError):
+    """A checkpoint could not be written; the previous one is as it was."""
+
+
+class ResumeError(UserError, RuntimeError):
+    """A run folder holds a checkpoint that this run cannot go on from."""
+
+
+@contextmanager
+def save_errors(run_dir: Path, what: str, state: str, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn what a disk can answer inside the block into a SaveError.
+
+    Args:
+        run_dir: the run's folder.
+        what: could not be done.
+        state: of the checkpoints, now.
+        needed_bytes: that it takes; 0 where that is not known.
+
+    Raises:
+        SaveError: names path, reason, needed and free space, remedy.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, RuntimeError) and not any(mark in text for mark in TORCH_WRITE_ERRORS):
+            raise
+        cause = _disk_error(error)
+        reason = getattr(cause, "strerror", None) or next(iter(text.splitlines()), type(error).__name__)
+        where = getattr(cause, "filename", None) or run_dir
+        sizes = f"needs {needed_bytes / 1e6:,.1f} MB, " if needed_bytes else ""
+        raise SaveError(f"{where}: {what} ({reason}); {sizes}{_free(run_dir)}; {_remedy(cause)}; {state}") from error
+
+
+def _disk_error(error: BaseException) -> OSError | None:
+    """The system's own error; torch raises another one over it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+def _free(folder: Path) -> str:
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free"
+    except OSError as error:
+        return f"free space is not known ({error.strerror})"
+
+
+def _remedy(error: OSError | None) -> str:
+    if error is not None and error.errno in FORBIDDEN:
+        return REMEDY_FORBIDDEN
+    return REMEDY_SPACE

@@ -1,0 +1,216 @@
+"""Putting a run's folder right at its start, and going back to an earlier state.
+
+    <run>/coat/set-aside-000000250/            what was newer than step 250, or damaged; a second time …-250-2
+        state-000000500/                       sets
+        <name>_000000500.safetensors, ...      LoRAs of more steps, out of the run's folder
+        metrics.csv, ...                       copies: the run cuts its tables back to the step it goes on from
+
+Nothing is deleted: what is in the way of going on is moved aside, and the lines that are returned say where.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ..base.files import TEMP_PREFIX, remove
+from .commit import (
+    COAT,
+    REPLACED_PREFIX,
+    committed_sets,
+    damage,
+    is_known,
+    manifest_of,
+    publish_set,
+    replaced_sets,
+    set_step,
+    state_folder,
+)
+from .errors import ResumeError, save_errors
+
+__all__ = ["go_back", "good_step", "repair", "step_of"]
+
+RECORDS = ("state.json", "aitk/state.json")  # of the two trainers
+HEALTHY_GROWTH = 10.0  # of the LoRA's norm, at a save that is worth going back to
+
+
+def repair(run_dir: Path) -> list[str]:
+    """Put right what a killed process or a damaged disk left: to be called at the start, by one process.
+
+    Unfinished files are removed. Where files of the newest set are damaged, it is moved aside with its LoRA, and the
+    set before is the newest. What the newest set publishes and is missing in the run's folder, or not as it was
+    written, is put back. A run that another program went on with (a LoRA of more steps) is left alone.
+
+    Args:
+        run_dir: the run's folder; need not exist.
+
+    Returns:
+        Lines for the user.
+
+    Raises:
+        SaveError: the folder cannot be written.
+    """
+    if not run_dir.is_dir():
+        return []
+    with save_errors(run_dir, "this folder cannot be put right", "its checkpoints are as they were"):
+        left = [*run_dir.glob(f"{TEMP_PREFIX}*"), *(run_dir / COAT).glob(f"{TEMP_PREFIX}*")]
+        for path in left:
+            remove(path)
+        for aside in replaced_sets(run_dir):  # sets that were waiting for their replacement
+            target = aside.with_name(aside.name.removeprefix(REPLACED_PREFIX))
+            if not target.exists():
+                os.replace(aside, target)
+        lines = [f"{path}: removed, a process was ended while it wrote it" for path in left]
+        lines += _go_on_from_whole(run_dir)
+        for aside in replaced_sets(run_dir):
+            remove(aside)
+    return lines
+
+
+def _go_on_from_whole(run_dir: Path) -> list[str]:
+    """Let the newest set that is whole be the newest, and what it publishes be there."""
+    sets, problems = committed_sets(run_dir), []
+    if not sets or _another_program_went_on(run_dir, sets[0]):
+        return []
+    for folder in sets:
+        problem = damage(folder)
+        if problem is None:
+            return _settle(run_dir, folder, problems)
+        problems.append(problem)
+    return []
+
+
+def _settle(run_dir: Path, newest: Path, problems: Sequence[str]) -> list[str]:
+    """Go on from `newest`, the first whole set after those with problems."""
+    lines = [f"{problem}; the run goes on from step {set_step(newest)}" for problem in problems]
+    if problems:
+        lines += _set_aside_newer(run_dir, newest)
+    manifest = manifest_of(newest)
+    if manifest is None:
+        return lines
+    sets = [*committed_sets(run_dir), *replaced_sets(run_dir)]
+    published = (run_dir / name for name in manifest["publish"])
+    differing = [path for path in published if path.is_file() and not is_known(path, sets)]
+    if differing:
+        where = _aside_folder(run_dir, newest)
+        for path in differing:
+            os.replace(path, where / path.name)
+            lines.append(f"{path}: is not the file that was written; moved to {where}")
+    return lines + [f"{run_dir / name}: put back from {newest}" for name in publish_set(run_dir, newest)]
+
+
+def _another_program_went_on(run_dir: Path, newest: Path) -> bool:
+    """Whether a LoRA in the run's folder says more steps, and is not a damaged file of ours, which has its size."""
+    own = {path.stat().st_size for path in newest.rglob("*.safetensors")}
+    newer = (path for path in run_dir.glob("*.safetensors") if step_of(path) > set_step(newest))
+    return any(path.stat().st_size not in own for path in newer)
+
+
+def step_of(path: Path) -> int:
+    """Steps by a LoRA's metadata; -1 where they do not say."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return int(json.loads((file.metadata() or {})["training_info"])["step"])
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+        return -1
+
+
+# -- going back ------------------------------------------------------------------------------------------------------
+
+
+def go_back(run_dir: Path, step: int) -> list[str]:
+    """Make the set of `step` the newest: the run goes on from it, bit for bit.
+
+    Args:
+        run_dir: the run's folder, locked by the caller.
+        step: of a kept set.
+
+    Returns:
+        Lines for the user: what was moved, and where to.
+
+    Raises:
+        ResumeError: no set of this step is kept, or it is damaged; names those that are.
+        SaveError: the folder cannot be written.
+    """
+    target = state_folder(run_dir, step)
+    kept = ", ".join(str(set_step(folder)) for folder in reversed(committed_sets(run_dir)))
+    if not target.is_dir():
+        remedy = f"the kept ones are of step {kept}" if kept else "none is kept there"
+        raise ResumeError(f"step {step}: {run_dir / COAT} has no state of this step; {remedy}")
+    problem = damage(target)
+    if problem is not None:
+        raise ResumeError(f"step {step}: {problem}; the kept states are of step {kept}")
+    with save_errors(run_dir, f"the run cannot go back to step {step}", "its checkpoints are whole"):
+        lines = _set_aside_newer(run_dir, target)
+        lines += [f"{run_dir / name}: put back from {target}" for name in publish_set(run_dir, target)]
+    return lines or [f"{run_dir}: step {step} is its newest state already"]
+
+
+def _set_aside_newer(run_dir: Path, target: Path) -> list[str]:
+    """Move sets and LoRAs that are newer than a set; LoRAs first, so that a kill in between leaves a whole run."""
+    sets = [folder for folder in committed_sets(run_dir) if set_step(folder) > set_step(target)]
+    loras = [path for path in run_dir.glob("*.safetensors") if not is_known(path, [target])]
+    newer = [path for path in loras if _is_newer(path, set_step(target), sets)]
+    if not sets and not newer:
+        return []
+    where = _aside_folder(run_dir, target)
+    for table in (run_dir / COAT).glob("*.csv"):
+        shutil.copyfile(table, where / table.name)
+    for path in (*newer, *sets):
+        os.replace(path, where / path.name)
+    names = ", ".join(path.name for path in (*sets, *newer))
+    return [f"{run_dir}: goes back to step {set_step(target)}; moved to {where}: {names}"]
+
+
+def _is_newer(path: Path, step: int, sets: Sequence[Path]) -> bool:
+    """Whether a LoRA is of more steps, by its metadata or a newer set's list, or by its name where it is damaged."""
+    for folder in sets:
+        try:
+            if path.name in (manifest_of(folder) or {"publish": {}})["publish"]:
+                return True
+        except (OSError, ValueError):
+            continue
+    done, named = step_of(path), re.fullmatch(re.escape(path.parent.name) + r"(?:_(\d+))?\.safetensors", path.name)
+    return done > step or (done < 0 and named is not None and (named[1] is None or int(named[1]) > step))
+
+
+def _aside_folder(run_dir: Path, target: Path) -> Path:
+    name = target.name.replace("state-", "set-aside-")
+    free = (run_dir / COAT / (name if number == 1 else f"{name}-{number}") for number in range(1, 1_000_000))
+    folder = next(path for path in free if not path.exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
+    """The newest kept state from well before things went wrong.
+
+    Args:
+        run_dir: the run's folder.
+        doubt_since: the first step the guard doubts.
+        apart: steps before it, at least, that a state must be of to be trusted.
+
+    Returns:
+        Its step; None where none is kept that is worth going back to.
+    """
+    good = [folder for folder in committed_sets(run_dir) if _growth(folder) <= HEALTHY_GROWTH]
+    trusted = [set_step(folder) for folder in good if set_step(folder) + apart <= doubt_since]
+    older = [set_step(folder) for folder in reversed(good) if set_step(folder) < doubt_since]
+    return next(iter([*trusted, *older]), None)
+
+
+def _growth(folder: Path) -> float:
+    """Growth of the LoRA's norm until a save, as the guard noted it; 1 where it did not."""
+    for name in RECORDS:
+        try:
+            record = json.loads((folder / name).read_text(encoding="utf-8"))
+            return float(record["guard"].get("growth") or 1.0)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return 1.0

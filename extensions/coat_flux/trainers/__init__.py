@@ -1,0 +1,1 @@
+"""The two trainers, and what they share."""

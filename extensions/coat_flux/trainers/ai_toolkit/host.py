@@ -1,0 +1,158 @@
+"""Small things every file of this folder needs from ai-toolkit: its version, its output, its bound names."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ... import _load_package
+
+__all__ = ["HostError", "detail", "host_version", "load_core", "rebind", "run_lines", "say", "show_logs"]
+
+# Where coat_core lies beside this folder: in a checkout of COAT-FLUX, or in site-packages
+CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (3, 2))
+
+
+class HostError(RuntimeError):
+    """COAT-FLUX and the ai-toolkit it runs in do not fit; the message names the version and the missing piece."""
+
+    def __init__(self, piece: str):
+        self.piece = piece
+        super().__init__(f"COAT-FLUX cannot run in ai-toolkit {host_version()}: {piece}")
+
+
+def host_version() -> str:
+    """Return ai-toolkit's version, or "of unknown version"."""
+    version = sys.modules.get("version")
+    if version is None:
+        try:
+            import version
+        except ImportError:
+            return "of unknown version"
+    return str(getattr(version, "VERSION", "of unknown version"))
+
+
+def load_core() -> None:
+    """Make `import coat_core` work: from beside this folder, else from the host's environment.
+
+    A linked folder resolves to its checkout, so code and math come from the same version without pip.
+
+    Raises:
+        HostError: the folder was only copied and coat_core is not installed.
+    """
+    beside = next((folder for folder in CORE_FOLDERS if (folder / "__init__.py").is_file()), None)
+    try:
+        if beside is None:
+            import coat_core  # noqa: F401
+        else:
+            _load_package("coat_core", beside)
+    except ImportError as error:
+        raise HostError(
+            f"coat_core cannot be imported ({error}); "
+            f"run `{sys.executable} -m pip install --no-deps <COAT-FLUX folder>` "
+            f"or replace the copy in {Path(__file__).resolve().parents[1]} by a link with `coat-flux install`"
+        ) from error
+
+
+def say(message: str) -> None:
+    """Print on the main process, as ai-toolkit does, above its progress bars, and write to the run's `coat/log.txt`.
+
+    Outside ai-toolkit it goes to the log.
+    """
+    _print(message)
+    if _lines is not None:
+        _lines.record(message)
+
+
+def detail(message: str) -> None:
+    """Write to the run's `coat/log.txt`; printed, too, with ai-toolkit's `logging.verbose`, or without a run's log."""
+    if _lines is None:
+        _print(message)
+    else:
+        _lines.detail(message)
+
+
+def _print(message: str) -> None:
+    try:
+        from toolkit.print import print_acc
+    except ImportError:
+        logging.getLogger("coat_flux").info(message)
+        return
+    with tqdm.external_write_mode():
+        print_acc(message)
+
+
+_lines: Any = None  # run_log.Lines of the run under way
+
+
+@contextmanager
+def run_lines(*, verbose: bool) -> Iterator[Any]:
+    """Inside the context what is said is kept for `coat/log.txt`: `open(run)` of what it yields writes there.
+
+    Args:
+        verbose: print details, too.
+    """
+    global _lines
+    from ...base.run_log import Lines
+
+    lines = _lines = Lines(_print, verbose=verbose)
+    try:
+        yield lines
+    finally:
+        _lines = None
+        lines.close()
+
+
+class _SayHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno <= logging.INFO:
+            detail(f"[coat] {record.getMessage()}")
+        else:
+            say(f"[coat] {record.levelname}: {record.getMessage()}")
+
+
+def show_logs() -> None:
+    """Send both packages' log lines to ai-toolkit's output. To be called once what will log is imported; idempotent.
+
+    ai-toolkit configures no logging, and its captioner extensions, imported for every job, call
+    `logging.disable(WARNING)` for the whole process. Our fall-back warnings must not be lost to that, so our loggers
+    decide by their own level alone.
+    """
+    for root in ("coat_core", "coat_flux"):
+        logger = logging.getLogger(root)
+        if not any(isinstance(handler, _SayHandler) for handler in logger.handlers):
+            logger.addHandler(_SayHandler())
+            logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
+            logger.propagate = False
+        for name, item in list(logging.Logger.manager.loggerDict.items()):
+            if isinstance(item, logging.Logger) and (name == root or name.startswith(f"{root}.")):
+                item.isEnabledFor = functools.partial(_is_enabled, item)  # type: ignore[method-assign]
+
+
+def _is_enabled(logger: logging.Logger, level: int) -> bool:
+    return level >= logger.getEffectiveLevel()
+
+
+def rebind(name: str, original: Callable, replacement: Callable) -> list[str]:
+    """Replace `original` by `replacement` in every loaded module that holds it under `name`.
+
+    ai-toolkit imports functions by name, so a replacement in the defining module alone is not seen. `vars` and not
+    getattr: lazy modules would start loading, and some module attributes are classes of the same name.
+
+    Returns:
+        Names of the modules that were changed.
+    """
+    changed = []
+    for module_name, module in list(sys.modules.items()):
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(namespace, dict) and namespace.get(name) is original:
+            namespace[name] = replacement
+            changed.append(module_name)
+    return changed

@@ -1,0 +1,229 @@
+"""The qtype `coat_fp8`: ai-toolkit's pluggable weight backend, holding FP8 codes and multiplying in FP8.
+
+`OstrisLinear` is what ai-toolkit's LoRA detection, merge guards, low-VRAM loading and state_dict already understand, so
+our linears are OstrisLinear modules whose backend is `CoatFp8Quantizer`. ai-toolkit casts models with `.to(dtype)`
+after each sample, which would turn FP8 and fp32 buffers into bf16; integer buffers are left alone. So:
+
+    weight_codes, weight_scale_bits   as `coat_core.linear.module.store_weight` makes them
+    coat_weight_format, coat_weight_granularity   strings, so that ai-toolkit's own save of quantized layers keeps them
+    coat_linear_config                the FP8LinearConfig the layer multiplies with
+
+x ≈ codes · scale, as everywhere here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ...base.names import COAT_QTYPE
+from .active import active_config, is_ours
+from .host import HostError, load_core, rebind, say
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from coat_core.config import FP8LinearConfig
+
+__all__ = [
+    "convert",
+    "converted_linears",
+    "damaged_linears",
+    "install_quantizer",
+    "make_quantizer",
+    "say_what_is_stored",
+    "store_only",
+]
+
+BUFFERS = ("weight_codes", "weight_scale_bits")
+BACKEND_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
+_MARK = "_coat_flux_original"
+_stored: list[tuple[weakref.ref[nn.Module], FP8LinearConfig]] = []  # linears quantized at load and not told of yet
+
+
+def install_quantizer() -> list[str]:
+    """Make `qtype: coat_fp8` resolve to our backend, wherever `get_ostris_quantizer` is bound.
+
+    Returns:
+        Names of the modules changed by this call; empty when it had been done before.
+
+    Raises:
+        HostError: ai-toolkit has no pluggable weight backend, or another one.
+    """
+    try:
+        from toolkit.util.ostris_quant import OstrisQuantizer, get_ostris_quantizer
+    except ImportError as error:
+        raise HostError(f"qtype {COAT_QTYPE} needs toolkit.util.ostris_quant ({error})") from error
+    absent = [name for name in BACKEND_METHODS if not hasattr(OstrisQuantizer, name)]
+    if absent:
+        raise HostError(f"toolkit.util.ostris_quant.OstrisQuantizer has no {', '.join(absent)}")
+    original = getattr(get_ostris_quantizer, _MARK, None)
+    if original is not None:
+        return rebind("get_ostris_quantizer", original, get_ostris_quantizer)
+    return rebind("get_ostris_quantizer", get_ostris_quantizer, _wrap(get_ostris_quantizer))
+
+
+def _wrap(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get_ostris_quantizer(qtype: str, *args: Any, **kwargs: Any) -> Any:
+        if qtype != COAT_QTYPE:
+            return original(qtype, *args, **kwargs)
+        load_core()
+        return make_quantizer(active_config().linear_config())
+
+    setattr(get_ostris_quantizer, _MARK, original)
+    return get_ostris_quantizer
+
+
+def make_quantizer(config: FP8LinearConfig) -> Any:
+    """Return a backend that converts linears to FP8 codes as `config` says."""
+    quantizer = _quantizer_class()(config)
+    quantizer.qtype = COAT_QTYPE
+    return quantizer
+
+
+@functools.cache
+def _quantizer_class() -> type:
+    from toolkit.util.ostris_quant import OstrisQuantizer
+
+    return type("CoatFp8Quantizer", (_Backend, OstrisQuantizer), {"__doc__": _Backend.__doc__})
+
+
+class _Backend:
+    """FP8 weights with FP8 GEMMs; one instance serves many modules and holds no tensor."""
+
+    wants_fp32_weight = False
+
+    def __init__(self, config: FP8LinearConfig):
+        self.config = config
+
+    def can_quantize(self, module: nn.Linear) -> bool:
+        from coat_core.kernels.scaled_mm import ALIGNMENT
+
+        return module.in_features % ALIGNMENT == 0 and module.out_features % ALIGNMENT == 0
+
+    def quantize_(self, module: nn.Linear, weight: Tensor) -> None:
+        module.coat_weight_format = self.config.weight_format
+        module.coat_weight_granularity = self.config.weight_granularity
+        module.coat_linear_config = self.config
+        _store(module, weight)
+        _stored.append((weakref.ref(module), self.config))
+
+    def dequantize(self, module: nn.Linear) -> Tensor:
+        from coat_core.kernels.quantize import dequantize
+        from coat_core.linear.module import load_weight
+
+        return dequantize(*load_weight(module, self._config_of(module)))
+
+    def requantize_(self, module: nn.Linear, fp_weight: Tensor) -> None:
+        self._config_of(module)
+        _store(module, fp_weight)
+
+    def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
+        from coat_core.linear.module import run_stored_linear
+
+        return run_stored_linear(module, x, self._config_of(module))
+
+    def _config_of(self, module: nn.Linear) -> FP8LinearConfig:
+        if not hasattr(module, "coat_linear_config"):
+            # ai-toolkit's load_quantized_layers brings back buffers and plain attributes, not our config object
+            module.coat_linear_config = dataclasses.replace(
+                self.config,
+                weight_format=module.coat_weight_format,
+                weight_granularity=module.coat_weight_granularity,
+            )
+        return module.coat_linear_config
+
+
+def say_what_is_stored() -> None:
+    """Say once what the linears quantized since the last call hold and how they multiply; a job of ours says more."""
+    found = [(module, config) for reference, config in _stored if (module := reference()) is not None]
+    _stored.clear()
+    if not found or is_ours():
+        return
+    from coat_core.linear.function import fp8_gemm_obstacle
+
+    from ...blocks.report import describe_linear
+
+    module, config = found[0]
+    obstacle = fp8_gemm_obstacle(module.weight_codes.device, config)
+    products = "" if obstacle is None else f"; dequantized weights are multiplied, since {obstacle}"
+    say(f"[coat] qtype {COAT_QTYPE}: {len(found)} linears hold FP8, {describe_linear(config, True, False)}{products}")
+
+
+def _store(module: nn.Linear, weight: Tensor) -> None:
+    from coat_core.linear.module import store_weight
+
+    from ...blocks.cast_loss import note_weight
+
+    store_weight(module, weight, module.coat_linear_config)
+    note_weight(module, weight, module.coat_linear_config)
+    for name in BUFFERS:
+        # OstrisLinear's state_dict holds "weight" only, so these must not be expected when one is loaded
+        module.register_buffer(name, getattr(module, name), persistent=False)
+
+
+def converted_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and module of every linear of `model` that our backend holds."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "ostris_quantizer", None), "qtype", None) == COAT_QTYPE:
+            yield name, module
+
+
+def plain_linears(model: nn.Module) -> list[str]:
+    """Return the names of the linears that COAT converts and that are still plain nn.Linear."""
+    from torch import nn
+
+    from coat_core.linear.module import obstacle_to_conversion
+
+    from ...blocks.architectures import matches, policy_for
+
+    patterns = policy_for(model).convert
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and matches(name, patterns) and obstacle_to_conversion(module) is None
+    ]
+
+
+def convert(model: nn.Module, names: list[str], config: FP8LinearConfig) -> None:
+    """Convert the named linears in place, as loading with `qtype: coat_fp8` would have.
+
+    Raises:
+        HostError: ai-toolkit refused one of them.
+    """
+    from toolkit.util.ostris_quant import convert_linear_to_ostris
+
+    quantizer = make_quantizer(config)
+    for name in names:
+        if not convert_linear_to_ostris(model.get_submodule(name), quantizer):
+            raise HostError(f"convert_linear_to_ostris did not convert {name}")
+
+
+def store_only(model: nn.Module) -> int:
+    """Let the converted linears of `model` keep FP8 weights but multiply in the input's precision.
+
+    For text encoders: they run once per caption, without gradients, and their outliers suffer from per-tensor inputs.
+
+    Returns:
+        How many linears were set.
+    """
+    count = 0
+    for _, module in converted_linears(model):
+        module.coat_linear_config = dataclasses.replace(module.coat_linear_config, use_fp8_gemm=False)
+        count += 1
+    return count
+
+
+def damaged_linears(model: nn.Module) -> list[str]:
+    """Return the names of converted linears whose codes or scales lost their dtype (a cast reached them)."""
+    import torch
+
+    return [
+        name
+        for name, module in converted_linears(model)
+        if (module.weight_codes.dtype, module.weight_scale_bits.dtype) != (torch.uint8, torch.int32)
+    ]

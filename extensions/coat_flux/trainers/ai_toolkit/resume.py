@@ -1,0 +1,233 @@
+"""Takes a run up where its last save left it, so that it ends as if it had never stopped.
+
+    hook_before_model_load   `find`: repair the folder, read the newest state, refuse what would be another run
+    before_dataset_load      `begin_loading`: photos are grouped into batches by the run's seed
+    hook_before_train_loop   `restore`: raw LoRA, EMA, step, place in the data
+    first hook_train_loop    `restore_draws`: random generators and lr schedule, which ai-toolkit still moves until then
+
+One number is set otherwise than ai-toolkit does: `start_step`, at which it neither saves nor samples, is the step
+before the first new one, so that a run taken up saves and samples where the uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .data_order import LOADING, ResumableLoader, fingerprint, make_resumable, seeded
+from .host import say
+from .identity import identity_of
+from .run_state import RunState, plain, restore_schedule
+from .saves import Saves
+
+__all__ = ["Continuation", "find_continuation", "kept_draws"]
+
+LOADERS = {"data": "data_loader", "regularization": "data_loader_reg"}
+
+
+@contextmanager
+def kept_draws() -> Iterator[None]:
+    """Let the random generators go on after the block as if it had not been."""
+    from ...saves.rng import rng_state, set_rng_state
+
+    draws = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(draws)
+
+
+def find_continuation(process: Any) -> Continuation | None:
+    """Find the save a run goes on from.
+
+    Args:
+        process: built and checked, nothing loaded.
+
+    Returns:
+        The run's place; None where more than a LoRA is trained: then ai-toolkit saves and resumes by itself.
+
+    Raises:
+        ResumeError: there is a save that this run cannot go on from.
+    """
+    others = (process.embed_config, process.adapter_config, process.decorator_config)
+    if process.network_config is None or process.train_config.merge_network_on_save or any(others):
+        say("[coat] note: more than a LoRA is trained: saves and resumes are ai-toolkit's own")
+        return None
+    continuation = Continuation(process, identity_of(process))
+    continuation.find(process.coat.resume.allow)
+    return continuation
+
+
+class Continuation:
+    """The place of a run: found at its start, kept for each save.
+
+    Args:
+        process: the running process.
+        identity: of the run as configured now.
+
+    Attributes:
+        saves: the run's committed saves.
+        seed: of the order of the data.
+        state: of the save the run goes on from; None for a new run.
+    """
+
+    def __init__(self, process: Any, identity: dict[str, Any]):
+        self._process = process
+        self._identity = identity
+        self._loading = ExitStack()
+        self._order: dict[str, str] = {}
+        self.saves = Saves(Path(process.save_root), process.job.name, process.save_config.save_every)
+        self.seed = random.getrandbits(63)
+        self.state: RunState | None = None
+
+    # -- before the model ------------------------------------------------------------------------------------------
+
+    def find(self, allow: tuple[str, ...]) -> None:
+        """Look for the save to go on from.
+
+        Args:
+            allow: `coat.resume.allow`.
+
+        Raises:
+            ResumeError: there is one, of what would be another run, or it is damaged.
+        """
+        folder = self.saves.newest()
+        state = None if folder is None else RunState.read(folder)
+        if state is None:
+            if folder is not None:
+                say(f"[coat] note: {folder} is of the stand-alone trainer: order of data and random numbers start over")
+            return
+        self._check_identity(state, allow)
+        self.state = state
+        if self._same_seed():
+            self.seed = state.record["seed"]
+
+    def _check_identity(self, state: RunState, allow: tuple[str, ...]) -> None:
+        from ...saves.errors import ResumeError
+        from ...saves.identity import require_same_run
+
+        for note in require_same_run(state.record["identity"], self._identity, allow, state.folder):
+            say(f"[coat] resume: {note}")
+        start = self._process.train_config.start_step
+        if start is not None:
+            raise ResumeError(f"train.start_step={start}: the run goes on after step {state.step}; remove the key")
+
+    def _same_seed(self) -> bool:
+        return self.state is not None and self.state.record["identity"]["seed"] == self._identity["seed"]
+
+    # -- the data --------------------------------------------------------------------------------------------------
+
+    def begin_loading(self) -> None:
+        """Let what is drawn while the data sets are loaded, and latents cached, come from the run's seed."""
+        device = self._process.device_torch
+        if device.type == "cuda":
+            self._loading.enter_context(torch.random.fork_rng([device]))
+            torch.cuda.manual_seed(self.seed)
+        self._loading.enter_context(seeded(self.seed, LOADING))
+
+    def end_loading(self) -> None:
+        """Put the random generators back and take over the order of the data."""
+        self._loading.close()
+        for number, (name, attribute) in enumerate(LOADERS.items()):
+            loader = getattr(self._process, attribute)
+            if loader is not None:
+                self._order[name] = fingerprint(loader)
+                setattr(self._process, attribute, make_resumable(loader, self.seed ^ number))
+
+    def close(self) -> None:
+        """End the loader processes; put the random generators back if loading failed."""
+        self._loading.close()
+        for loader in self._loaders().values():
+            if isinstance(loader, ResumableLoader):
+                loader.close()
+
+    def _loaders(self) -> dict[str, ResumableLoader]:
+        found = {name: getattr(self._process, attribute) for name, attribute in LOADERS.items()}
+        return {name: loader for name, loader in found.items() if loader is not None}
+
+    # -- back ------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Put back what the loop begins with.
+
+        Raises:
+            ResumeError: ai-toolkit took up another save, or the state does not fit the network.
+        """
+        if self.state is None:
+            return
+        from ...saves.errors import ResumeError
+
+        process, state = self._process, self.state
+        if process.step_num != state.step:
+            raise ResumeError(f"ai-toolkit goes on at step {process.step_num}, the newest save is of step {state.step}")
+        process.start_step = state.step - 1
+        process.epoch_num = state.record["epoch"]
+        try:
+            state.restore_lora(process.network)
+            if process.ema is not None and not state.restore_ema(process.ema.shadow_params):
+                say("[coat] resume: no average was kept so far (train.ema_config); it begins with the LoRA as it is")
+                parameters = (p for group in process.optimizer.param_groups for p in group["params"])
+                process.ema.shadow_params = [p.detach().clone() for p in parameters]
+        except ValueError as error:
+            raise ResumeError(f"resume of {state.folder}: {error}") from error
+        self._restore_place(state)
+        from ...saves.path import keep_path
+
+        keep_path(process.sd.unet, state.record["path"])
+        say(f"[coat] resume: goes on after step {state.step}, epoch {process.epoch_num + 1}, with all states restored")
+
+    def _restore_place(self, state: RunState) -> None:
+        for name, loader in self._loaders().items():
+            place = state.record["data"].get(name)
+            if place is None or place["order"] != self._order[name]:
+                say(f"[coat] note: the photos ({name}) are others or are listed in another order: not bit for bit")
+            if place is not None:
+                loader.epoch, loader.taken = place["epoch"], place["taken"]
+
+    def restore_draws(self) -> None:
+        """Put back random generators and lr schedule, when nothing of ai-toolkit's start comes any more."""
+        if self.state is None:
+            return
+        from ...saves.rng import set_rng_state
+
+        restore_schedule(self._process.lr_scheduler, self.state.record["lr_scheduler"], say)
+        if self._same_seed():
+            set_rng_state(self.state.rng())
+
+    # -- a save ----------------------------------------------------------------------------------------------------
+
+    def write_state(self, folder: Path, step: int, guard: dict[str, Any], held_out: list[tuple[int, float]]) -> None:
+        """Write the state into the folder of a set.
+
+        Args:
+            folder: of the set.
+            step: steps done.
+            guard: counters of the guard.
+            held_out: losses on photos held out, by steps done.
+        """
+        from ...saves.path import path_of
+        from ...saves.rng import rng_state
+
+        process = self._process
+        scheduler = getattr(process.lr_scheduler, "scheduler", process.lr_scheduler)
+        record = {
+            "step": step,
+            "epoch": process.epoch_num,
+            "seed": self.seed,
+            "data": {
+                name: {"epoch": loader.epoch, "taken": loader.taken, "order": self._order[name]}
+                for name, loader in self._loaders().items()
+            },
+            "path": path_of(process.sd.unet),
+            "lr_scheduler": plain(scheduler.state_dict()),
+            "guard": guard,
+            "held_out_loss": held_out,
+            "identity": self._identity,
+        }
+        ema = [] if process.ema is None else process.ema.shadow_params
+        RunState.write(folder, record, dict(process.network.named_parameters()), ema, rng_state())

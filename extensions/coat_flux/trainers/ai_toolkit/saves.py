@@ -1,0 +1,164 @@
+"""Saves of ai-toolkit as whole sets: written aside, committed by one rename, published in the run's folder.
+
+ai-toolkit writes the LoRA and `optimizer.pt` one after the other over the old ones, and goes on when `optimizer.pt`
+could not be written. Here its `save` writes into a staging folder. It finds the newest of its saves by the time a
+file's entry changed (`getctime`), which making and removing hard links changes too: `_make_newest` puts that right.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .host import say
+
+__all__ = ["Saves"]
+
+OPTIMIZER = "optimizer.pt"
+TICKS, TICK_SECONDS = 100, 0.001
+
+
+class Saves:
+    """The committed saves of a run.
+
+    Args:
+        run_dir: ai-toolkit's save folder of the job.
+        name: of the job, with which its LoRA files begin.
+        save_every: steps from one save to the next.
+    """
+
+    def __init__(self, run_dir: Path, name: str, save_every: int):
+        from ...watch.divergence import WINDOW
+
+        self._dir, self._name, self._apart = run_dir, name, min(save_every, WINDOW)
+
+    def newest(self) -> Path | None:
+        """Put right what a killed process or a damaged disk left, and return the folder of the newest set.
+
+        Returns:
+            None without one, or where another program went on with the run: its LoRA says more steps.
+
+        Raises:
+            ResumeError: it is damaged, and no other one is whole.
+            SaveError: the folder cannot be written.
+        """
+        from ...saves import repair
+        from ...saves.commit import damage, newest_set, set_step
+        from ...saves.errors import ResumeError
+        from ...saves.repair import step_of
+
+        for line in repair(self._dir):
+            say(f"[coat] {line}")
+        folder = newest_set(self._dir)
+        if folder is None:
+            return None
+        newer = next((path for path in self._loras() if step_of(path) > set_step(folder)), None)
+        if newer is not None:
+            say(f"[coat] note: {newer.name} is newer than {folder}: order of data and random numbers start over")
+            return None
+        wrong = damage(folder)
+        if wrong is not None:
+            raise ResumeError(
+                f"{wrong}; no other state of this run is whole: restore it from a backup, or choose another "
+                "config.name to start a new run (all that is in this folder stays)"
+            )
+        self._make_newest(folder)
+        return folder
+
+    def commit(self, step: int, write_host: Callable[[Path], None], write_state: Callable[[Path], None]) -> Path:
+        """Write a set and publish it.
+
+        Args:
+            step: steps done.
+            write_host: lets ai-toolkit save into the folder given.
+            write_state: writes ours beside it.
+
+        Returns:
+            The published LoRA.
+
+        Raises:
+            SaveError: it could not be written; the previous set is untouched.
+        """
+        from ...saves import commit
+
+        published: dict[str, str] = {}
+
+        def write(folder: Path) -> None:
+            write_host(folder)
+            _check_optimizer(folder / OPTIMIZER)
+            published.update({path.name: path.name for path in folder.iterdir()})
+            write_state(folder)
+
+        self._make_newest(commit(self._dir, step, write, published, apart=self._apart))
+        return self._dir / next(name for name in published if name.endswith(".safetensors"))
+
+    def check_room(self, job: Callable[[], Any], parameters: Iterable[Any]) -> None:
+        """Warn or refuse where the disk has no room for the saves.
+
+        Args:
+            job: makes the JobConfig.
+            parameters: of the LoRA.
+
+        Raises:
+            SaveError: not even one save fits, or the folder cannot be written.
+        """
+        from ...config.findings import ConfigError
+        from ...plan.space import save_space
+        from ...saves.errors import SaveError
+        from ...saves.space import check_output
+
+        try:
+            space = save_space(job(), [parameter.numel() for parameter in parameters])
+        except ConfigError:  # a job that only ai-toolkit can run
+            space = None
+        errors, warnings = check_output(self._dir, space)
+        for line in warnings:
+            say(f"[coat] WARNING: {line}")
+        if errors:
+            raise SaveError("\n".join(errors))
+
+    def way_back(self, since: int) -> str:
+        """What to start after the config of a run that diverged was mended.
+
+        Args:
+            since: the first step in doubt.
+        """
+        from ...saves.commit import newest_set
+        from ...saves.repair import good_step
+
+        step = good_step(self._dir, since, self._apart)
+        if step is not None:
+            folder = Path(__file__).resolve().parents[1] / "cli"
+            program = "coat-flux" if shutil.which("coat-flux") else f'"{sys.executable}" "{folder}"'
+            command = f'{program} rewind "{self._dir}" --to-step {step}'
+            return f"then go back to step {step} and start the job again: {command}"
+        if newest_set(self._dir) is None:
+            return "nothing has been saved yet: then start the job again"
+        return "no state from before that is kept: then choose another config.name to start over"
+
+    def _loras(self) -> list[Path]:
+        return [path for path in self._dir.glob("*.safetensors") if path.name.startswith(self._name)]
+
+    def _make_newest(self, folder: Path) -> None:
+        """Let the files of a set be the last changed; two changes within one tick of the clock have the same time."""
+        own = [self._dir / path.name for path in folder.iterdir() if path.is_file()]
+        others = [path.stat().st_ctime_ns for path in self._loras() if path not in own]
+        for path in own:
+            for _ in range(TICKS):
+                os.utime(path)
+                if path.stat().st_ctime_ns > max(others, default=0):
+                    break
+                time.sleep(TICK_SECONDS)
+
+
+def _check_optimizer(path: Path) -> None:
+    """A file of torch ends with its directory: one without was not written to its end, and ai-toolkit went on."""
+    if not zipfile.is_zipfile(path):
+        raise OSError(errno.EIO, "ai-toolkit could not write it, see its message above", str(path))

@@ -1,0 +1,1 @@
+"""The stand-alone trainer: `trainer.COATTrainer` (needs diffusers, peft and accelerate)."""

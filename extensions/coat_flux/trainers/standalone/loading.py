@@ -1,0 +1,171 @@
+"""Loads the parts of a FLUX model from a diffusers folder, a hub id or a file, each frozen, in one dtype, on the CPU.
+
+A file holds the transformer in Black Forest Labs' layout (`config.checkpoint_file`), which fuses what diffusers has as
+q, k, v and MLP of a block. diffusers' own reader of such files has FLUX.1-dev's width written into it; here the table
+of names that LoRAs are exported by takes them apart, whatever their width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+
+from ...base.errors import UserError
+from ...config.checkpoint_file import SUFFIXES, CheckpointError, base_model, flux_config, read_header, transformer_keys
+from ...data.cache import TextEncoders
+from ...export.names import original_linear
+
+__all__ = ["Encoders", "ModelLoadError", "load_encoders", "load_transformer"]
+
+MAX_TEXT_TOKENS = 512
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# beside a weight in FP8, as ComfyUI writes it: its scale, and what concerns inputs and formats
+SCALES = (".scale_weight", ".weight_scale")
+NOT_WEIGHTS = ("scaled_fp8", ".scale_input", ".input_scale", ".comfy_quant", *SCALES)
+NORMS = {
+    "img_attn.norm.query_norm.scale": "attn.norm_q.weight",
+    "img_attn.norm.key_norm.scale": "attn.norm_k.weight",
+    "txt_attn.norm.query_norm.scale": "attn.norm_added_q.weight",
+    "txt_attn.norm.key_norm.scale": "attn.norm_added_k.weight",
+    "norm.query_norm.scale": "attn.norm_q.weight",
+    "norm.key_norm.scale": "attn.norm_k.weight",
+}
+BLOCKS = {"double_blocks": "transformer_blocks", "single_blocks": "single_transformer_blocks"}
+
+
+class ModelLoadError(UserError, RuntimeError):
+    """A part of the model cannot be loaded."""
+
+
+@dataclass
+class Encoders:
+    """The parts that turn images and prompts into training data, and latents into images."""
+
+    vae: AutoencoderKL
+    text: TextEncoders | None
+    scheduler: FlowMatchEulerDiscreteScheduler
+
+
+def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = None) -> Encoders:
+    """VAE, CLIP, T5, their tokenizers and the scheduler.
+
+    Args:
+        name_or_path: a diffusers folder, hub id or checkpoint file (`model.name_or_path`).
+        extras: `model.extras_name_or_path`; see `base_model`.
+        dtype: `train.dtype`, as ai-toolkit uses for all of them.
+
+    Raises:
+        ModelLoadError: a part is missing or cannot be read.
+    """
+    name_or_path = base_model(name_or_path, extras)
+    vae = _load_weights(AutoencoderKL, name_or_path, "vae", torch_dtype=dtype)
+    clip = _load_weights(CLIPTextModel, name_or_path, "text_encoder", dtype=dtype)
+    t5 = _load_weights(T5EncoderModel, name_or_path, "text_encoder_2", dtype=dtype)
+    clip_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer")
+    t5_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer_2")
+    scheduler = _load(FlowMatchEulerDiscreteScheduler, name_or_path, "scheduler")
+    for module in (vae, clip, t5):
+        module.requires_grad_(False).eval()
+    length = min(MAX_TEXT_TOKENS, t5_tokenizer.model_max_length)
+    return Encoders(vae, TextEncoders(clip, t5, clip_tokenizer, t5_tokenizer, length), scheduler)
+
+
+def load_transformer(name_or_path: str, dtype: torch.dtype) -> nn.Module:
+    """The FLUX transformer, frozen, in eval mode, on the CPU.
+
+    Raises:
+        ModelLoadError: missing or unreadable.
+    """
+    if Path(name_or_path).suffix.lower() in SUFFIXES and Path(name_or_path).is_file():
+        try:
+            model = _load_file(Path(name_or_path), dtype)
+        except CheckpointError as error:
+            raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
+    else:
+        model = _load_weights(FluxTransformer2DModel, name_or_path, "transformer", torch_dtype=dtype)
+    return model.requires_grad_(False).eval()
+
+
+def _load_file(path: Path, dtype: torch.dtype) -> nn.Module:
+    """The transformer in a file of Black Forest Labs' layout, tensor by tensor: the file is never in memory whole."""
+    header = read_header(path)
+    config, keys = flux_config(header), transformer_keys(header)
+    hidden = config["num_attention_heads"] * config["attention_head_dim"]
+    state: dict[str, Tensor] = {}
+    with safe_open(path, framework="pt") as file:
+        for name, key in keys.items():
+            if name.endswith(NOT_WEIGHTS):
+                continue
+            tensor = file.get_tensor(key)
+            if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                stem = name.removesuffix(".weight")
+                scale = next((file.get_tensor(keys[stem + end]) for end in SCALES if stem + end in keys), None)
+                tensor = (
+                    tensor.float()
+                    if scale is None
+                    else tensor.float() * scale.float().reshape(-1, *[1] * (tensor.ndim - 1))
+                )
+            state |= {part: rows.to(dtype, copy=True) for part, rows in _parts(name, tensor, hidden).items()}
+    with torch.device("meta"):
+        model = FluxTransformer2DModel.from_config(config)
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    if missing or unexpected:
+        what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which FLUX.1 does not have"
+        raise CheckpointError(f"{what}; download it again, or give another checkpoint")
+    return model
+
+
+def _parts(name: str, tensor: Tensor, hidden: int) -> dict[str, Tensor]:
+    """A tensor of the original as diffusers has it: by name, the rows of each linear that it fuses.
+
+    Raises:
+        CheckpointError: FLUX.1 has no such tensor.
+    """
+    if name.endswith(".scale"):
+        blocks, number, rest = name.split(".", 2)
+        return {f"{BLOCKS[blocks]}.{number}.{NORMS[rest]}": tensor}
+    stem, _, kind = name.rpartition(".")
+    try:
+        linear = original_linear(stem)
+    except KeyError as error:
+        raise CheckpointError(f"has a tensor {name}, which FLUX.1 does not have; give another checkpoint") from error
+    if linear.swapped:
+        tensor = torch.cat(tensor.chunk(2)[::-1])
+    heights = [height * hidden for height in linear.heights] if len(linear.members) > 1 else [tensor.shape[0]]
+    return {f"{member}.{kind}": rows for member, rows in zip(linear.members, tensor.split(heights), strict=True)}
+
+
+def _load_weights(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
+    """Only from safetensors files: a pickle can run code of whoever made it."""
+    folder = Path(name_or_path, subfolder)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise ModelLoadError(
+                f"model.name_or_path={name_or_path}: {subfolder}/ has its weights only as a pickle ({pickles[0]}), "
+                "which can run code when it is read; give a copy with .safetensors files, or convert it with "
+                "diffusers' save_pretrained on a machine you can lose"
+            )
+    return _load(cls, name_or_path, subfolder, use_safetensors=True, **keywords)
+
+
+def _load(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
+    folder = Path(name_or_path)
+    if folder.is_dir() and not (folder / subfolder).is_dir():
+        raise ModelLoadError(
+            f"model.name_or_path={name_or_path}: has no {subfolder}/; give a complete diffusers folder or a hub id"
+        )
+    try:
+        return cls.from_pretrained(name_or_path, subfolder=subfolder, **keywords)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"model.name_or_path={name_or_path}: {subfolder} cannot be loaded ({error}); give a diffusers folder or a "
+            "hub id you have access to (accept the model's terms on the hub and set HF_TOKEN)"
+        ) from error

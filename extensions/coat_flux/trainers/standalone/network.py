@@ -1,0 +1,121 @@
+"""The LoRA network of the stand-alone engine: PEFT adapters on the same linears ai-toolkit chooses.
+
+ai-toolkit's FLUX LoRA sits on every linear of both block lists (`transformer_only`, its default), with alpha = rank,
+fp32 parameters, A uniform in ±1/sqrt(K) and B = 0. PEFT's adapters wrap the frozen linears, also `FP8Linear`, which is
+an `nn.Linear` to PEFT. A is drawn here from the run's own seed, so that a bf16 and a COAT run start equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from ...blocks.lora_targets import KEY_PREFIX, target_names
+from ...config.findings import ConfigError
+from .seeding import Stream, generator_for
+
+__all__ = ["add_lora", "load_lora_tensors", "lora_parameters", "lora_targets"]
+
+ADAPTER = "default"
+
+
+def lora_targets(
+    model: nn.Module,
+    *,
+    only_if_contains: Sequence[str] | None = None,
+    ignore_if_contains: Sequence[str] | None = None,
+    transformer_only: bool = True,
+) -> list[str]:
+    """Full names of the linears that get an adapter; `coat_flux.blocks.lora_targets` has the rule.
+
+    Args:
+        model: the transformer before any adapter.
+        only_if_contains: keep names with at least one of these; None keeps all.
+        ignore_if_contains: drop names with any of these.
+        transformer_only: only linears inside the block lists.
+
+    Returns:
+        Names in module order.
+
+    Raises:
+        ConfigError: nothing is left to train.
+    """
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = target_names(linears, transformer_only=transformer_only)
+    chosen = target_names(
+        names,
+        only_if_contains=only_if_contains,
+        ignore_if_contains=ignore_if_contains,
+        transformer_only=transformer_only,
+    )
+    if not chosen:
+        raise ConfigError(
+            f"network.network_kwargs: only_if_contains={only_if_contains}, ignore_if_contains={ignore_if_contains}: "
+            f"none of the model's {len(names)} linears is left to train; a name looks like {KEY_PREFIX}{names[0]}"
+        )
+    return chosen
+
+
+def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, dropout: float = 0.0) -> None:
+    """Add PEFT adapters in place; only they require gradients afterwards.
+
+    Args:
+        model: a diffusers transformer (has `add_adapter`).
+        targets: full names of linears.
+        rank: LoRA rank; alpha is the same, so the adapter's output is not scaled.
+        seed: the run's seed, for the start values of A.
+        dropout: probability of PEFT's dropout on the adapter's input.
+    """
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules=list(targets)), ADAPTER)
+    generator = generator_for(seed, Stream.LORA_INIT, 0)
+    for name, param in lora_parameters(model).items():
+        param.data = param.data.to(torch.float32)
+        if ".lora_A." in name:
+            start = torch.empty(param.shape, dtype=torch.float32)
+            nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+            param.data.copy_(start)
+        else:
+            param.data.zero_()
+
+
+def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' parameters under the names they are saved with, `transformer.<module>.lora_A.weight`."""
+    part = f".{ADAPTER}."
+    return {
+        KEY_PREFIX + name.replace(part, "."): param
+        for name, param in model.named_parameters()
+        if ".lora_A." in name or ".lora_B." in name
+    }
+
+
+@torch.no_grad()
+def load_lora_tensors(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Copy saved LoRA tensors into the adapters.
+
+    Args:
+        model: transformer with adapters.
+        tensors: by saved name, any float dtype.
+        source: the file, for the error.
+
+    Raises:
+        ValueError: names or shapes differ from the adapters'.
+    """
+    params = lora_parameters(model)
+    odd = sorted(params.keys() ^ tensors.keys())
+    if odd:
+        raise ValueError(
+            f"{source}: {len(odd)} LoRA names differ from this run's, first {odd[0]!r}; "
+            "use the network settings it was trained with, or another config.name to start over"
+        )
+    for name, param in params.items():
+        if tensors[name].shape != param.shape:
+            raise ValueError(
+                f"{source}: {name} has shape {tuple(tensors[name].shape)}, this run's is {tuple(param.shape)}; "
+                "use the rank (network.linear) it was trained with, or another config.name to start over"
+            )
+        param.copy_(tensors[name])

@@ -1,0 +1,329 @@
+"""Everything a run needs, made in the order that keeps memory low and mistakes cheap.
+
+Data set and resume point are checked before any model is loaded. Encoders come first, fill the caches and leave; the
+transformer then meets an empty device: loaded on the CPU, its linears quantized there, moved, adapters added.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from coat_core.optim import FP8AdamW
+
+from ...blocks.apply import apply_coat
+from ...blocks.held import gradients, module_tensors, state_tensors, trained
+from ...blocks.lora import attach_lora
+from ...blocks.report import CoatReport
+from ...config.job import JobConfig
+from ...data.dataset import BucketBatchSampler, scan
+from ...data.loader import LatentDataset, cache_all
+from ...saves.identity import model_identity
+from ...saves.path import keep_path
+from ...saves.rng import set_rng_state
+from ...watch.live import LiveRun
+from ...watch.memory_stats import MemoryLog
+from ...watch.phases import PhaseTracker
+from ...watch.precision import PrecisionWatch
+from ...watch.run_guard import RunGuard
+from ...watch.spill import SpillWatch
+from ..optimizer import describe_optimizer
+from .ema import LoraEMA
+from .loading import Encoders, load_encoders, load_transformer
+from .network import add_lora, lora_parameters, lora_targets
+from .objective import Objective
+from .optim import advance, make_optimizer, make_scheduler
+from .progress import RunLog
+from .restoring import restore_lora, restore_optimizer_state
+from .resume import ResumePoint
+from .sampling import ImageSampler
+from .seeding import seed_of
+from .validation import Validation, held_out_of
+from .workers import Workers
+
+__all__ = ["Session", "open_session"]
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Session:
+    """The parts of a run.
+
+    `step` counts optimizer steps done; `owes_save`: one was due while the guard was in doubt; `identity` and `record`
+    go into `state.json`; `report` is None without COAT.
+    """
+
+    job: JobConfig
+    workers: Workers
+    log: RunLog
+    memory: MemoryLog
+    phases: PhaseTracker
+    dataset: LatentDataset
+    validation: Validation
+    sampler: BucketBatchSampler
+    images: ImageSampler | None
+    transformer: nn.Module
+    dtype: torch.dtype
+    lora: dict[str, nn.Parameter]
+    objective: Objective
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler
+    ema: LoraEMA | None
+    guard: RunGuard
+    identity: dict[str, Any]
+    live: LiveRun
+    report: CoatReport | None = None
+    spill: SpillWatch = field(default_factory=SpillWatch)
+    step: int = 0
+    owes_save: bool = False
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data done."""
+        return self.sampler.state_dict()["epoch"]
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """With an EMA, the transformer carries the average inside this context: what is saved, sampled, validated."""
+        return nullcontext() if self.ema is None else self.ema.applied()
+
+
+def open_session(
+    job: JobConfig,
+    workers: Workers,
+    log: RunLog,
+    phases: PhaseTracker,
+    point: ResumePoint | None,
+    identity: dict[str, Any],
+    live: LiveRun,
+) -> Session:
+    """Make a session of the run `identity` tells of, continuing from `point`, the newest save, where there is one.
+
+    Raises:
+        DatasetError: the data cannot be used.
+        ModelLoadError: the model cannot be loaded.
+        ResumeError: the save does not fit this config.
+    """
+    dtype = TORCH_DTYPES[job.train.dtype]
+    policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
+    samples = scan(
+        job.datasets, job.trigger_word, **policy, t5_of=job.model.extras_name_or_path or job.model.name_or_path
+    )
+    held_out = {path for paths in held_out_of(job) for path in paths}
+    trained = [sample for sample in samples if sample.image_path not in held_out]
+    measured = [sample for sample in samples if sample.image_path in held_out]
+    phases.enter("cache")
+    log.say(f"Loading text encoders and VAE of {job.model.name_or_path}")
+    encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
+    phases.hold_models(encoders.vae, [encoders.text.clip, encoders.text.t5])
+    dataset, images = _prepare_data(job, workers, encoders, [*trained, *measured])
+    validation = Validation(dataset, measured, trained)
+    phases.enter("load")
+    log.say(f"Loading the transformer of {job.model.name_or_path}")
+    transformer, report = _prepare_transformer(job, workers, dtype)
+    lora = lora_parameters(transformer)
+    if identity["model"]["fingerprint"] is None:  # it was not on this machine before
+        identity = {**identity, "model": model_identity(job.model.name_or_path)}
+    if point is not None:
+        restore_lora(transformer, point)
+        keep_path(transformer, point.record.get("path", {}))
+    workers.share(list(lora.values()))
+    optimizer = _prepare_optimizer(job, lora, log, point)
+    guard = _make_guard(job, workers, log, transformer, lora, report)
+    if point is not None:
+        guard.load_state_dict(point.record.get("guard", {}))
+    _tell(job, report, optimizer, len(lora) // 2, log)
+    train = job.train
+    session = Session(
+        job=job,
+        workers=workers,
+        log=log,
+        memory=_make_memory_log(job, workers, log, phases),
+        phases=phases,
+        dataset=dataset,
+        validation=validation,
+        sampler=BucketBatchSampler(trained, train.batch_size, seed_of(job), workers.rank, workers.world_size),
+        images=images,
+        transformer=transformer,
+        dtype=dtype,
+        lora=lora,
+        objective=Objective(transformer, train, encoders.scheduler, seed_of(job), dtype),
+        optimizer=optimizer,
+        lr_scheduler=make_scheduler(train.lr_scheduler, optimizer, train.steps, train.lr_scheduler_params or {}),
+        ema=_make_ema(job, lora),
+        guard=guard,
+        identity=identity,
+        live=live,
+        report=report,
+    )
+    _hold(session)
+    if point is not None:
+        continue_from(session, point)
+    return session
+
+
+def _hold(session: Session) -> None:
+    """Let the memory report count the run's parts."""
+    phases = session.phases
+    phases.hold("transformer", session.transformer, module_tensors)
+    phases.hold("lora", session.transformer, trained)
+    phases.hold("gradients", session.transformer, gradients)
+    phases.hold("optimizer", session.optimizer, state_tensors)
+    if session.ema is not None:
+        phases.hold("ema", session.ema, lambda ema: ema.shadow.values())
+
+
+def _make_memory_log(job: JobConfig, workers: Workers, log: RunLog, phases: PhaseTracker) -> MemoryLog:
+    memory = job.coat.memory
+    enabled = job.coat.enabled and memory.log_memory_stats and workers.is_main
+    return MemoryLog(workers.device, memory.log_every, enabled, log.detail, phases.see)
+
+
+def _make_guard(
+    job: JobConfig,
+    workers: Workers,
+    log: RunLog,
+    transformer: nn.Module,
+    lora: Mapping[str, nn.Parameter],
+    report: CoatReport | None,
+) -> RunGuard:
+    minimum = job.coat.activation.min_sqnr_db if job.coat.enabled else None
+    watch = PrecisionWatch(transformer, minimum, report, log.say, log.precision, mean=workers.mean)
+    return RunGuard(job.coat.guard, lora, log.say, log.detail, model=transformer, precision=watch)
+
+
+def _prepare_optimizer(
+    job: JobConfig, lora: Mapping[str, nn.Parameter], log: RunLog, point: ResumePoint | None
+) -> Optimizer:
+    train = job.train
+    optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, train.optimizer_params or {})
+    if point is not None:
+        restore_optimizer_state(optimizer, point, train.optimizer, log)
+    return optimizer
+
+
+def _tell(job: JobConfig, report: CoatReport | None, optimizer: Optimizer, targets: int, log: RunLog) -> None:
+    """The table of what was asked for, what there is, and why."""
+    ours = isinstance(optimizer, FP8AdamW)
+    got = describe_optimizer(optimizer) if ours else job.train.optimizer
+    if report is not None:
+        why = "" if ours else "moments in FP8 are for coat_fp8_adamw"
+        report.add_row("optimizer", job.train.optimizer, got, why)
+        log.say(report.brief())
+        log.record(report.table())
+    elif ours:
+        log.say(f"optimizer {job.train.optimizer}: {got}")
+    log.say(f"LoRA: rank {job.network.linear} on {targets} linears")
+
+
+def _prepare_data(
+    job: JobConfig, workers: Workers, encoders: Encoders, samples: list[Any]
+) -> tuple[LatentDataset, ImageSampler | None]:
+    device = workers.device
+    with workers.main_first():
+        dataset = cache_all(
+            samples,
+            encoders.vae,
+            encoders.text,
+            device,
+            progress=workers.is_main,
+            dataset_configs=job.datasets,
+            seed=seed_of(job),
+            background=job.coat.data.background,
+            transparency=job.coat.data.transparency,
+        )
+    images = None
+    wanted = job.sample.items()
+    if workers.is_main and wanted and not job.train.disable_sampling:
+        _move_text(encoders, device)
+        images = ImageSampler(wanted, job.trigger_word, encoders, device, job.sample.format)
+    if dataset.needs_vae:
+        encoders.vae.to(device)
+    if dataset.needs_encoders:
+        _move_text(encoders, device)
+    encoders.text = None
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return dataset, images
+
+
+def _move_text(encoders: Encoders, device: torch.device) -> None:
+    encoders.text.clip.to(device)
+    encoders.text.t5.to(device)
+
+
+def _prepare_transformer(job: JobConfig, workers: Workers, dtype: torch.dtype) -> tuple[nn.Module, CoatReport | None]:
+    transformer = load_transformer(job.model.name_or_path, dtype)
+    targets = lora_targets(
+        transformer,
+        only_if_contains=job.network.network_kwargs.only_if_contains,
+        ignore_if_contains=job.network.network_kwargs.ignore_if_contains,
+        transformer_only=job.network.transformer_only,
+    )
+    report = None
+    if job.coat.enabled:
+        allowed = job.train.gradient_checkpointing
+        report = apply_coat(transformer, job.coat, allow_recompute=allowed, device=workers.device)
+        _use_tf32(workers.device)
+    elif job.train.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    transformer.to(workers.device)
+    add_lora(transformer, targets, job.network.linear, seed=seed_of(job), dropout=job.network.dropout or 0.0)
+    if job.coat.enabled:
+        attach_lora(transformer, job.coat)
+    return transformer.train(), report
+
+
+def _use_tf32(device: torch.device) -> None:
+    """TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly. ai-toolkit's own loop does without it."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+
+def _make_ema(job: JobConfig, lora: Mapping[str, nn.Parameter]) -> LoraEMA | None:
+    config = job.train.ema_config
+    if not config.use_ema:
+        return None
+    return LoraEMA(lora, config.ema_decay, use_feedback=config.use_feedback, param_multiplier=config.param_multiplier)
+
+
+def continue_from(session: Session, point: ResumePoint) -> None:
+    """Bring step, schedule, EMA, guard, place in the data and random generators to where the save has them."""
+    session.step = point.step
+    session.record = {
+        key: point.record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in point.record
+    }
+    advance(session.lr_scheduler, point.step)
+    session.guard.load_state_dict(point.record.get("guard", {}))
+    average = point.ema()
+    if session.ema is not None and average is not None:
+        session.ema.load({name: value.to(session.workers.device) for name, value in average.items()})
+    elif session.ema is not None:
+        session.log.say("Resume: no average was kept with this save; the EMA starts again from its weights")
+    session.sampler.load_state_dict(_place(session, point))
+    states = point.rng()
+    if states is not None:
+        set_rng_state(states)
+
+
+def _place(session: Session, point: ResumePoint) -> dict[str, int]:
+    """Where the data go on: as saved, or for an ai-toolkit save or another number of processes by the step count."""
+    saved = point.record.get("sampler")
+    if saved is None:
+        session.log.say(
+            "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
+        )
+        draws = point.step * session.job.train.gradient_accumulation * session.workers.world_size
+        epoch, within = divmod(draws, session.sampler.batches_per_epoch)
+        return {**session.sampler.state_dict(), "epoch": epoch, "position": within}
+    return saved

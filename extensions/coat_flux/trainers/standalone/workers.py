@@ -1,0 +1,116 @@
+"""The processes of a run and their devices, over `accelerate`.
+
+Each process holds the whole model and its own micro-batches. Only LoRA gradients travel: after the last micro-batch of
+an optimizer step they are averaged in one all-reduce (344 MB at rank 16), instead of wrapping 12 GB of frozen codes
+in DistributedDataParallel, which would broadcast them and hook every backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs, broadcast
+from torch import Tensor, nn
+
+from ...base.errors import UserError
+
+__all__ = ["LaunchError", "Workers"]
+
+MAX_WAIT_HOURS = 12  # the others wait while the main process fills the caches or draws samples
+logger = logging.getLogger(__name__)
+
+
+class LaunchError(UserError, RuntimeError):
+    """The processes were started in a way that cannot train together."""
+
+
+class Workers:
+    """This process among the others.
+
+    Args:
+        device: `device` of the config: cpu, mps, cuda, cuda:<n>, or None for the best there is. Started by
+            `accelerate launch` on several GPUs, each process takes its own. Where the wanted device is missing the run
+            goes to the CPU, with a warning.
+
+    Raises:
+        LaunchError: `accelerate launch` was asked for several processes and started one.
+    """
+
+    def __init__(self, device: str | None = None):
+        wanted = torch.device(device) if device is not None else None
+        missing = wanted is not None and not _available(wanted)
+        if missing:
+            logger.warning("device=%s: torch finds no such device here; training on the CPU", device)
+        on_cpu = missing or (wanted is not None and wanted.type == "cpu")
+        patience = InitProcessGroupKwargs(timeout=timedelta(hours=MAX_WAIT_HOURS))
+        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[patience])
+        self.rank = self._accelerator.process_index
+        self.world_size = self._accelerator.num_processes
+        self.is_main = self._accelerator.is_main_process
+        _check_launch(self.world_size)
+        if on_cpu:
+            self.device = torch.device("cpu")
+        else:
+            self.device = wanted if wanted is not None and self.world_size == 1 else self._accelerator.device
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main process runs the block before the others."""
+        with self._accelerator.main_process_first():
+            yield
+
+    def wait(self) -> None:
+        """Wait until every process is here."""
+        self._accelerator.wait_for_everyone()
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a tensor over all processes."""
+        return self._accelerator.reduce(value, "mean") if self.world_size > 1 else value
+
+    @torch.no_grad()
+    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Replace every gradient by its mean over all processes, in one all-reduce; a missing one counts as zero."""
+        if self.world_size == 1:
+            return
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        flat = self.mean(torch.cat([grad.flatten() for grad in grads]))
+        for param, part in zip(params, flat.split([grad.numel() for grad in grads]), strict=True):
+            param.grad = part.view_as(param).clone()
+
+    @torch.no_grad()
+    def share(self, params: Sequence[nn.Parameter]) -> None:
+        """Give every process the main process's values."""
+        if self.world_size == 1:
+            return
+        for param in params:
+            param.copy_(broadcast(param.detach().clone(), from_process=0))
+
+    def close(self) -> None:
+        """End the process group; accelerate forgets its device, so that a next run may take another."""
+        self._accelerator.end_training()
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _check_launch(world_size: int) -> None:
+    """`accelerate launch --cpu --num_processes 2` leaves starting two to mpirun, starts one, and does not say so."""
+    launched_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    if launched_on_cpu and "MASTER_ADDR" in os.environ and world_size == 1:
+        raise LaunchError(
+            "accelerate launch --cpu with several num_processes starts only one, without mpirun; "
+            "use accelerate launch --multi_gpu --num_processes N, which also works without GPUs"
+        )
+
+
+def _available(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    return device.type == "cpu" or torch.backends.mps.is_available()

@@ -1,0 +1,158 @@
+"""What a run tells those who watch it, and what they may ask of it, through files in its folder.
+
+    coat/status.json       which process trains, from which step to which, and how it ended
+    coat/commands/<name>   an empty file, one command: made by a watcher, removed by the run, which obeys after its step
+
+So a run is watched from another process, or another machine on the same disk, in both trainers alike. Where the run is
+now is in its other files: the newest row of `metrics.csv`, and the open phase of `memory.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from ..base.files import discard, replacing
+from ..base.table import METRICS_FILE
+
+__all__ = ["COMMANDS", "LiveRun", "RunStatus", "give_command", "read_status"]
+
+logger = logging.getLogger(__name__)
+
+COMMANDS = ("sample", "save", "stop")
+STATUS_FILE = Path("coat") / "status.json"
+COMMAND_FOLDER = Path("coat") / "commands"
+SIGNS_OF_LIFE = (METRICS_FILE, Path("coat") / "memory.json", STATUS_FILE)
+QUIET_SECONDS = 600.0  # of a run on another machine: longer without a sign of life is taken for its end
+
+
+class LiveRun:
+    """The training process's side; a `with` block for the length of the training.
+
+    Args:
+        run_dir: of the run.
+        first: steps done when it begins.
+        steps: when it ends.
+        samples: it has prompts to sample.
+        active: False (every process but the main one) does nothing.
+    """
+
+    def __init__(self, run_dir: Path, first: int, steps: int, *, samples: bool, active: bool = True):
+        self._folder, self._active = run_dir, active
+        self._commands = run_dir / COMMAND_FOLDER
+        process = psutil.Process()
+        self._status: dict[str, Any] = {
+            "pid": process.pid,
+            "created": process.create_time(),
+            "machine": platform.node(),
+            "first": first,
+            "steps": steps,
+            "takes": [name for name in COMMANDS if samples or name != "sample"],
+            "ended": None,
+        }
+
+    def __enter__(self) -> LiveRun:
+        """Show the run; commands from before are forgotten."""
+        if self._active:
+            discard(self._commands)
+            self._write()
+        return self
+
+    def poll(self) -> frozenset[str]:
+        """Commands given since the last call; costs one `stat` where there are none."""
+        if not self._active or not self._commands.is_dir():
+            return frozenset()
+        asked = set()
+        for name in COMMANDS:
+            with suppress(OSError):
+                (self._commands / name).unlink()
+                asked.add(name)
+        with suppress(OSError):  # another command came meanwhile: the next call finds it
+            self._commands.rmdir()
+        return frozenset(asked)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Show how it ended."""
+        if self._active:
+            stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+            self._status["ended"] = "finished" if error is None else "stopped" if stopped else str(error)
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            with replacing(self._folder / STATUS_FILE) as temp:
+                temp.write_text(json.dumps(self._status, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.warning("%s: cannot be written (%s); the run goes on without it", self._folder / STATUS_FILE, error)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as a watcher sees it.
+
+    Attributes:
+        alive: its process trains.
+        first: steps done when that process began.
+        steps: when it ends.
+        takes: commands that it obeys.
+        ended: None, "finished", "stopped", or the error that ended it.
+    """
+
+    alive: bool
+    first: int
+    steps: int
+    takes: tuple[str, ...]
+    ended: str | None
+
+
+def read_status(run_dir: Path) -> RunStatus | None:
+    """The status of a run; None where none is written, or it is damaged."""
+    try:
+        found = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
+        takes = tuple(name for name in COMMANDS if name in found["takes"])
+        alive = found["ended"] is None and _is_alive(run_dir, found)
+        return RunStatus(alive, int(found["first"]), int(found["steps"]), takes, found["ended"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_alive(run_dir: Path, status: dict[str, Any]) -> bool:
+    if status["machine"] != platform.node():
+        ages = [time.time() - (run_dir / name).stat().st_mtime for name in SIGNS_OF_LIFE if (run_dir / name).exists()]
+        return min(ages) < QUIET_SECONDS
+    try:
+        return abs(psutil.Process(status["pid"]).create_time() - status["created"]) < 1
+    except psutil.Error:
+        return False
+
+
+def give_command(run_dir: Path, name: str) -> None:
+    """Ask a run for one of `COMMANDS`.
+
+    Raises:
+        ValueError: there is no such command.
+        OSError: it cannot be written.
+    """
+    if name not in COMMANDS:
+        raise ValueError(f"command={name!r}: must be one of {', '.join(COMMANDS)}")
+    folder = run_dir / COMMAND_FOLDER
+    for attempt in range(3):  # the run may remove the folder between the two calls
+        folder.mkdir(exist_ok=True)
+        try:
+            os.close(os.open(folder / name, os.O_CREAT | os.O_WRONLY))
+            return
+        except FileNotFoundError:
+            if attempt == 2:
+                raise

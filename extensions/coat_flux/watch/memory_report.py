@@ -1,0 +1,221 @@
+"""What a run held in memory, as a table and a picture, with the plan's prediction beside the measurement.
+
+Both are made from the JSON that `phases` describes, so they can be made again later.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..base.files import replacing
+from ..blocks.held import SAVED
+from .memory_stats import GB
+from .phases import GROWTH, PhaseTracker
+
+if TYPE_CHECKING:
+    from ..config.job import JobConfig
+
+__all__ = ["as_table", "finish", "forecast", "picture", "stacked", "tabulated"]
+
+MB = 1e6
+COLOURS = {  # in the order of the bars, from below
+    "transformer": "#4c72b0",
+    "lora": "#dd8452",
+    "gradients": "#55a868",
+    "optimizer": "#c44e52",
+    "ema": "#8172b3",
+    "saved activations": "#937860",
+    "text encoders": "#da8bc3",
+    "vae": "#64b5cd",
+    "rest": "#d9d9d9",
+}
+
+
+def finish(
+    tracker: PhaseTracker,
+    job: Callable[[], JobConfig],
+    say: Callable[[str], None],
+    detail: Callable[[str], None] | None = None,
+) -> None:
+    """End a run's tracking: JSON with the prediction, table, picture.
+
+    Args:
+        tracker: of the run; one that writes nothing says nothing.
+        job: makes the job that is predicted; its error is the reason why there is no prediction.
+        say: takes lines for the console.
+        detail: takes the table; None leaves it out.
+    """
+    if tracker.path is not None:
+        tracker.forecast = forecast(job, tracker.device)
+    tracker.close()
+    if tracker.path is None:
+        return
+    record = tracker.record()
+    if detail is not None:
+        detail(as_table(record))
+    target = tracker.path.with_suffix(".png")
+    try:
+        with replacing(target) as temp:
+            temp.write_bytes(picture(record))
+    except ImportError as error:
+        say(f"Memory report: coat/{target.name} is left out: {error}; pip install matplotlib")
+    except OSError as error:
+        say(f"Memory report: coat/{target.name} cannot be written ({error})")
+
+
+def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
+    """The plan's prediction, or why there is none.
+
+    Args:
+        make_job: makes the job; its error is the reason why there is no prediction.
+        device: of the run; one that is not in this machine has no limit.
+    """
+    try:
+        from ..plan import predict
+
+        known = device.type == "cuda" and torch.cuda.is_available()
+        room = float(torch.cuda.mem_get_info(device)[1]) if known else None
+        job = replace(make_job(), device=str(device))  # where the run was, whatever its config left open
+        found = predict(job, device_bytes=room)
+    except Exception as error:  # told in the report: a run that is done must not fail for its forecast
+        reason = " ".join(str(error).split())
+        return {"missing": f"{type(error).__name__}: {reason}"}
+    return {"peak": found.peak, "phases": {phase.name: phase.parts for phase in found.phases}}
+
+
+def as_table(record: Mapping[str, Any]) -> str:
+    """The table of a run.
+
+    Args:
+        record: the JSON's content.
+    """
+    title, rows, notes = tabulated(record)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join([title, *lines, *notes])
+
+
+def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str]]:
+    """The same in parts: title, rows with the header first, and lines below them."""
+    unit, scale = ("GB", GB) if record["peak"] >= 10 * GB else ("MB", MB)
+    title = f"Memory by phase, {unit} (10^{9 if unit == 'GB' else 6} bytes), {record['method']['memory']}"
+    notes = [*_moments(record, scale), *_holdings(record, scale), _verdict(record, scale, unit)]
+    return title, [_head(record), *_phase_rows(record, scale)], notes
+
+
+def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:
+    """What each phase holds at its peak: unit, phase → part → size, phase → predicted size.
+
+    On a CPU, where a process's memory is mostly libraries, the parts are the tensors alone.
+    """
+    parts = [part for part in COLOURS if part != "rest" or not record["baseline"]]
+    phases = {name: {part: phase["parts"].get(part, 0) for part in parts} for name, phase in record["phases"].items()}
+    predicted = (record["prediction"] or {}).get("phases", {})
+    expected = {name: sum(predicted[name].values()) for name in phases if name in predicted}
+    most = max([*(sum(held.values()) for held in phases.values()), *expected.values()], default=0)
+    unit, scale = ("GB", GB) if most >= GB else ("MB", MB)
+    bars = {name: {part: size / scale for part, size in held.items() if size} for name, held in phases.items()}
+    return unit, bars, {name: size / scale for name, size in expected.items()}
+
+
+def _head(record: Mapping[str, Any]) -> list[str]:
+    return [
+        "phase", "times", "start", "end", "peak", "reserved", *["above start"] * bool(record["baseline"]), "predicted",
+    ]  # fmt: skip
+
+
+def _phase_rows(record: Mapping[str, Any], scale: float) -> list[list[str]]:
+    predicted = (record["prediction"] or {}).get("phases", {})
+    rows = []
+    for name, phase in record["phases"].items():
+        sign, peak = "" if phase["exact"] else ">=", phase["peak"]
+        row = [name, str(phase["entered"])]
+        row += [_size(phase[side].get("allocated", 0), scale) for side in ("start", "end")]
+        row += [sign + _size(peak["allocated"], scale), _size(peak["reserved"], scale)]
+        if record["baseline"]:
+            row.append(sign + _size(max(0, peak["allocated"] - record["baseline"]), scale))
+        parts = predicted.get(name)
+        rows.append([*row, "-" if parts is None else _size(sum(parts.values()), scale)])
+    return rows
+
+
+def _moments(record: Mapping[str, Any], scale: float) -> list[str]:
+    return [
+        f"{name.replace('_', ' ')}: {_size(at['allocated'], scale)}, peak until then {_size(at['peak'], scale)}"
+        for name, at in record["moments"].items()
+    ]
+
+
+def _holdings(record: Mapping[str, Any], scale: float) -> list[str]:
+    """What the training step holds, measured and predicted."""
+    step = record["phases"].get("step")
+    if step is None:
+        return []
+    predicted = (record["prediction"] or {}).get("phases", {}).get("step", {})
+    held = [
+        f"{part} {'~' if part == SAVED and record['method'][SAVED] == GROWTH else ''}{_size(size, scale)}"
+        + (f" ({_size(predicted[part], scale)})" if part in predicted else "")
+        for part in COLOURS
+        if (size := step["parts"].get(part, 0)) or predicted.get(part)
+    ]
+    return [f"held in a step{' (predicted)' if predicted else ''}: {', '.join(held)}"]
+
+
+def _verdict(record: Mapping[str, Any], scale: float, unit: str) -> str:
+    prediction = record["prediction"]
+    if prediction is None:
+        return "prediction: none, the run did not come to its end"
+    if "missing" in prediction:
+        return f"prediction: none for this run ({prediction['missing']})"
+    peak, measured = prediction["peak"], record["peak"] - record["baseline"]
+    said = f"prediction: peak {_size(peak, scale)} {unit}; measured"
+    if record["baseline"]:
+        return f"{said} {_size(measured, scale)} {unit} of resident memory above the start, libraries included"
+    return f"{said} {_size(measured, scale)} {unit}, {(measured - peak) / peak:+.1%} of the prediction"
+
+
+def _size(size: float, scale: float) -> str:
+    return f"{size / scale:.2f}"
+
+
+def picture(record: Mapping[str, Any]) -> bytes:
+    """Stacked bars of what each phase holds at its peak, as a PNG; dashed lines mark the prediction.
+
+    Args:
+        record: the JSON's content.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    unit, bars, expected = stacked(record)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    below = [0.0] * len(bars)
+    for part, colour in COLOURS.items():
+        heights = [parts.get(part, 0.0) for parts in bars.values()]
+        if any(heights):
+            axes.bar(list(bars), heights, bottom=below, color=colour, label=part, width=0.6)
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+    if expected:
+        places = [place for place, name in enumerate(bars) if name in expected]
+        ends = [place - 0.4 for place in places], [place + 0.4 for place in places]
+        axes.hlines(list(expected.values()), *ends, colors="black", linestyles="dashed", label="predicted")
+    axes.ticklabel_format(axis="y", style="plain")
+    axes.set_ylabel(f"{unit} at the phase's peak")
+    tensors = "the run's tensors" if record["baseline"] else record["method"]["memory"].split(";")[0]
+    axes.set_title(f"What memory holds ({tensors})")
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, frameon=False)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    return png.getvalue()

@@ -1,0 +1,334 @@
+"""What a run holds in memory, phase by phase, written to `<run folder>/coat/memory.json` while the run goes on.
+
+    {
+      "device": "cuda:0",
+      "method": {"memory": how memory was measured, "saved activations": how those were},
+      "baseline": bytes there before the run, which the prediction does not count: 0 on a GPU, Python and its libraries
+                  on a CPU,
+      "peak": the largest of all phases,
+      "phases": {load, cache, validate, sample, step, save, as far as the run had them: {
+          "entered": how often (going on after a sample or save is not counted), "open": whether it still went on,
+          "start", "end": {"allocated", "reserved"} at its first start and at its last end,
+          "peak": {"allocated", "reserved"},
+          "exact": false where the peak is only known to be at least this (a CPU's, below that of an earlier phase),
+          "parts": what was held at the one moment when the known parts together were largest, "rest" included,
+          "most": the largest of each part at any moment looked at; of steps without the first, where libraries warm up
+      }},
+      "moments": {"before_training", "before_sampling", "after_sampling" (of the last one): {
+          "allocated", "reserved", "peak": since the start of the run}},
+      "transformer": {"fp8 codes", "scales", "high precision"} of its parameters and buffers,
+      "prediction": null until the end; then {"peak", "phases": {name: {part: bytes}}} or {"missing": the reason}
+    }
+
+Everything in bytes. Parts are the bytes of the tensors themselves, each storage once, on the run's device; "rest" is
+the peak less the baseline less the parts: temporaries, libraries' workspaces and on a CPU what the process holds else,
+and 0 where the parts are more (a CPU's weights that are not resident).
+A phase that comes back (a sample between steps) goes on in its entry. A resumed run writes a new file.
+
+A GPU's peak statistics are reset whenever a phase begins: `stats.peak_bytes` is the peak of the phase under way.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.files import replacing
+from ..blocks.held import SAVED, HeldParts, HeldTensors, module_tensors
+from .memory_stats import peak_bytes, peak_reserved_bytes, reset_peak, used_bytes
+
+__all__ = ["RUN_PHASES", "PhaseTracker"]
+
+logger = logging.getLogger(__name__)
+
+RUN_PHASES = ("load", "cache", "validate", "sample", "step", "save")
+DOING = {  # last moment seen of a step → what goes on then
+    "before_forward": "forward pass",
+    "after_forward": "backward pass",
+    "after_backward": "after a backward pass",
+    "after_optimizer_step": "after the optimizer's update",
+}
+MOMENTS = ("before_training", "before_sampling", "after_sampling")
+COUNTED = 2  # first micro-batches whose saved activations are counted where no allocator can be asked
+LOOKS = 6  # times a phase is looked at whatever is held; later only when more is held than at any look before
+METHODS = {
+    "cuda": {
+        "memory": "torch's CUDA allocator",
+        "saved activations": "allocated after the forward pass less before it, gradients left out",
+    },
+    "cpu": {
+        "memory": "resident memory of the process; reserved: its peak so far",
+        "saved activations": "storages that operators made in the first forward passes, each once, and that live after",
+    },
+}
+GROWTH = "growth of resident memory in the forward pass: rough, for the allocator reuses pages"
+
+
+@dataclass
+class _Phase:
+    entered: int = 0
+    open: bool = False
+    start: dict[str, int] = field(default_factory=dict)
+    end: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=lambda: {"allocated": 0, "reserved": 0})
+    exact: bool = True
+    parts: dict[str, int] = field(default_factory=dict)
+    most: dict[str, int] = field(default_factory=dict)
+    looks: int = 0
+    seen: int = 0  # most that was held at a look
+    peak_before: int = 0  # of the process, when it was entered
+
+    def forget(self) -> None:
+        """Drop what was seen of the parts so far."""
+        self.parts, self.most, self.looks, self.seen = {}, {}, 0, 0
+
+    def record(self, baseline: int) -> dict[str, Any]:
+        rest = self.peak["allocated"] - baseline - sum(self.parts.values())
+        plain = {key: getattr(self, key) for key in ("entered", "open", "start", "end", "peak", "exact")}
+        return {**plain, "parts": {**self.parts, "rest": max(0, rest)}, "most": self.most}
+
+
+class PhaseTracker:
+    """Follows a run through its phases.
+
+    Args:
+        device: whose memory is followed.
+        path: of the JSON; None writes nothing (every process but the main one). May be set later.
+        counts: False for a compiled model, whose operators cannot be counted: without a GPU its saved activations are
+            the growth of resident memory, which is rough, for the allocator reuses pages.
+    """
+
+    def __init__(self, device: torch.device, path: Path | None, *, counts: bool = True):
+        self.device = device
+        self.path = path
+        self.forecast: dict[str, Any] | None = None
+        self._baseline = 0 if device.type == "cuda" else used_bytes(device)[0]
+        self._phases: dict[str, _Phase] = {}
+        self._moments: dict[str, dict[str, int]] = {}
+        self._kinds: dict[str, int] = {}
+        self._now: str | None = None
+        self._broken: str | None = None
+        self._doing = ""
+        self._held = HeldParts(device)
+        self._before_forward = (0, 0)
+        self._counts = counts and device.type != "cuda"
+        self._counter: HeldTensors | None = None  # while it counts
+        self._counted = 0
+        self._steps = 0
+        self._watched: set[tuple[str, int]] = set()
+
+    # -- what there is to count ----------------------------------------------------------------------------------------
+
+    def hold(self, part: str, owner: Any, tensors: Callable[[Any], Iterable[Tensor]]) -> None:
+        """Count the tensors of `owner`, as long as it lives, under `part`: `HeldParts.add`."""
+        self._held.add(part, owner, tensors)
+
+    def hold_models(self, vae: nn.Module | None, text_encoders: Iterable[nn.Module]) -> None:
+        """Count the models that come and go, and look whenever one of them first runs in a phase."""
+        for encoder in text_encoders:
+            self.hold("text encoders", encoder, module_tensors)
+            self._look_at_calls(encoder)
+        if vae is not None:
+            self.hold("vae", vae, module_tensors)
+            for half in ("encoder", "decoder"):
+                if isinstance(getattr(vae, half, None), nn.Module):
+                    self._look_at_calls(getattr(vae, half))
+
+    def _look_at_calls(self, module: nn.Module) -> None:
+        def look(called: nn.Module, _: Any) -> None:
+            if self._now is not None and (self._now, id(called)) not in self._watched:
+                self._watched.add((self._now, id(called)))
+                self._look()
+
+        module.register_forward_pre_hook(look)
+
+    # -- the run's course ----------------------------------------------------------------------------------------------
+
+    @property
+    def peak(self) -> int:
+        """Most bytes so far."""
+        self._update()
+        return max((phase.peak["allocated"] for phase in self._phases.values()), default=0)
+
+    @property
+    def under_way(self) -> str | None:
+        """The phase under way, or the one inside it that an exception has left; None outside of phases."""
+        return self._broken or self._now
+
+    @property
+    def moment(self) -> str:
+        """What a step is at, in words; empty before the first step."""
+        return self._doing
+
+    @property
+    def baseline(self) -> int:
+        """Bytes there before the run."""
+        return self._baseline
+
+    def held(self) -> dict[str, int]:
+        """Bytes of every part that is held now, as far as its owner is known."""
+        return self._held.count()
+
+    def owners(self, part: str) -> list[Any]:
+        """What is counted under `part` and lives."""
+        return self._held.owners(part)
+
+    def enter(self, name: str) -> None:
+        """End the phase under way and begin, or go on with, another.
+
+        Raises:
+            ValueError: unknown phase.
+        """
+        if name not in RUN_PHASES:
+            raise ValueError(f"phase={name!r}: must be one of {', '.join(RUN_PHASES)}")
+        self._broken = None
+        self._end()
+        if name == "step" and name not in self._phases:
+            self._note_moment("before_training")
+        self._go_on(name)
+        self._phases[name].entered += 1
+        self.write()
+
+    def _go_on(self, name: str) -> None:
+        reset_peak(self.device)
+        phase = self._phases.setdefault(name, _Phase())
+        phase.open = True
+        phase.peak_before = peak_bytes(self.device)
+        phase.start = phase.start or self._used()
+        self._now = name
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """A phase for a `with` block, after which the one before goes on; a sample's memory is noted on both sides."""
+        before = self._now
+        if name == "sample":
+            self._note_moment("before_sampling")
+        self.enter(name)
+        try:
+            yield
+        except BaseException:
+            self._broken = name
+            raise
+        finally:
+            if name == "sample":
+                self._note_moment("after_sampling")
+            self._end()
+            if before is not None:
+                self._go_on(before)
+            self.write()
+
+    def close(self) -> None:
+        """End the phase under way and write the JSON. Also for a run that fails: it may have failed while counting."""
+        self._stop_counting()
+        self._end()
+        self.write()
+
+    def see(self, moment: str) -> None:
+        """Look at a moment of a step, one of `stats.PHASES`."""
+        self._broken, self._doing = None, DOING[moment]
+        held = self._used()["allocated"]
+        if moment == "before_forward":
+            self._before_forward = (held, self._held.gradient_bytes())
+            self._steps += 1
+            if self._steps == 2 and self._now is not None:  # libraries warm up in the first
+                self._phases[self._now].forget()
+            self._stop_counting()
+            if self._counts and self._steps <= COUNTED:
+                self._counter = HeldTensors()
+                self._counter.__enter__()
+        elif moment == "after_forward":
+            self._stop_counting()
+            kept = held - self._before_forward[0] - (self._held.gradient_bytes() - self._before_forward[1])
+            self._look({SAVED: self._counted if self._counts else max(0, kept)})
+        elif moment == "after_backward":
+            self._look()
+
+    def _stop_counting(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self._counted, self._counter = max(self._counter.now, self._counted), None
+
+    def record(self) -> dict[str, Any]:
+        """The JSON's content, as this module describes it."""
+        peak = self.peak
+        return {
+            "device": str(self.device),
+            "method": self._method(),
+            "baseline": self._baseline,
+            "peak": peak,
+            "phases": {name: self._phases[name].record(self._baseline) for name in RUN_PHASES if name in self._phases},
+            "moments": {name: self._moments[name] for name in MOMENTS if name in self._moments},
+            "transformer": self._kinds,
+            "prediction": self.forecast,
+        }
+
+    def _method(self) -> dict[str, str]:
+        if self.device.type == "cuda":
+            return METHODS["cuda"]
+        return METHODS["cpu"] if self._counts else METHODS["cpu"] | {SAVED: GROWTH}
+
+    def write(self) -> None:
+        """Write the JSON; the old one stays whole until the new one is. A run goes on where it cannot be written."""
+        if self.path is None:
+            return
+        try:
+            with replacing(self.path) as temp:
+                temp.write_text(json.dumps(self.record(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.warning("%s: cannot be written (%s); the run goes on without it", self.path, error)
+            self.path = None
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def _used(self) -> dict[str, int]:
+        allocated, reserved = used_bytes(self.device)
+        return {"allocated": allocated, "reserved": reserved}
+
+    def _update(self) -> None:
+        """Bring the peak of the phase under way up to date."""
+        if self._now is None:
+            return
+        phase, now, peak = self._phases[self._now], self._used(), peak_bytes(self.device)
+        known = self.device.type == "cuda" or peak > phase.peak_before
+        found = max(peak if known else now["allocated"], now["allocated"])
+        if found > phase.peak["allocated"]:
+            phase.peak["allocated"], phase.exact = found, known
+        reserved = peak_reserved_bytes(self.device) if self.device.type == "cuda" else now["reserved"]
+        phase.peak["reserved"] = max(phase.peak["reserved"], reserved)
+
+    def _end(self) -> None:
+        if self._now is None:
+            return
+        self._look(always=True)
+        phase = self._phases[self._now]
+        phase.end, phase.open = self._used(), False
+        self._now = None
+
+    def _note_moment(self, name: str) -> None:
+        used = self._used()
+        self._moments[name] = {**used, "peak": max(used["allocated"], self.peak)}
+
+    def _look(self, further: dict[str, int] | None = None, *, always: bool = False) -> None:
+        """Count the parts held now, where the phase was seldom looked at or more is held than before."""
+        if self._now is None:
+            return
+        phase, held = self._phases[self._now], self._used()["allocated"]
+        self._update()
+        if not always and phase.looks >= LOOKS and held <= phase.seen:
+            return
+        phase.looks, phase.seen = phase.looks + 1, max(held, phase.seen)
+        parts = self._held.count() | (further or {})
+        self._kinds = self._held.transformer_kinds() or self._kinds
+        phase.most = {part: max(size, phase.most.get(part, 0)) for part, size in parts.items()}
+        if sum(parts.values()) >= sum(phase.parts.values()):
+            phase.parts = parts
+        if not always:
+            self.write()

@@ -1,0 +1,130 @@
+"""Takes what the guard's probe saw: writes rows, and leaves layers below `activation.min_sqnr_db` in bf16.
+
+That choice is made once, from the forward inputs of the first step that is looked at (the second of a run), by the mean
+over its batches and over all processes; a resumed run takes over what was chosen. Gradients do not count: tokens far
+from the loss have small ones, which a scale for all of them loses without harm; `activation.grad_format` is for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..blocks.cast_loss import WEIGHT_PRECISION, Measures
+from ..blocks.runner import BlockPolicy
+from .records import INPUT, WEIGHT, Row, merged
+
+if TYPE_CHECKING:
+    from ..blocks.report import CoatReport
+
+__all__ = ["PrecisionWatch"]
+
+logger = logging.getLogger(__name__)
+
+KEY = "coat.activation.min_sqnr_db"
+EXACT_DB = 999.0
+
+
+class PrecisionWatch:
+    """The precision of one run.
+
+    Args:
+        model: the transformer, with or without adapters.
+        minimum: `activation.min_sqnr_db`; None leaves all layers as they are.
+        report: of `apply_coat`; is told which layers multiply in bf16 and why.
+        say: takes lines for the user.
+        write: takes rows for `coat/precision.csv`.
+        mean: over all processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        minimum: float | None,
+        report: CoatReport | None,
+        say: Callable[[str], None],
+        write: Callable[[Sequence[Row]], None],
+        *,
+        mean: Callable[[Tensor], Tensor] = lambda value: value,
+    ) -> None:
+        self._model, self._minimum, self._report = model, minimum, report
+        self._say, self._write, self._mean = say, write, mean
+        self._left_out: list[str] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step must be looked at because the layers to leave out are not chosen yet."""
+        return self._minimum is not None and self._left_out is None
+
+    def begin(self) -> None:
+        """Write the rows of the weights, once the run's files are open."""
+        self._write(weight_rows(self._model))
+
+    def see(self, rows: Sequence[Row]) -> None:
+        """Take the rows of a step that was done."""
+        self._write(rows)
+        if self.pending:
+            self._choose(rows)
+
+    def _choose(self, rows: Sequence[Row]) -> None:
+        measured = {row.layer: row.sqnr_db for row in rows if row.kind == INPUT and row.layer}
+        names = sorted(measured)
+        if not names:
+            self._left_out = []
+            self._say(f"{KEY}={self._minimum:g}: no layer multiplies in FP8 here, none is left out")
+            return
+        # inf and nan do not survive a mean: exact casts count as very good
+        found = torch.tensor([measured[name] for name in names]).nan_to_num(nan=EXACT_DB, posinf=EXACT_DB)
+        values = self._mean(found).tolist()
+        below = {name: value for name, value in zip(names, values, strict=True) if value < self._minimum}
+        self._left_out = list(below)
+        if not below:
+            low = min(values)
+            self._say(f"{KEY}={self._minimum:g}: the lowest of {len(names)} layers has {low:.1f} dB, none is left out")
+            return
+        self._apply(self._left_out)
+        listed = ", ".join(f"{name} ({value:.1f} dB)" for name, value in below.items())
+        count = f"{len(below)} of {len(names)} layers"
+        self._say(f"{KEY}={self._minimum:g}: {count} multiply in bf16 from here on: {listed}")
+
+    def _apply(self, names: Sequence[str]) -> None:
+        policy = BlockPolicy.of(self._model)
+        modules = dict(self._model.named_modules())
+        found = [modules.get(f"{name}.base_layer", modules.get(name)) for name in names]
+        policy.multiply_in_bf16(found)
+        if self._report is not None:
+            self._report.why.update(dict.fromkeys(names, f"input below activation.min_sqnr_db: {self._minimum:g}"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs, plain JSON; empty without the option."""
+        return {} if self._minimum is None else {"minimum": self._minimum, "left_out": self._left_out}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Leave the layers out that a saved run left out; with another threshold the choice is made again."""
+        left_out = state.get("left_out")
+        if self._minimum is None or left_out is None or self._left_out is not None:
+            return
+        if state["minimum"] != self._minimum:
+            self._say(f"{KEY}: {state['minimum']:g} -> {self._minimum:g}, layers are chosen again")
+            return
+        known = {name.removesuffix(".base_layer") for name, _ in self._model.named_modules()}
+        self._left_out = [name for name in left_out if name in known]
+        if self._left_out:
+            self._apply(self._left_out)
+            self._say(f"{KEY}: {len(self._left_out)} layers multiply in bf16 as before: {', '.join(self._left_out)}")
+
+
+def weight_rows(model: nn.Module) -> list[Row]:
+    """Rows of all weights of a model that were measured."""
+    found = []
+    for name, module in model.named_modules():
+        text = vars(module).get(WEIGHT_PRECISION)
+        if text is not None:
+            measures = Measures(*map(float, text.split()))
+            elements = module.get_buffer("weight_codes").numel()
+            found.append((name.removesuffix(".base_layer"), WEIGHT, elements, measures))
+    return merged(0, found)
