@@ -32,5 +32,7 @@ def test_relative_imports_are_resolved_from_modules_and_packages() -> None:
 
 
 def test_relative_import_module_is_resolved() -> None:
-    found = _source("coat_flux.lazy", "import importlib\nimportlib.import_module('.trainers.standalone.trainer', __package__)\n")
+    found = _source(
+        "coat_flux.lazy", "import importlib\nimportlib.import_module('.trainers.standalone.trainer', __package__)\n"
+    )
     assert found.imports()[1] == Import("coat_flux.trainers.standalone.trainer", 2, True)
