@@ -20,8 +20,9 @@ from ..config.check import (
     schema_of,
 )
 from ..config.findings import ConfigError, Finding
-from ..config.job import PROCESS_TYPES, JobConfig
+from ..config.job import JobConfig
 from ..config.job_file import load_job_yaml
+from ..config.job_sections import PROCESS_TYPES
 from .common import EXIT_REFUSED, add_config
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from .ai_toolkit_source import HostSchema
 from .build import build
 from .coat import COATConfig, check_combinations
 from .findings import Findings, closest
-from .job import PROCESS_TYPES
 from .job_file import check_plain, check_shape, replace_name
-from .job_sections import ValidationSection
+from .job_sections import PROCESS_TYPES, ValidationSection
 
 
 def check_job(raw: Any, findings: Findings, schema: HostSchema, num_processes: int = 1) -> None:

@@ -1,6 +1,7 @@
 """What ai-toolkit 0.12.26 takes in each block, as plain data: key:kind, and the values of keys that name a choice.
 
-Kinds are explained in `ai_toolkit_source`, which reads the same from an installed ai-toolkit; `SHIPPED` is what it read from 0.12.26, for machines without one. A test compares the two.
+Kinds are explained in `ai_toolkit_source`, which reads the same from an installed ai-toolkit; `SHIPPED` is what it read
+from 0.12.26, for machines without one. A test compares the two.
 """
 
 from __future__ import annotations

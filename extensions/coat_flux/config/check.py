@@ -9,9 +9,10 @@ from typing import Any
 from . import ai_toolkit
 from .ai_toolkit_source import CLASSES_FILE, HostSchema, NoHostError, read_schema, shipped_schema
 from .findings import ConfigError, Finding, Findings
-from .job import PROCESS_TYPES, JobConfig
+from .job import JobConfig
 from .job_file import load_job_yaml
 from .job_rules import require_packages
+from .job_sections import PROCESS_TYPES
 from .model_folder import STANDALONE, check_device, check_model
 
 AI_TOOLKIT = "ai-toolkit"

@@ -9,8 +9,7 @@ from typing import Any
 from ..config.build import build, config_fields
 from ..config.coat import COATConfig
 from ..config.findings import Findings
-from ..config.job import PROCESS_TYPES
-from ..config.job_sections import DatasetSection, ValidationSection
+from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
 
 T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
-from ..config.job_rules import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from ..config.options import ADAMW_OPTIONS, FORMATS
 
 __all__ = ["BF16", "Arm", "has_coat", "prepare_job", "require_coat", "run_name"]
