@@ -23,10 +23,10 @@ import pytest
 import torch
 
 from coat_flux.mini_flux.folder import make_tiny_flux
-from coat_flux.saves import commit, repair
-from coat_flux.saves.commit import damage, newest_set
+from coat_flux.saves.commit import commit, damage, newest_set
 from coat_flux.saves.errors import SaveError
 from coat_flux.saves.interrupts import Interrupts
+from coat_flux.saves.repair import repair
 from coat_flux.trainers.standalone import trainer
 from coat_flux.trainers.standalone.progress import RunLog
 from coat_flux.trainers.standalone.resume import find_resume_point, identity_of

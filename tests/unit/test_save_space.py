@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coat_flux.saves import commit
+from coat_flux.saves.commit import commit
 from coat_flux.saves.lock import run_lock
 from coat_flux.saves.space import SaveSpace, check_output
 

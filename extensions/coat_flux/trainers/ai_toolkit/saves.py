@@ -49,10 +49,9 @@ class Saves:
             ResumeError: it is damaged, and no other one is whole.
             SaveError: the folder cannot be written.
         """
-        from ...saves import repair
         from ...saves.commit import damage, newest_set, set_step
         from ...saves.errors import ResumeError
-        from ...saves.repair import step_of
+        from ...saves.repair import repair, step_of
 
         for line in repair(self._dir):
             say(f"[coat] {line}")
@@ -86,7 +85,7 @@ class Saves:
         Raises:
             SaveError: it could not be written; the previous set is untouched.
         """
-        from ...saves import commit
+        from ...saves.commit import commit
 
         published: dict[str, str] = {}
 

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...base.files import discard
-from ...saves import commit
+from ...saves.commit import commit
 
 __all__ = [
     "EMA_FILE",

@@ -24,12 +24,11 @@ from ...data.hold_out import describe_lowest
 from ...export.check import check_export
 from ...mini_flux.folder import provide_embedded
 from ...plan.space import save_space
-from ...saves import repair
 from ...saves.commit import newest_set, set_step
 from ...saves.errors import SaveError, save_errors
 from ...saves.interrupts import Interrupts
 from ...saves.lock import run_lock
-from ...saves.repair import go_back, good_step
+from ...saves.repair import go_back, good_step, repair
 from ...saves.rng import rng_state
 from ...saves.space import check_output
 from ...watch.divergence import WINDOW
