@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, job: dict[str, Any], geometry: dict[str, in
     from coat_flux import COATTrainer
     from coat_flux.config.job import JobConfig
     from coat_flux.mini_flux.geometry import make_flux_dev_geometry
-    from coat_flux.plan import predict
+    from coat_flux.plan.predict import predict
     from coat_flux.trainers.standalone import session
 
     session.load_transformer = lambda _, dtype: make_flux_dev_geometry(options.device, dtype, **geometry)

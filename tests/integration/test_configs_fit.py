@@ -6,7 +6,7 @@ import pytest
 
 from coat_flux.blocks.budget import USABLE_FRACTION
 from coat_flux.config.job import JobConfig
-from coat_flux.plan import predict
+from coat_flux.plan.predict import predict
 from tests.architecture.sources import ROOT
 
 CARDS_GB = {

@@ -14,7 +14,7 @@ import torch
 from coat_flux.blocks.held import PARTS
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_tiny_flux
-from coat_flux.plan import predict
+from coat_flux.plan.predict import predict
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.memory_report import finish
 from coat_flux.watch.oom import OutOfMemory

@@ -12,7 +12,7 @@ from coat_core import FP8Linear
 from coat_core.linear.module import load_transposed
 from coat_flux.blocks.auto import AutoCheckpointing
 from coat_flux.blocks.transposed import TransposedWeights
-from coat_flux.plan import predict
+from coat_flux.plan.predict import predict
 from tests.helpers.flux import coat_flux_model, flux_inputs
 from tests.unit.test_plan import job_of
 

@@ -76,7 +76,7 @@ def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[st
         device: of the run; one that is not in this machine has no limit.
     """
     try:
-        from ..plan import predict
+        from ..plan.predict import predict
 
         known = device.type == "cuda" and torch.cuda.is_available()
         room = float(torch.cuda.mem_get_info(device)[1]) if known else None
