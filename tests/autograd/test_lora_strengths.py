@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.blocks.fused.blocks import fused_block
+from coat_flux.blocks.fused.flux1 import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
-from coat_flux.blocks.plain_lora import plain_adapters
+from coat_flux.blocks.lora import plain_adapters
 from scripts._toolkit_lora import ROOT_VARIABLE, LoRAModule, Network
 from tests.helpers.strengths import CASES, IMAGE, TEXT, strength_differences, strengths_in, toolkit_model
 from tests.tolerances import FUSED_BF16_RTOL, FUSED_FP32_RTOL

@@ -43,7 +43,7 @@ import os
 
 if "MEASURE" in os.environ:
     import torch
-    from coat_flux.blocks.plain_lora import trained_parameters
+    from coat_flux.blocks.lora import trained_parameters
     from coat_flux.blocks.runner import BlockPolicy
     run = BlockPolicy.__call__
 

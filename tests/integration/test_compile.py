@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
-from coat_flux.blocks.fused import blocks as flow_blocks
-from coat_flux.blocks.fused import compiled
+from coat_flux.blocks.fused import compiled, flux1
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.runner import BlockPolicy
 from coat_flux.config.coat import COATConfig
@@ -274,7 +273,7 @@ def test_a_block_made_ready_for_replay_is_the_same_block() -> None:
     run = Single(KEPT, "none")
     hidden, text, temb = run.inputs
     args = (hidden, text, temb, run.rotary, None)
-    fused = flow_blocks.fused_block(run.blocks[0], args, run.policy.packing)
+    fused = flux1.fused_block(run.blocks[0], args, run.policy.packing)
     ready = compiled._ready_for_replay(fused)
     assert type(ready) is type(fused)
     for found, expected in zip(ready(*args), fused(*args), strict=True):

@@ -17,7 +17,7 @@ from torch import nn
 
 from coat_core.optim import FP8AdamW
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.choice import block_bytes, largest_moment, settings_of
+from coat_flux.blocks.decide import block_bytes, largest_moment, settings_of
 from coat_flux.blocks.fused import chooser
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.lora import attach_lora

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from coat_flux.blocks import measure as pick
-from coat_flux.blocks import shared_rows as shared
-from coat_flux.blocks.report import OUTSIDE, CoatReport, Row
+from coat_flux.blocks import report as shared
+from coat_flux.blocks.report import OUTSIDE, CoatReport, Row, shared_rows
 from coat_flux.blocks.runner import BlockPolicy
-from coat_flux.blocks.shared_rows import shared_rows
 from coat_flux.config.coat import COATConfig
 from coat_flux.watch.oom import recompute_more
 from tests.helpers.flux import coat_flux_model, lora_gradients

@@ -10,7 +10,7 @@ from torch import nn
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.quantize import quantize
-from coat_flux.blocks.choice import BlockBytes, fewest_recomputed, largest_moment, settings_of
+from coat_flux.blocks.decide import BlockBytes, fewest_recomputed, largest_moment, settings_of
 from coat_flux.blocks.sizes import (
     IMAGE,
     SINGLE,

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from coat_core import FP8Linear
+from coat_flux.blocks import measure as cache
 from coat_flux.blocks import measure as pick
-from coat_flux.blocks import measured as cache
-from coat_flux.blocks.gemm import BlockGemms
+from coat_flux.blocks.gemms import BlockGemms
 from coat_flux.blocks.measure import RunPath, SpeedPick, Unavailable
 from coat_flux.config.coat import COATConfig
 

@@ -11,7 +11,7 @@ from torch import nn
 from coat_core import FP8Linear
 from coat_core.linear.module import load_transposed
 from coat_flux.blocks.auto import AutoCheckpointing
-from coat_flux.blocks.transposed import TransposedWeights
+from coat_flux.blocks.gemms import TransposedWeights
 from coat_flux.plan.predict import predict
 from tests.helpers.flux import coat_flux_model, flux_inputs
 from tests.unit.test_plan import job_of

@@ -18,9 +18,8 @@ from ..base.errors import UserError
 from ..config.findings import ConfigError
 from .architectures import ArchitecturePolicy, matches, policy_for
 from .cast_loss import note_weight
-from .report import OUTSIDE, CoatReport, describe_linear
+from .report import OUTSIDE, CoatReport, describe_linear, shared_rows
 from .runner import BlockPolicy
-from .shared_rows import shared_rows
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from .budget import budget_bytes, held_bytes
-from .choice import BlockBytes, block_bytes, fewest_recomputed, largest_moment, settings_of
-from .fused.blocks import FUSABLE
+from .decide import BlockBytes, block_bytes, fewest_recomputed, largest_moment, settings_of
 from .fused.chooser import FusedFlow
-from .plain_lora import trained_parameters
+from .fused.flux1 import FUSABLE
+from .lora import trained_parameters
 from .sizes import FlowSettings, Tokens, around_bytes, kept_bytes, read_block
 
 if TYPE_CHECKING:

@@ -21,12 +21,11 @@ from coat_core.granularity import Granularity
 from coat_core.linear.module import drop_transposed
 
 from .auto import AutoCheckpointing, generic_cost
-from .fused.blocks import FUSABLE, FusedBlock
 from .fused.chooser import FusedFlow, attention_kernel
 from .fused.compiled import CompiledBlocks
-from .gemm import multiply_in_bf16
+from .fused.flux1 import FUSABLE, FusedBlock
+from .gemms import TransposedWeights, multiply_in_bf16
 from .measure import Picked, RunPath, SpeedPick, Unavailable
-from .transposed import TransposedWeights
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig

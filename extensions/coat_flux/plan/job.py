@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from ..blocks.choice import settings_of
-from ..blocks.lora_targets import BLOCK_LISTS
+from ..blocks.architectures import BLOCK_LISTS
+from ..blocks.decide import settings_of
 from ..blocks.sizes import FP32, Block, FlowSettings, Tokens
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection

@@ -14,8 +14,7 @@ from torch import nn
 
 from coat_core.linear.module import obstacle_to_conversion
 
-from ..blocks.architectures import matches, policy_for
-from ..blocks.lora_targets import target_names
+from ..blocks.architectures import matches, policy_for, target_names
 from ..blocks.sizes import FP32
 from ..config.checkpoint_file import CheckpointError, flux_config, read_header
 from ..config.coat import COATConfig

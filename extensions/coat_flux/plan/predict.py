@@ -20,7 +20,7 @@ from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.architectures import FLUX, matches
 from ..blocks.budget import USABLE_FRACTION
-from ..blocks.choice import BlockBytes, Moment, block_bytes, fewest_recomputed, largest_moment
+from ..blocks.decide import BlockBytes, Moment, block_bytes, fewest_recomputed, largest_moment
 from ..blocks.sizes import FP32, around_bytes, forward_bytes
 from ..config.job import JobConfig
 from .job import JobFacts, job_facts

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coat_core.granularity import Granularity
 from coat_core.linear.module import FP8TrainableLinear
 
+from ..blocks.architectures import layer_of
 from ..blocks.cast_loss import SAMPLE, Measures, measure_cast, sampled
-from ..blocks.lora_targets import layer_of
 from .health import EXP_AVG, EXP_AVG_SQ, GRADIENTS, INPUTS, SAVED, CastHealth, Loss
 from .moments import MomentSample
 from .records import Row, merged

@@ -1,6 +1,6 @@
 """The fused FP8 flow: FLUX's blocks as autograd functions that keep in FP8 only what cannot be made anew.
 
-blocks.py          FLUX's double and single blocks, put together from
+flux1.py           FLUX's double and single blocks, put together from
 norm_linears.py    LayerNorm, modulation, linears         keeps x
 attention.py       QK norm, rotary embedding, attention   keeps q, k, v, out
 gated_linear.py    GELU, linear, gate, residual           keeps what GELU reads, the result for the gate's gradient

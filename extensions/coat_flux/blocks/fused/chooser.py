@@ -12,7 +12,7 @@ from torch import nn
 from coat_core.activation import PackingConfig
 from coat_core.kernels.attention import chosen_kernel
 
-from .blocks import FUSABLE, FusedBlock, fused_block
+from .flux1 import FUSABLE, FusedBlock, fused_block
 from .linears import NotFusable
 
 logger = logging.getLogger(__name__)

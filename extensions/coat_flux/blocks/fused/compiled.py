@@ -1,6 +1,6 @@
 """Blocks run through torch.compile, each by itself and without a graph break.
 
-What is compiled is the run of a block as it was read (blocks.py): weights and LoRA matrices are inputs of the compiled
+What is compiled is the run of a block as it was read (flux1.py): weights and LoRA matrices are inputs of the compiled
 code, so that all blocks of a kind share it. Another shape, another set of adapters or another strength compiles anew.
 The reading stays outside. So that the first block and those after it meet the same code, inputs always require a
 gradient and outputs have rows of their own.
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from coat_core.autograd import refuse_second_order
 
-from .blocks import DoubleBlock, FusedBlock, SingleBlock
+from .flux1 import DoubleBlock, FusedBlock, SingleBlock
 
 logger = logging.getLogger(__name__)
 

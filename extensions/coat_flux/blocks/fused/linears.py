@@ -37,7 +37,7 @@ from coat_core.linear.function import (
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, load_transposed, load_weight
 from coat_core.quantize import Quantized
 
-from ..plain_lora import NotPlain, PlainAdapter, plain_adapters
+from ..lora import NotPlain, PlainAdapter, plain_adapters
 from .kept import Kept
 
 Spec = tuple[str, Granularity]

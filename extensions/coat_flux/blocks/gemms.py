@@ -1,4 +1,6 @@
-"""`memory.transposed_weights`: a second, transposed copy of FP8 weights, so that dgrad need not make one at each use.
+"""How the linears of blocks multiply, changed while the model runs: their GEMMs, and transposed copies of weights.
+
+`memory.transposed_weights`: a second, transposed copy of FP8 weights, so that dgrad need not make one at each use.
 
 Tensor cores of sm_89 and sm_90 multiply by W along its rows only. A copy costs one byte per weight (8.6 GB for
 FLUX.1-dev) and saves a transposition of each weight in each step, a few percent of the time. Recomputing a block costs
@@ -8,19 +10,77 @@ far more, so `auto` keeps copies only where no block recomputes and all of them 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from coat_core.linear.module import drop_transposed, keep_transposed, load_weight
+from coat_core.activation import FP8InputLinear
+from coat_core.linear.function import input_granularity
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear, drop_transposed, keep_transposed, load_weight
 
-from .gemm import stored_linears
+if TYPE_CHECKING:
+    from coat_core.config import FP8LinearConfig
+
+    from ..config.coat import COATConfig
 
 logger = logging.getLogger(__name__)
 
+GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
+Gemm = str
 GIVEN_UP = "memory ran out with them"
+
+
+class BlockGemms:
+    """The linears of blocks that multiply in FP8 as the config has it.
+
+    Args:
+        blocks: as `apply_coat` left them.
+        config: the `coat:` block.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], config: COATConfig) -> None:
+        self._blocks, self._asked = list(blocks), config.linear_config()
+        stored = [found for block in self._blocks for found in stored_linears(block)]
+        self._linears = [(module, name) for module, name in stored if getattr(module, name).use_fp8_gemm]
+
+    def leave_out(self, linears: Collection[nn.Module]) -> None:
+        """Leave these as they are from now on."""
+        ids = {id(module) for module in linears}
+        self._linears = [(module, name) for module, name in self._linears if id(module) not in ids]
+
+    def set(self, gemm: Gemm) -> None:
+        """Let them multiply with another scaling of their input, or in bf16; adapters keep their inputs accordingly.
+
+        Args:
+            gemm: of `GEMMS`, or the config's own scaling.
+        """
+        scaling = self._asked.input_granularity if gemm == "bf16" else gemm
+        for module, name in self._linears:
+            own: FP8LinearConfig = getattr(module, name)
+            setattr(module, name, replace(own, use_fp8_gemm=gemm != "bf16", input_granularity=scaling))
+        for block in self._blocks:
+            for module in block.modules():
+                if isinstance(module, FP8InputLinear) and module.source:
+                    module.input_granularity = input_granularity(replace(self._asked, input_granularity=scaling))
+
+
+def stored_linears(block: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield linears with FP8 weights, ours and those of ai-toolkit, and the name of the attribute with their config."""
+    for module in block.modules():
+        if isinstance(module, FP8Linear):
+            yield module, "config"
+        elif hasattr(module, "coat_linear_config"):
+            yield module, "coat_linear_config"
+
+
+def multiply_in_bf16(linears: Iterable[Any]) -> None:
+    """Let linears of ours, or of ai-toolkit with our weights, multiply in high precision."""
+    for module in linears:
+        name = "config" if isinstance(module, FP8Linear | FP8TrainableLinear) else "coat_linear_config"
+        setattr(module, name, replace(getattr(module, name), use_fp8_gemm=False))
 
 
 class TransposedWeights:
