@@ -18,8 +18,7 @@ from statistics import median
 from ..config.common_rules import BUCKET_STEP
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
-from ..config.job_file import shipped
-from ..config.yaml_text import parse
+from ..config.job_file import parse, shipped
 from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.errors import DatasetError
 from ..data.files import find_images
