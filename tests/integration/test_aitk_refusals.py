@@ -195,7 +195,7 @@ def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path: P
 
 def test_extension_that_cannot_start_is_left_out(tmp_path: Path) -> None:
     root = _standin(tmp_path, "copy")
-    (root / "extensions" / "coat_flux" / "aitk" / "extension.py").write_text("raise OSError('disk')")
+    (root / "extensions" / "coat_flux" / "trainers" / "ai_toolkit" / "extension.py").write_text("raise OSError('disk')")
     done = _run_without_pip(root, "sd_trainer")
     assert done.returncode == 0, done.stderr
     assert "COAT-FLUX could not start and is left out" in done.stderr

@@ -126,8 +126,8 @@ def test_a_wheel_holds_configs_photos_and_the_mini_flux(installed: Path) -> None
     photos = _files(package / "datasets_example")
     assert len(photos) == 33
     assert photos.items() <= _files(ROOT / "datasets_example").items()
-    mini_flux = _files(package / "tiny_flux" / "mini_flux")
-    assert mini_flux == _files(ROOT / "extensions" / "coat_flux" / "tiny_flux" / "mini_flux")
+    mini_flux = _files(package / "mini_flux" / "files")
+    assert mini_flux == _files(ROOT / "extensions" / "coat_flux" / "mini_flux" / "files")
 
 
 def test_what_a_wheel_holds_trains(workplace: Path) -> None:

@@ -41,7 +41,7 @@ def make_entry(root: Path, kind: str, **changes: Any) -> dict[str, Any]:
         "training_folder": str(root / "out"),
         "training_seed": 7,
         "trigger_word": "coatwear",
-        "model": {"name_or_path": str(PACKAGE / "tiny_flux" / "mini_flux"), "is_flux": True},
+        "model": {"name_or_path": str(PACKAGE / "mini_flux" / "files"), "is_flux": True},
         "network": {"type": "lora", "linear": 4},
         "train": {"noise_scheduler": "flowmatch", "steps": 3},
         "datasets": [{"folder_path": str(photos), "resolution": [64]}],
