@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from coat_flux.mini_flux.folder import make_tiny_flux
-from coat_flux.pages.logs import read_validation
 from coat_flux.pages.report import write_report
+from coat_flux.pages.run import RunFolder
 from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
@@ -46,7 +46,7 @@ def same(one: Path, other: Path) -> None:
 
 
 def curve(run: Path) -> list[tuple[float, float]]:
-    return read_validation(run)
+    return RunFolder(run).validation
 
 
 def test_a_run_with_photos_held_out_is_the_run_without_them(

@@ -16,9 +16,8 @@ from PIL import Image
 from werkzeug.test import Client
 
 from coat_flux.cli.entry import main
+from coat_flux.pages.live_page import inspect_run, shell
 from coat_flux.pages.live_server import Watch, WatchError
-from coat_flux.pages.live_shell import shell
-from coat_flux.pages.live_view import look_at
 from coat_flux.watch.live import COMMANDS, LiveRun, give_command, read_status
 from tests.helpers.browser import inspect_pages
 
@@ -201,7 +200,7 @@ def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Pat
     status = json.loads(path.read_text(encoding="utf-8"))
     for change in ({"created": status["created"] - 100}, {"pid": 2**22 + 1}):
         path.write_text(json.dumps(status | change), encoding="utf-8")
-        assert "without a word" in Client(Watch(run)).get("/look").json["parts"][0]
+        assert "without a message" in Client(Watch(run)).get("/look").json["parts"][0]
     other = status | {"machine": "another"}
     path.write_text(json.dumps(other), encoding="utf-8")
     assert read_status(run).alive
@@ -209,7 +208,7 @@ def test_a_killed_run_and_one_whose_number_another_process_has_are_gone(run: Pat
         os.utime(file, (0, 0))
     assert not read_status(run).alive
     path.write_text("{", encoding="utf-8")
-    assert "does not say whether it goes on" in Client(Watch(run)).get("/look").json["parts"][0]
+    assert "does not say whether it is still going" in Client(Watch(run)).get("/look").json["parts"][0]
 
 
 def test_a_folder_that_is_not_there_yet_is_a_run_that_starts(tmp_path: Path) -> None:
@@ -219,7 +218,7 @@ def test_a_folder_that_is_not_there_yet_is_a_run_that_starts(tmp_path: Path) -> 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_finds_nothing_clipped_or_pale(scheme: str, run: Path, tmp_path: Path) -> None:
     with live(run):
-        parts = "".join(f"<section>{part}</section>" for part in look_at(run).parts)
+        parts = "".join(f"<section>{part}</section>" for part in inspect_run(run).parts)
     page = shell("shirt", "/a/folder/with_a_rather_long_name_that_has_to_break_somewhere/output/shirt", "nonce")
     page = page.replace('<main id="live"></main>', f'<main id="live">{parts}</main>').replace("refresh();\n<", "<")
     for name, found in inspect_pages({"watch": page}, scheme, tmp_path / "browser").items():

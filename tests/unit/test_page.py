@@ -16,8 +16,7 @@ import pytest
 from PIL import Image
 
 from coat_flux.pages.charts import line_chart, thinned
-from coat_flux.pages.html import POLICY, Page
-from coat_flux.pages.pictures import LONGEST_SIDE
+from coat_flux.pages.html import LONGEST_SIDE, POLICY, Page
 from tests.helpers.browser import inspect_pages
 
 WRONG = ("outside", "clipped", "pale", "paleLines")

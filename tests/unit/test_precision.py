@@ -19,7 +19,8 @@ from coat_core.metrics import sqnr_db
 from coat_core.quantize import quantize
 from coat_flux.blocks.architectures import layer_of
 from coat_flux.blocks.cast_loss import Measures, evenly, measure_cast, note_weight
-from coat_flux.pages.heat_map import as_grid, heat_map_png
+from coat_flux.pages.charts import heat_map_png
+from coat_flux.pages.precision import as_grid
 from coat_flux.watch.advice import exclude_yaml, kind_medians, standing_out, summaries, worst
 from coat_flux.watch.casts import CastProbe
 from coat_flux.watch.precision import weight_rows
@@ -274,7 +275,7 @@ def test_heat_map_has_a_line_for_each_layer() -> None:
     assert kinds == [kind for kind in KINDS if kind in ("input", "gradient", "saved")]
     assert values[0] == [pytest.approx(31.551), 25.0, None]
     assert values[-1] == [None, None, math.inf]
-    with Image.open(io.BytesIO(heat_map_png(summaries(rows)))) as image:
+    with Image.open(io.BytesIO(heat_map_png("map", layers, kinds, values, unit="dB", ends=(0.0, 40.0)))) as image:
         assert image.format == "PNG"
         red, _, blue = image.convert("RGB").resize((1, 1), box=_cell(image)).getpixel((0, 0))
         assert red > 2 * blue  # the planted cell

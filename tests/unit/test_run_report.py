@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 
 from coat_flux.base.table import METRICS
 from coat_flux.cli.entry import main
-from coat_flux.pages.logs import read_metrics, smoothed
 from coat_flux.pages.report import write_report
-from coat_flux.pages.run import NotARun
+from coat_flux.pages.run import RunFolder, RunFolderError, smoothed
 from coat_flux.watch.records import COLUMNS
 
 CONFIG = """
@@ -42,7 +41,7 @@ config:
 def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts are tested in test_page.py, and are what costs time."""
     monkeypatch.setattr("coat_flux.pages.html.line_chart", lambda *args, **kwargs: "<svg/>")
-    monkeypatch.setattr("coat_flux.pages.precision.heat_map_png", lambda found: b"png")
+    monkeypatch.setattr("coat_flux.pages.precision.heat_map_png", lambda *args, **options: b"png")
 
 
 def text_of(page: Path) -> str:
@@ -244,7 +243,7 @@ def test_log_of_an_ai_toolkit_run_without_coat(tmp_path: Path) -> None:
             [(0, "loss/loss", 2.0), (1, "loss/loss", 1.0), (1, "learning_rate", 1e-4), (1, "other", 3.0)],
         )
     log.close()
-    assert read_metrics(run) == {
+    assert RunFolder(run).metrics == {
         "loss": [(0.0, 2.0), (1.0, 1.0)],
         "lr": [(1.0, 1e-4)],
         "s_per_it": [(1.0, 0.5), (3.0, 1.0)],
@@ -270,7 +269,7 @@ def test_a_folder_that_is_no_run_is_refused_and_runs_inside_are_named(
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text(CONFIG)
-    with pytest.raises(NotARun, match=r"neither a config.yaml beside files of a run nor"):
+    with pytest.raises(RunFolderError, match=r"neither a config.yaml next to files of a run nor"):
         write_report(tmp_path)
     assert main(["report", str(tmp_path / "out" / "shirt"), "--out", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'page.html'}\n"

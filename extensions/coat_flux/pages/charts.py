@@ -1,4 +1,4 @@
-"""Charts as HTML: lines are an SVG that stretches, the text around it keeps its size on any screen.
+"""Charts as HTML: lines are an SVG that stretches, the text around it keeps its size on any screen. One PNG, too.
 
 The colours are those of `style.STYLE`, so that a chart follows the reader's light or dark scheme.
 """
@@ -6,6 +6,7 @@ The colours are those of `style.STYLE`, so that a chart follows the reader's lig
 from __future__ import annotations
 
 import html
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +14,22 @@ from typing import TypeAlias
 
 from .style import SERIES_COLOURS
 
-__all__ = ["Band", "Points", "bar_chart", "line_chart", "thinned"]
+__all__ = ["Band", "Points", "bar_chart", "column_name", "heat_map", "heat_map_png", "line_chart", "thinned"]
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 Band: TypeAlias = Sequence[tuple[float, float, float]]
+Grid: TypeAlias = Sequence[Sequence[float | None]]
 
 MOST_POINTS = 1200  # per series: more than a screen has columns for
 MOST_DOTS = 30  # points of a series that are drawn as dots, too
+TICKS = 6  # of an axis, about
 SIDE = 1000  # of the drawing, in its own units
 MARGIN = 0.04  # of the axis, above the highest value and below the lowest
+LOW, MIDDLE, HIGH = (178, 24, 43), (247, 247, 247), (33, 102, 172)  # of heat maps: red, white, blue
+LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue in sRGB
+BLACK_FROM = 0.18  # luminance from which black text has more contrast than white
+SHORT = 12  # characters of a cell, or of a word in a column's name, that are never broken
+ROW_INCHES, HEADER_INCHES, MOST_INCHES, LABEL_POINTS = 0.16, 1.4, 90.0, 6  # of the PNG
 
 
 def line_chart(
@@ -35,7 +43,19 @@ def line_chart(
     faint: str = "",
     marks: Mapping[float, str] | None = None,
 ) -> str:
-    """Return a `<figure>`; the arguments are those of `Page.curves`. Without a finite value it is empty axes."""
+    """Return a `<figure>`; without a finite value it is empty axes.
+
+    Args:
+        title: above the chart.
+        series: name → points (x, y) in the order of x. Points that are not finite, or not positive on a logarithmic
+            axis, leave gaps. Long series are thinned out, their peaks stay.
+        x: label of the horizontal axis, with its unit.
+        y: label of the vertical axis, with its unit.
+        log_y: logarithmic vertical axis.
+        band: name → (x, low, high), filled in the colour of the series of that name.
+        faint: name of a series that is drawn thin: the noisy values behind a smoothed line.
+        marks: x → text of a dashed vertical line.
+    """
     band, marks = band or {}, marks or {}
     shown = {name: thinned(points) for name, points in series.items()}
     shown = {name: points for name, points in shown.items() if any(_drawable(v, log_y) for _, v in points)}
@@ -45,31 +65,35 @@ def line_chart(
     across = _Axis.around(xs, margin=0.0)
     up = _Axis.around([value for value in ys if _drawable(value, log_y)], log=log_y, margin=MARGIN)
 
-    x_ticks, y_ticks = across.ticks(6), up.ticks(6)
+    y_ticks = up.ticks()
     grid = "".join(f"M0 {SIDE - at:g}H{SIDE}" for at, _ in y_ticks)
     drawing = [f'<path class="grid" d="{grid}"/>']
     legend = []
     for number, (name, points) in enumerate(shown.items()):
         colour = f' style="--c: var(--c{number % SERIES_COLOURS})"'
         legend.append(f"<span{colour}>{html.escape(name)}</span>")
-        if band.get(name):
-            drawing.append(f'<path class="band"{colour} d="{_outline(band[name], across, up)}"/>')
-        line = _line(points, across, up)
+        edges = band.get(name, ())
+        few = edges[:: math.ceil(len(edges) / MOST_POINTS) or 1]
+        few = [(at, low, high) for at, low, high in few if _drawable(low, log_y) and _drawable(high, log_y)]
+        if few:
+            outline = [(at, high) for at, _, high in few] + [(at, low) for at, low, _ in reversed(few)]
+            drawing.append(f'<path class="band"{colour} d="{_line(outline, across, up)}Z"/>')
         kind = "faint" if name == faint else "line"
-        drawing.append(f'<path class="{kind}"{colour} d="{line}"/>')
+        drawing.append(f'<path class="{kind}"{colour} d="{_line(points, across, up)}"/>')
         if len(points) <= MOST_DOTS:
-            drawing.append(f'<path class="dots"{colour} d="{_dots(points, across, up)}"/>')
-    notes = []
+            places = [(across.place(at), SIDE - up.place(value)) for at, value in points if _drawable(value, log_y)]
+            dots = "".join(f"M{at:g} {height:g}h0" for at, height in places)
+            drawing.append(f'<path class="dots"{colour} d="{dots}"/>')
+    labels = [f'<span class="tick-y axis" style="bottom: {at / 10:g}%">{text}</span>' for at, text in y_ticks]
+    labels += [f'<span class="tick-x axis" style="left: {at / 10:g}%">{text}</span>' for at, text in across.ticks()]
     for at, text in marks.items():
         place = across.place(at)
         drawing.append(f'<path class="mark" d="M{place:g} 0V{SIDE}"/>')
         side = " left" if place > SIDE / 2 else ""
-        notes.append(f'<span class="note axis{side}" style="left: {place / 10:g}%">{html.escape(text)}</span>')
-    labels = [f'<span class="tick-y axis" style="bottom: {at / 10:g}%">{text}</span>' for at, text in y_ticks]
-    labels += [f'<span class="tick-x axis" style="left: {at / 10:g}%">{text}</span>' for at, text in x_ticks]
+        labels.append(f'<span class="note axis{side}" style="left: {place / 10:g}%">{html.escape(text)}</span>')
     room = max((len(text) for _, text in y_ticks), default=1) * 0.5 + 0.8
     svg = f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{"".join(drawing)}</svg>'
-    plot = f'<div class="plot" style="--ticks: {room:g}rem">{svg}{"".join(labels + notes)}</div>'
+    plot = f'<div class="plot" style="--ticks: {room:g}rem">{svg}{"".join(labels)}</div>'
     axes = f'<div class="y axis">{html.escape(y)}</div>{plot}<div class="x axis">{html.escape(x)}</div>'
     return _figure(title, legend if len(legend) > 1 or band else [], axes)
 
@@ -117,6 +141,75 @@ def _figure(title: str, legend: Sequence[str], body: str) -> str:
     )
 
 
+def heat_map(
+    title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, *, unit: str, ends: tuple[float, float]
+) -> str:
+    """Return a table whose cells are coloured: low values red, high ones blue.
+
+    Args:
+        title: above the table.
+        rows: names, R.
+        columns: names, C.
+        values: [R][C], shown with one decimal; None is a dash.
+        unit: of the values.
+        ends: values of full red and full blue.
+    """
+    head = "".join(map(column_name, (unit, *columns)))
+    body = "".join(
+        f"<tr><th>{html.escape(name)}</th>{''.join(_heat_cell(value, *ends) for value in row)}</tr>"
+        for name, row in zip(rows, values, strict=True)
+    )
+    table = f'<table class="heat"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<h4>{html.escape(title)}</h4>\n<div class="wide">{table}</div>'
+
+
+def _heat_cell(value: float | None, low: float, high: float) -> str:
+    if value is None or not math.isfinite(value):
+        return f'<td class="short">{"–" if value is None else value}</td>'
+    place = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 1.0
+    start, end, share = (LOW, MIDDLE, 2 * place) if place < 0.5 else (MIDDLE, HIGH, 2 * place - 1)
+    colour = [round(a + (b - a) * share) for a, b in zip(start, end, strict=True)]
+    luminance = sum(share * (level / 255) ** 2.2 for share, level in zip(LUMINANCE, colour, strict=True))
+    ink = "#000" if luminance >= BLACK_FROM else "#fff"
+    return f'<td style="background: rgb({colour[0]} {colour[1]} {colour[2]}); color: {ink}">{value:.1f}</td>'
+
+
+def column_name(name: str) -> str:
+    """The cell of a column's name; short words are never broken."""
+    whole = ' class="short"' if max(map(len, name.split()), default=0) <= SHORT else ""
+    return f"<th{whole}>{html.escape(name)}</th>"
+
+
+def heat_map_png(
+    title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, *, unit: str, ends: tuple[float, float]
+) -> bytes:
+    """`heat_map` as a picture, without the numbers; `unit` names the colour bar.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [[math.nan if value is None or math.isinf(value) else value for value in row] for row in values]
+    with matplotlib.rc_context({"text.parse_math": False, "text.usetex": False}):
+        height = min(HEADER_INCHES + ROW_INCHES * len(rows), MOST_INCHES)
+        figure = Figure(figsize=(7, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        axes.set_facecolor("#dddddd")
+        image = axes.imshow(shown, cmap="RdBu", aspect="auto", interpolation="nearest", vmin=ends[0], vmax=ends[1])
+        axes.set_xticks(range(len(columns)), columns)
+        axes.xaxis.tick_top()
+        axes.set_yticks(range(len(rows)), rows, fontsize=LABEL_POINTS)
+        figure.colorbar(image, label=unit, extend="both", location="bottom", shrink=0.6)
+        axes.set_title(title)
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=100, metadata={"Software": None})
+    return png.getvalue()
+
+
 @dataclass(frozen=True)
 class _Axis:
     """An axis from `low` to `high`; of a logarithmic one these are exponents of 10."""
@@ -137,35 +230,28 @@ class _Axis:
         at = math.log10(value) if self.log else value
         return round((at - self.low) / (self.high - self.low) * SIDE, 1)
 
-    def ticks(self, about: int) -> list[tuple[float, str]]:
-        """(place, label) of round numbers, about so many."""
-        values = self._powers(about) if self.log else []
-        labels = [f"{value:,.0f}" if 1 <= value < 1e7 else _short(value) for value in values]
+    def ticks(self) -> list[tuple[float, str]]:
+        """(place, label) of round numbers: powers of 10 where there are two of them, else steps of 1, 2 or 5."""
+        values: list[float] = []
+        if self.log:
+            exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
+            values = [10.0**e for e in exponents if e % math.ceil(len(exponents) / TICKS) == 0]
+            labels = [f"{value:,.0f}" if 1 <= value < 1e7 else _short(value) for value in values]
         if len(values) < 2:
             low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
-            step = _round_step((high - low) / about)
+            rough = (high - low) / TICKS
+            power = 10.0 ** math.floor(math.log10(rough))
+            step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
             first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
             values = [step * i for i in range(first, last + 1) if step * i > 0 or not self.log]
             labels = _labels(values)
         return [(self.place(value), label) for value, label in zip(values, labels, strict=True)]
 
-    def _powers(self, about: int) -> list[float]:
-        exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
-        return [10.0**e for e in exponents if e % math.ceil(len(exponents) / about) == 0]
-
-
-def _round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of 10, not below `rough`."""
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-
 
 def _labels(values: Sequence[float]) -> list[str]:
     """Tick values with as many decimals as they need: 1,000 and 0.05, but 1e-5."""
     largest = max(map(abs, values), default=0.0)
-    if largest and not 1e-3 <= largest < 1e7:
-        return [_short(value) for value in values]
-    for decimals in range(9):
+    for decimals in range(9) if not largest or 1e-3 <= largest < 1e7 else ():
         texts = [f"{value:,.{decimals}f}" for value in values]
         if all(math.isclose(float(t.replace(",", "")), v, rel_tol=1e-6) for t, v in zip(texts, values, strict=True)):
             return texts
@@ -186,19 +272,6 @@ def _line(points: Points, across: _Axis, up: _Axis) -> str:
         path.append(f"{pen}{across.place(at):g} {SIDE - up.place(value):g}")
         pen = "L"
     return "".join(path)
-
-
-def _dots(points: Points, across: _Axis, up: _Axis) -> str:
-    found = [(across.place(at), SIDE - up.place(value)) for at, value in points if _drawable(value, up.log)]
-    return "".join(f"M{at:g} {height:g}h0" for at, height in found)
-
-
-def _outline(band: Band, across: _Axis, up: _Axis) -> str:
-    few = band[:: math.ceil(len(band) / MOST_POINTS)]
-    few = [edge for edge in few if _drawable(edge[1], up.log) and _drawable(edge[2], up.log)]
-    there = [(at, high) for at, _, high in few]
-    back = [(at, low) for at, low, _ in reversed(few)]
-    return _line(there + back, across, up) + "Z" if few else ""
 
 
 def _drawable(value: float, log_y: bool) -> bool:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from PIL import Image, ImageOps
 
 from ..base.files import replacing
-from .charts import Band, Points, bar_chart, line_chart
-from .pictures import LONGEST_SIDE, embeddable
+from .charts import SHORT, Grid, Points, bar_chart, column_name, heat_map, line_chart
 from .style import STYLE
 
 __all__ = ["Page", "Tone"]
@@ -25,12 +27,12 @@ __all__ = ["Page", "Tone"]
 Tone: TypeAlias = Literal["good", "bad", "open", "plain"]
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-LOW, MIDDLE, HIGH = (178, 24, 43), (247, 247, 247), (33, 102, 172)  # of heat maps: red, white, blue
-LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue in sRGB
-BLACK_FROM = 0.18  # luminance from which black text has more contrast than white
 NUMBER = re.compile(r"–|[-+±~<]?(>=)?[\d.,]+(e-?\d+)?( ?(%|dB|GB|MB|s))?")
-SHORT = 12  # characters of a cell, or of a word in a column's name, that are never broken
 STACKED_COLUMNS = 4  # from so many on, the rows of a table become blocks on a narrow screen
+SMALL_BYTES = 192 * 1024  # of a picture that is taken as it is
+LONGEST_SIDE = 448  # of a picture, in pixels
+QUALITY = 82
+MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 
 
 class Page:
@@ -62,9 +64,9 @@ class Page:
         self._parts.append(f'<p class="verdict {tone}" role="status">{_text(text)}</p>')
 
     @contextmanager
-    def details(self, title: str, *, opened: bool = False) -> Iterator[None]:
+    def details(self, title: str) -> Iterator[None]:
         """Fold what is added inside the `with` block away until a reader opens it."""
-        self._parts.append(f"<details{' open' if opened else ''}><summary>{_text(title)}</summary>")
+        self._parts.append(f"<details><summary>{_text(title)}</summary>")
         try:
             yield
         finally:
@@ -98,88 +100,41 @@ class Page:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Add a table; cells are shown as `str` gives them, None as a dash. A header of empty names is left out."""
-        cells = "".join(map(_name, header))
-        head = f"<thead><tr>{cells}</tr></thead>" if any(header) else ""
+        head = f"<thead><tr>{''.join(map(column_name, header))}</tr></thead>" if any(header) else ""
         body = "".join(
             f"<tr>{''.join(_cell(cell, name) for cell, name in zip(row, header, strict=True))}</tr>" for row in rows
         )
         kind = ' class="facts"' if not head else ' class="stacking"' if len(header) >= STACKED_COLUMNS else ""
-        self._parts.append(_wide(f"<table{kind}>{head}<tbody>{body}</tbody></table>"))
+        self._parts.append(f'<div class="wide"><table{kind}>{head}<tbody>{body}</tbody></table></div>')
 
-    def curves(
-        self,
-        title: str,
-        series: Mapping[str, Points],
-        *,
-        x: str,
-        y: str,
-        log_y: bool = False,
-        band: Mapping[str, Band] | None = None,
-        faint: str = "",
-        marks: Mapping[float, str] | None = None,
-    ) -> None:
-        """Add a line chart.
-
-        Args:
-            title: above the chart.
-            series: name → points (x, y) in the order of x. Points that are not finite, or not positive on a
-                logarithmic axis, leave gaps. Long series are thinned out, their peaks stay.
-            x: label of the horizontal axis, with its unit.
-            y: label of the vertical axis, with its unit.
-            log_y: logarithmic vertical axis.
-            band: name → (x, low, high), filled in the colour of the series of that name.
-            faint: name of a series that is drawn thin: the noisy values behind a smoothed line.
-            marks: x → text of a dashed vertical line.
-        """
-        if not any(math.isfinite(value) for points in series.values() for _, value in points):
+    def curves(self, title: str, series: Mapping[str, Points], **options: Any) -> None:
+        """Add a line chart; the options are those of `charts.line_chart`."""
+        if any(math.isfinite(value) for points in series.values() for _, value in points):
+            self._parts.append(line_chart(title, series, **options))
+        else:
             self.missing(f"{title}: there is nothing to show")
-            return
-        self._parts.append(line_chart(title, series, x=x, y=y, log_y=log_y, band=band, faint=faint, marks=marks))
 
-    def bars(
-        self,
-        title: str,
-        bars: Mapping[str, Mapping[str, float]],
-        *,
-        unit: str,
-        expected: Mapping[str, float] | None = None,
-        expected_name: str = "expected",
-    ) -> None:
-        """Add horizontal stacked bars; the arguments are those of `bar_chart`."""
-        self._parts.append(bar_chart(title, bars, unit=unit, expected=expected, expected_name=expected_name))
+    def bars(self, title: str, bars: Mapping[str, Mapping[str, float]], **options: Any) -> None:
+        """Add horizontal stacked bars; the options are those of `charts.bar_chart`."""
+        self._parts.append(bar_chart(title, bars, **options))
 
     def heat_map(
         self,
         title: str,
         rows: Sequence[str],
         columns: Sequence[str],
-        values: Sequence[Sequence[float | None]],
+        values: Grid,
         *,
         unit: str,
         ends: tuple[float, float] | None = None,
     ) -> None:
-        """Add a table whose cells are coloured: low values red, high ones blue.
-
-        Args:
-            title: above the table.
-            rows: names, R.
-            columns: names, C.
-            values: [R][C], shown with one decimal; None is a dash.
-            unit: of the values.
-            ends: values of full red and full blue; default: the lowest and the highest.
-        """
+        """Add a coloured table, see `charts.heat_map`; the default ends are the lowest and the highest value."""
         finite = [value for row in values for value in row if value is not None and math.isfinite(value)]
-        if not finite:
+        if finite:
+            ends = ends or (min(finite), max(finite))
+            self._parts.append(heat_map(title, rows, columns, values, unit=unit, ends=ends))
+        else:
             self.missing(f"{title}: there is nothing to show")
-            return
-        low, high = ends or (min(finite), max(finite))
-        head = "".join(map(_name, (unit, *columns)))
-        body = "".join(
-            f"<tr><th>{_text(name)}</th>{''.join(_heat(value, low, high) for value in row)}</tr>"
-            for name, row in zip(rows, values, strict=True)
-        )
-        self._parts.append(f"<h4>{_text(title)}</h4>")
-        self._parts.append(_wide(f'<table class="heat"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'))
 
     def images(
         self,
@@ -188,7 +143,6 @@ class Page:
         *,
         columns: int = 4,
         header: Sequence[str] = (),
-        longest_side: int = LONGEST_SIDE,
         width: int = 160,
     ) -> None:
         """Add a grid of pictures, large ones made smaller; one that cannot be read is named.
@@ -198,14 +152,13 @@ class Page:
             items: (caption, file), row by row; "" is no caption.
             columns: pictures per row. On a narrow screen rows wrap, unless there is a header or a single column.
             header: names of the columns, above the first row.
-            longest_side: of a picture, in pixels; larger ones are made smaller.
             width: of a column on a wide screen, in pixels.
         """
         if not items:
             self.missing(f"{title}: there is nothing to show")
             return
         cells = "".join(f'<div class="head">{_text(name)}</div>' for name in header)
-        cells += "".join(_picture(caption, path, longest_side) for caption, path in items)
+        cells += "".join(_picture(caption, path) for caption, path in items)
         caption = f"<figcaption>{_text(title)}</figcaption>" if title else ""
         wrapping = " wrapping" if columns > 1 and not header else ""
         grid = f'<div class="grid{wrapping}" style="--columns: {columns:d}">{cells}</div>'
@@ -234,12 +187,7 @@ def _text(text: object) -> str:
     return html.escape(str(text))
 
 
-def _name(column: str) -> str:
-    whole = ' class="short"' if max(map(len, column.split()), default=0) <= SHORT else ""
-    return f"<th{whole}>{_text(column)}</th>"
-
-
-def _cell(value: object, column: str = "") -> str:
+def _cell(value: object, column: str) -> str:
     text = "–" if value is None else str(value)
     kinds = ["short"] * (len(text) <= SHORT) + ["number"] * bool(NUMBER.fullmatch(text))
     attributes = f' class="{" ".join(kinds)}"' if kinds else ""
@@ -247,31 +195,33 @@ def _cell(value: object, column: str = "") -> str:
     return f"<td{attributes}>{_text(text)}</td>"
 
 
-def _wide(table: str) -> str:
-    return f'<div class="wide">{table}</div>'
-
-
-def _picture(caption: str, path: Path, longest_side: int) -> str:
+def _picture(caption: str, path: Path) -> str:
     try:
-        media_type, content = embeddable(path, longest_side)
+        media_type, content = _embeddable(path)
     except (OSError, ValueError) as error:
         text = _text(f"{caption}: cannot be read ({error})")
         return f'<figure><figcaption class="missing">{text}</figcaption></figure>'
-    image = f'<img alt="{_text(caption)}" src="{_data_uri(media_type, content)}">'
+    image = f'<img alt="{_text(caption)}" src="data:{media_type};base64,{base64.b64encode(content).decode()}">'
     below = f"<figcaption>{_text(caption)}</figcaption>" if caption else ""
     return f"<figure>{image}{below}</figure>"
 
 
-def _data_uri(media_type: str, content: bytes) -> str:
-    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+def _embeddable(path: Path) -> tuple[str, bytes]:
+    """(media type, content) of a picture: a small file as it is, others made smaller, as a JPEG on white.
 
-
-def _heat(value: float | None, low: float, high: float) -> str:
-    if value is None or not math.isfinite(value):
-        return _cell(value)
-    place = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 1.0
-    start, end, share = (LOW, MIDDLE, 2 * place) if place < 0.5 else (MIDDLE, HIGH, 2 * place - 1)
-    colour = [round(a + (b - a) * share) for a, b in zip(start, end, strict=True)]
-    luminance = sum(share * (level / 255) ** 2.2 for share, level in zip(LUMINANCE, colour, strict=True))
-    ink = "#000" if luminance >= BLACK_FROM else "#fff"
-    return f'<td style="background: rgb({colour[0]} {colour[1]} {colour[2]}); color: {ink}">{value:.1f}</td>'
+    Raises:
+        OSError: the file cannot be read, or is not a picture.
+        ValueError: likewise.
+    """
+    with Image.open(path) as image:
+        small = max(image.size) <= LONGEST_SIDE and path.stat().st_size <= SMALL_BYTES
+        if small and image.format in MEDIA_TYPES:
+            image.load()  # refuses a file that ends early
+            return MEDIA_TYPES[image.format], path.read_bytes()
+        upright = ImageOps.exif_transpose(image)
+        upright.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
+        colours = upright.convert("RGBA")
+    paper = Image.new("RGBA", colours.size, "white")
+    jpeg = io.BytesIO()
+    Image.alpha_composite(paper, colours).convert("RGB").save(jpeg, "JPEG", quality=QUALITY)
+    return "image/jpeg", jpeg.getvalue()

@@ -1,7 +1,7 @@
 """The live page's server.
 
     GET /                  the page
-    GET /look              JSON of `view.View`
+    GET /look              JSON of `live_page.View`
     GET /samples/<name>    a sample of the run
     POST /commands/<name>  with the token in the header X-Coat-Token
 
@@ -34,8 +34,7 @@ from werkzeug.wrappers import Request, Response
 
 from ..base.errors import UserError
 from ..watch.live import COMMANDS, give_command, read_status
-from .live_shell import shell
-from .live_view import look_at
+from .live_page import inspect_run, shell
 from .run import SAMPLE_NAME
 
 __all__ = ["PORT", "Watch", "WatchError"]
@@ -126,7 +125,7 @@ class Watch:
         return page
 
     def _look(self, request: Request) -> Response:
-        return Response(json.dumps(vars(look_at(self.run_dir))), mimetype="application/json")
+        return Response(json.dumps(vars(inspect_run(self.run_dir))), mimetype="application/json")
 
     def _sample(self, request: Request, name: str) -> Response:
         path = self.run_dir / "samples" / name
@@ -142,7 +141,7 @@ class Watch:
             raise NotFound("there is no such command")
         status = read_status(self.run_dir)
         if status is None or not status.alive:
-            raise Conflict("the run does not go on")
+            raise Conflict("the run is not going on")
         if name not in status.takes:
             raise Conflict(f"this run cannot {name}: its config has no prompts, or train.disable_sampling")
         give_command(self.run_dir, name)
@@ -162,21 +161,19 @@ class Watch:
         Raises:
             WatchError: the port is taken, or the host is not this machine's.
         """
-        listening = self._listen(port)
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        wanted = [*range(PORT, PORT + PORTS_TRIED), 0] if port is None else [port]
+        for number in wanted:
+            try:
+                listening = socket.create_server((self.host, number), family=family)
+                break
+            except OSError as error:
+                problem = error
+        else:
+            raise WatchError(f"--host {self.host} --port {wanted[0]}: cannot listen there ({problem}); choose another")
         # werkzeug would print and exit where a port is taken; given a socket that listens it only serves
         server = make_server(self.host, 0, self, threaded=True, request_handler=_Quiet, fd=listening.fileno())
         threading.Thread(target=server.serve_forever, name="coat-flux watch", daemon=True).start()
-        number = listening.getsockname()[1]
         self._kept = listening, server
         shown = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{shown}:{number}/#{self.token}"
-
-    def _listen(self, port: int | None) -> socket.socket:
-        wanted = [*range(PORT, PORT + PORTS_TRIED), 0] if port is None else [port]
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        for number in wanted:
-            try:
-                return socket.create_server((self.host, number), family=family)
-            except OSError as error:
-                problem = error
-        raise WatchError(f"--host {self.host} --port {wanted[0]}: cannot listen there ({problem}); choose another")
+        return f"http://{shown}:{listening.getsockname()[1]}/#{self.token}"

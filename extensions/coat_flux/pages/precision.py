@@ -6,17 +6,19 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from ..base.files import replacing
 from ..watch.advice import LOW_DB, OUTLIER_DB, Summary, exclude_yaml, kind_medians, standing_out, summaries, worst
 from ..watch.records import FILE, KINDS, Row, read_rows
-from .heat_map import ENDS_DB, as_grid, heat_map_png
+from .charts import heat_map_png
 from .html import Page
 from .run import RunFolder
 
-__all__ = ["PICTURE", "show_precision"]
+__all__ = ["PICTURE", "as_grid", "show_precision"]
 
 PICTURE = "precision.png"
+ENDS_DB = (0.0, 2 * LOW_DB)  # of the heat map's colours, red to blue: white is where a tenth of the size is noise
 NOT_MEASURED = (
     "No FP8 cast was measured: coat/precision.csv is missing. Runs with coat.enabled: true write it at their second "
     "step and every coat.guard.health_every steps."
@@ -55,53 +57,50 @@ def show_precision(page: Page, run: RunFolder, picture_folder: Path) -> None:
         return
     page.paragraph(HOW_TO_READ)
     _show_kinds(page, found)
-    _show_worst(page, found)
+    page.heading("The ten worst layers", 3)
+    header = ["layer", "kind", "SQNR", "below the kind's median", "lowest", "underflow", "saturation", "range used"]
+    table = []
+    for s in worst(found):
+        used = "" if math.isnan(s.range_used) else f"{s.range_used:.0%}"
+        sizes = map(_db, (s.sqnr_db, s.below_median_db, s.lowest_db))
+        table.append([s.layer, s.kind, *sizes, _share(s.underflow), _share(s.saturation), used])
+    page.table(header, table)
     _show_advice(page, run, found)
-    layers, kinds, values = as_grid(found)
-    title = "Local SQNR by layer, median over the steps that were looked at"
-    page.heat_map(title, layers, kinds, values, unit="dB", ends=ENDS_DB)
+    grid = as_grid(found)
+    page.heat_map("Local SQNR by layer, median over the measured steps", *grid, unit="dB", ends=ENDS_DB)
     _show_curves(page, rows)
-    _write_picture(page, found, picture_folder)
+    title = "Precision by layer and kind of tensor"
+    try:
+        picture = heat_map_png(title, *grid, unit="local SQNR, dB", ends=ENDS_DB)
+    except ImportError as error:
+        page.missing(f"{PICTURE}: not drawn ({error}); pip install matplotlib")
+        return
+    with replacing(picture_folder / PICTURE) as temp:
+        temp.write_bytes(picture)
+    page.paragraph(
+        f"The heat map as a picture: {PICTURE} next to this page; all numbers: {FILE.as_posix()} in the run."
+    )
+
+
+def as_grid(found: Sequence[Summary]) -> tuple[list[str], list[str], list[list[float | None]]]:
+    """Layers, kinds, and SQNR [layers][kinds], None where there is none; layers in order of appearance."""
+    values = {(s.layer, s.kind): s.sqnr_db for s in found}
+    layers = list(dict.fromkeys(s.layer for s in found))
+    kinds = [kind for kind in KINDS if any(s.kind == kind for s in found)]
+    grid = [[values.get((layer, kind)) for kind in kinds] for layer in layers]
+    return [layer or "(layer not known)" for layer in layers], kinds, grid
 
 
 def _show_kinds(page: Page, found: Sequence[Summary]) -> None:
     page.heading("By kind of tensor", 3)
-    table = []
+    table: list[list[Any]] = []
     for kind, middle in kind_medians(found).items():
         own = [s for s in found if s.kind == kind]
         low = min(own, key=lambda s: s.sqnr_db)
+        underflow = _share(max(s.underflow for s in own))
         remedy = KIND_REMEDIES[kind] if middle < LOW_DB else ""
-        table.append(
-            [
-                kind,
-                len(own),
-                _db(middle),
-                f"{_db(low.sqnr_db)} {low.layer}",
-                _share(max(s.underflow for s in own)),
-                remedy,
-            ]
-        )
+        table.append([kind, len(own), _db(middle), f"{_db(low.sqnr_db)} {low.layer}", underflow, remedy])
     page.table(["kind", "layers", "SQNR, median", "lowest", "underflow, highest", "change"], table)
-
-
-def _show_worst(page: Page, found: Sequence[Summary]) -> None:
-    page.heading("The ten worst layers", 3)
-    page.table(
-        ["layer", "kind", "SQNR", "below the kind's median", "lowest", "underflow", "saturation", "range used"],
-        [
-            [
-                s.layer,
-                s.kind,
-                _db(s.sqnr_db),
-                _db(s.below_median_db),
-                _db(s.lowest_db),
-                _share(s.underflow),
-                _share(s.saturation),
-                "" if math.isnan(s.range_used) else f"{s.range_used:.0%}",
-            ]
-            for s in worst(found)
-        ],
-    )
 
 
 def _show_advice(page: Page, run: RunFolder, found: Sequence[Summary]) -> None:
@@ -123,32 +122,19 @@ def _show_advice(page: Page, run: RunFolder, found: Sequence[Summary]) -> None:
 
 
 def _show_curves(page: Page, rows: Sequence[Row]) -> None:
-    middle: dict[str, list[tuple[float, float]]] = {}
-    lowest: dict[str, list[tuple[float, float]]] = {}
-    lost: dict[str, list[tuple[float, float]]] = {}
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         if row.step and not math.isnan(row.sqnr_db):
             groups.setdefault((row.kind, row.step), []).append(row)
-    for kind in KINDS:
-        for (_, step), found in sorted(item for item in groups.items() if item[0][0] == kind):
-            middle.setdefault(kind, []).append((step, median(row.sqnr_db for row in found)))
-            lowest.setdefault(kind, []).append((step, min(row.sqnr_db for row in found)))
-            lost.setdefault(kind, []).append((step, 100 * max(row.underflow for row in found)))
-    page.curves("Local SQNR over the run, median of the layers", middle, x="step", y="dB")
-    page.curves("Local SQNR over the run, lowest layer", lowest, x="step", y="dB")
-    page.curves("Underflow in the worst layer", lost, x="step", y="% of the nonzero elements")
-
-
-def _write_picture(page: Page, found: Sequence[Summary], folder: Path) -> None:
-    try:
-        content = heat_map_png(found)
-    except ImportError as error:
-        page.missing(f"{PICTURE}: not drawn ({error}); pip install matplotlib")
-        return
-    with replacing(folder / PICTURE) as temp:
-        temp.write_bytes(content)
-    page.paragraph(f"The heat map as a picture: {PICTURE} beside this page; all numbers: {FILE.as_posix()} in the run.")
+    curves: list[dict[str, list[tuple[float, float]]]] = [{}, {}, {}]
+    for kind, step in sorted(groups, key=lambda group: (KINDS.index(group[0]), group[1])):
+        found = groups[kind, step]
+        values = (median(row.sqnr_db for row in found), min(row.sqnr_db for row in found))
+        for curve, value in zip(curves, (*values, 100 * max(row.underflow for row in found)), strict=True):
+            curve.setdefault(kind, []).append((step, value))
+    page.curves("Local SQNR over the run, median of the layers", curves[0], x="step", y="dB")
+    page.curves("Local SQNR over the run, lowest layer", curves[1], x="step", y="dB")
+    page.curves("Underflow in the worst layer", curves[2], x="step", y="% of the nonzero elements")
 
 
 def _db(value: float) -> str:

@@ -12,11 +12,10 @@ from typing import Any
 from .. import __version__
 from ..saves.errors import SaveError
 from ..saves.versions import VERSIONS_FILE
+from ..watch.memory_report import forecast, stacked, tabulated
 from .html import Page, Tone
-from .logs import Curve, read_metrics, read_validation, smoothed
-from .memory import show_memory
 from .precision import show_precision
-from .run import LoraFile, RunFolder
+from .run import MEMORY_FILE, LoraFile, RunFolder, smoothed
 
 __all__ = ["REPORT_FILE", "write_report"]
 
@@ -31,49 +30,47 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Args:
         run_dir: `<training_folder>/<name>`, of a run that ended or goes on.
-        out: file to write; default `coat/report.html` in the run's folder. `precision.png` goes beside it.
+        out: file to write; default `coat/report.html` in the run's folder. `precision.png` goes next to it.
 
     Returns:
         The file.
 
     Raises:
-        NotARun: the folder is none of a run.
+        RunFolderError: the folder is not that of a run.
         SaveError: the page cannot be written.
     """
     run = RunFolder(run_dir)
     target = run.path / REPORT_FILE if out is None else out
     loras = run.loras()
     page = Page(run.name, f"Run report by coat-flux {__version__}: {run.path.resolve()}")
-    open_sections: list[tuple[str, Callable[[], None]]] = [
-        ("", lambda: _show_summary(page, run, loras)),
-        ("Samples", lambda: _show_samples(page, run)),
-        ("The LoRA", lambda: _show_newest(page, run, loras)),
-        ("Loss", lambda: _show_loss(page, run)),
-    ]
-    folded_sections: list[tuple[str, Callable[[], None]]] = [
-        ("Speed and learning rate", lambda: _show_pace(page, run)),
-        ("Memory", lambda: show_memory(page, run)),
-        ("Precision of FP8", lambda: show_precision(page, run, target.parent)),
-        ("Guard", lambda: _show_guard(page, run)),
-        ("Asked, got, why", lambda: _show_treatment(page, loras)),
-        ("Saved LoRAs", lambda: _show_loras(page, loras)),
-        ("Versions", lambda: _show_versions(page, run)),
-        ("Config", lambda: _show_config(page, run)),
-    ]
-    for title, show in open_sections:
-        if title:
-            page.heading(title)
-        _show(page, title or "Summary", show)
+    _show(page, "Summary", lambda: _show_summary(page, run, loras))
+    sections: dict[str, Callable[[], None]] = {
+        "Samples": lambda: _show_samples(page, run),
+        "The LoRA": lambda: _show_newest(page, run, loras),
+        "Loss": lambda: _show_loss(page, run),
+    }
+    for title, show in sections.items():
+        page.heading(title)
+        _show(page, title, show)
     page.heading("Details")
-    for title, show in folded_sections:
+    sections = {
+        "Speed and learning rate": lambda: _show_pace(page, run),
+        "Memory": lambda: _show_memory(page, run),
+        "Precision of FP8": lambda: show_precision(page, run, target.parent),
+        "Guard": lambda: _show_guard(page, run),
+        "Asked, got, why": lambda: _show_treatment(page, loras),
+        "Saved LoRAs": lambda: _show_loras(page, loras),
+        "Versions": lambda: _show_versions(page, run),
+        "Config": lambda: _show_config(page, run),
+    }
+    for title, show in sections.items():
         with page.details(title):
             _show(page, title, show)
     try:
         return page.write(target)
     except OSError as error:
-        raise SaveError(
-            f"{target}: cannot be written ({error.strerror or error}); give another path with --out"
-        ) from error
+        reason = error.strerror or error
+        raise SaveError(f"{target}: cannot be written ({reason}); give another path with --out") from error
 
 
 def _show(page: Page, title: str, show: Callable[[], None]) -> None:
@@ -84,19 +81,23 @@ def _show(page: Page, title: str, show: Callable[[], None]) -> None:
 
 
 def _show_summary(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
-    metrics, validation = read_metrics(run.path), read_validation(run.path)
     train, network, model = run.block("train"), run.block("network"), run.block("model")
-    loss, pace, peak = (metrics.get(name, []) for name in ("loss", "s_per_it", "peak_memory_gb"))
-    last = int(loss[-1][0]) if loss else None
-    page.verdict(*_verdict(run, loss, validation, loras))
+    loss, pace, peak, skipped = (
+        run.metrics.get(name, []) for name in ("loss", "s_per_it", "peak_memory_gb", "skipped")
+    )
+    held_out = "held-out loss" if run.block("validation") else "validation loss"
+    page.verdict(*_verdict(run, held_out, loras))
+    change = [
+        f"{curve[0][1]:.5f} → {curve[-1][1]:.5f}" if curve else None for curve in (smoothed(loss), run.validation)
+    ]
     facts: list[tuple[str, Any]] = [
-        ("steps", None if last is None else f"{last} of {train.get('steps', '?')}"),
-        ("loss, smoothed", _first_to_last(smoothed(loss))),
-        (_validation_name(run), _first_to_last(validation)),
+        ("steps", f"{loss[-1][0]:.0f} of {train.get('steps', '?')}" if loss else None),
+        ("loss, smoothed", change[0]),
+        (held_out, change[1]),
         ("time per step, median", f"{median(value for _, value in pace):.3f} s" if pace else None),
-        ("time in steps", str(timedelta(seconds=round(sum(value for _, value in pace)))) if pace else None),
+        ("time in steps", timedelta(seconds=round(sum(value for _, value in pace))) if pace else None),
         ("peak memory of steps", f"{max(value for _, value in peak):.2f} GB" if peak else None),
-        ("updates skipped", f"{metrics['skipped'][-1][1]:.0f}" if metrics.get("skipped") else None),
+        ("updates skipped", f"{skipped[-1][1]:.0f}" if skipped else None),
         ("model", model.get("name_or_path")),
         ("LoRA", f"rank {network['linear']}" if "linear" in network else None),
         ("trigger word", run.process.get("trigger_word")),
@@ -104,9 +105,9 @@ def _show_summary(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None
     page.table(["", ""], [[name, value] for name, value in facts if value is not None])
 
 
-def _verdict(run: RunFolder, loss: Curve, validation: Curve, loras: Sequence[LoraFile]) -> tuple[str, Tone]:
+def _verdict(run: RunFolder, held_out: str, loras: Sequence[LoraFile]) -> tuple[str, Tone]:
     """The run in one sentence, and how good the news is."""
-    steps = run.block("train").get("steps", "?")
+    loss, steps = run.metrics.get("loss", []), run.block("train").get("steps", "?")
     if not loss:
         return "No step of this run has been recorded yet.", "plain"
     if not math.isfinite(loss[-1][1]):
@@ -117,23 +118,16 @@ def _verdict(run: RunFolder, loss: Curve, validation: Curve, loras: Sequence[Lor
     done = int(loss[-1][0])
     if done != steps and f"{run.name}.safetensors" not in (lora.path.name for lora in loras):
         return f"{done} of {steps} steps are done; if the run has stopped, the same command resumes it.", "plain"
-    name, curve = (_validation_name(run), validation) if validation else ("loss", smoothed(loss))
+    name, curve = (held_out, run.validation) if run.validation else ("loss", smoothed(loss))
     lowest, first, last = min(curve, key=lambda point: point[1]), curve[0][1], curve[-1][1]
-    if validation and last > RISE * lowest[1]:
+    if run.validation and last > RISE * lowest[1]:
         return (
             f"All steps are done, but the {name} was lowest after step {lowest[0]:.0f} and has risen since; "
             "an earlier save may be the better LoRA."
         ), "open"
-    change, tone = ("fell", "good") if last < first else ("did not fall", "open")
-    return f"All steps are done, and the {name} {change}: {first:.4g} → {last:.4g}.", tone  # type: ignore[return-value]
-
-
-def _validation_name(run: RunFolder) -> str:
-    return "held-out loss" if run.block("validation") else "validation loss"
-
-
-def _first_to_last(curve: Curve) -> str | None:
-    return f"{curve[0][1]:.5f} → {curve[-1][1]:.5f}" if curve else None
+    if last < first:
+        return f"All steps are done, and the {name} fell: {first:.4g} → {last:.4g}.", "good"
+    return f"All steps are done, and the {name} did not fall: {first:.4g} → {last:.4g}.", "open"
 
 
 def _show_newest(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
@@ -146,70 +140,83 @@ def _show_newest(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
 
 
 def _show_loss(page: Page, run: RunFolder) -> None:
-    loss = read_metrics(run.path).get("loss", [])
+    loss = run.metrics.get("loss", [])
     if loss:
         curves = {"each step": loss, "smoothed": smoothed(loss)}
         page.curves("Training loss", curves, x="step", y="loss", faint="each step")
     else:
         page.missing("No training loss: there is neither coat/metrics.csv nor ai-toolkit's loss_log.db.")
-    validation = read_validation(run.path)
-    if not validation:
+    if not run.validation:
         page.missing("No validation loss: the config has no validation block, or nothing was measured yet.")
-    elif run.block("validation"):
-        lowest = min(validation, key=lambda point: point[1])
-        marks = {lowest[0]: f"lowest: step {lowest[0]:.0f}"}
-        page.curves("Loss on photos held out of training", {"loss": validation}, x="step", y="loss", marks=marks)
-        page.paragraph(
-            f"Lowest, {lowest[1]:.5f}, at step {lowest[0]:.0f}. Where it rises while the training loss falls, the LoRA "
-            "is learning the photos by heart."
-        )
-    else:
-        page.curves("Validation loss, noise and timesteps always the same", {"loss": validation}, x="step", y="loss")
+        return
+    validation = {"loss": run.validation}
+    if not run.block("validation"):
+        page.curves("Validation loss, noise and timesteps always the same", validation, x="step", y="loss")
+        return
+    step, lowest = min(run.validation, key=lambda point: point[1])
+    marks = {step: f"lowest: step {step:.0f}"}
+    page.curves("Loss on photos held out of training", validation, x="step", y="loss", marks=marks)
+    page.paragraph(
+        f"Lowest, {lowest:.5f}, at step {step:.0f}. Where it rises while the training loss falls, the LoRA is learning "
+        "the photos by heart."
+    )
 
 
 def _show_samples(page: Page, run: RunFolder) -> None:
-    samples, sample, train = run.samples(), run.block("sample"), run.block("train")
+    samples, prompts = run.samples(), run.prompts()
     if not samples:
-        off = train.get("disable_sampling") or not run.prompts()
-        why = (
-            "the config has no prompts, or train.disable_sampling"
-            if off
-            else f"sample_every {sample.get('sample_every', '?')}"
-        )
-        page.missing(f"No samples: {why}.")
+        off = run.block("train").get("disable_sampling") or not prompts
+        every = f"sample_every {run.block('sample').get('sample_every', '?')}"
+        page.missing(f"No samples: {'the config has no prompts, or train.disable_sampling' if off else every}.")
         return
-    steps = _spread(sorted({found.step for found in samples}), SAMPLE_STEPS)
-    numbers = sorted({found.number for found in samples})
-    prompts = run.prompts()
-    for number in numbers[:SAMPLE_PROMPTS]:
+    steps = sorted({found.step for found in samples})
+    if len(steps) > SAMPLE_STEPS:  # evenly spaced ones, the first and the last among them
+        steps = [steps[round(i * (len(steps) - 1) / (SAMPLE_STEPS - 1))] for i in range(SAMPLE_STEPS)]
+    numbers = sorted({found.number for found in samples})[:SAMPLE_PROMPTS]
+    for number in numbers:
         row = [
             (f"step {found.step}", found.path) for found in samples if found.number == number and found.step in steps
         ]
         page.images(prompts[number] if number < len(prompts) else f"prompt {number + 1}", row, columns=len(steps))
-    left = len(samples) - len(steps) * min(len(numbers), SAMPLE_PROMPTS)
+    left = len(samples) - len(steps) * len(numbers)
     if left > 0:
         page.missing(f"{left} more are in samples/.")
 
 
-def _spread(steps: Sequence[int], most: int) -> list[int]:
-    """Evenly spaced ones, the first and the last among them."""
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
-
-
 def _show_pace(page: Page, run: RunFolder) -> None:
-    metrics = read_metrics(run.path)
-    pace = metrics.get("s_per_it", [])
+    pace, lr, norm = (run.metrics.get(name, []) for name in ("s_per_it", "lr", "grad_norm"))
     times = {"each step": pace, "smoothed": smoothed(pace)}
     page.curves("Time per step", times, x="step", y="s/it", faint="each step")
-    page.curves("Learning rate", {"lr": metrics.get("lr", [])}, x="step", y="lr")
-    page.curves("Gradient norm before clipping", {"norm": metrics.get("grad_norm", [])}, x="step", y="norm", log_y=True)
+    page.curves("Learning rate", {"lr": lr}, x="step", y="lr")
+    page.curves("Gradient norm before clipping", {"norm": norm}, x="step", y="norm", log_y=True)
+
+
+def _show_memory(page: Page, run: RunFolder) -> None:
+    """Measured by phase, against the plan."""
+    record = run.json(MEMORY_FILE)
+    if record is None:
+        page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")
+    else:
+        if record["prediction"] is None and run.config_text:  # the run did not come to its end: predicted now
+            import torch
+
+            from ..config.job import JobConfig
+
+            device = torch.device(record["device"])
+            record["prediction"] = forecast(lambda: JobConfig.from_file(run.path / "config.yaml"), device)
+        unit, bars, expected = stacked(record)
+        title = f"{'Tensors' if record['baseline'] else 'Memory'} held at the peak of each phase"
+        page.bars(title, bars, unit=unit, expected=expected, expected_name="predicted by coat-flux plan")
+        title, (header, *rows), notes = tabulated(record)
+        page.paragraph(title)
+        page.table(header, rows)
+        page.paragraph("\n".join(f"{note[:1].upper()}{note[1:]}." for note in notes))
+    page.curves("Peak memory of steps", {"peak": run.metrics.get("peak_memory_gb", [])}, x="step", y="GB")
 
 
 def _show_guard(page: Page, run: RunFolder) -> None:
     guard = run.guard()
-    skipped = read_metrics(run.path).get("skipped", [])
+    skipped = run.metrics.get("skipped", [])
     if guard is None and not skipped:
         page.missing("No counters: no save of this run has any, and there is no coat/metrics.csv.")
         return
@@ -229,15 +236,11 @@ def _show_guard(page: Page, run: RunFolder) -> None:
 
 def _show_treatment(page: Page, loras: Sequence[LoraFile]) -> None:
     for lora in reversed(loras):
-        parts = list(
-            dict.fromkeys(key.split(".", 2)[2] for key in sorted(lora.metadata) if key.startswith("coat.got."))
-        )
+        parts = [key.removeprefix("coat.got.") for key in sorted(lora.metadata) if key.startswith("coat.got.")]
         if parts:
-            table = [
-                [part, *(lora.metadata.get(f"coat.{key}.{part}", "") for key in ("asked", "got", "why"))]
-                for part in parts
-            ]
-            page.table(["part", "asked", "got", "why"], table)
+            columns = ("asked", "got", "why")
+            rows = [[part, *(lora.metadata.get(f"coat.{key}.{part}", "") for key in columns)] for part in parts]
+            page.table(["part", *columns], rows)
             page.missing(f"From the metadata of {lora.path.name}.")
             return
     page.missing("No table: no LoRA of this run has it in its metadata (coat.enabled: false, or nothing saved yet).")

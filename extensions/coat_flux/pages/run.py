@@ -1,27 +1,39 @@
-"""The folder of a run: what of it there is."""
+"""The folder of a run: the one reader of its files, of either trainer, while it trains or after it."""
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
+import math
 import re
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 from safetensors import SafetensorError, safe_open
 
 from ..base.errors import UserError
-from ..base.table import METRICS_FILE
+from ..base.table import METRICS_FILE, VALIDATION_FILE
 from ..data.captions import inject_trigger
-from .logs import HOST_LOG
 
-__all__ = ["LoraFile", "NotARun", "RunFolder", "Sample"]
+__all__ = ["MEMORY_FILE", "SAMPLE_NAME", "Curve", "LoraFile", "RunFolder", "RunFolderError", "Sample", "smoothed"]
 
-TRACES = (str(METRICS_FILE), "coat", HOST_LOG, "samples", "optimizer.pt")  # besides its config
+Curve: TypeAlias = list[tuple[float, float]]
+
+MEMORY_FILE = Path("coat") / "memory.json"
+TOOLKIT_LOG = "loss_log.db"  # of ai-toolkit, with COAT or without
+TOOLKIT_NAMES = {"learning_rate": "lr", "grad_norm": "grad_norm"}
+SIGNS = ("coat", "samples", "optimizer.pt")  # of a run, next to its config
 SAMPLE_NAME = re.compile(r"(?P<time>\d+)__(?P<step>\d+)_(?P<number>\d+)\.(?:png|jpe?g|webp)", re.IGNORECASE)
+SMOOTHING_SHARE = 50  # of a run's steps, one part in so many is averaged over
 
 
-class NotARun(UserError):
+class RunFolderError(UserError):
     """The folder is not that of a run."""
 
 
@@ -50,7 +62,7 @@ class LoraFile(NamedTuple):
 
 
 class RunFolder:
-    """A run's folder, of either host.
+    """A run's folder. What is read is read once: for a run that goes on, make another.
 
     Args:
         path: the folder.
@@ -62,7 +74,7 @@ class RunFolder:
         name: of the run.
 
     Raises:
-        NotARun: it is none; names runs inside it.
+        RunFolderError: it is not one; names runs inside it.
     """
 
     def __init__(self, path: Path):
@@ -70,10 +82,15 @@ class RunFolder:
         self.path = path
         config = path / "config.yaml"
         self.config_text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
-        job = _parsed(self.config_text)
-        self.process: dict[str, Any] = _entry(job)
-        name = job.get("config", {}).get("name") if isinstance(job.get("config"), dict) else None
-        self.name = str(name or path.resolve().name)
+        try:
+            job = yaml.safe_load(self.config_text)
+        except yaml.YAMLError:
+            job = None
+        job = job.get("config") if isinstance(job, dict) else None
+        job = job if isinstance(job, dict) else {}
+        entry = next(iter(job.get("process") or ()), None)
+        self.process: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        self.name = str(job.get("name") or path.resolve().name)
 
     def block(self, name: str) -> dict[str, Any]:
         """A block of the process entry; empty where it is missing."""
@@ -88,6 +105,23 @@ class RunFolder:
         """
         path = self.path / file
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    @cached_property
+    def metrics(self) -> dict[str, Curve]:
+        """Column of `coat/metrics.csv` → curve over steps, or the same of ai-toolkit's log; empty where there is none.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: it is damaged.
+        """
+        own, theirs = self.path / METRICS_FILE, self.path / TOOLKIT_LOG
+        return _columns(own) if own.exists() else _toolkit_log(theirs) if theirs.exists() else {}
+
+    @cached_property
+    def validation(self) -> Curve:
+        """Validation loss over steps; empty where there is none; errors as of `metrics`."""
+        path = self.path / VALIDATION_FILE
+        return _columns(path).get("loss", []) if path.exists() else []
 
     def prompts(self) -> list[str]:
         """Of the samples, in their order, with the trigger word filled in."""
@@ -107,8 +141,14 @@ class RunFolder:
 
     def loras(self) -> list[LoraFile]:
         """LoRAs in the folder, the oldest first."""
-        paths = sorted(self.path.glob("*.safetensors"), key=lambda path: (path.stat().st_mtime, path.name))
-        return [_read_lora(path) for path in paths]
+        found = []
+        for path in sorted(self.path.glob("*.safetensors"), key=lambda path: (path.stat().st_mtime, path.name)):
+            try:
+                with safe_open(path, "pt") as file:
+                    found.append(LoraFile(path, dict(file.metadata() or {}), ""))
+            except (OSError, SafetensorError) as error:
+                found.append(LoraFile(path, {}, f"cannot be read ({error})"))
+        return found
 
     def guard(self) -> dict[str, Any] | None:
         """Counters of the guard at the newest save; None where there is none.
@@ -116,54 +156,71 @@ class RunFolder:
         Raises:
             ValueError: the save is damaged.
         """
-        states = sorted((self.path / "coat").glob("state-*"))
-        for file in (Path("state.json"), Path("aitk") / "state.json"):
-            if states and (states[-1] / file).exists():
-                return self.json(states[-1].relative_to(self.path) / file).get("guard")
+        for state in sorted((self.path / "coat").glob("state-*"))[-1:]:
+            for file in (state / "state.json", state / "aitk" / "state.json"):
+                if file.exists():
+                    return json.loads(file.read_text(encoding="utf-8")).get("guard")
         return None
 
 
 def _require_run(path: Path) -> None:
     if not path.is_dir():
-        raise NotARun(f"RUN_DIR={path}: is not a folder; give that of a run, <training_folder>/<name>")
+        raise RunFolderError(f"RUN_DIR={path}: is not a folder; give that of a run, <training_folder>/<name>")
     if _is_run(path):
         return
     inside = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
-    remedy = f"; it holds the runs {', '.join(inside[:5])}: give one of them" if inside else ""
-    raise NotARun(
-        f"RUN_DIR={path}: has neither a config.yaml beside files of a run nor {METRICS_FILE}{remedy or _GIVE}"
+    remedy = f"it holds the runs {', '.join(inside[:5])}: give one of them"
+    remedy = remedy if inside else "give the folder of a run, <training_folder>/<name>"
+    raise RunFolderError(
+        f"RUN_DIR={path}: has neither a config.yaml next to files of a run nor {METRICS_FILE}; {remedy}"
     )
 
 
-_GIVE = "; give the folder of a run, <training_folder>/<name>"
-
-
 def _is_run(path: Path) -> bool:
-    if (path / METRICS_FILE).exists() or (path / HOST_LOG).exists():
+    if (path / METRICS_FILE).exists() or (path / TOOLKIT_LOG).exists():
         return True
-    traces = any((path / trace).exists() for trace in TRACES) or any(path.glob("*.safetensors"))
-    return (path / "config.yaml").exists() and traces
+    signs = any((path / sign).exists() for sign in SIGNS) or any(path.glob("*.safetensors"))
+    return (path / "config.yaml").exists() and signs
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _columns(path: Path) -> dict[str, Curve]:
+    curves: dict[str, Curve] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        try:
+            for cells in reader:
+                step = float(cells.pop("step"))
+                for name, cell in cells.items():
+                    if cell:
+                        curves.setdefault(name, []).append((step, float(cell)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path.name}: line {reader.line_num} is damaged ({error!r})") from error
+    return curves
+
+
+def _toolkit_log(path: Path) -> dict[str, Curve]:
+    """ai-toolkit's own: a table of (step, key, value) and one of wall times."""
     try:
-        job = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return {}
-    return job if isinstance(job, dict) else {}
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as log:
+            values = log.execute("SELECT step, key, value_real FROM metrics WHERE value_real IS NOT NULL ORDER BY step")
+            curves: dict[str, Curve] = {}
+            for step, key, value in values:
+                name = "loss" if key.endswith("/loss") or key == "loss" else TOOLKIT_NAMES.get(key)
+                if name is not None:
+                    curves.setdefault(name, []).append((float(step), float(value)))
+            times = log.execute("SELECT step, wall_time FROM steps ORDER BY step").fetchall()
+    except sqlite3.Error as error:
+        raise ValueError(f"{path.name}: {error}") from error
+    pace = [(float(step), (now - before) / (step - last)) for (last, before), (step, now) in itertools.pairwise(times)]
+    return curves | ({"s_per_it": pace} if pace else {})
 
 
-def _entry(job: dict[str, Any]) -> dict[str, Any]:
-    try:
-        entry = job["config"]["process"][0]
-    except (KeyError, TypeError, IndexError):
-        return {}
-    return entry if isinstance(entry, dict) else {}
-
-
-def _read_lora(path: Path) -> LoraFile:
-    try:
-        with safe_open(path, "pt") as file:
-            return LoraFile(path, dict(file.metadata() or {}), "")
-    except (OSError, SafetensorError) as error:
-        return LoraFile(path, {}, f"cannot be read ({error})")
+def smoothed(curve: Sequence[tuple[float, float]]) -> Curve:
+    """Exponential moving average over about 2 % of the points, without the pull of its start; gaps are passed over."""
+    weight = 1 / max(1.0, len(curve) / SMOOTHING_SHARE)
+    mean, total, found = 0.0, 0.0, []
+    for step, value in curve:
+        if math.isfinite(value):
+            mean, total = mean + weight * (value - mean), total + weight * (1 - total)
+            found.append((step, mean / total))
+    return found
