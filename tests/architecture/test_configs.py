@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from coat_flux.config.coat import COATConfig
+from coat_flux.config.coat import BY_KEY, COATConfig
 from coat_flux.config.job import JobConfig
-from coat_flux.config.options import BY_KEY
 from tests.architecture.sources import ROOT
 
 CONFIGS = ROOT / "configs"

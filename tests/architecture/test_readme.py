@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.config.options import OPTIONS, markdown_table
+from coat_flux.config.coat import OPTIONS, markdown_table
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README_zh.md")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coat_flux.config import options
+from coat_flux.config import job_sections
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
@@ -126,7 +126,7 @@ def test_parameters_are_the_classes(place: dict[str, Path], optimizer: str) -> N
     need(optimizer)
     module, cls, _ = CLASSES[optimizer]
     taken = set(inspect.signature(getattr(importlib.import_module(module), cls)).parameters)
-    rows = {row.key: row for row in options.OPTIMIZER_PARAMS[optimizer]}
+    rows = {row.key: row for row in job_sections.OPTIMIZER_PARAMS[optimizer]}
     assert set(rows) == taken - {"params", "lr", "fsdp_in_use"}
     default = make_optimizer(optimizer, [torch.nn.Parameter(torch.ones(2, 2))], 1.0, COATConfig(), {})
     group = default.param_groups[0]

@@ -13,8 +13,7 @@ import torch
 import yaml
 
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.config.coat import COATConfig
-from coat_flux.config.options import BY_KEY
+from coat_flux.config.coat import BY_KEY, COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
 from coat_flux.watch.casts import CastProbe
 from coat_flux.watch.memory_stats import MemoryLog

@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from coat_flux.config.coat import COATConfig
+from coat_flux.config.coat import OPTIONS, COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.config.job_file import load_job_yaml
-from coat_flux.config.options import OPTIONS
 
 WORDS = sorted({part for option in OPTIONS for part in option.key.split(".")} | {"optimiser", "", "a.b", "\n"})
 scalars = st.one_of(

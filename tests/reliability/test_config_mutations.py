@@ -17,12 +17,11 @@ from coat_flux.config.ai_toolkit_schema import BLOCKS
 from coat_flux.config.ai_toolkit_source import PROCESS, shipped_schema
 from coat_flux.config.build import config_fields
 from coat_flux.config.check import check_job_dict, check_job_file
-from coat_flux.config.coat import COATConfig
+from coat_flux.config.coat import ADAMW_OPTIONS, BY_KEY, COATConfig
 from coat_flux.config.findings import Finding
 from coat_flux.config.job import HOST, JobConfig
 from coat_flux.config.job_file import load_job_yaml
-from coat_flux.config.job_rules import LR_PARAMS
-from coat_flux.config.options import ADAMW_OPTIONS, BY_KEY
+from coat_flux.config.job_sections import LR_PARAMS
 from tests.reliability.bad_config import ALONE, BOTH, BadConfig, valid_job
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

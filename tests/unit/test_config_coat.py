@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
-from coat_flux.config.coat import COATConfig
+from coat_flux.config.coat import OPTIONS, COATConfig
 from coat_flux.config.findings import ConfigError
-from coat_flux.config.options import OPTIONS
 
 
 def findings(block: object) -> list[str]:

@@ -9,7 +9,7 @@ from .ai_toolkit_schema import ANY_CASE, BLOCKS, CHOICES, RANGES
 from .ai_toolkit_source import PROCESS, HostSchema
 from .build import as_mapping
 from .findings import Findings, suggest_key
-from .values import Option, Refusal
+from .options import Option
 
 OWN_KEYS = ("coat", "validation")  # of the process entry; read by this package
 _OPTION_KINDS = {"bool": "bool", "int": "int", "number": "float", "str": "str", "dict": "mapping"}
@@ -63,7 +63,7 @@ def _check_value(value: Any, path: str, block: str, kind: str, schema: HostSchem
     word = value.lower() if isinstance(value, str) and key in ANY_CASE else value
     if key == "qtype" and isinstance(value, str):
         word = value.partition("|")[0]  # uint3|a/recovery/adapter
-    refusal = _parse(word, Option(key, None, "choice", "", choices=choices)) if choices and word is not None else None
+    refusal = Option(key, None, "choice", "", choices=choices).refusal(word) if choices and word is not None else None
     if refusal is None:
         return
     if schema.known_version:
@@ -82,14 +82,6 @@ def _refusal(value: Any, kind: str, limits: Mapping[str, float]) -> str | None:
     if value is None and "list" in kinds:
         return "has no value; write [] or remove the line"
     if len(kinds) == 1 and kinds[0] in _OPTION_KINDS:
-        return _parse(value, Option("", None, _OPTION_KINDS[kinds[0]], "", nullable=nullable, **limits))
+        return Option("", None, _OPTION_KINDS[kinds[0]], "", nullable=nullable, **limits).refusal(value)
     fitting = [isinstance(value, (list, tuple)) if one == "list" else _refusal(value, one, {}) is None for one in kinds]
     return None if any(fitting) else f"must be {' or '.join(_WORDS[one] for one in kinds)}; write one"
-
-
-def _parse(value: Any, option: Option) -> str | None:
-    try:
-        option.parse(value)
-    except Refusal as refusal:
-        return str(refusal)
-    return None

@@ -14,12 +14,11 @@ from .ai_toolkit_data_rules import check_datasets, check_sample, check_validatio
 from .ai_toolkit_entry import Entry
 from .ai_toolkit_schema import SHIPPED
 from .build import parse_keys
-from .coat import COATConfig, parse_optimizer_params
+from .coat import ADAMW_OPTIONS, COATConfig, parse_optimizer_params
 from .common_rules import check_apart, check_folder, check_lr, check_path, check_run
-from .job_rules import LR_PARAMS
+from .job_sections import LR_PARAMS
 from .model_folder import arch_of
-from .options import ADAMW_OPTIONS
-from .values import Option
+from .options import Option
 
 HALF = ("fp16", "float16", "half")
 OWN_EPS = ("adam", "adamw", "adam8", "adamw8", "adam8bit", "adamw8bit", "ademamix8bit", "prodigy", "prodigy8bit")

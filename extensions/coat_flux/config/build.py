@@ -1,43 +1,20 @@
 """From a YAML block to a dataclass: every key checked, every finding kept.
 
-A config dataclass declares each key with `key(...)` or `from_option(...)`, a nested block by
-`field(default_factory=ItsDataclass)` and a list of blocks with `blocks(...)`; `build` walks block and dataclass
-together. Fields made otherwise are no keys of the config.
+A config is a dataclass: `options.key(...)` declares one key, a nested block is a `field(default_factory=ItsDataclass)`,
+a list of blocks `blocks(...)`; fields made otherwise are no keys of the config. `build` walks a YAML block and its
+dataclass together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from .findings import Findings, suggest_key
-from .values import Option, Refusal
+from .options import Option, OptionError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class HostKeys:
-    """What ai-toolkit knows in one block beyond the keys of ours.
-
-    Args:
-        no_effect: key → why it changes nothing here; accepted, and reported as a note.
-        unsupported: key → ai-toolkit's default; any other value is refused.
-    """
-
-    no_effect: Mapping[str, str]
-    unsupported: Mapping[str, Any]
-
-
-def key(default: Any, kind: str, doc: str, **rules: Any) -> Any:
-    """A dataclass field that is one key of the block; arguments as those of `Option`."""
-    return field(default=default, metadata={"option": Option("", default, kind, doc, **rules)})
-
-
-def from_option(option: Option) -> Any:
-    """A dataclass field for a row of an option table."""
-    return field(default=option.default, metadata={"option": option})
 
 
 def blocks(cls: type) -> Any:
@@ -50,10 +27,34 @@ def config_fields(cls: type) -> dict[str, Field[Any]]:
     return {item.name: item for item in fields(cls) if item.metadata or _block_of(item)}
 
 
+def options_of(cls: type, prefix: str = "") -> list[Option]:
+    """Every option of a config and of the blocks in it, under its dotted key."""
+    options: list[Option] = []
+    for name, item in config_fields(cls).items():
+        if nested := _block_of(item):
+            options += options_of(nested, f"{prefix}{name}.")
+        elif "option" in item.metadata:
+            options.append(replace(item.metadata["option"], key=f"{prefix}{name}"))
+    return options
+
+
 def _block_of(item: Field[Any]) -> type | None:
     """The dataclass of a field that is a nested block."""
     made_by = item.default_factory
     return made_by if isinstance(made_by, type) and is_dataclass(made_by) else None
+
+
+@dataclass(frozen=True)
+class OtherKeys:
+    """What ai-toolkit knows in one block beyond the keys of ours.
+
+    Args:
+        no_effect: key → why it changes nothing here; accepted, and reported as a note.
+        unsupported: key → ai-toolkit's default; any other value is refused.
+    """
+
+    no_effect: Mapping[str, str]
+    unsupported: Mapping[str, Any]
 
 
 def build(
@@ -63,7 +64,7 @@ def build(
     findings: Findings,
     /,
     *,
-    host: Mapping[type, HostKeys] | None = None,
+    others: Mapping[type, OtherKeys] | None = None,
     **extra: Any,
 ) -> T:
     """Make a `cls` from a YAML block.
@@ -73,23 +74,34 @@ def build(
         raw: the block; null counts as empty.
         path: its dotted key.
         findings: receives what is wrong; a refused value is replaced by its default, so that the rest is checked too.
-        host: what ai-toolkit knows beyond `cls` and the blocks in it.
+        others: what ai-toolkit knows beyond `cls` and the blocks in it.
         **extra: fields of `cls` that are no config keys.
 
     Returns:
         The dataclass. Every key the user wrote is in `findings.given`.
     """
     known = config_fields(cls)
-    host_keys = (host or {}).get(cls, HostKeys({}, {}))
     values = dict(extra)
     written = as_mapping(raw, path, findings)
     for name, value in written.items():
         where = f"{path}.{name}"
         findings.given.add(where)
-        if name in known:
-            _build_field(known[name], value, where, findings, host, values)
-        else:
-            _check_other_key(name, value, where, known, host_keys, findings)
+        item = known.get(name)
+        if item is None:
+            _check_other_key(name, value, where, known, (others or {}).get(cls, OtherKeys({}, {})), findings)
+        elif nested := _block_of(item):
+            values[name] = build(nested, value, where, findings, others=others)
+        elif "option" in item.metadata:
+            try:
+                values[name] = item.metadata["option"].parse(value)
+            except OptionError as error:
+                findings.add(where, str(error), value)
+        elif isinstance(value, (list, tuple)):
+            inner = item.metadata["blocks"]
+            entries = enumerate(value)
+            values[name] = tuple(build(inner, entry, f"{where}[{i}]", findings, others=others) for i, entry in entries)
+        elif value is not None:
+            findings.add(where, "must be a list; put '- ' before the first key of each entry", value)
     for name, item in known.items():
         option = item.metadata.get("option")
         if option is not None and option.required and name not in written:
@@ -108,85 +120,44 @@ def as_mapping(raw: Any, path: str, findings: Findings) -> Mapping[Any, Any]:
 
 
 def parse_keys(options: Iterable[Option], raw: Any, path: str, findings: Findings) -> dict[str, Any]:
-    """Check a block against a plain table of options; returns only the keys that were given."""
-    table = {option.key.rsplit(".", 1)[-1]: option for option in options}
+    """Check a block against a list of options; returns only the keys that were given."""
+    known = {option.key.rsplit(".", 1)[-1]: option for option in options}
     values: dict[str, Any] = {}
     for name, value in as_mapping(raw, path, findings).items():
-        if name not in table:
-            findings.add(f"{path}.{name}", f"unknown key; {suggest_key(name, table)}")
+        if name not in known:
+            findings.add(f"{path}.{name}", f"unknown key; {suggest_key(name, known)}")
             continue
         try:
-            values[name] = table[name].parse(value)
-        except Refusal as refusal:
-            findings.add(f"{path}.{name}", str(refusal), value)
+            values[name] = known[name].parse(value)
+        except OptionError as error:
+            findings.add(f"{path}.{name}", str(error), value)
     return values
 
 
-def to_plain(config: Any) -> dict[str, Any]:
-    """The config keys of a dataclass and its blocks as plain YAML types."""
-    return {name: _plain(getattr(config, name)) for name in config_fields(type(config))}
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return to_plain(value)
+def to_plain(value: Any) -> Any:
+    """A config and its blocks as plain YAML types."""
+    if is_dataclass(value):
+        return {name: to_plain(getattr(value, name)) for name in config_fields(type(value))}
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _build_field(
-    item: Field[Any],
-    value: Any,
-    path: str,
-    findings: Findings,
-    host: Mapping[type, HostKeys] | None,
-    values: dict[str, Any],
-) -> None:
-    if nested := _block_of(item):
-        values[item.name] = build(nested, value, path, findings, host=host)
-    elif "blocks" in item.metadata:
-        values[item.name] = _build_list(item.metadata["blocks"], value, path, findings, host)
-    else:
-        try:
-            values[item.name] = item.metadata["option"].parse(value)
-        except Refusal as refusal:
-            findings.add(path, str(refusal), value)
-
-
-def _build_list(
-    cls: type[T], value: Any, path: str, findings: Findings, host: Mapping[type, HostKeys] | None
-) -> tuple[T, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, (list, tuple)):
-        findings.add(path, "must be a list; put '- ' before the first key of each entry", value)
-        return ()
-    return tuple(build(cls, entry, f"{path}[{i}]", findings, host=host) for i, entry in enumerate(value))
-
-
 def _check_other_key(
-    name: Any, value: Any, path: str, known: Mapping[str, Field[Any]], host: HostKeys, findings: Findings
+    name: Any, value: Any, path: str, known: Mapping[str, Field[Any]], others: OtherKeys, findings: Findings
 ) -> None:
-    if name in host.no_effect:
+    if name in others.no_effect:
         if isinstance(value, Mapping):
-            findings.add(path, "is no block, nothing reads what is in it; remove it", value)
+            findings.add(path, "must not be a block, nothing reads what is in it; remove it", value)
         elif value:
-            findings.warn(path, host.no_effect[name])
-    elif name in host.unsupported:
-        _check_unsupported(value, host.unsupported[name], path, findings)
+            findings.warn(path, others.no_effect[name])
+    elif name in others.unsupported:
+        default = others.unsupported[name]
+        same_kind = isinstance(value, bool) == isinstance(default, bool)
+        if (value or default) and not (same_kind and value == default):
+            findings.add(path, "not supported by the stand-alone trainer; remove it or run inside ai-toolkit", value)
     else:
-        siblings = {*known, *host.no_effect, *host.unsupported}
-        findings.add(path, f"unknown key; {suggest_key(name, siblings, _nested_keys(known))}")
-
-
-def _check_unsupported(value: Any, default: Any, path: str, findings: Findings) -> None:
-    same_kind = isinstance(value, bool) == isinstance(default, bool)
-    if (not value and not default) or (same_kind and value == default):
-        return
-    findings.add(path, "not supported by the stand-alone trainer; remove it or run inside ai-toolkit", value)
-
-
-def _nested_keys(known: Mapping[str, Field[Any]]) -> list[str]:
-    blocks_here = {name: _block_of(item) for name, item in known.items()}
-    return [f"{name}.{inner}" for name, nested in blocks_here.items() if nested for inner in config_fields(nested)]
+        inner = {block: _block_of(item) for block, item in known.items()}
+        nested = [f"{block}.{one}" for block, cls in inner.items() if cls for one in config_fields(cls)]
+        siblings = {*known, *others.no_effect, *others.unsupported}
+        findings.add(path, f"unknown key; {suggest_key(name, siblings, nested)}")

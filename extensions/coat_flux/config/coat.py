@@ -1,4 +1,7 @@
-"""The `coat:` block as dataclasses, and what the numerics take from it."""
+"""The `coat:` block: every option once, with type, default, range and help; and what the numerics take from it.
+
+Parsing, error messages and README's table all come from these declarations.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .build import build, from_option, parse_keys, to_plain
-from .findings import Findings, closest
-from .options import ADAMW_OPTIONS, BY_KEY, FORMATS, OPTIONS
+from .build import build, options_of, parse_keys, to_plain
+from .findings import Findings, closest, show
+from .options import Option, choice, key, switch
 
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
 
-RESUME_PARTS = ("data", "seed", "world_size")  # of a run's identity that a resume may change when it is told to
+FORMATS = ("e4m3", "e5m2")
+RESUME_PARTS = ("data", "seed", "world_size")  # of a run's identity that a resume may change where `allow` names it
+ADAMW_OPTIONS: tuple[Option, ...] = (
+    Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
+    Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq); the default is ai-toolkit's for every AdamW", above=0),
+    Option("weight_decay", 1e-2, "float", "decoupled weight decay", minimum=0),
+)
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
     """`coat.optimizer`: how the moments are stored."""
 
-    use_fp8: bool = from_option(BY_KEY["optimizer.use_fp8"])
-    use_fp8_m1: bool = from_option(BY_KEY["optimizer.use_fp8_m1"])
-    use_fp8_m2: bool = from_option(BY_KEY["optimizer.use_fp8_m2"])
-    m1_format: str = from_option(BY_KEY["optimizer.m1_format"])
-    m2_format: str = from_option(BY_KEY["optimizer.m2_format"])
-    block_size: int = from_option(BY_KEY["optimizer.block_size"])
-    use_dynamic_range_expansion: bool = from_option(BY_KEY["optimizer.use_dynamic_range_expansion"])
-    stochastic_rounding: bool = from_option(BY_KEY["optimizer.stochastic_rounding"])
+    use_fp8: bool = switch(True, "master switch for both moments")
+    use_fp8_m1: bool = switch(True, "the first moment (exp_avg) in 8 bits")
+    use_fp8_m2: bool = switch(True, "the second moment (exp_avg_sq) in 8 bits")
+    m1_format: str = choice(
+        (*FORMATS, "int8_ratio"), "format of exp_avg; int8_ratio: exp_avg/√exp_avg_sq, evenly spaced"
+    )
+    m2_format: str = choice((*FORMATS, "uint8_log"), "format of exp_avg_sq; uint8_log: evenly spaced in the logarithm")
+    block_size: int = key(128, "int", "elements that share one scale", minimum=16, maximum=4096, multiple_of=16)
+    use_dynamic_range_expansion: bool = switch(
+        True, "f(x) = sign(x)·abs(x)^k per block before the cast to e4m3 or e5m2"
+    )
+    stochastic_rounding: bool = switch(False, "bf16/fp16 parameters are updated with stochastic rounding")
 
     @property
     def has_fp8_moment(self) -> bool:
@@ -39,85 +52,136 @@ class OptimizerOptions:
 class WeightOptions:
     """`coat.weight`: how frozen linears are stored."""
 
-    use_fp8: bool = from_option(BY_KEY["weight.use_fp8"])
-    format: str = from_option(BY_KEY["weight.format"])
-    granularity: str = from_option(BY_KEY["weight.granularity"])
+    use_fp8: bool = switch(True, "frozen linears hold FP8 codes only, no bf16 copy stays in memory")
+    format: str = choice(FORMATS, "FP8 format of the frozen weights")
+    granularity: str = choice(("per_tensor", "per_row"), "what shares one scale in a weight")
 
 
 @dataclass(frozen=True)
 class ActivationOptions:
     """`coat.activation`: GEMM inputs, gradients and what is saved for backward."""
 
-    use_fp8: bool = from_option(BY_KEY["activation.use_fp8"])
-    format: str = from_option(BY_KEY["activation.format"])
-    grad_format: str = from_option(BY_KEY["activation.grad_format"])
-    linear_granularity: str = from_option(BY_KEY["activation.linear_granularity"])
-    nonlinear_granularity: str = from_option(BY_KEY["activation.nonlinear_granularity"])
-    group_size: int = from_option(BY_KEY["activation.group_size"])
-    attention: str = from_option(BY_KEY["activation.attention"])
-    flow: str = from_option(BY_KEY["activation.flow"])
-    include: tuple[str, ...] = from_option(BY_KEY["activation.include"])
-    exclude: tuple[str, ...] = from_option(BY_KEY["activation.exclude"])
-    min_sqnr_db: float | None = from_option(BY_KEY["activation.min_sqnr_db"])
+    use_fp8: bool = switch(True, "FP8 GEMM inputs and FP8 tensors saved for backward")
+    format: str = choice(FORMATS, "FP8 format of the forward input")
+    grad_format: str = choice(("e5m2", "e4m3", "bf16"), "format of the backward gradient")
+    linear_granularity: str = choice(("per_tensor", "per_row", "per_group"), "scaling of GEMM inputs")
+    nonlinear_granularity: str = choice(
+        ("per_group", "per_tensor"), "scaling of what norms, GELU, gates and attention save"
+    )
+    group_size: int = choice((128, 16, 32, 64, 256), "the 1×G group of per_group")
+    attention: str = choice(("fp8", "bf16"), "how q, k, v, out are saved for attention's backward")
+    flow: str = choice(
+        ("fused", "generic"),
+        "fused: FLUX blocks save only what cannot be recomputed; generic: diffusers' code, saved tensors packed",
+    )
+    include: tuple[str, ...] = key(
+        ("*",), "strings", "fnmatch patterns over full module names: the linears that multiply in FP8"
+    )
+    exclude: tuple[str, ...] = key(
+        (),
+        "strings",
+        "fnmatch patterns over full module names: linears that multiply in bf16 (weights still follow weight.use_fp8)",
+    )
+    min_sqnr_db: float | None = key(
+        None,
+        "float",
+        "linears whose FP8 input has a lower SQNR than this (dB, measured in step 2) multiply in bf16 from then on; "
+        "null: none do",
+        above=0,
+        nullable=True,
+    )
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
     """`coat.memory`: recomputation, budget in GB, memory lines."""
 
-    enable_efficient_checkpoint: bool = from_option(BY_KEY["memory.enable_efficient_checkpoint"])
-    checkpointing: str = from_option(BY_KEY["memory.checkpointing"])
-    every_n: int = from_option(BY_KEY["memory.every_n"])
-    budget_gb: float | None = from_option(BY_KEY["memory.budget_gb"])
-    transposed_weights: str = from_option(BY_KEY["memory.transposed_weights"])
-    log_memory_stats: bool = from_option(BY_KEY["memory.log_memory_stats"])
-    log_every: int = from_option(BY_KEY["memory.log_every"])
+    enable_efficient_checkpoint: bool = switch(True, "checkpointed block inputs are stored in FP8")
+    checkpointing: str = choice(
+        ("auto", "none", "all", "every_n"),
+        "blocks recomputed in backward; auto: as few as budget_gb allows; train.gradient_checkpointing: false: none",
+    )
+    every_n: int = key(2, "int", "with checkpointing: every_n, one block in this many is recomputed", minimum=1)
+    budget_gb: float | None = key(
+        None,
+        "float",
+        "with checkpointing: auto, the peak the run must stay under; null: the device's memory",
+        above=0,
+        nullable=True,
+    )
+    transposed_weights: str = choice(
+        ("auto", "always", "never"),
+        "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1); auto: if nothing is recomputed and it fits",
+    )
+    log_memory_stats: bool = switch(True, "print memory lines")
+    log_every: int = key(100, "int", "steps between memory lines", minimum=1)
 
 
 @dataclass(frozen=True)
 class SpeedOptions:
     """`coat.speed`: how blocks run."""
 
-    compile: str = from_option(BY_KEY["speed.compile"])
-    measure: str = from_option(BY_KEY["speed.measure"])
+    compile: str = choice(
+        ("auto", "none", "blocks", "cudagraphs"),
+        "torch.compile for each FLUX block; cudagraphs: as CUDA graphs; auto: the fastest by speed.measure, else none",
+    )
+    measure: str = choice(
+        ("auto", "always", "never"),
+        "time the GEMMs (20 s at most) at the start, use the fastest that is as precise as configured; auto: on a GPU",
+    )
 
 
 @dataclass(frozen=True)
 class DataOptions:
     """`coat.data`: how photos are read."""
 
-    background: str = from_option(BY_KEY["data.background"])
-    transparency: str = from_option(BY_KEY["data.transparency"])
-    prepare: str = from_option(BY_KEY["data.prepare"])
+    background: str = key("white", "colour", "what transparent parts of a photo become")
+    transparency: str = choice(("background", "mask"), "mask: transparent parts are also left out of the loss")
+    prepare: str = choice(
+        ("auto", "never"),
+        "inside ai-toolkit: photos it would misread (EXIF, color profile, transparency, 16 bit) are read from "
+        "corrected copies in the run folder",
+    )
 
 
 @dataclass(frozen=True)
 class GuardOptions:
     """`coat.guard`: when a run counts as dead; steps are optimizer steps, shares are from 0 to 1."""
 
-    enabled: bool = from_option(BY_KEY["guard.enabled"])
-    nonfinite_steps: int = from_option(BY_KEY["guard.nonfinite_steps"])
-    diverging_steps: int = from_option(BY_KEY["guard.diverging_steps"])
-    zero_gradient_steps: int = from_option(BY_KEY["guard.zero_gradient_steps"])
-    dead_lora_steps: int = from_option(BY_KEY["guard.dead_lora_steps"])
-    pinned_loss_steps: int = from_option(BY_KEY["guard.pinned_loss_steps"])
-    health_every: int = from_option(BY_KEY["guard.health_every"])
-    max_saturation: float = from_option(BY_KEY["guard.max_saturation"])
-    max_underflow: float = from_option(BY_KEY["guard.max_underflow"])
+    enabled: bool = switch(True, "stop a run that can no longer succeed, say why, and exit with a nonzero code")
+    nonfinite_steps: int = key(
+        10, "int", "consecutive steps with NaN or inf that stop the run; a single one is skipped", minimum=1
+    )
+    diverging_steps: int = key(
+        50,
+        "int",
+        "consecutive steps of diverging loss and weights that stop the run; nothing is saved meanwhile",
+        minimum=1,
+    )
+    zero_gradient_steps: int = key(10, "int", "consecutive steps without any gradient that stop the run", minimum=1)
+    dead_lora_steps: int = key(50, "int", "stop if every lora_B is still zero after this many steps", minimum=1)
+    pinned_loss_steps: int = key(
+        100, "int", "consecutive steps with exactly the same loss that stop the run", minimum=2
+    )
+    health_every: int = key(100, "int", "steps between checks of what the FP8 casts lose", minimum=1)
+    max_saturation: float = key(
+        0.001, "float", "share of a tensor clipped to the format's maximum that stops the run", above=0, maximum=1
+    )
+    max_underflow: float = key(0.5, "float", "share of a tensor rounded to zero that stops the run", above=0, maximum=1)
 
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """`coat.resume`: what a continued run may change."""
+    """`coat.resume`: what a resumed run may change."""
 
-    allow: tuple[str, ...] = from_option(BY_KEY["resume.allow"])
+    allow: tuple[str, ...] = key((), "strings", "what may differ from the run being resumed: data, seed, world_size")
 
 
 @dataclass(frozen=True)
 class COATConfig:
     """The whole `coat:` block; `COATConfig()` has every default."""
 
-    enabled: bool = from_option(BY_KEY["enabled"])
+    enabled: bool = switch(True, "false: an ordinary bf16 run, exactly as the trainer does it without COAT")
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     weight: WeightOptions = field(default_factory=WeightOptions)
     activation: ActivationOptions = field(default_factory=ActivationOptions)
@@ -126,7 +190,7 @@ class COATConfig:
     data: DataOptions = field(default_factory=DataOptions)
     guard: GuardOptions = field(default_factory=GuardOptions)
     resume: ResumeOptions = field(default_factory=ResumeOptions)
-    fallback: str = from_option(BY_KEY["fallback"])
+    fallback: str = choice(("bf16", "error"), "when FP8 cannot be used on this device, torch or layer")
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any] | None, *, file: str = "", key_path: str = "coat") -> COATConfig:
@@ -165,7 +229,7 @@ class COATConfig:
         """How FP8AdamW stores its moments, and its other arguments.
 
         Args:
-            optimizer_params: the host's block; a key of `coat.optimizer` in it overrides that one, `betas`, `eps` and
+            optimizer_params: ai-toolkit's block; a key of `coat.optimizer` in it overrides that one, `betas`, `eps` and
                 `weight_decay` are passed on.
             file: named in errors, where there is one.
             key_path: dotted key of the block, named in errors.
@@ -204,6 +268,25 @@ class COATConfig:
         )
 
 
+OPTIONS = tuple(options_of(COATConfig))
+BY_KEY = {option.key: option for option in OPTIONS}
+
+
+def markdown_table() -> str:
+    """The README's table of the `coat:` block: key, values with the default first, effect."""
+    lines = ["| key | values (default first) | effect |", "|---|---|---|"]
+    for option in OPTIONS:
+        if option.kind == "bool":
+            values = "true, false" if option.default else "false, true"
+        elif option.choices:
+            values = ", ".join(map(str, option.choices))
+        else:
+            default = show(list(option.default) if isinstance(option.default, tuple) else option.default)
+            values = f"{default}; {option.rule().removeprefix('must be ').removesuffix(', or null')}"
+        lines.append(f"| `{option.key}` | {values} | {option.doc} |")
+    return "\n".join(lines) + "\n"
+
+
 def parse_optimizer_params(raw: Any, path: str, findings: Findings) -> dict[str, Any]:
     """Check `train.optimizer_params` of coat_fp8_adamw; returns the keys that were given."""
     rows = [option for option in OPTIONS if option.key.startswith("optimizer.")]
@@ -211,7 +294,7 @@ def parse_optimizer_params(raw: Any, path: str, findings: Findings) -> dict[str,
 
 
 def check_combinations(config: COATConfig, path: str, findings: Findings) -> None:
-    """Refuse options that the user wrote and that would have no effect beside the others."""
+    """Refuse options that the user wrote and that would have no effect with the others."""
     memory = f"{path}.memory"
     mode = config.memory.checkpointing
     if f"{memory}.every_n" in findings.given and mode != "every_n":
@@ -229,22 +312,18 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
         rule = "compiles the fused flow's blocks, and activation.flow is generic; write flow: fused or compile: none"
         findings.add(f"{path}.speed.compile", rule, config.speed.compile)
     if config.activation.min_sqnr_db is not None:
-        rule = _obstacle_to_minimum(config)
-        if rule is not None:
+        rule = ""
+        if not config.activation.use_fp8:
+            rule = "only used with activation.use_fp8: true; write null or use_fp8: true"
+        elif config.activation.linear_granularity == "per_group":
+            rule = "is not for linear_granularity: per_group; write null, or linear_granularity: per_row"
+        elif config.speed.compile == "cudagraphs":
+            rule = "needs to look into a step, which replayed CUDA graphs do not allow"
+            rule += "; write null or speed.compile: blocks"
+        if rule:
             findings.add(f"{path}.activation.min_sqnr_db", rule, config.activation.min_sqnr_db)
     for part in config.resume.allow:
         if part not in RESUME_PARTS:
             near = closest(part, RESUME_PARTS)
             remedy = f"did you mean '{near}'?" if near else f"write {RESUME_PARTS[0]}, for example"
             findings.add(f"{path}.resume.allow", f"each must be one of {', '.join(RESUME_PARTS)}; {remedy}", part)
-
-
-def _obstacle_to_minimum(config: COATConfig) -> str | None:
-    """Why the inputs of GEMMs cannot be measured under these options, as a rule and a remedy."""
-    if not config.activation.use_fp8:
-        return "only used with activation.use_fp8: true; write null or use_fp8: true"
-    if config.activation.linear_granularity == "per_group":
-        return "is not for linear_granularity: per_group; write null, or linear_granularity: per_row"
-    if config.speed.compile == "cudagraphs":
-        return "needs to look into a step, which replayed CUDA graphs do not allow; write null or speed.compile: blocks"
-    return None

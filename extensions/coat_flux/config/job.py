@@ -13,7 +13,7 @@ from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_TYPE
 from .ai_toolkit_keys import NO_EFFECT, UNSUPPORTED
-from .build import HostKeys, build
+from .build import OtherKeys, build
 from .coat import COATConfig, check_combinations
 from .findings import Findings
 from .job_file import check_plain, check_shape, load_job_yaml, load_written, replace_name
@@ -92,18 +92,18 @@ class JobConfig(Job):
         _check_frame(plain, findings)
         process = config["process"][0]
         meta = plain["meta"] if isinstance(plain.get("meta"), Mapping) else {}
-        job = build(cls, process, path, findings, host=HOST, file=file, meta=dict(meta), raw=plain, written=plain)
+        job = build(cls, process, path, findings, others=HOST, file=file, meta=dict(meta), raw=plain, written=plain)
         job = replace(_completed(job, config["name"]), coat=_coat_in_force(job, f"{path}.coat", findings))
         check_combinations(job.coat, f"{path}.coat", findings)
         check_job(job, path, findings)
         return replace(job, notes=tuple(warning.line() for warning in findings.warnings)), findings
 
 
-def _host(section: str) -> HostKeys:
-    return HostKeys(NO_EFFECT.get(section, {}), UNSUPPORTED.get(section, {}))
+def _host(section: str) -> OtherKeys:
+    return OtherKeys(NO_EFFECT.get(section, {}), UNSUPPORTED.get(section, {}))
 
 
-HOST: dict[type, HostKeys] = {
+HOST: dict[type, OtherKeys] = {
     JobConfig: _host("process"),
     NetworkSection: _host("network"),
     NetworkKwargs: _host("network_kwargs"),

@@ -7,7 +7,7 @@ import re
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .build import parse_keys
-from .coat import COATConfig, parse_optimizer_params
+from .coat import ADAMW_OPTIONS, COATConfig, parse_optimizer_params
 from .common_rules import (
     check_apart,
     check_caption_ext,
@@ -19,27 +19,11 @@ from .common_rules import (
     check_trigger,
 )
 from .findings import ConfigError, Findings, finding
-from .job_sections import Job
-from .options import ADAMW_OPTIONS, OPTIMIZER_PACKAGES, OPTIMIZER_PARAMS
-from .values import Option
+from .job_sections import LR_PARAMS, OPTIMIZER_PACKAGES, OPTIMIZER_PARAMS, Job
 
 PRODIGY_LOW_LR = 0.1
 _DEVICE = re.compile(r"cuda(:\d+)?|mps|cpu")
 _PROMPT_FLAG = re.compile(r"\s--[a-z]")
-
-LR_PARAMS: dict[str, tuple[Option, ...]] = {
-    "constant": (Option("factor", 1.0, "float", "multiplies lr", above=0),),
-    "constant_with_warmup": (Option("num_warmup_steps", 1000, "int", "steps of the ramp", minimum=0),),
-    "linear": (
-        Option("start_factor", 1 / 3, "float", "multiplies lr at the start", above=0, maximum=1),
-        Option("end_factor", 1.0, "float", "multiplies lr at the end", minimum=0, maximum=1),
-    ),
-    "cosine": (Option("eta_min", 0.0, "float", "lr at the end", minimum=0),),
-    "cosine_with_restarts": (
-        Option("eta_min", 0.0, "float", "lr at the end", minimum=0),
-        Option("T_mult", 1, "int", "growth of the period", minimum=1),
-    ),
-}
 
 
 def coat_without_block(job: Job) -> COATConfig:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .build import blocks, key
+from .build import blocks
 from .coat import COATConfig
+from .options import Option, choice, key, switch
 
 DTYPES = {
     "float16": "fp16",
@@ -33,7 +34,6 @@ _OTHER_OPTIMIZERS = (
     *("automagic", "automagic2", "automagic3", "automagicexperiment"),
     *("dadaptation", "dadaptationadam", "dadaptationlion"),
 )
-LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts")
 TIMESTEP_TYPES = (
     "sigmoid",
     "linear",
@@ -54,9 +54,65 @@ _OTHER_ADAPTERS = (
 )
 _FP16 = "FLUX overflows in fp16; write bf16"
 
+_NO_LR = "the learning rate is train.lr, and Adafactor does not take both; remove the line"
+
+# optimizer of another package → its `train.optimizer_params`, with the defaults ai-toolkit gives it
+OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
+    "prodigy": (
+        Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
+        Option("beta3", None, "float", "decay of the step size's averages; null: sqrt(beta2)", nullable=True, above=0),
+        Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq)", above=0),
+        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
+        Option("decouple", True, "bool", "decoupled weight decay, as in AdamW"),
+        Option("use_bias_correction", False, "bool", "bias correction, as in Adam"),
+        Option("safeguard_warmup", False, "bool", "for a learning rate that warms up"),
+        Option("d0", 1e-6, "float", "first estimate of the step size", above=0),
+        Option("d_coef", 1.0, "float", "multiplies the estimate", above=0),
+        Option("growth_rate", 1.02, "float", "largest growth of the estimate per step; default: no limit", minimum=1),
+        Option("slice_p", 1, "int", "estimate from one element in so many", minimum=1),
+    ),
+    "adafactor": (
+        Option("eps", (1e-30, 1e-3), "betas", "added to squared gradients; smallest parameter scale", minimum=0),
+        Option("clip_threshold", 1.0, "float", "largest root mean square of an update", above=0),
+        Option("decay_rate", -0.8, "float", "exponent of the second moment's decay", below=0),
+        Option("beta1", None, "float", "decay of the first moment; null: none", nullable=True, minimum=0, below=1),
+        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
+        Option("scale_parameter", False, "bool", "multiply lr by the parameter's root mean square"),
+        Option("relative_step", False, "bool", "no other value", refused=((True, _NO_LR),)),
+        Option("warmup_init", False, "bool", "no other value", refused=((True, _NO_LR),)),
+    ),
+    "lion": (
+        Option("betas", (0.9, 0.99), "betas", "weights of the momentum", minimum=0, maximum=1),
+        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
+        Option("use_triton", False, "bool", "the package's Triton kernel"),
+        Option("decoupled_weight_decay", False, "bool", "weight decay that does not depend on lr"),
+    ),
+}
+
+# optimizer → module it comes from, and what pip calls it
+OPTIMIZER_PACKAGES = {
+    "adamw8bit": ("bitsandbytes", "bitsandbytes"),
+    "prodigy": ("prodigyopt", "prodigyopt"),
+    "lion": ("lion_pytorch", "lion-pytorch"),
+}
+# learning-rate scheduler → its `train.lr_scheduler_params`
+LR_PARAMS: dict[str, tuple[Option, ...]] = {
+    "constant": (Option("factor", 1.0, "float", "multiplies lr", above=0),),
+    "constant_with_warmup": (Option("num_warmup_steps", 1000, "int", "steps of the ramp", minimum=0),),
+    "linear": (
+        Option("start_factor", 1 / 3, "float", "multiplies lr at the start", above=0, maximum=1),
+        Option("end_factor", 1.0, "float", "multiplies lr at the end", minimum=0, maximum=1),
+    ),
+    "cosine": (Option("eta_min", 0.0, "float", "lr at the end", minimum=0),),
+    "cosine_with_restarts": (
+        Option("eta_min", 0.0, "float", "lr at the end", minimum=0),
+        Option("T_mult", 1, "int", "growth of the period", minimum=1),
+    ),
+}
+
 
 def _off(default: bool, doc: str, wrong: str) -> Any:
-    return key(default, "bool", doc, refused=((not default, wrong),))
+    return switch(default, doc, refused=((not default, wrong),))
 
 
 @dataclass(frozen=True)
@@ -71,13 +127,13 @@ class NetworkKwargs:
 class NetworkSection:
     """`network`: the LoRA. On FLUX ai-toolkit has alpha = rank whatever is written; so have we."""
 
-    type: str = key("lora", "choice", "kind of adapter", choices=("lora",), refused=_OTHER_ADAPTERS)
+    type: str = choice(("lora",), "kind of adapter", refused=_OTHER_ADAPTERS)
     linear: int = key(4, "int", "rank", minimum=1, maximum=4096)
     linear_alpha: float | None = key(None, "float", "equal to linear", nullable=True, above=0)
     rank: int | None = key(None, "int", "old name of linear", nullable=True, minimum=1, maximum=4096)
     alpha: float | None = key(None, "float", "old name of linear_alpha", nullable=True, above=0)
     dropout: float | None = key(None, "float", "dropout of the adapters", nullable=True, minimum=0, below=1)
-    transformer_only: bool = key(True, "bool", "adapters only in the transformer blocks")
+    transformer_only: bool = switch(True, "adapters only in the transformer blocks")
     network_kwargs: NetworkKwargs = field(default_factory=NetworkKwargs)
 
 
@@ -85,7 +141,7 @@ class NetworkSection:
 class SaveSection:
     """`save`: checkpoints."""
 
-    dtype: str = key("float16", "choice", "precision of the saved LoRA", choices=tuple(DTYPES))
+    dtype: str = choice(DTYPES, "precision of the saved LoRA")
     save_every: int = key(1000, "int", "steps from one checkpoint to the next", minimum=1)
     max_step_saves_to_keep: int = key(5, "int", "older checkpoints are removed", minimum=1)
     push_to_hub: bool = _off(False, "upload", _ONLY_AITK.format("false"))
@@ -99,23 +155,23 @@ class DatasetSection:
     caption_ext: str = key(".txt", "str", "extension of the caption files")
     default_caption: str | None = key(None, "str", "for images without caption", nullable=True)
     caption_dropout_rate: float = key(0.0, "float", "part of the captions left empty", minimum=0, maximum=1)
-    shuffle_tokens: bool = key(False, "bool", "shuffle the caption's comma-separated parts")
-    cache_latents: bool = key(False, "bool", "encode images once, keep in memory")
-    cache_latents_to_disk: bool = key(False, "bool", "encode images once, keep on disk")
-    cache_text_embeddings: bool = key(False, "bool", "encode captions once, keep on disk")
+    shuffle_tokens: bool = switch(False, "shuffle the caption's comma-separated parts")
+    cache_latents: bool = switch(False, "encode images once, keep in memory")
+    cache_latents_to_disk: bool = switch(False, "encode images once, keep on disk")
+    cache_text_embeddings: bool = switch(False, "encode captions once, keep on disk")
     resolution: tuple[int, ...] = key((512,), "sizes", "one or several resolutions", minimum=32, maximum=8192)
     num_repeats: int = key(1, "int", "times each image is seen in an epoch", minimum=1)
-    flip_x: bool = key(False, "bool", "mirrored copies as well")
-    buckets: bool = key(True, "bool", "keep aspect ratios; false: square crops")
+    flip_x: bool = switch(False, "mirrored copies as well")
+    buckets: bool = switch(True, "keep aspect ratios; false: square crops")
 
 
 @dataclass(frozen=True)
 class EMASection:
     """`train.ema_config`."""
 
-    use_ema: bool = key(False, "bool", "save and sample the moving average")
+    use_ema: bool = switch(False, "save and sample the moving average")
     ema_decay: float = key(0.999, "float", "weight of the old average", minimum=0, maximum=1)
-    use_feedback: bool = key(False, "bool", "feed the average back into the parameters")
+    use_feedback: bool = switch(False, "feed the average back into the parameters")
     param_multiplier: float = key(1.0, "float", "multiplies the parameters after each update", above=0)
 
 
@@ -136,45 +192,39 @@ class TrainSection:
     gradient_accumulation_steps: int = key(1, "int", "old name, only 1; see gradient_accumulation")
     train_unet: bool = _off(True, "train the transformer", "there is nothing else to train here; write true")
     train_text_encoder: bool = _off(False, "train the text encoders", _ONLY_AITK.format("false"))
-    gradient_checkpointing: bool = key(True, "bool", "blocks may be recomputed in backward")
-    noise_scheduler: str = key("flowmatch", "choice", "the objective", choices=("flowmatch",))
-    timestep_type: str = key(
-        "sigmoid",
-        "choice",
+    gradient_checkpointing: bool = switch(True, "blocks may be recomputed in backward")
+    noise_scheduler: str = choice(("flowmatch",), "the objective")
+    timestep_type: str = choice(
+        TIMESTEP_TYPES,
         "how noise levels are drawn",
-        choices=TIMESTEP_TYPES,
         refused=tuple((name, _ONLY_AITK.format("sigmoid")) for name in ["next_sample"]),
     )
-    content_or_style: str = key("balanced", "choice", "bends the draw", choices=("balanced", "content", "style"))
+    content_or_style: str = choice(("balanced", "content", "style"), "bends the draw")
     min_denoising_steps: int = key(0, "int", "smallest index drawn", minimum=0, maximum=999)
     max_denoising_steps: int = key(999, "int", "index the draw stays below", minimum=0, maximum=999)
-    bypass_guidance_embedding: bool = key(False, "bool", "train without the guidance embedding")
-    linear_timesteps: bool = key(False, "bool", "even noise levels, loss weighted by a bell")
-    linear_timesteps2: bool = key(False, "bool", "the same, with the low-noise half of the bell flat")
-    loss_type: str = key("mse", "choice", "the loss", choices=("mse", "mae", "pseudo_huber"))
-    optimizer: str = key(
-        "adamw",
-        "choice",
+    bypass_guidance_embedding: bool = switch(False, "train without the guidance embedding")
+    linear_timesteps: bool = switch(False, "even noise levels, loss weighted by a bell")
+    linear_timesteps2: bool = switch(False, "the same, with the low-noise half of the bell flat")
+    loss_type: str = choice(("mse", "mae", "pseudo_huber"), "the loss")
+    optimizer: str = choice(
+        OPTIMIZERS,
         "optimizer",
-        choices=OPTIMIZERS,
         refused=tuple((name, _ONLY_AITK.format("one of " + ", ".join(OPTIMIZERS))) for name in _OTHER_OPTIMIZERS),
     )
     optimizer_params: Mapping[str, Any] | None = key(None, "mapping", "its further arguments", nullable=True)
     lr: float = key(1e-6, "float", "learning rate", above=0, example=1e-4)
-    lr_scheduler: str = key("constant", "choice", "course of the learning rate", choices=LR_SCHEDULERS)
+    lr_scheduler: str = choice(LR_PARAMS, "course of the learning rate")
     lr_scheduler_params: Mapping[str, Any] | None = key(None, "mapping", "its further arguments", nullable=True)
     max_grad_norm: float = key(1.0, "float", "gradients are clipped to this norm", above=0)
     ema_config: EMASection = field(default_factory=EMASection)
-    dtype: str = key(
-        "fp32",
-        "choice",
+    dtype: str = choice(
+        TRAIN_DTYPES,
         "precision of the frozen model",
-        choices=TRAIN_DTYPES,
         refused=tuple((name, _FP16) for name in ("fp16", "float16", "half")),
     )
-    skip_first_sample: bool = key(False, "bool", "no samples before the first step")
-    disable_sampling: bool = key(False, "bool", "no samples at all")
-    cache_text_embeddings: bool = key(False, "bool", "as cache_text_embeddings of every dataset")
+    skip_first_sample: bool = switch(False, "no samples before the first step")
+    disable_sampling: bool = switch(False, "no samples at all")
+    cache_text_embeddings: bool = switch(False, "as cache_text_embeddings of every dataset")
 
 
 @dataclass(frozen=True)
@@ -183,9 +233,9 @@ class ModelSection:
 
     name_or_path: str = key(None, "str", "a diffusers folder, a hub name, or a FLUX.1 .safetensors file", required=True)
     extras_name_or_path: str | None = key(None, "str", "where VAE and text encoders come from", nullable=True)
-    is_flux: bool = key(False, "bool", "FLUX.1")
+    is_flux: bool = switch(False, "FLUX.1")
     arch: str | None = key(None, "str", "flux, as is_flux: true", nullable=True)
-    quantize: bool = key(False, "bool", "quantize the frozen transformer")
+    quantize: bool = switch(False, "quantize the frozen transformer")
     qtype: str = key("qfloat8", "str", COAT_QTYPE)
 
 
@@ -205,7 +255,7 @@ class SampleItem:
 class SampleSection:
     """`sample`: images drawn during the run."""
 
-    sampler: str = key("flowmatch", "choice", "sampler", choices=("flowmatch",))
+    sampler: str = choice(("flowmatch",), "sampler")
     sample_every: int = key(100, "int", "steps from one set of samples to the next", minimum=1)
     sample_start_step: int = key(0, "int", "no samples before this step", minimum=0)
     width: int = key(512, "int", "pixels", minimum=16, maximum=8192, multiple_of=16)
@@ -213,10 +263,10 @@ class SampleSection:
     prompts: tuple[str, ...] = key((), "strings", "what to draw; [trigger] becomes the trigger word")
     samples: tuple[SampleItem, ...] = blocks(SampleItem)
     seed: int = key(0, "int", "seed of the first image", minimum=0)
-    walk_seed: bool = key(False, "bool", "the next image has the next seed")
+    walk_seed: bool = switch(False, "the next image has the next seed")
     guidance_scale: float = key(7.0, "float", "guidance embedding", minimum=0)
     sample_steps: int = key(20, "int", "denoising steps", minimum=1)
-    format: str = key("jpg", "choice", "file format", choices=("jpg", "png", "webp"))
+    format: str = choice(("jpg", "png", "webp"), "file format")
 
     def items(self) -> tuple[SampleItem, ...]:
         """The images of one set, in order, with size, seed, guidance and steps filled in.
@@ -252,8 +302,8 @@ class LoggingSection:
     """`logging`."""
 
     log_every: int = key(100, "int", "steps from one log entry to the next", minimum=1)
-    verbose: bool = key(False, "bool", "what goes to coat/log.txt is shown on the console, too")
-    use_wandb: bool = key(False, "bool", "log to Weights & Biases as well")
+    verbose: bool = switch(False, "what goes to coat/log.txt is shown on the console, too")
+    use_wandb: bool = switch(False, "log to Weights & Biases as well")
     project_name: str = key("ai-toolkit", "str", "project there")
     run_name: str | None = key(None, "str", "name of the run there; null: W&B makes one up", nullable=True)
 
@@ -270,7 +320,7 @@ class Job:
     """
 
     name: str | None = key(None, "str", "name of the run", nullable=True)
-    type: str = key(COAT_TYPE, "choice", "process type", choices=PROCESS_TYPES, required=True)
+    type: str = choice(PROCESS_TYPES, "process type", required=True)
     training_folder: str = key(None, "str", "where runs are saved", required=True)
     device: str | None = key(None, "str", "cuda, cuda:0, mps or cpu; null: the best there is", nullable=True)
     trigger_word: str | None = key(None, "str", "goes into every caption", nullable=True)

@@ -1,238 +1,281 @@
-"""Every option of the `coat:` block, once. Defaults, parsing, error texts and the README table all come from here."""
+"""One option of a config: its type, default, range and help, declared once, and how a value is checked.
+
+A value must have the YAML type its kind asks for; nothing is converted from text, since a config that guesses hides
+mistakes. The only conversion is from a whole number to a float.
+"""
 
 from __future__ import annotations
 
-from .findings import show
-from .values import Option
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
 
-FORMATS = ("e4m3", "e5m2")
-M1_FORMATS = (*FORMATS, "int8_ratio")
-M2_FORMATS = (*FORMATS, "uint8_log")
+from .findings import closest, show
 
-
-def _switch(key: str, default: bool, doc: str) -> Option:
-    return Option(key, default, "bool", doc)
-
-
-def _choice(key: str, choices: tuple[object, ...], doc: str) -> Option:
-    return Option(key, choices[0], "choice", doc, choices=choices)
+COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
+BOOL_WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 
 
-OPTIONS: tuple[Option, ...] = (
-    _switch("enabled", True, "false: an ordinary bf16 run, exactly as the trainer does it without COAT"),
-    _switch("optimizer.use_fp8", True, "master switch for both moments"),
-    _switch("optimizer.use_fp8_m1", True, "the first moment (exp_avg) in 8 bits"),
-    _switch("optimizer.use_fp8_m2", True, "the second moment (exp_avg_sq) in 8 bits"),
-    _choice("optimizer.m1_format", M1_FORMATS, "format of exp_avg; int8_ratio: exp_avg/√exp_avg_sq, evenly spaced"),
-    _choice("optimizer.m2_format", M2_FORMATS, "format of exp_avg_sq; uint8_log: evenly spaced in the logarithm"),
-    Option(
-        "optimizer.block_size",
-        128,
-        "int",
-        "elements that share one scale",
-        minimum=16,
-        maximum=4096,
-        multiple_of=16,
-    ),
-    _switch(
-        "optimizer.use_dynamic_range_expansion",
-        True,
-        "f(x) = sign(x)·abs(x)^k per block before the cast to e4m3 or e5m2",
-    ),
-    _switch("optimizer.stochastic_rounding", False, "bf16/fp16 parameters are updated with stochastic rounding"),
-    _switch("weight.use_fp8", True, "frozen linears hold FP8 codes only, no bf16 copy stays in memory"),
-    _choice("weight.format", FORMATS, "FP8 format of the frozen weights"),
-    _choice("weight.granularity", ("per_tensor", "per_row"), "what shares one scale in a weight"),
-    _switch("activation.use_fp8", True, "FP8 GEMM inputs and FP8 tensors saved for backward"),
-    _choice("activation.format", FORMATS, "FP8 format of the forward input"),
-    _choice("activation.grad_format", ("e5m2", "e4m3", "bf16"), "format of the backward gradient"),
-    _choice("activation.linear_granularity", ("per_tensor", "per_row", "per_group"), "scaling of GEMM inputs"),
-    _choice(
-        "activation.nonlinear_granularity",
-        ("per_group", "per_tensor"),
-        "scaling of what norms, GELU, gates and attention save",
-    ),
-    _choice("activation.group_size", (128, 16, 32, 64, 256), "the 1×G group of per_group"),
-    _choice("activation.attention", ("fp8", "bf16"), "how q, k, v, out are saved for attention's backward"),
-    _choice(
-        "activation.flow",
-        ("fused", "generic"),
-        "fused: FLUX blocks save only what cannot be recomputed; generic: diffusers' code, saved tensors packed",
-    ),
-    Option(
-        "activation.include",
-        ("*",),
-        "strings",
-        "fnmatch patterns over full module names: the linears that multiply in FP8",
-    ),
-    Option(
-        "activation.exclude",
-        (),
-        "strings",
-        "fnmatch patterns over full module names: linears that multiply in bf16 (weights still follow weight.use_fp8)",
-    ),
-    Option(
-        "activation.min_sqnr_db",
-        None,
-        "float",
-        "linears whose FP8 input has a lower SQNR than this (dB, measured in step 2) multiply in bf16 from then on; "
-        "null: none do",
-        above=0,
-        nullable=True,
-    ),
-    _switch("memory.enable_efficient_checkpoint", True, "checkpointed block inputs are stored in FP8"),
-    _choice(
-        "memory.checkpointing",
-        ("auto", "none", "all", "every_n"),
-        "blocks recomputed in backward; auto: as few as budget_gb allows; train.gradient_checkpointing: false: none",
-    ),
-    Option("memory.every_n", 2, "int", "with checkpointing: every_n, one block in this many is recomputed", minimum=1),
-    Option(
-        "memory.budget_gb",
-        None,
-        "float",
-        "with checkpointing: auto, the peak the run must stay under; null: the device's memory",
-        above=0,
-        nullable=True,
-    ),
-    _choice(
-        "memory.transposed_weights",
-        ("auto", "always", "never"),
-        "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1); auto: if nothing is recomputed and it fits",
-    ),
-    _switch("memory.log_memory_stats", True, "print memory lines"),
-    Option("memory.log_every", 100, "int", "steps between memory lines", minimum=1),
-    _choice(
-        "speed.compile",
-        ("auto", "none", "blocks", "cudagraphs"),
-        "torch.compile for each FLUX block; cudagraphs: as CUDA graphs; auto: the fastest by speed.measure, else none",
-    ),
-    _choice(
-        "speed.measure",
-        ("auto", "always", "never"),
-        "time the GEMMs (20 s at most) at the start, use the fastest that is as precise as configured; auto: on a GPU",
-    ),
-    Option("data.background", "white", "colour", "what transparent parts of a photo become"),
-    _choice(
-        "data.transparency",
-        ("background", "mask"),
-        "mask: transparent parts are also left out of the loss",
-    ),
-    _choice(
-        "data.prepare",
-        ("auto", "never"),
-        "inside ai-toolkit: photos it would misread (EXIF, color profile, transparency, 16 bit) are read from "
-        "corrected copies in the run folder",
-    ),
-    _switch("guard.enabled", True, "stop a run that can no longer succeed, say why, and exit with a nonzero code"),
-    Option(
-        "guard.nonfinite_steps",
-        10,
-        "int",
-        "consecutive steps with NaN or inf that stop the run; a single one is skipped",
-        minimum=1,
-    ),
-    Option(
-        "guard.diverging_steps",
-        50,
-        "int",
-        "consecutive steps of diverging loss and weights that stop the run; nothing is saved meanwhile",
-        minimum=1,
-    ),
-    Option(
-        "guard.zero_gradient_steps", 10, "int", "consecutive steps without any gradient that stop the run", minimum=1
-    ),
-    Option("guard.dead_lora_steps", 50, "int", "stop if every lora_B is still zero after this many steps", minimum=1),
-    Option(
-        "guard.pinned_loss_steps",
-        100,
-        "int",
-        "consecutive steps with exactly the same loss that stop the run",
-        minimum=2,
-    ),
-    Option("guard.health_every", 100, "int", "steps between checks of what the FP8 casts lose", minimum=1),
-    Option(
-        "guard.max_saturation",
-        0.001,
-        "float",
-        "share of a tensor clipped to the format's maximum that stops the run",
-        above=0,
-        maximum=1,
-    ),
-    Option(
-        "guard.max_underflow", 0.5, "float", "share of a tensor rounded to zero that stops the run", above=0, maximum=1
-    ),
-    Option(
-        "resume.allow",
-        (),
-        "strings",
-        "what may differ from the run being resumed: data, seed, world_size",
-    ),
-    _choice("fallback", ("bf16", "error"), "when FP8 cannot be used on this device, torch or layer"),
+class OptionError(Exception):
+    """Why a value is refused: the rule and the remedy, without file and key."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key of a config.
+
+    Args:
+        key: its name, dotted where it is nested.
+        default: its value where the user writes none.
+        kind: bool, int, float, str, choice, colour, strings (list of strings), sizes (whole number or a list of them),
+            count or names (whole number or a list of file names), betas (two numbers), mapping.
+        doc: one line: what it does.
+        choices: allowed values, the default first.
+        minimum: smallest allowed number.
+        above: a number must be greater than this.
+        maximum: largest allowed number.
+        below: a number must be less than this.
+        multiple_of: a whole number must be a multiple of this.
+        nullable: null is allowed.
+        required: there is no default.
+        refused: (value, reason) of values that are known but cannot be had.
+        example: a value people write, where the default is none; offered in place of a wrong one.
+    """
+
+    key: str
+    default: Any
+    kind: str
+    doc: str
+    choices: tuple[Any, ...] = ()
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    multiple_of: int | None = None
+    nullable: bool = False
+    required: bool = False
+    refused: tuple[tuple[Any, str], ...] = ()
+    example: Any = None
+
+    def parse(self, value: Any) -> Any:
+        """The checked value.
+
+        Raises:
+            OptionError: the value is not allowed; says what is.
+        """
+        if value is None:
+            if self.nullable:
+                return None
+            shown = self.default if self.example is None else self.example
+            remedy = "write one" if shown is None else f"write {_bare(shown)} or remove the line"
+            raise OptionError(f"has no value, {self.rule()}; {remedy}")
+        for refused, reason in self.refused:
+            if _same(value, refused):
+                raise OptionError(reason)
+        return _KINDS[self.kind][1](self, value)
+
+    def refusal(self, value: Any) -> str | None:
+        """Why `value` is refused, as `<rule>; <remedy>`; None where it is allowed."""
+        try:
+            self.parse(value)
+        except OptionError as error:
+            return str(error)
+        return None
+
+    def rule(self) -> str:
+        """What is allowed, as a sentence: "must be …"."""
+        if self.choices:
+            text = f"must be one of {', '.join(map(_bare, self.choices))}"
+        else:
+            text = f"must be {_KINDS[self.kind][0]}{self._range()}"
+        return f"{text}, or null" if self.nullable else text
+
+    def _range(self) -> str:
+        parts = []
+        if self.minimum is not None and self.maximum is not None:
+            parts.append(f"from {self.minimum:g} to {self.maximum:g}")
+        elif self.minimum is not None:
+            parts.append(f"of at least {self.minimum:g}")
+        elif self.maximum is not None:
+            parts.append(f"of at most {self.maximum:g}")
+        if self.above is not None:
+            parts.append(f"above {self.above:g}")
+        if self.below is not None:
+            parts.append(f"below {self.below:g}")
+        if self.multiple_of is not None:
+            parts.append(f"a multiple of {self.multiple_of}")
+        return f" {' and '.join(parts)}" if parts else ""
+
+    def error(self, remedy: str) -> OptionError:
+        """The rule, and what to write instead."""
+        return OptionError(f"{self.rule()}; {remedy}")
+
+    def check_range(self, number: float) -> None:
+        """Raise OptionError unless `number` is within the bounds; NaN never is."""
+        inside = (
+            math.isfinite(number)
+            and (self.minimum is None or number >= self.minimum)
+            and (self.maximum is None or number <= self.maximum)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+            and (self.multiple_of is None or number % self.multiple_of == 0)
+        )
+        if not inside:
+            shown = self.default if self.example is None else self.example
+            raise self.error("write " + ("a value in that range" if shown is None else f"{show(shown)}, for example"))
+
+
+def key(default: Any, kind: str, doc: str, **rules: Any) -> Any:
+    """A dataclass field that is one key of the block; arguments as those of `Option`."""
+    return field(default=default, metadata={"option": Option("", default, kind, doc, **rules)})
+
+
+def switch(default: bool, doc: str, **rules: Any) -> Any:
+    """A key that is true or false."""
+    return key(default, "bool", doc, **rules)
+
+
+def choice(choices: Iterable[Any], doc: str, **rules: Any) -> Any:
+    """A key with these values, the default first."""
+    choices = tuple(choices)
+    return key(choices[0], "choice", doc, choices=choices, **rules)
+
+
+def _parse_bool(option: Option, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = BOOL_WORDS.get(value.lower()) if isinstance(value, str) else None
+    if word:
+        raise option.error(f"write {word} without quotes")
+    raise option.error(f"write {'true' if value else 'false'}" if value in (0, 1) else "write true or false")
+
+
+def _parse_number(option: Option, value: Any) -> Any:
+    whole = option.kind in ("int", "sizes", "count or names")
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise option.error(_number_remedy(value, whole=whole))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    option.check_range(number)
+    return value if whole else number
+
+
+def _parse_str(option: Option, value: Any) -> str:
+    if isinstance(value, (bool, int, float, date)):
+        raise option.error("write it in quotes")
+    if not isinstance(value, str):
+        raise option.error("write one string")
+    if option.required and not value.strip():
+        raise OptionError("is empty; write one")
+    return value
+
+
+def _parse_choice(option: Option, value: Any) -> Any:
+    for one in option.choices:
+        if _same(value, one):
+            return one
+    if isinstance(value, str) and value in map(str, option.choices):
+        raise option.error(f"write {value} without quotes")
+    near = closest(value, map(str, option.choices)) if isinstance(value, str) else None
+    raise option.error(f"did you mean '{near}'?" if near else f"write {_bare(option.choices[0])}, for example")
+
+
+def _parse_colour(option: Option, value: Any) -> str:
+    colour = value.lower() if isinstance(value, str) else ""
+    if colour in COLOURS or re.fullmatch("#[0-9a-f]{6}", colour):
+        return colour
+    raise option.error("write white, or a colour such as '#f0f0f0' in quotes")
+
+
+def _parse_strings(option: Option, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise option.error(f"write [{show(value)}]" if isinstance(value, str) else "write ['…'] or []")
+    for item in value:
+        if not isinstance(item, str) or not item:
+            rule = f"{option.rule()}, {show(item)} is not a string"
+            raise OptionError(f"{rule}; write it in quotes, or remove it")
+    return tuple(value)
+
+
+def _parse_count_or_names(option: Option, value: Any) -> int | tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and value:
+        return _parse_strings(option, value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise option.error("write 4 or ['photo.jpg'], for example")
+    return _parse_number(option, value)
+
+
+def _parse_sizes(option: Option, value: Any) -> tuple[int, ...]:
+    sizes = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not sizes:
+        raise OptionError(f"{option.rule()}, the list is empty; write [{show(option.default[0])}]")
+    return tuple(_parse_number(option, size) for size in sizes)
+
+
+def _parse_betas(option: Option, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise option.error("write [0.9, 0.999], for example")
+    return tuple(_parse_number(option, beta) for beta in value)
+
+
+def _parse_mapping(option: Option, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise option.error("write its keys below it, indented")
+    return dict(value)
+
+
+# kind → what it is called in a rule, and how it is checked
+_KINDS: dict[str, tuple[str, Callable[[Option, Any], Any]]] = {
+    "bool": ("true or false", _parse_bool),
+    "int": ("a whole number", _parse_number),
+    "float": ("a number", _parse_number),
+    "str": ("a string", _parse_str),
+    "choice": ("one of its values", _parse_choice),
+    "colour": (f"a colour ({', '.join(COLOURS)} or '#rrggbb')", _parse_colour),
+    "strings": ("a list of strings", _parse_strings),
+    "sizes": ("a whole number, or a list of them, each", _parse_sizes),
+    "count or names": ("a list of file names, or a whole number", _parse_count_or_names),
+    "betas": ("a list of two numbers, each", _parse_betas),
+    "mapping": ("a block of keys", _parse_mapping),
+}
+_SLIPS = (  # how people write a number, and YAML does not read it: a pattern, and what Python reads
+    (re.compile(r"([-+]?\d{1,3}),(\d{3}(?:,\d{3})*)"), r"\1\2"),  # 1,500
+    (re.compile(r"([-+]?\d*),(\d+(?:[eE][-+]?\d+)?)"), r"\1.\2"),  # 0,0001
+    (re.compile(r"(\d+(?:\.\d+)?)\s*k", re.IGNORECASE), r"\1e3"),  # 2k
+    (re.compile(r"10\^(-?\d+)"), r"1e\1"),  # 10^-4
 )
 
-BY_KEY: dict[str, Option] = {option.key: option for option in OPTIONS}
 
-ADAMW_OPTIONS: tuple[Option, ...] = (
-    Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
-    Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq); the default is ai-toolkit's for every AdamW", above=0),
-    Option("weight_decay", 1e-2, "float", "decoupled weight decay", minimum=0),
-)
-
-_NO_LR = "the learning rate is train.lr, and Adafactor does not take both; remove the line"
-
-# optimizer of another package → its `train.optimizer_params`, with the defaults ai-toolkit gives it
-OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
-    "prodigy": (
-        Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
-        Option("beta3", None, "float", "decay of the step size's averages; null: sqrt(beta2)", nullable=True, above=0),
-        Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq)", above=0),
-        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
-        _switch("decouple", True, "decoupled weight decay, as in AdamW"),
-        _switch("use_bias_correction", False, "bias correction, as in Adam"),
-        _switch("safeguard_warmup", False, "for a learning rate that warms up"),
-        Option("d0", 1e-6, "float", "first estimate of the step size", above=0),
-        Option("d_coef", 1.0, "float", "multiplies the estimate", above=0),
-        Option("growth_rate", 1.02, "float", "largest growth of the estimate per step; default: no limit", minimum=1),
-        Option("slice_p", 1, "int", "estimate from one element in so many", minimum=1),
-    ),
-    "adafactor": (
-        Option("eps", (1e-30, 1e-3), "betas", "added to squared gradients; smallest parameter scale", minimum=0),
-        Option("clip_threshold", 1.0, "float", "largest root mean square of an update", above=0),
-        Option("decay_rate", -0.8, "float", "exponent of the second moment's decay", below=0),
-        Option("beta1", None, "float", "decay of the first moment; null: none", nullable=True, minimum=0, below=1),
-        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
-        _switch("scale_parameter", False, "multiply lr by the parameter's root mean square"),
-        Option("relative_step", False, "bool", "no other value", refused=((True, _NO_LR),)),
-        Option("warmup_init", False, "bool", "no other value", refused=((True, _NO_LR),)),
-    ),
-    "lion": (
-        Option("betas", (0.9, 0.99), "betas", "weights of the momentum", minimum=0, maximum=1),
-        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
-        _switch("use_triton", False, "the package's Triton kernel"),
-        _switch("decoupled_weight_decay", False, "weight decay that does not depend on lr"),
-    ),
-}
-
-# optimizer → module it comes from, and what pip calls it
-OPTIMIZER_PACKAGES = {
-    "adamw8bit": ("bitsandbytes", "bitsandbytes"),
-    "prodigy": ("prodigyopt", "prodigyopt"),
-    "lion": ("lion_pytorch", "lion-pytorch"),
-}
+def _number_remedy(value: Any, *, whole: bool) -> str:
+    """What to write for a value that is not a number, or not one of the kind."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return f"write {int(value)}"
+    if not isinstance(value, str):
+        return "write a number"
+    text = unicodedata.normalize("NFKC", value).strip()  # １０ is 10
+    for pattern, plain in _SLIPS:
+        if pattern.fullmatch(text):
+            text = pattern.sub(plain, text).replace(",", "")
+    try:
+        number = float(text)
+    except ValueError:
+        return "write a number"
+    if not math.isfinite(number) or (whole and not number.is_integer()):
+        return "write a number"
+    if text == value and not re.match(r"[-+]?0\d", text):
+        return f"write {value} without quotes"
+    return f"write {int(number) if number.is_integer() and abs(number) < 2**53 else show(number)}"
 
 
-def markdown_table() -> str:
-    """The README's table of the `coat:` block: key, values with the default first, effect."""
-    lines = ["| key | values (default first) | effect |", "|---|---|---|"]
-    lines += [f"| `{option.key}` | {_values(option)} | {option.doc} |" for option in OPTIONS]
-    return "\n".join(lines) + "\n"
+def _same(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and left == right
 
 
-def _values(option: Option) -> str:
-    if option.kind == "bool":
-        return "true, false" if option.default else "false, true"
-    if option.choices:
-        return ", ".join(str(choice) for choice in option.choices)
-    default = show(list(option.default) if isinstance(option.default, tuple) else option.default)
-    return f"{default}; {option.rule().removeprefix('must be ').removesuffix(', or null')}"
+def _bare(value: Any) -> str:
+    return value if isinstance(value, str) else show(value)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageColor
 
-from ..config.values import COLOURS
+from ..config.options import COLOURS
 from .colour import ProfileError, is_srgb, to_srgb
 from .errors import DatasetError, printable
 

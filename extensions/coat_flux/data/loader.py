@@ -39,7 +39,7 @@ class LatentDataset:
         device: Where batches are put, and where `fill` encodes.
         seed: Of caption dropout and token shuffling.
         cache_folder: Where cache files go; None is `_coat_cache` in each dataset's folder.
-        background: What transparent parts of a photo become; a name of `config.values.COLOURS` or "#rrggbb".
+        background: What transparent parts of a photo become; a name of `config.options.COLOURS` or "#rrggbb".
         transparency: `mask` also gives each batch the loss mask that a photo's transparency makes; else `background`.
     """
 

@@ -76,7 +76,7 @@ def prepare_copy(
     Args:
         folder: The dataset's folder, checked by `inspect_datasets`.
         target: Where the copy goes; only files that an earlier call made there are replaced or removed.
-        background: What transparent parts become; a name of `config.values.COLOURS` or "#rrggbb".
+        background: What transparent parts become; a name of `config.options.COLOURS` or "#rrggbb".
         transparency: `mask` also makes the mask folder; else `background`.
         keep: The only photos to copy, or None for all; with some a copy is always made.
         correct: False links misread photos, too.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
+from ..config.coat import ADAMW_OPTIONS, FORMATS
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
-from ..config.options import ADAMW_OPTIONS, FORMATS
 
 __all__ = ["BF16", "Arm", "has_coat", "prepare_job", "require_coat", "run_name"]
 
