@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -77,6 +76,7 @@ ROWS = [
     Row("fused, attention bf16", "autocast", FUSED_BF16, bounds=(17, 15)),
     Row("fused", "autocast", FUSED, bounds=(13, 11)),
     Row("bf16", "peft", OFF),
+    Row("bf16, recomputed", "peft", OFF, checkpointed=True),
     Row("generic", "peft", GENERIC),
     Row("fused, attention bf16", "peft", FUSED_BF16, bounds=(17, 15)),
     Row("fused", "peft", FUSED, bounds=(13, 11)),
@@ -86,6 +86,13 @@ ROWS = [
     Row("fused, attention bf16", "toolkit", FUSED_BF16, bounds=(17, 15)),
     Row("fused", "toolkit", FUSED, bounds=(13, 11)),
 ]
+
+DRAWN_LOOP = "peft"
+BARS = {  # rows of the picture, and what a reader calls them
+    "bf16": "bf16",
+    "bf16, recomputed": "bf16 with recomputation:\nevery block runs forward twice",
+    "fused": "COAT: nothing recomputed",
+}
 
 
 def kept_bytes(run: Callable[[], tuple[Tensor, ...]]) -> int:
@@ -172,38 +179,22 @@ def report_row(row: Row, found: dict[str, float], hooks: dict[str, float] | None
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Bars of FLUX.1-dev's blocks at 1024 px in a group per loop, with their share of what bf16 keeps in that loop.
-
-    Loops with the same figures are one group.
-    """
+    """What FLUX.1-dev's blocks save at 1024 px in one loop: the rows of `BARS`."""
     from matplotlib.figure import Figure
 
-    groups: list[tuple[list[str], dict[str, tuple[float, float]]]] = []
-    for loop in dict.fromkeys(r["loop"] for r in results):
-        own = {r["name"]: tuple(scaled_gb(r["bytes"], 1024).values()) for r in results if r["loop"] == loop}
-        same = (g for g in groups if all(name in g[1] and math.dist(own[name], g[1][name]) < 0.05 for name in own))
-        found = next(same, None)
-        if found is None:
-            groups.append(([loop], own))
-        else:
-            found[0].append(loop)
-    heights = [len(rows) + 0.6 for _, rows in groups]
-    figure = Figure(figsize=(9, 0.36 * sum(heights) + 1.2), layout="constrained")
-    panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, (loops, rows) in zip(panels, groups, strict=True):
-        names = list(rows)[::-1]
-        double, single = ([rows[name][kind] for name in names] for kind in range(2))
-        axes.barh(names, double, color="#4477aa", label="19 double blocks")
-        bars = axes.barh(names, single, left=double, color="#ee6677", label="38 single blocks")
-        totals = [a + b for a, b in zip(double, single, strict=True)]
-        whole = totals[names.index("bf16")] if "bf16" in names else None
-        texts = [f"{gb:.1f} GB" + (f"  ({gb / whole:.0%})" if whole and gb != whole else "") for gb in totals]
-        axes.bar_label(bars, labels=texts, padding=3, fontsize=8)
-        axes.set_title(" and ".join(map(LOOPS.__getitem__, loops)), loc="left", fontsize=10, fontweight="bold")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.14)
-    panels[0].legend(loc="lower right", frameon=False)
-    panels[-1].set_xlabel("GB kept for backward: FLUX.1-dev, 1024 px, rank 16 (scaled from one block of each kind)")
+    saved = {r["name"]: tuple(scaled_gb(r["bytes"], 1024).values()) for r in results if r["loop"] == DRAWN_LOOP}
+    names = [name for name in BARS if name in saved][::-1]
+    double, single = ([saved[name][kind] for name in names] for kind in range(2))
+    figure = Figure(figsize=(9, 2.9), layout="constrained")
+    axes = figure.subplots()
+    labels = [BARS[name] for name in names]
+    axes.barh(labels, double, color="#4477aa", label="19 double blocks")
+    bars = axes.barh(labels, single, left=double, color="#ee6677", label="38 single blocks")
+    axes.bar_label(bars, labels=[f"{sum(saved[name]):.1f} GB" for name in names], padding=4, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.12)
+    axes.legend(loc="lower right", frameon=False)
+    axes.set_xlabel("GB saved for backward: FLUX.1-dev, 1024 px, rank 16 (scaled from one block of each kind)")
     figure.savefig(path, dpi=90)
 
 

@@ -1,4 +1,4 @@
-"""The READMEs show the option table as the code has it, and name only files that exist."""
+"""The pages show the option table as the code has it, the READMEs are short, and files named exist."""
 
 from __future__ import annotations
 
@@ -11,25 +11,40 @@ from coat_flux.config.coat import OPTIONS, markdown_table
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README_zh.md")
+PAGES = [*READMES, *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
-def test_the_english_readme_holds_the_option_table_verbatim():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def _text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_the_english_page_holds_the_option_table_verbatim():
+    text = _text("docs/options.md")
     start, end = text.index("<!-- options:start -->\n"), text.index("<!-- options:end -->")
     assert text[start:end].removeprefix("<!-- options:start -->\n") == markdown_table()
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_every_option_is_named(readme):
-    text = (ROOT / readme).read_text(encoding="utf-8")
-    missing = [option.key for option in OPTIONS if f"`{option.key}`" not in text]
-    assert missing == []
+@pytest.mark.parametrize("page", ["docs/options.md", "docs/zh/options.md"])
+def test_every_option_is_named(page):
+    assert [option.key for option in OPTIONS if f"`{option.key}`" not in _text(page)] == []
 
 
 @pytest.mark.parametrize("readme", READMES)
-def test_every_file_named_exists(readme):
-    text = (ROOT / readme).read_text(encoding="utf-8")
-    named = set(re.findall(r"\]\(([\w./-]+)\)", text)) | set(re.findall(r"`(configs/[\w.]+|scripts/[\w.]+)`", text))
-    assert len(named) > 5
-    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
-    assert missing == []
+def test_the_readmes_stay_short(readme):
+    assert len(_text(readme).splitlines()) <= 200
+
+
+def test_both_readmes_show_the_same_pictures():
+    english, chinese = (re.findall(r"!\[.*?\]\((.*?)\)", _text(readme)) for readme in READMES)
+    assert english == chinese
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_named_exists(page):
+    text = _text(page)
+    linked = set(re.findall(r"\]\(([\w./-]+)(?:#[^)]*)?\)", text))
+    named = set(re.findall(r"`((?:configs|scripts)/[\w.]+)`", text))
+    missing = [name for name in linked if not (ROOT / page).parent.joinpath(name).exists()]
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert sorted(missing) == []
+    assert page not in READMES or len(linked | named) > 5

@@ -1,4 +1,4 @@
-"""Every command of the READMEs works as written, far from any checkout: in what a wheel holds.
+"""Every command of the READMEs and of docs/ works as written, far from any checkout: in what a wheel holds.
 
 A wheel is built from the sources and unpacked; the folder that `coat-flux examples` fills from it is where the commands
 run, with the tiny config in place of those that need a GPU. `scripts/test_versions.py` runs this file in new
@@ -24,9 +24,10 @@ from tests.helpers.aitk_standin.host import copy_checkout
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README_zh.md")
+ENGLISH = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "coat_core", "extensions", "configs", "datasets_example")
 TINY = "configs/flux_clothing_tiny.yaml"
-IN_PLACE_OF = {  # what stands in the READMEs for something of the user's, or needs a GPU
+IN_PLACE_OF = {  # what stands in the documentation for something of the user's, or needs a GPU
     "path/to/photos": "datasets_example/clothing",
     "path/to/ai-toolkit": "ai-toolkit",
     "flux_clothing_coat": "flux_clothing_tiny",
@@ -57,13 +58,14 @@ SAYS = {  # command: how its output shows that it did its work
     "coat-flux export output/flux_clothing_coat/flux_clothing_coat.safetensors --to kohya": "kohya",
     "coat-flux install path/to/ai-toolkit": "extensions/coat_flux: link made",
     "coat-flux report output/flux_clothing_coat": "report",
+    "coat-flux report output/flux_clothing_coat --out page.html": "page.html",
 }
 
 
-def commands(readme: str) -> list[str]:
-    """The commands in a README's shell blocks, without their comments."""
-    text = (ROOT / readme).read_text(encoding="utf-8")
-    lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
+def commands(*pages: Path) -> list[str]:
+    """The commands in the pages' shell blocks, without their comments."""
+    blocks = [block for page in pages for block in re.findall(r"```bash\n(.*?)```", page.read_text("utf-8"), re.DOTALL)]
+    lines = "\n".join(blocks).splitlines()
     return [command for line in lines if (command := re.split(r"(?:^|\s)#\s", line)[0].strip())]
 
 
@@ -127,6 +129,7 @@ def test_a_wheel_holds_configs_photos_and_the_mini_flux(installed: Path) -> None
     assert len(photos) == 33
     assert photos.items() <= _files(ROOT / "datasets_example").items()
     mini_flux = _files(package / "mini_flux" / "files")
+    assert len(mini_flux) > 10
     assert mini_flux == _files(ROOT / "extensions" / "coat_flux" / "mini_flux" / "files")
 
 
@@ -136,13 +139,20 @@ def test_what_a_wheel_holds_trains(workplace: Path) -> None:
     assert "steps: 1 " in (workplace / TINY).read_text(encoding="utf-8")
 
 
-def test_both_readmes_have_the_same_commands_and_each_is_known() -> None:
-    english, chinese = map(commands, READMES)
-    assert english == chinese
+def test_each_command_is_known() -> None:
+    found = commands(*ENGLISH)
     known = {*ELSEWHERE, *ONLY_PARSED, *SAYS, "hf auth login"}
-    unknown = [one for one in english if one not in known and not one.startswith("accelerate launch --multi_gpu ")]
+    unknown = [one for one in found if one not in known and not one.startswith("accelerate launch --multi_gpu ")]
     assert unknown == [], "say in this file how each is tried"
-    assert known - set(english) == set(), "no longer in the READMEs"
+    assert known - set(found) == set(), "no longer in the documentation"
+
+
+def test_the_chinese_pages_have_the_same_commands() -> None:
+    pairs = [(ROOT / READMES[0], ROOT / READMES[1])]
+    pairs += [(ROOT / "docs" / page.name, page) for page in (ROOT / "docs" / "zh").glob("*.md")]
+    assert len(pairs) > 3
+    for english, chinese in pairs:
+        assert commands(english) == commands(chinese), english
 
 
 @pytest.mark.parametrize("command", SAYS)
@@ -170,7 +180,7 @@ def test_long_commands_have_these_options(command: str) -> None:
 def test_programs_of_others_have_these_options() -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    (launch,) = [command for command in commands("README.md") if command.startswith("accelerate ")]
+    (launch,) = [command for command in commands(*ENGLISH) if command.startswith("accelerate ")]
     parsed = launch_command_parser().parse_args(shlex.split(launch)[2:])
     assert parsed.module
     assert parsed.multi_gpu
