@@ -1,4 +1,4 @@
-"""Facts about the two FP8 formats, and the names of two integer formats that only AdamW's moments have.
+"""Facts about the two FP8 formats, and the table of what AdamW's moments may be stored in.
 
 | name | torch dtype         | max    | smallest normal | smallest subnormal | mantissa bits |
 |------|---------------------|--------|-----------------|--------------------|---------------|
@@ -6,7 +6,7 @@
 | e5m2 | float8_e5m2         | 57344  | 2^-14           | 2^-16              | 2             |
 
 e4m3 has no infinity; e5m2 has one, and torch's own cast sends large values there (`quantize.saturating_cast` does not).
-The integer formats: `coat_core.moments`.
+The integer formats, which only moments have, carry their encode and decode in `coat_core.moments`.
 Source: OCP 8-bit floating point specification (OFP8) 1.0; the values are checked against `torch.finfo` by the tests.
 """
 
@@ -37,16 +37,23 @@ FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """An 8-bit format of one of AdamW's moments: its name and the dtype of its codes, which no other format has."""
+    """An 8-bit format of one of AdamW's moments.
+
+    Attributes:
+        name: as in the options.
+        dtype: of its codes; no other format has it, so it identifies the format.
+        numbers: fields of `QuantizedBlocks` that a block has besides its codes.
+    """
 
     name: str
     dtype: torch.dtype
+    numbers: tuple[str, ...]
 
 
-INT8_RATIO = IntegerFormat("int8_ratio", torch.int8)
-UINT8_LOG = IntegerFormat("uint8_log", torch.uint8)
+INT8_RATIO = IntegerFormat("int8_ratio", torch.int8, ("scale",))
+UINT8_LOG = IntegerFormat("uint8_log", torch.uint8, ("scale", "exponent"))
 
-# what exp_avg and exp_avg_sq may be stored in
+# What exp_avg and exp_avg_sq may be stored in. How to add a format: coat_core/README.md.
 M1_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, INT8_RATIO.name: INT8_RATIO}
 M2_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, UINT8_LOG.name: UINT8_LOG}
 

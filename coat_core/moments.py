@@ -26,10 +26,14 @@ Shapes: blocks [n, B]; scale, exponent [n, 1].
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from coat_core.expansion import FP32_MAX, FP32_SMALLEST_NORMAL, QuantizedBlocks, clamp_infinities
+from coat_core.formats import INT8_RATIO, UINT8_LOG
 from coat_core.quantize import finite_abs
 
 RATIO_MAX, RATIO_NAN = 127, -128
@@ -86,3 +90,21 @@ def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
     values = (root * scale * root).clamp(FP32_SMALLEST_NORMAL, FP32_MAX)
     values = torch.where(codes == 0, 0.0, values)
     return torch.where(codes == LOG_NAN, torch.nan, values)
+
+
+class Codec(NamedTuple):
+    """How blocks get into one integer format and out of it.
+
+    Attributes:
+        encode: fp32 [n, B] → QuantizedBlocks.
+        decode: codes [n, B] and the format's numbers [n, 1], in their order → fp32 [n, B].
+    """
+
+    encode: Callable[[Tensor], QuantizedBlocks]
+    decode: Callable[..., Tensor]
+
+
+CODECS = {  # by the dtype of the codes
+    INT8_RATIO.dtype: Codec(quantize_ratio, dequantize_ratio),
+    UINT8_LOG.dtype: Codec(quantize_log, dequantize_log),
+}

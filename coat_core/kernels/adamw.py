@@ -13,8 +13,8 @@ parameters and gradients; lists for the moments and their numbers per block as w
 step for 1000 tensors instead of 0.7 (measured on a CPU core).
 
 Shapes: B elements a block, n blocks in all; codes [n, B]; numbers fp32 [S, n], S rows of: scale, exponent, center.
-S = 3 with dynamic range expansion, 1 without, 0 for a moment in fp32; 1 for int8_ratio, 2 for uint8_log. The dtype of
-the codes and S tell the format.
+S = 3 with dynamic range expansion, 1 without, 0 for a moment in fp32; an integer format has as many as its `numbers`.
+The dtype of the codes and S tell the format.
 Source: arXiv 2410.19313, section 3 (FP8 optimizer); order of operations as torch.optim.AdamW's single-tensor path, so
 that fp32 results are equal to the last bit.
 """
@@ -29,10 +29,10 @@ from torch import Tensor
 
 from coat_core.config import ExpansionConfig
 from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
-from coat_core.formats import INT8_RATIO, UINT8_LOG, format_of
+from coat_core.formats import INT8_RATIO, format_of
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.packing import Chunk, chunk_elements, chunks
-from coat_core.moments import dequantize_log, dequantize_ratio, quantize_log, quantize_ratio, update_ratio
+from coat_core.moments import CODECS, update_ratio
 from coat_core.quantize import stochastic_cast
 
 
@@ -140,28 +140,24 @@ def _read(moment: Moment, rows: slice) -> Tensor:
     codes, numbers = moment.codes[rows], moment.numbers[:, rows, None]
     if not len(numbers):
         return codes
-    if codes.dtype == INT8_RATIO.dtype:
-        return dequantize_ratio(codes, *numbers)
-    if codes.dtype == UINT8_LOG.dtype:
-        return dequantize_log(codes, *numbers)
+    if codes.dtype in CODECS:
+        return CODECS[codes.dtype].decode(codes, *numbers)
     scale, exponent, center = numbers if len(numbers) == 3 else (numbers[0], None, None)
     return dequantize_blocks(QuantizedBlocks(codes, scale, center, exponent))
 
 
 def _write(moment: Moment, rows: slice, values: Tensor, expansion: ExpansionConfig) -> None:
-    if not len(moment.numbers):
+    dtype, numbers = moment.codes.dtype, moment.numbers
+    if not len(numbers):
         moment.codes[rows] = values
         return
-    if moment.codes.dtype == INT8_RATIO.dtype:
-        stored = quantize_ratio(values)
-    elif moment.codes.dtype == UINT8_LOG.dtype:
-        stored = quantize_log(values)
+    if dtype in CODECS:
+        stored = CODECS[dtype].encode(values)
     else:
-        expanded = len(moment.numbers) == 3
-        stored = quantize_blocks(values, format_of(moment.codes.dtype), expansion if expanded else None)
+        stored = quantize_blocks(values, format_of(dtype), expansion if len(numbers) == 3 else None)
     moment.codes[rows] = stored.codes
     found = (number for number in (stored.scale, stored.exponent, stored.center) if number is not None)
-    for row, number in zip(moment.numbers, found, strict=True):
+    for row, number in zip(numbers, found, strict=True):
         row[rows] = number.squeeze(-1)
 
 

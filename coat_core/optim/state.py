@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from coat_core.config import ExpansionConfig, FP8QuantizationConfig
-from coat_core.formats import M1_FORMATS, M2_FORMATS, UINT8_LOG, Format, IntegerFormat
+from coat_core.formats import M1_FORMATS, M2_FORMATS, Format, IntegerFormat
 from coat_core.kernels.adamw import Moment, read_moments, write_moments
 from coat_core.kernels.packing import Layout, n_blocks
 
@@ -48,11 +48,11 @@ class Storage(NamedTuple):
 
     @property
     def per_block(self) -> tuple[str, ...]:
-        """The suffixes of the fp32 [n_blocks] tensors beside the codes."""
+        """The suffixes of the fp32 [n_blocks] tensors that go with the codes."""
         if self.format is None:
             return ()
-        if self.format is UINT8_LOG:
-            return ("scale", "exponent")
+        if isinstance(self.format, IntegerFormat):
+            return self.format.numbers
         return ("scale",) if self.expansion is None else ("scale", "exponent", "center")
 
     def describe(self) -> str:

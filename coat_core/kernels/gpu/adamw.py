@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.formats import INT8_RATIO, UINT8_LOG, format_of
-from coat_core.kernels.gpu.moments import EXPANDED, FP32, LOG, PLAIN, RATIO, read, write
+from coat_core.formats import format_of
+from coat_core.kernels.gpu.moments import EXPANDED, FP32, PLAIN, RATIO, form_of, read, write
 from coat_core.kernels.gpu.runtime import blocks, finished, launch, power_of_two
 from coat_core.kernels.gpu.tables import device_table
 
@@ -198,21 +198,12 @@ def _launchable(tensors: list[Tensor]) -> list[Tensor]:
     return list(map(Tensor.contiguous, tensors))
 
 
-def _form(codes: Tensor, numbers: int) -> int:
-    """How a moment is stored, by the dtype of its codes and the numbers of a block."""
-    if codes.dtype == INT8_RATIO.dtype:
-        return int(RATIO.value)
-    if codes.dtype == UINT8_LOG.dtype:
-        return int(LOG.value)
-    return int({0: FP32, 1: PLAIN, 3: EXPANDED}[numbers].value)
-
-
 def _moment_options(
     moments: tuple[Tensor, Tensor], numbers: tuple[int, int], expansion: list[float]
 ) -> dict[str, object]:
     """What the kernel is compiled for, by how the moments are stored."""
     fraction, step, exponent_max = expansion
-    forms = [_form(codes, count) for codes, count in zip(moments, numbers, strict=True)]
+    forms = [form_of(codes.dtype, count) for codes, count in zip(moments, numbers, strict=True)]
     fp8 = (PLAIN.value, EXPANDED.value)
     largest = [format_of(codes.dtype).max if form in fp8 else 0.0 for codes, form in zip(moments, forms, strict=True)]
     bounds = [math.log2(top) * 2 + math.log2(fraction) if top else 0.0 for top in largest]

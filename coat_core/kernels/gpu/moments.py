@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 
 from coat_core.expansion import EXPONENT_MIN
+from coat_core.formats import INT8_RATIO, UINT8_LOG
 from coat_core.kernels.gpu.common import finite_abs, saturated, scale_from_amax
 from coat_core.moments import LOG_MAX, LOG_NAN, RATIO_MAX, RATIO_NAN
 
 # how a moment is stored
 FP32, PLAIN, EXPANDED, RATIO, LOG = (tl.constexpr(form) for form in range(5))
+INTEGER_FORMS = {INT8_RATIO.dtype: RATIO, UINT8_LOG.dtype: LOG}
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 HUGE = tl.constexpr(torch.finfo(torch.float32).max)
@@ -27,6 +29,12 @@ SMALLEST_EXPONENT = tl.constexpr(EXPONENT_MIN)
 RATIO_TOP, RATIO_NOT_A_NUMBER = tl.constexpr(RATIO_MAX), tl.constexpr(RATIO_NAN)
 LOG_TOP, LOG_NOT_A_NUMBER = tl.constexpr(LOG_MAX), tl.constexpr(LOG_NAN)
 HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
+
+
+def form_of(dtype: torch.dtype, numbers: int) -> int:
+    """Return how a moment is stored, from the dtype of its codes and how many numbers a block has."""
+    form = INTEGER_FORMS[dtype] if dtype in INTEGER_FORMS else {0: FP32, 1: PLAIN, 3: EXPANDED}[numbers]
+    return int(form.value)
 
 
 @triton.jit
