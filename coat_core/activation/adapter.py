@@ -5,8 +5,8 @@
     dA = dhᵀ x_q        from the FP8 x, which only dA needs
 
 An FP8 base linear that reads the same x hands it over (`hands_input_to_adapter`) with the FP8 copy it carries, since
-the host may cast x before the adapter sees it. Linears that read the same tensor share that copy, so q, k, v and their
-adapters keep 1 byte per element of x among them.
+the trainer may cast x before the adapter reads it. Linears that read the same tensor share that copy, so q, k, v and
+their adapters keep 1 byte per element of x among them.
 
 Shapes: x [..., K], A [r, K], h [..., r].
 Source: the frozen-weight case of arXiv 2410.19313, section 5: a frozen W needs no x, LoRA's dA does.
@@ -47,9 +47,9 @@ class _LinearWithFP8Input(torch.autograd.Function):
 
 
 def _is_same_input(x: Tensor, base_input: Tensor) -> bool:
-    """Whether x is what the base linear read, or the host's cast of it, as the autograd graph shows.
+    """Whether x is what the base linear read, or the trainer's cast of it, as the autograd graph shows.
 
-    Where nothing upstream is trained there is no graph, and a cast is not told from another tensor: not the same.
+    Where nothing upstream is trained there is no graph, and a cast cannot be told from another tensor: not the same.
     """
     if x is base_input:
         return True

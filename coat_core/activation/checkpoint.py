@@ -2,7 +2,7 @@
 
 `torch.utils.checkpoint` keeps each block's inputs in high precision until backward. Here a large input is replaced by
 an *anchor*, a one-element tensor expanded to the input's shape, through which its gradient flows; the values are
-kept beside it as FP8 with 1×G scales. The first forward pass sees the exact input, recomputation the FP8 one.
+kept alongside as FP8 with 1×G scales. The first forward pass sees the exact input, recomputation the FP8 one.
 
 RNG state, autocast and dropout are reproduced by torch's non-reentrant checkpoint, which this wraps.
 Source: the paper's efficient checkpoint; torch.utils.checkpoint for the mechanism.

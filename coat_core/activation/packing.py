@@ -8,7 +8,7 @@ Left alone: parameters, buffers and all that is passed as `keep`, trained parame
 and FP8 tensors, small tensors, tensors with short rows (a LoRA's rank-r activations), and statistics: one fp32 value
 per row of the tensor saved just before (attention's log-sum-exp, whichever kernel saved it) or the scales of FP8 codes
 saved just before. Of scaled_dot_product_attention only q, k, v, out and probabilities are packed, no mask. A frozen
-weight that autocast copies is no parameter any more: its copy is packed as an activation is.
+weight that autocast copies is no longer a parameter: its copy is packed as an activation is.
 
 A tensor may be changed in place after it was packed: backward sees the values that were saved. One that was left alone
 may not, and backward says so, as it does without hooks.
@@ -221,7 +221,7 @@ def _row_length(tensor: Tensor) -> int:
 
 
 def _top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The saved-tensor hooks that are called now, (pack, unpack); no public function tells."""
+    """The saved-tensor hooks that are called now, (pack, unpack); there is no public function for it."""
     top: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
         True
     )

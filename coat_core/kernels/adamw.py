@@ -7,7 +7,7 @@ The paper's Algorithm 1 (decoupled weight decay) with t the step counted from 1,
     v   ← β2·v + (1 − β2)·g²
     w   ← w − lr/(1 − β1^t) · m / ( sqrt(v)/sqrt(1 − β2^t) + ε )
 
-with m and v dequantized before and quantized after. The moments of all tensors lie in one packed buffer each: tensor i
+with m and v dequantized before and quantized after. The moments of all tensors are in one packed buffer each: tensor i
 has its blocks from row first_blocks[i] on, the last one padded with zeros (`packing`). So the operator takes two lists,
 parameters and gradients; lists for the moments and their numbers per block as well would cost the dispatcher 4.3 ms a
 step for 1000 tensors instead of 0.7 (measured on a CPU core).
@@ -210,7 +210,7 @@ def _cut(chunk: Chunk, flat: list[Tensor]) -> list[Tensor]:
 
 
 def _per_block(table: Tensor, chunk: Chunk) -> Tensor:
-    """Repeat each tensor's row of the table for its blocks in the chunk, without a host sync."""
+    """Repeat each tensor's row of the table for its blocks in the chunk, without a sync."""
     return torch.cat(
         [
             table[index].expand(blocks, -1)
@@ -234,7 +234,7 @@ def fp8_adamw_step(
 ) -> None:
     """Do one AdamW step in place on `params` and on the blocks of both moments that belong to them.
 
-    On CUDA one launch whatever the number of tensors, without host sync, also while a CUDA graph is captured.
+    On CUDA one launch whatever the number of tensors, without a sync, also while a CUDA graph is captured.
 
     Args:
         params: all fp32, bf16 or fp16, of any shapes.

@@ -1,7 +1,7 @@
 """Attention through torch's own kernels, forward and backward apart.
 
-The forward pass returns what torch's backward kernel wants beside q, k, v and out (log-sum-exp, random state), so that
-the four large tensors may be kept in FP8, or made anew, by whoever calls. The kernel is the one that
+The forward pass returns what torch's backward kernel wants besides q, k, v and out (log-sum-exp, random state), so that
+the four large tensors may be kept in FP8, or recomputed, by the caller. The kernel is the one that
 `torch.nn.functional.scaled_dot_product_attention` would choose. Where that is one without a backward of its own (the
 plain matrix products), nothing is kept and backward runs the forward pass again.
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class AttentionContext(NamedTuple):
-    """What backward needs beside q, k, v and out.
+    """What backward needs besides q, k, v and out.
 
     Attributes:
         kernel: "flash_cpu", "flash", "efficient", "cudnn", or "plain" for the one that runs forward again.

@@ -1,4 +1,4 @@
-"""Codes beside values: what operators return that quantize what they make.
+"""Codes along with values: what operators return that quantize what they make.
 
 Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale) with
 
@@ -35,7 +35,7 @@ def codes_of(values: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor
 
 
 def no_codes(values: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Return what stands for codes and scale where none were asked for."""
+    """Return the placeholders for codes and scale where none were asked for."""
     return values.new_empty(0, dtype=get_format(fmt).dtype), values.new_empty(0, dtype=torch.float32)
 
 

@@ -47,7 +47,7 @@ def run_by_triton(op: Any, launcher: str) -> None:
 
 @functools.cache
 def triton_obstacle(device: torch.device) -> str | None:
-    """Say why the Triton kernels do not run on this CUDA device, or None where they do; warns once where they do not.
+    """Return why this CUDA device does not run the Triton kernels, or None where it does; warns once.
 
     The answer comes from quantizing a few numbers on the device and comparing them with the reference.
     """
@@ -70,7 +70,7 @@ def _find_obstacle(device: torch.device) -> str | None:
             return None if _launcher("quantize", "agrees_with_reference")(device) else "a trial gave wrong codes"
     except torch.OutOfMemoryError:
         raise  # says nothing about Triton, and the answer is kept
-    except Exception as error:  # whatever a missing compiler, driver or cache folder raises; it is told
+    except Exception as error:  # whatever a missing compiler, driver or cache folder raises; it is logged
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 

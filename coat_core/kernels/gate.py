@@ -61,7 +61,7 @@ def gate_residual_backward(
         grad: of the output [B, S, D].
         gate: [B, D].
         result: [B, S, D], as it was, or its FP8 codes; None where dgate is not needed.
-        result_scale: of the codes, of the shape of any granularity; None where result is no codes.
+        result_scale: of the codes, of the shape of any granularity; None where result is not codes.
         group_size: elements that share a scale where each row has several.
         dtype: of result when it was made: what dy, and result from its codes, are rounded to.
         fmt: of the codes of dy, "e4m3" or "e5m2".
@@ -99,7 +99,7 @@ def _(
 
 
 def _granularity_of(scale: Tensor, group_size: int) -> Granularity:
-    """The granularity that a scale's shape tells; a single group a row is a row."""
+    """The granularity of a scale of this shape; one group per row is per_row."""
     if scale.ndim == 0:
         return PER_TENSOR
     return PER_ROW if scale.shape[-1] == 1 else per_group(group_size)

@@ -59,7 +59,7 @@ def gelu_backward(grad: Tensor, mlp: Tensor) -> Tensor:
         dmlp = grad·(s + x·s·(1 - s)·2u'),   s = (1 + tanh(u))/2,   u' = sqrt(2/π)·(1 + 3·0.044715·x²)
 
     Args:
-        grad: of GELU(mlp) [..., F], in fp32 or the dtype of mlp; a slice of a wider tensor is read where it lies.
+        grad: of GELU(mlp) [..., F], in fp32 or the dtype of mlp; a slice of a wider tensor is read in place.
         mlp: what GELU read (or its FP8 round trip) [..., F].
 
     Returns:

@@ -5,7 +5,7 @@
     rms_norm_rope                  y = rotate(RMSNorm(x)·weight)                   per head
 
 The bodies are the reference. The forward passes round where diffusers' FLUX blocks round, so that both give the same
-bits; the backward passes are computed in fp32 from x alone (row statistics are made anew) and rounded once.
+bits; the backward passes are computed in fp32 from x alone (row statistics are recomputed) and rounded once.
 
 Shapes: x [B, S, D] tokens; [B, S, H, d] heads of d; scale, shift [B, D]; weight [d]; cos, sin [S, d], each rotary angle
 repeated for its pair of neighbours.

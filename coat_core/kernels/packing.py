@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements of one packed buffer. GPU: large enough to hide the launches, small enough (64 MiB in fp32) to fit beside a
+# Elements of one packed buffer. GPU: large enough to hide the launches, small enough (64 MiB in fp32) to fit next to a
 # model that fills the memory. CPU: about what stays in the cache between the passes; measured, EXPERIMENTS.md.
 CHUNK_ELEMENTS_GPU = 1 << 24
 CHUNK_ELEMENTS_CPU = 1 << 17
@@ -42,7 +42,7 @@ def spans(size: int, limit: int) -> Iterator[tuple[int, int]]:
 
 
 class Layout:
-    """Where each of a list of flat pieces lies in a packed buffer [n_blocks, block_size].
+    """Where each of a list of flat pieces is in a packed buffer [n_blocks, block_size].
 
     Args:
         sizes: number of elements of each piece.

@@ -97,7 +97,7 @@ def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
     return copy[1]
 
 
-# beside the tensors and not in an attribute of theirs, which torch.save and copy.deepcopy would take along
+# a dictionary and not an attribute of the tensors, which torch.save and copy.deepcopy would take along
 _copies: MutableMapping[Tensor, tuple[tuple[str, Granularity, int], Quantized]] = WeakTensorKeyDictionary()
 
 

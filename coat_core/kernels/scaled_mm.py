@@ -123,7 +123,7 @@ def _row_major(b: Tensor) -> Tensor:
 
 @functools.cache
 def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool) -> str | None:
-    """Say why this device cannot multiply these FP8 dtypes, or None where it can.
+    """Return why this device cannot multiply these FP8 dtypes, or None where it can.
 
     The answer comes from multiplying once on the device: formats and scalings differ by GPU, CUDA and torch version.
     """

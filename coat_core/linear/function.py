@@ -5,7 +5,7 @@
     wgrad   dW = dyᵀ x_q                           trainable weights only; from the FP8 x
 
 A frozen W needs no x for dgrad, so `fp8_linear` saves nothing but a reference to the codes of W. A per-row scale of W
-lies on dgrad's contraction axis, so it is multiplied into dy before dy is cast. Tensor cores of sm_89 and sm_90 read W
+is on dgrad's contraction axis, so it is multiplied into dy before dy is cast. Tensor cores of sm_89 and sm_90 read W
 along its rows only, so dgrad wants Wᵀ [K, N]: a second copy of the codes, or one made at each use.
 
 per_group inputs (1×G) have no GPU kernel that takes any G; their FP8 values are multiplied in high precision.
@@ -266,7 +266,7 @@ def fp8_trainable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config:
     """Linear layer whose high precision weight [N, K] is trained: FP8 fprop and dgrad, wgrad from the FP8 x.
 
     Arguments, result and errors as `fp8_linear`; where FP8 cannot be used it is torch's own linear. A weight that does
-    not require a gradient is cast anew each time all the same, but keeps no x.
+    not require a gradient is cast each time all the same, but keeps no x.
     """
     if not wants_fp8_gemm(x.device, config) or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)

@@ -1,7 +1,7 @@
 """nn.Linear with an FP8 weight, frozen (codes only) or trainable.
 
-The codes live in a uint8 buffer and the scale as its int32 bit pattern: `module.to(torch.bfloat16)`, which hosts call
-at will, casts every floating buffer, and would quietly turn FP8 codes and fp32 scales into bf16.
+The codes are a uint8 buffer and the scale is its int32 bit pattern: `module.to(torch.bfloat16)`, which trainers call
+at will, casts every floating buffer and would silently turn FP8 codes and fp32 scales into bf16.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def hand_over_input(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> No
 
 
 _LOST = (
-    "weight of an FP8Linear: cannot be written, it is made anew from the FP8 codes on every access; to merge an "
+    "weight of an FP8Linear: cannot be written, it is dequantized from the FP8 codes on every access; to merge an "
     "adapter, call coat_core.restore_linear(model) first, or keep the adapter apart"
 )
 _HARMLESS = {"requires_grad_"}  # changes no value

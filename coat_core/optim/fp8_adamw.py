@@ -1,6 +1,6 @@
 """FP8AdamW: torch.optim.AdamW with its moments stored in FP8.
 
-A step is one call of the operator `coat_core.kernels.adamw` for all parameters of a group, on state that lies packed in
+A step is one call of the operator `coat_core.kernels.adamw` for all parameters of a group, on state packed in
 one buffer of each kind (`packing`), so that launches do not grow with the number of parameters and nothing is read back
 from the device. What is stored: `state`; what a state file may contain: `loading`.
 Source: arXiv 2410.19313, section 3.
@@ -53,7 +53,7 @@ def _check_hyper(group: dict[str, Any]) -> None:
 
 
 def _hyper(group: dict[str, Any], batch: Batch) -> tuple[Hyper, Tensor | None]:
-    """Return the scalars of a step: on the host where step and lr are there, else as a table on the device."""
+    """Return the scalars of a step: as floats where step and lr are in CPU memory, else as a table on the device."""
     lr, weight_decay = group["lr"], group["weight_decay"]
     betas = float(group["betas"][0]), float(group["betas"][1])
     lr_on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
@@ -186,7 +186,7 @@ class FP8AdamW(torch.optim.Optimizer):
         return loss
 
     def _packed_state(self, params: list[Tensor]) -> PackedState:
-        """Return the packed state, packed anew where it is not that of `params` and all others any more."""
+        """Return the packed state, packed again if it no longer covers `params` and all others."""
         known = self._packed is not None and self._packed.holds(self.state, params)
         if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
             if not self.defaults["capturable"]:
@@ -237,7 +237,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
         Raises:
             ValueError: groups, indices, keys, dtypes or shapes that do not belong to these parameters. Also logged at
-                ERROR, because a host may swallow the exception.
+                ERROR, because ai-toolkit swallows the exception.
         """
         states: dict[Tensor, State] = {}
 

@@ -1,7 +1,7 @@
 """Check a state file before any of it is used, and turn it into the state of these parameters.
 
 Accepted: files of FP8AdamW in any configuration (the groups' "fp8" entry tells how they were quantized) and files of
-torch.optim.AdamW. A moment stored in another way than now asked for is converted and named in one line of log.
+torch.optim.AdamW. A moment stored in another way than configured is converted and named in one log line.
 """
 
 from __future__ import annotations
@@ -132,14 +132,14 @@ def _check_keys(index: int, saved: dict[str, Any]) -> None:
 def _storage_in_file(
     name: str, index: int, saved: dict[str, Any], param: Tensor, fp8: dict[str, Any] | None
 ) -> Storage:
-    """Tell how one moment of one parameter was stored, after checking that it is whole."""
+    """Return how one moment of one parameter was stored, after checking that it is whole."""
     _check_tensor(f"state[{index}]['{name}']", saved[name], tuple(param.shape), None)
-    beside = {suffix for suffix in PER_BLOCK if f"{name}_{suffix}" in saved}
+    suffixes = {suffix for suffix in PER_BLOCK if f"{name}_{suffix}" in saved}
     if saved[name].dtype in UNQUANTIZED_DTYPES:
-        if beside:
+        if suffixes:
             raise ValueError(
-                f"state[{index}]['{name}'] is {saved[name].dtype} beside {name}_{min(beside)}: its codes were cast "
-                f"by whoever wrote or loaded the file; {ANOTHER_FILE}"
+                f"state[{index}]['{name}'] is {saved[name].dtype} although there is {name}_{min(suffixes)}: its "
+                f"codes were cast by whoever wrote or loaded the file; {ANOTHER_FILE}"
             )
         return Storage(None, 16, None)  # can be read in blocks of any size
     formats = {fmt.dtype: fmt for fmt in FORMATS_OF[name].values()}
@@ -151,9 +151,9 @@ def _storage_in_file(
     for suffix in storage.per_block:
         key = f"{name}_{suffix}"
         if key not in saved:
-            raise ValueError(f"state[{index}]['{key}'] is missing beside the codes of {name}; {ANOTHER_FILE}")
+            raise ValueError(f"state[{index}]['{key}'] is missing, but there are codes of {name}; {ANOTHER_FILE}")
         _check_tensor(f"state[{index}]['{key}']", saved[key], blocks, torch.float32)
-    alien = beside.difference(storage.per_block)
+    alien = suffixes.difference(storage.per_block)
     if alien:
         raise ValueError(
             f"state[{index}]['{name}_{min(alien)}']: codes that the file says are {storage.describe()} have none; "
@@ -166,7 +166,7 @@ def _described_storage(fmt: Format | IntegerFormat, fp8: dict[str, Any] | None) 
     """Read block size and expansion from the "fp8" entry of the file's param group."""
     if not fp8 or not {"block_size", "use_dynamic_range_expansion"} <= fp8.keys():
         raise ValueError(
-            f"param_groups 'fp8'={fp8!r}: must tell block_size and use_dynamic_range_expansion of the codes in the "
+            f"param_groups 'fp8'={fp8!r}: must give block_size and use_dynamic_range_expansion of the codes in the "
             f"file; {ANOTHER_FILE}"
         )
     config = FP8QuantizationConfig(block_size=fp8["block_size"])

@@ -28,7 +28,7 @@ class DeviceState:
     Args:
         params: the parameters.
         moments: how each moment is stored.
-        steps_on_device: whether the step counters lie on the device and not on the CPU.
+        steps_on_device: whether the step counters are on the device and not on the CPU.
 
     Attributes:
         moments: packed codes and numbers, zero codes and ones at first.
@@ -88,7 +88,7 @@ class PackedState:
         state: `Optimizer.state`; its entries become views with the values they had, or zeros where there were none.
         new: parameters that get a state now.
         moments: how each moment is stored.
-        steps_on_device: whether the step counters lie on the parameters' device and not on the CPU.
+        steps_on_device: whether the step counters are on the parameters' device and not on the CPU.
 
     Attributes:
         devices: the packed state on each device.
@@ -144,7 +144,7 @@ class PackedState:
             torch._foreach_add_(steps, 1.0)
 
     def batches(self, params: list[Tensor]) -> Iterator[Batch]:
-        """Sort parameters with gradients by device, dtypes and, where it is known on the host, step number."""
+        """Sort parameters with gradients by device, dtypes and, where the CPU knows it, step number."""
         if not params:
             return
         grads = [param.grad for param in params if param.grad is not None]

@@ -211,7 +211,10 @@ def _cast_all(file: dict[str, Any]) -> None:
 DAMAGE = {
     "no exp_avg": (_drop("exp_avg"), r"state\[0\]\['exp_avg'\] is missing"),
     "no step": (_drop("step"), r"state\[0\]\['step'\] is missing"),
-    "no scale": (_drop("exp_avg_sq_scale"), r"state\[0\]\['exp_avg_sq_scale'\] is missing beside the codes"),
+    "no scale": (
+        _drop("exp_avg_sq_scale"),
+        r"state\[0\]\['exp_avg_sq_scale'\] is missing, but there are codes",
+    ),
     "no center": (_drop("exp_avg_center"), r"state\[0\]\['exp_avg_center'\] is missing"),
     "alien key": (_put("max_exp_avg_sq", torch.ones(16, 20)), r"state\[0\]\['max_exp_avg_sq'\]: not an entry"),
     "not a tensor": (_put("exp_avg", 3), r"state\[0\]\['exp_avg'\] is int: must be a tensor"),
@@ -229,7 +232,7 @@ DAMAGE = {
     ),
     "everything was cast": (
         _cast_all,
-        r"state\[0\]\['exp_avg'\] is torch.bfloat16 beside exp_avg_center: its codes were cast",
+        r"state\[0\]\['exp_avg'\] is torch.bfloat16 although there is exp_avg_center: its codes were cast",
     ),
     "integer codes": (
         _put("exp_avg", torch.zeros(16, 20, dtype=torch.uint8)),
@@ -237,7 +240,7 @@ DAMAGE = {
     ),
     "step of two": (_put("step", torch.ones(2)), r"state\[0\]\['step'\].*one number"),
     "unknown parameter": (lambda file: file["state"].update({9: file["state"][0]}), r"state\[9\]: no param group"),
-    "no fp8 entry": (lambda file: file["param_groups"][0].pop("fp8"), r"'fp8'=None: must tell block_size"),
+    "no fp8 entry": (lambda file: file["param_groups"][0].pop("fp8"), r"'fp8'=None: must give block_size"),
     "block size 0": (lambda file: file["param_groups"][0]["fp8"].update(block_size=0), "block_size=0"),
     "ratios with the numbers of e4m3": (
         _put("exp_avg", torch.zeros(16, 20, dtype=torch.int8)),

@@ -51,8 +51,8 @@ def test_names_hold_out_every_photo_of_that_name_and_linked_ones(folders: list[P
     ("hold_out", "message"),
     [
         (16, r"of 16 photos at most 15 can be held out, .*; write at most 15, or remove the block"),
-        (["3.pgn"], r"'3.pgn' is no photo of any dataset; did you mean '3.png'\?"),
-        (["photo"], r"'photo' is no photo of any dataset; write the name of a photo with its extension"),
+        (["3.pgn"], r"'3.pgn' is not a photo of any dataset; did you mean '3.png'\?"),
+        (["photo"], r"'photo' is not a photo of any dataset; write the name of a photo with its extension"),
         (["0.png", "1.png", "2.png", "3.png"], r"leaves no photo of datasets\[1\] to train on .*hold out fewer"),
     ],
 )

@@ -4,8 +4,8 @@ A program takes R blocks of one tensor, whole blocks in registers: it reads para
 of its blocks once and writes them once. Two tables on the device tell it where (`tables`): tensor, block, size and row
 of each program, and the addresses of parameters and gradients, which change where `zero_grad` drops the gradients.
 (Copying gradients into a buffer that stays would need no table, but read and write all of them once more.) Moments need
-no addresses, they lie packed. An address from a table tells the compiler nothing of its alignment, so the launcher
-looks and says it: ALIGNED lets a thread read 16 bytes at a time.
+no addresses, they are packed. The compiler knows nothing of the alignment of an address from a table, so the launcher
+checks and passes it: ALIGNED lets a thread read 16 bytes at a time.
 
 Powers and what is divided by numbers of a block: `moments`. Without expansion all is rounded as in the reference.
 

@@ -1,4 +1,4 @@
-"""GELU-tanh, forward (beside attention's output, and quantized) and backward.
+"""GELU-tanh, forward (next to attention's output, and quantized) and backward.
 
 GELU(x) = x·s(x) with s(x) = sigmoid(2u), u = sqrt(2/π)·(x + 0.044715·x³): the same as x/2·(1 + tanh u) without its
 cancellation at large negative x. Rows are wide: a program passes over one in blocks, and once more over the values it

@@ -47,7 +47,7 @@ def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def waiting_allowed(device: torch.device) -> Iterator[None]:
-    """Let the host wait for the device, also where the caller has made that an error (set_sync_debug_mode)."""
+    """Let the CPU wait for the device, also where the caller has made that an error (set_sync_debug_mode)."""
     if device.type != "cuda":
         yield
         return

@@ -2,7 +2,7 @@
 
 The tables are known by their content, so a list that did not change since a step is found and not uploaded again, and
 one that changed (gradients get new addresses where `zero_grad` drops them) can never be mistaken for the old one. An
-upload copies from pinned memory that torch's host allocator hands out anew only when the copy is done: the host never
+upload copies from pinned memory that torch's host allocator reuses only when the copy is done: the CPU never
 waits, and never overwrites what is still to be copied.
 
 A captured CUDA graph reads at each replay the table that was there, or copies it again from its pinned source. So what

@@ -1,6 +1,6 @@
 """Files and folders, written so that a crash, also of the machine, leaves the old or the new one.
 
-Whatever is under way has a name that begins with `.writing-` and lies beside its target, so that one rename on one file
+Whatever is being written has a name that begins with `.writing-`, next to its target, so that one rename on one file
 system makes it whole and the next start knows what to remove.
 """
 
@@ -41,7 +41,7 @@ def staging_path(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well, and is removed when it does not."""
+    """A temporary file next to `path` that replaces it when the block ends well, and is removed when it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = staging_path(path)
     try:

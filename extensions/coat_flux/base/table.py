@@ -1,4 +1,4 @@
-"""A CSV that grows with a run: whole lines, cut back to the step a resumed run goes on from."""
+"""A CSV that grows with a run: whole lines, cut back to the step a run resumes from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .files import replacing
 
 __all__ = ["METRICS", "METRICS_FILE", "VALIDATION", "VALIDATION_FILE", "GrowingTable"]
 
-METRICS_FILE = Path("coat") / "metrics.csv"  # of a run's folder, a row per step, from both hosts
+METRICS_FILE = Path("coat") / "metrics.csv"  # of a run's folder, a row per step, from both trainers
 METRICS = ("step", "epoch", "loss", "lr", "grad_norm", "s_per_it", "peak_memory_gb", "skipped")
 VALIDATION_FILE = Path("coat") / "validation.csv"  # a row per measurement of the fixed-noise loss
 VALIDATION = ("step", "loss")

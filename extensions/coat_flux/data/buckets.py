@@ -5,8 +5,8 @@ or up to a multiple of `step`, and of those four sizes the one whose area is nea
 is taken. An image smaller than the budget keeps its size up to that rounding; only sides shorter than one step grow.
 
 For FLUX.1 ai-toolkit replaces its `bucket_tolerance` setting (64) by 32: 8 (VAE) × 2 (packing) × 2. So 32 is the
-default here, and one YAML trains at the same sizes in both. One difference: for strips thinner than a step the host may
-exceed the budget, here the long side is cut instead.
+default here, and one YAML trains at the same sizes in both. One difference: for strips thinner than a step ai-toolkit
+may exceed the budget, here the long side is cut instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lies in a dataset folder: images to train on, and everything that would be missed, blocked on or written astray.
+"""What is in a dataset folder: images to train on, and everything that would be missed, blocked on or written astray.
 
 The walk is ai-toolkit's: .jpg .jpeg .png .webp, recursively, without hidden files, hidden folders, `_controls` and
 folders of caches. Linked folders are not entered, so links cannot make it endless. Only regular files are ever opened:

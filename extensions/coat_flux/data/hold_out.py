@@ -97,7 +97,7 @@ def _named(name: str, folders: Sequence[Path | str], listed: Sequence[Sequence[P
     if not found:
         near = closest(name, known)
         remedy = f"did you mean {near!r}?" if near else "write the name of a photo with its extension"
-        raise DatasetError(f"validation.hold_out: {printable(name)!r} is no photo of any dataset; {remedy}")
+        raise DatasetError(f"validation.hold_out: {printable(name)!r} is not a photo of any dataset; {remedy}")
     return found
 
 

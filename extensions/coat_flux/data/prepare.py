@@ -1,7 +1,7 @@
 """A copy of a dataset folder in which ai-toolkit reads every photo right.
 
 ai-toolkit drops alpha, clips 16-bit greyscale and ignores colour profiles; with `fast_image_size` it also takes the
-size of a photo before its EXIF rotation. Photos of these kinds are written anew as upright, opaque 8-bit sRGB PNGs.
+size of a photo before its EXIF rotation. Photos of these kinds are rewritten as upright, opaque 8-bit sRGB PNGs.
 Everything else in the folder is linked (copied where links cannot be made), and the originals are only read.
 
     <target>/images/…           the folder to train on
@@ -49,7 +49,7 @@ class PreparedCopy:
 
     Attributes:
         folder: Takes the place of `folder_path`.
-        mask_folder: Takes the place of `mask_path`; None where transparency is no mask.
+        mask_folder: Takes the place of `mask_path`; None where transparency is not a mask.
         corrected: The originals that are read from a corrected copy.
         traits: How many of them have each trait, for a line to say.
     """
@@ -82,7 +82,7 @@ def prepare_copy(
         correct: False links misread photos, too.
 
     Raises:
-        DatasetError: a photo cannot be read, `target` lies in `folder`, or cannot be written.
+        DatasetError: a photo cannot be read, `target` is inside `folder`, or cannot be written.
     """
     folder, target = Path(folder), Path(target)
     if folder.resolve() in (target.resolve(), *target.resolve().parents):

@@ -33,7 +33,7 @@ def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | N
         What the check after a save finds in the new file.
 
     Raises:
-        ExportError: the source is no sound LoRA, target is source, nothing would change, or the way back is not exact.
+        ExportError: not a valid LoRA, target is source, nothing would change, or the way back is not exact.
     """
     if layout not in LAYOUTS:
         raise ExportError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")

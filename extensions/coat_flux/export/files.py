@@ -57,7 +57,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends well, and is removed when it does not."""
+    """A temporary path next to `path` that replaces it when the block ends well, and is removed when it does not."""
     temp = path.parent / f".writing-{os.getpid()}-{path.name}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

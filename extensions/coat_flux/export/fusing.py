@@ -103,7 +103,7 @@ def _heights(linear: Linear, known: Mapping[int | None, int]) -> list[int]:
     if len(sizes) > 1 or not size.is_integer():
         raise ExportError(
             f"{linear.name}: outputs of {sorted(known.values())} features do not stand {linear.heights} to each other; "
-            "this is no LoRA of a FLUX transformer"
+            "this is not a LoRA of a FLUX transformer"
         )
     return [int(size) * height for height in linear.heights]
 

@@ -96,7 +96,7 @@ def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
     """Adapters by diffusers' module name (layout diffusers) or the original's (the others), in the file's order.
 
     Raises:
-        ExportError: a key that is no adapter of a FLUX linear, one half missing, or shapes that do not fit together.
+        ExportError: a key not of an adapter of a FLUX linear, one half missing, or shapes that do not fit together.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

@@ -60,7 +60,7 @@ class FluxParts(NamedTuple):
 def make_tiny_flux(out_dir: Path | str, seed: int = 0) -> Path:
     """Makes the tiny FLUX.1 with random weights in diffusers layout, or finds that it is already there.
 
-    The folder is written beside `out_dir` and renamed, its marker file lists every file with its size: what an
+    The folder is written next to `out_dir` and renamed, its marker file lists every file with its size: what an
     interrupted run, an older version, another seed or a deleted file left behind is made again.
 
     Args:

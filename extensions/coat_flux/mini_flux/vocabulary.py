@@ -1,6 +1,6 @@
 """The two tokenizers of the tiny FLUX: byte-level BPE for CLIP and Unigram for T5, both built from the word list below.
 
-CLIP's vocabulary starts from all 256 bytes, so any text has tokens. T5's has single characters beside the words; what
+CLIP's vocabulary starts from all 256 bytes, so any text has tokens. T5's has the words and single characters; what
 is in neither becomes `<unk>`, as with the real T5. Files are written in the layouts that transformers 4 (vocab.json,
 merges.txt) and transformers 5 (tokenizer.json) read.
 """

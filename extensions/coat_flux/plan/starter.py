@@ -143,7 +143,7 @@ def _written(text: str, photos: Photos | None, card: Card, name: str, trigger: s
         "name": (name, "folder and file name of the result"),
         "training_folder": ("output", f"the run is saved in output/{name}/"),
         "trigger_word": (trigger, "a word the model does not know; [trigger] in captions and prompts becomes this"),
-        "folder_path": (folder, "your photos: image.jpg with image.txt beside it"),
+        "folder_path": (folder, "your photos: image.jpg with image.txt next to it"),
         "resolution": (sizes, why_sizes),
         "steps": (steps, why_steps),
         "save_every": (every, "steps; every save is a LoRA you can use"),
