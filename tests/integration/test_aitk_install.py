@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import coat_flux.mini_flux
-from coat_flux.mini_flux.folder import EMBEDDED_MODEL
+from coat_flux.mini_flux.folder import EMBEDDED_MODEL, MARKER_NAME
 from coat_flux.trainers.ai_toolkit import install as module
 from coat_flux.trainers.ai_toolkit.install import MANIFEST, InstallError, install
 from tests.helpers.aitk_standin.host import CHECKOUT, PACKAGE, REPOSITORY, copy_checkout
@@ -22,10 +21,10 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def make(folder: Path) -> Path:
         folder.mkdir(exist_ok=True)
-        (folder / coat_flux.mini_flux.MARKER_NAME).write_text("{}")
+        (folder / MARKER_NAME).write_text("{}")
         return folder
 
-    monkeypatch.setattr(coat_flux.mini_flux, "make_tiny_flux", make)
+    monkeypatch.setattr("coat_flux.mini_flux.folder.make_tiny_flux", make)
     return copy_checkout(tmp_path / "ait")
 
 
@@ -67,7 +66,7 @@ def test_links_extension_configs_images_and_model(checkout: Path) -> None:
     assert images
     assert (checkout / "datasets_example" / "clothing" / images[0].name).read_text() == images[0].read_text()
     assert not (checkout / "datasets_example" / "clothing").is_symlink()
-    assert (checkout / EMBEDDED_MODEL / coat_flux.mini_flux.MARKER_NAME).is_file()
+    assert (checkout / EMBEDDED_MODEL / MARKER_NAME).is_file()
     assert lines[0] == "extensions/coat_flux: link made"
     assert lines[-1] == f"{EMBEDDED_MODEL}: embedded mini-FLUX model made"
 

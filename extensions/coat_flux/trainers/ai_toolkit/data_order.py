@@ -162,7 +162,7 @@ def _ignore_interrupts(worker: int) -> None:
 
 def _let_workers_import() -> None:
     """Let loader processes that are started anew (Windows, macOS) find `coat_flux`; they get a copy of sys.path."""
-    parent = str(Path(__file__).resolve().parents[2])
+    parent = str(Path(__file__).resolve().parents[3])
     if parent not in sys.path:
         sys.path.append(parent)
 

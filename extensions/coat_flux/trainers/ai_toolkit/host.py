@@ -17,7 +17,7 @@ from ... import _load_package
 __all__ = ["HostError", "detail", "host_version", "load_core", "rebind", "run_lines", "say", "show_logs"]
 
 # Where coat_core lies beside this folder: in a checkout of COAT-FLUX, or in site-packages
-CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (3, 2))
+CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (4, 3))
 
 
 class HostError(RuntimeError):
@@ -57,7 +57,7 @@ def load_core() -> None:
         raise HostError(
             f"coat_core cannot be imported ({error}); "
             f"run `{sys.executable} -m pip install --no-deps <COAT-FLUX folder>` "
-            f"or replace the copy in {Path(__file__).resolve().parents[1]} by a link with `coat-flux install`"
+            f"or replace the copy in {Path(__file__).resolve().parents[2]} by a link with `coat-flux install`"
         ) from error
 
 

@@ -22,7 +22,7 @@ from ...config.job_file import shipped_folder
 
 __all__ = ["MANIFEST", "InstallError", "install"]
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
 EXTENSION = "extensions/coat_flux"
 LINKED_FOLDERS = ("configs", "datasets_example")
 MANIFEST = "extensions/.coat_flux_install.json"

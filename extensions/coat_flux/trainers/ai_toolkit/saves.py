@@ -134,7 +134,7 @@ class Saves:
 
         step = good_step(self._dir, since, self._apart)
         if step is not None:
-            folder = Path(__file__).resolve().parents[1] / "cli"
+            folder = Path(__file__).resolve().parents[2] / "cli"
             program = "coat-flux" if shutil.which("coat-flux") else f'"{sys.executable}" "{folder}"'
             command = f'{program} rewind "{self._dir}" --to-step {step}'
             return f"then go back to step {step} and start the job again: {command}"
