@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coat_flux.data import cache as cache_module
+from coat_flux.base.files import file_sha256
 from coat_flux.data.buckets import Bucket
-from coat_flux.data.cache import TensorCache, file_digest, latent_key, text_key
+from coat_flux.data.cache import TensorCache, latent_key, text_key
 from coat_flux.data.errors import DatasetError
 from tests.helpers.asserts import assert_bitwise
 
@@ -67,7 +67,7 @@ def test_a_failed_write_leaves_nothing_and_names_the_remedy(tmp_path, monkeypatc
     def no_space(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(cache_module.os, "replace", no_space)
+    monkeypatch.setattr("os.replace", no_space)
     with pytest.raises(DatasetError, match=r"cannot be written \(No space left on device\); make the folder writable"):
         TensorCache(tmp_path, False).store("key", entry(), "a.png")
     assert list(tmp_path.iterdir()) == []
@@ -88,8 +88,8 @@ def test_keys_change_with_everything_that_changes_the_entry():
     assert len({text_key("a", "x"), text_key("b", "x"), text_key("a", "y")}) == 3
 
 
-def test_file_digest_follows_the_bytes_only(tmp_path):
+def test_file_sha256_follows_the_bytes_only(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 3_000_000)
     (tmp_path / "b").write_bytes(b"x" * 3_000_000)
     (tmp_path / "c").write_bytes(b"x" * 2_999_999 + b"y")
-    assert file_digest(tmp_path / "a") == file_digest(tmp_path / "b") != file_digest(tmp_path / "c")
+    assert file_sha256(tmp_path / "a") == file_sha256(tmp_path / "b") != file_sha256(tmp_path / "c")

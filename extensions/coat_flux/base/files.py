@@ -1,7 +1,12 @@
 """Files and folders, written so that a crash, also of the machine, leaves the old or the new one.
 
-Whatever is being written has a name that begins with `.writing-`, next to its target, so that one rename on one file
-system makes it whole and the next start knows what to remove.
+What is under way has a name that begins with `.writing-`, in the folder of its target: one rename on one file system
+completes it, and the next start knows what to remove.
+
+The policy, for every file that a reader or a resume depends on: the content is written under that name and flushed to
+the disk (fsync), renamed, and then the folder is flushed. Without the first flush a power failure can leave the new
+name with no content, without the second the old file. `sync=False` leaves both out where a reader finds out by a
+checksum and the content can be recomputed (caches), or where the content is on the disk already (links).
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import hashlib
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,54 +27,74 @@ __all__ = [
     "file_sha256",
     "link_or_copy",
     "remove",
+    "replace_folder",
     "replacing",
     "staging_path",
     "sync_file",
     "sync_folder",
-    "write_bytes",
+    "write_file",
 ]
 
 logger = logging.getLogger(__name__)
 
 TEMP_PREFIX = ".writing-"
+NAME_TAIL = 40  # characters of the target's name: a name of 255 bytes must not become a longer one
 NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems without fsync of folders
 
 
 def staging_path(path: Path) -> Path:
-    """Where `path` is made before it takes its place."""
-    return path.parent / f"{TEMP_PREFIX}{os.getpid()}-{path.name}"
+    """A new name for what will take the place of `path`; not the process id, which containers share."""
+    return path.parent / f"{TEMP_PREFIX}{uuid.uuid4().hex[:12]}-{path.name[-NAME_TAIL:]}"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file next to `path` that replaces it when the block ends well, and is removed when it does not."""
+def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
+    """A temporary file that replaces `path` when the block ends well, and is removed when it does not.
+
+    Args:
+        path: its folder is made where it is missing.
+        sync: flush file and folder to the disk; see the module's text.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = staging_path(path)
     try:
         yield temp
-        sync_file(temp)
+        if sync:
+            sync_file(temp)
         os.replace(temp, path)
-        sync_folder(path.parent)
+        if sync:
+            sync_folder(path.parent)
     finally:
         discard(temp)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a new file and bring it to the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def write_file(path: Path, content: str | bytes) -> None:
+    """Replace the content of a file as a whole; text is UTF-8."""
+    with replacing(path) as temp:
+        temp.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def replace_folder(made: Path, target: Path, aside: Path) -> None:
+    """Rename the folder `made` to `target`; a folder that is there is moved to `aside`, and back if that fails."""
+    if target.exists():
+        remove(aside)
+        os.replace(target, aside)
+    try:
+        os.replace(made, target)
+    except OSError:
+        if aside.exists() and not target.exists():
+            os.replace(aside, target)
+        raise
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's content to the disk."""
+    """Flush a file's content to the disk."""
     with path.open("r+b") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Bring a folder's entries to the disk, where the system can; Windows has no such call."""
+    """Flush a folder's entries to the disk, where the system can; Windows has no such call."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -99,7 +125,7 @@ def remove(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what is of no use any more; that this fails is said, and must not hide what happened before."""
+    """Remove what is no longer needed; a failure is logged, and must not hide an earlier error."""
     try:
         remove(path)
     except OSError as error:

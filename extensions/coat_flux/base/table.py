@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from .files import replacing
+from .files import write_file
 
 __all__ = ["METRICS", "METRICS_FILE", "VALIDATION", "VALIDATION_FILE", "GrowingTable"]
 
@@ -79,8 +79,7 @@ class GrowingTable:
         try:
             if self._file is None or not self._path.exists():
                 self._shut()
-                with replacing(self._path) as temp:
-                    temp.write_text("".join(self._lines), encoding="utf-8", newline="")
+                write_file(self._path, "".join(self._lines))
                 self._file = self._path.open("a", newline="", encoding="utf-8")
             else:
                 self._file.write("".join(lines))

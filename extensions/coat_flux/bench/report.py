@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..base.files import write_file
 from .configurations import OK, named
 from .options import BenchOptions
 from .summary import Row, log_lines
@@ -27,10 +28,9 @@ def write(
         runs: from `runner.run_cases`, every raw sample.
         rows: from `summary.summarize`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     tree = {**head, "options": asdict(options), "rows": [row.as_dict() for row in rows], "runs": list(runs)}
-    (folder / "results.json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    (folder / "results.md").write_text(markdown(options, head, runs, rows), encoding="utf-8")
+    write_file(folder / "results.json", json.dumps(tree, indent=1) + "\n")
+    write_file(folder / "results.md", markdown(options, head, runs, rows))
 
 
 def markdown(

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..base.files import write_file
 from .gemms import GEMMS, BlockGemms, Gemm
 from .lora import trained_parameters
 
@@ -277,11 +278,8 @@ def write_cache(key: str, milliseconds: Mapping[Any, float]) -> None:
     """Keep (GEMM, compile) → milliseconds."""
     file = cache_file()
     content = {**_all(), key: {f"{gemm}/{mode}": ms for (gemm, mode), ms in milliseconds.items()}}
-    staged = file.with_suffix(f".{os.getpid()}.tmp")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        staged.replace(file)
+        write_file(file, json.dumps(content, indent=1))
     except OSError as error:
         logger.info("%s: not written, the next run measures again (%s)", file, error)
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import uuid
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..base.files import replacing
 from .buckets import Bucket
 from .errors import DatasetError, printable
 
@@ -76,15 +75,6 @@ def model_identity(model: Any) -> str:
         probed = flat[:: max(1, flat.numel() // _PROBED_ELEMENTS)].to("cpu", torch.float64)
         parts.append([name, list(tensor.shape), str(tensor.dtype), probed.tolist()])
     return _digest(parts)
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def latent_key(
@@ -174,13 +164,10 @@ class TensorCache:
         if self.folder is None:
             return
         target = self.path(key)
-        temporary = target.with_name(f".{key}.{uuid.uuid4().hex}.tmp")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, metadata={"about": printable(about), _CHECKSUM: str(_checksum(tensors))})
-            os.replace(temporary, target)
+            with replacing(target, sync=False) as temp:
+                save_file(tensors, temp, metadata={"about": printable(about), _CHECKSUM: str(_checksum(tensors))})
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
             raise DatasetError(
                 f"{target.parent}: the cache cannot be written ({error}); make the folder writable and free some disk, "
                 "or set cache_latents_to_disk: false and cache_text_embeddings: false"

@@ -17,9 +17,10 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..base.files import file_sha256
 from ..base.run_log import bar_options
 from .buckets import fit_to_bucket
-from .cache import TensorCache, TextEncoders, encode_latents, file_digest, latent_key, model_identity, text_key
+from .cache import TensorCache, TextEncoders, encode_latents, latent_key, model_identity, text_key
 from .captions import shuffle_tokens
 from .dataset import Batch, Sample
 from .errors import DatasetError, printable
@@ -204,7 +205,7 @@ class LatentDataset:
     def _latent_key(self, sample: Sample) -> str:
         path = sample.image_path
         if path not in self._digests:
-            self._digests[path] = file_digest(path)
+            self._digests[path] = file_sha256(path)
         ground = rgb(self.background)
         return latent_key(self._digests[path], sample.bucket, sample.flip, self._vae_identity, ground, self.masked)
 

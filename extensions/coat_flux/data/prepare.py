@@ -20,16 +20,14 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
-import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
-from .cache import file_digest
+from ..base.files import file_sha256, link_or_copy, replacing, write_file
 from .errors import DatasetError, printable
 from .files import Listing, list_folder
 from .images import DEEP, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb
@@ -166,15 +164,14 @@ def _refresh(target: Path, items: list[_Item], background: str, masked: bool) ->
     known = record["files"] if record["policy"] == policy else {}
     files: dict[str, str] = {}
     for item in items:
-        digest = file_digest(item.source)
+        digest = file_sha256(item.source)
         files |= dict.fromkeys(item.outputs, digest)
         if not all(known.get(output) == digest and (target / output).is_file() for output in item.outputs):
             _forget_caches(target / item.outputs[0])
             _make(item, target, background)
     for stale in record["files"].keys() - files.keys():
         _remove(target, stale)
-    content = json.dumps({"policy": policy, "files": files}, indent=1)
-    _place(target / _RECORD, lambda path: path.write_text(content, encoding="utf-8"))
+    write_file(target / _RECORD, json.dumps({"policy": policy, "files": files}, indent=1))
 
 
 def _read_record(path: Path) -> dict:
@@ -207,28 +204,16 @@ def _make(item: _Item, target: Path, background: str) -> None:
 
 
 def _save(image: Image.Image, output: Path) -> None:
-    _place(output, lambda path: image.save(path, format="PNG", compress_level=_PNG_EFFORT, icc_profile=None))
+    with replacing(output) as temp:
+        image.save(temp, format="PNG", compress_level=_PNG_EFFORT, icc_profile=None)
 
 
 def _link(source: Path, output: Path) -> None:
-    def make(path: Path) -> None:
-        for way in (os.symlink, os.link):
-            with contextlib.suppress(OSError, NotImplementedError):
-                way(source.resolve(), path)
-                return
-        shutil.copyfile(source, path)
-
-    _place(output, make)
-
-
-def _place(output: Path, write: Callable[[Path], object]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(output, sync=False) as temp:
+        try:
+            os.symlink(source.resolve(), temp)
+        except (OSError, NotImplementedError):
+            link_or_copy(source.resolve(), temp)
 
 
 def _forget_caches(image: Path) -> None:

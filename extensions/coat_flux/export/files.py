@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..base.errors import UserError
+from ..base.files import replacing
 
 __all__ = ["ExportError", "naming", "read_file", "staged", "write_file"]
 
@@ -39,11 +39,9 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors to a safetensors file and on to the disk."""
+    """Write tensors to a safetensors file."""
     kept = {key: value for key, value in metadata.items() if key not in STALE_HASHES}
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, kept | {"format": "pt"})
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -57,13 +55,9 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """A temporary path next to `path` that replaces it when the block ends well, and is removed when it does not."""
-    temp = path.parent / f".writing-{os.getpid()}-{path.name}"
+    """A temporary path that replaces `path` when the block ends well, and is removed when it does not."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temp
-        os.replace(temp, path)
+        with replacing(path) as temp:
+            yield temp
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{path}: cannot be written ({error}); free space or give another --out") from error
-    finally:
-        temp.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import nn
+
+from ..base.files import replace_folder
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def make_tiny_flux(out_dir: Path | str, seed: int = 0) -> Path:
     """Makes the tiny FLUX.1 with random weights in diffusers layout, or finds that it is already there.
 
     The folder is written next to `out_dir` and renamed, its marker file lists every file with its size: what an
-    interrupted run, an older version, another seed or a deleted file left behind is made again.
+    interrupted run, an older version, another seed or a deleted file left behind is written again.
 
     Args:
         out_dir: the folder to make, e.g. `models/tiny-flux`.
@@ -107,15 +108,26 @@ def provide_embedded(name_or_path: str) -> None:
 
 def _make(out_dir: Path, identity: dict[str, Any], write: Callable[[Path], object]) -> Path:
     """Let `write` make a folder, unless `out_dir` holds the one with this `identity`, whole."""
+    from .vocabulary import write_json
+
     if _is_complete(out_dir, identity):
         return out_dir
-    _refuse_foreign(out_dir)
+    if out_dir.exists() and not (out_dir / MARKER_NAME).is_file() and (out_dir.is_file() or any(out_dir.iterdir())):
+        raise FileExistsError(
+            f"out_dir={out_dir}: must be new, empty or a folder made by coat_flux.mini_flux (has no {MARKER_NAME}); "
+            "choose another folder or delete this one"
+        )
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
         made = Path(scratch) / out_dir.name
         write(made)
-        _write_marker(made, identity)
-        _put_in_place(made, out_dir, Path(scratch) / "replaced", identity)
+        write_json(made / MARKER_NAME, {**identity, "files": _file_sizes(made)})
+        try:
+            if not _is_complete(out_dir, identity):
+                replace_folder(made, out_dir, Path(scratch) / "replaced")
+        except OSError:
+            if not _is_complete(out_dir, identity):  # another process has been faster with the same content
+                raise
     logger.info("made the embedded FLUX model %s in %s", identity, out_dir)
     return out_dir
 
@@ -136,12 +148,6 @@ def _write(folder: Path, seed: int) -> None:
         models.t5_config(),
     )
     write_parts(folder, parts)
-
-
-def _write_marker(folder: Path, identity: dict[str, Any]) -> None:
-    from .vocabulary import write_json
-
-    write_json(folder / MARKER_NAME, {**identity, "files": _file_sizes(folder)})
 
 
 def write_parts(folder: Path, parts: FluxParts) -> None:
@@ -219,24 +225,3 @@ def _is_complete(folder: Path, identity: dict[str, Any]) -> bool:
     return all(
         (folder / name).is_file() and (folder / name).stat().st_size == size for name, size in content["files"].items()
     )
-
-
-def _refuse_foreign(folder: Path) -> None:
-    if folder.exists() and not (folder / MARKER_NAME).is_file() and (folder.is_file() or any(folder.iterdir())):
-        raise FileExistsError(
-            f"out_dir={folder}: must be new, empty or a folder made by coat_flux.mini_flux (has no {MARKER_NAME}); "
-            "choose another folder or delete this one"
-        )
-
-
-def _put_in_place(made: Path, out_dir: Path, replaced: Path, identity: dict[str, Any]) -> None:
-    """Renames `made` to `out_dir`, unless another process has been faster with the same content."""
-    if _is_complete(out_dir, identity):
-        return
-    if out_dir.exists():
-        os.replace(out_dir, replaced)
-    try:
-        os.replace(made, out_dir)
-    except OSError:
-        if not _is_complete(out_dir, identity):
-            raise

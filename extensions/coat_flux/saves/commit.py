@@ -1,6 +1,6 @@
 """A checkpoint is a set of files that one rename commits.
 
-    <run>/coat/.writing-<pid>-state-000000500/   written here, every file brought to the disk
+    <run>/coat/.writing-<…>-state-000000500/     written here, every file flushed to the disk
     <run>/coat/state-000000500/                  after the rename: the set is committed
         commit/files.json                        size and SHA-256 of each file, and which of them are published
     <run>/<name>_000000500.safetensors, ...      published: hard links (copies where there are none), each renamed in
@@ -27,7 +27,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..base.files import discard, file_sha256, link_or_copy, remove, staging_path, sync_folder, write_bytes
+from ..base.files import (
+    discard,
+    file_sha256,
+    link_or_copy,
+    replace_folder,
+    replacing,
+    staging_path,
+    sync_file,
+    sync_folder,
+)
 from .errors import SaveError, save_errors
 
 __all__ = [
@@ -110,7 +119,7 @@ def commit(
             staging.mkdir()
             write(staging)
             _seal(staging, publish)
-            _take_place(staging, target)
+            replace_folder(staging, target, target.with_name(f"{REPLACED_PREFIX}{target.name}"))
     finally:
         discard(staging)
     with save_errors(run_dir, what, f"it is whole in {target} and published at the next start"):
@@ -137,30 +146,16 @@ def _seal(folder: Path, publish: Mapping[str, str]) -> None:
     """Bring all files to the disk and write down what they are."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("r+b") as file:
-            os.fsync(file.fileno())
+        sync_file(path)
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     manifest = {"files": files, "publish": dict(publish)}
     manifest["sha256"] = _digest(manifest)
     (folder / MANIFEST).parent.mkdir()
-    write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8", newline="\n")
+    sync_file(folder / MANIFEST)
     for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
         sync_folder(path)
     sync_folder(folder)
-
-
-def _take_place(staging: Path, target: Path) -> None:
-    """The rename that commits."""
-    aside = target.with_name(f"{REPLACED_PREFIX}{target.name}")
-    if target.exists():
-        remove(aside)
-        os.replace(target, aside)
-    try:
-        os.replace(staging, target)
-    except OSError:
-        if aside.exists():
-            os.replace(aside, target)
-        raise
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
@@ -196,13 +191,8 @@ def publish_set(run_dir: Path, folder: Path) -> list[str]:
         _check_name(name)
         _check_name(inside)
         if not _is_published(run_dir / name, folder / inside, manifest["files"][inside]):
-            temp = staging_path(run_dir / name)
-            try:
-                remove(temp)
+            with replacing(run_dir / name, sync=False) as temp:
                 link_or_copy(folder / inside, temp)
-                os.replace(temp, run_dir / name)
-            finally:
-                discard(temp)
             done.append(name)
     if done:
         sync_folder(run_dir)

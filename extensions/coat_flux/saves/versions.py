@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..base.files import replacing
+from ..base.files import write_file
 
 __all__ = ["VERSIONS_FILE", "write_versions"]
 
@@ -33,5 +33,4 @@ def write_versions(run_dir: Path, host: str, device: torch.device) -> None:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed as a package"
-    with replacing(run_dir / VERSIONS_FILE) as temp:
-        temp.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    write_file(run_dir / VERSIONS_FILE, json.dumps(found, indent=1))

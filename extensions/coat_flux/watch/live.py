@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from ..base.files import discard, replacing
+from ..base.files import discard, write_file
 from ..base.table import METRICS_FILE
 
 __all__ = ["COMMANDS", "LiveRun", "RunStatus", "give_command", "read_status"]
@@ -92,8 +92,7 @@ class LiveRun:
 
     def _write(self) -> None:
         try:
-            with replacing(self._folder / STATUS_FILE) as temp:
-                temp.write_text(json.dumps(self._status, indent=1) + "\n", encoding="utf-8")
+            write_file(self._folder / STATUS_FILE, json.dumps(self._status, indent=1) + "\n")
         except OSError as error:
             logger.warning("%s: cannot be written (%s); the run goes on without it", self._folder / STATUS_FILE, error)
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...base.errors import UserError
+from ...base.files import write_file
 from ...config.job_file import shipped_folder
 
 __all__ = ["MANIFEST", "InstallError", "install"]
@@ -233,4 +234,4 @@ def _read_manifest(root: Path) -> list[_Made]:
 def _write_manifest(root: Path, made: list[_Made]) -> None:
     if made:
         entries = {"made": [asdict(item) for item in made]}
-        (root / MANIFEST).write_text(json.dumps(entries, indent=1), encoding="utf-8")
+        write_file(root / MANIFEST, json.dumps(entries, indent=1))

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file
 
-from ...base.files import replacing
+from ...base.files import write_file
 from ...config.check import require_here
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
@@ -204,8 +204,7 @@ def _open_files(session: Session) -> None:
     with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
         if session.workers.is_main:
             text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
-            with replacing(job.folder / "config.yaml") as temp:
-                temp.write_text(text, encoding="utf-8")
+            write_file(job.folder / "config.yaml", text)
             session.phases.path = job.folder / MEMORY_FILE
             errors, warnings = check_output(job.folder, save_space(job, [p.numel() for p in session.lora.values()]))
             for line in warnings:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...base.files import replacing
+from ...base.files import write_file
 from ...config.job import JobConfig
 
 __all__ = ["WandbBoard"]
@@ -47,8 +47,7 @@ class WandbBoard:
             id=known,
             resume="allow",
         )
-        with replacing(path) as temp:
-            temp.write_text(json.dumps({"id": known}) + "\n", encoding="utf-8")
+        write_file(path, json.dumps({"id": known}) + "\n")
         self._say(f"W&B: {self._run.url or self._run.dir}")
 
     def log(self, values: dict[str, float], step: int) -> None:
