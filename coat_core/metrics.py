@@ -39,19 +39,6 @@ def cosine(x: Tensor, y: Tensor) -> float:
     return torch.nn.functional.cosine_similarity(x.detach().double().flatten(), y.detach().double().flatten(), 0).item()
 
 
-def underflow_rate(x: Tensor, codes: Tensor) -> float:
-    """Fraction of nonzero elements of x whose code is zero, 0 to 1."""
-    nonzero = x != 0
-    lost = nonzero & (codes.to(torch.float32) == 0)
-    return lost.sum().item() / max(int(nonzero.sum().item()), 1)
-
-
-def saturation_rate(codes: Tensor) -> float:
-    """Fraction of codes at ±format.max, 0 to 1. Just-in-time scales put each group's largest element there."""
-    limit = format_of(codes.dtype).max
-    return (codes.to(torch.float32).abs() >= limit).float().mean().item()
-
-
 def cast_losses(x: Tensor, codes: Tensor, x_hat: Tensor) -> Tensor:
     """What a cast to FP8 lost, without reading it back from the device.
 
@@ -72,8 +59,3 @@ def cast_losses(x: Tensor, codes: Tensor, x_hat: Tensor) -> Tensor:
     nonzero = magnitude != 0
     lost = nonzero & (code == 0)
     return torch.stack([saturated.sum() / max(x.numel(), 1), lost.sum() / nonzero.sum().clamp(min=1)])
-
-
-def nonfinite_count(x: Tensor) -> int:
-    """Number of NaN and ±inf elements."""
-    return int((~x.isfinite()).sum().item())

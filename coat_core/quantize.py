@@ -7,7 +7,7 @@
     x     ≈ codes · scale
 
 A group of zeros gets scale 1 and zero codes. ±inf clamps to ±format.max (its group's amax is that of the finite
-values), NaN stays NaN; `metrics.nonfinite_count` counts both.
+values), NaN stays NaN.
 
 Shapes: x [..., K]; codes like x; scale as `Granularity.scale_shape` says.
 Source: arXiv 2410.19313, sections 3 and 5.2 (group scaling).

@@ -89,7 +89,9 @@ def fp8_checkpoint(
     inputs, positional, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
     keepers: dict[int, _Keeper] = {}
     for i, x in enumerate(inputs):
-        if isinstance(x, Tensor) and x.requires_grad and _is_worth_keeping(x, min_elements):
+        if not (isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and x.ndim > 0):
+            continue
+        if x.dtype in PACKED_DTYPES and x.numel() >= max(min_elements, 1):
             keepers[i] = _Keeper(x, fmt, granularity)
             inputs[i] = _Anchor.apply(x)
 
@@ -99,7 +101,3 @@ def fp8_checkpoint(
 
     with saved_tensors_hooks(ExactTensor, unpack_saved):  # what is kept as it is, also inside PackedSavedTensors
         return checkpoint(run, *inputs, use_reentrant=False)
-
-
-def _is_worth_keeping(x: Tensor, min_elements: int) -> bool:
-    return x.dtype in PACKED_DTYPES and x.layout == torch.strided and x.ndim > 0 and x.numel() >= max(min_elements, 1)

@@ -105,7 +105,10 @@ def attention_backward(
     trips of Gaussian q, k, v and out (tests/tolerances.py).
     """
     if context.kernel == "plain":
-        return _plain_backward(grad, q, k, v)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            again = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2])
+        return _three(torch.autograd.grad(again, leaves, grad))
     lse = context.tensors[0]
     if context.kernel == "flash_cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -126,10 +129,3 @@ def attention_backward(
 def _three(gradients: Any) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = gradients
     return dq, dk, dv
-
-
-def _plain_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        out = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2])
-    return _three(torch.autograd.grad(out, leaves, grad))

@@ -59,22 +59,9 @@ def quantize(
 ) -> Quantized:
     """Quantize to FP8 with just-in-time scales, by the device's kernel.
 
-    scale = amax / format.max, codes = saturating_cast(x / scale), x ≈ codes · scale.
-
-    Args:
-        x: fp32, bf16 or fp16 [..., K], at least one dimension and one element.
-        fmt: "e4m3", "e5m2" or a Format.
-        granularity: which elements share a scale.
-        factors: fp32 [K] that x is multiplied by, in fp32, before all else.
-
-    Returns:
-        Quantized(codes FP8 like x, scale fp32, granularity).
-
-    Raises:
-        ValueError: unknown format, an empty or 0-dimensional x, or a non-floating x.
+    Arguments, result and errors as `coat_core.quantize.quantize`; `factors`, fp32 [K], multiply x first, in fp32.
 
     Numerics: the codes and scales of `coat_core.quantize.quantize`, to the bit.
-    Source: arXiv 2410.19313, section 3.
     """
     check_input(x)
     name = get_format(fmt).name if isinstance(fmt, str) else fmt.name
@@ -104,17 +91,7 @@ _copies: MutableMapping[Tensor, tuple[tuple[str, Granularity, int], Quantized]] 
 def dequantize(
     codes: Tensor, scale: Tensor, granularity: Granularity = PER_TENSOR, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return codes · scale, computed in fp32 and rounded once to `dtype`, by the device's kernel.
-
-    Args:
-        codes: FP8 [..., K].
-        scale: fp32, `granularity.scale_shape(codes.shape)`.
-        granularity: which elements share a scale.
-        dtype: fp32, bf16 or fp16.
-
-    Returns:
-        Tensor of `dtype`, the shape of the codes.
-    """
+    """`coat_core.quantize.dequantize`, by the device's kernel."""
     values: Tensor = _dequantize(codes, scale, granularity.name, granularity.group_size, dtype)
     return values
 

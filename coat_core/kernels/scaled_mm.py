@@ -102,9 +102,11 @@ def _scaled_mm_cuda(
     # row-wise kernels write bf16 only; tensor-wise ones take a bias of their own output type
     kernel_dtype = torch.bfloat16 if row_wise else out_dtype
     kernel_bias = None if bias is None or kernel_dtype == torch.float32 else bias.to(kernel_dtype)
+    # TN GEMMs want the rows of b in one piece
+    b = transpose_codes(b.t()) if b.t().is_contiguous() and not b.is_contiguous() else b.contiguous()
     out: Tensor = torch._scaled_mm(
         a.contiguous(),
-        _row_major(b).t(),
+        b.t(),
         scale_a=a_scale,
         scale_b=b_scale,
         bias=kernel_bias,
@@ -114,11 +116,6 @@ def _scaled_mm_cuda(
     if bias is not None and kernel_bias is None:
         out = out + bias
     return out.to(out_dtype)
-
-
-def _row_major(b: Tensor) -> Tensor:
-    """Return b [N, K] with rows in one piece, as TN GEMMs want it."""
-    return transpose_codes(b.t()) if b.t().is_contiguous() and not b.is_contiguous() else b.contiguous()
 
 
 @functools.cache

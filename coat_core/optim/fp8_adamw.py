@@ -21,7 +21,7 @@ from coat_core.config import FP8QuantizationConfig
 from coat_core.kernels.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
 from coat_core.optim.loading import TORCH_ONLY_OPTIONS, adopt_group, check_groups, restored_states
 from coat_core.optim.packing import Batch, PackedState
-from coat_core.optim.state import State, Storage, storages
+from coat_core.optim.state import State, storages
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +123,6 @@ class FP8AdamW(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "fp8_config": self.fp8_config, "_packed": None}
 
-    def _storages(self) -> dict[str, Storage]:
-        return storages(self.fp8_config)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as torch.optim does, refusing values and parameters FP8AdamW cannot use.
 
@@ -198,7 +195,7 @@ class FP8AdamW(torch.optim.Optimizer):
                     "first step inside a CUDA graph: do a step before the capture, which makes the state"
                 )
         if self._packed is None or not known:
-            self._packed = PackedState(self.state, params, self._storages(), self.defaults["capturable"])
+            self._packed = PackedState(self.state, params, storages(self.fp8_config), self.defaults["capturable"])
         return self._packed
 
     def _check_gradients(self) -> None:
@@ -243,7 +240,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
         def prepare(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             check_groups(loaded, self.param_groups)
-            states.update(restored_states(loaded, self.param_groups, self._storages()))
+            states.update(restored_states(loaded, self.param_groups, storages(self.fp8_config)))
             # torch would cast codes and scales to the parameter's dtype, so it gets only the groups.
             return {**loaded, "state": {}}
 
