@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coat_flux.config.coat import OPTIONS, markdown_table
+from tests.architecture.test_layers import ORDER
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README_zh.md")
@@ -48,3 +49,18 @@ def test_every_file_named_exists(page):
     missing += [name for name in named if not (ROOT / name).exists()]
     assert sorted(missing) == []
     assert page not in READMES or len(linked | named) > 5
+
+
+def test_the_map_has_a_line_for_every_package_in_their_order():
+    packages = [unit.removeprefix("coat_flux.") for unit in ORDER if unit.startswith("coat_flux.")]
+    assert re.findall(r"^\| `(\w+)/` \|", _text("extensions/coat_flux/README.md"), re.MULTILINE) == packages
+
+
+@pytest.mark.parametrize("folder", ["coat_core"])
+def test_every_file_of_the_maps_exists(folder):
+    named = set(re.findall(r"`([\w/]+\.(?:py|md))`", _text(f"{folder}/README.md")))
+    assert len(named) > 10
+    missing = [
+        name for name in named if not any((ROOT / base / name).exists() for base in ("", folder, f"{folder}/kernels"))
+    ]
+    assert sorted(missing) == []
