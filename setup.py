@@ -76,6 +76,7 @@ setup(
     packages=core_packages + flux_packages + [f"coat_flux.{folder}" for folder in SHIPPED_FOLDERS],
     package_dir={"coat_flux": FLUX_DIR, **{f"coat_flux.{folder}": folder for folder in SHIPPED_FOLDERS}},
     package_data={
+        "coat_flux.config": ["*.tsv"],
         "coat_flux.mini_flux": ["files/*.json", "files/*/*"],
         "coat_flux.configs": ["*.yaml"],
         "coat_flux.datasets_example": ["*.md", "*/*.jpg", "*/*.png", "*/*.txt"],

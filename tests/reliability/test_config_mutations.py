@@ -12,14 +12,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from coat_flux.config.ai_toolkit_keys import PROCESS, shipped_schema
 from coat_flux.config.ai_toolkit_rules import ADAM_SWITCHES
-from coat_flux.config.ai_toolkit_schema import BLOCKS
-from coat_flux.config.ai_toolkit_source import PROCESS, shipped_schema
 from coat_flux.config.build import config_fields
 from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.coat import ADAMW_OPTIONS, BY_KEY, COATConfig
 from coat_flux.config.findings import Finding
-from coat_flux.config.job import HOST, JobConfig
+from coat_flux.config.job import OTHER_KEYS, JobConfig
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.config.job_sections import LR_PARAMS
 from tests.reliability.bad_config import ALONE, BOTH, BadConfig, valid_job
@@ -109,15 +108,15 @@ def standalone_keys(cls: type = JobConfig, prefix: str = "") -> Iterator[str]:
         inner = item.metadata.get("blocks") or item.default_factory
         if isinstance(inner, type) and hasattr(inner, "__dataclass_fields__"):
             yield from standalone_keys(inner, f"{prefix}{name}.")
-    if cls in HOST:
-        yield from (f"{prefix}{name}" for name in (*HOST[cls].no_effect, *HOST[cls].unsupported))
+    if cls in OTHER_KEYS:
+        yield from (f"{prefix}{name}" for name in (*OTHER_KEYS[cls].no_effect, *OTHER_KEYS[cls].unsupported))
 
 
 def ai_toolkit_keys(block: str = PROCESS, prefix: str = "") -> Iterator[str]:
-    yield from (f"{prefix}{name}" for name in SCHEMA.classes[block])
-    for name, inner in BLOCKS.get(block, {}).items():
+    for name, kind in SCHEMA.classes[block].items():
         yield f"{prefix}{name}"
-        yield from ai_toolkit_keys(inner.removeprefix("[]"), f"{prefix}{name}.")
+        if kind[0] in "{[":
+            yield from ai_toolkit_keys(kind.strip("{}[]"), f"{prefix}{name}.")
 
 
 PARAMS = {

@@ -1,8 +1,7 @@
-"""The check of a whole job: what each host is told, what only surprises, and where ai-toolkit's keys come from."""
+"""The check of a whole job: what each trainer is told, what only surprises."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import pytest
 
 from coat_flux.cli.check import add_parser, run
-from coat_flux.config.ai_toolkit_keys import HOST_VERSION
-from coat_flux.config.ai_toolkit_schema import BLOCKS, CHOICES, KINDS, RANGES
-from coat_flux.config.ai_toolkit_source import NoHostError, read_schema, shipped_schema
-from coat_flux.config.check import check_job_dict, check_job_file, find_toolkit
+from coat_flux.config.ai_toolkit_keys import VERSION, shipped_schema
+from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.findings import Finding
 from tests.reliability.bad_config import BadConfig, valid_job
 
@@ -128,19 +125,22 @@ def test_keys_of_ai_toolkit_alone_are_legal_there() -> None:
     ]
 
 
-# -- where ai-toolkit's keys come from --------------------------------------------------------------------------------
-
-
 def checkout(
-    root: Path, *, train: str = "steps", version: str = HOST_VERSION, dropout: str = "get_dropout_caption"
+    root: Path,
+    *,
+    train: str = "steps",
+    version: str = VERSION,
+    dropout: str = "get_dropout_caption",
+    gone: str = "",
 ) -> Path:
-    """A folder with just what is read of ai-toolkit; `train` is a further key of its TrainConfig."""
+    """A folder with just what is read of ai-toolkit; with the key `train` in TrainConfig and without `gone`."""
     schema = shipped_schema()
     lines = []
     for name, keys in schema.classes.items():
         if name not in ("process", "network_kwargs"):
             lines += [f"class {name}:", "    def __init__(self, **kwargs):"]
-            defaults = {key: "{}" if kind.startswith("dict") else "None" for key, kind in keys.items()}
+            defaults = {key: "{}" if kind in ("dict", "{network_kwargs}") else "None" for key, kind in keys.items()}
+            defaults.pop(gone.removeprefix(f"{name}."), None)
             lines += [f"        self.{key} = kwargs.get('{key}', {default})" for key, default in defaults.items()]
             lines += [f"        self.x: int = kwargs.get('{train}', 1)"] if name == "TrainConfig" else []
     files = {
@@ -158,91 +158,6 @@ def checkout(
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
     return root
-
-
-def test_an_installed_ai_toolkit_knows_its_own_keys(tmp_path: Path) -> None:
-    root = checkout(tmp_path, train="new_in_it", version="0.13.0")
-    changes = [("train.new_in_it", 5), ("train.loss_type", "newest")]
-    (item,) = found(*changes, host=AI_TOOLKIT, toolkit_root=root)
-    assert (item.severity, item.key) == ("warning", "config.process[0].train.loss_type")
-    assert "yours is 0.13.0" in item.line()
-    (wrong,) = found(("train.new_in_it", "5"), host=AI_TOOLKIT, toolkit_root=root)
-    assert "must be a whole number; write 5 without quotes" in wrong.line()
-    assert [item.severity for item in found(*changes, host=AI_TOOLKIT)] == ["error", "error"]
-
-
-def test_caption_dropout_beside_cached_captions_depends_on_the_version(tmp_path: Path) -> None:
-    change = ("train.cache_text_embeddings", True)
-    assert found(change, host=AI_TOOLKIT, toolkit_root=checkout(tmp_path / "new")) == []
-    old = checkout(tmp_path / "old", dropout="", version="0.9")
-    (item,) = found(change, host=AI_TOOLKIT, toolkit_root=old)
-    assert item.key == "config.process[0].datasets[0].caption_dropout_rate"
-    assert "ai-toolkit 0.9 ignores it beside cached text embeddings" in item.line()
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "words"),
-    [
-        ("toolkit/config_modules.py", "class TrainConfig: ...", "has no class"),
-        ("toolkit/config_modules.py", "class (", "line 1"),
-        ("toolkit/lora_special.py", "", "has no class LoRASpecialNetwork"),
-        ("jobs/process/BaseProcess.py", None, "cannot be read"),
-    ],
-)
-def test_a_source_that_changed_leaves_the_shipped_list(tmp_path: Path, file: str, text: str | None, words: str) -> None:
-    root = checkout(tmp_path)
-    (root / file).unlink() if text is None else (root / file).write_text(text)
-    with pytest.raises(NoHostError, match=words):
-        read_schema(root)
-    error, warning = found(("train.stpes", 1), host=AI_TOOLKIT, toolkit_root=root)
-    assert error.key.endswith("train.stpes")
-    assert (warning.severity, warning.key) == ("warning", "ai-toolkit")
-    assert words in warning.line()
-    assert f"the list of {HOST_VERSION} is used" in warning.line()
-
-
-def test_ai_toolkit_is_found_by_option_variable_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
-    monkeypatch.chdir(tmp_path)
-    assert find_toolkit() is None
-    given, variable, here = (checkout(tmp_path / name) for name in ("given", "variable", "here"))
-    monkeypatch.chdir(here)
-    assert find_toolkit() == here
-    monkeypatch.setenv("AI_TOOLKIT_ROOT", str(variable))
-    assert find_toolkit() == variable
-    assert find_toolkit(given) == given
-    with pytest.raises(NoHostError, match=r"--ai-toolkit=.*nowhere: has no toolkit/config_modules.py; give the folder"):
-        find_toolkit(tmp_path / "nowhere")
-
-
-def test_the_tables_name_keys_that_are_there() -> None:
-    classes = shipped_schema().classes
-    for table in (KINDS, CHOICES, RANGES):
-        for block, keys in table.items():
-            assert set(keys) <= set(classes[block]), block
-    for block, inner in BLOCKS.items():
-        assert set(inner) <= set(classes[block]), block
-        assert {name.removeprefix("[]") for name in inner.values()} <= set(classes)
-
-
-@pytest.mark.aitk
-def test_the_shipped_list_is_what_the_checkout_says() -> None:
-    schema, shipped = read_schema(Path(os.environ["AI_TOOLKIT_ROOT"])), shipped_schema()
-    if schema.version != HOST_VERSION:
-        pytest.skip(f"the checkout is {schema.version}")
-    assert {name: dict(schema.classes[name]) for name in shipped.classes} == shipped.classes
-    assert schema.drops_cached_captions == shipped.drops_cached_captions
-
-
-@pytest.mark.aitk
-def test_ai_toolkit_s_own_flux_examples_have_no_error() -> None:
-    root = Path(os.environ["AI_TOOLKIT_ROOT"])
-    examples = sorted((root / "config" / "examples").glob("train_lora_flux*.yaml"))
-    assert examples
-    for path in examples:
-        items = check_job_file(path, host=AI_TOOLKIT, toolkit_root=root)
-        errors = [item.line() for item in items if item.severity == "error"]
-        assert [line for line in errors if "control_path='/path/to/control/folder': no such folder" not in line] == []
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -273,7 +188,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_one_extra_line_is_about_the_other_host(command: Any) -> None:
     place = str(Path("output") / "run")
     last = f"job.yaml: no error found; 'run' would train 1500 steps into {place}"
-    name = f"ai-toolkit {HOST_VERSION}"
+    name = f"ai-toolkit {VERSION}"
     here = ("--no-data", "--elsewhere")
     assert command() == (0, [f"{name}: would run it too", last], [])
     assert command(options=(*here, "--host", "ai-toolkit")) == (0, [last], [])

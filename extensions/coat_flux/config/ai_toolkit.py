@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.names import COAT_TYPE
-from .ai_toolkit_check_keys import check_keys
 from .ai_toolkit_entry import Entry
+from .ai_toolkit_keys import Schema, check_keys
 from .ai_toolkit_rules import check_entry
-from .ai_toolkit_source import HostSchema
 from .build import build
 from .coat import COATConfig, check_combinations
 from .findings import Findings, closest
@@ -17,7 +16,7 @@ from .job_file import check_plain, check_shape, replace_name
 from .job_sections import PROCESS_TYPES, ValidationSection
 
 
-def check_job(raw: Any, findings: Findings, schema: HostSchema, num_processes: int = 1) -> None:
+def check_job(raw: Any, findings: Findings, schema: Schema, num_processes: int = 1) -> None:
     """Add what ai-toolkit would refuse late, ignore in silence, or take for something else.
 
     Args:
@@ -48,7 +47,7 @@ def _check_frame(config: Mapping[str, Any], findings: Findings) -> None:
 
 
 def _check_process(
-    process: Mapping[str, Any], name: str, path: str, findings: Findings, schema: HostSchema, num_processes: int
+    process: Mapping[str, Any], name: str, path: str, findings: Findings, schema: Schema, num_processes: int
 ) -> None:
     kind = process.get("type")
     if kind is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .ai_toolkit_source import HostSchema
+from .ai_toolkit_keys import Schema
 from .coat import COATConfig
 from .findings import Findings
 
@@ -32,7 +32,7 @@ class Entry:
     path: str
     coat: COATConfig | None
     findings: Findings
-    schema: HostSchema
+    schema: Schema
     num_processes: int = 1
 
     def block(self, name: str) -> Mapping[str, Any]:

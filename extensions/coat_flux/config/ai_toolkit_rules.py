@@ -12,7 +12,7 @@ from typing import Any
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE
 from .ai_toolkit_data_rules import check_datasets, check_sample, check_validation
 from .ai_toolkit_entry import Entry
-from .ai_toolkit_schema import SHIPPED
+from .ai_toolkit_keys import ROWS
 from .build import parse_keys
 from .coat import ADAMW_OPTIONS, COATConfig, parse_optimizer_params
 from .common_rules import check_apart, check_folder, check_lr, check_path, check_run
@@ -24,7 +24,7 @@ HALF = ("fp16", "float16", "half")
 OWN_EPS = ("adam", "adamw", "adam8", "adamw8", "adam8bit", "adamw8bit", "ademamix8bit", "prodigy", "prodigy8bit")
 _TORCH = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
 ADAM_SWITCHES = {"adam": _TORCH, "adamw": _TORCH}  # besides betas and weight_decay
-MODEL_FLAGS = tuple(word for word in SHIPPED["ModelConfig"].replace(":bool", "").split() if word.startswith("is_"))
+MODEL_FLAGS = tuple(row["key"] for row in ROWS if row["block"] == "ModelConfig" and row["key"].startswith("is_"))
 
 
 # keys of train that fail at the first step under flow matching, or on FLUX.1 at all, and why

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from . import ai_toolkit
-from .ai_toolkit_source import CLASSES_FILE, HostSchema, NoHostError, read_schema, shipped_schema
+from .ai_toolkit_keys import Schema, shipped_schema
+from .ai_toolkit_source import CLASSES_FILE, NoToolkitError, read_schema
 from .findings import ConfigError, Finding, Findings
 from .job import JobConfig
 from .job_file import load_job_yaml
@@ -105,13 +106,13 @@ def require_here(job: JobConfig) -> None:
         raise ConfigError(errors)
 
 
-def schema_of(root: Path | None, findings: Findings | None = None) -> HostSchema:
+def schema_of(root: Path | None, findings: Findings | None = None) -> Schema:
     """What an ai-toolkit reads; the shipped list, with a warning, where its source is not as we know it."""
     if root is None:
         return shipped_schema()
     try:
         return read_schema(Path(root).resolve())
-    except NoHostError as error:
+    except NoToolkitError as error:
         schema = shipped_schema()
         if findings is not None:
             findings.warn("ai-toolkit", f"its keys cannot be read from its source ({error}); {schema.source} is used")
@@ -122,12 +123,12 @@ def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
     """The ai-toolkit to check against: the given folder, `AI_TOOLKIT_ROOT`, or the working directory if it is one.
 
     Raises:
-        NoHostError: the given folder, or the variable's, is no ai-toolkit.
+        NoToolkitError: the given folder, or the variable's, is no ai-toolkit.
     """
     for place, said in ((given, "--ai-toolkit"), (os.environ.get(ROOT_VARIABLE), ROOT_VARIABLE)):
         if place:
             if not is_toolkit(Path(place)):
-                raise NoHostError(f"{said}={place}: has no {CLASSES_FILE}; give the folder with ai-toolkit's run.py")
+                raise NoToolkitError(f"{said}={place}: has no {CLASSES_FILE}; give the folder with ai-toolkit's run.py")
             return Path(place)
     return Path.cwd() if is_toolkit(Path.cwd()) else None
 

@@ -1,7 +1,7 @@
 """The job as the stand-alone trainer sees it: an ai-toolkit YAML, typed and checked.
 
-Keys ai-toolkit has and the stand-alone trainer has not are refused by name unless they change nothing (`host_keys`),
-so a YAML that parses here means the same run in both.
+Keys ai-toolkit has and the stand-alone trainer has not are refused by name unless they change nothing
+(`ai_toolkit_keys`), so a YAML that parses here means the same run in both.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_TYPE
-from .ai_toolkit_keys import NO_EFFECT, UNSUPPORTED
-from .build import OtherKeys, build
+from .ai_toolkit_keys import NETWORK_KWARGS, PROCESS, other_keys
+from .build import build
 from .coat import COATConfig, check_combinations
 from .findings import Findings
 from .job_file import check_plain, check_shape, load_job_yaml, load_written, replace_name
@@ -21,6 +21,7 @@ from .job_rules import check_job, coat_without_block
 from .job_sections import (
     DTYPES,
     DatasetSection,
+    EMASection,
     Job,
     LoggingSection,
     ModelSection,
@@ -92,29 +93,29 @@ class JobConfig(Job):
         _check_frame(plain, findings)
         process = config["process"][0]
         meta = plain["meta"] if isinstance(plain.get("meta"), Mapping) else {}
-        job = build(cls, process, path, findings, others=HOST, file=file, meta=dict(meta), raw=plain, written=plain)
+        job = build(
+            cls, process, path, findings, others=OTHER_KEYS, file=file, meta=dict(meta), raw=plain, written=plain
+        )
         job = replace(_completed(job, config["name"]), coat=_coat_in_force(job, f"{path}.coat", findings))
         check_combinations(job.coat, f"{path}.coat", findings)
         check_job(job, path, findings)
         return replace(job, notes=tuple(warning.line() for warning in findings.warnings)), findings
 
 
-def _host(section: str) -> OtherKeys:
-    return OtherKeys(NO_EFFECT.get(section, {}), UNSUPPORTED.get(section, {}))
-
-
-HOST: dict[type, OtherKeys] = {
-    JobConfig: _host("process"),
-    NetworkSection: _host("network"),
-    NetworkKwargs: _host("network_kwargs"),
-    SaveSection: _host("save"),
-    DatasetSection: _host("dataset"),
-    TrainSection: _host("train"),
-    ModelSection: _host("model"),
-    SampleSection: _host("sample"),
-    SampleItem: _host("sample_item"),
-    LoggingSection: _host("logging"),
+AI_TOOLKIT_BLOCKS: dict[type, str] = {
+    JobConfig: PROCESS,
+    NetworkSection: "NetworkConfig",
+    NetworkKwargs: NETWORK_KWARGS,
+    SaveSection: "SaveConfig",
+    DatasetSection: "DatasetConfig",
+    TrainSection: "TrainConfig",
+    EMASection: "EMAConfig",
+    ModelSection: "ModelConfig",
+    SampleSection: "SampleConfig",
+    SampleItem: "SampleItem",
+    LoggingSection: "LoggingConfig",
 }
+OTHER_KEYS = {cls: other_keys(block) for cls, block in AI_TOOLKIT_BLOCKS.items()}
 
 
 def _check_frame(raw: Mapping[str, Any], findings: Findings) -> None:
