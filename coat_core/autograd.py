@@ -1,8 +1,8 @@
-"""Gradients that exist once: what every autograd function over FP8 values says to `create_graph=True`.
+"""First-order gradients only: how every autograd function over FP8 values answers `create_graph=True`.
 
 A second derivative would go through casts, whose derivative is zero nearly everywhere, or through saved FP8 values that
 autograd takes for constants: a wrong number, not an approximate one. Torch's own `once_differentiable` objects only in
-the second backward pass, and names no remedy. Autograd runs a backward pass with grad mode on exactly when it was asked
+the second backward pass, without a remedy. Autograd runs a backward pass with grad mode on exactly when it was asked
 for a graph of it, so that the first pass can object.
 """
 

@@ -1,4 +1,4 @@
-"""What may be asked for: options of the optimizer states and of the FP8 linear. No math here."""
+"""What can be configured: options of the optimizer states and of the FP8 linear. No math here."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def quantized_input(x: Tensor, config: FP8LinearConfig) -> Quantized:
 
 
 def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | None:
-    """Say why `config` cannot run as FP8 GEMMs on `device` (fprop or dgrad), or None where it can."""
+    """Return why `config` cannot run as FP8 GEMMs on `device` (fprop or dgrad), or None where it can."""
     if device.type == "meta":
         return None
     if config.input_granularity == "per_group":

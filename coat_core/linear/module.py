@@ -182,7 +182,7 @@ class FP8Linear(nn.Linear):
         return run_stored_linear(self, x, self.config)
 
     def get_extra_state(self) -> Tensor:
-        """Return the name of the weight format as ASCII codes: the buffers alone do not tell e4m3 from e5m2."""
+        """Return the name of the weight format as ASCII codes: the buffers alone do not distinguish e4m3 from e5m2."""
         return torch.tensor(list(self.config.weight_format.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -245,7 +245,7 @@ class FP8TrainableLinear(nn.Linear):
 
 
 def obstacle_to_conversion(linear: nn.Linear) -> str | None:
-    """Say why this layer cannot become FP8, or None where it can."""
+    """Return why this layer cannot become FP8, or None where it can."""
     weight = linear._parameters.get("weight")
     if weight is None or not weight.is_floating_point() or type(weight.data) is not Tensor:
         return "its weight is not a plain floating parameter (already quantized?)"

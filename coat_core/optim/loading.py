@@ -46,9 +46,9 @@ def check_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> No
             f"settings (rank, targets) of the saved run, or {ANOTHER_FILE}"
         )
     known = {index for group in saved_groups for index in group["params"]}
-    alien = [index for index in state_dict["state"] if index not in known]
-    if alien:
-        raise ValueError(f"state[{alien[0]!r}]: no param group of the file has this parameter; {ANOTHER_FILE}")
+    unknown = [index for index in state_dict["state"] if index not in known]
+    if unknown:
+        raise ValueError(f"state[{unknown[0]!r}]: no param group of the file has this parameter; {ANOTHER_FILE}")
     if any(group.get("amsgrad") for group in saved_groups):
         raise ValueError(f"amsgrad=True in the file: not supported by FP8AdamW; {ANOTHER_FILE}")
 
@@ -153,10 +153,10 @@ def _storage_in_file(
         if key not in saved:
             raise ValueError(f"state[{index}]['{key}'] is missing, but there are codes of {name}; {ANOTHER_FILE}")
         _check_tensor(f"state[{index}]['{key}']", saved[key], blocks, torch.float32)
-    alien = suffixes.difference(storage.per_block)
-    if alien:
+    unknown = suffixes.difference(storage.per_block)
+    if unknown:
         raise ValueError(
-            f"state[{index}]['{name}_{min(alien)}']: codes that the file says are {storage.describe()} have none; "
+            f"state[{index}]['{name}_{min(unknown)}']: codes that the file says are {storage.describe()} have none; "
             f"{ANOTHER_FILE}"
         )
     return storage

@@ -287,7 +287,7 @@ CASES = [
         "line break in a name",
         named("bad\nname"),
         "photos",
-        r"control characters or are no text (first: bad\nname.jpg)",
+        r"control characters or are not text (first: bad\nname.jpg)",
         marks=(needs_posix,),
     ),
     warned(

@@ -40,7 +40,7 @@ def test_wrong_encoding_names_file_byte_and_remedy(tmp_path):
     ("content", "said"),
     [
         ("a dress".encode("utf-16"), "byte 0xff at offset 0 is not UTF-8"),
-        ("a dress".encode("utf-16-le"), "holds zero bytes, it is UTF-16 or no text"),
+        ("a dress".encode("utf-16-le"), "contains zero bytes, it is UTF-16 or not text"),
         (b"a" * 2_000_000, "is too large for a caption"),
     ],
 )

@@ -182,4 +182,4 @@ def test_without_diffusers_the_check_goes_on_and_says_so(check, tensors, monkeyp
     monkeypatch.setitem(__import__("sys").modules, "diffusers.loaders", None)
     report = check(tensors)
     assert report.programs == ("ComfyUI", "ai-toolkit")
-    assert report.refusals["diffusers"].startswith("not asked, it cannot be imported (")
+    assert report.refusals["diffusers"].startswith("not checked, it cannot be imported (")

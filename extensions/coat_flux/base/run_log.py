@@ -1,8 +1,8 @@
 """Where the lines of a run go: to the console what a user acts on, to `coat/log.txt` every line, with its time.
 
-Both trainers use it. A line is *said* (saves, samples, losses, warnings) or a *detail* (memory lines, FP8 casts, the
-start table in full), which the console shows only if asked to. Lines from before the run's folder may be written are
-kept until it may.
+Both trainers use it. A line is for the console (saves, samples, losses, warnings) or a *detail* (memory lines, FP8
+casts, the start table in full), which the console shows only with `--verbose`. Lines are kept until the run's folder
+may be written.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Lines(logging.Handler):
         self._write(f"{LOG_FILE.as_posix()}: cannot be written ({error}); the run goes on without it")
 
     def open(self, run: Path) -> None:
-        """Append to the log of the run in folder `run`; where that cannot be done, it is said."""
+        """Append to the log of the run in folder `run`; where that fails, a line says so."""
         path = run / LOG_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class Lines(logging.Handler):
             self._flush(self._file)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say a warning, note anything below as a detail; marks the record, see `coat_flux.cli.train`."""
+        """Log a warning as a line, anything below as a detail; marks the record, see `coat_flux.cli.train`."""
         record.coat_shown = True
         if record.levelno >= logging.WARNING:
             self.say(f"{record.levelname}: {record.getMessage()}")

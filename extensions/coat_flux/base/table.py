@@ -31,14 +31,14 @@ class GrowingTable:
         path: of the file; it has its header as soon as this is made. A link there is replaced, not followed.
         columns: the header; rows of an older file that has fewer columns are filled up.
         step: steps done.
-        say: takes one line when the disk refuses something.
+        log: takes one line when the disk refuses something.
 
     Attributes:
         kept: rows of an earlier process.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], step: int, say: Callable[[str], None]):
-        self._path, self._say = path, say
+    def __init__(self, path: Path, columns: Sequence[str], step: int, log: Callable[[str], None]):
+        self._path, self._log = path, log
         rows = self._take_over(columns, step) if step > 0 else []
         self.kept = len(rows)
         self._lines = [",".join([*row, *[""] * (len(columns) - len(row))]) + "\n" for row in [list(columns), *rows]]
@@ -62,16 +62,16 @@ class GrowingTable:
         try:
             return _rows(self._path, columns, step)
         except OSError as error:
-            self._say(f"{self._path}: cannot be read ({error}); a new table begins")
+            self._log(f"{self._path}: cannot be read ({error}); a new table begins")
         except (ValueError, csv.Error) as error:
             aside = next(path for path in _other_names(self._path) if not path.exists())
             with suppress(OSError):
                 os.replace(self._path, aside)
-            self._say(f"{self._path}: was changed by another program ({error}); kept as {aside}, a new table begins")
+            self._log(f"{self._path}: was changed by another program ({error}); kept as {aside}, a new table begins")
         return []
 
     def _write(self, lines: Sequence[str]) -> None:
-        """Write lines; the whole table where the file is not there (any more)."""
+        """Write lines; the whole table where the file is not there (any longer)."""
         self._lines += lines
         if self._wait > 0:
             self._wait -= 1
@@ -88,7 +88,7 @@ class GrowingTable:
             self._shut()
             self._wait = RETRY_ROWS
             if not self._failed:
-                self._say(f"{self._path}: cannot be written ({error}); the run goes on, and it is tried again")
+                self._log(f"{self._path}: cannot be written ({error}); the run goes on and tries again")
             self._failed = True
 
     def _shut(self) -> None:

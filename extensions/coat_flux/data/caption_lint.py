@@ -21,7 +21,7 @@ from .errors import printable
 from .files import Listing, counted
 
 SHARED_BY = 0.8
-_FEWEST = 4  # captions, before what they share says anything
+_FEWEST = 4  # captions, before what they share means anything
 _NAMED = 8
 _NO_CAPTION = "the trigger word alone, or nothing"
 _MOST_WORDS = 512  # a word is at least one of T5's tokens
@@ -152,8 +152,8 @@ def _unread_letters(folder: Path, raw: Mapping[Path, str], tokenizer: Any) -> li
         return []
     script = Counter(script for _, script in shares).most_common(1)[0][0]
     mean = sum(share for share, _ in shares) / len(shares)
-    said = f"captions are {mean:.0%} in {script.removeprefix('all ')} characters (first: that of {{first}}): "
-    return counted(folder, found, f"{said}{T5_BLIND.format(script)}; write them in English")
+    line = f"captions are {mean:.0%} in {script.removeprefix('all ')} characters (first: that of {{first}}): "
+    return counted(folder, found, f"{line}{T5_BLIND.format(script)}; write them in English")
 
 
 @functools.lru_cache(maxsize=4)

@@ -44,7 +44,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise DatasetError(f"{name}: cannot be read ({error.strerror}); make the caption file readable") from error
     if "\0" in text:
-        raise DatasetError(f"{name}: holds zero bytes, it is UTF-16 or no text; save the caption as UTF-8 text")
+        raise DatasetError(f"{name}: contains zero bytes, it is UTF-16 or not text; save the caption as UTF-8 text")
     return text
 
 

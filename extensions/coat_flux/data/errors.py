@@ -1,4 +1,4 @@
-"""The one error the data package raises for something a user can put right in the dataset folder."""
+"""The one error the data package raises for something a user can correct in the dataset folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ class DatasetError(UserError, ValueError):
 def printable(name: object) -> str:
     """A path or text that any console, log and file can take.
 
-    Control characters, marks that turn the direction of writing, and bytes of a file name that are no text are escaped.
+    Control characters, marks that turn the direction of writing and bytes that are not text are escaped.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))

@@ -33,7 +33,7 @@ class Listing:
     Attributes:
         images: Regular files to read, sorted by path.
         others: All other files that are not hidden, sorted.
-        errors: One line each, what must be put right.
+        errors: One line each, what must be corrected.
         warnings: One line each.
     """
 
@@ -134,7 +134,7 @@ def _about_names(folder: Path, images: list[Path]) -> list[str]:
     odd = [path for path in images if printable(path.name) != path.name]
     remedy = "rename them: other programs may not find them"
     return lines + counted(
-        folder, odd, f"file names have control characters or are no text (first: {{first}}); {remedy}"
+        folder, odd, f"file names have control characters or are not text (first: {{first}}); {remedy}"
     )
 
 

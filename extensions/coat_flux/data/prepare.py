@@ -49,7 +49,7 @@ class PreparedCopy:
         folder: Takes the place of `folder_path`.
         mask_folder: Takes the place of `mask_path`; None where transparency is not a mask.
         corrected: The originals that are read from a corrected copy.
-        traits: How many of them have each trait, for a line to say.
+        traits: How many of them have each trait, for a log line.
     """
 
     folder: Path
@@ -158,7 +158,7 @@ def _stems(path: Path, parent: Path) -> Iterator[str]:
 
 
 def _refresh(target: Path, items: list[_Item], background: str, masked: bool) -> None:
-    """Make what is missing or changed, remove what no longer belongs, and note what there is."""
+    """Make what is missing or changed, remove what no longer belongs, and record what there is."""
     policy = [_VERSION, *rgb(background), masked]
     record = _read_record(target / _RECORD)
     known = record["files"] if record["policy"] == policy else {}

@@ -1,4 +1,4 @@
-"""Each photo read once, in full: only that tells a truncated file from a whole one."""
+"""Each photo read once, in full: only that finds a truncated file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a saved LoRA whole, alive and loadable? Asked after every save, of the file itself.
+"""Is a saved LoRA whole, alive and loadable? Checked after every save, on the file itself.
 
 Costs about a pass over the file. The size of a layer's change of its weight is the Frobenius norm of scale · up · down,
 from ‖up · down‖² = trace((upᵀ up)(down downᵀ)), two r x r matrices instead of one [N, K].
@@ -188,7 +188,7 @@ def _readers(
     why = diffusers_refusal(tensors, wanted)
     if why is not None:
         refusals["diffusers"] = why
-        if layout == "diffusers" and not why.startswith("not asked"):
+        if layout == "diffusers" and not why.startswith("not checked"):
             raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
     others = list(READERS[layout])
     if "ai-toolkit" in others and any(pair.scale != 1 for pair in pairs.values()):

@@ -21,7 +21,7 @@ __all__ = ["convert_file", "convert_pairs"]
 def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | None = None) -> ExportReport:
     """Write a LoRA in another layout, dtype or both; metadata is kept, but for hashes of the old tensors.
 
-    The conversion is exact, and is proved by converting back; only a smaller `dtype` rounds, as was asked.
+    The conversion is exact, and is proved by converting back; only a smaller `dtype`, if asked for, rounds.
 
     Args:
         source: a LoRA in any of `LAYOUTS`.

@@ -12,7 +12,7 @@ __all__ = ["diffusers_refusal"]
 
 
 def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair]) -> str | None:
-    """Say why `FluxPipeline.load_lora_weights` would not load all of a file, or None where it does.
+    """Return why `FluxPipeline.load_lora_weights` would not load all of a file, or None where it does.
 
     Its conversion is run on the tensors; it then hands modules with the prefix `transformer.` to PEFT and drops others.
 
@@ -23,7 +23,7 @@ def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair])
     try:
         from diffusers.loaders import FluxLoraLoaderMixin
     except ImportError as error:
-        return f"not asked, it cannot be imported ({error})"
+        return f"not checked, it cannot be imported ({error})"
     try:
         found: dict[str, Tensor] = FluxLoraLoaderMixin.lora_state_dict(dict(tensors))
     except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:

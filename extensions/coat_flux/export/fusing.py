@@ -102,7 +102,7 @@ def _heights(linear: Linear, known: Mapping[int | None, int]) -> list[int]:
     size = min(sizes)
     if len(sizes) > 1 or not size.is_integer():
         raise ExportError(
-            f"{linear.name}: outputs of {sorted(known.values())} features do not stand {linear.heights} to each other; "
+            f"{linear.name}: outputs of {sorted(known.values())} features are not in the ratio {linear.heights}; "
             "this is not a LoRA of a FLUX transformer"
         )
     return [int(size) * height for height in linear.heights]
