@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,19 +50,43 @@ def find_images(folder: Path) -> list[Path]:
 def list_folder(folder: Path) -> Listing:
     """Everything below a folder; see the module's text."""
     listing, folders, links = Listing(), [], []
-    for root, names, files in _walk(folder, listing):
+
+    def unlisted(error: OSError) -> None:
+        name = printable(error.filename)
+        listing.errors.append(f"{name}: the folder cannot be listed ({error.strerror}); make it readable, or remove it")
+
+    for root, names, files in os.walk(folder, onerror=unlisted):
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
+        visible = [Path(root, name) for name in files if not name.startswith(".")]
         folders += [Path(root, name) for name in names]
-        links += [Path(root, name) for name in (*names, *files) if Path(root, name).is_symlink()]
-        for path in (Path(root, name) for name in files):
+        links += [path for path in (*(Path(root, name) for name in names), *visible) if path.is_symlink()]
+        for path in visible:
             (listing.images if path.name.lower().endswith(IMAGE_EXTENSIONS) else listing.others).append(path)
     for found in (listing.images, listing.others):
         found.sort(key=Path.as_posix)
     listing.images = [path for path in listing.images if _is_regular(path, listing)]
-    listing.warnings += _about_folders(folders)
-    listing.warnings += _about_links(links)
-    listing.warnings += _about_unread(folder, listing.others)
+    listing.warnings += [
+        f"{printable(path)}: is a folder, not an image; its images are used, rename it if that is meant"
+        for path in folders
+        if path.name.lower().endswith(IMAGE_EXTENSIONS) and not path.is_symlink()
+    ]
+    listing.warnings += [
+        f"{printable(path)}: is a link to a folder, which is not entered; "
+        "copy the images here, or give that folder an entry of its own in datasets"
+        for path in links
+        if path.is_dir()
+    ]
+    # photos in formats that are not read, such as a phone's HEIC, would be missed silently
+    unread = [path for path in listing.others if path.suffix.lower() in _OTHER_IMAGES]
+    remedy = f"save them as one of {', '.join(IMAGE_EXTENSIONS)} to train on them"
+    listing.warnings += counted(folder, unread, f"images are not read (first: {{first}}); {remedy}")
     listing.warnings += _about_names(folder, listing.images)
-    _refuse_linked_cache(folder, listing)
+    cache = folder / CACHE_FOLDER
+    listing.errors += [
+        f"{printable(path)}: is a link, so that caches would be written elsewhere; replace it by a folder"
+        for path in (cache, cache / "latents", cache / "text")
+        if path.is_symlink()
+    ]
     return listing
 
 
@@ -73,16 +96,6 @@ def counted(folder: Path, found: list[Path], text: str) -> list[str]:
         return []
     first = printable(os.path.relpath(found[0], folder))
     return [f"{printable(folder)}: {len(found)} {text.replace('{first}', first)}"]
-
-
-def _walk(folder: Path, listing: Listing) -> Iterator[tuple[str, list[str], list[str]]]:
-    def missed(error: OSError) -> None:
-        name = printable(error.filename)
-        listing.errors.append(f"{name}: the folder cannot be listed ({error.strerror}); make it readable, or remove it")
-
-    for root, names, files in os.walk(folder, onerror=missed):
-        names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
-        yield root, names, [name for name in files if not name.startswith(".")]
 
 
 def _is_regular(path: Path, listing: Listing) -> bool:
@@ -95,30 +108,6 @@ def _is_regular(path: Path, listing: Listing) -> bool:
     if not regular:
         listing.errors.append(f"{printable(path)}: is not a regular file but a pipe or device; remove it")
     return regular
-
-
-def _about_folders(folders: list[Path]) -> list[str]:
-    return [
-        f"{printable(path)}: is a folder, not an image; its images are used, rename it if that is meant"
-        for path in folders
-        if path.name.lower().endswith(IMAGE_EXTENSIONS) and not path.is_symlink()
-    ]
-
-
-def _about_links(links: list[Path]) -> list[str]:
-    return [
-        f"{printable(path)}: is a link to a folder, which is not entered; "
-        "copy the images here, or give that folder an entry of its own in datasets"
-        for path in links
-        if path.is_dir()
-    ]
-
-
-def _about_unread(folder: Path, others: list[Path]) -> list[str]:
-    """Name photos in formats that are not read, such as a phone's HEIC: they would be missed in silence."""
-    unread = [path for path in others if path.suffix.lower() in _OTHER_IMAGES]
-    remedy = f"save them as one of {', '.join(IMAGE_EXTENSIONS)} to train on them"
-    return counted(folder, unread, f"images are not read (first: {{first}}); {remedy}")
 
 
 def _about_names(folder: Path, images: list[Path]) -> list[str]:
@@ -136,12 +125,3 @@ def _about_names(folder: Path, images: list[Path]) -> list[str]:
     return lines + counted(
         folder, odd, f"file names have control characters or are not text (first: {{first}}); {remedy}"
     )
-
-
-def _refuse_linked_cache(folder: Path, listing: Listing) -> None:
-    cache = folder / CACHE_FOLDER
-    for path in (cache, cache / "latents", cache / "text"):
-        if path.is_symlink():
-            listing.errors.append(
-                f"{printable(path)}: is a link, so that caches would be written elsewhere; replace it by a folder"
-            )

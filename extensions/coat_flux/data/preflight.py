@@ -111,7 +111,12 @@ def _inspect(
     photos = _photos_of(listing.images, report)
     raw = _captions_of(listing, config, report)
     report.warnings += lint_captions(folder, raw, trigger_word, config.default_caption, t5_of)
-    report.warnings += _about_settings(folder, config) + _about_photos(folder, photos, config, step)
+    if config.shuffle_tokens and config.cache_text_embeddings:
+        report.warnings.append(
+            f"{printable(folder)}: shuffle_tokens has no effect with cache_text_embeddings: true (each caption is "
+            "encoded once, unshuffled); set one of them to false"
+        )
+    report.warnings += _about_photos(folder, photos, config, step)
     default = (config.default_caption or "").strip()
     captions = {path: inject_trigger(raw.get(path) or default, trigger_word) for path in photos}
     sizes = {path: facts.size for path, facts in photos.items()}
@@ -161,15 +166,6 @@ def _captions_of(listing: Listing, config: Any, report: DataReport) -> dict[Path
     return raw
 
 
-def _about_settings(folder: Path, config: Any) -> list[str]:
-    if not (config.shuffle_tokens and config.cache_text_embeddings):
-        return []
-    return [
-        f"{printable(folder)}: shuffle_tokens has no effect with cache_text_embeddings: true (each caption is encoded "
-        "once, as written); set one of them to false"
-    ]
-
-
 def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any, step: int) -> list[str]:
     resolution = max(resolutions(config))
     buckets = {path: training_size(facts.size, resolution, config, step) for path, facts in photos.items()}
@@ -193,13 +189,9 @@ def _about_photos(folder: Path, photos: dict[Path, PhotoFacts], config: Any, ste
         f"images lose more than {CROPPED_SHARE:.0%} of their area to the crop (first: {{first}}); cut them to a shape "
         "less long yourself, or pad them",
     )
-    return lines + _about_duplicates(folder, photos)
-
-
-def _about_duplicates(folder: Path, photos: dict[Path, PhotoFacts]) -> list[str]:
     pairs = near_duplicates(photos)
     alike = f"like {printable(pairs[0][0].name)}" if pairs else ""
-    return counted(
+    return lines + counted(
         folder,
         [second for _, second in pairs],
         f"images show nearly the same as another (first: {{first}}, {alike}) and weigh double; remove them",

@@ -63,7 +63,9 @@ def _cell(path: Path, report: DataReport, sample: Sample | None, background: str
         lines, ink = [size + trained, *([", ".join(sorted(facts.traits))] if facts.traits else [])], _INK
     cell.paste(picture, ((_CELL - picture.width) // 2, (_CELL - picture.height) // 2))
     draw, font = ImageDraw.Draw(cell), ImageFont.load_default()
-    texts = [(_shortened(path.name), _INK), *((line, ink) for line in lines)]
+    name = printable(path.name)
+    name = name if len(name) <= 36 else f"{name[:20]}...{name[-13:]}"
+    texts = [(name, _INK), *((line, ink) for line in lines)]
     if sample is not None:
         texts += [(line, _QUIET) for line in _caption_lines(sample.caption, font)]
     for number, (line, colour) in enumerate(texts):
@@ -107,8 +109,3 @@ def _framed(image: Image.Image, size: tuple[int, int], sample: Sample) -> Image.
     framed.paste(inside, (left, top))
     ImageDraw.Draw(framed).rectangle((left, top, left + width - 1, top + height - 1), outline=_FRAME, width=2)
     return framed
-
-
-def _shortened(name: str) -> str:
-    name = printable(name)
-    return name if len(name) <= 36 else f"{name[:20]}...{name[-13:]}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -95,7 +95,7 @@ def _facts_of(path: Path) -> PhotoFacts | DatasetError:
 @lru_cache(maxsize=_KEPT)
 def _read(path: Path, _state: tuple[int, ...]) -> PhotoFacts | DatasetError:
     try:
-        with opened(path) as image, _in_turn(image):
+        with opened(path) as image, _ONE_LARGE if image.width * image.height > _LARGE_PIXELS else nullcontext():
             image.load()
             traits, notes = traits_of(image, path)
             colour, alpha = split_alpha(image)
@@ -103,21 +103,12 @@ def _read(path: Path, _state: tuple[int, ...]) -> PhotoFacts | DatasetError:
             turn, grid = turn_of(image), (VISIBLE_SIDE, VISIBLE_SIDE)
             visible = None
             if TRANSPARENT in traits:
-                visible = np.asarray(_turned(alpha.resize(grid, Image.Resampling.BOX), turn))
+                small = alpha.resize(grid, Image.Resampling.BOX)
+                visible = np.asarray(small if turn is None else small.transpose(turn))
             size = image.size[::-1] if turn in _SIDEWAYS else image.size
             return PhotoFacts(size, traits, notes, opacity, visible, *_look(colour, alpha))
     except DatasetError as error:
         return error
-
-
-def _turned(image: Image.Image, turn: Image.Transpose | None) -> Image.Image:
-    return image if turn is None else image.transpose(turn)
-
-
-@contextlib.contextmanager
-def _in_turn(image: Image.Image) -> Iterator[None]:
-    with _ONE_LARGE if image.width * image.height > _LARGE_PIXELS else contextlib.nullcontext():
-        yield
 
 
 def _look(colour: Image.Image, alpha: Image.Image | None) -> tuple[bytes, tuple[float, float, float]]:
