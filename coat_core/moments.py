@@ -97,7 +97,8 @@ class Codec(NamedTuple):
 
     Attributes:
         encode: fp32 [n, B] → QuantizedBlocks.
-        decode: codes [n, B] and the format's numbers [n, 1], in their order → fp32 [n, B].
+        decode: codes [n, B] and the format's numbers [n, 1], in their order → fp32 [n, B]. A new state has zero codes
+            and numbers of 1, which must give 0.
     """
 
     encode: Callable[[Tensor], QuantizedBlocks]

@@ -73,6 +73,10 @@ SPECIAL_UPDATE_REL = 40 * 2.0**-20
 CONVERGED_FRACTION = 0.05
 CONVERGED_LOSS_RATIO = 1.5
 
+# Parameters after three steps of at most 1e-2 with exp_avg in 15 bits of its block's largest value: a small moment next
+# to a large one may lose a tenth of its step.
+INT16_MOMENT_ATOL = 1e-3
+
 # --- engine: two processes against one with accumulation 2 ---------------------------------------------------------
 # The same micro-batches with the same draws; only (g0 + g1)/2 is summed as g0/2 + g1/2. Losses agree to fp32 rounding
 # carried through a few AdamW steps at lr 1e-2; where a gradient is near zero AdamW's first steps may turn its sign.
