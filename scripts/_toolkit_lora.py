@@ -1,4 +1,4 @@
-"""LoRA as ai-toolkit has it: fp32 modules beside the linears whose `forward` they replace, run without autocast.
+"""LoRA as ai-toolkit has it: fp32 modules next to the linears whose `forward` they replace, run without autocast.
 
 With AI_TOOLKIT_ROOT set to a checkout whose requirements this Python has, its own `LoRASpecialNetwork` is used; else a
 stand-in with the same arithmetic and attributes. Both in training mode, with strength 1 until `multiplier` is set.
@@ -42,7 +42,7 @@ class LoRAModule(nn.Module):
         nn.init.zeros_(self.lora_up.weight)
         self.register_buffer("_runtime_scale", torch.ones(()), persistent=False)
         self.network_ref = weakref.ref(network)
-        self.org_module = [linear]  # a list, so that it is no submodule
+        self.org_module = [linear]  # a list, so that it is not a submodule
         self.org_forward = linear.forward
         linear.forward = self.forward  # type: ignore[method-assign]
 

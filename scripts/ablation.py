@@ -69,7 +69,7 @@ E5M2 = {
 BASE = "bf16"
 # folder -> what it is, options; the config has everything on and nothing recomputed
 ARMS: dict[str, tuple[str, Arm]] = {
-    BASE: ("bf16, the host recomputes all blocks", BF16),
+    BASE: ("bf16, the trainer recomputes all blocks", BF16),
     "off": ("every part off", only()),
     "weights": ("FP8 weights", only(weight={"use_fp8": True})),
     "saved": ("saved activations, attention's in bf16", activations()),

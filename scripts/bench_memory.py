@@ -3,7 +3,7 @@
 Builds one double and one single block of FLUX.1's width (d = 3072, 24 heads of 128) with random weights and a rank-16
 LoRA on every linear of the blocks, runs them forward, and counts every allocation alive afterwards (torch's profiler:
 allocations minus frees), less the block's outputs. The blocks' inputs are made inside, so that keeping them counts.
-Beside it what saved-tensor hooks see: the distinct storages saved for backward, less parameters and what all blocks
+Next to it, what saved-tensor hooks see: the distinct storages saved for backward, less parameters and what all blocks
 share; not where a flow opens hooks of its own, which take the tensors from ours.
 Prints bytes per token and hidden element, then scales them to the 19 + 38 blocks of FLUX.1-dev. Runs on a CPU in about
 15 minutes; `--heads 4` in one. Exit code 1 where a bound is missed (at full width).

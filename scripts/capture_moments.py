@@ -69,7 +69,7 @@ def encode_dataset(folder: Path, model: Path, size: int) -> dict[str, Tensor]:
     """Return latents [N, C, size/8, size/8], prompt_embeds [N, L, D] and pooled [N, P] of a folder of images.
 
     Args:
-        folder: images with captions beside them.
+        folder: images with captions next to them.
         model: diffusers folder with the VAE and the text encoders.
         size: of the images, in pixels.
     """

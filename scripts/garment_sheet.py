@@ -182,7 +182,7 @@ class Sheet:
         self._paint(mask, self._cloth(fabric), light)
 
     def _soft_shadow(self, mask: Image.Image) -> None:
-        """Darkens what lies under a new part, close to its outline."""
+        """Darkens what is under a new part, close to its outline."""
         box = self._box(mask, 0.04)
         rows, columns = slice(box[1], box[3]), slice(box[0], box[2])
         fallen = ImageChops.offset(mask.crop(box), 0, self._width(0.004))
@@ -215,7 +215,7 @@ class Sheet:
         """Returns the picture at its final size.
 
         Args:
-            background: what the garment lies on, with a soft shadow; None gives an RGBA cut-out.
+            background: what the garment is laid on, with a soft shadow; None gives an RGBA cut-out.
             shift: moves the garment, in pixels of the sheet (x, y).
         """
         size = (self.size[0] // SUPERSAMPLING, self.size[1] // SUPERSAMPLING)

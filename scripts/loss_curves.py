@@ -85,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     if options.steps <= WINDOW:
         parser.error(f"--steps {options.steps}: must be more than {WINDOW}, the steps a curve is smoothed over")
     if len(set(options.seeds)) < 2:
-        parser.error(f"--seeds {options.seeds}: must be two or more different seeds, there is no spread otherwise")
+        parser.error(f"--seeds {options.seeds}: must be two or more different seeds: one has no spread")
     return options
 
 

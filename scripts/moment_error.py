@@ -121,7 +121,7 @@ def companded_ratio(power: float, *, of_stored: bool = False) -> Method:
 
 
 def own_methods() -> Iterator[tuple[str, Method]]:
-    """Every way of FP8AdamW, and what was tried beside them."""
+    """Every way of FP8AdamW, and what else was tried."""
     yield "e4m3, e4m3", stored(use_dynamic_range_expansion=False)
     yield COAT, stored()
     yield "· with the constants of the paper's kernel", stored(expansion=PAPER_EXPANSION)

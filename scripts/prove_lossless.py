@@ -159,7 +159,7 @@ def seed_rows(measures: Sequence[Measure], seeds: Sequence[int]) -> list[list[st
 
 
 def gap_rows(measures: Sequence[Measure]) -> list[list[str]]:
-    """Per measure: mean gap, its interval, bf16's spread, and whether the one lies inside the other."""
+    """Per measure: mean gap, its interval, bf16's spread, and whether the one is inside the other."""
     rows = []
     for measure in measures:
         found = judge_gap(measure.values["bf16"], measure.values["coat"])

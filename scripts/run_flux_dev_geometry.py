@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, job: dict[str, Any], geometry: dict[str, int]) -> None:
-    """Train the job and print what was measured, beside the plan."""
+    """Train the job and print what was measured, next to the plan."""
     from coat_flux import COATTrainer
     from coat_flux.config.job import JobConfig
     from coat_flux.mini_flux.geometry import make_flux_dev_geometry
