@@ -17,7 +17,7 @@ from coat_flux.data.captions import shuffle_tokens
 from coat_flux.data.dataset import Batch, BucketBatchSampler, scan
 from coat_flux.data.errors import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
-from coat_flux.data.loader import build_batches, cache_all
+from coat_flux.data.loader import cache_all
 from coat_flux.mini_flux.folder import make_tiny_flux
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
@@ -88,7 +88,7 @@ def make(folder, vae, encoders, cache_folder=None, seed=0, **changes):
 
 
 def first_batches(dataset, count=6, batch_size=2):
-    return list(islice(build_batches(dataset, BucketBatchSampler(dataset.samples, batch_size)), count))
+    return list(islice(map(dataset.batch, BucketBatchSampler(dataset.samples, batch_size)), count))
 
 
 def assert_same_batches(one, other):

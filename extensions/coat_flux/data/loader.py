@@ -238,11 +238,6 @@ def cache_all(
     return dataset
 
 
-def build_batches(dataset: LatentDataset, sampler: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each batch a sampler yields; endless with BucketBatchSampler."""
-    return map(dataset.batch, sampler)
-
-
 def _cut(image: Image.Image, sample: Sample) -> Image.Image:
     """What of an image a sample trains on."""
     return fit_to_bucket(ImageOps.mirror(image) if sample.flip else image, sample.bucket)
