@@ -1,6 +1,7 @@
 """Install what the tests need and run them: `python scripts/test.py [pytest arguments]`.
 
-Runs ruff (lint and format), mypy and pytest, all of them even when one fails, and exits non-zero when any did. Makes a
+Runs ruff (lint and format), mypy and pytest, all of them even when one fails, and exits non-zero when any did. Tests
+marked slow (more than 10 seconds each) run with `--all`, as in CI, or with `-m slow`. Makes a
 virtual environment in `.venv` when it is not started from one. Tests that need a GPU, triton or an ai-toolkit checkout
 skip themselves and say why.
 """
@@ -21,6 +22,7 @@ MAX_WORKERS = 4  # each holds PyTorch and a small model or two: about 1.5 GB
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Return our own options and what is left for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="run the slow tests, too; CI does")
     _environment.add_options(parser)
     return parser.parse_known_args()
 
@@ -45,6 +47,8 @@ def side_by_side(pytest_arguments: list[str]) -> list[str]:
 def main() -> int:
     """Run every stage and print the summary."""
     options, pytest_arguments = parse_arguments()
+    if not options.all and "-m" not in pytest_arguments:
+        pytest_arguments = ["-m", "not slow", *pytest_arguments]
     started = time.monotonic()
     _environment.prepare(options.torch_index_url, extra="test")
     install_s = time.monotonic() - started

@@ -185,6 +185,7 @@ def test_blocks_that_keep_no_fp8(
     assert_same(found, Single(block, "none").step(), floor_db)
 
 
+@pytest.mark.slow
 def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", compile_for_real)
     found = Single(KEPT).step()
