@@ -11,7 +11,6 @@ interrupted.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,11 +24,8 @@ import torch
 from mini_flux.experiment import make_job, write_photos
 
 from coat_flux.config.job import JobConfig
-from coat_flux.study.judgement import judge
-from coat_flux.study.paired import BF16, Arm
-from coat_flux.study.results import ArmResult
-from coat_flux.study.scoring import Scores, score_loras
-from coat_flux.study.study import Settings, Study, open_study
+from coat_flux.pages.run import RunFolder
+from coat_flux.study import BF16, Arm, ArmResult, Scores, Settings, Study, judge, open_study, score_loras
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS_FROM = 1
@@ -152,8 +148,7 @@ def held_bytes(run: ArmResult) -> dict[str, int]:
 
 def pace(run: ArmResult) -> float:
     """Median seconds per step, after the first ones."""
-    with (run.lora.parent / "coat" / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        return median([float(row["s_per_it"]) for row in csv.DictReader(file)][WARM_STEPS:])
+    return median(seconds for _, seconds in RunFolder(run.lora.parent).metrics["s_per_it"][WARM_STEPS:])
 
 
 def arm_results(runs: Sequence[ArmResult], scores: Scores) -> dict[str, dict[str, Any]]:

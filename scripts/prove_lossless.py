@@ -31,13 +31,10 @@ from mini_flux.scorer import accuracies, judge, load_scorer, right
 from coat_flux.base.files import replacing
 from coat_flux.pages.charts import Band, Points
 from coat_flux.pages.html import Page
-from coat_flux.study.judgement import Judgement
-from coat_flux.study.judgement import judge as judge_gap
-from coat_flux.study.page import TONES
-from coat_flux.study.paired import BF16, run_name
-from coat_flux.study.study import Settings, Study, open_study
-from coat_flux.study.verdict import Verdict
-from coat_flux.study.verify import verify
+from coat_flux.study import BF16, Judgement, Settings, Study, Verdict, open_study, verify
+from coat_flux.study import judge as judge_gap
+from coat_flux.study.report import TONES
+from coat_flux.study.runs import run_name
 
 ROOT = Path(__file__).resolve().parents[1]
 COAT: dict[str, Any] = {"memory": {"checkpointing": "every_n", "every_n": 2}}  # all else are the defaults: all is on

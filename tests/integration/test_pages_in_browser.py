@@ -11,15 +11,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from coat_flux.pages.report import write_report
-from coat_flux.study.held_out import HeldOut
+from coat_flux.study.held_out import HeldOut, Split
 from coat_flux.study.judgement import judge
-from coat_flux.study.page import write_page
-from coat_flux.study.photos import Split
-from coat_flux.study.results import ArmResult
-from coat_flux.study.scoring import Scores
-from coat_flux.study.similarity import Gram
+from coat_flux.study.report import Verdict, write_page
+from coat_flux.study.runs import ArmResult
+from coat_flux.study.scoring import Gram, Scores
 from coat_flux.study.study import Settings, Study
-from coat_flux.study.verdict import Verdict
 from coat_flux.watch.records import COLUMNS
 from tests.helpers.browser import inspect_pages
 from tests.unit.test_run_report import add_samples, make_run

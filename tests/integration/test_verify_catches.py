@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from coat_flux.mini_flux.folder import make_mini_flux
-from coat_flux.study.judgement import NOT_LOSSLESS, judge
-from coat_flux.study.study import Settings, open_study
-from coat_flux.study.verify import verify
+from coat_flux.study import Settings, judge, open_study, verify
+from coat_flux.study.judgement import NOT_LOSSLESS
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS, STEPS, LR = 3, 30, 5e-4

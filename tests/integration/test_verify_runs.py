@@ -16,11 +16,7 @@ from safetensors.torch import load_file
 from coat_flux.cli.entry import main
 from coat_flux.data.files import find_images
 from coat_flux.mini_flux.folder import make_tiny_flux
-from coat_flux.study.errors import VerifyError
-from coat_flux.study.paired import BF16
-from coat_flux.study.study import Settings, Study, open_study
-from coat_flux.study.verdict import Verdict
-from coat_flux.study.verify import verify
+from coat_flux.study import BF16, Settings, Study, Verdict, VerifyError, open_study, verify
 from coat_flux.trainers.standalone.session import Session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.errors import DeadRunError

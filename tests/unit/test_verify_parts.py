@@ -12,17 +12,13 @@ from safetensors.torch import save_file
 
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
-from coat_flux.study.errors import VerifyError
-from coat_flux.study.held_out import HeldOut
+from coat_flux.study import BF16, ArmResult, Settings, Study, Verdict, VerifyError, open_study
+from coat_flux.study.held_out import HeldOut, Split
 from coat_flux.study.judgement import broken
-from coat_flux.study.page import write_page
-from coat_flux.study.paired import BF16, prepare_job, require_coat
-from coat_flux.study.photos import Split
-from coat_flux.study.results import ArmResult
-from coat_flux.study.room import require_room
-from coat_flux.study.similarity import mean_pair_cosine, mean_seed_cosine, weight_grams
-from coat_flux.study.study import Settings, Study
-from coat_flux.study.verdict import Verdict
+from coat_flux.study.report import write_page
+from coat_flux.study.runs import prepare_job
+from coat_flux.study.scoring import mean_pair_cosine, mean_seed_cosine, weight_grams
+from coat_flux.study.study import require_room
 from tests import tolerances
 from tests.helpers.engine_job import engine_job
 
@@ -106,7 +102,7 @@ def test_options_of_an_arm_are_checked_as_a_config_is(tmp_path: Path) -> None:
 
 def test_a_config_without_coat_has_nothing_to_compare(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"coat\.enabled=false: verify compares COAT with bf16; give the config"):
-        require_coat(job_of(tmp_path, None))
+        open_study(job_of(tmp_path, None))
 
 
 def held_out_of(*sizes: tuple[int, int]) -> HeldOut:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from coat_flux.data.files import find_images
-from coat_flux.study.photos import HoldOutError, choose_held_out, default_hold_out, split_photos, validation_entry
+from coat_flux.study import VerifyError
+from coat_flux.study.held_out import choose_held_out, split_photos, validation_entry
 
 
 def folder_of(root: Path, count: int) -> Path:
@@ -20,7 +21,7 @@ def folder_of(root: Path, count: int) -> Path:
 
 @pytest.mark.parametrize(("photos", "expected"), [(2, 1), (10, 1), (14, 1), (16, 2), (40, 4), (155, 16), (1000, 16)])
 def test_a_tenth_is_held_out(photos: int, expected: int) -> None:
-    assert default_hold_out(photos) == expected
+    assert len(choose_held_out([Path(f"{i}.jpg") for i in range(photos)], None)) == expected
 
 
 def test_held_out_photos_are_evenly_spread(tmp_path: Path) -> None:
@@ -33,7 +34,7 @@ def test_held_out_photos_are_evenly_spread(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [0, 4, 5])
 def test_a_photo_must_be_left(tmp_path: Path, count: int) -> None:
     photos = find_images(folder_of(tmp_path / "a", 4))
-    with pytest.raises(HoldOutError, match=rf"--hold-out {count}: must be from 1 to 3.*--validation FOLDER"):
+    with pytest.raises(VerifyError, match=rf"--hold-out {count}: must be from 1 to 3.*--validation FOLDER"):
         choose_held_out(photos, count)
 
 
@@ -73,8 +74,8 @@ def test_a_validation_folder_leaves_training_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_validation_folder_must_have_photos(tmp_path: Path) -> None:
-    with pytest.raises(HoldOutError, match=r"--validation .*there is no such folder"):
+    with pytest.raises(VerifyError, match=r"--validation .*there is no such folder"):
         validation_entry([{}], tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(HoldOutError, match=r"--validation .*has no images"):
+    with pytest.raises(VerifyError, match=r"--validation .*has no images"):
         validation_entry([{}], tmp_path / "empty")

@@ -49,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """
     job = load_job(args)
     show_warnings()
-    from ..study.study import Settings
-    from ..study.verify import verify
+    from ..study import Settings, verify
 
     settings = Settings(steps=args.steps, hold_out=args.hold_out, validation=args.validation, every=args.every)
     try:

@@ -1,15 +1,33 @@
 """Is COAT lossless on your data? Paired runs with and without it, judged against what the seed alone does.
 
+runs.py        arms, the jobs of their runs, and what a finished run came to
+held_out.py    which photos are held out, and the loss on them, with noise that is the same for every run
+study.py       a comparison in its folder: open it, train an arm, continue
+scoring.py     the final LoRAs in the bf16 model, and how alike they are
 judgement.py   the statistics, pure
-paired.py      arms and their jobs
-photos.py      which photos are held out
-held_out.py    the loss on them, with noise that is the same for every run
-study.py       a comparison in its folder: open, train an arm, go on
-results.py     what one run came to
-same.py        what may be gone on with
-room.py        does the bf16 run fit the GPU
-scoring.py     the final LoRAs in the bf16 model
-similarity.py  cosines of weight changes and outputs
-verdict.py     verify: all of it, and the verdict
-page.py        its report.html
+report.py      the verdict, as JSON and as a page
+compare.py     `verify`: all of it
 """
+
+from .compare import verify
+from .judgement import Judgement, judge
+from .report import Verdict
+from .runs import BF16, Arm, ArmResult, VerifyError
+from .scoring import Scores, score_loras
+from .study import Settings, Study, open_study
+
+__all__ = [
+    "BF16",
+    "Arm",
+    "ArmResult",
+    "Judgement",
+    "Scores",
+    "Settings",
+    "Study",
+    "Verdict",
+    "VerifyError",
+    "judge",
+    "open_study",
+    "score_loras",
+    "verify",
+]

@@ -16,13 +16,14 @@ from statistics import fmean, stdev
 __all__ = ["LOSSLESS", "NOT_LOSSLESS", "UNDECIDED", "Judgement", "broken", "judge", "student_quantile", "worse"]
 
 LOSSLESS, NOT_LOSSLESS, UNDECIDED = "lossless", "not lossless", "undecided"
+PLACES = {LOSSLESS: "within", NOT_LOSSLESS: "outside", UNDECIDED: "partly outside"}
 CONFIDENCE = 0.95
 MAX_SEEDS = 50  # beyond this, more seeds are no advice
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the runs say; losses are mean squared errors.
+    """What the losses show; they are mean squared errors.
 
     Attributes:
         outcome: lossless, not lossless or undecided.
@@ -79,11 +80,29 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
     gap, scatter, spread = fmean(gaps), stdev(gaps), stdev(bf16)
     half = _half_width(scatter, count)
     low, high = gap - half, gap + half
-    outcome, reason, more = UNDECIDED, _no_measure(bf16, base, spread), None
-    if not reason:
+    idle = [number for number, loss in enumerate(bf16, 1) if base is not None and loss >= base]
+    outcome, more = UNDECIDED, None
+    if idle:
+        reason = (
+            f"{len(idle)} of {count} bf16 runs (first: number {idle[0]}, loss {bf16[idle[0] - 1]:.6f}) did not bring "
+            f"the held-out loss below that of the model without a LoRA, {base:.6f}, so there is nothing that could be "
+            "lost; train longer or with a higher lr, or where the training loss falls all the same (overfitting), "
+            "take fewer steps or more photos"
+        )
+    elif spread == 0:
+        reason = "the bf16 runs of all seeds end at exactly the same loss, so there is no spread to compare with"
+    else:
         outcome = _outcome(gap, half, spread)
-        more = _seeds_needed(gap, scatter, spread, count) if outcome == UNDECIDED else None
-        reason = _reason(outcome, gap, (low, high), spread, count, more, where)
+        reason = (
+            f"over {count} seeds, COAT's held-out loss{where} is on average {abs(gap):.2g} "
+            f"{'above' if gap >= 0 else 'below'} bf16's (95% confidence interval {low:+.2g} to {high:+.2g}), "
+            f"{PLACES[outcome]} the spread of bf16 runs that differ only in the seed (±{spread:.2g})"
+        )
+        if outcome == UNDECIDED:
+            widths = ((n, _half_width(scatter, n)) for n in range(count + 1, MAX_SEEDS + 1))
+            more = next((n for n, half in widths if _outcome(gap, half, spread) != UNDECIDED), None)
+            too_many = f"it would take more than {MAX_SEEDS} seeds to decide"
+            reason = f"{reason}; {too_many if more is None else f'run with --seeds {more}'}"
     return Judgement(outcome, reason, count, gap, low, high, spread, more)
 
 
@@ -107,48 +126,6 @@ def _outcome(gap: float, half: float, spread: float) -> str:
 
 def _half_width(scatter: float, count: int) -> float:
     return student_quantile((1 + CONFIDENCE) / 2, count - 1) * scatter / math.sqrt(count)
-
-
-def _no_measure(bf16: Sequence[float], base: float | None, spread: float) -> str:
-    """Why bf16's losses are no measure, or an empty text."""
-    if base is not None:
-        idle = [number for number, loss in enumerate(bf16, 1) if loss >= base]
-        if idle:
-            return (
-                f"{len(idle)} of {len(bf16)} bf16 runs (first: number {idle[0]}, loss {bf16[idle[0] - 1]:.6f}) did not "
-                f"bring the held-out loss below that of the model without a LoRA, {base:.6f}, so there is nothing that "
-                "could be lost; train longer or with a higher lr, or where the training loss falls all the same "
-                "(overfitting), take fewer steps or more photos"
-            )
-    if spread == 0:
-        return "the bf16 runs of all seeds end at exactly the same loss, so there is no spread to compare with"
-    return ""
-
-
-def _reason(
-    outcome: str, gap: float, interval: tuple[float, float], spread: float, count: int, more: int | None, where: str
-) -> str:
-    side = "above" if gap >= 0 else "below"
-    facts = (
-        f"over {count} seeds, COAT's held-out loss{where} is on average {abs(gap):.2g} {side} bf16's "
-        f"(95% confidence interval {interval[0]:+.2g} to {interval[1]:+.2g})"
-    )
-    band = f"the spread of bf16 runs that differ only in the seed (±{spread:.2g})"
-    if outcome == LOSSLESS:
-        return f"{facts}, within {band}"
-    if outcome == NOT_LOSSLESS:
-        return f"{facts}, outside {band}"
-    if more is None:
-        return f"{facts}, partly outside {band}; it would take more than {MAX_SEEDS} seeds to decide"
-    return f"{facts}, partly outside {band}; run with --seeds {more}"
-
-
-def _seeds_needed(gap: float, scatter: float, spread: float, count: int) -> int | None:
-    """Fewest seeds with which the same mean gap, scatter and spread would decide."""
-    for seeds in range(count + 1, MAX_SEEDS + 1):
-        if _outcome(gap, _half_width(scatter, seeds), spread) != UNDECIDED:
-            return seeds
-    return None
 
 
 def student_quantile(probability: float, freedom: int) -> float:

@@ -1,23 +1,52 @@
-"""What the final LoRAs do in the bf16 model, which is where other programs load them."""
+"""The final LoRAs in the bf16 model, which is where other programs load them: their loss, and how alike they are.
+
+A cosine says nothing by itself: LoRAs of two bf16 runs that differ in their seed alone are far from parallel. So every
+cosine of a (bf16, COAT) pair is compared with that of two bf16 seeds.
+
+The change of a layer is B · A, N × K numbers, 9 million in a square linear of FLUX. Inner products need only r × r:
+
+    <B1 A1, B2 A2> = trace(A1ᵀ B1ᵀ B2 A2) = sum over all elements of (B1ᵀ B2) * (A1 A2ᵀ)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config.job import JobConfig
 from ..trainers.standalone.loading import load_transformer
 from ..trainers.standalone.network import add_lora, load_lora_tensors, lora_parameters, lora_targets
 from ..trainers.standalone.session import TORCH_DTYPES
 from .held_out import HeldOut
-from .similarity import Gram
 
-__all__ = ["Scores", "score_loras"]
+__all__ = ["Gram", "Scores", "mean_pair_cosine", "mean_seed_cosine", "score_loras", "weight_grams"]
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+
+
+class Gram:
+    """Inner products of the same thing of several runs.
+
+    Args:
+        names: of the R runs.
+        products: (R, R) fp64.
+    """
+
+    def __init__(self, names: Iterable[str], products: Tensor):
+        self.names, self.products = list(names), products
+
+    def cosine(self, a: str, b: str) -> float | None:
+        """Of runs a and b; None where one of them is zero."""
+        i, j = self.names.index(a), self.names.index(b)
+        norms = (self.products[i, i] * self.products[j, j]).sqrt().item()
+        return self.products[i, j].item() / norms if norms > 0 else None
 
 
 @dataclass(frozen=True)
@@ -55,36 +84,11 @@ def score_loras(
         held_out: the photos.
         device: where to run.
         sigmas: noise levels per photo.
-        on_batch: is told batches done and their number.
+        on_batch: called with batches done and their number.
 
     Raises:
         ValueError: a LoRA does not fit the job's network.
     """
-    transformer, dtype = _model(job, device)
-    files = {name: load_file(path) for name, path in loras.items()}
-    losses: list[list[Tensor]] = [[] for _ in range(len(files) + 1)]
-    outputs = torch.zeros(len(files), len(files), dtype=torch.float64)
-    changes = outputs.clone()
-    batches = list(held_out.batches(sigmas))
-    for done, points in enumerate(batches, 1):
-        rows = []
-        for run, (source, tensors) in enumerate([("", None), *files.items()]):
-            _load(transformer, tensors, source)
-            velocity, loss = held_out.predictions(transformer, points, dtype=dtype, device=device)
-            rows.append(velocity.flatten().double().cpu())
-            losses[run].append(loss.double().cpu())
-        stacked = torch.stack(rows)
-        outputs += stacked[1:] @ stacked[1:].T
-        changes += (stacked[1:] - stacked[0]) @ (stacked[1:] - stacked[0]).T
-        if on_batch is not None:
-            on_batch(done, len(batches))
-    base, *finals = (torch.cat(parts).mean().item() for parts in losses)
-    names = list(files)
-    return Scores(base, dict(zip(names, finals, strict=True)), Gram(names, outputs), Gram(names, changes))
-
-
-def _model(job: JobConfig, device: torch.device) -> tuple[nn.Module, torch.dtype]:
-    """The transformer in `train.dtype`, with adapters that do nothing yet, in eval mode."""
     dtype, kwargs = TORCH_DTYPES[job.train.dtype], job.network.network_kwargs
     transformer = load_transformer(job.model.name_or_path, dtype)
     targets = lora_targets(
@@ -95,13 +99,66 @@ def _model(job: JobConfig, device: torch.device) -> tuple[nn.Module, torch.dtype
     )
     transformer.to(device)
     add_lora(transformer, targets, job.network.linear, seed=0)
-    return transformer.eval(), dtype
+    transformer.eval()
+
+    files = {name: load_file(path) for name, path in loras.items()}
+    losses: list[list[Tensor]] = [[] for _ in range(len(files) + 1)]
+    outputs = torch.zeros(len(files), len(files), dtype=torch.float64)
+    changes = outputs.clone()
+    batches = list(held_out.batches(sigmas))
+    for done, points in enumerate(batches, 1):
+        rows = []
+        for run, (name, tensors) in enumerate([("", None), *files.items()]):
+            if tensors is not None:
+                load_lora_tensors(transformer, tensors, source=name)
+            else:  # without a LoRA: B = 0
+                for key, parameter in lora_parameters(transformer).items():
+                    if ".lora_B." in key:
+                        parameter.zero_()
+            velocity, loss = held_out.predictions(transformer, points, dtype=dtype, device=device)
+            rows.append(velocity.flatten().double().cpu())
+            losses[run].append(loss.double().cpu())
+        stacked = torch.stack(rows)
+        outputs += stacked[1:] @ stacked[1:].T
+        changes += (stacked[1:] - stacked[0]) @ (stacked[1:] - stacked[0]).T
+        if on_batch is not None:
+            on_batch(done, len(batches))
+    base, *finals = (torch.cat(parts).mean().item() for parts in losses)
+    return Scores(base, dict(zip(files, finals, strict=True)), Gram(files, outputs), Gram(files, changes))
 
 
-def _load(transformer: nn.Module, tensors: Mapping[str, Tensor] | None, source: str) -> None:
-    if tensors is not None:
-        load_lora_tensors(transformer, tensors, source=source)
-        return
-    for name, param in lora_parameters(transformer).items():
-        if ".lora_B." in name:
-            param.zero_()
+def weight_grams(loras: Mapping[str, Path]) -> dict[str, Gram]:
+    """Inner products of the weight changes.
+
+    Args:
+        loras: run → LoRA file, all with the same layers.
+
+    Returns:
+        layer → Gram, and under "" that of all layers together.
+    """
+    files = {name: load_file(path) for name, path in loras.items()}
+    layers = sorted(key.removesuffix(DOWN) for key in next(iter(files.values())) if key.endswith(DOWN))
+    grams = {}
+    for layer in layers:
+        downs = torch.stack([tensors[layer + DOWN].double() for tensors in files.values()])
+        ups = torch.stack([tensors[layer + UP].double() for tensors in files.values()])
+        inner_a = torch.einsum("irk,jsk->ijrs", downs, downs)
+        inner_b = torch.einsum("inr,jns->ijrs", ups, ups)
+        grams[layer] = Gram(files, (inner_a * inner_b).sum(dim=(2, 3)))
+    total = torch.stack([gram.products for gram in grams.values()]).sum(dim=0)
+    return {"": Gram(files, total), **grams}
+
+
+def mean_pair_cosine(gram: Gram, bf16: Sequence[str], coat: Sequence[str]) -> float | None:
+    """The mean cosine of the runs with the same seed."""
+    return _mean([gram.cosine(a, b) for a, b in zip(bf16, coat, strict=True)])
+
+
+def mean_seed_cosine(gram: Gram, runs: Sequence[str]) -> float | None:
+    """The mean cosine of all pairs of `runs`, which differ in their seed alone."""
+    return _mean([gram.cosine(a, b) for a, b in combinations(runs, 2)])
+
+
+def _mean(cosines: Sequence[float | None]) -> float | None:
+    known = [cosine for cosine in cosines if cosine is not None]
+    return fmean(known) if known else None

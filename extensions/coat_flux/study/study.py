@@ -6,7 +6,7 @@
         held_out.safetensors      the held-out photos, encoded once
         bf16_seed42/, coat_seed42/ …   ordinary run folders
 
-A study that is opened again goes on: finished runs are taken as they are, others resume from their newest save. The
+A study that is opened again continues: finished runs are taken as they are, others resume from their newest save. The
 losses of a run are part of its saves, so they are as exact as the resume.
 """
 
@@ -18,34 +18,34 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
 from ..base.files import replacing
+from ..base.names import COAT_TYPE
+from ..blocks.budget import USABLE_FRACTION
+from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_rules import require_packages
 from ..mini_flux.folder import provide_embedded
+from ..plan.report import make_plan
 from ..saves.identity import data_identity, model_identity
 from ..trainers.standalone.trainer import COATTrainer
 from ..trainers.standalone.workers import Workers
-from .errors import VerifyError
-from .held_out import HeldOut, encode_held_out
-from .paired import BF16, Arm, prepare_job, require_coat, run_name
-from .photos import Split, split_photos, validation_entry
-from .results import ArmResult, read_result
-from .room import require_room
-from .same import require_same, require_same_job
+from .held_out import HeldOut, Split, encode_held_out, split_photos, validation_entry
+from .runs import BF16, Arm, ArmResult, VerifyError, prepare_job, read_result, run_name
 
 if TYPE_CHECKING:
     from ..trainers.standalone.session import Session
 
-__all__ = ["Settings", "Study", "open_study"]
+__all__ = ["Settings", "Study", "open_study", "require_room"]
 
-STUDY_FILE, HELD_OUT_FILE = "study.json", "held_out.safetensors"
 POINTS_OF_CURVE = 20
+LEAN = "train.gradient_checkpointing: true and train.cache_text_embeddings: true"
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class Study:
     def train_arm(
         self, arm_name: str, arm: Arm, seed: int, *, on_step: Callable[[int], None] | None = None
     ) -> ArmResult:
-        """Run, continue, or take as it is, one run.
+        """Run, resume, or take as it is, one run.
 
         Args:
             arm_name: a name for the folder, such as `bf16`.
-            arm: laid over the config's `coat:` block; see `paired`.
+            arm: laid over the config's `coat:` block; see `runs`.
             seed: of the run.
-            on_step: is told the number of steps done, also that of a run that is done.
+            on_step: called with the number of steps done, also that of a run that is done.
 
         Raises:
             VerifyError: the run's folder holds a run of other settings.
@@ -128,9 +128,12 @@ class Study:
         """
         raw = self.prepare(arm_name, arm, seed)
         run = self.folder / run_name(arm_name, seed)
-        require_same_job(run, raw)
+        saved = run / "config.yaml"
+        if saved.exists():
+            found = yaml.safe_load(saved.read_text(encoding="utf-8"))
+            _require_same(found.get("config"), raw["config"], saved, "is of a run with other settings", run)
         observer = _Observer(self.held_out, self.settings, self.steps, on_step)
-        with _as_it_was():
+        with _restored():
             COATTrainer(raw, observer=observer).train()
         if on_step is not None:
             on_step(self.steps)
@@ -147,11 +150,11 @@ class _Observer:
         step, settings = session.step, self._settings
         if self._on_step is not None:
             self._on_step(step)
-        seen = session.record.setdefault("observed", {"curve": []})
-        if (step % settings.every == 0 or step == self._steps) and all(at != step for at, _ in seen["curve"]):
-            seen["curve"].append([step, self._loss(session, settings.curve_sigmas)])
+        observed = session.record.setdefault("observed", {"curve": []})
+        if (step % settings.every == 0 or step == self._steps) and all(at != step for at, _ in observed["curve"]):
+            observed["curve"].append([step, self._loss(session, settings.curve_sigmas)])
         if step == self._steps:
-            seen["final"] = self._loss(session, settings.final_sigmas)
+            observed["final"] = self._loss(session, settings.final_sigmas)
 
     def _loss(self, session: Session, sigmas: int) -> float:
         device = session.workers.device
@@ -160,8 +163,8 @@ class _Observer:
 
 
 @contextmanager
-def _as_it_was() -> Iterator[None]:
-    """What a run sets for the whole process is set back, and its memory given back, before the next one."""
+def _restored() -> Iterator[None]:
+    """Restore what a run sets for the whole process, and give its memory back, before the next one."""
     precision = torch.get_float32_matmul_precision()
     try:
         yield
@@ -191,16 +194,28 @@ def open_study(
     """
     job = config if isinstance(config, JobConfig) else JobConfig.load(config)
     require_packages(job)
-    require_coat(job)
+    if not job.coat.enabled:
+        raise ConfigError(
+            f"{job.file}: config.process[0].coat.enabled=false: verify compares COAT with bf16; "
+            f"give the config you mean to train with, with type: {COAT_TYPE} and coat.enabled: true"
+        )
     device = _device_of(job)
     provide_embedded(job.model.name_or_path)
     folder = Path(folder) if folder is not None else job.folder.with_name(f"{job.folder.name}_verify")
-    settings = _filled_in(settings or Settings(), job)
+    settings = settings or Settings()
+    steps = settings.steps or job.train.steps
+    settings = replace(settings, steps=steps, every=settings.every or max(1, steps // POINTS_OF_CURVE))
     bf16 = prepare_job(job, BF16, name="bf16", folder=folder, seed=0)
     require_room(JobConfig.from_dict(bf16, file=job.file), device)
-    known = _identity(job, settings)
-    split = _split(job, settings, folder, known)
-    held_out = _held_out(job, split, folder, known, device)
+    identity, split = _identity_and_split(job, settings, folder)
+    key = hashlib.sha256(json.dumps([identity, split.held_out, asdict(job.coat.data)]).encode()).hexdigest()
+    path = folder / "held_out.safetensors"
+    held_out = HeldOut.load(path, key)
+    if held_out is None:
+        raw = prepare_job(job, BF16, name="held_out", folder=folder, seed=0, datasets=split.held_out)
+        with _restored():
+            held_out = encode_held_out(JobConfig.from_dict(raw, file=job.file), device)
+        held_out.save(path, key)
     return Study(job, folder, settings, split, held_out, device)
 
 
@@ -214,51 +229,79 @@ def _device_of(job: JobConfig) -> torch.device:
         workers.close()
 
 
-def _filled_in(settings: Settings, job: JobConfig) -> Settings:
-    steps = settings.steps or job.train.steps
-    every = settings.every or max(1, steps // POINTS_OF_CURVE)
-    return Settings(**{**asdict(settings), "steps": steps, "every": every})
+def require_room(bf16: JobConfig, device: torch.device, memory_bytes: float | None = None) -> None:
+    """Refuse a bf16 run that the plan says is too large: known before the first hour, not after it.
+
+    Args:
+        bf16: the run without COAT.
+        device: where it would train; only a GPU is asked.
+        memory_bytes: of the GPU; None asks it.
+
+    Raises:
+        VerifyError: names what it needs, what there is, and what to do.
+    """
+    if device.type != "cuda":
+        return
+    if memory_bytes is None:
+        memory_bytes = float(torch.cuda.get_device_properties(device).total_memory)
+    verdict = make_plan(bf16, memory_bytes / 1e9).verdicts[0]
+    if verdict.fits:
+        return
+    weights = verdict.prediction.phases[0].parts["transformer"] / 1e9
+    train = replace(bf16.train, gradient_checkpointing=True)
+    entries = tuple(replace(entry, cache_text_embeddings=True, shuffle_tokens=False) for entry in bf16.datasets)
+    lean = make_plan(replace(bf16, train=train, datasets=entries), memory_bytes / 1e9).verdicts[0]
+    needed, lean_needed = (one.prediction.peak / USABLE_FRACTION / 1e9 for one in (verdict, lean))
+    remedy = (
+        f"write {LEAN}: with both it fits"
+        if lean.fits
+        else f"run verify once on a larger card, {lean_needed:.0f} GB are enough with {LEAN}; the COAT runs alone do "
+        "not need one"
+    )
+    raise VerifyError(
+        f"{bf16.file}: verify compares with a bf16 run, which needs a GPU of about {needed:.0f} GB (its weights alone "
+        f"{weights:.1f} GB); this one has {memory_bytes / 1e9:.0f} GB\n{remedy}"
+    )
 
 
-def _entries(job: JobConfig) -> list[dict[str, Any]]:
-    return [dict(entry) for entry in job.raw["config"]["process"][0]["datasets"]]
-
-
-def _identity(job: JobConfig, settings: Settings) -> dict[str, Any]:
-    """What a comparison is of; plain JSON."""
-    asked = asdict(settings) | {"validation": None if settings.validation is None else str(settings.validation)}
-    entries = _entries(job)
+def _identity_and_split(job: JobConfig, settings: Settings, folder: Path) -> tuple[dict[str, Any], Split]:
+    """What the comparison is of, as plain JSON, and the split of the study in `folder`, or a new one."""
+    entries = [dict(entry) for entry in job.raw["config"]["process"][0]["datasets"]]
+    asked, read = asdict(settings), list(entries)
     if settings.validation is not None:
-        entries.append({**entries[0], "folder_path": str(settings.validation)})
+        asked["validation"] = str(settings.validation)
+        read.append({**entries[0], "folder_path": asked["validation"]})
     model = model_identity(job.model.name_or_path)
-    return {"model": model, "trigger_word": job.trigger_word, "settings": asked, "data": data_identity(entries)}
-
-
-def _split(job: JobConfig, settings: Settings, folder: Path, known: Mapping[str, Any]) -> Split:
-    """The split of the study in `folder`, or a new one."""
-    path = folder / STUDY_FILE
+    identity = {"model": model, "trigger_word": job.trigger_word, "settings": asked, "data": data_identity(read)}
+    path = folder / "study.json"
     if path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))
-        require_same(saved["study"], known, path, "is of another comparison", folder)
-        split = saved["split"]
-        return Split(tuple(split["train"]), tuple(split["held_out"]), tuple(split["names"]))
-    entries = _entries(job)
+        _require_same(saved["study"], identity, path, "is of another comparison", folder)
+        return identity, Split(**{name: tuple(values) for name, values in saved["split"].items()})
     if settings.validation is not None:
         split = validation_entry(entries, Path(settings.validation))
     else:
         split = split_photos(entries, folder / "photos", settings.hold_out)
     with replacing(path) as temp:
-        temp.write_text(json.dumps({"study": known, "split": asdict(split)}, indent=1) + "\n", encoding="utf-8")
-    return split
+        temp.write_text(json.dumps({"study": identity, "split": asdict(split)}, indent=1) + "\n", encoding="utf-8")
+    return identity, split
 
 
-def _held_out(job: JobConfig, split: Split, folder: Path, known: Mapping[str, Any], device: torch.device) -> HeldOut:
-    key = hashlib.sha256(json.dumps([known, split.held_out, asdict(job.coat.data)]).encode()).hexdigest()
-    path = folder / HELD_OUT_FILE
-    found = HeldOut.load(path, key)
-    if found is None:
-        raw = prepare_job(job, BF16, name="held_out", folder=folder, seed=0, datasets=split.held_out)
-        with _as_it_was():
-            found = encode_held_out(JobConfig.from_dict(raw, file=job.file), device)
-        found.save(path, key)
-    return found
+def _require_same(saved: Any, now: Any, path: Path, what: str, folder: Path) -> None:
+    """Refuse to continue in `folder` where what `path` has saved differs; names the first key that does."""
+    differing = list(_differences("", saved, now))
+    if differing:
+        key, old, new = differing[0]
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise VerifyError(f"{path}: {what} ({key} {old!r} -> {new!r}{more}); choose another --name; {folder} stays")
+
+
+def _differences(path: str, saved: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in sorted({*saved, *now}):
+            yield from _differences(f"{path}.{key}" if path else key, saved.get(key), now.get(key))
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for number, (old, new) in enumerate(zip(saved, now, strict=True)):
+            yield from _differences(f"{path}[{number}]", old, new)
+    elif saved != now:
+        yield path, saved, now

@@ -17,20 +17,17 @@ from ..config.job import JobConfig
 from ..saves.lock import run_lock
 from ..trainers.standalone.seeding import seed_of
 from ..watch.errors import DeadRunError
-from .errors import VerifyError
 from .judgement import broken, judge, worse
-from .page import write_page
-from .paired import BF16, Arm
-from .results import ArmResult
-from .scoring import score_loras
-from .similarity import weight_grams
+from .report import ARM_BF16, ARM_COAT, Verdict, write_page
+from .runs import BF16, Arm, ArmResult, VerifyError
+from .scoring import score_loras, weight_grams
 from .study import Settings, Study, open_study
-from .verdict import ARM_BF16, ARM_COAT, Verdict
 
 __all__ = ["verify"]
 
 FEW_PHOTOS = 4
 RISE = 1.01  # a held-out loss that ends so many times above its lowest is named
+LISTED_PHOTOS = 8
 
 
 def verify(
@@ -40,11 +37,11 @@ def verify(
     settings: Settings | None = None,
     arm: Arm | None = None,
     folder: str | Path | None = None,
-    say: Callable[[str], None] = tqdm.write,
+    log: Callable[[str], None] = tqdm.write,
 ) -> Verdict:
-    """Train with and without COAT from several seeds, and say whether COAT loses anything; see `judgement`.
+    """Train with and without COAT from several seeds, and judge whether COAT loses anything; see `judgement`.
 
-    Run again on the same folder it goes on where it was interrupted, or adds the seeds that are missing.
+    Run again on the same folder it resumes where it was interrupted, or adds the seeds that are missing.
 
     Args:
         config: path, dictionary or job; its own run is not touched.
@@ -52,64 +49,78 @@ def verify(
         settings: steps, photos held out, points of the curves.
         arm: laid over the `coat:` block of the COAT runs; None is the config as it is.
         folder: of the comparison; None is `<training_folder>/<name>_verify`.
-        say: takes lines.
+        log: takes lines.
 
     Returns:
         The verdict; `verdict.json` and `report.html` are written.
 
     Raises:
-        UserError: see `open_study` and `COATTrainer.train`. A COAT run that dies is no error but a verdict.
-        KeyboardInterrupt: the run under way was saved.
+        UserError: see `open_study` and `COATTrainer.train`. A COAT run that dies is a verdict, not an error.
+        KeyboardInterrupt: the current run was saved.
     """
     if seeds < 2:
         raise VerifyError(f"--seeds {seeds}: must be at least 2: the spread over seeds is what COAT is measured by")
     study = open_study(config, settings, folder=folder)
     with run_lock(study.folder):
-        verdict = _verdict(study, seeds, arm or {}, say)
-        _write(verdict)
+        names = study.held_out.names
+        more = f" and {len(names) - LISTED_PHOTOS} more" if len(names) > LISTED_PHOTOS else ""
+        log(
+            f"verify: {seeds} seeds, each bf16 and COAT, {study.steps} steps, in {study.folder}; "
+            f"{len(names)} photos are not trained on: {', '.join(names[:LISTED_PHOTOS])}{more}"
+        )
+        verdict = _train_and_judge(study, seeds, arm or {}, log)
+        with replacing(verdict.json_path) as temp:
+            temp.write_text(json.dumps(verdict.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
+        write_page(verdict)
     return verdict
 
 
-def _verdict(study: Study, seeds: int, arm: Arm, say: Callable[[str], None]) -> Verdict:
-    first = seed_of(study.job)
-    say(
-        f"verify: {seeds} seeds, each bf16 and COAT, {study.steps} steps, in {study.folder}; "
-        f"{len(study.held_out.names)} photos are not trained on: {_listed(study.held_out.names)}"
-    )
+def _train_and_judge(study: Study, seeds: int, arm: Arm, log: Callable[[str], None]) -> Verdict:
     runs: list[ArmResult] = []
-    with _Progress(2 * seeds * study.steps) as progress:
+    first, total = seed_of(study.job), 2 * seeds
+    with tqdm(total=total * study.steps, desc="all runs", unit="step", smoothing=0, **bar_options()) as bar:
         for seed in range(first, first + seeds):
             for name, block in ((ARM_BF16, BF16), (ARM_COAT, arm)):
-                progress.begin(f"{len(runs) + 1} of {2 * seeds} runs")
+                bar.set_postfix_str(f"{len(runs) + 1} of {total} runs", refresh=False)
                 try:
-                    runs.append(study.train_arm(name, block, seed, on_step=progress.step))
+                    runs.append(study.train_arm(name, block, seed, on_step=_progress(bar)))
                 except DeadRunError as error:
                     if name == ARM_BF16:
                         raise
                     judgement = broken(f"the COAT run of seed {seed} died: {error}", seeds)
                     return Verdict(judgement, study, tuple(runs))
-    return _judged(study, runs, say)
-
-
-def _judged(study: Study, runs: Sequence[ArmResult], say: Callable[[str], None]) -> Verdict:
-    say("verify: loading each LoRA into the bf16 model")
-    job = JobConfig.from_dict(study.prepare(ARM_BF16, BF16, runs[0].seed), file=study.job.file)
+    log("verify: loading each LoRA into the bf16 model")
+    job = JobConfig.from_dict(study.prepare(ARM_BF16, BF16, first), file=study.job.file)
     loras = {run.name: run.lora for run in runs}
     sigmas = study.settings.final_sigmas
     with tqdm(desc="held-out photos", leave=False, **bar_options()) as bar:
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
+        def on_batch(done: int, batches: int) -> None:
+            bar.total = batches
             bar.update(done - bar.n)
 
-        scores = score_loras(job, loras, study.held_out, device=study.device, sigmas=sigmas, on_batch=show)
+        scores = score_loras(job, loras, study.held_out, device=study.device, sigmas=sigmas, on_batch=on_batch)
     final = {name: [scores.losses[run.name] for run in runs if run.arm == name] for name in (ARM_BF16, ARM_COAT)}
     own = {name: [run.final_own for run in runs if run.arm == name] for name in (ARM_BF16, ARM_COAT)}
     in_bf16 = judge(final[ARM_BF16], final[ARM_COAT], scores.base, where=" with its LoRA in the bf16 model")
     in_own = judge(own[ARM_BF16], own[ARM_COAT], where=" with each run in its own precision")
     notes = _notes(study, runs, final)
-    judgement = worse(in_bf16, in_own)
-    return Verdict(judgement, study, tuple(runs), scores, weight_grams(loras), notes, in_bf16, in_own)
+    return Verdict(worse(in_bf16, in_own), study, tuple(runs), scores, weight_grams(loras), notes, in_bf16, in_own)
+
+
+def _progress(bar: Any) -> Callable[[int], None]:
+    """Moves the bar as one run reports its steps; the first that it reports were done before, and are not speed."""
+    before, fresh = bar.n, True
+
+    def on_step(done: int) -> None:
+        nonlocal fresh
+        new = before + done - bar.n
+        if fresh:
+            bar.initial += new
+            fresh = False
+        bar.update(new)
+
+    return on_step
 
 
 def _notes(study: Study, runs: Sequence[ArmResult], losses: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
@@ -128,41 +139,3 @@ def _notes(study: Study, runs: Sequence[ArmResult], losses: Mapping[str, Sequenc
             "by heart (overfitting). The comparison holds, but fewer steps would make a better LoRA."
         )
     return tuple(notes)
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def _write(verdict: Verdict) -> None:
-    with replacing(verdict.json_path) as temp:
-        temp.write_text(json.dumps(verdict.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
-    write_page(verdict)
-
-
-class _Progress:
-    """One bar over the steps of all runs; steps that were done before do not count as speed."""
-
-    def __init__(self, total: int):
-        self._bar = tqdm(total=total, desc="all runs", unit="step", smoothing=0, **bar_options())
-        self._before, self._fresh = 0, True
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def begin(self, what: str) -> None:
-        """A run begins."""
-        self._before, self._fresh = self._bar.n, True
-        self._bar.set_postfix_str(what, refresh=False)
-
-    def step(self, done: int) -> None:
-        """Steps of this run that are done."""
-        new = self._before + done - self._bar.n
-        if self._fresh:
-            self._bar.initial += new
-            self._fresh = False
-        self._bar.update(new)
