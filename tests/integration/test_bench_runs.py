@@ -79,14 +79,12 @@ def no_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["adamw_fused", "adamw8bit", "coat_fp8_adamw"]
     where = ["--device", "cpu", "--repeats", "2", "--skip-tests", "--out", str(tmp_path)]
-    assert main(["bench", "--level", "optimizer", "--configs", *names, "--rounds", "2", *TINY, *where]) == 0
+    assert main(["bench", "--level", "optimizer", "--configs", *names, "--rounds", "1", *TINY, *where]) == 0
     out, missing = capsys.readouterr().out, "needs the package bitsandbytes, which is not installed"
     assert [line.split(": ")[0] for line in out.splitlines() if line.startswith("[")] == [
-        "[1/6] round 1, optimizer adamw_fused",
-        "[2/6] round 1, optimizer adamw8bit",
-        "[3/6] round 1, optimizer coat_fp8_adamw",
-        "[4/6] round 2, optimizer coat_fp8_adamw",
-        "[6/6] round 2, optimizer adamw_fused",
+        "[1/3] round 1, optimizer adamw_fused",
+        "[2/3] round 1, optimizer adamw8bit",
+        "[3/3] round 1, optimizer coat_fp8_adamw",
     ]
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert results["tests"] == "not run: --skip-tests"
@@ -96,7 +94,7 @@ def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert results["machine"]["versions"]["torch"] == torch.__version__
     assert results["machine"]["limit"]["source"].startswith("measured: a 1024")
     measured = [run["measurements"][0] for run in results["runs"] if run["status"] == "ok"]
-    assert [len(found["samples_ms"]) for found in measured] == [2] * 4
+    assert [len(found["samples_ms"]) for found in measured] == [2] * 2
     fused, theirs, coat = results["rows"]
     assert (theirs["status"], theirs["reason"]) == ("cannot", f"{missing} (round 1)")
     assert f"adamw8bit: cannot run here: {missing}" in out

@@ -1,17 +1,20 @@
-"""Which cases a benchmark has, in which order they run, and what becomes of those that do not."""
+"""Which cases a benchmark has, in which order they run, what becomes of those that do not, and the tests before it."""
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coat_flux.bench import runner, worker
-from coat_flux.bench.configurations import CONFIGURATIONS, LEVELS, OPTIMIZERS, named, rivals
-from coat_flux.bench.flops import Geometry
-from coat_flux.bench.options import BenchOptions, Case
+from coat_flux.bench.configurations import CONFIGURATIONS, LEVELS, BenchOptions, Case, named, rivals
+from coat_flux.bench.limits import Geometry
+from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
 
+ARGUMENTS = ["--double", "1", "--single", "1", "--heads", "2", "--rank", "4", "--device", "cpu"]
 TINY = {"double": 1, "single": 1, "heads": 2, "rank": 4}
 
 
@@ -42,10 +45,9 @@ def test_cases_put_rivals_next_to_each_other() -> None:
 
 
 def test_every_configuration_is_complete() -> None:
-    optimizers = {choice.name for choice in OPTIMIZERS}
     assert len({row.name for row in CONFIGURATIONS}) == len(CONFIGURATIONS)
     for row in CONFIGURATIONS:
-        assert row.optimizer in optimizers
+        assert row.optimizer in named("optimizer")
         assert set(row.levels) <= set(LEVELS)
         assert COATConfig.from_dict(dict(row.coat or {})).enabled
         assert row.coat is None or row.coat["memory"]["checkpointing"] in ("none", "all")  # else the limit is unknown
@@ -69,14 +71,14 @@ def test_what_gives_no_figures_is_kept_and_not_tried_again() -> None:
         "torchao_float8": {"status": "cannot", "reason": "needs the package torchao, which is not installed"},
         "coat": {"status": "out of memory", "reason": "OutOfMemoryError: 5 GB asked for"},
     }
-    started, told = [], []
+    started, lines = [], []
 
     def start(asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         started.append(asked["configuration"])
         return results[asked["configuration"]]
 
     options = BenchOptions(("step",), (64,), (1,), 2, tuple(results), Geometry(**TINY), timeout_s=9.0)
-    runs = list(runner.run_cases(options, told.append, start))
+    runs = list(runner.run_cases(options, lines.append, start))
     assert started == ["bf16", "torchao_float8", "coat", "bf16"]
     assert [(run["round"], run["configuration"], run["status"]) for run in runs] == [
         (1, "bf16", "ok"),
@@ -84,7 +86,7 @@ def test_what_gives_no_figures_is_kept_and_not_tried_again() -> None:
         (1, "coat", "out of memory"),
         (2, "bf16", "ok"),
     ]
-    assert [line.rsplit(" (", 1)[0] for line in told] == [
+    assert [line.rsplit(" (", 1)[0] for line in lines] == [
         "[1/6] round 1, step bf16 at 64 px x 1: step 2.00 ms",
         "[2/6] round 1, step torchao_float8 at 64 px x 1: cannot run here: "
         "needs the package torchao, which is not installed",
@@ -113,13 +115,13 @@ def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_become_results(
     monkeypatch: pytest.MonkeyPatch, configuration: str, error: Exception, status: str, reason: str
 ) -> None:
-    from coat_flux.bench import models
+    from coat_flux.bench import levels
 
     def fail(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(worker, "_is_installed", lambda package: True)
-    monkeypatch.setattr(models, "make_model", fail)
+    monkeypatch.setattr(levels, "make_model", fail)
     found = worker.run(spec("step", configuration))
     assert (found["status"], found["reason"]) == (status, reason)
     assert reason[:40].split(": ")[1] in found["traceback"]
@@ -146,3 +148,75 @@ def _hang(timeout: float) -> None:
 def test_an_unusable_device_is_refused() -> None:
     with pytest.raises(runner.MachineError, match=r"--device nonsense: .*give a device that torch can use"):
         runner.describe(BenchOptions(device="nonsense"), lambda asked, _: worker.run(asked))
+
+
+# -- no figures from code whose tests fail -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with a green test for kernels and a red one for the optimizer."""
+    for folder, line in (("kernels", "assert 1 + 1 == 2"), ("optim", "assert 1 + 1 == 3")):
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        (tmp_path / "tests" / folder / f"test_{folder}.py").write_text(f"def test_sum():\n    {line}\n")
+    return tmp_path
+
+
+def test_green_tests_of_the_level_pass(repository: Path) -> None:
+    green = runner.run_tests(["op"], repository)
+    assert green.passed
+    assert green.text.startswith("tests/kernels: green (1 passed in ")
+
+
+def test_the_folders_exist_in_this_repository() -> None:
+    assert set(runner.TESTS) == set(LEVELS)
+    for folders in runner.TESTS.values():
+        assert all((runner.REPOSITORY / folder).is_dir() for folder in folders)
+
+
+def test_an_installation_without_tests_says_so(tmp_path: Path) -> None:
+    result = runner.run_tests(["step"], tmp_path)
+    assert result == runner.TestResult(True, "no tests were run: this is an installation without the repository")
+
+
+def test_without_pytest_the_command_says_what_to_install(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "REPOSITORY", repository)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "--level", "optimizer", *ARGUMENTS]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the tests that come before figures need pytest, pytest-timeout, hypothesis; pip ")
+    assert len(error.splitlines()) == 1
+
+
+def test_the_bench_extra_holds_what_its_tests_need() -> None:
+    setup = (runner.REPOSITORY / "setup.py").read_text(encoding="utf-8")
+    extra = setup[setup.index('"bench": [') : setup.index('"test": [')]
+    assert [package for package in runner.NEEDED.values() if f'"{package}>=' not in extra] == []
+
+
+def test_red_tests_give_exit_code_1_and_no_figures(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "REPOSITORY", repository)
+    assert main(["bench", "--level", "optimizer", *ARGUMENTS, "--out", str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith("tests: tests/kernels tests/optim: red (1 failed, 1 passed in ")
+    assert "no figures from code whose tests fail" in captured.err
+    assert "assert (1 + 1) == 3" in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, said in (
+        (["--configs", "bf17"], "invalid choice: 'bf17'"),
+        (["--resolution", "500"], "'500': must be a multiple of 16, such as 512"),
+        (["--rounds", "0"], "'0': must be a whole number of at least 1"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["bench", *wrong])
+        assert stopped.value.code == 2
+        assert said in capsys.readouterr().err
+    assert main(["bench", "--level", "optimizer", "--configs", "bf16", "--skip-tests"]) == 2
+    assert "--configs bf16: none is measured at --level optimizer" in capsys.readouterr().err

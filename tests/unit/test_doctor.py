@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from coat_flux.cli.doctor import add_parser
-from coat_flux.doctor import diagnose, gpu, host, machine, software, windows
-from coat_flux.doctor.lines import absent, bad, good, verdict
+from coat_flux.doctor import PROBES, absent, ai_toolkit, bad, diagnose, good, gpu, system, verdict
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
 
 
@@ -68,10 +67,11 @@ def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch, no_card,
         yield good("memory", "first")
         raise error
 
-    monkeypatch.setattr(machine, "memory", probe)
+    monkeypatch.setattr(system, "memory", probe)
+    monkeypatch.setattr("coat_flux.doctor.PROBES", [one for one in PROBES if one[0] in ("memory", "disk")])
     lines = texts(diagnose())
     at = lines.index("✓ memory: first")
-    assert lines[at + 1].startswith(f"✗ memory: could not be looked at ({type(error).__name__}: ")
+    assert lines[at + 1].startswith(f"✗ memory: could not be checked ({type(error).__name__}: ")
     assert "\n" not in lines[at + 1]
     assert any(line.startswith(("✓ disk here", "✗ disk here")) for line in lines[at + 2 :])
 
@@ -79,8 +79,8 @@ def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch, no_card,
 def test_a_package_that_is_missing_takes_only_its_own_probe(monkeypatch, no_card):
     monkeypatch.setitem(sys.modules, "psutil", None)
     lines = texts(diagnose())
-    assert sum("could not be looked at" in line for line in lines) == 1
-    assert any(line.startswith("✗ memory: could not be looked at (ModuleNotFoundError") for line in lines)
+    assert sum("could not be checked" in line for line in lines) == 1
+    assert any(line.startswith("✗ memory: could not be checked (ModuleNotFoundError") for line in lines)
 
 
 def test_a_probe_without_its_package_stops_where_it_is_needed(monkeypatch, no_card):
@@ -89,14 +89,13 @@ def test_a_probe_without_its_package_stops_where_it_is_needed(monkeypatch, no_ca
     assert line.subject == "packages"
 
 
-@pytest.mark.parametrize(
-    ("place", "stops"), [("gpu.cards", True), ("gpu.fp8_gemms", False), ("windows.settings", False)]
-)
-def test_what_cannot_be_looked_at_stops_only_where_it_is_needed(monkeypatch, no_card, place, stops):
+@pytest.mark.parametrize(("place", "stops"), [("gpu.cards", True), ("gpu.fp8_gemms", False), ("system.windows", False)])
+def test_what_cannot_be_checked_stops_only_where_it_is_needed(monkeypatch, no_card, place, stops):
     def probe():
         raise RuntimeError("CUDA error: unknown error")
 
     monkeypatch.setattr(f"coat_flux.doctor.{place}", probe)
+    monkeypatch.setattr("coat_flux.doctor.PROBES", [one for one in PROBES if one[1] in ("system.python", place)])
     lines = list(diagnose())
     assert sum("CUDA error: unknown error" in line.text for line in lines) == 1
     assert any(line.stops for line in lines) is stops
@@ -112,7 +111,7 @@ def test_the_command_prints_on_any_console(monkeypatch, tmp_path, encoding, mark
     assert doctor() == 0
     shown = out.buffer.getvalue().decode(encoding).splitlines()
     assert shown[0].startswith(f"{mark} Python: 3.")
-    assert shown[-2].startswith("- ai-toolkit: not here; `coat-flux train` needs none")
+    assert shown[-2].startswith("- ai-toolkit: not here; `coat-flux train` does not need it")
     assert shown[-1].startswith("training works here on the CPU only")
 
 
@@ -132,21 +131,21 @@ def test_a_torch_for_the_cpu_beside_a_gpu_stops(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(gpu, "driver_names", lambda: ["NVIDIA L40S, driver 580.65"])
-    (line,) = software.torch_build()
+    (line,) = system.torch_build()
     assert line.stops
     assert str(line) == (
         "✗ torch: 2.13.0+cpu is built without CUDA, but this machine has NVIDIA L40S, driver 580.65 -> "
         "pip install --force-reinstall torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
     )
     monkeypatch.setattr(gpu, "driver_names", list)
-    assert texts(software.torch_build()) == ["✓ torch: 2.13.0+cpu, built for the CPU"]
+    assert texts(system.torch_build()) == ["✓ torch: 2.13.0+cpu, built for the CPU"]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert texts(software.torch_build()) == ["✓ torch: 2.13.0+cpu, built for CUDA 13.0"]
+    assert texts(system.torch_build()) == ["✓ torch: 2.13.0+cpu, built for CUDA 13.0"]
 
 
 def test_a_torch_that_does_not_load_stops(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    (line,) = software.torch_build()
+    (line,) = system.torch_build()
     assert line.stops
     assert "cannot be imported" in line.text
 
@@ -162,21 +161,21 @@ def test_versions_are_held_against_the_bounds_of_setup(monkeypatch):
     wanted = ["torch>=2.9", "diffusers>=0.36", "transformers>=4.57", "peft>=0.17", "safetensors>=0.5"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*wanted, 'pytest>=8; extra == "test"'])
     monkeypatch.setattr(importlib.metadata, "version", version)
-    lines = list(software.packages())
+    lines = list(system.packages())
     assert texts(lines) == [
         "✗ diffusers: 0.35.1: must be >=0.36 -> pip install 'diffusers>=0.36'",
         "✗ peft: not installed -> pip install 'peft>=0.17'",
-        "✓ packages: diffusers 0.35.1, transformers 5.0.0.dev0, safetensors 0.5; 4 looked at",
+        "✓ packages: diffusers 0.35.1, transformers 5.0.0.dev0, safetensors 0.5; 4 checked",
     ]
     assert [line.stops for line in lines] == [True, True, False]
 
 
 def test_the_bounds_are_those_of_setup():
     setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
-    found = [f"{one.name}{one.specifier}" for one in software.requirements()]
+    found = [f"{one.name}{one.specifier}" for one in system.requirements()]
     assert all(f'"{line}"' in setup or f'"{line}; python_version' in setup for line in found)
     assert len({line.split(">")[0] for line in found}) == len(found)
-    assert {line.split(">")[0] for line in found} >= set(software.SHOWN)
+    assert {line.split(">")[0] for line in found} >= set(system.SHOWN)
     assert not any(line.startswith(("torch", "pytest")) for line in found)
 
 
@@ -184,15 +183,15 @@ def test_the_bounds_are_those_of_setup():
 
 
 def test_memory_of_a_container_counts(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(system, "CGROUP", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100e9, total=256e9))
-    assert texts(machine.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
+    assert texts(system.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("5000000000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 3000000000\n")
-    assert texts(machine.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
+    assert texts(system.memory()) == ["✓ memory: 100.0 of 256.0 GB RAM free"]
     (tmp_path / "memory.max").write_text("16000000000\n")
-    (line,) = machine.memory()
+    (line,) = system.memory()
     assert line.text == "14.0 of 16.0 GB RAM free (the container's limit)"
     assert line.remedy.startswith("FLUX.1 takes about 27 GB")
 
@@ -200,8 +199,8 @@ def test_memory_of_a_container_counts(monkeypatch, tmp_path):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The model cache, with one shard of the transformer missing."""
-    monkeypatch.setattr(machine, "_cache_folder", lambda: tmp_path / "hub")
-    monkeypatch.setattr(machine, "_has_token", lambda: False)
+    monkeypatch.setattr(system, "_cache_folder", lambda: tmp_path / "hub")
+    monkeypatch.setattr(system, "_has_token", lambda: False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     snapshot = tmp_path / "hub" / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0a1b"
     for folder in ("transformer", "vae"):
@@ -215,54 +214,52 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_the_model_in_the_cache(cache):
-    (line,) = machine.model()
+    (line,) = system.model()
     assert line.text == "torn download, transformer/part-2.safetensors is missing"
     assert line.remedy == "hf download black-forest-labs/FLUX.1-dev"
     (cache / "transformer" / "part-2.safetensors").write_text("")
-    assert texts(machine.model()) == [f"✓ FLUX.1-dev: in the cache: {cache}"]
+    assert texts(system.model()) == [f"✓ FLUX.1-dev: in the cache: {cache}"]
 
 
 def test_the_model_is_not_in_the_cache(cache, monkeypatch):
-    monkeypatch.setattr(machine, "_snapshot", lambda: None)
-    (line,) = machine.model()
+    monkeypatch.setattr(system, "_snapshot", lambda: None)
+    (line,) = system.model()
     assert line.text.endswith("the first run downloads 34 GB, and there is no Hugging Face token")
     assert "`hf auth login`" in line.remedy
-    monkeypatch.setattr(machine, "_has_token", lambda: True)
-    assert texts(machine.model())[0].startswith(
-        "- FLUX.1-dev: not in the cache, the first run downloads 34 GB; a token"
-    )
+    monkeypatch.setattr(system, "_has_token", lambda: True)
+    assert texts(system.model())[0].startswith("- FLUX.1-dev: not in the cache, the first run downloads 34 GB; a token")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert texts(machine.model())[0].startswith("✗ FLUX.1-dev: not in the cache, and HF_HUB_OFFLINE forbids downloads")
+    assert texts(system.model())[0].startswith("✗ FLUX.1-dev: not in the cache, and HF_HUB_OFFLINE forbids downloads")
 
 
 def test_disk(cache, monkeypatch):
     free = {"here": 50e9, "cache": 20e9}
     monkeypatch.setattr(
-        machine.shutil,
+        system.shutil,
         "disk_usage",
         lambda path: SimpleNamespace(free=free["cache" if "hub" in str(path) else "here"]),
     )
-    here, there = machine.disk()
+    here, there = system.disk()
     assert str(here) == f"✓ disk here: 50.0 GB free in {Path.cwd()}"
     assert there.remedy == "FLUX.1-dev takes 34 GB: free that, or set HF_HOME elsewhere"
     (cache / "transformer" / "part-2.safetensors").write_text("")
     free["here"] = 1e9
-    here, there = machine.disk()
+    here, there = system.disk()
     assert here.remedy == "a run writes about 3 GB: free that, or train in another folder"
     assert there.mark == "✓"
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert [line.remedy.split()[0] for line in machine.disk()] == ["train", "set"]
+    assert [line.remedy.split()[0] for line in system.disk()] == ["train", "set"]
 
 
 # --- Windows
 
 
 def test_windows_settings(monkeypatch):
-    assert os.name == "nt" or list(windows.settings()) == []
-    monkeypatch.setattr(windows, "os", SimpleNamespace(name="nt"))
-    monkeypatch.setattr(windows, "_long_paths", lambda: False)
-    monkeypatch.setattr(windows, "_can_link", lambda: False)
-    links, paths, driver = windows.settings()
+    assert os.name == "nt" or list(system.windows()) == []
+    monkeypatch.setattr(system, "os", SimpleNamespace(name="nt"))
+    monkeypatch.setattr(system, "_long_paths", lambda: False)
+    monkeypatch.setattr(system, "_can_link", lambda: False)
+    links, paths, driver = system.windows()
     assert links.remedy == "turn on Developer Mode"
     assert paths.remedy == r"set LongPathsEnabled=1 in HKLM\SYSTEM\CurrentControlSet\Control\FileSystem"
     assert "Prefer No Sysmem Fallback" in driver.text
@@ -277,19 +274,19 @@ def checkout(tmp_path):
 
 
 def test_a_checkout_and_our_link_in_it(checkout):
-    version, extension, contract = texts(host.ai_toolkit(checkout))
+    version, extension, contract = texts(ai_toolkit.checkout(checkout))
     assert version == f"✓ ai-toolkit: 0.12.26 in {checkout}"
     assert extension == f"- extension: not in that checkout; `coat-flux install {checkout}` links it"
     assert contract == "✓ contract: every name that COAT-FLUX needs of it is there"
     link = checkout / "extensions" / "coat_flux"
     link.symlink_to(PACKAGE, target_is_directory=True)
-    assert texts(host.ai_toolkit(checkout))[1] == f"✓ extension: extensions/coat_flux leads to {PACKAGE}"
+    assert texts(ai_toolkit.checkout(checkout))[1] == f"✓ extension: extensions/coat_flux leads to {PACKAGE}"
     link.unlink()
     link.symlink_to(checkout / "toolkit", target_is_directory=True)
-    assert "leads to another one" in texts(host.ai_toolkit(checkout))[1]
+    assert "leads to another one" in texts(ai_toolkit.checkout(checkout))[1]
     link.unlink()
     link.mkdir()
-    assert "is a copy" in texts(host.ai_toolkit(checkout))[1]
+    assert "is a copy" in texts(ai_toolkit.checkout(checkout))[1]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +304,7 @@ def test_another_ai_toolkit_is_named_by_what_it_lacks(checkout, file, old, new, 
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    lines = [line for line in host.ai_toolkit(checkout) if line.subject == "contract"]
+    lines = [line for line in ai_toolkit.checkout(checkout) if line.subject == "contract"]
     assert all(line.stops for line in lines)
     assert any(problem in line.text for line in lines), texts(lines)
 
@@ -315,7 +312,7 @@ def test_another_ai_toolkit_is_named_by_what_it_lacks(checkout, file, old, new, 
 def test_a_missing_file_and_an_untested_version(checkout):
     (checkout / "version.py").write_text('VERSION = "0.9.1"\n')
     (checkout / "toolkit" / "network_mixins.py").unlink()
-    version, _, contract = host.ai_toolkit(checkout)
+    version, _, contract = ai_toolkit.checkout(checkout)
     assert version.text == f"0.9.1 in {checkout} is not tested with COAT-FLUX"
     assert contract.text == "no toolkit/network_mixins.py"
 
@@ -323,22 +320,22 @@ def test_a_missing_file_and_an_untested_version(checkout):
 def test_its_source_is_never_run(checkout):
     for path in checkout.rglob("*.py"):
         path.write_text(path.read_text().replace("from __future__ import annotations", "") + "\nraise SystemExit(3)\n")
-    assert [line.mark for line in host.ai_toolkit(checkout)] == ["✓", "-", "✓"]
+    assert [line.mark for line in ai_toolkit.checkout(checkout)] == ["✓", "-", "✓"]
 
 
 def test_where_it_is_looked_for(checkout, monkeypatch, tmp_path):
     monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert next(host.ai_toolkit(None)).mark == "-"
+    assert next(ai_toolkit.checkout(None)).mark == "-"
     monkeypatch.chdir(checkout)
-    assert next(host.ai_toolkit(None)).text == f"0.12.26 in {checkout}"
+    assert next(ai_toolkit.checkout(None)).text == f"0.12.26 in {checkout}"
     monkeypatch.setenv("AI_TOOLKIT_ROOT", str(tmp_path))
-    line = next(host.ai_toolkit(None))
+    line = next(ai_toolkit.checkout(None))
     assert line.stops
-    assert line.text == f"{tmp_path} is no checkout of it: no run.py, toolkit/extension.py, extensions"
-    assert next(host.ai_toolkit(checkout)).mark == "✓"
+    assert line.text == f"{tmp_path} is not a checkout of it: no run.py, toolkit/extension.py, extensions"
+    assert next(ai_toolkit.checkout(checkout)).mark == "✓"
 
 
 @pytest.mark.aitk
 def test_the_real_one_has_all_we_need():
-    assert list(host.missing_pieces(Path(os.environ["AI_TOOLKIT_ROOT"]))) == []
+    assert list(ai_toolkit.missing_pieces(Path(os.environ["AI_TOOLKIT_ROOT"]))) == []

@@ -1,11 +1,10 @@
 """The benchmark harness behind `coat-flux bench`: COAT and its rivals at FLUX.1-dev's geometry with random weights.
 
-configurations   what is compared: one table
-flops            how much arithmetic a forward pass and a training step are
-limits           how fast this device could do it
-models, levels   what one process builds and times
+configurations   what is compared, at which sizes: one table
+limits           how much arithmetic a step is, and how fast this device could do it
+levels           what one process builds and times; optimizers.py without any model
+timing           how a call is timed
 worker           that process
-runner           the processes, in interleaved rounds
-gate             the tests that must pass first
-summary, report  medians, spread, share of the limit; JSON, Markdown, picture
+runner           the tests that must pass first, then the processes in interleaved rounds
+report           medians, spread, share of the limit; JSON, Markdown, picture
 """

@@ -1,16 +1,17 @@
-"""What is compared. A new row in `CONFIGURATIONS` or `OPTIMIZERS` is all that a new configuration takes.
+"""What is compared, and at which sizes. A new row in `CONFIGURATIONS` is all that a new configuration takes.
 
 All rows train the same LoRA (PEFT, fp32 adapters on every linear of the blocks) under bf16 autocast, as accelerate runs
-it. Nothing heavy is imported here.
+it; those of the level "optimizer" are optimizers alone. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER
+from .limits import Geometry
 
 OK, CANNOT, OUT_OF_MEMORY, FAILED = "ok", "cannot", "out of memory", "failed"  # how a process ends; see worker
 LEVELS = ("op", "block", "step", "optimizer")
@@ -20,7 +21,7 @@ ALL_MODEL_LEVELS = ("op", *MODEL_LEVELS)
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a model is prepared.
+    """One row of the comparison.
 
     Attributes:
         name: on the command line and in the results.
@@ -30,7 +31,7 @@ class Configuration:
         checkpointing: torch's recomputation of every block (baselines; COAT's is in its block).
         compiled: "blocks" compiles each block by itself, "model" the whole transformer, "" nothing.
         quantizer: "quanto" (qfloat8 weights) or "torchao" (float8 training) converts the linears of the blocks.
-        optimizer: a name of `OPTIMIZERS`.
+        optimizer: the name of a row of that level.
         needs: packages, as they are imported.
     """
 
@@ -60,20 +61,6 @@ class Configuration:
     def may_be_missing(self) -> bool:
         """Whether an error means that others' code cannot run on this machine, rather than that ours is broken."""
         return bool(self.needs or (self.compiled and self.coat is None))
-
-
-@dataclass(frozen=True)
-class OptimizerChoice:
-    """An optimizer of the comparison; `models.make_optimizer` builds it."""
-
-    name: str
-    about: str
-    needs: tuple[str, ...] = ()
-
-    @property
-    def may_be_missing(self) -> bool:
-        """As `Configuration.may_be_missing`."""
-        return bool(self.needs)
 
 
 KEPT = {"checkpointing": "none", "transposed_weights": "never"}
@@ -132,21 +119,16 @@ CONFIGURATIONS = (
     ),
     _coat("coat_cudagraphs", "COAT, blocks as CUDA graphs", memory=COPIED, speed=REPLAYED),
     _coat("coat_picked", "COAT, what its start-up measurement picks", ("step",), memory=COPIED, speed={}),
-)
-
-OPTIMIZERS = (
-    OptimizerChoice("adamw_fused", "torch AdamW, fused, fp32 moments"),
-    OptimizerChoice("adamw8bit", "bitsandbytes AdamW8bit", ("bitsandbytes",)),
-    OptimizerChoice("adamw_fp8_torchao", "torchao AdamWFp8", ("torchao",)),
-    OptimizerChoice(COAT_OPTIMIZER, "COAT FP8AdamW, e4m3 moments, expansion"),
+    Configuration("adamw_fused", "torch AdamW, fused, fp32 moments", ("optimizer",)),
+    Configuration("adamw8bit", "bitsandbytes AdamW8bit", ("optimizer",), needs=("bitsandbytes",)),
+    Configuration("adamw_fp8_torchao", "torchao AdamWFp8", ("optimizer",), needs=("torchao",)),
+    Configuration(COAT_OPTIMIZER, "COAT FP8AdamW, e4m3 moments, expansion", ("optimizer",)),
 )
 
 
-def named(level: str) -> dict[str, Configuration | OptimizerChoice]:
+def named(level: str) -> dict[str, Configuration]:
     """The rows measured at `level`, by name, in the table's order."""
-    if level == "optimizer":
-        return {choice.name: choice for choice in OPTIMIZERS}
-    return {choice.name: choice for choice in CONFIGURATIONS if level in choice.levels}
+    return {row.name: row for row in CONFIGURATIONS if level in row.levels}
 
 
 def rivals(level: str, name: str) -> dict[str, str]:
@@ -155,7 +137,62 @@ def rivals(level: str, name: str) -> dict[str, str]:
         return {"bf16": "bf16"}
     if level == "optimizer":
         return {"torch fused": "adamw_fused"}
-    row = named(level)[name]
-    assert isinstance(row, Configuration)
-    compiled = "bf16_compiled_checkpointed" if row.recomputes else "bf16_compiled"
+    compiled = "bf16_compiled_checkpointed" if named(level)[name].recomputes else "bf16_compiled"
     return {"bf16 + compile": compiled, "ai-toolkit": "toolkit_default"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process measures: one configuration at one size (ops and optimizers: at all their sizes)."""
+
+    level: str
+    configuration: str
+    sizes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """For progress lines."""
+        sizes = ", ".join(f"{resolution} px x {batch}" for resolution, batch in self.sizes)
+        return f"{self.level} {self.configuration}" + (f" at {sizes}" if sizes else "")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """A benchmark run.
+
+    Attributes:
+        levels: of `configurations.LEVELS`.
+        resolutions: pixels along a side.
+        batches: images of a step or a block; linears see one.
+        rounds: how often each case is measured, each time in a new process.
+        configurations: names to keep; none keeps all.
+        geometry: of the transformer and its LoRA.
+        device: "cpu", "cuda" or "cuda:1".
+        repeats: timed calls in a process; None takes the level's own.
+        timeout_s: of one process.
+    """
+
+    levels: tuple[str, ...] = LEVELS
+    resolutions: tuple[int, ...] = (512, 768, 1024)
+    batches: tuple[int, ...] = (1, 4)
+    rounds: int = 3
+    configurations: tuple[str, ...] = ()
+    geometry: Geometry = field(default_factory=Geometry)
+    device: str = "cpu"
+    repeats: int | None = None
+    timeout_s: float = 1800.0
+
+    def cases(self) -> list[Case]:
+        """Every case, sizes outermost so that rivals are measured next to each other."""
+        found = []
+        for level in self.levels:
+            names = [name for name in named(level) if not self.configurations or name in self.configurations]
+            found += [Case(level, name, sizes) for sizes in self._sizes(level) for name in names]
+        return found
+
+    def _sizes(self, level: str) -> list[tuple[tuple[int, int], ...]]:
+        if level == "optimizer":
+            return [()]
+        if level == "op":
+            return [tuple((resolution, 1) for resolution in self.resolutions)]
+        return [((resolution, batch),) for batch in self.batches for resolution in self.resolutions]

@@ -1,20 +1,29 @@
-"""How fast a device could be: NVIDIA's dense peak rates for the cards they are known of, else measured here.
+"""How fast a device could be: the arithmetic of FLUX's token path over the device's rates.
 
-Names are matched whole, as `torch.cuda.get_device_name` gives them: an "H200 NVL" or a "4090 Laptop GPU" is another
-card with other rates.
+The work is what a forward pass and a LoRA training step cannot do without. Per token and block, d = 128 · heads, L
+tokens in the sequence (512 of text), rank r:
+
+    linears     12 d² products in either kind of block (q, k, v 3d², output d², MLP 8d²), 2 operations each
+    attention   4 d L operations (q kᵀ and its product with v)
+    adapters    r (in + out) products over those linears: 18 d r in a double block, 17 d r in a single one
+
+A LoRA step computes no gradient for frozen weights: linears twice (forward, dX), attention 3.5 times (its flash
+backward is 2.5 times its forward), adapters three times (forward, dX, dA and dB); full recomputation adds one forward.
+Modulation linears see one row per image and are bound by reading their weights; with norms, casts, embedders and the
+optimizer they are not counted, so the time this gives is a lower bound.
+
+The rates are NVIDIA's dense peaks for the cards they are known of, else measured here. Names are matched whole, as
+`torch.cuda.get_device_name` gives them: an "H200 NVL" or a "4090 Laptop GPU" is another card with other rates.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-
-from ..plan.facts import CARDS
-from .flops import Work
-
+HEAD_DIM = 128
+TEXT_TOKENS = 512
+PIXELS_PER_TOKEN = 16  # along a side
+ATTENTION_STEP = 3.5
 GB_PER_SECOND = {"H100": 3350.0, "H200": 4800.0, "L40S": 864.0, "RTX 4090": 1008.0, "RTX 5090": 1792.0}  # datasheets
 DEVICE_NAMES = {
     "NVIDIA H100 80GB HBM3": "H100",
@@ -23,9 +32,76 @@ DEVICE_NAMES = {
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "NVIDIA GeForce RTX 5090": "RTX 5090",
 }
-GEMM_SIDE = {"cuda": 8192, "cpu": 1024}
-COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
-REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Size of the transformer and its adapters; the defaults are FLUX.1-dev's."""
+
+    double: int = 19
+    single: int = 38
+    heads: int = 24
+    rank: int = 16
+
+    @property
+    def hidden(self) -> int:
+        """d, the width of a token."""
+        return self.heads * HEAD_DIM
+
+    @property
+    def one_double(self) -> Geometry:
+        """One double block."""
+        return Geometry(1, 0, self.heads, self.rank)
+
+    @property
+    def one_single(self) -> Geometry:
+        """One single block."""
+        return Geometry(0, 1, self.heads, self.rank)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations (a product and its sum are two), by what does them."""
+
+    linear: float = 0.0
+    attention: float = 0.0
+    adapters: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.linear + other.linear, self.attention + other.attention, self.adapters + other.adapters)
+
+    @property
+    def total(self) -> float:
+        """All operations."""
+        return self.linear + self.attention + self.adapters
+
+
+def token_count(resolution: int) -> int:
+    """Tokens of one square image of `resolution` pixels a side, and of its text."""
+    return (resolution // PIXELS_PER_TOKEN) ** 2 + TEXT_TOKENS
+
+
+def forward_work(geometry: Geometry, resolution: int, batch: int) -> Work:
+    """One forward pass of all blocks on `batch` images."""
+    d, length = geometry.hidden, token_count(resolution)
+    rows, blocks = batch * length, geometry.double + geometry.single
+    return Work(
+        linear=2.0 * rows * blocks * 12 * d * d,
+        attention=4.0 * rows * blocks * d * length,
+        adapters=2.0 * rows * geometry.rank * d * (18 * geometry.double + 17 * geometry.single),
+    )
+
+
+def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bool) -> Work:
+    """Forward and backward pass of all blocks on `batch` images, with every block recomputed or none."""
+    forward = forward_work(geometry, resolution, batch)
+    step = Work(2 * forward.linear, ATTENTION_STEP * forward.attention, 3 * forward.adapters)
+    return step + forward if recomputed else step
+
+
+def product_work(m: int, k: int, n: int) -> Work:
+    """[m, k] times [k, n]."""
+    return Work(linear=2.0 * m * k * n)
 
 
 @dataclass(frozen=True)
@@ -49,43 +125,13 @@ class Limit:
         linear = self.fp8_tflops if fp8_linears else self.bf16_tflops
         return (work.linear / linear + (work.attention + work.adapters) / self.bf16_tflops) / 1e9
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
 
 def known_limit(device_name: str) -> Limit | None:
     """The published rates of the card of this name; None where they are not known."""
-    short = DEVICE_NAMES.get(device_name)
-    card = next((card for card in CARDS if card.name == short), None)
-    if short is None or card is None:
-        return None
-    return Limit(card.bf16_tflops, card.fp8_tflops, GB_PER_SECOND[short], f"published dense peak of {device_name}")
+    from ..plan.facts import CARDS
 
-
-def measured_limit(device: torch.device) -> Limit:
-    """The rate of a large bf16 matrix product, and of a large copy, on this device: the best of a few."""
-    side = GEMM_SIDE[device.type]
-    draw = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(side, side, device=device, generator=draw).to(torch.bfloat16) for _ in range(2))
-    product = 2.0 * side**3 / _best_seconds(lambda: a @ b, device) / 1e12
-    source = torch.randn(COPY_BYTES[device.type] // 4, device=device, generator=draw)
-    target = torch.empty_like(source)
-    copy = 2.0 * COPY_BYTES[device.type] / _best_seconds(lambda: target.copy_(source), device) / 1e9
-    return Limit(product, product, copy, f"measured: a {side}³ bf16 matrix product and a copy; its peak is not known")
-
-
-def _best_seconds(call: Any, device: torch.device) -> float:
-    best = float("inf")
-    for _ in range(REPEATS + 1):  # the first warms up, and is never the best by chance alone
-        _wait(device)
-        started = time.perf_counter()
-        call()
-        _wait(device)
-        best = min(best, time.perf_counter() - started)
-    return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    for card in CARDS:
+        if card.name == DEVICE_NAMES.get(device_name):
+            rates = (card.bf16_tflops, card.fp8_tflops, GB_PER_SECOND[card.name])
+            return Limit(*rates, f"published dense peak of {device_name}")
+    return None

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..base.names import COAT_OPTIMIZER
 from ..config.coat import COATConfig
 from ..trainers.optimizer import build_optimizer
-from .configurations import OptimizerChoice
-from .flops import Geometry
+from .configurations import Configuration
+from .limits import Geometry
 from .timing import SEED, Measurement, Setting
 
 LEARNING_RATE, EPS = 1e-4, 1e-6  # ai-toolkit's eps
@@ -29,7 +29,7 @@ def lora_shapes(geometry: Geometry) -> list[tuple[int, int]]:
     return [shape for k, n in linears for shape in ((rank, k * d), (n * d, rank))]
 
 
-def measure_optimizer(choice: OptimizerChoice, setting: Setting) -> Iterator[Measurement]:
+def measure_optimizer(row: Configuration, setting: Setting) -> Iterator[Measurement]:
     """One step over parameters of a LoRA's shapes, with gradients that stay the same."""
     draw = torch.Generator(setting.device).manual_seed(SEED)
     parameters = []
@@ -37,7 +37,7 @@ def measure_optimizer(choice: OptimizerChoice, setting: Setting) -> Iterator[Mea
         parameter = nn.Parameter(torch.randn(shape, device=setting.device, generator=draw) * PARAMETER_STD)
         parameter.grad = torch.randn(shape, device=setting.device, generator=draw) * GRADIENT_STD
         parameters.append(parameter)
-    optimizer = make_optimizer(choice.name, parameters)
+    optimizer = make_optimizer(row.name, parameters)
     timing = setting.timed("optimizer", optimizer.step)
     figures = {
         "parameters": sum(parameter.numel() for parameter in parameters),
@@ -48,7 +48,7 @@ def measure_optimizer(choice: OptimizerChoice, setting: Setting) -> Iterator[Mea
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of this name in `configurations.OPTIMIZERS`, with the same settings for all."""
+    """The optimizer of this name in `configurations.CONFIGURATIONS`, with the same settings for all."""
     settings = {"lr": LEARNING_RATE, "eps": EPS}
     if name == COAT_OPTIMIZER:
         return build_optimizer(parameters, LEARNING_RATE, COATConfig())

@@ -1,23 +1,126 @@
-"""results.json and results.md, rewritten after every process, and results.png."""
+"""From the samples of all rounds to one row per thing measured, and these as results.json, results.md and results.png.
+
+The files are rewritten after every process.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..base.files import write_file
-from .configurations import OK, named
-from .options import BenchOptions
-from .summary import Row, log_lines
+from .configurations import FAILED, OK, BenchOptions, named, rivals
+from .limits import Geometry, Limit, forward_work, product_work, step_work
 
 BAR_INCHES, PANEL_COLUMNS, PANEL_INCHES = 0.2, 2, 7.0
+MOMENTS_TRAFFIC = 2  # the state is read and written
+OTHER_TRAFFIC_BYTES = 12  # fp32 parameter read and written, gradient read
+
+
+@dataclass
+class Result:
+    """One thing measured in one configuration, over all rounds.
+
+    Attributes:
+        level, configuration: as in `Case`.
+        what, resolution, batch: as in `levels.Measurement`.
+        rounds_ms: the median of each round.
+        peak_bytes: the most of any round.
+        limit_ms: the least time that the device's limit allows.
+        speedup: title to how many times faster than that rival, where it has figures.
+        figures: others, of the last round.
+        status: "ok", or why there are no figures (then `reason` says more).
+    """
+
+    level: str
+    configuration: str
+    what: str = ""
+    resolution: int = 0
+    batch: int = 0
+    rounds_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    limit_ms: float | None = None
+    speedup: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    status: str = OK
+    reason: str = ""
+
+    @property
+    def median_ms(self) -> float:
+        """Median over the rounds' medians."""
+        return median(self.rounds_ms)
+
+    @property
+    def percent_of_limit(self) -> float | None:
+        """How much of the device's limit is reached."""
+        return None if self.limit_ms is None else 100 * self.limit_ms / self.median_ms
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with what is derived."""
+        plain = dict(vars(self))
+        if self.rounds_ms:
+            plain |= {"median_ms": self.median_ms, "min_ms": min(self.rounds_ms), "max_ms": max(self.rounds_ms)}
+            plain["percent_of_limit"] = self.percent_of_limit
+        return plain
+
+
+def summarize(runs: Sequence[Mapping[str, Any]], geometry: Geometry, limit: Limit) -> list[Result]:
+    """One row per thing measured and one per case without figures, in the order of first appearance."""
+    rows: dict[tuple[Any, ...], Result] = {}
+    for run in runs:
+        level, name = run["level"], run["configuration"]
+        if run["status"] != OK:
+            resolution, batch = run["sizes"][0] if len(run["sizes"]) == 1 else (0, 0)
+            key = (level, name, "", resolution, batch)
+            rows[key] = Result(*key, status=run["status"], reason=f"{run['reason']} (round {run['round']})")
+            continue
+        for found in run["measurements"]:
+            key = (level, name, found["what"], found["resolution"], found["batch"])
+            row = rows.setdefault(key, Result(*key))
+            row.rounds_ms.append(median(found["samples_ms"]))
+            row.peak_bytes = max(row.peak_bytes, found["peak_bytes"])
+            row.figures = found["figures"]
+            row.limit_ms = limit_ms(row, geometry, limit)
+    for row in rows.values():
+        for title, name in rivals(row.level, row.configuration).items() if row.status == OK else ():
+            rival = rows.get((row.level, name, row.what, row.resolution, row.batch))
+            if rival is not None:
+                row.speedup[title] = rival.median_ms / row.median_ms
+    return list(rows.values())
+
+
+def incomplete(rows: Sequence[Result]) -> list[Result]:
+    """Results of what could have run and did not give figures."""
+    return [row for row in rows if row.status == FAILED]
+
+
+def limit_ms(row: Result, geometry: Geometry, limit: Limit) -> float:
+    """The least time the device's limit allows for what the row measured."""
+    if row.level == "optimizer":
+        traffic = row.figures["parameters"] * OTHER_TRAFFIC_BYTES + MOMENTS_TRAFFIC * row.figures["state_bytes"]
+        return float(traffic / limit.gb_per_second / 1e6)
+    configuration = named(row.level)[row.configuration]
+    if row.level == "block":
+        geometry = geometry.one_double if row.what.startswith("double") else geometry.one_single
+    if row.level == "op":
+        work = product_work(row.figures["m"], row.figures["k"], row.figures["n"])
+    elif row.what.endswith("forward"):
+        work = forward_work(geometry, row.resolution, row.batch)
+    else:
+        work = step_work(geometry, row.resolution, row.batch, recomputed=configuration.recomputes)
+    return limit.milliseconds(work, fp8_linears=configuration.fp8_linears)
 
 
 def write(
-    folder: Path, options: BenchOptions, head: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], rows: Sequence[Row]
+    folder: Path,
+    options: BenchOptions,
+    head: Mapping[str, Any],
+    runs: Sequence[Mapping[str, Any]],
+    rows: Sequence[Result],
 ) -> None:
     """Write results.json and results.md.
 
@@ -26,7 +129,7 @@ def write(
         options: what was asked for.
         head: "date", "command", "tests", "machine".
         runs: from `runner.run_cases`, every raw sample.
-        rows: from `summary.summarize`.
+        rows: from `summarize`.
     """
     tree = {**head, "options": asdict(options), "rows": [row.as_dict() for row in rows], "runs": list(runs)}
     write_file(folder / "results.json", json.dumps(tree, indent=1) + "\n")
@@ -34,14 +137,17 @@ def write(
 
 
 def markdown(
-    options: BenchOptions, head: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], rows: Sequence[Row]
+    options: BenchOptions, head: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], rows: Sequence[Result]
 ) -> str:
-    """The machine, one table per level, and what the libraries said."""
+    """The machine, one table per level, and what the libraries logged."""
     parts = [_heading(options, head)]
     parts += [_table(level, [row for row in rows if row.level == level]) for level in options.levels]
-    said = [f"* {name}: {line}" for name, lines in log_lines(runs).items() for line in lines]
-    if said:
-        parts.append("## Said while running\n\n" + "\n".join(said))
+    lines: dict[str, dict[str, None]] = {}  # by configuration, each line once
+    for run in runs:
+        lines.setdefault(run["configuration"], {}).update(dict.fromkeys(run.get("said", ())))
+    logged = [f"* {name}: {line}" for name, found in lines.items() for line in found]
+    if logged:
+        parts.append("## Logged while running\n\n" + "\n".join(logged))
     return "\n\n".join(parts) + "\n"
 
 
@@ -64,20 +170,17 @@ def _heading(options: BenchOptions, head: Mapping[str, Any]) -> str:
     )
 
 
-def _table(level: str, rows: Sequence[Row]) -> str:
+def _table(level: str, rows: Sequence[Result]) -> str:
     titles = list(dict.fromkeys(title for row in rows for title in row.speedup))
     header = ["configuration", "measured", "ms", "min .. max", "of limit", "peak GB", *(f"x {t}" for t in titles)]
     rows = sorted(rows, key=lambda row: (row.batch, row.resolution, row.what))
     lines = [" | ".join(header), "|".join(["---"] * len(header)), *(" | ".join(_cells(row, titles)) for row in rows)]
-    about = [f"* {name}: {choice.about}" for name, choice in named(level).items() if _is_in(name, rows)]
+    measured = {row.configuration for row in rows}
+    about = [f"* {name}: {row.about}" for name, row in named(level).items() if name in measured]
     return "\n".join([f"## {level}", "", *(f"| {line} |" for line in lines), "", *about])
 
 
-def _is_in(name: str, rows: Sequence[Row]) -> bool:
-    return any(row.configuration == name for row in rows)
-
-
-def _cells(row: Row, titles: Sequence[str]) -> list[str]:
+def _cells(row: Result, titles: Sequence[str]) -> list[str]:
     measured = (row.what + size_label(row)).strip()
     if row.status != OK:
         reason = row.reason.replace("|", "/")
@@ -94,16 +197,16 @@ def _cells(row: Row, titles: Sequence[str]) -> list[str]:
     ]
 
 
-def size_label(row: Row) -> str:
+def size_label(row: Result) -> str:
     """Resolution and batch in words; empty where the row has none."""
     return f" {row.resolution} px x {row.batch}".rstrip() if row.resolution else ""
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Result], path: Path) -> None:
     """Bars of the medians with min to max, one panel per thing measured; a case without figures is named as such."""
     from matplotlib.figure import Figure
 
-    panels: dict[tuple[str, str], list[Row]] = {}
+    panels: dict[tuple[str, str], list[Result]] = {}
     for row in rows:
         if row.status == OK:
             panels.setdefault((row.level, row.what), []).append(row)
@@ -124,7 +227,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def _panel(axes: Any, title: str, rows: Sequence[Row]) -> None:
+def _panel(axes: Any, title: str, rows: Sequence[Result]) -> None:
     rows = sorted(rows, key=lambda row: (row.batch, row.resolution), reverse=True)
     labels = [row.configuration + size_label(row) for row in rows]
     heights = [row.median_ms if row.status == OK else 0.0 for row in rows]

@@ -1,4 +1,4 @@
-"""Run every case in a process of its own, in interleaved rounds.
+"""Run every case in a process of its own, in interleaved rounds; no figures come from code whose tests fail.
 
 Round 1 goes through the cases in order, round 2 backwards, and so on: a card that grows warm, or a machine that grows
 busy, then favours nobody. This process never touches the GPU.
@@ -6,22 +6,30 @@ busy, then favours nobody. This process never touches the GPU.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import UserError
-from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY
-from .options import BenchOptions, Case
+from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY, BenchOptions, Case
 
-__all__ = ["MachineError", "describe", "run_cases", "schedule", "start_worker"]
+__all__ = ["MachineError", "TestResult", "describe", "run_cases", "run_tests", "schedule", "start_worker"]
 
+REPOSITORY = Path(__file__).resolve().parents[3]
+TESTS = {
+    "op": ("tests/kernels", "tests/autograd"),
+    "block": ("tests/kernels", "tests/autograd"),
+    "step": ("tests/kernels", "tests/autograd", "tests/optim"),
+    "optimizer": ("tests/kernels", "tests/optim"),
+}
+NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}  # module: package
 WORKER = f"{__package__}.worker"
 STDERR_LINES = 5
 Start = Callable[[dict[str, Any], float], dict[str, Any]]
@@ -29,6 +37,50 @@ Start = Callable[[dict[str, Any], float], dict[str, Any]]
 
 class MachineError(UserError, RuntimeError):
     """The device cannot be used at all; the message says why."""
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """Whether figures may be given.
+
+    Attributes:
+        passed: False: no figures.
+        text: what ran, with what result; or why nothing ran.
+        output: of the tests, where they failed.
+    """
+
+    passed: bool
+    text: str
+    output: str = ""
+
+
+def run_tests(levels: Sequence[str], repository: Path | None = None) -> TestResult:
+    """Run the tests that belong to these levels.
+
+    Args:
+        levels: what will be measured.
+        repository: folder that holds `tests`; by default the one this package is in.
+
+    Raises:
+        UserError: the tests are there, but not what runs them.
+    """
+    root = repository or REPOSITORY
+    folders = list(dict.fromkeys(folder for level in levels for folder in TESTS[level] if (root / folder).is_dir()))
+    if not folders:
+        return TestResult(True, "no tests were run: this is an installation without the repository")
+    listed = " ".join(folders)
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UserError(
+            f"the tests that come before figures need {', '.join(missing)}; pip install -e '{root}[bench]', "
+            "or give --skip-tests, which the results will say"
+        )
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", *folders]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    summary = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
+    if done.returncode:
+        return TestResult(False, f"{listed}: red ({summary})", done.stdout + done.stderr)
+    return TestResult(True, f"{listed}: green ({summary})")
 
 
 def schedule(cases: Sequence[Case], rounds: int) -> Iterator[tuple[int, Case]]:
@@ -70,7 +122,7 @@ def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, An
 
 
 def run_cases(
-    options: BenchOptions, tell: Callable[[str], None], start: Start = start_worker
+    options: BenchOptions, log: Callable[[str], None], start: Start = start_worker
 ) -> Iterator[dict[str, Any]]:
     """Measure every case in every round.
 
@@ -78,7 +130,7 @@ def run_cases(
 
     Args:
         options: what to run.
-        tell: gets one line per process.
+        log: takes one line per process.
         start: runs one worker.
 
     Yields:
@@ -90,29 +142,20 @@ def run_cases(
         if case in given_up:
             continue
         started = time.monotonic()
-        result = start(_spec(case, options), options.timeout_s)
+        where = {"geometry": asdict(options.geometry), "device": options.device, "repeats": options.repeats}
+        result = start({**asdict(case), **where}, options.timeout_s)
         seconds = time.monotonic() - started
         if result["status"] != OK:
             given_up.add(case)
-        tell(f"[{count}/{total}] round {number}, {case.label}: {_outcome(result)} ({seconds:.0f} s)")
+        log(f"[{count}/{total}] round {number}, {case.label}: {_outcome(result)} ({seconds:.0f} s)")
         yield {"round": number, **asdict(case), "seconds": seconds, **result}
-
-
-def _spec(case: Case, options: BenchOptions) -> dict[str, Any]:
-    return {
-        **asdict(case),
-        "geometry": asdict(options.geometry),
-        "device": options.device,
-        "repeats": options.repeats,
-    }
 
 
 def _outcome(result: dict[str, Any]) -> str:
     if result["status"] == OK:
-        count = len(result["measurements"])
-        last = result["measurements"][-1]
+        *others, last = result["measurements"]
         median = sorted(last["samples_ms"])[len(last["samples_ms"]) // 2]
-        return f"{last['what']} {median:.2f} ms" + (f" and {count - 1} more" if count > 1 else "")
+        return f"{last['what']} {median:.2f} ms" + (f" and {len(others)} more" if others else "")
     if result["status"] == OUT_OF_MEMORY:
         return OUT_OF_MEMORY
     return f"{'cannot run here' if result['status'] == CANNOT else 'FAILED'}: {result['reason']}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flops import Geometry
+from .limits import Geometry
 
 SEED = 0
 CALLS = {  # (warm-up, timed) by level

@@ -11,23 +11,37 @@ SPEC: {"level", "configuration", "sizes": [[resolution, batch], ...], "geometry"
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
+import platform
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY, named
-from .flops import Geometry
+from .limits import Geometry, Limit, known_limit
+from .timing import ALLOCATED, RESIDENT, Setting, time_calls
 
 REASON_LENGTH = 300
+PACKAGES = (
+    *("torch", "triton", "coat-flux", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes"),
+    *("optimum-quanto", "torchao"),
+)
+GEMM_SIDE = {"cuda": 8192, "cpu": 1024}
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+REPEATS = 5
 
 
-class _Said(logging.Handler):
+class _LogLines(logging.Handler):
     """Collects log lines, each once."""
 
     def __init__(self) -> None:
@@ -35,61 +49,57 @@ class _Said(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note the line."""
+        """Keep the line."""
         line = record.getMessage()
         if line not in self.lines:
             self.lines.append(line)
 
 
+class _Missing(Exception):
+    """A package that a baseline needs is not installed."""
+
+
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Do what the specification says; every error becomes a result."""
-    said = _Said()
+    """Do what the specification asks for; every error becomes a result."""
+    log = _LogLines()
     for package in ("coat_core", __package__.rsplit(".", 1)[0]):
-        logging.getLogger(package).addHandler(said)
+        logging.getLogger(package).addHandler(log)
         logging.getLogger(package).setLevel(logging.INFO)
     try:
         device = torch.device(spec["device"])
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
         if spec["level"] == "machine":
-            from .machine import describe_machine
-
-            return {"status": OK, "machine": describe_machine(device)}
-        return {"status": OK, "measurements": _measured(spec), "said": said.lines}
+            return {"status": OK, "machine": _machine(device)}
+        return {"status": OK, "measurements": _measured(spec, device), "said": log.lines}
     except Exception as error:
-        status = _status(error, spec)
-        return {"status": status, "reason": _short(error), "traceback": traceback.format_exc(), "said": said.lines}
+        kind, reason = type(error).__name__, str(error).strip().partition("\n")[0]
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():  # other allocators' too
+            status = OUT_OF_MEMORY
+        elif spec["level"] != "machine" and named(spec["level"])[spec["configuration"]].may_be_missing:
+            status = CANNOT
+        else:
+            status = FAILED
+        text = reason if isinstance(error, _Missing) else f"{kind}: {reason}"
+        text = text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
+        return {"status": status, "reason": text, "traceback": traceback.format_exc(), "said": log.lines}
 
 
-class _Missing(Exception):
-    """A package that a baseline needs is not installed."""
-
-    def __init__(self, package: str) -> None:
-        super().__init__(f"needs the package {package}, which is not installed")
-
-
-def _measured(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    choice = named(spec["level"])[spec["configuration"]]
-    for package in choice.needs:
+def _measured(spec: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    row = named(spec["level"])[spec["configuration"]]
+    for package in row.needs:
         if not _is_installed(package):
-            raise _Missing(package)
-    from .timing import Setting
-
+            raise _Missing(f"needs the package {package}, which is not installed")
     if spec["level"] == "optimizer":
         from .optimizers import measure_optimizer as measure
     else:
         from .levels import MEASURE
 
         measure = MEASURE[spec["level"]]
-
     torch.manual_seed(0)
-    setting = Setting(
-        Geometry(**spec["geometry"]),
-        tuple((resolution, batch) for resolution, batch in spec["sizes"]),
-        torch.device(spec["device"]),
-        spec["repeats"],
-    )
-    return [found.as_dict() for found in measure(choice, setting)]
+    sizes = tuple((resolution, batch) for resolution, batch in spec["sizes"])
+    setting = Setting(Geometry(**spec["geometry"]), sizes, device, spec["repeats"])
+    return [found.as_dict() for found in measure(row, setting)]
 
 
 def _is_installed(package: str) -> bool:
@@ -99,21 +109,48 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _status(error: Exception, spec: dict[str, Any]) -> str:
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():  # other allocators' too
-        return OUT_OF_MEMORY
-    if isinstance(error, _Missing):
-        return CANNOT
-    others = spec["level"] != "machine" and named(spec["level"])[spec["configuration"]].may_be_missing
-    return CANNOT if others else FAILED
+def _machine(device: torch.device) -> dict[str, Any]:
+    """Versions, the device, and how fast it could be."""
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
+    limit = (known_limit(name) if on_gpu else None) or _measured_limit(device)
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    about: dict[str, Any] = {
+        "device": name,
+        "device_type": device.type,
+        "memory": ALLOCATED if on_gpu else RESIDENT,
+        "limit": asdict(limit),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(device)
+        about["device_memory_bytes"] = properties.total_memory
+        about["capability"] = f"sm_{properties.major}{properties.minor}"
+        about["cuda"] = torch.version.cuda
+    return about
 
 
-def _short(error: BaseException) -> str:
-    """The error's type and the first line of its message."""
-    message = str(error).strip().partition("\n")[0]
-    name = type(error).__name__.lstrip("_")
-    text = message if isinstance(error, _Missing) else f"{name}: {message}"
-    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
+def _measured_limit(device: torch.device) -> Limit:
+    """The rate of a large bf16 matrix product, and of a large copy, on this device: the best of a few."""
+
+    def seconds(call: Callable[[], object]) -> float:
+        return min(time_calls(call, device, 1, REPEATS).samples_ms) / 1e3
+
+    side, copied = GEMM_SIDE[device.type], COPY_BYTES[device.type]
+    draw = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(side, side, device=device, generator=draw).to(torch.bfloat16) for _ in range(2))
+    product = 2.0 * side**3 / seconds(lambda: a @ b) / 1e12
+    source = torch.randn(copied // 4, device=device, generator=draw)
+    target = torch.empty_like(source)
+    copy = 2.0 * copied / seconds(lambda: target.copy_(source)) / 1e9
+    return Limit(product, product, copy, f"measured: a {side}³ bf16 matrix product and a copy; its peak is not known")
 
 
 def main() -> None:

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench.configurations import LEVELS, named
-from ..bench.flops import Geometry
-from ..bench.options import BenchOptions
+from ..bench.configurations import LEVELS, BenchOptions, named
+from ..bench.limits import Geometry, Limit
 
 EXIT_RED, EXIT_REFUSED = 1, 2
 FLUX_DEV = Geometry()
@@ -60,21 +59,18 @@ def run(args: argparse.Namespace) -> int:
     COAT, bf16, torch.compile, optimum-quanto, torchao and bitsandbytes, each in a process of its own, in interleaved
     rounds; the matching tests run first, and red ones refuse. Downloads nothing. Writes results.json, .md and .png.
     """
-    from ..bench import gate, report
-    from ..bench.limits import Limit
-    from ..bench.runner import describe, run_cases
-    from ..bench.summary import Row, incomplete, summarize
+    from ..bench import report, runner
 
     options = _options(args)
     if not options.cases():
         print(f"error: --configs {' '.join(args.configs)}: none is measured at --level {args.level}", file=sys.stderr)
         return EXIT_REFUSED
-    verdict = gate.Verdict(True, "not run: --skip-tests") if args.skip_tests else gate.run_tests(options.levels)
+    verdict = runner.TestResult(True, "not run: --skip-tests") if args.skip_tests else runner.run_tests(options.levels)
     print(f"tests: {verdict.text}", flush=True)
     if not verdict.passed:
         print(f"{verdict.output}\nerror: no figures from code whose tests fail; mend it first", file=sys.stderr)
         return EXIT_RED
-    machine = describe(options)
+    machine = runner.describe(options)
     print(f"{machine['device']}; limit {machine['limit']['source']}", flush=True)
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -83,14 +79,14 @@ def run(args: argparse.Namespace) -> int:
         "machine": machine,
     }
     runs: list[dict[str, Any]] = []
-    rows: list[Row] = []
-    for found in run_cases(options, lambda line: print(line, flush=True)):
+    rows: list[report.Result] = []
+    for found in runner.run_cases(options, lambda line: print(line, flush=True)):
         runs.append(found)
-        rows = summarize(runs, options.geometry, Limit(**machine["limit"]))
+        rows = report.summarize(runs, options.geometry, Limit(**machine["limit"]))
         report.write(args.out, options, head, runs, rows)
     report.draw(rows, args.out / "results.png")
     print(f"\n{report.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md, results.png")
-    return EXIT_RED if incomplete(rows) else 0
+    return EXIT_RED if report.incomplete(rows) else 0
 
 
 def _options(args: argparse.Namespace) -> BenchOptions:

@@ -29,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     ✓ works, ✗ does not: what to do follows the arrow, - is not here. Multiplies for about a second on each GPU.
     """
-    from ..doctor import diagnose
-    from ..doctor.lines import verdict
+    from ..doctor import diagnose, verdict
 
     logging.getLogger("coat_core").addHandler(logging.NullHandler())  # what it warns of is a line here
     lines = []

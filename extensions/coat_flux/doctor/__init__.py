@@ -7,46 +7,88 @@ written but a temporary file of a moment.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from .lines import Line, bad, verdict
+__all__ = ["ABSENT", "BAD", "GOOD", "Line", "absent", "bad", "diagnose", "good", "verdict"]
 
-__all__ = ["Line", "diagnose", "verdict"]
-
+GOOD, BAD, ABSENT = "✓", "✗", "-"
 PROBES = (  # subject, and module.function of this folder: imported alone too, for what it needs may be broken
-    ("Python", "software.python"),
-    ("torch", "software.torch_build"),
-    ("packages", "software.packages"),
+    ("Python", "system.python"),
+    ("torch", "system.torch_build"),
+    ("packages", "system.packages"),
     ("GPU", "gpu.cards"),
     ("FP8", "gpu.fp8_gemms"),
     ("Triton", "gpu.triton"),
-    ("memory", "machine.memory"),
-    ("disk", "machine.disk"),
-    ("FLUX.1-dev", "machine.model"),
-    ("Windows", "windows.settings"),
-    ("ai-toolkit", "host.ai_toolkit"),
+    ("memory", "system.memory"),
+    ("disk", "system.disk"),
+    ("FLUX.1-dev", "system.model"),
+    ("Windows", "system.windows"),
+    ("ai-toolkit", "ai_toolkit.checkout"),
 )
+NEEDED = ("Python", "torch", "packages", "GPU")  # training cannot work where these cannot even be checked
 
-NEEDED = ("Python", "torch", "packages", "GPU")  # training cannot work where these cannot even be looked at
+
+@dataclass(frozen=True)
+class Line:
+    """What one probe found.
+
+    Attributes:
+        mark: GOOD, BAD or ABSENT.
+        subject: what was checked.
+        text: what was found.
+        remedy: what to do, where something is bad.
+        stops: training cannot work here before that is done.
+    """
+
+    mark: str
+    subject: str
+    text: str
+    remedy: str = ""
+    stops: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.mark} {self.subject}: {self.text}" + (f" -> {self.remedy}" if self.remedy else "")
+
+
+def good(subject: str, text: str) -> Line:
+    """It works."""
+    return Line(GOOD, subject, text)
+
+
+def bad(subject: str, text: str, remedy: str, *, stops: bool = False) -> Line:
+    """It does not work, or not as it could; the remedy says what to do."""
+    return Line(BAD, subject, text, remedy, stops)
+
+
+def absent(subject: str, text: str) -> Line:
+    """It is not here, and training works without."""
+    return Line(ABSENT, subject, text)
 
 
 def diagnose(toolkit_dir: Path | None = None) -> Iterator[Line]:
-    """Yield the lines, each as soon as it is known.
+    """Yield the lines, each as soon as it is known; whatever a probe raises is a line, too.
 
     Args:
         toolkit_dir: of ai-toolkit; None: AI_TOOLKIT_ROOT, else the current folder where it is one.
     """
     for subject, place in PROBES:
-        yield from _alone(subject, place, (toolkit_dir,) if place == "host.ai_toolkit" else ())
+        module, function = place.split(".")
+        arguments = (toolkit_dir,) if module == "ai_toolkit" else ()
+        try:
+            yield from getattr(importlib.import_module(f"{__name__}.{module}"), function)(*arguments)
+        except Exception as error:  # a broken driver or package can raise anything
+            what = " ".join(str(error).split())[:300] or "no message"
+            text = f"could not be checked ({type(error).__name__}: {what})"
+            yield bad(subject, text, "fix that, and ask again", stops=subject in NEEDED)
 
 
-def _alone(subject: str, place: str, arguments: tuple[Path | None, ...]) -> Iterator[Line]:
-    """The probe's lines; whatever it raises is a line too, for a broken driver or package can raise anything."""
-    module, function = place.split(".")
-    try:
-        yield from getattr(importlib.import_module(f"{__name__}.{module}"), function)(*arguments)
-    except Exception as error:
-        what = " ".join(str(error).split())[:300] or "no message"
-        text = f"could not be looked at ({type(error).__name__}: {what})"
-        yield bad(subject, text, "put that right, and ask again", stops=subject in NEEDED)
+def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
+    """Whether training can work here, and that in words."""
+    stopping = dict.fromkeys(line.subject for line in lines if line.stops)
+    if stopping:
+        return False, f"training cannot work here yet: see {', '.join(stopping)}"
+    if not any(line.mark != ABSENT and line.subject.startswith("GPU ") for line in lines):
+        return True, "training works here on the CPU only: the embedded tiny model in minutes, FLUX.1 in no useful time"
+    return True, "training works here"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from .lines import Line, absent, bad, good
+from . import Line, absent, bad, good
 
 if TYPE_CHECKING:
     import torch

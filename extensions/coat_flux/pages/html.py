@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from PIL import Image, ImageOps
 
-from ..base.files import replacing
+from ..base.files import write_file
 from .charts import SHORT, Grid, Points, bar_chart, column_name, heat_map, line_chart
 from .style import STYLE
 
@@ -178,8 +178,7 @@ class Page:
 
     def write(self, path: Path) -> Path:
         """Write the page; a reader sees the old file or the new one, never a part. Returns `path`."""
-        with replacing(path) as temp:
-            temp.write_bytes(self.html().encode(errors="replace"))
+        write_file(path, self.html().encode(errors="replace"))
         return path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..base.files import replacing
+from ..base.files import write_file
 from ..watch.advice import LOW_DB, OUTLIER_DB, Summary, exclude_yaml, kind_medians, standing_out, summaries, worst
 from ..watch.records import FILE, KINDS, Row, read_rows
 from .charts import heat_map_png
@@ -75,8 +75,7 @@ def show_precision(page: Page, run: RunFolder, picture_folder: Path) -> None:
     except ImportError as error:
         page.missing(f"{PICTURE}: not drawn ({error}); pip install matplotlib")
         return
-    with replacing(picture_folder / PICTURE) as temp:
-        temp.write_bytes(picture)
+    write_file(picture_folder / PICTURE, picture)
     page.paragraph(
         f"The heat map as a picture: {PICTURE} next to this page; all numbers: {FILE.as_posix()} in the run."
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..base.files import replacing
+from ..base.files import write_file
 from ..base.run_log import bar_options
 from ..config.job import JobConfig
 from ..saves.lock import run_lock
@@ -69,8 +69,7 @@ def verify(
             f"{len(names)} photos are not trained on: {', '.join(names[:LISTED_PHOTOS])}{more}"
         )
         verdict = _train_and_judge(study, seeds, arm or {}, log)
-        with replacing(verdict.json_path) as temp:
-            temp.write_text(json.dumps(verdict.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
+        write_file(verdict.json_path, json.dumps(verdict.as_json(), indent=1, default=str) + "\n")
         write_page(verdict)
     return verdict
 

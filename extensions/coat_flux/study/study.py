@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from ..base.files import replacing
+from ..base.files import write_file
 from ..base.names import COAT_TYPE
 from ..blocks.budget import USABLE_FRACTION
 from ..config.findings import ConfigError
@@ -282,8 +282,7 @@ def _identity_and_split(job: JobConfig, settings: Settings, folder: Path) -> tup
         split = validation_entry(entries, Path(settings.validation))
     else:
         split = split_photos(entries, folder / "photos", settings.hold_out)
-    with replacing(path) as temp:
-        temp.write_text(json.dumps({"study": identity, "split": asdict(split)}, indent=1) + "\n", encoding="utf-8")
+    write_file(path, json.dumps({"study": identity, "split": asdict(split)}, indent=1) + "\n")
     return identity, split
 
 

@@ -11,7 +11,7 @@ from ..trainers.ai_toolkit.contract import HOOKS, LORA_PARTS, PROCESS_MODULE, TE
 from ..trainers.ai_toolkit.install import CHECKOUT_PARTS, EXTENSION, PACKAGE
 from ..trainers.ai_toolkit.optimizer import PARAMETERS
 from ..trainers.ai_toolkit.quantizer import BACKEND_METHODS
-from .lines import Line, absent, bad, good
+from . import Line, absent, bad, good
 
 SUBJECT = "ai-toolkit"
 TRAINER_MODULE, OPTIMIZER_MODULE = "extensions_built_in.sd_trainer.SDTrainer", "toolkit.optimizer"
@@ -26,17 +26,17 @@ LORA_MODULES = ("toolkit.lora_special", "toolkit.network_mixins")
 CURE = f"use ai-toolkit {TESTED_VERSION}, or a COAT-FLUX made for this one"
 
 
-def ai_toolkit(given: Path | None) -> Iterator[Line]:
-    """All there is to say about the checkout: the one given, AI_TOOLKIT_ROOT's, or the current folder."""
+def checkout(given: Path | None) -> Iterator[Line]:
+    """Version, extension and the names we need of the checkout given, of AI_TOOLKIT_ROOT's, or the current folder."""
     root = given or (Path(os.environ["AI_TOOLKIT_ROOT"]) if os.environ.get("AI_TOOLKIT_ROOT") else None)
     if root is None and not lacking(Path.cwd()):
         root = Path.cwd()
     if root is None:
-        yield absent(SUBJECT, "not here; `coat-flux train` needs none (--ai-toolkit DIR looks at one)")
+        yield absent(SUBJECT, "not here; `coat-flux train` does not need it (--ai-toolkit DIR checks one)")
         return
     if missing := lacking(root):
         yield bad(
-            SUBJECT, f"{root} is no checkout of it: no {', '.join(missing)}", "give the folder of run.py", stops=True
+            SUBJECT, f"{root} is not a checkout of it: no {', '.join(missing)}", "give the folder of run.py", stops=True
         )
         return
     yield _version(root)
@@ -54,8 +54,7 @@ def lacking(root: Path) -> list[str]:
 
 
 def _version(root: Path) -> Line:
-    tree = _parsed(root, "version")
-    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and _targets(node) == {"VERSION"}]
+    values = _assigned(_parsed(root, "version"), "VERSION")
     version = ast.literal_eval(values[0]) if values else "of unknown version"
     if str(version).startswith(TESTED_SERIES):
         return good(SUBJECT, f"{version} in {root}")
@@ -80,29 +79,23 @@ def _extension(root: Path) -> Line:
 
 
 def missing_pieces(root: Path) -> Iterator[str]:
-    """What `aitk.contract.check_host` would miss in a run, found in the source."""
+    """What `contract.check_host` would miss in a run, found in the source."""
     needed = (TRAINER_MODULE, PROCESS_MODULE, OPTIMIZER_MODULE, QUANT_MODULE, *LORA_MODULES)
     files = [_file(root, module) for module in needed]
     gone = [path.relative_to(root).as_posix() for path in files if not path.is_file()]
     if gone:
         yield f"no {', '.join(gone)}"
         return
-    yield from _process_pieces(root)
-    yield from _weight_pieces(root)
-
-
-def _process_pieces(root: Path) -> Iterator[str]:
     there = {cls: module for cls, module in PROCESS_CLASSES.items() if _file(root, module).is_file()}
     methods = {name for cls, module in there.items() for name in _methods(_parsed(root, module), cls)}
     yield from (f"SDTrainer has no {name}" for name in HOOKS if name not in methods)
     arguments = tuple(_arguments(_parsed(root, OPTIMIZER_MODULE), "get_optimizer")[:4])
     if arguments != PARAMETERS:
         yield f"{OPTIMIZER_MODULE}.get_optimizer takes {arguments}, not {PARAMETERS}"
-    if "get_optimizer" not in _imported(_parsed(root, PROCESS_MODULE), OPTIMIZER_MODULE):
+    nodes = (node for node in ast.walk(_parsed(root, PROCESS_MODULE)) if isinstance(node, ast.ImportFrom))
+    imported = {alias.name for node in nodes if node.module == OPTIMIZER_MODULE for alias in node.names}
+    if "get_optimizer" not in imported:
         yield f"{PROCESS_MODULE} does not use {OPTIMIZER_MODULE}.get_optimizer"
-
-
-def _weight_pieces(root: Path) -> Iterator[str]:
     quant = _parsed(root, QUANT_MODULE)
     absent_methods = [name for name in BACKEND_METHODS if name not in _methods(quant, "OstrisQuantizer")]
     if absent_methods:
@@ -111,7 +104,8 @@ def _weight_pieces(root: Path) -> Iterator[str]:
         if not _arguments(quant, name):
             yield f"{QUANT_MODULE} has no {name}"
     for module in LORA_MODULES:
-        if "OstrisLinear" not in _strings(_parsed(root, module), "LINEAR_MODULES"):
+        values = _assigned(_parsed(root, module), "LINEAR_MODULES")
+        if not any(isinstance(part, ast.Constant) and part.value == "OstrisLinear" for part in values):
             yield f"{module}.LINEAR_MODULES does not list OstrisLinear"
     attributes = {node.attr for node in ast.walk(_parsed(root, LORA_MODULES[0])) if isinstance(node, ast.Attribute)}
     yield from (f"{LORA_MODULES[0]} has no {name}" for name in LORA_PARTS if name not in attributes)
@@ -137,21 +131,8 @@ def _arguments(tree: ast.Module, function: str) -> list[str]:
     return [argument.arg for node in found for argument in node.args.args]
 
 
-def _imported(tree: ast.Module, module: str) -> set[str]:
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == module)
-    return {alias.name for node in nodes for alias in node.names}
-
-
-def _strings(tree: ast.Module, name: str) -> set[str]:
-    """Strings in what is assigned to a name."""
-    nodes = (node for node in tree.body if isinstance(node, ast.Assign) and _targets(node) == {name})
-    return {
-        item.value
-        for node in nodes
-        for item in ast.walk(node.value)
-        if isinstance(item, ast.Constant) and isinstance(item.value, str)
-    }
-
-
-def _targets(node: ast.Assign) -> set[str]:
-    return {target.id for target in node.targets if isinstance(target, ast.Name)}
+def _assigned(tree: ast.Module, name: str) -> list[ast.AST]:
+    """What is assigned to a name of the module, taken apart."""
+    nodes = (node for node in tree.body if isinstance(node, ast.Assign))
+    values = (node.value for node in nodes if [getattr(target, "id", "") for target in node.targets] == [name])
+    return [part for value in values for part in ast.walk(value)]

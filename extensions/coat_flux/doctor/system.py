@@ -1,0 +1,232 @@
+"""Python, torch and the packages; memory, disk and the model; what is different on Windows: all but the GPU."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import Line, absent, bad, good, gpu
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+FIRST_PYTHON = (3, 10)
+TORCH_WHEELS = "https://download.pytorch.org/whl/cu130"
+DISTRIBUTION = "coat-flux"
+SHOWN = ("diffusers", "transformers", "peft", "accelerate", "safetensors")
+REQUIRED = (*SHOWN, "numpy", "pillow", "psutil", "pyyaml", "tqdm")  # asked for where the bounds are not known
+MODEL = "black-forest-labs/FLUX.1-dev"
+MODEL_BYTES = 33.8e9  # transformer 23.8, T5-XXL 9.5, CLIP-L and VAE 0.5
+RAM_BYTES, RUN_BYTES = 27e9, 3e9  # `coat-flux plan configs/flux_clothing_coat.yaml`: CPU memory; saves and caches
+CGROUP = Path("/sys/fs/cgroup")
+LONG_PATHS = r"SYSTEM\CurrentControlSet\Control\FileSystem"
+
+
+def python() -> Iterator[Line]:
+    """Version and place of the interpreter."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < FIRST_PYTHON:
+        yield bad("Python", version, f"use {'.'.join(map(str, FIRST_PYTHON))} or newer", stops=True)
+    else:
+        yield good("Python", f"{version}, {sys.executable}")
+
+
+def torch_build() -> Iterator[Line]:
+    """Version of torch, and whether it was built for the GPU that is here."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
+        yield bad("torch", f"cannot be imported ({error})", f"pip install torch --index-url {TORCH_WHEELS}", stops=True)
+        return
+    version, cuda = torch.__version__, torch.version.cuda
+    if cuda:
+        yield good("torch", f"{version}, built for CUDA {cuda}")
+    elif getattr(torch.version, "hip", None):
+        yield bad("torch", f"{version}, built for AMD's ROCm", "COAT-FLUX is tested on NVIDIA only; FP8 may not work")
+    elif names := gpu.driver_names():
+        yield bad(
+            "torch",
+            f"{version} is built without CUDA, but this machine has {names[0]}",
+            f"pip install --force-reinstall torch=={version.split('+')[0]} --index-url {TORCH_WHEELS}",
+            stops=True,
+        )
+    else:
+        yield good("torch", f"{version}, built for the CPU")
+
+
+def packages() -> Iterator[Line]:
+    """Installed versions against the bounds of setup.py."""
+    found = {}
+    wanted = requirements()
+    for one in wanted:
+        remedy = f"pip install '{one.name}{one.specifier}'"
+        try:
+            version = found[one.name] = importlib.metadata.version(one.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield bad(one.name, "not installed", remedy, stops=True)
+            continue
+        if not one.specifier.contains(version, prereleases=True):
+            yield bad(one.name, f"{version}: must be {one.specifier}", remedy, stops=True)
+    shown = ", ".join(f"{name} {found[name]}" for name in SHOWN if name in found)
+    if shown:
+        yield good("packages", f"{shown}; {len(wanted)} checked")
+
+
+def requirements() -> list[Requirement]:
+    """What the engine needs besides torch: setup.py's bounds, or bare names where the folder is linked without pip."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return [Requirement(name) for name in REQUIRED]
+    given = [Requirement(line) for line in lines]
+    return [one for one in given if one.name != "torch" and (one.marker is None or one.marker.evaluate({"extra": ""}))]
+
+
+def memory() -> Iterator[Line]:
+    """Free RAM, of the container where there is one."""
+    import psutil
+
+    now = psutil.virtual_memory()
+    available, total, limited = float(now.available), float(now.total), container_memory()
+    place = ""
+    if limited is not None and limited[1] < total:
+        available, total, place = min(available, limited[0]), limited[1], " (the container's limit)"
+    text = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB RAM free{place}"
+    if available < RAM_BYTES:
+        needs = f"FLUX.1 takes about {RAM_BYTES / 1e9:.0f} GB (`coat-flux plan CONFIG` has your job's figure)"
+        yield bad("memory", text, f"{needs}: end other programs, or add swap")
+    else:
+        yield good("memory", text)
+
+
+def container_memory() -> tuple[float, float] | None:
+    """Free and total bytes that cgroup v2 allows this process; None without a limit."""
+    try:
+        limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        rows = dict(row.split() for row in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    cached_files = float(rows.get("inactive_file", 0))  # given back when asked for
+    return float(limit) - float(used) + cached_files, float(limit)
+
+
+def disk() -> Iterator[Line]:
+    """Free space and the right to write, here and in the model cache."""
+    for name, folder in (("disk here", Path.cwd()), ("disk of the model cache", _cache_folder())):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        text = f"{free / 1e9:.1f} GB free in {folder}"
+        here = folder == Path.cwd()
+        if not os.access(there, os.W_OK):
+            remedy = "train in another folder" if here else "set HF_HOME to another folder"
+            yield bad(name, f"{text}, which this user may not write", remedy)
+        elif here and free < RUN_BYTES:
+            yield bad(name, text, f"a run writes about {RUN_BYTES / 1e9:.0f} GB: free that, or train in another folder")
+        elif not here and free < MODEL_BYTES and missing_files(_snapshot()) != []:
+            yield bad(name, text, f"FLUX.1-dev takes {MODEL_BYTES / 1e9:.0f} GB: free that, or set HF_HOME elsewhere")
+        else:
+            yield good(name, text)
+
+
+def model() -> Iterator[Line]:
+    """Whether FLUX.1-dev is in the cache, whole, and else whether it could be downloaded."""
+    snapshot = _snapshot()
+    missing = missing_files(snapshot)
+    size = f"not in the cache, the first run downloads {MODEL_BYTES / 1e9:.0f} GB"
+    if missing == []:
+        yield good("FLUX.1-dev", f"in the cache: {snapshot}")
+    elif missing:
+        yield bad("FLUX.1-dev", f"torn download, {missing[0]} is missing", f"hf download {MODEL}")
+    elif os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        yield bad("FLUX.1-dev", "not in the cache, and HF_HUB_OFFLINE forbids downloads", "unset it, or give a folder")
+    elif not _has_token():
+        yield bad(
+            "FLUX.1-dev",
+            f"{size}, and there is no Hugging Face token",
+            f"accept the licence at https://huggingface.co/{MODEL}, then `hf auth login`; a local folder needs neither",
+        )
+    else:
+        yield absent("FLUX.1-dev", f"{size}; a token is set, the licence must have been accepted with it")
+
+
+def missing_files(snapshot: Path | None) -> list[str] | None:
+    """Files of the model that the snapshot lacks; None where there is no snapshot."""
+    if snapshot is None:
+        return None
+    index = snapshot / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    wanted = [snapshot / "model_index.json", snapshot / "vae" / "config.json", index]
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        wanted += [index.parent / name for name in sorted(set(names))]
+    return [path.relative_to(snapshot).as_posix() for path in wanted if not path.is_file()]
+
+
+def _snapshot() -> Path | None:
+    """The newest snapshot of the model in the cache."""
+    folder = _cache_folder() / f"models--{MODEL.replace('/', '--')}" / "snapshots"
+    found = [path for path in folder.glob("*") if path.is_dir()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _cache_folder() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def windows() -> Iterator[Line]:
+    """Links, long paths and the driver's spill; nothing on other systems."""
+    if os.name != "nt":
+        return
+    if _can_link():
+        yield good("links", "this user may make them")
+    else:
+        text = "this user may not make them: install and the model cache copy files"
+        yield bad("links", text, "turn on Developer Mode")
+    if _long_paths():
+        yield good("long paths", "allowed")
+    else:
+        text = "not allowed: deep folders of caches fail"
+        yield bad("long paths", text, f"set LongPathsEnabled=1 in HKLM\\{LONG_PATHS}")
+    yield absent(
+        "driver",
+        "it may spill GPU memory to RAM, which is many times slower, and cannot be asked; NVIDIA Control Panel > "
+        "CUDA - Sysmem Fallback Policy > Prefer No Sysmem Fallback turns that into an error",
+    )
+
+
+def _can_link() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            (Path(folder) / "link").symlink_to(Path(folder) / "target")
+        except OSError:
+            return False
+    return True
+
+
+def _long_paths() -> bool:
+    import winreg
+
+    try:
+        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, LONG_PATHS) as key:
+            return bool(winreg.QueryValueEx(key, "LongPathsEnabled")[0])
+    except OSError:
+        return False
