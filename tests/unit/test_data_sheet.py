@@ -10,7 +10,7 @@ import yaml
 from PIL import Image, ImageFont
 
 from coat_flux.cli import data
-from coat_flux.cli.common import Refused
+from coat_flux.cli.common import UsageError
 from coat_flux.config.findings import ConfigError
 from coat_flux.data.sheet import _caption_lines
 from tests.helpers.engine_job import engine_job
@@ -88,7 +88,7 @@ def test_a_yaml_says_everything_itself(tmp_path, capsys):
     assert "4 images, 3 captions" in out
     assert "warning: " in out
     assert sheet.is_file()
-    with pytest.raises(Refused, match=r"--resolution: .*job\.yaml is a file that says so itself; leave the option out"):
+    with pytest.raises(UsageError, match=r"--resolution: .*job\.yaml is a file that says so itself; leave"):
         run(path, "--resolution", 64)
     with pytest.raises(ConfigError):
         run(write(tmp_path / "empty.yaml", ""))
@@ -96,7 +96,7 @@ def test_a_yaml_says_everything_itself(tmp_path, capsys):
 
 def test_a_sheet_that_cannot_be_written(tmp_path):
     folder = good_folder(tmp_path / "photos", 1)
-    with pytest.raises(Refused, match=r"--sheet .*: cannot be written .*; name another file ending in \.png"):
+    with pytest.raises(UsageError, match=r"--sheet .*: cannot be written .*; name another file ending in \.png"):
         run(folder, "--sheet", tmp_path / "sheet.what")
 
 

@@ -85,7 +85,7 @@ def test_links_inside_a_run_folder_are_refused_or_replaced_and_one_to_it_is_fine
 
 
 def test_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from coat_flux.cli.check import _check_output
+    from coat_flux.cli.check import check_outputs
     from coat_flux.config.job_file import load_job_yaml
     from tests.architecture.sources import ROOT
 
@@ -93,8 +93,8 @@ def test_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     raw["config"]["process"][0]["training_folder"] = str(tmp_path)
     raw["config"]["process"][0]["model"]["name_or_path"] = "black-forest-labs/FLUX.1-dev"
     disk(monkeypatch, 1_000_000_000)
-    assert not _check_output(raw, "file")
+    assert not check_outputs(raw, "file")
     assert "all that the run keeps takes" in capsys.readouterr().out
     disk(monkeypatch, 10_000_000)
-    assert _check_output(raw, "file")
+    assert check_outputs(raw, "file")
     assert "one save takes" in capsys.readouterr().err

@@ -11,43 +11,36 @@ from typing import Any
 
 from ..bench.configurations import LEVELS, BenchOptions, named
 from ..bench.limits import Geometry, Limit
+from .common import EXIT_REFUSED, add_command, positive
 
-EXIT_RED, EXIT_REFUSED = 1, 2
+EXIT_RED = 1
 FLUX_DEV = Geometry()
 RESOLUTION_STEP = 16
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
-    bench = commands.add_parser("bench", help="speed and memory against bf16 and others", description=run.__doc__)
+    bench = add_command(commands, "bench", run, "speed and memory against bf16 and others")
     names = list(dict.fromkeys(name for level in LEVELS for name in named(level)))
     bench.add_argument("--level", choices=(*LEVELS, "all"), default="all")
     bench.add_argument("--resolution", nargs="+", type=_pixels, default=[512, 768, 1024], metavar="PX")
-    bench.add_argument("--batch", nargs="+", type=_positive, default=[1, 4], metavar="N")
-    bench.add_argument("--rounds", type=_positive, default=3, help="processes of each case (default: 3)")
+    bench.add_argument("--batch", nargs="+", type=positive, default=[1, 4], metavar="N")
+    bench.add_argument("--rounds", type=positive, default=3, help="processes of each case (default: 3)")
     bench.add_argument(
         "--configs", nargs="+", choices=names, default=[], metavar="NAME", help=f"only these: {', '.join(names)}"
     )
     for size in ("double", "single", "heads", "rank"):
         value = getattr(FLUX_DEV, size)
-        bench.add_argument(f"--{size}", type=_positive, default=value, metavar="N", help=f"default: {value}")
-    bench.add_argument("--repeats", type=_positive, metavar="N", help="timed calls in a process (default: by level)")
-    bench.add_argument("--timeout", type=_positive, default=1800, metavar="S", help="of a process (default: 1800)")
+        bench.add_argument(f"--{size}", type=positive, default=value, metavar="N", help=f"default: {value}")
+    bench.add_argument("--repeats", type=positive, metavar="N", help="timed calls in a process (default: by level)")
+    bench.add_argument("--timeout", type=positive, default=1800, metavar="S", help="of a process (default: 1800)")
     bench.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     bench.add_argument("--out", type=Path, default=Path("output") / "bench", metavar="DIR")
     bench.add_argument("--skip-tests", action="store_true", help="do not run the matching tests first")
-    bench.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return value
 
 
 def _pixels(text: str) -> int:
-    value = _positive(text)
+    value = positive(text)
     if value % RESOLUTION_STEP:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a multiple of {RESOLUTION_STEP}, such as 512")
     return value
@@ -57,25 +50,36 @@ def run(args: argparse.Namespace) -> int:
     """Measure linears, blocks, training steps and optimizers at FLUX.1-dev's size with random weights.
 
     COAT, bf16, torch.compile, optimum-quanto, torchao and bitsandbytes, each in a process of its own, in interleaved
-    rounds; the matching tests run first, and red ones refuse. Downloads nothing. Writes results.json, .md and .png.
+    rounds; the matching tests run first, without them green there are no figures. Downloads nothing. Writes
+    results.json, .md and .png.
     """
     from ..bench import report, runner
 
-    options = _options(args)
+    options = BenchOptions(
+        levels=LEVELS if args.level == "all" else (args.level,),
+        resolutions=tuple(args.resolution),
+        batches=tuple(args.batch),
+        rounds=args.rounds,
+        configurations=tuple(args.configs),
+        geometry=Geometry(args.double, args.single, args.heads, args.rank),
+        device=args.device or _default_device(),
+        repeats=args.repeats,
+        timeout_s=args.timeout,
+    )
     if not options.cases():
         print(f"error: --configs {' '.join(args.configs)}: none is measured at --level {args.level}", file=sys.stderr)
         return EXIT_REFUSED
-    verdict = runner.TestResult(True, "not run: --skip-tests") if args.skip_tests else runner.run_tests(options.levels)
-    print(f"tests: {verdict.text}", flush=True)
-    if not verdict.passed:
-        print(f"{verdict.output}\nerror: no figures from code whose tests fail; mend it first", file=sys.stderr)
+    tests = runner.TestResult(True, "not run: --skip-tests") if args.skip_tests else runner.run_tests(options.levels)
+    print(f"tests: {tests.text}", flush=True)
+    if not tests.passed:
+        print(f"{tests.output}\nerror: no figures from code whose tests fail; fix it first", file=sys.stderr)
         return EXIT_RED
     machine = runner.describe(options)
     print(f"{machine['device']}; limit {machine['limit']['source']}", flush=True)
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["coat-flux", *args.given]),
-        "tests": verdict.text,
+        "tests": tests.text,
         "machine": machine,
     }
     runs: list[dict[str, Any]] = []
@@ -87,20 +91,6 @@ def run(args: argparse.Namespace) -> int:
     report.draw(rows, args.out / "results.png")
     print(f"\n{report.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md, results.png")
     return EXIT_RED if report.incomplete(rows) else 0
-
-
-def _options(args: argparse.Namespace) -> BenchOptions:
-    return BenchOptions(
-        levels=LEVELS if args.level == "all" else (args.level,),
-        resolutions=tuple(args.resolution),
-        batches=tuple(args.batch),
-        rounds=args.rounds,
-        configurations=tuple(args.configs),
-        geometry=Geometry(args.double, args.single, args.heads, args.rank),
-        device=args.device or _default_device(),
-        repeats=args.repeats,
-        timeout_s=args.timeout,
-    )
 
 
 def _default_device() -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config.check import (
     AI_TOOLKIT,
@@ -23,15 +23,12 @@ from ..config.findings import ConfigError, Finding
 from ..config.job import JobConfig
 from ..config.job_file import load_job_yaml
 from ..config.job_sections import PROCESS_TYPES
-from .common import EXIT_REFUSED, add_config
-
-if TYPE_CHECKING:
-    from ..saves.space import SaveSpace
+from .common import EXIT_REFUSED, add_command, add_config, print_findings
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
-    check = commands.add_parser("check", help="check YAML, model and photos before a run", description=run.__doc__)
+    check = add_command(commands, "check", run, "check YAML, model and photos before a run")
     add_config(check)
     check.add_argument(
         "--host",
@@ -44,11 +41,10 @@ def add_parser(commands: Any) -> None:
         help="ai-toolkit's folder, whose own keys count (default: AI_TOOLKIT_ROOT, else the working directory if it is "
         "one, else a list that comes with coat-flux)",
     )
-    check.add_argument("--no-data", action="store_true", help="do not look at photos and captions")
+    check.add_argument("--no-data", action="store_true", help="skip photos and captions")
     check.add_argument(
-        "--elsewhere", action="store_true", help="it will run on another machine: do not look for GPU and model here"
+        "--elsewhere", action="store_true", help="it will run on another machine: do not check for GPU and model here"
     )
-    check.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,12 +61,19 @@ def run(args: argparse.Namespace) -> int:
     sound = [host for host in HOSTS if not any(map(_stops, judged[host]))]
     for host in () if args.elsewhere else sound:
         judged[host] += check_here(raw, file=file, host=host, toolkit_root=root)
-    host = args.host or _meant(judged, inside=bool(args.ai_toolkit) or is_toolkit(Path.cwd()))
-    failed = _print(judged[host])
+    host = args.host
+    if host is None and (args.ai_toolkit or is_toolkit(Path.cwd())):
+        host = AI_TOOLKIT
+    if host is None:  # the one that would run it
+        host = next((host for host in HOSTS if not any(map(_stops, judged[host]))), STANDALONE)
+    errors = [item for item in judged[host] if _stops(item)]
+    failed = print_findings([item.line() for item in errors], [x.line() for x in judged[host] if not _stops(x)])
     if host in sound and not args.no_data:
-        failed = _check_data(raw) or failed
+        from ..data.check import check_data
+
+        failed = print_findings(*check_data(raw)) or failed
     if not failed and not args.elsewhere:
-        failed = _check_output(raw, file)
+        failed = check_outputs(raw, file)
     if args.host != AI_TOOLKIT:
         _print_other_host(host, judged, root)
     if not failed:
@@ -78,59 +81,22 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_REFUSED if failed else 0
 
 
-def _meant(judged: Mapping[str, Sequence[Finding]], *, inside: bool) -> str:
-    """The trainer that a job is judged by where none is asked for."""
-    if inside:
-        return AI_TOOLKIT
-    return next((host for host in HOSTS if not any(map(_stops, judged[host]))), STANDALONE)
-
-
-def _print(found: Sequence[Finding]) -> bool:
-    """Errors to stderr, warnings to stdout; whether there are errors."""
-    for item in sorted(found, key=_stops, reverse=True):
-        stop = item.severity == "error"
-        print(f"{item.severity}: {item.line()}", file=sys.stderr if stop else sys.stdout)
-    return any(map(_stops, found))
-
-
-def _check_data(raw: dict[str, Any]) -> bool:
-    from ..data.check import check_data
-
-    errors, warnings = check_data(raw)
-    for line in errors:
-        print(f"error: {line}", file=sys.stderr)
-    for line in warnings:
-        print(f"warning: {line}")
-    return bool(errors)
-
-
-def _check_output(raw: dict[str, Any], file: str) -> bool:
-    """Can the run be saved where it is to be, and is there room for it."""
+def check_outputs(raw: dict[str, Any], file: str) -> bool:
+    """Print what is wrong with where the job saves, and with the space there; whether that stops it."""
+    from ..plan.space import job_space
     from ..saves.space import check_output
 
+    space = None  # where the model's sizes are not known, or its LoRA is not one of ours
+    job, findings = JobConfig.examine(raw, file=file)
+    if job is not None and not findings.errors:
+        with suppress(ConfigError):
+            space = job_space(job)
     failed = False
     for process in raw["config"]["process"]:
-        if process.get("type") not in PROCESS_TYPES:
-            continue
-        name = process.get("name") or raw["config"]["name"]
-        errors, warnings = check_output(Path(process["training_folder"]) / name, _space(raw, file))
-        for line in errors:
-            print(f"error: {line}", file=sys.stderr)
-        for line in warnings:
-            print(f"warning: {line}")
-        failed = failed or bool(errors)
+        if process.get("type") in PROCESS_TYPES:
+            folder = Path(process["training_folder"]) / (process.get("name") or raw["config"]["name"])
+            failed = print_findings(*check_output(folder, space)) or failed
     return failed
-
-
-def _space(raw: dict[str, Any], file: str) -> SaveSpace | None:
-    """What saves take, where the model's sizes are known and its LoRA is one of ours."""
-    from ..plan.space import job_space
-
-    job, findings = JobConfig.examine(raw, file=file)
-    try:
-        return None if job is None or findings.errors else job_space(job)
-    except ConfigError:
-        return None
 
 
 def _print_other_host(host: str, judged: Mapping[str, Sequence[Finding]], root: Path | None) -> None:

@@ -1,9 +1,13 @@
-"""What the commands share: exit codes, the error that ends one, and reading the job."""
+"""What the commands share: exit codes, the error that ends one, arguments, reading the job."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from ..base.errors import UserError
 from ..config.job import JobConfig
@@ -11,17 +15,47 @@ from ..config.job_rules import require_packages
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
-NAME_HELP = "takes the place of config.name, and of every [name] in the file"
+RUN_DIR_HELP = "folder of a run: <training_folder>/<name>"
 
 
-class Refused(UserError):
+class UsageError(UserError):
     """A command cannot do what it was asked for."""
+
+
+def add_command(commands: Any, name: str, run: Callable[..., Any], help: str) -> argparse.ArgumentParser:
+    """Add a command to the parser of `coat-flux`; its description is the docstring of `run`."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=run.__doc__)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and --name."""
     parser.add_argument("config", metavar="CONFIG", help="YAML or JSON, the same as for ai-toolkit")
-    parser.add_argument("-n", "--name", help=NAME_HELP)
+    parser.add_argument("-n", "--name", help="takes the place of config.name, and of every [name] in the file")
+
+
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    """Add RUN_DIR."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help=RUN_DIR_HELP)
+
+
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return value
+
+
+def print_findings(errors: Iterable[str], warnings: Iterable[str]) -> bool:
+    """Print errors to stderr, then warnings to stdout; whether there are errors."""
+    errors = list(errors)
+    for line in errors:
+        print(f"error: {line}", file=sys.stderr)
+    for line in warnings:
+        print(f"warning: {line}")
+    return bool(errors)
 
 
 def show_warnings() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from ..config.findings import ConfigError
 from ..config.job_file import load_job_yaml
-from .common import EXIT_REFUSED, Refused
+from .common import EXIT_REFUSED, UsageError, add_command, print_findings
 
 DEFAULT_RESOLUTIONS = (512, 768, 1024)
 DEFAULT_EXTENSION = "txt"
@@ -18,13 +17,12 @@ SMALLEST, LARGEST = 32, 8192
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
-    data = commands.add_parser("data", help="check photos and captions, draw a contact sheet", description=run.__doc__)
+    data = add_command(commands, "data", run, "check photos and captions, draw a contact sheet")
     data.add_argument("data", type=Path, metavar="DIR", help="folder of photos, or a YAML with datasets")
     data.add_argument("--resolution", nargs="+", type=_pixels, metavar="PX", help="default: 512 768 1024")
     data.add_argument("--caption-ext", metavar="EXT", help=f"default: {DEFAULT_EXTENSION}")
     data.add_argument("--trigger", metavar="WORD", help="trigger_word")
     data.add_argument("--sheet", type=Path, metavar="FILE", help="default: output/data/<name>.png")
-    data.set_defaults(run=run)
 
 
 def _pixels(text: str) -> int:
@@ -47,20 +45,24 @@ def run(args: argparse.Namespace) -> int:
     report = inspect_datasets(datasets, trigger, **policy, t5_of=t5)
     for table in report.tables:
         print(table)
-    for warning in report.warnings:
-        print(f"warning: {warning}")
+    print_findings((), report.warnings)
     count = len(report.photos) + len(report.unreadable)
     if count:
         sheet = args.sheet or Path("output") / "data" / f"{name}.png"
-        _save(contact_sheet(report, **policy), sheet)
+        try:
+            sheet.parent.mkdir(parents=True, exist_ok=True)
+            contact_sheet(report, **policy).save(sheet)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"--sheet {sheet}: cannot be written ({error}); name another file ending in .png"
+            ) from error
         print(f"contact sheet: {sheet}" + (f" (the first {MOST_PHOTOS} of {count})" if count > MOST_PHOTOS else ""))
-    for error in report.errors:
-        print(f"error: {error}", file=sys.stderr)
-    return EXIT_REFUSED if report.errors else 0
+    return EXIT_REFUSED if print_findings(report.errors, ()) else 0
 
 
 def _wanted(args: argparse.Namespace) -> tuple[list[Any], str | None, dict[str, str], str | None, str]:
     """Datasets, trigger word, photo policy, the model whose T5 reads the captions, and a name."""
+    from ..config.check import HOSTS, check_job_dict
     from ..config.job_sections import DatasetSection
     from ..data.check import datasets_of, photo_policy, t5_of
 
@@ -68,10 +70,16 @@ def _wanted(args: argparse.Namespace) -> tuple[list[Any], str | None, dict[str, 
         given = [flag for flag in ("resolution", "caption_ext", "trigger") if getattr(args, flag) is not None]
         if given:
             flag = given[0].replace("_", "-")
-            raise Refused(
+            raise UsageError(
                 f"--{flag}: {args.data} is a file that says so itself; leave the option out, or name a folder"
             )
-        job = _either(args.data)
+        job = load_job_yaml(args.data)
+        errors = [
+            [item for item in check_job_dict(job, file=str(args.data), host=host) if item.severity == "error"]
+            for host in HOSTS
+        ]
+        if all(errors):  # neither trainer takes it: what the stand-alone one has against it
+            raise ConfigError(errors[0])
         process = job["config"]["process"][0]
         name = process.get("name") or job["config"]["name"]
         return list(datasets_of(process)), process.get("trigger_word"), photo_policy(process), t5_of(process), name
@@ -81,28 +89,3 @@ def _wanted(args: argparse.Namespace) -> tuple[list[Any], str | None, dict[str, 
         resolution=tuple(args.resolution or DEFAULT_RESOLUTIONS),
     )
     return [section], args.trigger, {}, "", args.data.resolve().name
-
-
-def _either(path: Path) -> dict[str, Any]:
-    """The job of a file that one of the trainers takes.
-
-    Raises:
-        ConfigError: neither does; what the stand-alone trainer has against it.
-    """
-    from ..config.check import HOSTS, check_job_dict
-
-    raw = load_job_yaml(path)
-    errors = [
-        [item for item in check_job_dict(raw, file=str(path), host=host) if item.severity == "error"] for host in HOSTS
-    ]
-    if all(errors):
-        raise ConfigError(errors[0])
-    return raw
-
-
-def _save(sheet: Any, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(path)
-    except (OSError, ValueError) as error:
-        raise Refused(f"--sheet {path}: cannot be written ({error}); name another file ending in .png") from error

@@ -8,20 +8,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .common import add_command
+
 EXIT_BROKEN = 1
 PLAIN = str.maketrans({"✓": "+", "✗": "x"})  # for a console whose code page has no such signs
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
-    doctor = commands.add_parser("doctor", help="what this machine can do", description=run.__doc__)
+    doctor = add_command(commands, "doctor", run, "what this machine can do")
     doctor.add_argument(
         "--ai-toolkit",
         type=Path,
         metavar="DIR",
         help="its folder, the one with run.py (default: AI_TOOLKIT_ROOT, else here if it is one)",
     )
-    doctor.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
-"""`coat-flux`: one module of this folder for each command.
+"""`coat-flux`: each command is in a module of this folder.
 
 Nothing heavy is imported before a command needs it, so that `--help` and a mistake in the YAML answer at once. Exit
 code 0 only on success, 1 where a benchmark misses figures, the doctor finds something broken or COAT is not shown to be
-lossless, 2 for something the user can put right, 130 on Ctrl+C; other exceptions show their traceback.
+lossless, 2 for something the user can fix, 130 on Ctrl+C; other exceptions show their traceback.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..base.errors import UserError
-from . import bench, check, data, doctor, examples, export, install, new, plan, report, train, verify, watch
+from . import bench, check, data, doctor, export, new, plan, report, train, verify
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 
 OUT_OF_RAM = (
     "error: out of CPU memory; close other programs or take smaller photos (`coat-flux plan CONFIG` says how much "
-    "host memory a run needs)"
+    "CPU memory a run needs)"
 )
 
 
@@ -54,6 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
     parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, new, examples, install, check, data, plan, doctor, report, watch, verify, export, bench):
+    for command in (train, new, check, data, plan, doctor, report, verify, export, bench):
         command.add_parser(commands)
     return parser

@@ -6,13 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .common import add_command
+
 LAYOUTS = ("diffusers", "kohya", "comfyui")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
-    export = commands.add_parser("export", help="convert a LoRA for other programs", description=run.__doc__)
+    export = add_command(commands, "export", run, "convert a LoRA for other programs")
     export.add_argument("lora", type=Path, metavar="LORA", help="a .safetensors file; it stays as it is")
     export.add_argument(
         "--to",
@@ -20,9 +22,8 @@ def add_parser(commands: Any) -> None:
         required=True,
         help="diffusers: also ai-toolkit and ComfyUI; kohya: sd-scripts, also ComfyUI; comfyui: the checkpoint's names",
     )
-    export.add_argument("--out", type=Path, metavar="FILE", help="default: <layout>-<name of LORA>, beside it")
+    export.add_argument("--out", type=Path, metavar="FILE", help="default: <layout>-<name of LORA>, next to it")
     export.add_argument("--dtype", choices=DTYPES, help="of the matrices (default: as they are)")
-    export.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

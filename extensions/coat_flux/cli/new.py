@@ -1,29 +1,35 @@
-"""`coat-flux new`: a ready YAML for these photos and this card."""
+"""First steps: `coat-flux new`, a ready YAML; `examples`, files to try; `install`, into an ai-toolkit checkout."""
 
 from __future__ import annotations
 
 import argparse
+import filecmp
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import Refused
+from ..config.job_file import shipped_folder
+from .common import UsageError, add_command
 
 if TYPE_CHECKING:
     from ..plan.facts import Card
-    from ..plan.starter import Starter
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `coat-flux`."""
-    new = commands.add_parser("new", help="write a YAML for your photos and card", description=run.__doc__)
+    """Add the three commands to the parser of `coat-flux`."""
+    new = add_command(commands, "new", run, "write a YAML for your photos and card")
     new.add_argument("dir", nargs="?", type=Path, metavar="DIR_OF_PHOTOS", help="without it: a YAML to fill in")
     new.add_argument("--gpu", metavar="CARD", help="by GB or name, as 24 or 4090 (default: the GPU of this machine)")
     new.add_argument("--trigger", metavar="WORD", help="the word for what is trained (default: made from the name)")
     new.add_argument("-n", "--name", help="of the run (default: the folder's name)")
     new.add_argument("--out", type=Path, metavar="FILE", help="default: NAME.yaml here; a file is never overwritten")
-    new.set_defaults(run=run)
+    examples = add_command(commands, "examples", copy_examples, "copy configs and example photos here")
+    examples.add_argument("dir", nargs="?", type=Path, default=Path(), metavar="DIR", help="default: this folder")
+    install = add_command(commands, "install", link, "link into an ai-toolkit checkout")
+    install.add_argument("dir", metavar="AI_TOOLKIT_DIR", help="the folder with ai-toolkit's run.py")
+    install.add_argument("--undo", action="store_true", help="remove what install made")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -31,10 +37,10 @@ def run(args: argparse.Namespace) -> None:
 
     Resolutions follow the photos' sizes and steps their number. Nothing is downloaded.
     """
-    name = args.name or (_name_of(args.dir) if args.dir else "my_lora")
+    name = args.name or (args.dir and re.sub(r"[^\w-]+", "_", args.dir.resolve().name).strip("_")) or "my_lora"
     out = args.out or Path(f"{name}.yaml")
     if out.exists() or out.is_symlink():
-        raise Refused(f"{out}: is there already and is left as it is; write --out with another file, or --name")
+        raise UsageError(f"{out}: is there already and is left as it is; write --out with another file, or --name")
     from ..plan.facts import find_card
     from ..plan.starter import PLACEHOLDER, look_at, made_up_word, make_starter
 
@@ -45,9 +51,17 @@ def run(args: argparse.Namespace) -> None:
         with out.open("x", encoding="utf-8", newline="\n") as file:
             file.write(made.text)
     except OSError as error:
-        raise Refused(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
+        raise UsageError(f"--out {out}: cannot be written: {error.strerror}; give another file") from error
     print(f"wrote {out}, from {made.origin}; trigger word: {made.trigger}")
-    _say_fit(made)
+    verdict = made.verdict
+    peak, room, card_name = verdict.prediction.peak / 1e9, verdict.room / 1e9, f"{verdict.card.gb:g} GB card"
+    if verdict.fits:
+        print(f"It needs {peak:.1f} GB of the {room:.1f} GB that a {card_name} has for it")
+    else:
+        needs = f"this one comes nearest and needs {peak:.1f} of {room:.1f} GB"
+        print(f"warning: no ready-made config fits a {card_name}: {needs}")
+        changes = "; ".join(change.text for change in verdict.changes)
+        print(f"It would fit with: {changes}" if changes else "and no change of it fits either; train on a larger card")
     if photos is None:
         print(f"Put your photos' folder in place of {PLACEHOLDER}, then:")
     else:
@@ -56,29 +70,48 @@ def run(args: argparse.Namespace) -> None:
         print(f"  coat-flux {command} {shlex.quote(str(out))}")
 
 
-def _name_of(folder: Path) -> str:
-    return re.sub(r"[^\w-]+", "_", folder.resolve().name).strip("_") or "my_lora"
-
-
 def _own_card() -> Card:
     import torch
 
     from ..plan.facts import Card
 
     if not torch.cuda.is_available():
-        raise Refused("--gpu: there is no CUDA GPU here to go by; name the card to train on, as --gpu 24")
+        raise UsageError("--gpu: there is no CUDA GPU here to go by; name the card to train on, as --gpu 24")
     properties = torch.cuda.get_device_properties(0)
     return Card(round(properties.total_memory / 1e9, 1), properties.name)
 
 
-def _say_fit(made: Starter) -> None:
-    verdict = made.verdict
-    peak, room, card = verdict.prediction.peak / 1e9, verdict.room / 1e9, f"{verdict.card.gb:g} GB card"
-    if verdict.fits:
-        print(f"It needs {peak:.1f} GB of the {room:.1f} GB that a {card} has for it")
-        return
-    print(f"warning: no ready-made config fits a {card}: this one comes nearest and needs {peak:.1f} of {room:.1f} GB")
-    if verdict.changes:
-        print(f"It would fit with: {'; '.join(change.text for change in verdict.changes)}")
-    else:
-        print("and no change of it fits either; train on a larger card")
+def copy_examples(args: argparse.Namespace) -> None:
+    """Copy the ready-made configs and the example photos into DIR, to train on and to edit.
+
+    An installation from a wheel has no checkout to run `configs/flux_clothing_tiny.yaml` in; here it is. A file that is
+    already there is left as it is.
+    """
+    for name in ("configs", "datasets_example"):
+        origin = shipped_folder(name)
+        if origin is None:
+            raise UsageError(f"{name}: not part of this installation; install coat-flux from a wheel or a checkout")
+        copied = 0
+        for source in sorted(path for path in origin.rglob("*.*") if path.is_file()):
+            inside = source.relative_to(origin)
+            if any(part.startswith((".", "_")) for part in inside.parts):  # caches of earlier runs
+                continue
+            target = args.dir / name / inside
+            if target.exists():
+                if not filecmp.cmp(source, target, shallow=False):
+                    print(f"{target}: left as it is, it differs from {source}")
+                continue
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+            except OSError as error:
+                raise UsageError(f"{target}: cannot be written ({error.strerror}); name another folder") from error
+            copied += 1
+        print(f"{args.dir / name}: {copied} files copied")
+
+
+def link(args: argparse.Namespace) -> None:
+    """Link extension, configs and example images into an ai-toolkit checkout."""
+    from ..trainers.ai_toolkit.install import install
+
+    print("\n".join(install(args.dir, undo=args.undo)))

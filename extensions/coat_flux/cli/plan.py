@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..config.job import JobConfig
-from .common import Refused, add_config
+from .common import UsageError, add_command, add_config
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
-    plan = commands.add_parser("plan", help="memory, disk and time before the run", description=run.__doc__)
+    plan = add_command(commands, "plan", run, "memory, disk and time before the run")
     add_config(plan)
     plan.add_argument(
         "--gpu", metavar="CARD", help="one card by GB or name, as 24, 4090 or 'A100 80GB', in place of the usual ones"
@@ -21,7 +21,6 @@ def add_parser(commands: Any) -> None:
     plan.add_argument(
         "--json", metavar="FILE", nargs="?", const="-", help="write it as JSON, without FILE to the terminal"
     )
-    plan.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -47,5 +46,5 @@ def run(args: argparse.Namespace) -> None:
     try:
         Path(args.json).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise Refused(f"--json {args.json}: cannot be written: {error.strerror}; give another path") from error
+        raise UsageError(f"--json {args.json}: cannot be written: {error.strerror}; give another path") from error
     print(f"wrote {args.json}")

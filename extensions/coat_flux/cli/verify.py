@@ -6,45 +6,37 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import add_config, load_job, show_warnings
+from .common import add_command, add_config, load_job, positive, show_warnings
 
 EXIT_NOT_LOSSLESS = 1
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
-    verify = commands.add_parser("verify", help="is COAT lossless on your data?", description=run.__doc__)
+    verify = add_command(commands, "verify", run, "is COAT lossless on your data?")
     add_config(verify)
-    verify.add_argument("--seeds", type=_positive, default=3, metavar="N", help="pairs of runs (default: 3)")
-    verify.add_argument("--steps", type=_positive, metavar="N", help="of each run (default: the config's)")
+    verify.add_argument("--seeds", type=positive, default=3, metavar="N", help="pairs of runs (default: 3)")
+    verify.add_argument("--steps", type=positive, metavar="N", help="of each run (default: the config's)")
     held_out = verify.add_mutually_exclusive_group()
     held_out.add_argument(
-        "--hold-out", type=_positive, metavar="K", help="photos kept out of training (default: a tenth, 1 to 16)"
+        "--hold-out", type=positive, metavar="K", help="photos kept out of training (default: a tenth, 1 to 16)"
     )
     held_out.add_argument(
         "--validation", type=Path, metavar="DIR", help="photos and captions to validate on; then none is held out"
     )
     verify.add_argument(
-        "--every", type=_positive, metavar="N", help="steps between points of the curves (default: steps / 20)"
+        "--every", type=positive, metavar="N", help="steps between points of the curves (default: steps / 20)"
     )
     verify.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the runs (default: <training_folder>/<name>_verify)"
     )
-    verify.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train with and without COAT from several seeds on the config's own photos, and say whether COAT loses anything.
+    """Train with and without COAT from several seeds on the config's own photos, and judge whether COAT loses anything.
 
     Some photos are not trained on; the loss on them is compared with bf16's, and the gap with what another seed does to
-    bf16. Start the same command again to go on after an interruption, or with more --seeds to add some. Writes
+    bf16. Start the same command again to resume after an interruption, or with more --seeds to add some. Writes
     verdict.json and report.html. Exit code 0: lossless; 1: not, or undecided.
     """
     job = load_job(args)
@@ -55,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         verdict = verify(job, seeds=args.seeds, settings=settings, folder=args.out)
     except KeyboardInterrupt:
-        print("To go on with verify, start the same command again")
+        print("To resume verify, start the same command again")
         raise
     for note in verdict.notes:
         print(note)
