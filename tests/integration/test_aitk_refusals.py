@@ -28,7 +28,7 @@ REFUSED = {
     "unknown key of the host": ({"save": {"save_evry": 3}}, r"save\.save_evry.*save_every"),
     "accumulation steps": (
         {"train": {"optimizer": "coat_fp8_adamw", "gradient_accumulation_steps": 4}},
-        r"train\.gradient_accumulation_steps=4: .* use train\.gradient_accumulation$",
+        r"train\.gradient_accumulation_steps=4: .* write gradient_accumulation instead$",
     ),
     "neg": ({"sample": {"neg": False}}, r'sample\.neg=false: .* write neg: ""$'),
     "two qtypes": (

@@ -96,11 +96,11 @@ def ai_toolkit_configs() -> Iterator[BadConfig]:
     step = {"train": {**PROCESS["train"], "lr_scheduler": "step", "lr_scheduler_params": {"step_size": 10}}}
     yield case("steps of lr", "train.lr_scheduler='step'", "write constant", *step.items())
     keep, blank = ("train.diff_output_preservation", True), ("train.blank_prompt_preservation", True)
-    yield case("both preservations", "blank_prompt_preservation=", "not beside", keep, blank)
+    yield case("both preservations", "blank_prompt_preservation=", "not with", keep, blank)
     yield case("preserves and no trigger", "diff_output_preservation=", "a trigger_word", keep, ("trigger_word", None))
-    yield case("preserves and encoder", "train_text_encoder=", "not beside", keep, ("train.train_text_encoder", True))
+    yield case("preserves and encoder", "train_text_encoder=", "not with", keep, ("train.train_text_encoder", True))
     passed, guided = ("train.bypass_guidance_embedding", True), ("train.do_guidance_loss", True)
-    yield case("guidance loss without guidance", "do_guidance_loss=", "not beside", passed, guided)
+    yield case("guidance loss without guidance", "do_guidance_loss=", "not with", passed, guided)
     both = [("datasets.0.is_reg", True), ("datasets.1.is_reg", True)]
     yield case("only regularization", "datasets[0].is_reg=", "add one", *both)
     sdxl = ("model", {"name_or_path": "x", "is_xl": True, "quantize": True, "qtype": "coat_fp8"})

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from coat_flux.config.ai_toolkit_keys import PROCESS, shipped_schema
-from coat_flux.config.ai_toolkit_rules import ADAM_SWITCHES
 from coat_flux.config.build import config_fields
 from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.coat import ADAMW_OPTIONS, BY_KEY, COATConfig
@@ -21,6 +20,7 @@ from coat_flux.config.findings import Finding
 from coat_flux.config.job import OTHER_KEYS, JobConfig
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.config.job_sections import LR_PARAMS
+from coat_flux.config.rules import TORCH_SWITCHES
 from tests.reliability.bad_config import ALONE, BOTH, BadConfig, valid_job
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -124,7 +124,7 @@ PARAMS = {
     *(f"train.optimizer_params.{key.removeprefix('optimizer.')}" for key in BY_KEY if key.startswith("optimizer.")),
     *(f"train.lr_scheduler_params.{option.key}" for options in LR_PARAMS.values() for option in options),
     "train.lr_scheduler_params.last_epoch",
-    *(f"train.optimizer_params.{key}" for key in ADAM_SWITCHES["adamw"]),
+    *(f"train.optimizer_params.{key}" for key in TORCH_SWITCHES),
 }
 READ = {
     "standalone": {*standalone_keys(), *coat_keys(), *PARAMS},

@@ -35,7 +35,7 @@ def test_caption_dropout_beside_cached_captions_depends_on_the_version(tmp_path:
     old = checkout(tmp_path / "old", dropout="", version="0.9")
     (item,) = found(change, host=AI_TOOLKIT, toolkit_root=old)
     assert item.key == "config.process[0].datasets[0].caption_dropout_rate"
-    assert "ai-toolkit 0.9 ignores it beside cached text embeddings" in item.line()
+    assert "ai-toolkit 0.9 ignores it with cached text embeddings" in item.line()
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UserError
+from ..config.check import require_packages
 from ..config.job import JobConfig
-from ..config.job_rules import require_packages
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130

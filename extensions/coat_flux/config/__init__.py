@@ -1,10 +1,10 @@
 """What a user may ask for: the `coat:` block, the job file, and the job as the stand-alone trainer sees it."""
 
+from .check import require_packages
 from .coat import COATConfig, markdown_table
 from .findings import ConfigError
 from .job import JobConfig
 from .job_file import load_job_yaml, shipped, shipped_folder
-from .job_rules import require_packages
 
 __all__ = [
     "COATConfig",

@@ -1,22 +1,27 @@
-"""All findings about one job, for the host that would run it."""
+"""All findings about one job, for the trainer that would run it."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import ai_toolkit
-from .ai_toolkit_keys import Schema, shipped_schema
+from ..base.names import COAT_OPTIMIZER, COAT_TYPE
+from .ai_toolkit_keys import Schema, check_keys, shipped_schema
 from .ai_toolkit_source import CLASSES_FILE, NoToolkitError, read_schema
-from .findings import ConfigError, Finding, Findings
+from .build import build
+from .coat import COATConfig, check_combinations
+from .entry import AI_TOOLKIT, STANDALONE, Entry
+from .findings import ConfigError, Finding, Findings, closest, finding
 from .job import JobConfig
-from .job_file import load_job_yaml
-from .job_rules import require_packages
-from .job_sections import PROCESS_TYPES
-from .model_folder import STANDALONE, check_device, check_model
+from .job_file import check_plain, check_shape, load_job_yaml, replace_name
+from .job_sections import OPTIMIZER_PACKAGES, PROCESS_TYPES, Job, ValidationSection
+from .model_folder import check_device, check_model
+from .rules import check_entry
 
-AI_TOOLKIT = "ai-toolkit"
 HOSTS = (STANDALONE, AI_TOOLKIT)
 ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 
@@ -71,12 +76,12 @@ def check_job_dict(
         job, findings = JobConfig.examine(raw, file=file)
         found = findings.all
         if job is not None and not findings.errors:
-            found = [*_missing_packages(job), *found]
+            found = [*missing_packages(job), *found]
         return found
     if host != AI_TOOLKIT:
         raise ValueError(f"host={host!r}: must be one of {', '.join(HOSTS)}; write {AI_TOOLKIT}")
     findings = Findings(file)
-    ai_toolkit.check_job(raw, findings, schema_of(toolkit_root, findings), num_processes)
+    _check_for_ai_toolkit(raw, findings, schema_of(toolkit_root, findings), num_processes)
     return findings.all
 
 
@@ -138,9 +143,83 @@ def is_toolkit(folder: Path) -> bool:
     return (folder / CLASSES_FILE).is_file()
 
 
-def _missing_packages(job: JobConfig) -> list[Finding]:
-    try:
-        require_packages(job)
-    except ConfigError as error:
-        return list(error.found)
-    return []
+def missing_packages(job: Job) -> list[Finding]:
+    """What the job needs beyond this package's own requirements and is not installed."""
+    wanted = []
+    if job.train.optimizer in OPTIMIZER_PACKAGES:
+        module, package = OPTIMIZER_PACKAGES[job.train.optimizer]
+        remedy = f"write {COAT_OPTIMIZER} or adamw"
+        wanted.append((module, package, "train.optimizer", job.train.optimizer, remedy))
+    if job.logging.use_wandb:
+        wanted.append(("wandb", "wandb", "logging.use_wandb", True, "write false"))
+    found = []
+    for module, package, key, value, remedy in wanted:
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:  # a folder that only has its name, as wandb makes one for its files
+            text = f"needs the package {package}; pip install {package}, or {remedy}"
+            found.append(finding(job.file, f"config.process[0].{key}", text, value))
+    return found
+
+
+def require_packages(job: Job) -> None:
+    """Check that what the job needs beyond this package's own requirements is installed.
+
+    Raises:
+        ConfigError: one of them is not.
+    """
+    if missing := missing_packages(job):
+        raise ConfigError(missing)
+
+
+def _check_for_ai_toolkit(raw: Any, findings: Findings, schema: Schema, num_processes: int) -> None:
+    """Add what ai-toolkit would refuse late, ignore in silence, or take for something else."""
+    check_shape(raw, findings)
+    check_plain(raw, findings)
+    if findings.errors:
+        return
+    job = replace_name(raw, raw["config"]["name"])
+    if job["job"] != "extension":
+        findings.add("job", "only jobs that train by a process type are checked; write job: extension", job["job"])
+        return
+    for extra, value in job["config"].items():
+        if extra == "device":
+            findings.warn("config.device", "ai-toolkit trains on the first visible GPU; remove it", value)
+        elif extra not in ("name", "process"):
+            findings.add(f"config.{extra}", "unknown key; known here: name, process")
+    for i, process in enumerate(job["config"]["process"]):
+        entry = Entry(AI_TOOLKIT, process, f"config.process[{i}]", findings, job["config"]["name"], None, schema)
+        _check_process(replace(entry, num_processes=num_processes))
+
+
+def _check_process(entry: Entry) -> None:
+    """One entry of `config.process`: its keys, then what they say together."""
+    process, path, findings, kind = entry.raw, entry.path, entry.findings, entry.raw.get("type")
+    if kind is None:
+        findings.add(f"{path}.type", f"is missing; write {COAT_TYPE}")
+    elif kind not in PROCESS_TYPES:
+        near = closest(kind, PROCESS_TYPES, cutoff=0.8)
+        if not isinstance(kind, str) or near:
+            entry.add("type", f"not a process type of ai-toolkit; did you mean '{near or COAT_TYPE}'?")
+        else:
+            entry.add("type", "a process type of another extension, which is not checked here", warn=True)
+        return
+    check_keys(process, path, entry.schema, findings)
+    coat = None
+    if kind in (None, COAT_TYPE):
+        coat = build(COATConfig, process.get("coat"), f"{path}.coat", findings)
+        check_combinations(coat, f"{path}.coat", findings)
+    elif "coat" in process:
+        rule = f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {kind}; write that type"
+        findings.add(f"{path}.coat", rule)
+    if "validation" in process:
+        build(ValidationSection, process["validation"], f"{path}.validation", findings)
+        if coat is None or not coat.enabled:
+            rule = f"is measured with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove the block"
+            findings.add(f"{path}.validation", rule)
+        for i, dataset in enumerate(process.get("datasets") or []):
+            if isinstance(dataset, Mapping) and any(
+                str(key).startswith("control_path") and dataset[key] for key in dataset
+            ):
+                rule = f"cannot be measured with the control images of datasets[{i}]; remove the block"
+                findings.add(f"{path}.validation", rule)
+    check_entry(replace(entry, coat=coat))

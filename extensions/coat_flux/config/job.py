@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..base.names import COAT_OPTIMIZER, COAT_TYPE
+from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .ai_toolkit_keys import NETWORK_KWARGS, PROCESS, other_keys
 from .build import build
 from .coat import COATConfig, check_combinations
+from .entry import STANDALONE, Entry
 from .findings import Findings
 from .job_file import check_plain, check_shape, load_job_yaml, load_written, replace_name
-from .job_rules import check_job, coat_without_block
 from .job_sections import (
     DTYPES,
     DatasetSection,
@@ -32,6 +32,7 @@ from .job_sections import (
     SaveSection,
     TrainSection,
 )
+from .rules import check_entry
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class JobConfig(Job):
         )
         job = replace(_completed(job, config["name"]), coat=_coat_in_force(job, f"{path}.coat", findings))
         check_combinations(job.coat, f"{path}.coat", findings)
-        check_job(job, path, findings)
+        check_entry(Entry(STANDALONE, process, path, findings, config["name"], job.coat))
         return replace(job, notes=tuple(warning.line() for warning in findings.warnings)), findings
 
 
@@ -136,10 +137,26 @@ def _check_frame(raw: Mapping[str, Any], findings: Findings) -> None:
 
 
 def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
-    """The block with what the job's other keys decide, where the block leaves it open."""
+    """The block with what the job's other keys decide, where the block leaves it open.
+
+    Without a block ai-toolkit's own process types get from COAT what optimizer and qtype select, each alone, as in
+    ai-toolkit; everything else is a plain run.
+    """
+    optimizer = job.train.optimizer == COAT_OPTIMIZER
+    weights = job.model.quantize and job.model.qtype == COAT_QTYPE
     if path not in findings.given and job.type != COAT_TYPE:
-        return coat_without_block(job)
-    if f"{path}.optimizer" not in findings.given and job.train.optimizer != COAT_OPTIMIZER:
+        block = {
+            "enabled": optimizer or weights,
+            "optimizer": {"use_fp8": optimizer},
+            "weight": {"use_fp8": weights},
+            "activation": {"use_fp8": weights},
+            "memory": {
+                "enable_efficient_checkpoint": False,
+                "checkpointing": "all" if job.train.gradient_checkpointing else "none",
+            },
+        }
+        return COATConfig.from_dict(block)
+    if f"{path}.optimizer" not in findings.given and not optimizer:
         return replace(job.coat, optimizer=replace(job.coat.optimizer, use_fp8=False))
     return job.coat
 

@@ -95,6 +95,7 @@ OPTIMIZER_PACKAGES = {
     "prodigy": ("prodigyopt", "prodigyopt"),
     "lion": ("lion_pytorch", "lion-pytorch"),
 }
+PRODIGY_LOW_LR = 0.1  # below it lr is 1, as in ai-toolkit
 # learning-rate scheduler → its `train.lr_scheduler_params`
 LR_PARAMS: dict[str, tuple[Option, ...]] = {
     "constant": (Option("factor", 1.0, "float", "multiplies lr", above=0),),

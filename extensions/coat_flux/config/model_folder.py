@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint_file import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, flux_config, kind_of, read_header
+from .entry import STANDALONE
 from .findings import Findings, closest
 
-STANDALONE = "standalone"
 EMBEDDED = "coat_mini_flux"  # the name in tiny_flux.EMBEDDED_MODEL, whose import needs torch
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
 # a pipeline's class in model_index.json → ai-toolkit's arch for it

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.common_rules import FOREIGN_SHARE, T5_BLIND, foreign_script
+from ..config.data_rules import FOREIGN_SHARE, T5_BLIND, foreign_script
 from .captions import PLACEHOLDERS, caption_file
 from .errors import printable
 from .files import Listing, counted

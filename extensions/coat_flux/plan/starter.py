@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ..config.common_rules import BUCKET_STEP
+from ..config.data_rules import BUCKET_STEP
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_file import parse, shipped

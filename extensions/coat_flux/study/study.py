@@ -28,9 +28,9 @@ import yaml
 from ..base.files import write_file
 from ..base.names import COAT_TYPE
 from ..blocks.budget import USABLE_FRACTION
+from ..config.check import require_packages
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
-from ..config.job_rules import require_packages
 from ..mini_flux.folder import provide_embedded
 from ..plan.report import make_plan
 from ..saves.identity import data_identity, model_identity

@@ -23,8 +23,7 @@ from torch.optim.lr_scheduler import (
 from ...base.names import COAT_OPTIMIZER
 from ...config.coat import ADAMW_OPTIONS, COATConfig
 from ...config.findings import ConfigError
-from ...config.job_rules import PRODIGY_LOW_LR
-from ...config.job_sections import OPTIMIZER_PACKAGES
+from ...config.job_sections import OPTIMIZER_PACKAGES, PRODIGY_LOW_LR
 from ..optimizer import build_optimizer
 
 __all__ = ["advance", "learning_rate", "make_optimizer", "make_scheduler", "restore_optimizer"]
