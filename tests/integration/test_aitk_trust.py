@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from coat_flux.data.errors import DatasetError
 from coat_flux.saves.errors import ResumeError, SaveError
-from coat_flux.watch.errors import DeadRunError
+from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.oom import OutOfMemory
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
@@ -288,7 +288,7 @@ def test_out_of_memory_ends_the_run_with_the_remedies(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     _at_step(host, monkeypatch, 5, too_large)
-    with pytest.raises(OutOfMemory, match=r"step 5: the device's memory did not suffice"):
+    with pytest.raises(OutOfMemory, match=r"step 5: out of memory, see above"):
         host.run(**_entry(), coat={"memory": {"checkpointing": "none"}})
     out = capsys.readouterr().out
     assert "Out of memory in the phase step" in out
@@ -305,7 +305,7 @@ def test_out_of_memory_is_tried_once_more_with_more_recomputation(
     _at_step(host, monkeypatch, 5, too_large)
     host.run(**_entry())
     out = capsys.readouterr().out
-    assert "this step is tried again" in out
+    assert "Step 5 is tried again: " in out
     assert _state(host).name == f"state-{STEPS:09d}"
     assert {float(state["step"]) for state in host.optimizer()["state"].values()} == {float(STEPS)}
 

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
-from coat_flux.watch.errors import DeadRunError
-from coat_flux.watch.memory_stats import CPU_NOTE, PHASES
+from coat_flux.watch.guard import DeadRunError
+from coat_flux.watch.memory_stats import CPU_NOTE
+from coat_flux.watch.phases import STEP_MOMENTS
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import TRIGGER, engine_job, write_images
@@ -249,7 +250,7 @@ def test_memory_lines_and_start_table_of_a_coat_run(place: dict[str, Path], caps
     out = capsys.readouterr().out
     log = (final.parent / "coat" / "log.txt").read_text(encoding="utf-8")
     memory = r"\[(\w+)\] Step (\d+): Allocated: \d+\.\d\dGB, Reserved: \d+\.\d\dGB$"
-    assert re.findall(r"^\S+ \S+  " + memory, log, re.MULTILINE) == [(phase, "2") for phase in PHASES]
+    assert re.findall(r"^\S+ \S+  " + memory, log, re.MULTILINE) == [(phase, "2") for phase in STEP_MOMENTS]
     assert log.count(CPU_NOTE) == 1
     assert re.search(r"^ +transformer_blocks\.\* +24 +W e4m3/per_tensor, x e4m3", log, re.MULTILINE)
     assert "FP8 casts" in log

@@ -16,10 +16,10 @@ from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import BY_KEY, COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
 from coat_flux.watch.casts import CastProbe
-from coat_flux.watch.memory_stats import MemoryLog
 from coat_flux.watch.precision import PrecisionWatch
 from tests.helpers.flux import TEXT_TOKENS, tiny_flux
 from tests.helpers.option_run import LAYER, Run, run
+from tests.helpers.step_watch import step_watch
 
 E4M3, E5M2, FP32, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
 TOKENS = 64
@@ -332,12 +332,10 @@ def test_stochastic_rounding_is_visible_in_bf16_parameters() -> None:
 
 
 def memory_lines(text: str, steps: int = 6) -> list[str]:
-    memory = COATConfig.from_dict(yaml.safe_load(text)).memory
-    lines: list[str] = []
-    log = MemoryLog("cpu", memory.log_every, memory.log_memory_stats, lines.append)
+    watch, log = step_watch(text)
     for step in range(1, steps + 1):
-        log.line("after_forward", step)
-    return [line.split(": ")[0] for line in lines if line.startswith("[")]
+        watch.mark("after_forward", step)
+    return [line.split(": ")[0] for line in log.details if line.startswith("[")]
 
 
 def test_memory_lines_are_visible() -> None:
@@ -375,7 +373,7 @@ def test_layers_below_the_minimum_leave_the_fp8_gemms(flow: str, weights: str) -
     below = {layer for layer, value in rows.items() if value < minimum}
     assert 5 <= len(below) < N_GEMMS  # layers that read one x have one value
     watch = PrecisionWatch(made.model, minimum, made.report, said.append, lambda rows: None)
-    watch.see(probe.rows(2))
+    watch.record(probe.rows(2))
     made._step()
     assert len(made.forward_gemms.calls) == N_GEMMS - len(below)
     assert {layer for layer, why in made.report.why.items() if "min_sqnr_db" in why} == below

@@ -17,7 +17,7 @@ from coat_flux.study.report import Verdict, write_page
 from coat_flux.study.runs import ArmResult
 from coat_flux.study.scoring import Gram, Scores
 from coat_flux.study.study import Settings, Study
-from coat_flux.watch.records import COLUMNS
+from coat_flux.watch.precision import COLUMNS
 from tests.helpers.browser import inspect_pages
 from tests.unit.test_run_report import add_samples, make_run
 from tests.unit.test_verify_parts import held_out_of, job_of

@@ -18,7 +18,7 @@ from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.advice import standing_out, summaries, worst
-from coat_flux.watch.records import Row, read_rows
+from coat_flux.watch.precision import Row, read_rows
 from tests import tolerances
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise

@@ -19,7 +19,7 @@ from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.study import BF16, Settings, Study, Verdict, VerifyError, open_study, verify
 from coat_flux.trainers.standalone.session import Session
 from coat_flux.trainers.standalone.trainer import COATTrainer
-from coat_flux.watch.errors import DeadRunError
+from coat_flux.watch.guard import DeadRunError
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 

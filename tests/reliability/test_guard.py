@@ -15,9 +15,9 @@ from coat_flux.blocks.runner import BlockPolicy
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
 from coat_flux.trainers.standalone.network import lora_parameters
-from coat_flux.watch.errors import DeadRunError
-from coat_flux.watch.run_guard import RunGuard
+from coat_flux.watch.guard import DeadRunError
 from tests.helpers.flux import coat_flux_model, loss_of, predict
+from tests.helpers.step_watch import step_watch
 
 KEPT = {"memory": {"checkpointing": "none"}}
 
@@ -41,9 +41,9 @@ class Run:
             for name, param in self.lora.items():
                 param.data *= ".lora_B." not in name
         self.optimizer = build_optimizer(list(self.lora.values()), lr, config, {})
-        self.said: list[str] = []
-        options = dataclasses.replace(config.guard, **guard)
-        self.guard = RunGuard(options, self.lora, self.said.append, model=self.model)
+        config = dataclasses.replace(config, guard=dataclasses.replace(config.guard, **guard))
+        self.watch, self.log = step_watch(config, self.model, self.lora)
+        self.guard = self.watch.guard
         self.step = 0
 
     def train(self, steps: int, change: Callable[[int, Tensor], Tensor] = lambda step, loss: loss) -> list[float]:
@@ -51,7 +51,7 @@ class Run:
         losses = []
         for number in range(self.step + 1, self.step + steps + 1):
             self.optimizer.zero_grad(set_to_none=True)
-            with self.guard.watch_casts(number):
+            with self.watch.casts(number):
                 loss = change(number, loss_of(predict(self.model)))
                 loss.backward()
                 norm = nn.utils.clip_grad_norm_(self.lora.values(), 1.0)
@@ -71,10 +71,10 @@ def test_a_healthy_run_passes_and_is_told_what_its_casts_lose() -> None:
     run.guard.check_end(4)
     assert losses[-1] < losses[0]
     assert run.guard.skipped == 0
-    assert [line.split(":")[0] for line in run.said] == ["step 2", "step 4"]
+    assert [line.split(":")[0] for line in run.log.details] == ["step 2", "step 4"]
     for kind in ("linear inputs", "gradients", "saved activations", "exp_avg", "exp_avg_sq"):
-        assert f" {kind} " in run.said[0]
-    assert "saturated" not in "".join(run.said)
+        assert f" {kind} " in run.log.details[0]
+    assert "saturated" not in "".join(run.log.details)
 
 
 def test_a_learning_rate_of_a_million_ends_the_run() -> None:
@@ -107,7 +107,8 @@ def test_one_bad_step_is_skipped_and_the_parameters_keep_every_bit(factor: float
     for before, now in ((weights, run.lora), (state, _moments(run))):
         assert all(torch.equal(before[name].view(torch.uint8), now[name].view(torch.uint8)) for name in before)
     assert run.guard.skipped == 1
-    assert [line[:12] for line in run.said if line.startswith("step 3")] == ["step 3: loss", "step 3: FP8 "]
+    lines = [*run.log.said, *run.log.details]
+    assert [line[:12] for line in lines if line.startswith("step 3")] == ["step 3: loss", "step 3: FP8 "]
     run.train(1)
     assert not all(torch.equal(weights[name], run.lora[name]) for name in weights)
     run.guard.check_now(4)
@@ -148,7 +149,7 @@ def test_being_watched_changes_no_bit(block: dict[str, Any]) -> None:
     unwatched.step = watched.step = 9  # not the step of the first look
     assert watched.train(3) == unwatched.train(3)
     assert all(torch.equal(watched.lora[name], unwatched.lora[name]) for name in watched.lora)
-    assert (len(watched.said), len(unwatched.said)) == (2, 0)  # the first step of a process is left alone
+    assert (len(watched.log.details), len(unwatched.log.details)) == (2, 0)  # the first step of a process is left alone
 
 
 def test_a_cast_that_loses_too_much_ends_the_run() -> None:
@@ -163,7 +164,7 @@ def test_gradients_that_vanish_in_e4m3_name_their_layer_and_pass_in_e5m2() -> No
     def spiked(grad_format: str) -> Run:
         run = Run(1e-3, {"activation": {"grad_format": grad_format}}, max_underflow=0.9)  # e5m2 loses 56 %, e4m3 98 %
         run.train(1)
-        with run.guard.watch_casts(2):
+        with run.watch.casts(2):
             prediction = predict(run.model).float()
             weight = torch.ones_like(prediction)
             weight[0, 0] = 1e9  # of one token's error
@@ -173,13 +174,13 @@ def test_gradients_that_vanish_in_e4m3_name_their_layer_and_pass_in_e5m2() -> No
     with pytest.raises(DeadRunError, match=r"exclude: \[single_transformer_blocks\.1\.proj_out\]") as caught:
         spiked("e4m3")
     assert "grad_format: e5m2" in str(caught.value)
-    assert "gradients" in spiked("e5m2").said[0]
+    assert "gradients" in spiked("e5m2").log.details[0]
 
 
 def test_cuda_graphs_are_not_observed_and_it_is_said_once() -> None:
     run = Run(1e-3)
     BlockPolicy.of(run.model).compile = "cudagraphs"
     for step in range(1, 4):
-        with run.guard.watch_casts(step * 100):
+        with run.watch.casts(step * 100):
             assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    assert run.said == ["FP8 casts are not observed with coat.speed.compile: cudagraphs; blocks observes them"]
+    assert run.log.said == ["FP8 casts are not observed with coat.speed.compile: cudagraphs; blocks observes them"]

@@ -71,13 +71,13 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.phases.see("before_forward")
+        self.phases.mark("before_forward")
         loss = loss_of(predict(self.model))
-        self.phases.see("after_forward")
+        self.phases.mark("after_forward")
         loss.backward()
-        self.phases.see("after_backward")
+        self.phases.mark("after_backward")
         self.optimizer.step()
-        self.phases.see("after_optimizer_step")
+        self.phases.mark("after_optimizer_step")
 
     def weights(self) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in self.lora.items()}
@@ -100,7 +100,7 @@ def fail_in(training: Training, where: str, after: int, job: Any = None) -> str:
         with RunsOut(training.phases, where, after):
             training.step()
     except torch.OutOfMemoryError as error:
-        said = explain_oom(error, phase=None, phases=training.phases, job=job, device=CPU)
+        said = explain_oom(error, training.phases, job)
     for name, value in training.weights().items():
         assert_bitwise(value, before[name])
     return said
@@ -224,12 +224,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return at
 
 
-def explained(job: Any, phase: str | None = "step", error: BaseException | None = None) -> list[str]:
+def explained(job: Any, phase: str = "step", error: BaseException | None = None) -> list[str]:
     phases = PhaseTracker(CUDA, None)
-    phases.enter("step")
-    return explain_oom(
-        error or torch.OutOfMemoryError(MESSAGE), phase=phase, phases=phases, job=job, device=CUDA
-    ).splitlines()
+    phases.enter(phase)
+    return explain_oom(error or torch.OutOfMemoryError(MESSAGE), phases, job).splitlines()
 
 
 def freed(lines: list[str]) -> dict[str, int]:
@@ -240,7 +238,7 @@ def freed(lines: list[str]) -> dict[str, int]:
 
 
 def test_remedies_have_their_megabytes_and_come_cheapest_first(card: dict[str, float]) -> None:
-    lines = explained(big_job(memory={"checkpointing": "none"}, activation={"attention": "bf16"}))
+    lines = explained(lambda: big_job(memory={"checkpointing": "none"}, activation={"attention": "bf16"}))
     found = freed(lines)
     assert list(found) == [
         "train.cache_text_embeddings: true",
@@ -259,13 +257,13 @@ def test_remedies_have_their_megabytes_and_come_cheapest_first(card: dict[str, f
 
 
 def test_under_auto_a_remedy_is_not_eaten_up_by_blocks_that_need_not_recompute_then(card: dict[str, float]) -> None:
-    found = freed(explained(big_job()))
+    found = freed(explained(lambda: big_job()))
     assert found["datasets: resolution at most 768"] > 100
     assert found["network.linear: 8"] > 100
 
 
 def test_samples_have_remedies_of_their_own(card: dict[str, float]) -> None:
-    lines = explained(big_job(), phase="sample")
+    lines = explained(lambda: big_job(), phase="sample")
     assert lines[0].startswith("Out of memory in the phase sample: ")
     found = freed(lines)
     assert found["sample.width and height: at most 768"] > 100
@@ -274,12 +272,12 @@ def test_samples_have_remedies_of_their_own(card: dict[str, float]) -> None:
 
 
 def test_copies_that_are_kept_are_the_cheapest_remedy(card: dict[str, float]) -> None:
-    found = freed(explained(big_job(memory={"checkpointing": "all", "transposed_weights": "always"})))
+    found = freed(explained(lambda: big_job(memory={"checkpointing": "all", "transposed_weights": "always"})))
     assert found["coat.memory.transposed_weights: never"] == round(912 * 3072**2 / 1e6)  # weights that see tokens
 
 
 def test_gaps_and_other_processes_are_named_with_what_to_do(card: dict[str, float], monkeypatch) -> None:
-    text = "\n".join(explained(big_job()))
+    text = "\n".join(explained(lambda: big_job()))
     assert "held now: activations and workspace 15.00 GB" in text  # nothing else is known of this run
     assert "allocated 15.00 GB, reserved 18.00 GB, free 3.50 GB of 24.00 GB" in text
     assert "fragmentation: 3,000 MB are reserved and in no tensor" in text
@@ -287,7 +285,7 @@ def test_gaps_and_other_processes_are_named_with_what_to_do(card: dict[str, floa
     assert "other processes hold 1,900 MB of this card: end them (nvidia-smi lists them)" in text
     assert "coat.memory.budget_gb be below the 22.1 GB" in text
     card.update(allocated=17.9e9, free=5.5e9)
-    text = "\n".join(explained(big_job()))
+    text = "\n".join(explained(lambda: big_job()))
     assert "fragmentation" not in text
     assert "other processes" not in text
 
@@ -309,18 +307,18 @@ def test_the_phase_is_the_one_that_the_error_left(card: dict[str, float]) -> Non
     with contextlib.suppress(torch.OutOfMemoryError), phases.during("sample"):
         raise torch.OutOfMemoryError(MESSAGE)
     assert phases.under_way == "sample"
-    said = explain_oom(torch.OutOfMemoryError(MESSAGE), phase=None, phases=phases, job=None, device=CUDA)
+    said = explain_oom(torch.OutOfMemoryError(MESSAGE), phases, None)
     assert said.startswith("Out of memory in the phase sample: ")
-    phases.see("before_forward")
+    phases.mark("before_forward")
     assert phases.under_way == "step"
 
 
-def test_host_memory_is_told_apart_from_the_cards(card: dict[str, float]) -> None:
+def test_cpu_memory_is_told_apart_from_the_cards(card: dict[str, float]) -> None:
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 bytes.")
-    lines = explained(big_job(), phase="load", error=error)
+    lines = explained(lambda: big_job(), phase="load", error=error)
     assert lines[1].startswith("plan: 26.")  # 23.8 GB of weights before they are FP8, and Python
-    assert lines[1].endswith("of host memory")
-    assert lines[2].startswith("host memory: this process has ")
+    assert lines[1].endswith("of CPU memory")
+    assert lines[2].startswith("CPU memory: this process has ")
     assert not any("network.linear" in line for line in lines)
 
 

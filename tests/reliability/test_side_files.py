@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coat_flux.base.table import RETRY_ROWS, GrowingTable
-from coat_flux.trainers.standalone.board import Board
+from coat_flux.trainers.standalone.boards import TensorBoard
 
 COLUMNS = ("step", "loss", "lr")
 PLAIN = "step,loss,lr\n1,0.5,0.001\n2,0.25,0.001\n"
@@ -95,7 +95,7 @@ def test_a_removed_folder_of_tensorboard_is_made_again_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder, said, hook = tmp_path / "board", [], threading.excepthook
-    board = Board(folder, 0, said.append)
+    board = TensorBoard(folder, 0, said.append)
     for step in range(1, 60):
         if step in (20, 40):
             while folder.exists():  # TensorBoard's own thread may write into it meanwhile

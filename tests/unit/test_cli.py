@@ -19,7 +19,7 @@ from coat_flux.data.errors import DatasetError
 from coat_flux.export.files import ExportError
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.trainers.standalone.workers import LaunchError
-from coat_flux.watch.errors import DeadRunError
+from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.oom import OutOfMemory
 
 JOB = {

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from coat_flux.config.coat import GuardOptions
-from coat_flux.watch.divergence import WINDOW
-from coat_flux.watch.errors import DeadRunError
-from coat_flux.watch.run_guard import RunGuard
+from coat_flux.watch.guard import WINDOW, DeadRunError, RunGuard
 
 
 def guard_of(**options: object) -> RunGuard:

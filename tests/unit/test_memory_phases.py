@@ -115,13 +115,13 @@ def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu: Fake
     tracker.enter("step")
     model.weight.grad = torch.zeros_like(model.weight)
     gpu.take(2 * 1024)
-    tracker.see("before_forward")
+    tracker.mark("before_forward")
     model.weight.grad = None  # as a host that clears gradients inside its step
     gpu.take(-1024)
     gpu.take(700)
-    tracker.see("after_forward")
+    tracker.mark("after_forward")
     gpu.take(-700)
-    tracker.see("after_backward")
+    tracker.mark("after_backward")
     tracker.close()
     step = json.loads((tmp_path / "memory.json").read_text())["phases"]["step"]
     assert step["parts"] | {"rest": 0} == step["parts"] | {"rest": 0, "saved activations": 700, "lora": 1024}
@@ -135,11 +135,11 @@ def test_saved_activations_are_counted_on_a_cpu(tmp_path: Path) -> None:
     tracker.enter("step")
     for rows in (8, 32, 128):  # counted in the first two steps
         x = torch.ones(rows, 64)
-        tracker.see("before_forward")
+        tracker.mark("before_forward")
         y = torch.sigmoid(linear(x) * 2)  # keeps its result; the product and its double are gone
-        tracker.see("after_forward")
+        tracker.mark("after_forward")
         y.sum().backward()
-        tracker.see("after_backward")
+        tracker.mark("after_backward")
     tracker.close()
     record = json.loads((tmp_path / "memory.json").read_text())
     assert record["phases"]["step"]["most"]["saved activations"] == 32 * 64 * 4
@@ -149,7 +149,7 @@ def test_saved_activations_are_counted_on_a_cpu(tmp_path: Path) -> None:
 def test_a_forward_pass_that_fails_is_no_longer_counted(tmp_path: Path) -> None:
     tracker = PhaseTracker(CPU, tmp_path / "memory.json")
     tracker.enter("step")
-    tracker.see("before_forward")
+    tracker.mark("before_forward")
     assert _get_current_dispatch_mode() is not None
     tracker.close()
     assert _get_current_dispatch_mode() is None
@@ -158,9 +158,9 @@ def test_a_forward_pass_that_fails_is_no_longer_counted(tmp_path: Path) -> None:
 def test_growth_of_resident_memory_where_a_model_is_compiled(tmp_path: Path) -> None:
     tracker = PhaseTracker(CPU, tmp_path / "memory.json", counts=False)
     tracker.enter("step")
-    tracker.see("before_forward")
+    tracker.mark("before_forward")
     assert _get_current_dispatch_mode() is None
-    tracker.see("after_forward")
+    tracker.mark("after_forward")
     assert tracker.record()["method"]["saved activations"].startswith("growth of resident memory")
 
 

@@ -7,8 +7,10 @@ import re
 import pytest
 import torch
 
-from coat_flux.watch.memory_stats import CPU_NOTE, GB, PHASES, MemoryLog, memory_line, peak_bytes, used_bytes
+from coat_flux.watch.memory_stats import CPU_NOTE, GB, memory_line, peak_bytes, used_bytes
+from coat_flux.watch.phases import STEP_MOMENTS
 from tests import tolerances
+from tests.helpers.step_watch import step_watch
 
 
 def test_line_has_the_promised_shape() -> None:
@@ -17,22 +19,23 @@ def test_line_has_the_promised_shape() -> None:
 
 
 def test_lines_come_at_log_every_with_the_note_once() -> None:
-    lines: list[str] = []
-    log = MemoryLog("cpu", 2, True, lines.append)
+    watch, log = step_watch("memory: {log_every: 2}")
     for step in (1, 2, 3, 4):
-        for phase in PHASES:
-            log.line(phase, step)
+        for moment in STEP_MOMENTS:
+            watch.mark(moment, step)
+    lines = log.details
     assert lines[0] == CPU_NOTE
     shape = r"\[(\w+)\] Step (\d): Allocated: (\d+\.\d\d)GB, Reserved: (\d+\.\d\d)GB"
     found = [re.fullmatch(shape, line).groups() for line in lines[1:]]
-    assert [(phase, step) for phase, step, *_ in found] == [(phase, step) for step in "24" for phase in PHASES]
+    assert [(phase, step) for phase, step, *_ in found] == [(phase, step) for step in "24" for phase in STEP_MOMENTS]
     assert all(0 < float(allocated) <= float(reserved) for *_, allocated, reserved in found)
 
 
 def test_disabled_log_is_silent() -> None:
-    log = MemoryLog("cpu", 1, False, lambda line: pytest.fail(line))
-    log.line("after_forward", 1)
-    assert log.enabled is False
+    for text in ("memory: {log_every: 1, log_memory_stats: false}", "{enabled: false, memory: {log_every: 1}}"):
+        watch, log = step_watch(text)
+        watch.mark("after_forward", 1)
+        assert log.details == []
 
 
 def test_cpu_numbers_are_the_process_and_its_peak() -> None:
@@ -51,10 +54,3 @@ def test_gpu_numbers_are_the_allocators() -> None:
     block = torch.ones(2**20, device=device)
     assert used_bytes(device) == (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
     assert peak_bytes(device) >= block.nbytes
-
-
-def test_wrong_phase_and_interval_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"log_every=0: must be at least 1"):
-        MemoryLog("cpu", 0, True, print)
-    with pytest.raises(ValueError, match=r"phase='forward': must be one of before_forward"):
-        MemoryLog("cpu", 1, True, print).line("forward", 1)

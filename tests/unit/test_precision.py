@@ -23,8 +23,7 @@ from coat_flux.pages.charts import heat_map_png
 from coat_flux.pages.precision import as_grid
 from coat_flux.watch.advice import exclude_yaml, kind_medians, standing_out, summaries, worst
 from coat_flux.watch.casts import CastProbe
-from coat_flux.watch.precision import weight_rows
-from coat_flux.watch.records import COLUMNS, KINDS, Row, as_cells, merged, read_rows
+from coat_flux.watch.precision import COLUMNS, KINDS, Row, as_cells, merged, read_rows, weight_rows
 from tests import tolerances
 
 GROUP_16 = Granularity("per_group", 16)

@@ -20,7 +20,7 @@ from coat_flux.base.table import METRICS
 from coat_flux.cli.entry import main
 from coat_flux.pages.report import write_report
 from coat_flux.pages.run import RunFolder, RunFolderError, smoothed
-from coat_flux.watch.records import COLUMNS
+from coat_flux.watch.precision import COLUMNS
 
 CONFIG = """
 job: extension

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coat_flux.watch.spill import BASELINE, IN_A_ROW, SLOWER, WARM_UP, SpillWatch
+from coat_flux.watch.memory_stats import BASELINE, IN_A_ROW, SLOWER, WARM_UP, SpillWatch
 
 GB = 10**9
 CARD = 24 * GB
@@ -13,7 +13,7 @@ FULL, ROOMY = 23 * GB, 15 * GB
 
 def watched(seconds: list[float], reserved: int = FULL, platform: str = "win32", total: int = CARD) -> list[str]:
     watch = SpillWatch(platform)
-    return [line for line in (watch.see(s, reserved, total) for s in seconds) if line is not None]
+    return [line for line in (watch.on_step(s, reserved, total) for s in seconds) if line is not None]
 
 
 def steps(*later: float, first: float = 30.0) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.files import write_file
 from ..watch.advice import LOW_DB, OUTLIER_DB, Summary, exclude_yaml, kind_medians, standing_out, summaries, worst
-from ..watch.records import FILE, KINDS, Row, read_rows
+from ..watch.precision import FILE, KINDS, Row, read_rows
 from .charts import heat_map_png
 from .html import Page
 from .run import RunFolder

@@ -16,7 +16,7 @@ from ..base.run_log import bar_options
 from ..config.job import JobConfig
 from ..saves.lock import run_lock
 from ..trainers.standalone.seeding import seed_of
-from ..watch.errors import DeadRunError
+from ..watch.guard import DeadRunError
 from .judgement import broken, judge, worse
 from .report import ARM_BF16, ARM_COAT, Verdict, write_page
 from .runs import BF16, Arm, ArmResult, VerifyError

@@ -15,8 +15,8 @@ from .. import __version__
 from ..data.captions import inject_trigger
 from ..pages.html import Page, Tone
 from ..watch.advice import kind_medians, summaries, worst
-from ..watch.records import FILE as PRECISION_FILE
-from ..watch.records import read_rows
+from ..watch.precision import FILE as PRECISION_FILE
+from ..watch.precision import read_rows
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement
 from .runs import ArmResult
 from .scoring import Gram, Scores, mean_pair_cosine, mean_seed_cosine

@@ -158,7 +158,7 @@ class _Observer:
 
     def _loss(self, session: Session, sigmas: int) -> float:
         device = session.workers.device
-        with session.phases.during("validate"), session.averaged():
+        with session.watch.phases.during("validate"), session.averaged():
             return self._held_out.loss(session.transformer, sigmas, dtype=session.dtype, device=device)
 
 

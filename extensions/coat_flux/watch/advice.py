@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import yaml
 
-from .records import GRADIENT, INPUT, KINDS, Row
+from .precision import GRADIENT, INPUT, KINDS, Row
 
 __all__ = ["LOW_DB", "OUTLIER_DB", "Summary", "exclude_yaml", "kind_medians", "standing_out", "summaries", "worst"]
 

@@ -31,7 +31,7 @@ from ..blocks.architectures import layer_of
 from ..blocks.cast_loss import SAMPLE, Measures, measure_cast, sampled
 from .health import EXP_AVG, EXP_AVG_SQ, GRADIENTS, INPUTS, SAVED, CastHealth, Loss
 from .moments import MomentSample
-from .records import Row, merged
+from .precision import Row, merged
 
 __all__ = ["CastProbe"]
 

@@ -1,24 +1,29 @@
-"""The memory lines of a run, and the peak shown in the progress bar.
+"""Memory in numbers: the lines of a run, the peak in the progress bar, and the sign that a driver has spilled memory.
 
     [before_forward] Step 100: Allocated: 8.23GB, Reserved: 10.50GB
 
 GB is 1e9 bytes. A CPU has no allocator to ask: there Allocated is the process's resident
-set and Reserved its peak so far, and the log says so once.
+set and Reserved its peak so far, and the log explains that once.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Callable
+from collections import deque
 
 import psutil
 import torch
 
-__all__ = ["PHASES", "MemoryLog", "memory_line", "peak_bytes", "peak_reserved_bytes", "reset_peak", "used_bytes"]
+__all__ = ["GB", "SpillWatch", "memory_line", "peak_bytes", "peak_reserved_bytes", "reset_peak", "used_bytes"]
 
-PHASES = ("before_forward", "after_forward", "after_backward", "after_optimizer_step")
 GB = 1e9  # as everywhere here: memory.budget_gb, metrics.csv, EXPERIMENTS.md
 CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
+WARM_UP = 3  # first steps: compilation, measurement of paths, allocator
+BASELINE = 10  # steps after them whose median is what a step takes
+SLOWER = 3.0  # times as long as those
+IN_A_ROW = 5  # slow steps
+NEAR_LIMIT = 0.90  # of the card's memory, reserved
 
 
 def used_bytes(device: torch.device) -> tuple[int, int]:
@@ -53,68 +58,70 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def memory_line(phase: str, step: int, allocated: int, reserved: int) -> str:
+def memory_line(moment: str, step: int, allocated: int, reserved: int) -> str:
     """One memory line.
 
     Args:
-        phase: one of `PHASES`.
+        moment: of the step, one of `phases.STEP_MOMENTS`.
         step: the optimizer step under way, from 1.
         allocated: bytes in use.
         reserved: bytes held from the device.
     """
-    return f"[{phase}] Step {step}: Allocated: {allocated / GB:.2f}GB, Reserved: {reserved / GB:.2f}GB"
+    return f"[{moment}] Step {step}: Allocated: {allocated / GB:.2f}GB, Reserved: {reserved / GB:.2f}GB"
 
 
-class MemoryLog:
-    """Writes a memory line for each phase of every `log_every`-th step.
+class SpillWatch:
+    """Reports once that steps are slow because Windows' driver has moved what does not fit the card to system memory.
+
+    There is no error then, and steps take many times as long. It is certain where torch holds more than the card has.
+    Otherwise two things together tell it from other slow steps: several steps in a row are slow, by the median of the
+    run's own first steps, and torch holds nearly all of the card. A single slow step (after a sample or a save, or a
+    new picture size that is compiled) means nothing.
 
     Args:
-        device: whose memory is reported.
-        log_every: steps between reports, at least 1.
-        enabled: False writes nothing.
-        sink: takes each line.
-        watcher: told of every phase of every step, reported or not.
-
-    Raises:
-        ValueError: `log_every` below 1.
+        platform: as `sys.platform`; on others than win32 there is no spill, a lack of memory is an error there.
     """
 
-    def __init__(
-        self,
-        device: torch.device | str,
-        log_every: int,
-        enabled: bool,
-        sink: Callable[[str], None],
-        watcher: Callable[[str], None] | None = None,
-    ):
-        if log_every < 1:
-            raise ValueError(
-                f"coat.memory.log_every={log_every}: must be at least 1; log_memory_stats: false turns the lines off"
-            )
-        self.device = torch.device(device)
-        self.log_every = log_every
-        self.enabled = enabled
-        self._sink = sink
-        self._watcher = watcher
-        self._noted = self.device.type == "cuda"
+    def __init__(self, platform: str = sys.platform) -> None:
+        self._active = platform == "win32"
+        self._steps = 0
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=IN_A_ROW)
 
-    def line(self, phase: str, step: int) -> None:
-        """Write the line of one phase, if this step is reported.
+    def on_step(self, step_seconds: float, reserved_bytes: int, total_bytes: int) -> str | None:
+        """Check a step that is done.
 
         Args:
-            phase: one of `PHASES`.
-            step: the optimizer step under way, from 1.
+            step_seconds: of the step alone, without samples and saves.
+            reserved_bytes: what torch's allocator holds of the card.
+            total_bytes: the card's memory; 0 where there is no card.
 
-        Raises:
-            ValueError: unknown phase.
+        Returns:
+            The warning, or None.
         """
-        if phase not in PHASES:
-            raise ValueError(f"phase={phase!r}: must be one of {', '.join(PHASES)}")
-        if self._watcher is not None:
-            self._watcher(phase)
-        if not self.enabled or step % self.log_every != 0:
-            return
-        if not self._noted:
-            self._sink(CPU_NOTE)
-            self._noted = True
-        self._sink(memory_line(phase, step, *used_bytes(self.device)))
+        if not self._active or total_bytes <= 0:
+            return None
+        if reserved_bytes > total_bytes:
+            return self._line(f"torch holds {reserved_bytes / 1e9:.1f} GB", total_bytes)
+        self._steps += 1
+        if self._steps <= WARM_UP:
+            return None
+        if len(self._first) < BASELINE:
+            self._first.append(step_seconds)
+            return None
+        self._last.append(step_seconds)
+        usual = statistics.median(self._first)
+        slow = len(self._last) == IN_A_ROW and min(self._last) >= SLOWER * usual
+        if not slow or reserved_bytes < NEAR_LIMIT * total_bytes:
+            return None
+        took = f"steps take {statistics.median(self._last):.1f} s instead of {usual:.1f} s"
+        return self._line(f"{took}, and torch holds {reserved_bytes / 1e9:.1f} GB", total_bytes)
+
+    def _line(self, found: str, total_bytes: int) -> str:
+        self._active = False
+        return (
+            f"{found} of a card of {total_bytes / 1e9:.1f} GB: the Windows driver has moved memory of this run to "
+            "system memory, which is many times slower. Set coat.memory.checkpointing: all or a smaller "
+            "coat.memory.budget_gb, or close other programs on this card. To have an error instead: NVIDIA Control "
+            "Panel, Manage 3D settings, CUDA - Sysmem Fallback Policy, Prefer No Sysmem Fallback"
+        )

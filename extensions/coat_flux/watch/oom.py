@@ -1,6 +1,6 @@
 """Out of memory: what happened, what holds the memory, what to change, and one more try with more recomputation.
 
-`explain_oom` reads counters and asks the plan; it allocates nothing on a GPU, and what it cannot find out it says so
+`explain_oom` reads counters and calls the plan; it allocates nothing on a GPU, and reports what it cannot find out
 instead of raising. It is called while the error is being handled: once its traceback is gone, so are the activations.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -24,15 +24,16 @@ from .memory_stats import GB, used_bytes
 if TYPE_CHECKING:
     from ..config.job import JobConfig
     from ..plan.job import JobFacts
+    from ..plan.predict import Prediction
     from .phases import PhaseTracker
 
 __all__ = ["OutOfMemory", "explain_oom", "is_oom", "recompute_more"]
 
 MB = 1e6
-HOST_MESSAGES = ("defaultcpuallocator", "can't allocate memory", "not enough memory", "os error 1455")
-MESSAGES = ("out of memory", "alloc_failed", *HOST_MESSAGES)  # cuBLAS's status; Windows' small paging file
+CPU_MESSAGES = ("defaultcpuallocator", "can't allocate memory", "not enough memory", "os error 1455")
+MESSAGES = ("out of memory", "alloc_failed", *CPU_MESSAGES)  # cuBLAS's status; Windows' small paging file
 CUDA_CONTEXT = 0.6e9  # of a process, outside of torch's allocator
-WORTH_TELLING = 0.02  # of the device's memory: gaps and other processes below it are no cause
+WORTH_A_LINE = 0.02  # of the device's memory: gaps and other processes below it are not the cause
 GAPS = {
     "win32": "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512",  # expandable segments are not made on Windows
     "linux": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
@@ -40,7 +41,7 @@ GAPS = {
 
 
 class OutOfMemory(UserError, RuntimeError):
-    """The device's memory did not suffice; the message is `explain_oom`'s, and needs no traceback."""
+    """Out of memory; the message is `explain_oom`'s, and needs no traceback."""
 
 
 def is_oom(error: BaseException | None) -> bool:
@@ -54,30 +55,21 @@ def is_oom(error: BaseException | None) -> bool:
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    told = isinstance(error, RuntimeError | OSError) and _says(error, MESSAGES)
-    return told or is_oom(error.__cause__)
-
-
-def _says(error: BaseException, messages: Sequence[str]) -> bool:
-    return any(message in str(error).lower() for message in messages)
-
-
-def _is_of_host(error: BaseException) -> bool:
-    """Whether it was the host's memory, on whatever device the run is."""
-    return isinstance(error, MemoryError | OSError) or _says(error, HOST_MESSAGES)
+    named = isinstance(error, RuntimeError | OSError) and any(message in str(error).lower() for message in MESSAGES)
+    return named or is_oom(error.__cause__)
 
 
 def recompute_more(transformer: nn.Module) -> str | None:
     """Let the next step need less memory than the one that failed, where `memory.checkpointing` is auto.
 
-    Transposed copies of the weights go first, then every block recomputes: either may be worth a new try. To be called
-    outside of the `except` clause, when nothing refers to the failed step any more.
+    Transposed copies of the weights go first, then every block recomputes: either may be worth another try. To be
+    called outside of the `except` clause, when nothing refers to the failed step any more.
 
     Args:
         transformer: as `apply_coat` left it, with or without adapters, wrappers and compilation.
 
     Returns:
-        A line that says what changed; None where nothing is left to be changed, or the config does not allow it.
+        What changed, in one line; None where nothing is left to be changed, or the config does not allow it.
 
     Numerics: a step's result does not depend on the copies. A recomputed block has the same forward pass, but its
     gradients are those of its input after a round trip through FP8, or of the exact one where
@@ -92,30 +84,21 @@ def recompute_more(transformer: nn.Module) -> str | None:
     return line
 
 
-def explain_oom(
-    error: BaseException,
-    *,
-    phase: str | None,
-    phases: PhaseTracker,
-    job: JobConfig | Callable[[], JobConfig] | None,
-    device: torch.device,
-) -> str:
-    """Say what ran out of memory, what holds it, and what to change, the cheapest first.
+def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> str:
+    """What ran out of memory, what holds it, and what to change, the cheapest first.
 
     Args:
         error: for which `is_oom` holds.
-        phase: one of `phases.RUN_PHASES`; None takes the one under way.
-        phases: of the run.
-        job: of the run, or what makes it (its error is told); None leaves the plan and the remedies out.
-        device: where the run is.
+        phases: of the run, which know its device and the phase under way.
+        job: makes the job of the run (its error is reported); None leaves the plan and the remedies out.
 
     Returns:
         Several lines. Never raises.
     """
-    found = _Explanation(error, phase, phases, job, device)
+    found = _Explanation(error, phases, job)
     sections = (found.head, found.plan, found.held, found.gaps, found.others, found.remedies)
     lines: list[str] = []
-    for section in (found.head, found.host) if found.lacks_host_memory else sections:
+    for section in (found.head, found.cpu_memory) if found.lacks_cpu_memory else sections:
         try:
             lines += section()
         except Exception as problem:  # an explanation must not replace the error that it explains
@@ -125,14 +108,12 @@ def explain_oom(
 
 
 class _Explanation:
-    """The explanation's sections; each gives its lines, none where there is nothing to tell."""
+    """The explanation's sections; each gives its lines, none where there is nothing to report."""
 
-    def __init__(
-        self, error: BaseException, phase: str | None, phases: PhaseTracker, job: Any, device: torch.device
-    ) -> None:
-        self._error, self._phases, self._job, self._device = error, phases, job, device
-        self._phase = phase or phases.under_way or "step"
-        self._where = "this card" if device.type == "cuda" else "this machine"
+    def __init__(self, error: BaseException, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> None:
+        self._error, self._phases, self._job, self._device = error, phases, job, phases.device
+        self._phase = phases.under_way or "step"
+        self._where = "this card" if self._device.type == "cuda" else "this machine"
         self._facts: JobFacts | None = None
 
     def head(self) -> list[str]:
@@ -142,34 +123,29 @@ class _Explanation:
         return [f"Out of memory in the phase {self._phase}{moment}: {message}"]
 
     @property
-    def lacks_host_memory(self) -> bool:
-        """Whether the host's memory ran out while the run is on a GPU."""
-        return self._device.type != "cpu" and _is_of_host(self._error)
+    def lacks_cpu_memory(self) -> bool:
+        """Whether the CPU's memory ran out while the run is on a GPU."""
+        named = any(message in str(self._error).lower() for message in CPU_MESSAGES)
+        return self._device.type != "cpu" and (named or isinstance(self._error, MemoryError | OSError))
 
-    def host(self) -> list[str]:
-        """All there is to say where it was the host's memory."""
+    def cpu_memory(self) -> list[str]:
+        """All that is known where it was the CPU's memory."""
         memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
         lines = [
-            f"host memory: this process has {_size(own)}, free {_size(memory.available)} of {_size(memory.total)}",
+            f"CPU memory: this process has {_size(own)}, free {_size(memory.available)} of {_size(memory.total)}",
             "close other programs, or enlarge the page file or swap: loading needs it for a moment only",
         ]
         if self._job is not None:
-            from ..plan.predict import predict_facts
-
-            facts = self._job_facts()
-            needed = predict_facts(facts, self._total(), self._recomputed()).ram_bytes
-            lines.insert(0, f"plan: {_size(needed)} of host memory")
-            if any(entry.cache_latents for entry in facts.job.datasets):
+            lines.insert(0, f"plan: {_size(self._prediction().ram_bytes)} of CPU memory")
+            if any(entry.cache_latents for entry in self._job_facts().job.datasets):
                 lines.append("write datasets: cache_latents_to_disk: true in place of cache_latents")
         return lines
 
     def plan(self) -> list[str]:
-        """What `coat-flux plan` says of the phase."""
+        """The prediction of `coat-flux plan` for the phase."""
         if self._job is None:
             return []
-        from ..plan.predict import predict_facts
-
-        prediction = predict_facts(self._job_facts(), self._total(), self._recomputed())
+        prediction = self._prediction()
         found = prediction.phase(self._phase)
         blocks = f"{len(prediction.recomputed)} of {prediction.blocks} blocks recompute"
         if found is None:
@@ -191,15 +167,17 @@ class _Explanation:
         """Memory that torch holds and cannot use for a larger tensor."""
         allocated, reserved = used_bytes(self._device)
         gap = reserved - allocated
-        if self._device.type != "cuda" or gap < WORTH_TELLING * self._total():
+        if self._device.type != "cuda" or gap < WORTH_A_LINE * self._total():
             return []
         setting = GAPS.get(sys.platform, GAPS["linux"])
         return [f"fragmentation: {_megabytes(gap)} are reserved and in no tensor; start the run with {setting}"]
 
     def others(self) -> list[str]:
         """What other processes have of the device."""
-        taken = self._taken_by_others()
-        if taken < WORTH_TELLING * self._total():
+        allocated, reserved = used_bytes(self._device)
+        ours = reserved + CUDA_CONTEXT if self._device.type == "cuda" else allocated
+        taken = max(0.0, self._total() - self._free() - ours)
+        if taken < WORTH_A_LINE * self._total():
             return []
         left = (self._total() - taken) / GB
         list_them = "nvidia-smi lists them" if self._device.type == "cuda" else "the system's task list shows them"
@@ -227,7 +205,7 @@ class _Explanation:
         if self._facts is None:
             from ..plan.job import job_facts
 
-            job = replace(self._job() if callable(self._job) else self._job, device=str(self._device))
+            job = replace(self._job(), device=str(self._device))
             policy = self._policy()
             if policy is not None and not policy.keeps_transposed:
                 memory = replace(job.coat.memory, transposed_weights="never")
@@ -238,10 +216,15 @@ class _Explanation:
     def _policy(self) -> BlockPolicy | None:
         return next(filter(None, map(BlockPolicy.of, self._phases.owners("transformer"))), None)
 
-    def _recomputed(self) -> Sequence[int] | None:
+    def _recomputed(self) -> list[int] | None:
         """Indices of the blocks that recompute in this run; None where that is not known yet."""
         policy = self._policy()
         return None if policy is None else policy.recomputed
+
+    def _prediction(self) -> Prediction:
+        from ..plan.predict import predict_facts
+
+        return predict_facts(self._job_facts(), self._total(), self._recomputed())
 
     def _total(self) -> float:
         if self._device.type == "cuda":
@@ -252,11 +235,6 @@ class _Explanation:
         if self._device.type == "cuda":
             return float(torch.cuda.mem_get_info(self._device)[0])
         return float(psutil.virtual_memory().available)
-
-    def _taken_by_others(self) -> float:
-        allocated, reserved = used_bytes(self._device)
-        ours = reserved + CUDA_CONTEXT if self._device.type == "cuda" else allocated
-        return max(0.0, self._total() - self._free() - ours)
 
 
 def _listed(parts: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""What a run holds in memory, phase by phase, written to `<run folder>/coat/memory.json` while the run goes on.
+"""What a run holds in memory, phase by phase, written to `<run folder>/coat/memory.json` during the run.
 
     {
       "device": "cuda:0",
@@ -7,12 +7,12 @@
                   on a CPU,
       "peak": the largest of all phases,
       "phases": {load, cache, validate, sample, step, save, as far as the run had them: {
-          "entered": how often (going on after a sample or save is not counted), "open": whether it still went on,
+          "entered": how often (continuing after a sample or save is not counted), "open": whether it had not ended,
           "start", "end": {"allocated", "reserved"} at its first start and at its last end,
           "peak": {"allocated", "reserved"},
           "exact": false where the peak is only known to be at least this (a CPU's, below that of an earlier phase),
           "parts": what was held at the one moment when the known parts together were largest, "rest" included,
-          "most": the largest of each part at any moment looked at; of steps without the first, where libraries warm up
+          "most": the largest of each part at any count; of steps without the first, where libraries warm up
       }},
       "moments": {"before_training", "before_sampling", "after_sampling" (of the last one): {
           "allocated", "reserved", "peak": since the start of the run}},
@@ -23,9 +23,9 @@
 Everything in bytes. Parts are the bytes of the tensors themselves, each storage once, on the run's device; "rest" is
 the peak less the baseline less the parts: temporaries, libraries' workspaces and on a CPU what the process holds else,
 and 0 where the parts are more (a CPU's weights that are not resident).
-A phase that comes back (a sample between steps) goes on in its entry. A resumed run writes a new file.
+A phase that comes back (a sample between steps) continues its entry. A resumed run writes a new file.
 
-A GPU's peak statistics are reset whenever a phase begins: `stats.peak_bytes` is the peak of the phase under way.
+A GPU's peak statistics are reset whenever a phase begins: `memory_stats.peak_bytes` is the peak of the phase under way.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from ..base.files import replacing
 from ..blocks.held import SAVED, HeldParts, HeldTensors, module_tensors
 from .memory_stats import peak_bytes, peak_reserved_bytes, reset_peak, used_bytes
 
-__all__ = ["RUN_PHASES", "PhaseTracker"]
+__all__ = ["MEMORY_FILE", "RUN_PHASES", "STEP_MOMENTS", "PhaseTracker"]
 
 logger = logging.getLogger(__name__)
 
+MEMORY_FILE = Path("coat") / "memory.json"
 RUN_PHASES = ("load", "cache", "validate", "sample", "step", "save")
-DOING = {  # last moment seen of a step → what goes on then
+STEP_MOMENTS = {  # moments that a step passes → what it does from then on
     "before_forward": "forward pass",
     "after_forward": "backward pass",
     "after_backward": "after a backward pass",
@@ -58,7 +59,7 @@ DOING = {  # last moment seen of a step → what goes on then
 }
 MOMENTS = ("before_training", "before_sampling", "after_sampling")
 COUNTED = 2  # first micro-batches whose saved activations are counted where no allocator can be asked
-LOOKS = 6  # times a phase is looked at whatever is held; later only when more is held than at any look before
+COUNTS = 6  # times parts are counted in a phase in any case; later only when more is held than at any count before
 METHODS = {
     "cuda": {
         "memory": "torch's CUDA allocator",
@@ -82,13 +83,13 @@ class _Phase:
     exact: bool = True
     parts: dict[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
-    looks: int = 0
-    seen: int = 0  # most that was held at a look
+    counts: int = 0
+    most_held: int = 0  # at a count
     peak_before: int = 0  # of the process, when it was entered
 
     def forget(self) -> None:
-        """Drop what was seen of the parts so far."""
-        self.parts, self.most, self.looks, self.seen = {}, {}, 0, 0
+        """Drop the counts so far."""
+        self.parts, self.most, self.counts, self.most_held = {}, {}, 0, 0
 
     def record(self, baseline: int) -> dict[str, Any]:
         rest = self.peak["allocated"] - baseline - sum(self.parts.values())
@@ -123,7 +124,7 @@ class PhaseTracker:
         self._counter: HeldTensors | None = None  # while it counts
         self._counted = 0
         self._steps = 0
-        self._watched: set[tuple[str, int]] = set()
+        self._called: set[tuple[str, int]] = set()
 
     # -- what there is to count ----------------------------------------------------------------------------------------
 
@@ -132,23 +133,23 @@ class PhaseTracker:
         self._held.add(part, owner, tensors)
 
     def hold_models(self, vae: nn.Module | None, text_encoders: Iterable[nn.Module]) -> None:
-        """Count the models that come and go, and look whenever one of them first runs in a phase."""
+        """Count the models that come and go; all parts are counted whenever one of them first runs in a phase."""
         for encoder in text_encoders:
             self.hold("text encoders", encoder, module_tensors)
-            self._look_at_calls(encoder)
+            self._count_at_calls(encoder)
         if vae is not None:
             self.hold("vae", vae, module_tensors)
             for half in ("encoder", "decoder"):
                 if isinstance(getattr(vae, half, None), nn.Module):
-                    self._look_at_calls(getattr(vae, half))
+                    self._count_at_calls(getattr(vae, half))
 
-    def _look_at_calls(self, module: nn.Module) -> None:
-        def look(called: nn.Module, _: Any) -> None:
-            if self._now is not None and (self._now, id(called)) not in self._watched:
-                self._watched.add((self._now, id(called)))
-                self._look()
+    def _count_at_calls(self, module: nn.Module) -> None:
+        def count(called: nn.Module, _: Any) -> None:
+            if self._now is not None and (self._now, id(called)) not in self._called:
+                self._called.add((self._now, id(called)))
+                self._count_parts()
 
-        module.register_forward_pre_hook(look)
+        module.register_forward_pre_hook(count)
 
     # -- the run's course ----------------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class PhaseTracker:
 
     @property
     def moment(self) -> str:
-        """What a step is at, in words; empty before the first step."""
+        """What the step under way is doing, in words; empty before the first step."""
         return self._doing
 
     @property
@@ -182,7 +183,7 @@ class PhaseTracker:
         return self._held.owners(part)
 
     def enter(self, name: str) -> None:
-        """End the phase under way and begin, or go on with, another.
+        """End the phase under way and begin, or continue, another.
 
         Raises:
             ValueError: unknown phase.
@@ -192,12 +193,12 @@ class PhaseTracker:
         self._broken = None
         self._end()
         if name == "step" and name not in self._phases:
-            self._note_moment("before_training")
-        self._go_on(name)
+            self._record_moment("before_training")
+        self._continue(name)
         self._phases[name].entered += 1
         self.write()
 
-    def _go_on(self, name: str) -> None:
+    def _continue(self, name: str) -> None:
         reset_peak(self.device)
         phase = self._phases.setdefault(name, _Phase())
         phase.open = True
@@ -207,10 +208,10 @@ class PhaseTracker:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """A phase for a `with` block, after which the one before goes on; a sample's memory is noted on both sides."""
+        """A phase for a `with` block, after which the one before continues; memory is recorded around a sample."""
         before = self._now
         if name == "sample":
-            self._note_moment("before_sampling")
+            self._record_moment("before_sampling")
         self.enter(name)
         try:
             yield
@@ -219,10 +220,10 @@ class PhaseTracker:
             raise
         finally:
             if name == "sample":
-                self._note_moment("after_sampling")
+                self._record_moment("after_sampling")
             self._end()
             if before is not None:
-                self._go_on(before)
+                self._continue(before)
             self.write()
 
     def close(self) -> None:
@@ -231,9 +232,9 @@ class PhaseTracker:
         self._end()
         self.write()
 
-    def see(self, moment: str) -> None:
-        """Look at a moment of a step, one of `stats.PHASES`."""
-        self._broken, self._doing = None, DOING[moment]
+    def mark(self, moment: str) -> None:
+        """Measure at a moment of a step, one of `STEP_MOMENTS`."""
+        self._broken, self._doing = None, STEP_MOMENTS[moment]
         held = self._used()["allocated"]
         if moment == "before_forward":
             self._before_forward = (held, self._held.gradient_bytes())
@@ -247,9 +248,9 @@ class PhaseTracker:
         elif moment == "after_forward":
             self._stop_counting()
             kept = held - self._before_forward[0] - (self._held.gradient_bytes() - self._before_forward[1])
-            self._look({SAVED: self._counted if self._counts else max(0, kept)})
+            self._count_parts({SAVED: self._counted if self._counts else max(0, kept)})
         elif moment == "after_backward":
-            self._look()
+            self._count_parts()
 
     def _stop_counting(self) -> None:
         if self._counter is not None:
@@ -276,7 +277,7 @@ class PhaseTracker:
         return METHODS["cpu"] if self._counts else METHODS["cpu"] | {SAVED: GROWTH}
 
     def write(self) -> None:
-        """Write the JSON; the old one stays whole until the new one is. A run goes on where it cannot be written."""
+        """Write the JSON; the old one stays whole until the new one is. A run continues where it cannot be written."""
         if self.path is None:
             return
         try:
@@ -286,7 +287,7 @@ class PhaseTracker:
             logger.warning("%s: cannot be written (%s); the run goes on without it", self.path, error)
             self.path = None
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- counting ------------------------------------------------------------------------------------------------------
 
     def _used(self) -> dict[str, int]:
         allocated, reserved = used_bytes(self.device)
@@ -307,24 +308,24 @@ class PhaseTracker:
     def _end(self) -> None:
         if self._now is None:
             return
-        self._look(always=True)
+        self._count_parts(always=True)
         phase = self._phases[self._now]
         phase.end, phase.open = self._used(), False
         self._now = None
 
-    def _note_moment(self, name: str) -> None:
+    def _record_moment(self, name: str) -> None:
         used = self._used()
         self._moments[name] = {**used, "peak": max(used["allocated"], self.peak)}
 
-    def _look(self, further: dict[str, int] | None = None, *, always: bool = False) -> None:
-        """Count the parts held now, where the phase was seldom looked at or more is held than before."""
+    def _count_parts(self, further: dict[str, int] | None = None, *, always: bool = False) -> None:
+        """Count the parts held now, where that was seldom done in this phase or more is held than before."""
         if self._now is None:
             return
         phase, held = self._phases[self._now], self._used()["allocated"]
         self._update()
-        if not always and phase.looks >= LOOKS and held <= phase.seen:
+        if not always and phase.counts >= COUNTS and held <= phase.most_held:
             return
-        phase.looks, phase.seen = phase.looks + 1, max(held, phase.seen)
+        phase.counts, phase.most_held = phase.counts + 1, max(held, phase.most_held)
         parts = self._held.count() | (further or {})
         self._kinds = self._held.transformer_kinds() or self._kinds
         phase.most = {part: max(size, phase.most.get(part, 0)) for part, size in parts.items()}

@@ -1,41 +1,137 @@
-"""Takes what the guard's probe saw: writes rows, and leaves layers below `activation.min_sqnr_db` in bf16.
+"""What casts lose, by layer: the rows of `coat/precision.csv`, and the layers that `activation.min_sqnr_db` leaves out.
 
-That choice is made once, from the forward inputs of the first step that is looked at (the second of a run), by the mean
-over its batches and over all processes; a resumed run takes over what was chosen. Gradients do not count: tokens far
-from the loss have small ones, which a scale for all of them loses without harm; `activation.grad_format` is for them.
+There is one row per (step, layer, kind). Weights have step 0. Casts whose layer is not known have that of the block
+they belong to, or none.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import csv
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..blocks.cast_loss import WEIGHT_PRECISION, Measures
+from ..blocks.cast_loss import WEIGHT_PRECISION, Measures, decibels
 from ..blocks.runner import BlockPolicy
-from .records import INPUT, WEIGHT, Row, merged
 
 if TYPE_CHECKING:
     from ..blocks.report import CoatReport
 
-__all__ = ["PrecisionWatch"]
+__all__ = ["COLUMNS", "FILE", "KINDS", "PrecisionWatch", "Row", "as_cells", "merged", "read_rows", "weight_rows"]
 
-logger = logging.getLogger(__name__)
-
+FILE = Path("coat") / "precision.csv"
+WEIGHT, INPUT, GRADIENT, SAVED, EXP_AVG, EXP_AVG_SQ = KINDS = (
+    "weight", "input", "gradient", "saved", "exp_avg", "exp_avg_sq",
+)  # fmt: skip
+COLUMNS = ("step", "layer", "kind", "sqnr_db", "underflow", "saturation", "range_used", "elements")
 KEY = "coat.activation.min_sqnr_db"
 EXACT_DB = 999.0
 
 
+class Row(NamedTuple):
+    """What the casts of one kind in one layer lost in one step.
+
+    Attributes:
+        step: the number of the step, from 1; 0 for weights.
+        layer: full name of the linear, as `activation.exclude` matches it; of its block for what is saved.
+        kind: one of `KINDS`.
+        sqnr_db: local SQNR (`measure`); inf where the cast was exact, nan where all values were zero.
+        underflow: share of nonzero elements that became zero.
+        saturation: share of elements beyond the largest code.
+        range_used: share of the format's octaves asked for; nan where that says nothing.
+        elements: in all casts together.
+    """
+
+    step: int
+    layer: str
+    kind: str
+    sqnr_db: float
+    underflow: float
+    saturation: float
+    range_used: float
+    elements: int
+
+
+def merged(step: int, casts: Iterable[tuple[str, str, int, Measures]]) -> list[Row]:
+    """Put casts (layer, kind, elements, measures) of one step together, means weighted by elements."""
+    groups: dict[tuple[str, str], list[tuple[int, Measures]]] = {}
+    for layer, kind, elements, measures in casts:
+        groups.setdefault((layer, kind), []).append((elements, measures))
+    return [
+        Row(
+            step,
+            layer,
+            kind,
+            decibels(_mean(found, "noise")),
+            _mean(found, "underflow"),
+            _mean(found, "saturation"),
+            _mean(found, "range_used"),
+            sum(elements for elements, _ in found),
+        )
+        for (layer, kind), found in groups.items()
+    ]
+
+
+def _mean(found: list[tuple[int, Measures]], name: str) -> float:
+    known = [(weight, getattr(measures, name)) for weight, measures in found if not math.isnan(getattr(measures, name))]
+    total = sum(weight for weight, _ in known)
+    return sum(weight * value for weight, value in known) / total if total else math.nan
+
+
+def as_cells(row: Row) -> list[str]:
+    """The cells of a row in the file; nan is empty."""
+    shown = [f"{row.sqnr_db:.3f}", f"{row.underflow:.6g}", f"{row.saturation:.6g}", f"{row.range_used:.4f}"]
+    return [str(row.step), row.layer, row.kind, *("" if cell == "nan" else cell for cell in shown), str(row.elements)]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not such a file; names it and the line.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        try:
+            return [_row(cells) for cells in reader]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: line {reader.line_num} is not a row of precision.csv ({error!r})") from error
+
+
+def _row(cells: Mapping[str, str]) -> Row:
+    numbers = [float(cells[name]) if cells[name] else math.nan for name in COLUMNS[3:7]]
+    return Row(int(cells["step"]), cells["layer"], cells["kind"], *numbers, int(cells["elements"]))
+
+
+def weight_rows(model: nn.Module) -> list[Row]:
+    """Rows of all weights of a model that were measured."""
+    found = []
+    for name, module in model.named_modules():
+        text = vars(module).get(WEIGHT_PRECISION)
+        if text is not None:
+            measures = Measures(*map(float, text.split()))
+            elements = module.get_buffer("weight_codes").numel()
+            found.append((name.removesuffix(".base_layer"), WEIGHT, elements, measures))
+    return merged(0, found)
+
+
 class PrecisionWatch:
-    """The precision of one run.
+    """The precision of one run: writes its rows, and leaves layers below `activation.min_sqnr_db` in bf16.
+
+    That choice is made once, from the forward inputs of the first step that is observed (the second of a run), by the
+    mean over its batches and over all processes; a resumed run takes over what was chosen. Gradients do not count:
+    tokens far from the loss have small ones, which a scale for all of them loses without harm; `activation.grad_format`
+    is for them.
 
     Args:
         model: the transformer, with or without adapters.
         minimum: `activation.min_sqnr_db`; None leaves all layers as they are.
-        report: of `apply_coat`; is told which layers multiply in bf16 and why.
+        report: of `apply_coat`; gets the layers that multiply in bf16, and why.
         say: takes lines for the user.
         write: takes rows for `coat/precision.csv`.
         mean: over all processes.
@@ -57,14 +153,14 @@ class PrecisionWatch:
 
     @property
     def pending(self) -> bool:
-        """Whether a step must be looked at because the layers to leave out are not chosen yet."""
+        """Whether a step must be observed because the layers to leave out are not chosen yet."""
         return self._minimum is not None and self._left_out is None
 
     def begin(self) -> None:
         """Write the rows of the weights, once the run's files are open."""
         self._write(weight_rows(self._model))
 
-    def see(self, rows: Sequence[Row]) -> None:
+    def record(self, rows: Sequence[Row]) -> None:
         """Take the rows of a step that was done."""
         self._write(rows)
         if self.pending:
@@ -116,15 +212,3 @@ class PrecisionWatch:
         if self._left_out:
             self._apply(self._left_out)
             self._say(f"{KEY}: {len(self._left_out)} layers multiply in bf16 as before: {', '.join(self._left_out)}")
-
-
-def weight_rows(model: nn.Module) -> list[Row]:
-    """Rows of all weights of a model that were measured."""
-    found = []
-    for name, module in model.named_modules():
-        text = vars(module).get(WEIGHT_PRECISION)
-        if text is not None:
-            measures = Measures(*map(float, text.split()))
-            elements = module.get_buffer("weight_codes").numel()
-            found.append((name.removesuffix(".base_layer"), WEIGHT, elements, measures))
-    return merged(0, found)

@@ -1,4 +1,4 @@
-"""Small things every file of this folder needs from ai-toolkit: its version, its output, its bound names."""
+"""Small things every file of this folder needs: ai-toolkit's version, output and bound names, and the job's config."""
 
 from __future__ import annotations
 
@@ -8,13 +8,29 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from ... import _load_package
 
-__all__ = ["HostError", "detail", "host_version", "load_core", "rebind", "run_lines", "say", "show_logs"]
+if TYPE_CHECKING:
+    from ...config.coat import COATConfig
+
+__all__ = [
+    "HostError",
+    "active_config",
+    "detail",
+    "host_version",
+    "is_ours",
+    "job_scope",
+    "load_core",
+    "rebind",
+    "run_lines",
+    "say",
+    "set_active",
+    "show_logs",
+]
 
 # Where coat_core lies beside this folder: in a checkout of COAT-FLUX, or in site-packages
 CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (4, 3))
@@ -156,3 +172,35 @@ def rebind(name: str, original: Callable, replacement: Callable) -> list[str]:
             namespace[name] = replacement
             changed.append(module_name)
     return changed
+
+
+# The COATConfig of the job that runs now: ai-toolkit passes neither the optimizer nor the qtype a view of the process
+# entry. Empty outside a job of ours (a plain `sd_trainer` job), where the defaults hold.
+_current: list[COATConfig] = []
+
+
+def set_active(config: COATConfig) -> None:
+    """Make `config` the running job's; only inside `job_scope`."""
+    _current[:] = [config]
+
+
+def active_config() -> COATConfig:
+    """Return the running job's config, or the defaults outside a `coat_flux_trainer` job."""
+    from ...config.coat import COATConfig
+
+    return _current[0] if _current else COATConfig.from_dict(None)
+
+
+def is_ours() -> bool:
+    """Whether a `coat_flux_trainer` job with COAT on is running."""
+    return bool(_current)
+
+
+@contextmanager
+def job_scope() -> Iterator[None]:
+    """Forget the config when the job ends, however it ends: the next job of the same command must not inherit it."""
+    _current.clear()
+    try:
+        yield
+    finally:
+        _current.clear()

@@ -1,22 +1,22 @@
 """The training loop of a job: each step watched and guarded, each save a whole set, an interrupt a clean end.
 
-A step of ai-toolkit runs inside `TrainingLoop.step`. Where the guard says so its update is left out; where memory did
-not suffice the cause is said, and the step is tried again as long as `memory.checkpointing: auto` can recompute more
+A step of ai-toolkit runs inside `TrainingLoop.step`. On the guard's verdict its update is left out; where memory runs
+out the cause is explained, and the step is tried again as long as `memory.checkpointing: auto` can recompute more
 blocks. ai-toolkit itself would turn a NaN loss into 0, and leave out the batch that ran out of memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .host import detail, say
+from .host import detail, host_version, say
+from .patched_step import StepFacts, patched_step
 from .resume import Continuation
-from .watch import StepFacts, watched
 
 __all__ = ["TrainingLoop"]
 
@@ -28,40 +28,42 @@ class TrainingLoop:
 
     Args:
         process: the running process.
-        continuation: where it goes on from; None where ai-toolkit saves by itself.
+        continuation: what it resumes from; None where ai-toolkit saves by itself.
         job: makes the JobConfig, for the plan's figures when memory runs out.
 
     Attributes:
         done: steps done.
+        watch: `StepWatch` of the run.
     """
 
     def __init__(self, process: Any, continuation: Continuation | None, job: Callable[[], Any]):
         from ...saves.interrupts import Interrupts
-        from ...watch.memory_stats import MemoryLog
-        from ...watch.precision import PrecisionWatch
-        from ...watch.run_guard import RunGuard
-        from ...watch.spill import SpillWatch
-        from .records import RunRecords
+        from ...watch.step_watch import watch_steps
 
-        asked, phases = process.coat.memory, process._phases
-        self._process, self._continuation, self._job = process, continuation, job
-        self._memory = MemoryLog(process.device_torch, asked.log_every, asked.log_memory_stats, detail, phases.see)
-        self._spill = SpillWatch()
-        self._stop = Interrupts(_say)
+        self._process, self._continuation = process, continuation
+        self._log = _JobLog(process)
+        self._stop = Interrupts(self._log.say)
         self.facts = StepFacts()
         self.done = process.step_num
         self._saved = self.done  # what the newest save holds, or nothing was trained
         self._asked = False  # to stop, by the web UI
         self._owes_save = False
-        lora = {} if process.network is None else _by_layer(process.network)
-        self._records = RunRecords(process)
         self._held_out = process._held_out
-        precision = PrecisionWatch(
-            process.sd.unet, process.coat.activation.min_sqnr_db, process._report, _say, self._records.precision
+        self.watch = watch_steps(
+            process.coat,
+            process.sd.unet,
+            process.network,
+            {} if process.network is None else _by_layer(process.network),
+            process.optimizer,
+            self._log,
+            process._phases,
+            job,
+            report=process._report,
         )
-        self.guard = RunGuard(process.coat.guard, lora, _say, _detail, model=process.sd.unet, precision=precision)
+        if getattr(process, "ema", None) is not None:
+            process._phases.hold("ema", process.ema, lambda average: average.shadow_params)
         if continuation is not None and continuation.state is not None:
-            self.guard.load_state_dict(continuation.state.record["guard"])
+            self.watch.load_state_dict(continuation.state.record["guard"])
             if self._held_out is not None:
                 self._held_out.curve = list(continuation.state.record.get("held_out_loss", []))
         self._stop.listen()
@@ -74,12 +76,12 @@ class TrainingLoop:
     def ask_to_stop(self, who: str) -> None:
         """Let the run end with the step under way, as Ctrl+C does."""
         self._asked = True
-        _say(f"{who} asks to stop: this step is finished and saved")
+        self._log.say(f"{who} asks to stop: this step is finished and saved")
 
     def close(self) -> None:
         """Give back what was taken over."""
         self._stop.close()
-        self._records.close()
+        self._log.close()
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -94,21 +96,29 @@ class TrainingLoop:
 
         Raises:
             DeadRunError: the run has died.
-            OutOfMemory: the device's memory did not suffice.
+            OutOfMemory: and nothing is left to recompute.
         """
         from ...saves.interrupts import quiet_dead_outputs
         from ...saves.rng import rng_state, set_rng_state
+        from ...watch.oom import OutOfMemory
 
         quiet_dead_outputs()
-        draws = rng_state()
-        losses, remedy = self._try(run)
-        while losses is None:
-            say(f"[coat] {remedy}; this step is tried again")
+        number, draws = self._process.step_num + 1, rng_state()
+
+        def reset() -> None:
             self._process.optimizer.zero_grad(set_to_none=True)
             set_rng_state(draws)
-            losses, remedy = self._try(run)
-        self.done = self._process.step_num + 1
-        return losses | self._validated()
+
+        try:
+            losses = self.watch.retry(number, lambda: self._attempt(number, run), reset)
+        except OutOfMemory as error:
+            explanation = str(error)
+        else:
+            self.done = number
+            return losses | self._validated()
+        self._log.say(explanation)
+        # in these words: ai-toolkit leaves out the batch of an error that names CUDA
+        raise OutOfMemory(f"step {number}: out of memory, see above")
 
     def _validated(self) -> dict[str, float]:
         """The newest loss on photos held out, measured now where it is due; for ai-toolkit's bar and logs."""
@@ -120,73 +130,45 @@ class TrainingLoop:
 
     def validate(self) -> None:
         """Measure the loss on photos held out, after the steps done."""
-        with self._process._phases.during("validate"):
+        with self.watch.phases.during("validate"):
             loss = self._held_out.measure(self.done)
-        self._records.held_out(self.done, loss)
+        if self._log.tables is not None:
+            self._log.tables.validation(self.done, loss)
 
-    def _try(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
-        """Run a step; (None, what was changed) where it ran out of memory and may be tried again."""
-        from ...watch.oom import OutOfMemory, is_oom, recompute_more
+    def _attempt(self, number: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        from ...watch.run_tables import StepStats
 
-        try:
-            return self._watched(run), None
-        except (RuntimeError, MemoryError) as error:
-            if not is_oom(error):
-                raise
-            _explain(error, "step", self._process, self._job)
-        remedy = None if self.facts.updating else recompute_more(self._process.sd.unet)
-        if remedy is None:
-            # in these words: ai-toolkit leaves out the batch of an error that names CUDA
-            raise OutOfMemory(f"step {self._process.step_num + 1}: the device's memory did not suffice, see above")
-        return None, remedy
-
-    def _watched(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        process, number = self._process, self._process.step_num + 1
+        process, watch = self._process, self.watch
         self.facts = facts = StepFacts()
         began = time.monotonic()
+
+        def may_update() -> bool:
+            groups = process.optimizer.param_groups
+            parameters = [p for group in groups for p in group["params"]]
+            loss, norm = facts.loss(), facts.grad_norm(parameters)
+            facts.measured = loss, float(groups[0]["lr"]), norm
+            return watch.allows_update(number, loss, norm)
+
+        around = (lambda: watch.mark("after_forward", number), lambda: watch.mark("after_backward", number))
         with (
-            self.guard.watch_casts(number),
-            watched(
-                process.accelerator,
-                process.optimizer,
-                facts,
-                around_backward=(
-                    lambda: self._memory.line("after_forward", number),
-                    lambda: self._memory.line("after_backward", number),
-                ),
-                may_update=lambda: self._may_update(number),
-            ),
+            watch.casts(number),
+            patched_step(process.accelerator, process.optimizer, facts, around_backward=around, may_update=may_update),
         ):
             # inside: on a CPU the memory report observes operators too, and such modes must be left in their order
-            self._memory.line("before_forward", number)
+            watch.mark("before_forward", number)
             losses = run()
-        self._memory.line("after_optimizer_step", number)
+        watch.mark("after_optimizer_step", number)
         seconds = time.monotonic() - began
-        self._records.step(number, facts, seconds, self.guard.skipped)
-        if facts.updated:
-            self.guard.after_update(number)
-        self._see_spill(seconds)
+        if self._log.tables is not None and facts.measured is not None:
+            stats = StepStats(number, process.epoch_num, *facts.measured, seconds, watch.guard.skipped)
+            self._log.tables.step(stats)
+        watch.end_step(number, seconds)
         return losses
-
-    def _may_update(self, number: int) -> bool:
-        groups = self._process.optimizer.param_groups
-        facts, parameters = self.facts, [p for group in groups for p in group["params"]]
-        facts.measured = facts.loss(), float(groups[0]["lr"]), facts.grad_norm(parameters)
-        loss, _, norm = facts.measured
-        return self.guard.allows_update(number, loss, norm)
-
-    def _see_spill(self, seconds: float) -> None:
-        device = self._process.device_torch
-        if device.type == "cuda":
-            reserved = torch.cuda.memory_reserved(device)
-            line = self._spill.see(seconds, reserved, torch.cuda.get_device_properties(device).total_memory)
-            if line is not None:
-                say(f"[coat] WARNING: {line}")
 
     # -- a save ----------------------------------------------------------------------------------------------------
 
     def check_lora(self, *, last: bool) -> None:
-        """Look at the LoRA before it is saved.
+        """Check the LoRA before it is saved.
 
         Args:
             last: no step comes after this save.
@@ -194,14 +176,15 @@ class TrainingLoop:
         Raises:
             DeadRunError: it is not worth saving; the previous save stays.
         """
-        (self.guard.check_end if last else self.guard.check_now)(self.done)
+        guard = self.watch.guard
+        (guard.check_end if last else guard.check_now)(self.done)
 
     def puts_off_save(self) -> bool:
         """Whether the guard is in doubt: then what was due is saved when that is over."""
-        doubt = self.guard.doubt
+        doubt = self.watch.guard.doubt
         if doubt is not None:
             self._owes_save = True
-            say(f"[coat] step {self.done}: not saved, {doubt}; it is saved when that is over")
+            self._log.say(f"step {self.done}: not saved, {doubt}; it is saved when that is over")
         return doubt is not None
 
     def save(self, write_host: Callable[[Path], None]) -> None:
@@ -222,12 +205,12 @@ class TrainingLoop:
 
         def write_state(folder: Path) -> None:
             self._continuation.write_state(
-                folder, self.done, self.guard.state_dict(), [] if self._held_out is None else self._held_out.curve
+                folder, self.done, self.watch.state_dict(), [] if self._held_out is None else self._held_out.curve
             )
 
         path = self._continuation.saves.commit(self.done, write, write_state)
         self._saved, self._owes_save = self.done, False
-        say(f"[coat] saved {path} after {self.done} steps; {'; '.join(lines)}")
+        self._log.say(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
 
     def _check_export(self, path: Path) -> str:
         """Read a LoRA back; one that is still zero (a warm-up) is the guard's to judge."""
@@ -249,7 +232,7 @@ class TrainingLoop:
         """
         process = self._process
         self._obey(process._live.poll())
-        if self._owes_save and self.guard.doubt is None and not self.stops:
+        if self._owes_save and self.watch.guard.doubt is None and not self.stops:
             process.save(self.done)
         if not self.stops:
             return
@@ -258,11 +241,11 @@ class TrainingLoop:
         saved = f"after {self.done} steps, saved in {process.save_root}" if self.done else "before the first step"
         if self._saved != self.done and self._continuation is not None:
             saved = f"after {self.done} steps; those after step {self._saved} are not saved"
-        _say(f"stopped {saved}; the same command goes on from here")
+        self._log.say(f"stopped {saved}; the same command resumes from here")
         reason: BaseException = KeyboardInterrupt()
         try:
             process.stop_as_asked()
-        except Exception as error:  # ai-toolkit's way to stop, once it has told the web UI "stopped" or "queued"
+        except Exception as error:  # ai-toolkit's way to stop, once the web UI shows "stopped" or "queued"
             reason = error
         process.on_error(reason)
         raise SystemExit(EXIT_CODE)
@@ -296,16 +279,44 @@ def _by_layer(network: Any) -> dict[str, torch.Tensor]:
     return {names[id(param)]: param for param in network.parameters()}
 
 
-def _say(line: str) -> None:
-    say(f"[coat] {line}")
+class _JobLog:
+    """Where the run reports: ai-toolkit's output, `coat/log.txt`, and on the main process the tables.
 
+    Attributes:
+        tables: `RunTables`; None on other processes.
+    """
 
-def _detail(line: str) -> None:
-    detail(f"[coat] {line}")
+    def __init__(self, process: Any):
+        from ...watch.run_tables import RunTables
+
+        self.tables: Any = None
+        if process.accelerator.is_main_process:
+            self.tables = RunTables(
+                Path(process.save_root),
+                process.step_num,
+                process.device_torch,
+                f"ai-toolkit {host_version()}",
+                self.say,
+                validates=process._held_out is not None,
+            )
+
+    def say(self, line: str) -> None:
+        say(f"[coat] {line}")
+
+    def detail(self, line: str) -> None:
+        detail(f"[coat] {line}")
+
+    def precision(self, rows: Sequence[Any]) -> None:
+        if self.tables is not None:
+            self.tables.precision(rows)
+
+    def close(self) -> None:
+        if self.tables is not None:
+            self.tables.close()
 
 
 def end_with(error: BaseException, process: Any, job: Callable[[], Any]) -> None:
-    """Say what a run that ends needs to have said.
+    """Report what a user needs to know of a run that ends.
 
     Args:
         error: that ends it.
@@ -315,7 +326,7 @@ def end_with(error: BaseException, process: Any, job: Callable[[], Any]) -> None
     Raises:
         SystemExit: instead of a KeyboardInterrupt, for which run.py's exit code would be 0.
     """
-    from ...watch.oom import is_oom
+    from ...watch.oom import explain_oom, is_oom
 
     if isinstance(error, KeyboardInterrupt):
         say(f"[coat] interrupted; what was saved before is whole in {process.save_root}")
@@ -325,10 +336,4 @@ def end_with(error: BaseException, process: Any, job: Callable[[], Any]) -> None
     if since is not None and continuation is not None:  # a DeadRunError, which ai-toolkit shows
         error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
-        _explain(error, None, process, job)
-
-
-def _explain(error: BaseException, phase: str | None, process: Any, job: Callable[[], Any]) -> None:
-    from ...watch.oom import explain_oom
-
-    say(explain_oom(error, phase=phase, phases=process._phases, job=job, device=process.device_torch))
+        say(f"[coat] {explain_oom(error, process._phases, job)}")

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_OPTIMIZER
-from .active import active_config
-from .host import HostError, load_core, rebind, say, show_logs
+from .host import HostError, active_config, load_core, rebind, say, show_logs
 from .quantizer import say_what_is_stored
 
 if TYPE_CHECKING:

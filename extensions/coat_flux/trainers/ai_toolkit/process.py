@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections import OrderedDict
@@ -31,10 +32,8 @@ except ImportError:
 
 from ...base import streams as steady
 from ...base.names import COAT_QTYPE
-from . import memory
-from .active import job_scope, set_active
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
-from .host import HostError, detail, load_core, run_lines, say, show_logs
+from .host import HostError, detail, job_scope, load_core, run_lines, say, set_active, show_logs
 from .loop import TrainingLoop, end_with
 from .optimizer import check_optimizer
 from .preflight import check_job, check_photos, config_file
@@ -98,6 +97,7 @@ class CoatFluxTrainer(HostTrainer):
         from ...config.coat import COATConfig
         from ...mini_flux.folder import provide_embedded
         from ...saves.lock import run_lock
+        from ...watch.phases import MEMORY_FILE, PhaseTracker
         from .. import optimizer  # noqa: F401  (what logs is imported before show_logs)
 
         steady.keep_streams()
@@ -123,7 +123,9 @@ class CoatFluxTrainer(HostTrainer):
         set_active(self.coat)
         self._choose_at_load()
         compiled = bool(getattr(self.model_config, "compile", False))
-        self._phases = memory.tracker(self.device_torch, self.save_root, self.accelerator.is_main_process, compiled)
+        path = Path(self.save_root) / MEMORY_FILE if self.accelerator.is_main_process else None
+        self._phases = PhaseTracker(self.device_torch, path, counts=not compiled)
+        self._phases.enter("load")
 
     def _watched(self) -> Any:
         """What `coat-flux watch` sees of the run, and asks of it."""
@@ -158,6 +160,7 @@ class CoatFluxTrainer(HostTrainer):
         if not self._on:
             return
         from ...blocks.apply import apply_coat
+        from ...blocks.held import module_tensors
 
         if self.coat.weight.use_fp8:
             self._convert_weights()
@@ -169,7 +172,8 @@ class CoatFluxTrainer(HostTrainer):
             allow_recompute=bool(self.train_config.gradient_checkpointing),
             device=self.device_torch,
         )
-        memory.hold_models(self._phases, self.sd, self._text_encoders())
+        self._phases.hold("transformer", self.sd.unet, module_tensors)
+        self._phases.hold_models(getattr(self.sd, "vae", None), self._text_encoders())
 
     def _convert_weights(self) -> None:
         """Convert what loading did not, and count: ai-toolkit's quantize() prints "Failed to quantize" and goes on."""
@@ -230,7 +234,6 @@ class CoatFluxTrainer(HostTrainer):
             self._training = TrainingLoop(self, self._continuation, self._job_config)
             say(self._report.brief())
             detail(self._report.table())
-            memory.hold_training(self._phases, self.network, self.optimizer, getattr(self, "ema", None))
             self._phases.enter("step")
 
     def hook_train_loop(self, batch: Any) -> Any:
@@ -267,7 +270,7 @@ class CoatFluxTrainer(HostTrainer):
         return self._noted(super().get_mean_flow_loss(*args, **kwargs))
 
     def _noted(self, loss: Any) -> Any:
-        return self._training.facts.note(loss) if self._training is not None else loss
+        return self._training.facts.record(loss) if self._training is not None else loss
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Let ai-toolkit sample; the random numbers of the training go on as if it had not."""
@@ -375,7 +378,7 @@ class CoatFluxTrainer(HostTrainer):
 
             finish(self._phases, self._job_config, say, detail if self.coat.memory.log_memory_stats else None)
             peak = self._phases.peak / GB
-            skipped = self._training.guard.skipped
+            skipped = self._training.watch.guard.skipped
             left_out = f", {skipped} updates skipped" if skipped else ""
             if self._held_out is not None:
                 from ...data.hold_out import describe_lowest
@@ -384,4 +387,8 @@ class CoatFluxTrainer(HostTrainer):
             say(f"[coat] done: {self.step_num} steps{left_out}, peak memory {peak:.2f}GB, files in {self.save_root}")
 
     def _job_config(self) -> Any:
-        return memory.job_config(self.job.name, self.config, config_file(self.save_root))
+        """The job as `coat-flux plan` reads it; ConfigError where it has what the stand-alone trainer refuses."""
+        from ...config.job import JobConfig
+
+        raw = {"job": "extension", "config": {"name": self.job.name, "process": [copy.deepcopy(dict(self.config))]}}
+        return JobConfig.from_dict(raw, file=config_file(self.save_root))

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_QTYPE
-from .active import active_config, is_ours
-from .host import HostError, load_core, rebind, say
+from .host import HostError, active_config, is_ours, load_core, rebind, say
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -35,7 +35,7 @@ class Saves:
     """
 
     def __init__(self, run_dir: Path, name: str, save_every: int):
-        from ...watch.divergence import WINDOW
+        from ...watch.guard import WINDOW
 
         self._dir, self._name, self._apart = run_dir, name, min(save_every, WINDOW)
 

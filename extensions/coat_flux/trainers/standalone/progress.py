@@ -1,49 +1,29 @@
-"""What a run tells while it runs: progress bar, console lines, and files in its folder.
+"""What a run reports while it runs: progress bar, console lines, and files in its folder.
 
     coat/log.txt, metrics.csv, validation.csv, precision.csv, tensorboard/
 
 Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar. What the disk
-refuses is said once and tried again later: no file of a report ends a run.
+refuses is logged once and tried again later: no file of a report ends a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from ...base.run_log import Lines, bar_options
-from ...base.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
+from ...base.table import METRICS
 from ...config.job import JobConfig
-from ...saves.versions import VERSIONS_FILE, write_versions
-from ...watch.memory_stats import GB, peak_bytes
-from ...watch.records import COLUMNS, Row, as_cells
-from ...watch.records import FILE as PRECISION_FILE
-from .board import Board
-from .wandb_board import WandbBoard
+from ...watch.precision import Row
+from ...watch.run_tables import RunTables, StepStats
+from .boards import TensorBoard, WandbBoard
 
-__all__ = ["METRICS", "RunLog", "StepStats"]
+__all__ = ["RunLog"]
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}{postfix}]"
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """One optimizer step: steps done with it, epoch, mean loss, lr, gradient norm before clipping, seconds.
-
-    `skipped` counts the updates of the run so far that were left out because a step was not finite.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    lr: float
-    grad_norm: float
-    seconds: float
-    skipped: int = 0
 
 
 class RunLog:
@@ -60,12 +40,9 @@ class RunLog:
         self.active = active
         self._job = job
         self._device = device
-        self._folder = job.folder / "coat"
         self._bar: tqdm | None = None
-        self._metrics: GrowingTable | None = None
-        self._validations: GrowingTable | None = None
-        self._precision: GrowingTable | None = None
-        self._board: Board | None = None
+        self._tables: RunTables | None = None
+        self._board: TensorBoard | None = None
         self._wandb: WandbBoard | None = None
         self._seconds: list[float] = []
         self._held_out = ""
@@ -94,15 +71,9 @@ class RunLog:
             return
         job = self._job
         self._lines.open(job.folder)
-        self._metrics = GrowingTable(job.folder / METRICS_FILE, METRICS, step, self.say)
-        self._validations = GrowingTable(job.folder / VALIDATION_FILE, VALIDATION, step, self.say)
-        self._precision = GrowingTable(job.folder / PRECISION_FILE, COLUMNS, step, self.say)
-        try:
-            write_versions(job.folder, "coat-flux train", self._device)
-        except OSError as error:
-            self.say(f"{job.folder / VERSIONS_FILE}: cannot be written ({error}); the run goes on without it")
-        board = Path(job.log_dir) / job.name if job.log_dir else self._folder / "tensorboard"
-        self._board = Board(board, step, self.say)
+        self._tables = RunTables(job.folder, step, self._device, "coat-flux train", self.say)
+        board = Path(job.log_dir) / job.name if job.log_dir else job.folder / "coat" / "tensorboard"
+        self._board = TensorBoard(board, step, self.say)
         self._wandb = WandbBoard(job, self.say) if job.logging.use_wandb else None
 
     def start(self, step: int) -> None:
@@ -115,16 +86,19 @@ class RunLog:
 
     def step(self, stats: StepStats) -> None:
         """Record one optimizer step."""
-        if self._bar is None or self._metrics is None:
+        if self._bar is None or self._tables is None:
             return
-        peak = peak_bytes(self._device) / GB
-        seen = f"lr: {stats.lr:.1e} loss: {stats.loss:.3e}{self._held_out} peak: {peak:.2f}GB"
-        self._bar.set_postfix_str(seen, refresh=False)
+        peak = self._tables.step(stats)
+        shown = f"lr: {stats.lr:.1e} loss: {stats.loss:.3e}{self._held_out} peak: {peak:.2f}GB"
+        self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update(stats.step - self._bar.n)
-        exact = [repr(value) for value in (stats.loss, stats.lr, stats.grad_norm)]
-        numbers = [*exact, f"{stats.seconds:.4f}", f"{peak:.3f}", str(stats.skipped)]
-        self._metrics.append([str(stats.step), str(stats.epoch), *numbers])
-        self._tell_speed(stats)
+        every = self._job.performance_log_every
+        self._seconds.append(stats.seconds)
+        if every and stats.step % every == 0:
+            times = self._seconds
+            self.say(f"Step {stats.step}: {sum(times) / len(times):.3f} s/it ({min(times):.3f} to {max(times):.3f})")
+        if not every or stats.step % every == 0:
+            self._seconds = []
         if stats.step % self._job.logging.log_every == 0:
             values = (stats.loss, stats.lr, stats.grad_norm, stats.seconds, peak)
             for tag, value in zip(METRICS[2:-1], values, strict=True):
@@ -137,15 +111,6 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.images(paths, prompts, step)
 
-    def _tell_speed(self, stats: StepStats) -> None:
-        every = self._job.performance_log_every
-        self._seconds.append(stats.seconds)
-        if every and stats.step % every == 0:
-            times = self._seconds
-            self.say(f"Step {stats.step}: {sum(times) / len(times):.3f} s/it ({min(times):.3f} to {max(times):.3f})")
-        if not every or stats.step % every == 0:
-            self._seconds = []
-
     def scalar(self, tag: str, value: float, step: int) -> None:
         """One TensorBoard point."""
         if self._board is not None:
@@ -156,22 +121,20 @@ class RunLog:
         if self._job.validation.hold_out is not None:
             self._held_out = f" held-out: {loss:.3e}"
             self.say(f"Step {step}: held-out loss {loss:.5f}")
-        if self._validations is not None:
-            self._validations.append([str(step), repr(loss)])
+        if self._tables is not None:
+            self._tables.validation(step, loss)
             self.scalar("validation_loss", loss, step)
         if self._wandb is not None:
             self._wandb.log({"validation_loss": loss}, step)
 
     def precision(self, rows: Sequence[Row]) -> None:
         """Record rows of `coat/precision.csv`; those of the weights only once."""
-        if self._precision is not None:
-            kept = self._precision.kept
-            self._precision.append(*(as_cells(row) for row in rows if row.step or not kept))
+        if self._tables is not None:
+            self._tables.precision(rows)
 
     def close(self) -> None:
         """Close bar and files; may be called twice."""
-        tables = (self._metrics, self._validations, self._precision)
-        for part in (self._bar, *tables, self._board, self._wandb, self._lines):
+        for part in (self._bar, self._tables, self._board, self._wandb, self._lines):
             if part is not None:
                 part.close()
-        self._bar = self._metrics = self._validations = self._precision = self._board = self._wandb = None
+        self._bar = self._tables = self._board = self._wandb = None

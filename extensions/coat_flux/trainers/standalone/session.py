@@ -7,7 +7,6 @@ transformer then meets an empty device: loaded on the CPU, its linears quantized
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from coat_core.optim import FP8AdamW
 
 from ...blocks.apply import apply_coat
-from ...blocks.held import gradients, module_tensors, state_tensors, trained
+from ...blocks.held import module_tensors
 from ...blocks.lora import attach_lora
 from ...blocks.report import CoatReport
 from ...config.job import JobConfig
@@ -30,11 +29,8 @@ from ...saves.identity import model_identity
 from ...saves.path import keep_path
 from ...saves.rng import set_rng_state
 from ...watch.live import LiveRun
-from ...watch.memory_stats import MemoryLog
 from ...watch.phases import PhaseTracker
-from ...watch.precision import PrecisionWatch
-from ...watch.run_guard import RunGuard
-from ...watch.spill import SpillWatch
+from ...watch.step_watch import StepWatch, watch_steps
 from ..optimizer import describe_optimizer
 from .ema import LoraEMA
 from .loading import Encoders, load_encoders, load_transformer
@@ -65,8 +61,7 @@ class Session:
     job: JobConfig
     workers: Workers
     log: RunLog
-    memory: MemoryLog
-    phases: PhaseTracker
+    watch: StepWatch
     dataset: LatentDataset
     validation: Validation
     sampler: BucketBatchSampler
@@ -78,11 +73,9 @@ class Session:
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     ema: LoraEMA | None
-    guard: RunGuard
     identity: dict[str, Any]
     live: LiveRun
     report: CoatReport | None = None
-    spill: SpillWatch = field(default_factory=SpillWatch)
     step: int = 0
     owes_save: bool = False
     record: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +99,7 @@ def open_session(
     identity: dict[str, Any],
     live: LiveRun,
 ) -> Session:
-    """Make a session of the run `identity` tells of, continuing from `point`, the newest save, where there is one.
+    """Make a session of the run with this `identity`, continuing from `point`, the newest save, where there is one.
 
     Raises:
         DatasetError: the data cannot be used.
@@ -130,6 +123,7 @@ def open_session(
     phases.enter("load")
     log.say(f"Loading the transformer of {job.model.name_or_path}")
     transformer, report = _prepare_transformer(job, workers, dtype)
+    phases.hold("transformer", transformer, module_tensors)
     lora = lora_parameters(transformer)
     if identity["model"]["fingerprint"] is None:  # it was not on this machine before
         identity = {**identity, "model": model_identity(job.model.name_or_path)}
@@ -137,18 +131,24 @@ def open_session(
         restore_lora(transformer, point)
         keep_path(transformer, point.record.get("path", {}))
     workers.share(list(lora.values()))
-    optimizer = _prepare_optimizer(job, lora, log, point)
-    guard = _make_guard(job, workers, log, transformer, lora, report)
+    train, params = job.train, job.train.optimizer_params or {}
+    optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, params)
     if point is not None:
-        guard.load_state_dict(point.record.get("guard", {}))
-    _tell(job, report, optimizer, len(lora) // 2, log)
-    train = job.train
+        restore_optimizer_state(optimizer, point, train.optimizer, log)
+    watch = watch_steps(
+        job.coat, transformer, transformer, lora, optimizer, log, phases, lambda: job, report=report, mean=workers.mean
+    )
+    if point is not None:
+        watch.load_state_dict(point.record.get("guard", {}))
+    _log_start(job, report, optimizer, len(lora) // 2, log)
+    ema = _make_ema(job, lora)
+    if ema is not None:
+        phases.hold("ema", ema, lambda average: average.shadow.values())
     session = Session(
         job=job,
         workers=workers,
         log=log,
-        memory=_make_memory_log(job, workers, log, phases),
-        phases=phases,
+        watch=watch,
         dataset=dataset,
         validation=validation,
         sampler=BucketBatchSampler(trained, train.batch_size, seed_of(job), workers.rank, workers.world_size),
@@ -159,60 +159,18 @@ def open_session(
         objective=Objective(transformer, train, encoders.scheduler, seed_of(job), dtype),
         optimizer=optimizer,
         lr_scheduler=make_scheduler(train.lr_scheduler, optimizer, train.steps, train.lr_scheduler_params or {}),
-        ema=_make_ema(job, lora),
-        guard=guard,
+        ema=ema,
         identity=identity,
         live=live,
         report=report,
     )
-    _hold(session)
     if point is not None:
         continue_from(session, point)
     return session
 
 
-def _hold(session: Session) -> None:
-    """Let the memory report count the run's parts."""
-    phases = session.phases
-    phases.hold("transformer", session.transformer, module_tensors)
-    phases.hold("lora", session.transformer, trained)
-    phases.hold("gradients", session.transformer, gradients)
-    phases.hold("optimizer", session.optimizer, state_tensors)
-    if session.ema is not None:
-        phases.hold("ema", session.ema, lambda ema: ema.shadow.values())
-
-
-def _make_memory_log(job: JobConfig, workers: Workers, log: RunLog, phases: PhaseTracker) -> MemoryLog:
-    memory = job.coat.memory
-    enabled = job.coat.enabled and memory.log_memory_stats and workers.is_main
-    return MemoryLog(workers.device, memory.log_every, enabled, log.detail, phases.see)
-
-
-def _make_guard(
-    job: JobConfig,
-    workers: Workers,
-    log: RunLog,
-    transformer: nn.Module,
-    lora: Mapping[str, nn.Parameter],
-    report: CoatReport | None,
-) -> RunGuard:
-    minimum = job.coat.activation.min_sqnr_db if job.coat.enabled else None
-    watch = PrecisionWatch(transformer, minimum, report, log.say, log.precision, mean=workers.mean)
-    return RunGuard(job.coat.guard, lora, log.say, log.detail, model=transformer, precision=watch)
-
-
-def _prepare_optimizer(
-    job: JobConfig, lora: Mapping[str, nn.Parameter], log: RunLog, point: ResumePoint | None
-) -> Optimizer:
-    train = job.train
-    optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, train.optimizer_params or {})
-    if point is not None:
-        restore_optimizer_state(optimizer, point, train.optimizer, log)
-    return optimizer
-
-
-def _tell(job: JobConfig, report: CoatReport | None, optimizer: Optimizer, targets: int, log: RunLog) -> None:
-    """The table of what was asked for, what there is, and why."""
+def _log_start(job: JobConfig, report: CoatReport | None, optimizer: Optimizer, targets: int, log: RunLog) -> None:
+    """Log the table of what was asked for, what there is, and why."""
     ours = isinstance(optimizer, FP8AdamW)
     got = describe_optimizer(optimizer) if ours else job.train.optimizer
     if report is not None:
@@ -290,7 +248,7 @@ def _use_tf32(device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def _make_ema(job: JobConfig, lora: Mapping[str, nn.Parameter]) -> LoraEMA | None:
+def _make_ema(job: JobConfig, lora: dict[str, nn.Parameter]) -> LoraEMA | None:
     config = job.train.ema_config
     if not config.use_ema:
         return None
@@ -298,13 +256,12 @@ def _make_ema(job: JobConfig, lora: Mapping[str, nn.Parameter]) -> LoraEMA | Non
 
 
 def continue_from(session: Session, point: ResumePoint) -> None:
-    """Bring step, schedule, EMA, guard, place in the data and random generators to where the save has them."""
+    """Bring step, schedule, EMA, place in the data and random generators to where the save has them."""
     session.step = point.step
     session.record = {
         key: point.record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in point.record
     }
     advance(session.lr_scheduler, point.step)
-    session.guard.load_state_dict(point.record.get("guard", {}))
     average = point.ema()
     if session.ema is not None and average is not None:
         session.ema.load({name: value.to(session.workers.device) for name, value in average.items()})
@@ -317,7 +274,7 @@ def continue_from(session: Session, point: ResumePoint) -> None:
 
 
 def _place(session: Session, point: ResumePoint) -> dict[str, int]:
-    """Where the data go on: as saved, or for an ai-toolkit save or another number of processes by the step count."""
+    """Where the data continue: as saved, or for an ai-toolkit save or another number of processes by the step count."""
     saved = point.record.get("sampler")
     if saved is None:
         session.log.say(

@@ -31,12 +31,11 @@ from ...saves.lock import run_lock
 from ...saves.repair import go_back, good_step, repair
 from ...saves.rng import rng_state
 from ...saves.space import check_output
-from ...watch.divergence import WINDOW
-from ...watch.errors import DeadRunError
+from ...watch.guard import WINDOW, DeadRunError
 from ...watch.live import LiveRun
 from ...watch.memory_report import finish
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
-from ...watch.phases import PhaseTracker
+from ...watch.phases import MEMORY_FILE, PhaseTracker
 from .flow_matching import bypassed_guidance
 from .progress import RunLog
 from .restoring import path_changes, path_record
@@ -47,8 +46,6 @@ from .steps import train_step
 from .workers import Workers
 
 __all__ = ["COATTrainer"]
-
-MEMORY_FILE = Path("coat") / "memory.json"
 
 
 class COATTrainer:
@@ -113,8 +110,7 @@ class COATTrainer:
             log.record(f"Ended by {type(error).__name__}: {error}")
             if not is_oom(error):
                 raise
-            text = explain_oom(error, phase=None, phases=phases, job=job, device=workers.device)
-            raise OutOfMemory(text) from error
+            raise OutOfMemory(explain_oom(error, phases, lambda: job)) from error
         finally:
             phases.close()
             log.close()
@@ -186,7 +182,7 @@ def _run(
         _draw_samples(session)
     with Interrupts(log.say) as interrupts:
         _train_steps(session, interrupts, resumed or {}, observer)
-        session.guard.check_end(session.step)
+        session.watch.guard.check_end(session.step)
         path = _save(session, final=True)
     _draw_samples(session)
     if session.validation.held_out:
@@ -194,7 +190,7 @@ def _run(
     else:
         log.say(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
     table = log.detail if job.coat.memory.log_memory_stats else None
-    finish(session.phases, lambda: job, log.say, table)
+    finish(session.watch.phases, lambda: job, log.say, table)
     log.say(f"Saved the LoRA to {path}")
     return path
 
@@ -205,7 +201,7 @@ def _open_files(session: Session) -> None:
         if session.workers.is_main:
             text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
             write_file(job.folder / "config.yaml", text)
-            session.phases.path = job.folder / MEMORY_FILE
+            session.watch.phases.path = job.folder / MEMORY_FILE
             errors, warnings = check_output(job.folder, save_space(job, [p.numel() for p in session.lora.values()]))
             for line in warnings:
                 session.log.say(f"Warning: {line}")
@@ -227,7 +223,7 @@ def _train_steps(
     """
     job, batches, first = session.job, iter(session.sampler), session.step + 1
     session.log.start(session.step)
-    session.phases.enter("step")
+    session.watch.phases.enter("step")
     if observer is not None:
         observer(session)
     while session.step < job.train.steps:
@@ -249,7 +245,7 @@ def _train_steps(
 
 
 def _stop(session: Session) -> None:
-    doubt, where = session.guard.doubt, f"Stopped after step {session.step} of {session.job.train.steps}"
+    doubt, where = session.watch.guard.doubt, f"Stopped after step {session.step} of {session.job.train.steps}"
     if doubt is None:
         session.log.say(f"{where}, saved as {_save(session, final=False)}")
     else:
@@ -266,7 +262,7 @@ def _is_due(session: Session, every: int) -> bool:
 
 def _save_and_sample(session: Session, asked: frozenset[str]) -> None:
     job = session.job
-    due, doubt = "save" in asked or _is_due(session, job.save.save_every), session.guard.doubt
+    due, doubt = "save" in asked or _is_due(session, job.save.save_every), session.watch.guard.doubt
     if due and doubt is not None:
         session.log.say(f"Step {session.step}: not saved, {doubt}; it is saved when that is over")
         session.owes_save = True
@@ -282,9 +278,9 @@ def _save_and_sample(session: Session, asked: frozenset[str]) -> None:
 def _save(session: Session, *, final: bool) -> Path:
     job, workers = session.job, session.workers
     file_name = save_name(job.name, None if final else session.step)
-    session.guard.check_now(session.step)
+    session.watch.guard.check_now(session.step)
     if workers.is_main:
-        with session.phases.during("save"):
+        with session.watch.phases.during("save"):
             _write_save(session, file_name, final=final)
     workers.wait()
     return session.job.folder / file_name
@@ -320,7 +316,7 @@ def _record(session: Session) -> dict[str, Any]:
         **session.record,
         "optimizer": session.job.train.optimizer,
         "sampler": session.sampler.state_dict(),
-        "guard": session.guard.state_dict(),
+        "guard": session.watch.state_dict(),
         "path": path_record(session.transformer),
         "identity": session.identity,
     }
@@ -349,7 +345,7 @@ def _metadata(session: Session) -> dict[str, str]:
 def _draw_samples(session: Session) -> None:
     if session.images is not None:
         folder = session.job.folder / "samples"
-        with session.phases.during("sample"), session.averaged():
+        with session.watch.phases.during("sample"), session.averaged():
             try:
                 paths = session.images.draw(session.transformer, session.step, folder)
                 session.log.images(paths, [item.prompt for item in session.images.items], session.step)
@@ -364,7 +360,7 @@ def _draw_samples(session: Session) -> None:
 def _validate(session: Session) -> float:
     bypass = session.job.train.bypass_guidance_embedding
     guided = bypassed_guidance(session.transformer) if bypass else nullcontext()
-    with session.phases.during("validate"), session.averaged(), guided:
+    with session.watch.phases.during("validate"), session.averaged(), guided:
         loss = session.validation.loss(
             session.transformer,
             dtype=session.dtype,

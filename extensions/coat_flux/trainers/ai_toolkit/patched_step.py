@@ -1,14 +1,14 @@
-"""Watches a training step of ai-toolkit from the outside, and may leave out its update.
+"""A training step of ai-toolkit, observed from the outside; its update may be left out.
 
-ai-toolkit turns a loss of NaN into 0 and goes on, and says nothing of the gradient norm. `watched` patches the three
-methods that tell of a step, on the instances and for the length of the step: ai-toolkit shares one accelerator between
-all jobs of a command.
+ai-toolkit turns a loss of NaN into 0 and continues, and does not report the gradient norm. `patched_step` replaces the
+three methods that a step passes through, on the instances and for the length of the step: ai-toolkit shares one
+accelerator between all jobs of a command.
 
-    accelerator.backward           memory lines before and after
+    accelerator.backward           marks before and after
     accelerator.clip_grad_norm_    returns the norm before clipping, once for each parameter group
-    optimizer.step                 left out when the guard says so
+    optimizer.step                 left out where the guard does not allow it
 
-The loss before it is replaced comes from the methods that compute it (`StepFacts.note`).
+The loss before it is replaced comes from the methods that compute it (`StepFacts.record`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["StepFacts", "watched"]
+__all__ = ["StepFacts", "patched_step"]
 
 
 @dataclass
@@ -32,24 +32,20 @@ class StepFacts:
         losses: one for each micro-batch, as computed; scalars on the device.
         norms: gradient norms before clipping, one for each parameter group.
         measured: loss, lr and gradient norm, once they are known.
-        updating: the optimizer has begun to change parameters.
-        updated: it has ended that.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
     measured: tuple[float, float, float] | None = None
-    updating: bool = False
-    updated: bool = False
 
-    def note(self, loss: Any) -> Any:
+    def record(self, loss: Any) -> Any:
         """Remember a loss as computed, and return it."""
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().float().mean())
         return loss
 
     def loss(self) -> float:
-        """Mean loss of the micro-batches; 0 where none was noted."""
+        """Mean loss of the micro-batches; 0 where none was recorded."""
         return float(torch.stack(self.losses).mean()) if self.losses else 0.0
 
     def grad_norm(self, parameters: list[Tensor]) -> float:
@@ -59,7 +55,7 @@ class StepFacts:
 
 
 @contextmanager
-def watched(
+def patched_step(
     accelerator: Any,
     optimizer: Any,
     facts: StepFacts,
@@ -67,7 +63,7 @@ def watched(
     around_backward: tuple[Callable[[], None], Callable[[], None]],
     may_update: Callable[[], bool],
 ) -> Iterator[None]:
-    """Watch the step inside the block.
+    """Observe the step inside the block.
 
     Args:
         accelerator: ai-toolkit's.
@@ -80,33 +76,22 @@ def watched(
     backward, step = accelerator.backward, optimizer.step
     clip = getattr(accelerator, "clip_grad_norm_", None)
 
-    def watched_backward(*args: Any, **kwargs: Any) -> None:
+    def marked_backward(*args: Any, **kwargs: Any) -> None:
         before()
         backward(*args, **kwargs)
         after()
 
-    def watched_clip(*args: Any, **kwargs: Any) -> Any:
+    def recorded_clip(*args: Any, **kwargs: Any) -> Any:
         norm = clip(*args, **kwargs)
         facts.norms.append(torch.as_tensor(norm))
         return norm
 
-    def watched_step(*args: Any, **kwargs: Any) -> Any:
-        if not may_update():
-            return None
-        facts.updating = True
-        result = step(*args, **kwargs)
-        facts.updated = True
-        return result
+    def guarded_step(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs) if may_update() else None
 
-    patches = [(accelerator, "backward", watched_backward), (optimizer, "step", watched_step)]
+    patches = [(accelerator, "backward", marked_backward), (optimizer, "step", guarded_step)]
     if clip is not None:
-        patches.append((accelerator, "clip_grad_norm_", watched_clip))
-    with _patched(patches):
-        yield
-
-
-@contextmanager
-def _patched(patches: list[tuple[Any, str, Callable]]) -> Iterator[None]:
+        patches.append((accelerator, "clip_grad_norm_", recorded_clip))
     kept = [(owner, name, vars(owner).get(name)) for owner, name, _ in patches]
     for owner, name, replacement in patches:
         setattr(owner, name, replacement)

@@ -1,0 +1,87 @@
+"""The tables of a run, from both trainers alike: `coat/metrics.csv`, `validation.csv`, `precision.csv`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..base.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
+from ..saves.versions import VERSIONS_FILE, write_versions
+from .memory_stats import GB, peak_bytes
+from .precision import COLUMNS, FILE, Row, as_cells
+
+__all__ = ["RunTables", "StepStats"]
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimizer step: steps done with it, epoch, mean loss, lr, gradient norm before clipping, seconds.
+
+    `skipped` counts the updates of the run so far that were left out because a step was not finite.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    skipped: int = 0
+
+
+class RunTables:
+    """The tables of one run, with the versions it runs on beside them; only the main process has them.
+
+    Args:
+        folder: of the run.
+        step: steps done; what a crashed run wrote after them is dropped.
+        device: whose peak memory is recorded.
+        trainer: which program trains, for the versions.
+        say: takes one line when the disk refuses something.
+        validates: the run measures a fixed-noise loss.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        device: torch.device,
+        trainer: str,
+        say: Callable[[str], None],
+        *,
+        validates: bool = True,
+    ):
+        self._device = device
+        self._metrics = GrowingTable(folder / METRICS_FILE, METRICS, step, say)
+        self._precision = GrowingTable(folder / FILE, COLUMNS, step, say)
+        self._validation = GrowingTable(folder / VALIDATION_FILE, VALIDATION, step, say) if validates else None
+        try:
+            write_versions(folder, trainer, device)
+        except OSError as error:
+            say(f"{folder / VERSIONS_FILE}: cannot be written ({error}); the run goes on without it")
+
+    def step(self, stats: StepStats) -> float:
+        """Record an optimizer step; returns the peak memory so far in GB."""
+        peak = peak_bytes(self._device) / GB
+        exact = [repr(value) for value in (stats.loss, stats.lr, stats.grad_norm)]
+        last = [f"{stats.seconds:.4f}", f"{peak:.3f}", str(stats.skipped)]
+        self._metrics.append([str(stats.step), str(stats.epoch), *exact, *last])
+        return peak
+
+    def validation(self, step: int, loss: float) -> None:
+        """Record a fixed-noise loss after `step` steps."""
+        if self._validation is not None:
+            self._validation.append([str(step), repr(loss)])
+
+    def precision(self, rows: Sequence[Row]) -> None:
+        """Record what casts lost; weights only once in a run."""
+        self._precision.append(*(as_cells(row) for row in rows if row.step or not self._precision.kept))
+
+    def close(self) -> None:
+        """Close the files; may be called twice."""
+        for table in (self._metrics, self._precision, self._validation):
+            if table is not None:
+                table.close()

@@ -1,0 +1,256 @@
+"""Watches a run from its first step to its last; both trainers build one `StepWatch` and call it at the same moments.
+
+    with watch.casts(n):                        what casts to FP8 lose, in the steps where that is due
+        watch.retry(n, attempt, reset)          forward and backward, again with more recomputation if memory runs out
+            watch.mark("before_forward", n)     memory lines and the memory report, at each of `phases.STEP_MOMENTS`
+        watch.allows_update(n, loss, norm)      the guard's verdict
+    watch.end_step(n, seconds)                  the parameters, and whether the driver has spilled memory
+    with watch.phases.during("sample"):         everything that is not a step
+    watch.guard                                 what may be saved, and what was skipped
+
+A trainer keeps its own data, losses and updates, and decides what follows from the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..blocks.held import gradients, state_tensors, trained
+from ..blocks.report import CoatReport
+from ..blocks.runner import BlockPolicy
+from ..config.coat import COATConfig
+from ..config.job import JobConfig
+from .casts import CastProbe
+from .guard import KEPT, DeadRunError, RunGuard
+from .memory_stats import CPU_NOTE, SpillWatch, memory_line, used_bytes
+from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
+from .phases import PhaseTracker
+from .precision import PrecisionWatch, Row
+
+__all__ = ["StepWatch", "WatchLog", "watch_steps"]
+
+FIRST_OBSERVED = 2  # step; most of what is wrong from the start shows here
+T = TypeVar("T")
+
+
+class WatchLog(Protocol):
+    """Where a run reports."""
+
+    def say(self, line: str) -> None:
+        """A line for the user."""
+
+    def detail(self, line: str) -> None:
+        """A line for the run's log."""
+
+    def precision(self, rows: Sequence[Row]) -> None:
+        """Rows for `coat/precision.csv`."""
+
+
+def watch_steps(
+    config: COATConfig,
+    transformer: nn.Module,
+    network: nn.Module | None,
+    lora: Mapping[str, Tensor],
+    optimizer: Any,
+    log: WatchLog,
+    phases: PhaseTracker,
+    job: Callable[[], JobConfig],
+    **further: Any,
+) -> StepWatch:
+    """Build the watch of a run, and count adapters, gradients and optimizer in its memory report.
+
+    Args:
+        config: the `coat:` block.
+        transformer: as `apply_coat` left it, already counted in `phases`.
+        network: the module that holds the adapters; None without any.
+        lora: name → parameter of every adapter matrix.
+        optimizer: of the run.
+        log: of the run.
+        phases: of the run, since it began to load.
+        job: makes the job, for the plan's figures when memory runs out.
+        **further: further arguments of `StepWatch`.
+    """
+    if network is not None:
+        phases.hold("lora", network, trained)
+        phases.hold("gradients", network, gradients)
+    phases.hold("optimizer", optimizer, state_tensors)
+    return StepWatch(config, transformer, lora, log, phases, job, **further)
+
+
+class StepWatch:
+    """The watch of one run; `watch_steps` builds it.
+
+    Args:
+        config: the `coat:` block.
+        transformer: with or without adapters.
+        lora: name → parameter of every adapter matrix.
+        log: of the run.
+        phases: of the run.
+        job: makes the job.
+        report: of `apply_coat`; gets the layers that `activation.min_sqnr_db` takes out of FP8.
+        mean: over all processes.
+
+    Attributes:
+        phases: as given.
+        guard: decides which updates and saves may happen.
+    """
+
+    def __init__(
+        self,
+        config: COATConfig,
+        transformer: nn.Module,
+        lora: Mapping[str, Tensor],
+        log: WatchLog,
+        phases: PhaseTracker,
+        job: Callable[[], JobConfig],
+        *,
+        report: CoatReport | None = None,
+        mean: Callable[[Tensor], Tensor] = lambda value: value,
+    ) -> None:
+        self.phases = phases
+        self.guard = RunGuard(config.guard, lora, log.say)
+        self._options, self._memory = config.guard, config.memory
+        self._transformer, self._log, self._job = transformer, log, job
+        minimum = config.activation.min_sqnr_db if config.enabled else None
+        self._precision = PrecisionWatch(transformer, minimum, report, log.say, log.precision, mean=mean)
+        self._spill = SpillWatch()
+        self._writes_lines = config.enabled and config.memory.log_memory_stats
+        self._explained_lines = phases.device.type == "cuda"
+        self._began = self._warned_of_graphs = self._updating = False
+
+    # -- a step, in the order of its moments ---------------------------------------------------------------------------
+
+    def casts(self, step: int) -> AbstractContextManager[None]:
+        """Observe what casts to FP8 lose inside the block, at health steps; at others do nothing.
+
+        Health steps are step 2 and every multiple of `guard.health_every`, except the first step of a process, which
+        measures which execution mode is fastest and how much blocks keep. With CUDA graphs there are none: an eager
+        step needs the memory that the recordings hold. What `allows_update`, called inside the block, found not to be
+        finite is logged but not judged here: infinities saturate, and such steps are counted already.
+
+        Where `activation.min_sqnr_db` still has to choose layers, the next step from step 2 on is observed as well,
+        also with `guard.enabled: false`, which then judges nothing.
+
+        Args:
+            step: the number the step gets when done.
+
+        Raises:
+            DeadRunError: at the block's end, a share above `guard.max_saturation` or `guard.max_underflow`.
+        """
+        first, self._began = not self._began, True
+        if first:
+            self._precision.begin()
+        due = step == FIRST_OBSERVED or step % self._options.health_every == 0
+        due = due and not first and self._options.enabled
+        # a run that was stopped before its first observed step makes up for it where the whole run made it
+        chooses = self._precision.pending and step >= FIRST_OBSERVED and (not first or step == FIRST_OBSERVED)
+        if not (due or chooses):
+            return nullcontext()
+        policy = BlockPolicy.of(self._transformer)
+        if policy is not None and policy.compile == "cudagraphs":
+            if not self._warned_of_graphs:
+                self._warned_of_graphs = True
+                self._log.say("FP8 casts are not observed with coat.speed.compile: cudagraphs; blocks observes them")
+            return nullcontext()
+        return self._observe(step)
+
+    @contextmanager
+    def _observe(self, step: int) -> Iterator[None]:
+        probe = CastProbe(self._transformer, self.guard.lora)
+        with probe:
+            yield
+        health = probe.health()
+        if not self.guard.nonfinite:
+            self._precision.record(probe.rows(step))
+        if health is None:
+            return
+        self._log.detail(f"step {step}: {health.line()}")
+        verdict = health.verdict(self._options)
+        if verdict is not None and self._options.enabled and not self.guard.nonfinite:
+            raise DeadRunError(f"step {step}: {verdict}; {KEPT}")
+
+    def retry(self, step: int, attempt: Callable[[], T], reset: Callable[[], None]) -> T:
+        """Do what needs the memory of a step; where it runs out, again with more recomputation.
+
+        Args:
+            step: the number the step gets when done.
+            attempt: does it. Once `allows_update` has let its update begin, it is not tried again.
+            reset: puts back what an attempt that failed has changed, and drops its gradients.
+
+        Returns:
+            What `attempt` returns.
+
+        Raises:
+            OutOfMemory: nothing is left to be recomputed; the message is the explanation.
+        """
+        while True:
+            self._updating = False
+            try:
+                return attempt()
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                explanation = explain_oom(error, self.phases, self._job)
+            # outside of the clause: nothing refers to the failed step any more
+            reset()
+            change = None if self._updating else recompute_more(self._transformer)
+            if change is None:
+                raise OutOfMemory(explanation)
+            self._log.say(explanation)
+            self._log.say(f"Step {step} is tried again: {change}")
+
+    def mark(self, moment: str, step: int) -> None:
+        """Measure memory at a moment of a step, and write a line if this step is due.
+
+        Args:
+            moment: one of `phases.STEP_MOMENTS`.
+            step: the number the step gets when done.
+        """
+        self.phases.mark(moment)
+        if not self._writes_lines or step % self._memory.log_every:
+            return
+        if not self._explained_lines:
+            self._log.detail(CPU_NOTE)
+            self._explained_lines = True
+        self._log.detail(memory_line(moment, step, *used_bytes(self.phases.device)))
+
+    def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
+        """The guard's verdict: `RunGuard.allows_update`."""
+        self._updating = self.guard.allows_update(step, loss, grad_norm)
+        return self._updating
+
+    def end_step(self, step: int, seconds: float) -> None:
+        """Check the parameters if they were updated, and warn where steps have become slow for lack of memory.
+
+        Args:
+            step: the number of the step.
+            seconds: it took.
+
+        Raises:
+            DeadRunError: a parameter is not finite, or every lora_B still zero.
+        """
+        if self._updating:
+            self.guard.after_update(step)
+        device = self.phases.device
+        if device.type == "cuda":
+            reserved = torch.cuda.memory_reserved(device)
+            warning = self._spill.on_step(seconds, reserved, torch.cuda.get_device_properties(device).total_memory)
+            if warning is not None:
+                self._log.say(f"WARNING: {warning}")
+
+    # -- a resume ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The guard's counters, and the layers that `activation.min_sqnr_db` left out; plain JSON."""
+        chosen = self._precision.state_dict()
+        return self.guard.state_dict() | ({"precision": chosen} if chosen else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; what it does not have stays as it is."""
+        self.guard.load_state_dict(state)
+        self._precision.load_state_dict(state.get("precision", {}))
