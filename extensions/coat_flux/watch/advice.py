@@ -1,7 +1,7 @@
-"""What the rows of a run say: the worst layers, and what to write into `activation.exclude`.
+"""What follows from the rows of a run: the worst layers, and what to write into `activation.exclude`.
 
-A layer stands out when its SQNR lies well below the median of its kind: gradients in e5m2 have 6 dB less than inputs in
-e4m3 by their format, which is nobody's fault. Where a whole kind is bad, no layer stands out and the kind is named.
+A layer stands out when its SQNR is well below the median of its kind: gradients in e5m2 have 6 dB less than inputs in
+e4m3 by their format, which is not a defect. Where a whole kind is bad, no layer stands out and the kind is named.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Summary(NamedTuple):
     Attributes:
         layer: as in `Row`.
         kind: likewise.
-        sqnr_db: median over the steps that were looked at.
+        sqnr_db: median over the steps that were measured.
         lowest_db: of these steps.
         underflow: the highest share.
         saturation: the highest share.
         range_used: the median.
-        below_median_db: how far `sqnr_db` lies below the median of all layers of its kind.
+        below_median_db: how far `sqnr_db` is below the median of all layers of its kind.
     """
 
     layer: str

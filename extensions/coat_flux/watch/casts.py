@@ -1,18 +1,18 @@
-"""Looks at every cast to FP8 while it happens: a dispatch mode around one step.
+"""Observes every cast to FP8 while it happens: a dispatch mode around one step.
 
-Operators that quantize return their codes beside, or are given, the values they cast; both are compared on the device,
-on evenly spaced rows (`precision.measure`), and one read-back at the end brings all results to the host. Nothing is
-kept alive but a few numbers per cast, and nothing changes: the operators run as they would without it. Compiled blocks
-run eager inside a dispatch mode (flow/compiled.py), CUDA's backward thread takes over the mode of the one that called.
+Operators that quantize return their codes along with the values they cast, or take both; they are compared on the
+device, on evenly spaced rows (`precision.measure`), and one read-back at the end brings all results to the CPU. Nothing
+is kept alive but a few numbers per cast, and nothing changes: the operators run as they would without it. Compiled
+blocks run eager inside a dispatch mode (blocks/fused/compiled.py); CUDA's backward thread inherits its caller's mode.
 
     coat::quantize                                           a linear's input, dy, or what is kept for backward
     coat::layer_norm_modulate_quantize, gelu_concat_quantize a linear's input
     coat::gate_residual_backward                             dy
-    coat::scaled_mm                                          tells of codes what they are, and the layer, by its weight
+    coat::scaled_mm                                          shows what codes are for, and the layer, by its weight
     coat::fp8_adamw_step                                     the moments
 
 What no GEMM reads counts as kept for backward: so do GEMM inputs with 1×G groups, which only CPUs multiply as FP8. Its
-block is that of the linear that ran last (coat::weight_only_linear tells of those that multiply in bf16).
+block is that of the linear that ran last (coat::weight_only_linear shows those that multiply in bf16).
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class CastProbe(TorchDispatchMode):
 
 
 def _moment_losses(grad: Tensor, codes: Tensor) -> Tensor:
-    """Share of elements with a gradient whose moment is zero after the step; no moment lies beyond its own scale."""
+    """Share of elements with a gradient whose moment is zero after the step; no moment is beyond its own scale."""
     step = -(-grad.numel() // SAMPLE)
     moved = grad.detach().reshape(-1)[::step] != 0
     lost = moved & (codes[::step].to(torch.float32) == 0)

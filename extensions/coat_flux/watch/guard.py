@@ -1,4 +1,4 @@
-"""Ends a run that has died, and skips single updates that would kill it; the same in both trainers.
+"""Stops a run that can no longer succeed, and skips single updates that would kill it; the same in both trainers.
 
     before an update    loss and gradient norm finite, gradient not zero, loss not pinned     floats the caller has
     after it            parameters finite and not grown without bound, some lora_B not zero   one read-back, rarely
@@ -38,7 +38,7 @@ BROKEN_GROWTH = 100.0
 
 
 class DeadRunError(UserError, RuntimeError):
-    """A run that further steps cannot mend; the message names the step, the sign, the cause, and what to change.
+    """A run that further steps cannot save; the message names the step, the sign, the cause, and what to change.
 
     Attributes:
         since: the first step that is in doubt, where the run diverged; None where going back would not help.

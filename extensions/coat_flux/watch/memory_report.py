@@ -1,4 +1,4 @@
-"""What a run held in memory, as a table and a picture, with the plan's prediction beside the measurement.
+"""What a run held in memory, as a table and a picture, with the plan's prediction next to the measurement.
 
 Both are made from the JSON that `phases` describes, so they can be made again later.
 """
@@ -46,7 +46,7 @@ def finish(
 
     Args:
         tracker: of the run; one that writes nothing says nothing.
-        job: makes the job that is predicted; its error is the reason why there is no prediction.
+        job: makes the job that is predicted; its error is reported instead of a prediction.
         say: takes lines for the console.
         detail: takes the table; None leaves it out.
     """
@@ -72,7 +72,7 @@ def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[st
     """The plan's prediction, or why there is none.
 
     Args:
-        make_job: makes the job; its error is the reason why there is no prediction.
+        make_job: makes the job; its error is reported instead of a prediction.
         device: of the run; one that is not in this machine has no limit.
     """
     try:
@@ -82,7 +82,7 @@ def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[st
         room = float(torch.cuda.mem_get_info(device)[1]) if known else None
         job = replace(make_job(), device=str(device))  # where the run was, whatever its config left open
         found = predict(job, device_bytes=room)
-    except Exception as error:  # told in the report: a run that is done must not fail for its forecast
+    except Exception as error:  # reported: a finished run must not fail for its forecast
         reason = " ".join(str(error).split())
         return {"missing": f"{type(error).__name__}: {reason}"}
     return {"peak": found.peak, "phases": {phase.name: phase.parts for phase in found.phases}}
@@ -173,10 +173,10 @@ def _verdict(record: Mapping[str, Any], scale: float, unit: str) -> str:
     if "missing" in prediction:
         return f"prediction: none for this run ({prediction['missing']})"
     peak, measured = prediction["peak"], record["peak"] - record["baseline"]
-    said = f"prediction: peak {_size(peak, scale)} {unit}; measured"
+    line = f"prediction: peak {_size(peak, scale)} {unit}; measured"
     if record["baseline"]:
-        return f"{said} {_size(measured, scale)} {unit} of resident memory above the start, libraries included"
-    return f"{said} {_size(measured, scale)} {unit}, {(measured - peak) / peak:+.1%} of the prediction"
+        return f"{line} {_size(measured, scale)} {unit} of resident memory above the start, libraries included"
+    return f"{line} {_size(measured, scale)} {unit}, {(measured - peak) / peak:+.1%} of the prediction"
 
 
 def _size(size: float, scale: float) -> str:

@@ -74,12 +74,12 @@ class SpillWatch:
     """Reports once that steps are slow because Windows' driver has moved what does not fit the card to system memory.
 
     There is no error then, and steps take many times as long. It is certain where torch holds more than the card has.
-    Otherwise two things together tell it from other slow steps: several steps in a row are slow, by the median of the
-    run's own first steps, and torch holds nearly all of the card. A single slow step (after a sample or a save, or a
-    new picture size that is compiled) means nothing.
+    Otherwise two signs together distinguish it from other slow steps: several steps in a row are slow, by the median of
+    the run's own first steps, and torch holds nearly all of the card. A single slow step (after a sample or a save, or
+    a new picture size that is compiled) means nothing.
 
     Args:
-        platform: as `sys.platform`; on others than win32 there is no spill, a lack of memory is an error there.
+        platform: as `sys.platform`; elsewhere than on win32 nothing spills, a lack of memory is an error.
     """
 
     def __init__(self, platform: str = sys.platform) -> None:

@@ -33,7 +33,7 @@ class StepStats:
 
 
 class RunTables:
-    """The tables of one run, with the versions it runs on beside them; only the main process has them.
+    """The tables of one run, and the versions it runs on; only the main process has them.
 
     Args:
         folder: of the run.
