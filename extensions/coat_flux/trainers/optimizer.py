@@ -1,4 +1,4 @@
-"""The optimizer `coat_fp8_adamw`, built the same way by both hosts."""
+"""The optimizer `coat_fp8_adamw`, built the same way by both trainers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["build_optimizer", "describe_optimizer"]
 def build_optimizer(
     params: Iterable[Any], lr: float, config: COATConfig, optimizer_params: Mapping[str, Any] | None = None
 ) -> FP8AdamW:
-    """Build FP8AdamW from the `coat:` block and the host's `train.optimizer_params`.
+    """Build FP8AdamW from the `coat:` block and the job's `train.optimizer_params`.
 
     `optimizer.use_fp8: false`, like `enabled: false`, keeps both moments in fp32: torch.optim.AdamW to the last bit.
     eps is 1e-6 unless given, as ai-toolkit passes to every AdamW of its own (torch's default is 1e-8): sqrt(v) of LoRA
-    moments is itself near 1e-6 at the start, so another eps would be another run than the bf16 one it is compared with.
+    moments is itself near 1e-6 at the start, so with another eps it would not be comparable with the bf16 run.
 
     Args:
         params: parameters or param groups.

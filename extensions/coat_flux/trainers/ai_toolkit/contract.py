@@ -87,7 +87,7 @@ def _lora_name_lists() -> list[tuple[str, list[str]]]:
 
 
 def let_lora_find(class_name: str) -> None:
-    """Add a class to those ai-toolkit's LoRA attaches to, which it tells by name. No other class has a name of ours.
+    """Add a class to those ai-toolkit's LoRA attaches to, which it finds by name. No other class has a name of ours.
 
     Raises:
         HostError: ai-toolkit keeps no such list.

@@ -1,14 +1,14 @@
-"""The order of the data as a function of (seed, epoch, place), so that it can be taken up anywhere.
+"""The order of the data as a function of (seed, epoch, place), so that a run can resume anywhere.
 
 ai-toolkit shuffles with the global random generators: with `random` when it groups photos into batches, with torch's
-when an epoch begins, and in its loader processes when it drops or shuffles a caption. None of these can be put back
+when an epoch begins, and in its loader processes when it drops or shuffles a caption. None of these can be restored
 later, and loader processes run ahead of the training. Here
 
-    batches      `random`, numpy and torch are seeded while the data sets are loaded, and put back afterwards
+    batches      `random`, numpy and torch are seeded while the data sets are loaded, and restored afterwards
     order        the permutation of an epoch comes from (seed, epoch)
     photo        what is drawn while a photo is loaded comes from (seed, epoch, place in the order)
 
-so a run is in one place after (epoch, batches taken), whatever `num_workers` is.
+so (epoch, batches taken) determines where a run is, whatever `num_workers` is.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _EpochOrder(Sampler):
 
 
 class ResumableLoader(DataLoader):
-    """A DataLoader that knows how many batches the loop took, and goes on from there.
+    """A DataLoader that knows how many batches the loop took, and resumes from there.
 
     Attributes:
         epoch: passes over the data done.
@@ -161,14 +161,14 @@ def _ignore_interrupts(worker: int) -> None:
 
 
 def _let_workers_import() -> None:
-    """Let loader processes that are started anew (Windows, macOS) find `coat_flux`; they get a copy of sys.path."""
+    """Let loader processes that start from scratch (Windows, macOS) find `coat_flux`; they get a copy of sys.path."""
     parent = str(Path(__file__).resolve().parents[3])
     if parent not in sys.path:
         sys.path.append(parent)
 
 
 def fingerprint(loader: DataLoader) -> str:
-    """Tell by a hash which photos lie in which batches: folders that list their files in another order differ."""
+    """Return a hash of which photos are in which batches; it changes with the order a folder lists its files in."""
     digest = hashlib.sha256()
     for dataset in getattr(loader.dataset, "datasets", [loader.dataset]):
         names = [Path(item.path).name for item in getattr(dataset, "file_list", [])]

@@ -1,7 +1,7 @@
 """What ai-toolkit finds: one extension class, and the two names it can use without it.
 
 ai-toolkit imports every extension, and asks each for its process class, for every job. An exception in either ends jobs
-that have nothing to do with us, so both only ever note what is wrong; a job of our type then ends with it.
+that have nothing to do with us, so both only record what is wrong; a job of our type then ends with it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ __all__ = [
     "show_logs",
 ]
 
-# Where coat_core lies beside this folder: in a checkout of COAT-FLUX, or in site-packages
+# Where coat_core is, relative to this folder: in a checkout of COAT-FLUX, or in site-packages
 CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (4, 3))
 
 
@@ -56,19 +56,19 @@ def host_version() -> str:
 
 
 def load_core() -> None:
-    """Make `import coat_core` work: from beside this folder, else from the host's environment.
+    """Make `import coat_core` work: from next to this folder, else from ai-toolkit's environment.
 
     A linked folder resolves to its checkout, so code and math come from the same version without pip.
 
     Raises:
         HostError: the folder was only copied and coat_core is not installed.
     """
-    beside = next((folder for folder in CORE_FOLDERS if (folder / "__init__.py").is_file()), None)
+    found = next((folder for folder in CORE_FOLDERS if (folder / "__init__.py").is_file()), None)
     try:
-        if beside is None:
+        if found is None:
             import coat_core  # noqa: F401
         else:
-            _load_package("coat_core", beside)
+            _load_package("coat_core", found)
     except ImportError as error:
         raise HostError(
             f"coat_core cannot be imported ({error}); "
@@ -110,7 +110,7 @@ _lines: Any = None  # run_log.Lines of the run under way
 
 @contextmanager
 def run_lines(*, verbose: bool) -> Iterator[Any]:
-    """Inside the context what is said is kept for `coat/log.txt`: `open(run)` of what it yields writes there.
+    """Keep the lines printed inside the context for `coat/log.txt`: `open(run)` of what it yields writes there.
 
     Args:
         verbose: print details, too.

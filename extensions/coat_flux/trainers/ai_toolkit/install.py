@@ -1,7 +1,7 @@
-"""`coat-flux install`: put COAT-FLUX into an ai-toolkit checkout, and take it out again.
+"""`coat-flux install`: put COAT-FLUX into an ai-toolkit checkout, and remove it again.
 
 The extension folder becomes one link; configs and example images are linked file by file into real folders, so that a
-user's own files can lie beside them and ai-toolkit's caches stay in the checkout. Where links are not allowed (Windows
+user's own files can be next to them and ai-toolkit's caches stay in the checkout. Where links are not allowed (Windows
 without the right) a folder becomes a junction and a file a copy. What was made is listed in a manifest; undo removes
 what is listed and still as it was made, and nothing else.
 """
@@ -168,7 +168,7 @@ def _is_as_made(target: Path, item: _Made) -> bool:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files that belong to the repository; hidden files and folders and caches of a host do not."""
+    """Yield the files that belong to the repository; hidden files and folders and caches of ai-toolkit do not."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith((".", "_")) or path.name in UNLISTED:
             continue

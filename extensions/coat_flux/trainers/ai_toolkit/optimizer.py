@@ -37,7 +37,7 @@ def is_wrapped(function: object) -> bool:
 
 
 def install_optimizer() -> list[str]:
-    """Wrap the host's `get_optimizer` wherever it is bound.
+    """Wrap ai-toolkit's `get_optimizer` wherever it is bound.
 
     Returns:
         Names of the modules changed by this call; empty when it had been done before.
@@ -88,7 +88,7 @@ def _build(params: Any, lr: float, optimizer_params: dict | None) -> torch.optim
 def _guard_loading(optimizer: torch.optim.Optimizer) -> None:
     """Make what ai-toolkit does with `optimizer.pt` visible.
 
-    A failed load is kept (`load_error`): ai-toolkit prints one line and goes on with fresh moments. Hyper-parameters
+    A failed load is kept (`load_error`): ai-toolkit prints one line and continues with fresh moments. Hyper-parameters
     stay those of the config: torch takes them from the file, so a changed `optimizer_params` would do nothing (T2).
     """
     load = optimizer.load_state_dict
@@ -122,7 +122,7 @@ def load_error(optimizer: object) -> Exception | None:
 
 
 def check_optimizer(process: Any) -> tuple[str, str, str]:
-    """Check that ai-toolkit loaded the optimizer state that lies in the save folder, and describe the optimizer.
+    """Check that ai-toolkit loaded the optimizer state in the save folder, and describe the optimizer.
 
     Args:
         process: with its optimizer, before the training loop.

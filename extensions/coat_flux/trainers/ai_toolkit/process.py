@@ -128,7 +128,7 @@ class CoatFluxTrainer(HostTrainer):
         self._phases.enter("load")
 
     def _watched(self) -> Any:
-        """What `coat-flux watch` sees of the run, and asks of it."""
+        """What `coat-flux watch` shows of the run, and requests from it."""
         from ...watch.live import LiveRun
 
         state = None if self._continuation is None else self._continuation.state
@@ -143,7 +143,7 @@ class CoatFluxTrainer(HostTrainer):
         )
 
     def _choose_at_load(self) -> None:
-        """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what lies around them."""
+        """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what is around them."""
         if self._loads_fp8() and self.model_config.is_flux:
             from ...blocks.architectures import FLUX
 
@@ -176,7 +176,7 @@ class CoatFluxTrainer(HostTrainer):
         self._phases.hold_models(getattr(self.sd, "vae", None), self._text_encoders())
 
     def _convert_weights(self) -> None:
-        """Convert what loading did not, and count: ai-toolkit's quantize() prints "Failed to quantize" and goes on."""
+        """Convert and count what loading did not: after "Failed to quantize" ai-toolkit's quantize() continues."""
         model = self.sd.unet
         at_load = sum(1 for _ in converted_linears(model))
         if self._loads_fp8() and not at_load:

@@ -40,7 +40,7 @@ __all__ = [
 BUFFERS = ("weight_codes", "weight_scale_bits")
 BACKEND_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
 _MARK = "_coat_flux_original"
-_stored: list[tuple[weakref.ref[nn.Module], FP8LinearConfig]] = []  # linears quantized at load and not told of yet
+_stored: list[tuple[weakref.ref[nn.Module], FP8LinearConfig]] = []  # linears quantized at load and not reported yet
 
 
 def install_quantizer() -> list[str]:
@@ -138,7 +138,7 @@ class _Backend:
 
 
 def say_what_is_stored() -> None:
-    """Say once what the linears quantized since the last call hold and how they multiply; a job of ours says more."""
+    """Log how the linears quantized since the last call are stored and multiply; a job of ours has a table."""
     found = [(module, config) for reference, config in _stored if (module := reference()) is not None]
     _stored.clear()
     if not found or is_ours():

@@ -1,6 +1,6 @@
-"""`validation:` inside ai-toolkit: photos its data sets do not get to see, and the loss on them by its own forward.
+"""`validation:` inside ai-toolkit: photos kept out of its data sets, and the loss on them by its own forward.
 
-ai-toolkit opens folders, so the photos are parted by folders of links in the run's own:
+ai-toolkit opens folders, so the photos are divided by folders of links in the run's own:
 
     coat/photos/<i>            what is trained on, with no link to a photo held out
     coat/held_out/<i>/<r>      the photos held out that are measured at the r-th resolution of data set i
@@ -66,7 +66,7 @@ class HeldOutPhotos:
 
     Args:
         process: built and checked, nothing loaded.
-        chosen: folder of a data set, as written → its photos held out.
+        chosen: folder of a data set, as configured → its photos held out.
 
     Attributes:
         names: folder → their paths in it.
@@ -156,7 +156,7 @@ class HeldOutPhotos:
         return step_num + 1 == steps or (step_num > 0 and step_num % self.every == 0)
 
     def measure(self, done: int) -> float:
-        """The loss now, with the average where one is kept; training goes on as if it had not been.
+        """The loss now, with the average where one is kept; training continues as if it had not been measured.
 
         Args:
             done: steps done.

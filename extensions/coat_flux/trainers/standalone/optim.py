@@ -30,7 +30,7 @@ __all__ = ["advance", "learning_rate", "make_optimizer", "make_scheduler", "rest
 
 HOST_EPS = next(option.default for option in ADAMW_OPTIONS if option.key == "eps")
 DEFAULT_WARMUP_STEPS = 1000
-GROUP_STATE = ("d", "d_max", "d_numerator", "k")  # what Prodigy learns, kept beside the hyper-parameters
+GROUP_STATE = ("d", "d_max", "d_numerator", "k")  # what Prodigy learns, kept next to the hyper-parameters
 
 # name → where its class is, and what ai-toolkit passes where `optimizer_params` does not say otherwise
 CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
