@@ -14,8 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from coat_flux.config.ai_toolkit_keys import COLUMNS, ROWS, TABLE, VERSION
-from coat_flux.config.ai_toolkit_source import read_source
+from coat_flux.config.ai_toolkit_keys import COLUMNS, ROWS, TABLE, VERSION, read_source
 
 
 def updated(root: Path) -> tuple[str, list[str]]:

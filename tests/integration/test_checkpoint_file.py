@@ -100,7 +100,7 @@ def test_a_job_trains_on_a_file(mini, tmp_path: Path) -> None:
         ({"double_blocks.0.img_attn.qkv.weight.absmax": (4,)}, "is FLUX in a format for inference only; "),
         ({"double_blocks.0.img_attn.qkv.weight": (12, 4)}, "has no tensor img_in.weight; download it again"),
         ({"transformer_blocks.0.attn.to_q.weight": (4, 4)}, "is a transformer in diffusers layout; "),
-        ({"x": (1,)}, "is no model known here; "),
+        ({"x": (1,)}, "is an unknown model; "),
     ],
 )
 def test_other_files_are_named(tmp_path: Path, tensors, words) -> None:
@@ -115,10 +115,10 @@ def test_other_files_are_named(tmp_path: Path, tensors, words) -> None:
     ("spoil", "words"),
     [
         (lambda data: data[: len(data) // 2], "so it is not whole; download it again"),
-        (lambda data: data[:4], "is no safetensors file, or the start of one"),
+        (lambda data: data[:4], "is not a safetensors file, or only the start of one"),
         (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         (lambda data: data[:8] + b"\x00" + data[9:], "has a damaged header"),
-        (lambda data: b"<!DOCTYPE html>", "is no safetensors file"),
+        (lambda data: b"<!DOCTYPE html>", "is not a safetensors file"),
     ],
 )
 def test_a_file_that_is_not_whole_is_told_from_its_header(mini, tmp_path: Path, spoil, words) -> None:

@@ -69,7 +69,7 @@ KEYS = [(i, path) for i, path in PLACES if isinstance(path[-1], str)]
 
 def errors(job: Any, host: str) -> list[Finding]:
     """The errors of a job; every finding is one line with a rule, and errors have a remedy."""
-    found = check_job_dict(job, file="f.yaml", host=host)
+    found = check_job_dict(job, file="f.yaml", trainer=host)
     for item in found:
         assert item.line().startswith("f.yaml: ")
         assert "\n" not in item.line()

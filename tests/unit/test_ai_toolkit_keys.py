@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.config.ai_toolkit_keys import BLOCKS, PROCESS, ROWS, TABLE, VERSION, shipped_schema, values_of
-from coat_flux.config.ai_toolkit_source import NoToolkitError, read_schema
+from coat_flux.config.ai_toolkit_keys import (
+    BLOCKS,
+    PROCESS,
+    ROWS,
+    TABLE,
+    VERSION,
+    NoToolkitError,
+    read_schema,
+    shipped_schema,
+    values_of,
+)
 from coat_flux.config.build import config_fields
 from coat_flux.config.check import check_job_file, find_toolkit
 from coat_flux.config.job import AI_TOOLKIT_BLOCKS
@@ -21,19 +30,19 @@ from tests.unit.test_check import AI_TOOLKIT, checkout, found
 def test_an_installed_ai_toolkit_knows_its_own_keys(tmp_path: Path) -> None:
     root = checkout(tmp_path, train="new_in_it", version="0.13.0")
     changes = [("train.new_in_it", 5), ("train.loss_type", "newest")]
-    (item,) = found(*changes, host=AI_TOOLKIT, toolkit_root=root)
+    (item,) = found(*changes, trainer=AI_TOOLKIT, toolkit_root=root)
     assert (item.severity, item.key) == ("warning", "config.process[0].train.loss_type")
     assert "yours is 0.13.0" in item.line()
-    (wrong,) = found(("train.new_in_it", "5"), host=AI_TOOLKIT, toolkit_root=root)
+    (wrong,) = found(("train.new_in_it", "5"), trainer=AI_TOOLKIT, toolkit_root=root)
     assert "must be a whole number; write 5 without quotes" in wrong.line()
-    assert [item.severity for item in found(*changes, host=AI_TOOLKIT)] == ["error", "error"]
+    assert [item.severity for item in found(*changes, trainer=AI_TOOLKIT)] == ["error", "error"]
 
 
 def test_caption_dropout_beside_cached_captions_depends_on_the_version(tmp_path: Path) -> None:
     change = ("train.cache_text_embeddings", True)
-    assert found(change, host=AI_TOOLKIT, toolkit_root=checkout(tmp_path / "new")) == []
+    assert found(change, trainer=AI_TOOLKIT, toolkit_root=checkout(tmp_path / "new")) == []
     old = checkout(tmp_path / "old", dropout="", version="0.9")
-    (item,) = found(change, host=AI_TOOLKIT, toolkit_root=old)
+    (item,) = found(change, trainer=AI_TOOLKIT, toolkit_root=old)
     assert item.key == "config.process[0].datasets[0].caption_dropout_rate"
     assert "ai-toolkit 0.9 ignores it with cached text embeddings" in item.line()
 
@@ -52,7 +61,7 @@ def test_a_source_that_changed_leaves_the_shipped_list(tmp_path: Path, file: str
     (root / file).unlink() if text is None else (root / file).write_text(text)
     with pytest.raises(NoToolkitError, match=words):
         read_schema(root)
-    error, warning = found(("train.stpes", 1), host=AI_TOOLKIT, toolkit_root=root)
+    error, warning = found(("train.stpes", 1), trainer=AI_TOOLKIT, toolkit_root=root)
     assert error.key.endswith("train.stpes")
     assert (warning.severity, warning.key) == ("warning", "ai-toolkit")
     assert words in warning.line()
@@ -152,6 +161,6 @@ def test_ai_toolkit_s_own_flux_examples_have_no_error() -> None:
     examples = sorted((root / "config" / "examples").glob("train_lora_flux*.yaml"))
     assert examples
     for path in examples:
-        items = check_job_file(path, host=AI_TOOLKIT, toolkit_root=root)
+        items = check_job_file(path, trainer=AI_TOOLKIT, toolkit_root=root)
         errors = [item.line() for item in items if item.severity == "error"]
         assert [line for line in errors if "control_path='/path/to/control/folder': no such folder" not in line] == []

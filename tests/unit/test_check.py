@@ -61,13 +61,13 @@ def test_errors_come_before_warnings_and_what_follows_from_a_mistake_is_no_secon
 def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(b"a: [\n")
-    (item,) = check_job_file(path, host=AI_TOOLKIT)
+    (item,) = check_job_file(path, trainer=AI_TOOLKIT)
     assert (item.severity, item.file, item.key) == ("error", str(path), "line 2, column 1")
 
 
 def test_only_two_hosts_are_known() -> None:
-    with pytest.raises(ValueError, match="host='comfy': must be one of standalone, ai-toolkit"):
-        check_job_dict(job(), host="comfy")
+    with pytest.raises(ValueError, match="trainer='comfy': must be one of standalone, ai-toolkit"):
+        check_job_dict(job(), trainer="comfy")
 
 
 # -- warnings ---------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_only_two_hosts_are_known() -> None:
     ],
 )
 def test_what_only_surprises_is_a_warning_in_both(host: str, key: str, value: Any, where: str, words: str) -> None:
-    (item,) = found((key, value), host=host)
+    (item,) = found((key, value), trainer=host)
     assert (item.severity, item.key) == ("warning", f"config.process[0].{where}")
     assert words in item.line()
 
@@ -100,7 +100,7 @@ def test_what_only_surprises_is_a_warning_in_both(host: str, key: str, value: An
     ],
 )
 def test_ai_toolkit_s_own_surprises(changes: list[tuple[str, Any]], where: str, words: str) -> None:
-    (item,) = found(*changes, host=AI_TOOLKIT)
+    (item,) = found(*changes, trainer=AI_TOOLKIT)
     assert (item.severity, item.key) == ("warning", f"config.process[0].{where}")
     assert words in item.line()
 
@@ -108,7 +108,7 @@ def test_ai_toolkit_s_own_surprises(changes: list[tuple[str, Any]], where: str, 
 def test_several_processes_and_entries_are_each_checked() -> None:
     raw = job()
     raw["config"]["process"].append({**raw["config"]["process"][0], "train": {"stpes": 1}})
-    items = check_job_dict(raw, host=AI_TOOLKIT, num_processes=2)
+    items = check_job_dict(raw, trainer=AI_TOOLKIT, num_processes=2)
     errors = [item.key for item in items if item.severity == "error"]
     assert "config.process[1].train.stpes" in errors
     assert "num_processes" in errors
@@ -117,7 +117,7 @@ def test_several_processes_and_entries_are_each_checked() -> None:
 
 def test_keys_of_ai_toolkit_alone_are_legal_there() -> None:
     changes = [("train.do_cfg", True), ("model.vae_path", "v"), ("adapter", {"type": "ip"}), ("sample.format", "png")]
-    assert found(*changes, host=AI_TOOLKIT) == []
+    assert found(*changes, trainer=AI_TOOLKIT) == []
     assert [item.key.removeprefix("config.process[0].") for item in found(*changes)] == [
         "train.do_cfg",
         "model.vae_path",
@@ -278,6 +278,6 @@ def test_a_process_of_another_extension_is_only_named(command: Any) -> None:
 @pytest.mark.parametrize(("key", "meant"), [("learning_rate", "lr"), ("gradient_clipping", "max_grad_norm")])
 @pytest.mark.parametrize("host", ["standalone", AI_TOOLKIT])
 def test_a_key_of_another_trainer_is_translated(key: str, meant: str, host: str) -> None:
-    (item,) = found((f"train.{key}", 1e-4), host=host)
+    (item,) = found((f"train.{key}", 1e-4), trainer=host)
     assert (item.severity, item.key) == ("error", f"config.process[0].train.{key}")
     assert f"did you mean '{meant}'?" in item.line()

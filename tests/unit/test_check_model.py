@@ -64,7 +64,7 @@ SPOILT = {
     "no T5": (lambda m: shutil.rmtree(m / "text_encoder_2"), "has no text_encoder_2/; give a complete folder"),
     "no scheduler": (lambda m: shutil.rmtree(m / "scheduler"), "has no scheduler/; "),
     "no tokenizer files": (lambda m: (m / "tokenizer_2" / "tokenizer.json").unlink(), "has none of tokenizer.json"),
-    "no config": (lambda m: (m / "vae" / "config.json").unlink(), "is missing or no JSON; download the model again"),
+    "no config": (lambda m: (m / "vae" / "config.json").unlink(), "is missing or not JSON; download the model again"),
     "no weights": (lambda m: next((m / "vae").glob("*.safetensors")).unlink(), "vae has no .safetensors file; "),
     "a shard is missing": (_shards, "has no x-00002-of-00002.safetensors, which x.safetensors.index.json lists"),
     "half a download": (lambda m: _cut(m / "text_encoder_2" / "model.safetensors"), "so it is not whole; download"),
@@ -189,7 +189,7 @@ def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) ->
     _cut(path)
     (line,) = found(path)
     assert "so it is not whole; download it again" in line
-    for name, words in [("flux.gguf", "made for inference only"), ("flux.ckpt", "is no .safetensors file")]:
+    for name, words in [("flux.gguf", "made for inference only"), ("flux.ckpt", "is not a .safetensors file")]:
         (tmp_path / name).write_bytes(b"x")
         (line,) = found(tmp_path / name)
         assert words in line

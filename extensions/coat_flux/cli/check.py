@@ -11,8 +11,8 @@ from typing import Any
 
 from ..config.check import (
     AI_TOOLKIT,
-    HOSTS,
     STANDALONE,
+    TRAINERS,
     check_here,
     check_job_dict,
     find_toolkit,
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
     add_config(check)
     check.add_argument(
         "--host",
-        choices=HOSTS,
+        choices=TRAINERS,
         help="who will run it (default: ai-toolkit with --ai-toolkit or in its folder, else whichever of both can)",
     )
     check.add_argument(
@@ -57,15 +57,15 @@ def run(args: argparse.Namespace) -> int:
     root = find_toolkit(args.ai_toolkit)
     raw = load_job_yaml(args.config, name=args.name)
     file = os.fspath(args.config)
-    judged = {host: check_job_dict(raw, file=file, host=host, toolkit_root=root) for host in HOSTS}
-    sound = [host for host in HOSTS if not any(map(_stops, judged[host]))]
+    judged = {host: check_job_dict(raw, file=file, trainer=host, toolkit_root=root) for host in TRAINERS}
+    sound = [host for host in TRAINERS if not any(map(_stops, judged[host]))]
     for host in () if args.elsewhere else sound:
-        judged[host] += check_here(raw, file=file, host=host, toolkit_root=root)
+        judged[host] += check_here(raw, file=file, trainer=host, toolkit_root=root)
     host = args.host
     if host is None and (args.ai_toolkit or is_toolkit(Path.cwd())):
         host = AI_TOOLKIT
     if host is None:  # the one that would run it
-        host = next((host for host in HOSTS if not any(map(_stops, judged[host]))), STANDALONE)
+        host = next((host for host in TRAINERS if not any(map(_stops, judged[host]))), STANDALONE)
     errors = [item for item in judged[host] if _stops(item)]
     failed = print_findings([item.line() for item in errors], [x.line() for x in judged[host] if not _stops(x)])
     if host in sound and not args.no_data:

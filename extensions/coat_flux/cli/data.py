@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _wanted(args: argparse.Namespace) -> tuple[list[Any], str | None, dict[str, str], str | None, str]:
     """Datasets, trigger word, photo policy, the model whose T5 reads the captions, and a name."""
-    from ..config.check import HOSTS, check_job_dict
+    from ..config.check import TRAINERS, check_job_dict
     from ..config.job_sections import DatasetSection
     from ..data.check import datasets_of, photo_policy, t5_of
 
@@ -75,8 +75,8 @@ def _wanted(args: argparse.Namespace) -> tuple[list[Any], str | None, dict[str, 
             )
         job = load_job_yaml(args.data)
         errors = [
-            [item for item in check_job_dict(job, file=str(args.data), host=host) if item.severity == "error"]
-            for host in HOSTS
+            [item for item in check_job_dict(job, file=str(args.data), trainer=host) if item.severity == "error"]
+            for host in TRAINERS
         ]
         if all(errors):  # neither trainer takes it: what the stand-alone one has against it
             raise ConfigError(errors[0])

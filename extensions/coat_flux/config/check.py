@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_TYPE
-from .ai_toolkit_keys import Schema, check_keys, shipped_schema
-from .ai_toolkit_source import CLASSES_FILE, NoToolkitError, read_schema
+from .ai_toolkit_keys import CLASSES_FILE, NoToolkitError, Schema, check_keys, read_schema, shipped_schema
 from .build import build
 from .coat import COATConfig, check_combinations
 from .entry import AI_TOOLKIT, STANDALONE, Entry
@@ -22,7 +21,7 @@ from .job_sections import OPTIMIZER_PACKAGES, PROCESS_TYPES, Job, ValidationSect
 from .model_folder import check_device, check_model
 from .rules import check_entry
 
-HOSTS = (STANDALONE, AI_TOOLKIT)
+TRAINERS = (STANDALONE, AI_TOOLKIT)
 ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 
 
@@ -30,7 +29,7 @@ def check_job_file(
     path: str | os.PathLike[str],
     *,
     name: str | None = None,
-    host: str = STANDALONE,
+    trainer: str = STANDALONE,
     toolkit_root: Path | None = None,
 ) -> list[Finding]:
     """Check a job file.
@@ -38,7 +37,7 @@ def check_job_file(
     Args:
         path: YAML or JSON.
         name: takes the place of `config.name`.
-        host: who would run it: one of `HOSTS`.
+        trainer: who would run it: one of `TRAINERS`.
         toolkit_root: ai-toolkit's folder, whose own config classes say which keys it knows; without one the list that
             comes with this package does.
 
@@ -49,14 +48,14 @@ def check_job_file(
         raw = load_job_yaml(path, name=name)
     except ConfigError as error:
         return list(error.found)
-    return check_job_dict(raw, file=os.fspath(path), host=host, toolkit_root=toolkit_root)
+    return check_job_dict(raw, file=os.fspath(path), trainer=trainer, toolkit_root=toolkit_root)
 
 
 def check_job_dict(
     raw: Any,
     *,
     file: str = "",
-    host: str = STANDALONE,
+    trainer: str = STANDALONE,
     toolkit_root: Path | None = None,
     num_processes: int = 1,
 ) -> list[Finding]:
@@ -65,27 +64,29 @@ def check_job_dict(
     Args:
         raw: the whole job: `job`, `config` and perhaps `meta`.
         file: named in the findings.
-        host: who would run it: one of `HOSTS`.
+        trainer: who would run it: one of `TRAINERS`.
         toolkit_root: ai-toolkit's folder.
         num_processes: how many processes train together; ai-toolkit can do one.
 
     Raises:
-        ValueError: no such host.
+        ValueError: unknown trainer.
     """
-    if host == STANDALONE:
+    if trainer == STANDALONE:
         job, findings = JobConfig.examine(raw, file=file)
         found = findings.all
         if job is not None and not findings.errors:
             found = [*missing_packages(job), *found]
         return found
-    if host != AI_TOOLKIT:
-        raise ValueError(f"host={host!r}: must be one of {', '.join(HOSTS)}; write {AI_TOOLKIT}")
+    if trainer != AI_TOOLKIT:
+        raise ValueError(f"trainer={trainer!r}: must be one of {', '.join(TRAINERS)}; write {AI_TOOLKIT}")
     findings = Findings(file)
     _check_for_ai_toolkit(raw, findings, schema_of(toolkit_root, findings), num_processes)
     return findings.all
 
 
-def check_here(raw: Any, *, file: str = "", host: str = STANDALONE, toolkit_root: Path | None = None) -> list[Finding]:
+def check_here(
+    raw: Any, *, file: str = "", trainer: str = STANDALONE, toolkit_root: Path | None = None
+) -> list[Finding]:
     """What this machine has against a job without config errors: its GPU, the model's files, a download it cannot do.
 
     Arguments are `check_job_dict`'s. Nothing is downloaded and no weights are read.
@@ -95,7 +96,7 @@ def check_here(raw: Any, *, file: str = "", host: str = STANDALONE, toolkit_root
         if process.get("type") in PROCESS_TYPES:
             path = f"config.process[{i}]"
             check_device(process.get("device"), f"{path}.device", findings)
-            check_model(process["model"], f"{path}.model", findings, host, toolkit_root)
+            check_model(process["model"], f"{path}.model", findings, trainer, toolkit_root)
     return findings.all
 
 
@@ -128,7 +129,7 @@ def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
     """The ai-toolkit to check against: the given folder, `AI_TOOLKIT_ROOT`, or the working directory if it is one.
 
     Raises:
-        NoToolkitError: the given folder, or the variable's, is no ai-toolkit.
+        NoToolkitError: the given folder, or the variable's, is not ai-toolkit.
     """
     for place, said in ((given, "--ai-toolkit"), (os.environ.get(ROOT_VARIABLE), ROOT_VARIABLE)):
         if place:

@@ -58,7 +58,7 @@ def read_header(path: Path) -> Header:
             if start.startswith(b"version "):
                 raise CheckpointError("is a Git LFS pointer, not the weights; run git lfs pull in its folder")
             if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise CheckpointError("is no safetensors file, or the start of one; download it again")
+                raise CheckpointError("is not a safetensors file, or only the start of one; download it again")
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error.strerror}); check its permissions") from error
@@ -75,7 +75,7 @@ def read_header(path: Path) -> Header:
 
 def kind_of(header: Header) -> str:
     """Which model's checkpoint it is, in words."""
-    return next((kind for sign, kind in _SIGNS if any(re.search(sign, key) for key in header)), "no model known here")
+    return next((kind for sign, kind in _SIGNS if any(re.search(sign, key) for key in header)), "an unknown model")
 
 
 def transformer_keys(header: Header) -> dict[str, str]:
@@ -88,7 +88,7 @@ def flux_config(header: Header) -> dict[str, Any]:
     """The transformer's config in diffusers' terms, from its tensors' shapes.
 
     Raises:
-        CheckpointError: no FLUX.1, or a damaged one.
+        CheckpointError: not FLUX.1, or damaged.
     """
     if (kind := kind_of(header)) != "FLUX.1":
         raise CheckpointError(f"is {kind}; give a FLUX.1 checkpoint, such as flux1-dev.safetensors")

@@ -91,7 +91,7 @@ class Findings:
         """Add an error at `path`; `text` says what is allowed and what to change: `<rule>; <remedy>`.
 
         Only the first error of a key counts, and none in a block that was refused: what follows from a mistake is
-        no second one.
+        not a second one.
         """
         if self.sound(path):
             self.refused.add(path)

@@ -150,7 +150,7 @@ class SaveSection:
 
 @dataclass(frozen=True)
 class DatasetSection:
-    """One entry of `datasets`: a folder of images with captions beside them."""
+    """One entry of `datasets`: a folder of images with their captions."""
 
     folder_path: str = key(None, "str", "folder of images", required=True)
     caption_ext: str = key(".txt", "str", "extension of the caption files")

@@ -1,4 +1,4 @@
-"""The model of a job, looked at without weights or a network: is it there, whole, of the right kind; and the device."""
+"""The model of a job, inspected without weights or a network: is it there, whole, of the right kind; and the device."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class _Model:
             self._check_flux_folder()
 
     def _check_no_model(self, own: Any) -> None:
-        """A folder that is no diffusers folder: perhaps one in or around it is."""
+        """A folder that is not in diffusers layout: perhaps one in or around it is."""
         snapshots = sorted(self.place.glob("snapshots/*/model_index.json"))
         files = sorted(path.name for path in self.place.iterdir() if path.suffix.lower() in SUFFIXES)
         if own is not None:
@@ -216,7 +216,7 @@ class _Model:
         if self.place.suffix.lower() == ".gguf":
             self.add("is a GGUF file, made for inference only; give the model's .safetensors in bf16 or FP8")
         elif self.place.suffix.lower() not in SUFFIXES:
-            self.add("is no .safetensors file; give one, or a folder in diffusers layout")
+            self.add("is not a .safetensors file; give one, or a folder in diffusers layout")
         else:
             self._check_checkpoint()
 
@@ -300,7 +300,7 @@ def _problems(folder: Path, part: str, alone: bool) -> Iterator[str]:
         return
     config = folder / ("scheduler_config.json" if part == "scheduler" else "config.json")
     if not _json(config):
-        yield f"{config} is missing or no JSON; {again}"
+        yield f"{config} is missing or not JSON; {again}"
     if part == "scheduler":
         return
     for index in folder.glob("*.safetensors.index.json"):

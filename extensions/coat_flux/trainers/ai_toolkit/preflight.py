@@ -45,7 +45,7 @@ def check_job(process: Any) -> None:
 
     # as ai-toolkit read it: the process has changed its own entry since
     raw = load_job_yaml(os.path.join(process.save_root, "config.yaml"))
-    asked = {"file": config_file(process.save_root), "host": "ai-toolkit", "toolkit_root": _toolkit_root()}
+    asked = {"file": config_file(process.save_root), "trainer": "ai-toolkit", "toolkit_root": _toolkit_root()}
     found = check_job_dict(raw, **asked, num_processes=process.accelerator.num_processes)
     if not any(finding.severity == "error" for finding in found):
         found += check_here(raw, **asked)
