@@ -8,7 +8,7 @@ from torch import nn
 
 from coat_core import FP8Linear, FP8LinearConfig
 from coat_core.linear.module import keep_transposed, load_transposed, load_weight, store_weight
-from tests.helpers.asserts import assert_bitwise
+from tests.tolerances import FP32_ORDER_ATOL, FP32_ORDER_RTOL
 
 CONFIGS = [
     FP8LinearConfig(),
@@ -39,7 +39,8 @@ def test_gradients_are_those_without_the_copy(config: FP8LinearConfig) -> None:
     assert found is not None
     assert found.is_contiguous()
     assert torch.equal(found.view(torch.uint8), load_weight(layer, config)[0].view(torch.uint8).t())
-    assert_bitwise(gradient(layer), expected)
+    # a CPU's products of fp32 add in the order their layout suggests, with the number of threads
+    torch.testing.assert_close(gradient(layer), expected, rtol=FP32_ORDER_RTOL, atol=FP32_ORDER_ATOL)
 
 
 def test_the_copy_is_what_dgrad_reads() -> None:

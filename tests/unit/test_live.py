@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from PIL import Image
-from werkzeug.test import Client
+from werkzeug.test import Client, create_environ, run_wsgi_app
 
 from coat_flux.cli.entry import main
 from coat_flux.pages.live_page import inspect_run, shell
@@ -109,9 +109,9 @@ def test_with_the_token_a_run_that_goes_on_is_asked_once(run: Path) -> None:
     ],
 )
 def test_other_names_than_this_machines_are_refused(host: str, bound: str, status: int, run: Path) -> None:
-    client = Client(Watch(run, bound))
     for path in ("/", "/look", f"/samples/{PICTURE}"):
-        assert client.get(path, headers={"Host": host}).status_code == status
+        environ = create_environ(path) | {"HTTP_HOST": host}  # not by `Client`: an old one fails on such names itself
+        assert run_wsgi_app(Watch(run, bound), environ)[1].startswith(str(status))
 
 
 @pytest.mark.parametrize(
