@@ -44,8 +44,8 @@ import os
 if "MEASURE" in os.environ:
     import torch
     from coat_flux.blocks.lora import trained_parameters
-    from coat_flux.blocks.runner import BlockPolicy
-    run = BlockPolicy.__call__
+    from coat_flux.blocks.runner import BlockRunner
+    run = BlockRunner.__call__
 
     def measured(self, block, hidden, text, temb, rotary, *more):
         shared = [temb, *rotary, *block.parameters(), *block.buffers(), *trained_parameters(block)]
@@ -63,7 +63,7 @@ if "MEASURE" in os.environ:
             print("MEASURED", type(block).__name__, size, len(hidden), text.shape[1], hidden.shape[1], flush=True)
         return outputs
 
-    BlockPolicy.__call__ = measured
+    BlockRunner.__call__ = measured
 """
 
 

@@ -15,7 +15,7 @@ from coat_core.linear import FP8Linear
 from coat_core.metrics import cosine
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.architectures import POLICIES, policy_for
-from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
 from scripts.bench_architectures import ARCHITECTURES as BENCHMARK
@@ -70,7 +70,7 @@ def matching(names: set[str], patterns: set[str]) -> set[str]:
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
-def policy_of(model: nn.Module) -> BlockPolicy:
+def policy_of(model: nn.Module) -> BlockRunner:
     policies = {id(f): f for m in model.modules() if (f := getattr(m, "_gradient_checkpointing_func", None))}
     (policy,) = policies.values()  # every part of the model calls the same one
     return policy
@@ -218,7 +218,7 @@ def test_inference_never_reaches_the_policy(name: str, monkeypatch: pytest.Monke
     model, _, _ = coat_model(architecture(name), KEEP)
     trained = predict(architecture(name), model).detach()
     called: list[nn.Module] = []
-    monkeypatch.setattr(BlockPolicy, "__call__", lambda self, block, *args: called.append(block) or block(*args))
+    monkeypatch.setattr(BlockRunner, "__call__", lambda self, block, *args: called.append(block) or block(*args))
     with torch.no_grad(), recording() as saved:
         inferred = predict(architecture(name), model.eval())
     assert called == []
@@ -259,7 +259,7 @@ def test_every_n_refuses_blocks_it_cannot_count() -> None:
     name = "SDXL"
     model = frozen_model(architecture(name), **architecture(name).options)
     config = COATConfig.from_dict({"memory": {"checkpointing": "every_n"}})
-    BlockPolicy.install(model, ("down_blocks", "up_blocks"), config, True)
+    BlockRunner.install(model, ("down_blocks", "up_blocks"), config, True)
     model.conv_in.requires_grad_(True)
     with pytest.raises(ValueError, match="checkpoints ResnetBlock2D modules inside its blocks, which cannot"):
         predict(architecture(name), model)
@@ -311,7 +311,7 @@ def test_a_block_inside_a_block(memory: dict[str, Any]) -> None:
     exact = {name: param.grad.clone() for name, param in model.named_parameters()}
     output = model(x).detach()
     model.zero_grad(set_to_none=True)
-    BlockPolicy.install(model, ("blocks",), COATConfig.from_dict({"memory": memory}), True)
+    BlockRunner.install(model, ("blocks",), COATConfig.from_dict({"memory": memory}), True)
     with recording() as saved:
         result = model(x)
     assert bool(saved.packed) == (memory == {"checkpointing": "none"})

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
+from coat_core.activation import PackingConfig
 from coat_flux.blocks.fused import compiled, flux1
 from coat_flux.blocks.held import HeldTensors
-from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict
@@ -62,7 +63,7 @@ class Single:
         config = {**block, "speed": {"compile": speed}, "fallback": fallback}
         self.model = coat_flux_model(config)[0].to(device)
         self.blocks = list(self.model.single_transformer_blocks)
-        self.policy = BlockPolicy({str(i): b for i, b in enumerate(self.blocks)}, COATConfig.from_dict(config), True)
+        self.runner = BlockRunner({str(i): b for i, b in enumerate(self.blocks)}, COATConfig.from_dict(config), True)
         draw = torch.Generator().manual_seed(6)
         width = self.model.inner_dim
         shapes = (2, IMAGE, width), (2, TEXT, width), (2, width)
@@ -72,7 +73,7 @@ class Single:
     def forward(self) -> tuple[Tensor, Tensor]:
         hidden, text, temb = self.inputs
         for block in self.blocks:
-            text, hidden = self.policy(block, hidden, text, temb, self.rotary, None)
+            text, hidden = self.runner(block, hidden, text, temb, self.rotary, None)
         return text, hidden
 
     def step(self) -> dict[str, Tensor]:
@@ -252,8 +253,8 @@ def test_a_block_that_cannot_be_fused_runs_eager_and_says_so(caplog: pytest.LogC
     assert f"{reason}, it runs eager" in caplog.messages
     assert "blocks: 2 kept in FP8, generic flow, attention fp8, eager" in caplog.messages
     assert compilations() == 0
-    run.policy = BlockPolicy(
-        run.policy.blocks, COATConfig.from_dict({"speed": {"compile": "blocks"}, "fallback": "error"}), True
+    run.runner = BlockRunner(
+        run.runner.blocks, COATConfig.from_dict({"speed": {"compile": "blocks"}, "fallback": "error"}), True
     )
     with pytest.raises(RuntimeError, match=reason):
         run.step()
@@ -274,7 +275,7 @@ def test_a_block_made_ready_for_replay_is_the_same_block() -> None:
     run = Single(KEPT, "none")
     hidden, text, temb = run.inputs
     args = (hidden, text, temb, run.rotary, None)
-    fused = flux1.fused_block(run.blocks[0], args, run.policy.packing)
+    fused = flux1.fused_block(run.blocks[0], args, PackingConfig())
     ready = compiled._ready_for_replay(fused)
     assert type(ready) is type(fused)
     for found, expected in zip(ready(*args), fused(*args), strict=True):

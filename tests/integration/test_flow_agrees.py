@@ -15,8 +15,8 @@ from torch import nn
 
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.lora import attach_lora
-from coat_flux.blocks.report import CoatReport
-from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.blocks.report import CoatReport, treatments
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
@@ -58,9 +58,9 @@ def _saved(report: CoatReport) -> str:
 
 def _flows(model: nn.Module) -> set[str]:
     """Of the blocks that keep what they save, after a forward pass."""
-    policy = BlockPolicy.of(model)
+    policy = BlockRunner.of(model)
     assert policy is not None
-    kept = [what for what in policy.treatments if not what.startswith("recomputed")]
+    kept = [what for what in treatments(policy.plan) if not what.startswith("recomputed")]
     return {"fused" if "fused flow" in what else "generic" if "generic flow" in what else "eager" for what in kept}
 
 

@@ -17,10 +17,12 @@ from torch import nn
 
 from coat_core.optim import FP8AdamW
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.decide import block_bytes, largest_moment, settings_of
+from coat_flux.blocks.block_bytes import block_bytes, largest_moment
+from coat_flux.blocks.decide import flow_settings
 from coat_flux.blocks.fused import chooser
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.lora import attach_lora
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Tokens, around_bytes, kept_bytes, read_block, recomputed_bytes
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
@@ -78,17 +80,15 @@ def flux_inputs(tokens: Tokens, device: str = "cpu") -> dict[str, Any]:
 
 def described_blocks(model: Any) -> tuple[list[Any], list[int]]:
     """The model's blocks, and which of them recompute."""
-    blocks, recomputed = [], []
-    policy = getattr(model, "_gradient_checkpointing_func", None)
+    blocks: list[Any] = []
+    runner = BlockRunner.of(model)
     for module in [*model.transformer_blocks, *model.single_transformer_blocks]:
-        if policy is not None and policy._recomputes(module):
-            recomputed.append(len(blocks))
         blocks.append(read_block(module, blocks[-1].trained_output if blocks else False))
-    return blocks, recomputed
+    return blocks, [] if runner is None else runner.plan.recomputed or []
 
 
 def predicted_kept(model: nn.Module, coat: COATConfig, tokens: Tokens) -> int:
-    settings = settings_of(coat, cuda=False)
+    settings = flow_settings(coat, cuda=False)
     blocks, recomputed = described_blocks(model)
     parts = [
         recomputed_bytes(block, tokens, settings) if i in recomputed else kept_bytes(block, tokens, settings)
@@ -206,7 +206,7 @@ def test_largest_moment_of_a_step_is_as_predicted(block):
     with HeldTensors() as held:
         model(**inputs)[0].sum().backward()
     blocks, recomputed = described_blocks(model)
-    settings = replace(settings_of(coat, cuda=False), kernels=True)  # on meta nothing runs inside an operator
+    settings = replace(flow_settings(coat, cuda=False), kernels=True)  # on meta nothing runs inside an operator
     sizes = [block_bytes(described, tokens, settings) for described in blocks]
     predicted = largest_moment(sizes, recomputed).total + around_bytes(blocks[-1], tokens, settings)
     assert predicted == pytest.approx(held.peak, rel=PLAN_MOMENT_RTOL)

@@ -11,7 +11,7 @@ import torch
 
 from coat_flux.blocks import measure as pick
 from coat_flux.blocks import runner as policy
-from coat_flux.blocks.measure import RunPath
+from coat_flux.blocks.decide import RunPath
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import coat_flux_model, flux_inputs
@@ -68,15 +68,15 @@ def test_a_compiler_that_fails_leaves_eager(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(policy, "CompiledBlocks", Fails)
     _, blocks = gradients({"speed": {"measure": "always", "compile": "auto"}})
     assert {path.compile for path in blocks.picked.milliseconds} == {"none"}
-    assert blocks.compile == "none"
+    assert blocks.plan.path.compile == "none"
 
 
 @pytest.mark.parametrize(
     ("measure", "line"),
     [
-        ("auto", "path: as written (speed.measure: auto)"),  # nothing is measured on a CPU
+        ("auto", "path: as configured (speed.measure: auto)"),  # nothing is measured on a CPU
         ("always", "path: picked by measurement at the first step (speed.measure: always)"),
-        ("never", "path: as written (speed.measure: never)"),
+        ("never", "path: as configured (speed.measure: never)"),
     ],
 )
 def test_the_start_table_says_who_chooses(measure: str, line: str) -> None:

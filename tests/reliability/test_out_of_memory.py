@@ -23,7 +23,7 @@ from coat_core import FP8AdamW, FP8Linear
 from coat_core.linear import function
 from coat_core.linear.module import load_transposed
 from coat_flux.blocks.held import HeldTensors, gradients, module_tensors, state_tensors, trained
-from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_tiny_flux
@@ -161,19 +161,18 @@ def test_exact_recomputation_gives_the_weights_of_a_run_that_never_failed() -> N
 
 def test_transposed_weights_go_first_and_change_nothing() -> None:
     training, expected = Training({}), Training({})
-    policy = BlockPolicy.of(training.model)
-    assert policy is not None
+    runner = BlockRunner.of(training.model)
+    assert runner is not None
     training.step()
-    policy._transposed.fit(CUDA, 1e12)  # as on a GPU with room: dgrad reads the copies
+    runner._decide(device="cuda", free_bytes=1e12)  # as on a GPU with room: dgrad reads the copies
     linears = [m for block in training.blocks() for m in block.modules() if isinstance(m, FP8Linear)]
     assert sum(load_transposed(m, m.config) is not None for m in linears) == 34
     line = recompute_more(training.model)
     assert line is not None
     assert line.startswith("transposed weights: ")
     assert line.endswith("dropped for the rest of the run; results stay the same")
-    policy._transposed.fit(CUDA, 1e12)
     assert not any(load_transposed(m, m.config) is not None for m in linears)
-    assert policy.recomputed == []
+    assert runner.plan.recomputed == []
     training.step()
     expected.step()
     expected.step()
@@ -187,9 +186,9 @@ def test_transposed_weights_go_first_and_change_nothing() -> None:
 @pytest.mark.parametrize("mode", ["none", "all", "every_n"])
 def test_what_the_config_fixes_is_left_as_it_is(mode: str) -> None:
     training = Training({"memory": {"checkpointing": mode}})
-    before = BlockPolicy.of(training.model).recomputed
+    before = BlockRunner.of(training.model).plan.recomputed
     assert recompute_more(training.model) is None
-    assert BlockPolicy.of(training.model).recomputed == before
+    assert BlockRunner.of(training.model).plan.recomputed == before
 
 
 def test_a_host_that_forbids_recomputation_and_a_model_without_coat_are_left_alone() -> None:
@@ -203,7 +202,7 @@ def test_a_later_larger_picture_does_not_take_the_choice_back() -> None:
     training.step()
     recompute_more(training.model)
     loss_of(predict(training.model, side=12)).backward()
-    assert BlockPolicy.of(training.model).recomputed == [0, 1, 2, 3]
+    assert BlockRunner.of(training.model).plan.recomputed == [0, 1, 2, 3]
     assert training.report.metadata()["coat.got.checkpointing"] == "4 of 4 blocks recompute from FP8 inputs"
     assert training.report.metadata()["coat.why.checkpointing"] == "memory ran out with 0"
 

@@ -1,4 +1,4 @@
-"""BlockPolicy: which blocks recompute, and what happens to each."""
+"""BlockRunner: which blocks recompute, and what happens to each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_flux.blocks import auto as auto_module
-from coat_flux.blocks.auto import FP8_INPUT, UNKNOWN
-from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.blocks import runner as runner_module
+from coat_flux.blocks.block_bytes import FP8_INPUT, UNKNOWN
+from coat_flux.blocks.report import checkpointing_line
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from tests.helpers.saved_tensors import recording
 
@@ -51,7 +52,7 @@ class Model(nn.Module):
 def make(allow_recompute: bool = True, activation: dict[str, Any] | None = None, **memory: Any) -> Model:
     config = COATConfig.from_dict({"memory": memory, "activation": activation or {}})
     model = Model()
-    model.policy = BlockPolicy.install(model, ("blocks",), config, allow_recompute)
+    model.config, model.runner = config, BlockRunner.install(model, ("blocks",), config, allow_recompute)
     return model
 
 
@@ -80,7 +81,7 @@ def recomputed(model: Model, tokens: int = TOKENS) -> list[int]:
 def test_fixed_modes(memory: dict[str, Any], expected: list[int], efficient: bool) -> None:
     model = make(**memory, enable_efficient_checkpoint=efficient)
     assert recomputed(model) == expected
-    line = model.policy.describe()
+    line = checkpointing_line(model.runner.plan, model.config)
     inputs = "FP8" if efficient else "high precision"
     assert f"{len(expected)} of 6 blocks recompute from {inputs} inputs" in line
 
@@ -101,7 +102,7 @@ def budget_for(kept: int, elements: int = ELEMENTS) -> float:
 
 @pytest.mark.parametrize("kept", range(BLOCKS + 1))
 def test_auto_keeps_as_many_blocks_as_fit(monkeypatch, caplog, kept: int) -> None:
-    monkeypatch.setattr(auto_module, "held_bytes", lambda device: 0.0)
+    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
     with caplog.at_level(logging.INFO):
         assert len(recomputed(make(budget_gb=budget_for(kept)))) == BLOCKS - kept
     assert f"checkpointing auto: {BLOCKS - kept} of 6 blocks recompute" in caplog.text
@@ -109,19 +110,19 @@ def test_auto_keeps_as_many_blocks_as_fit(monkeypatch, caplog, kept: int) -> Non
 
 
 def test_auto_counts_what_is_held_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_module, "held_bytes", lambda device: 1e9)
+    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 1e9)
     assert len(recomputed(make(budget_gb=1.0 + budget_for(4)))) == 2
 
 
 def test_auto_without_packing_keeps_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_module, "held_bytes", lambda device: 0.0)
+    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
     budget = budget_for(6)
     assert recomputed(make(budget_gb=budget)) == []
     assert len(recomputed(make(budget_gb=budget, activation={"use_fp8": False}))) >= 4
 
 
 def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(auto_module, "held_bytes", lambda device: 0.0)
+    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
     model = make(budget_gb=budget_for(3))
     with caplog.at_level(logging.INFO):
         chosen = []
@@ -134,8 +135,8 @@ def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatc
 
 def test_auto_chooses_again_when_gradients_are_accumulated(monkeypatch, caplog) -> None:
     """The gradients of the first micro-batch are there while the second one runs: 6 x 64 x 4 bytes."""
-    monkeypatch.setattr(auto_module, "held_bytes", lambda device: 0.0)
-    states = 2 * auto_module.FP8_STATE * BLOCKS * WIDTH
+    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
+    states = 2 * runner_module.FP8_STATE * BLOCKS * WIDTH
     exact = budget_for(3) - (ELEMENTS - states - 1000) / 1e9  # 1000 bytes to spare without them
     model = make(budget_gb=exact)
     with caplog.at_level(logging.INFO):
@@ -144,9 +145,11 @@ def test_auto_chooses_again_when_gradients_are_accumulated(monkeypatch, caplog) 
 
 
 def test_auto_says_when_nothing_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(auto_module, "held_bytes", lambda device: 1e9)
+    monkeypatch.setattr(runner_module, "held_bytes", lambda device: 1e9)
     model = make(budget_gb=0.5)
-    assert model.policy.describe().startswith("checkpointing auto (chosen at the first step)")
+    assert checkpointing_line(model.runner.plan, model.config).startswith(
+        "checkpointing auto (chosen at the first step)"
+    )
     assert len(recomputed(model)) == BLOCKS
     assert "memory.budget_gb: even recomputing every block may exceed the budget by 0.50 GB; lower" in caplog.text
 
@@ -166,7 +169,7 @@ def test_kept_blocks_pack_what_they_save(use_fp8: bool) -> None:
 def test_constants_given_to_blocks_are_not_packed() -> None:
     config = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
     block = Doubling()
-    policy = BlockPolicy({"0": block}, config, True)
+    runner = BlockRunner({"0": block}, config, True)
     cos, sin, mask = (torch.randn(TOKENS, WIDTH) for _ in range(3))
 
     class Rotated(nn.Module):
@@ -175,7 +178,7 @@ def test_constants_given_to_blocks_are_not_packed() -> None:
 
     x = torch.randn(TOKENS, WIDTH, requires_grad=True) * 1
     with recording() as saved:
-        policy(Rotated(), x, (cos, sin), {"mask": mask})
+        runner(Rotated(), x, (cos, sin), {"mask": mask})
     assert len(saved.tensors) >= 3
     assert saved.packed == []
 

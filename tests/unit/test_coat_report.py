@@ -11,7 +11,7 @@ import torch
 from coat_flux.blocks import measure as pick
 from coat_flux.blocks import report as shared
 from coat_flux.blocks.report import OUTSIDE, CoatReport, Row, shared_rows
-from coat_flux.blocks.runner import BlockPolicy
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.watch.oom import recompute_more
 from tests.helpers.flux import coat_flux_model, lora_gradients
@@ -123,7 +123,7 @@ def test_after_the_first_step_everything_is_known() -> None:
         "attention", "q, k, v, out kept in fp8", "as asked; kernel flash_cpu", "torch's choice"
     )
     assert rows["checkpointing"].got == "0 of 4 blocks recompute from FP8 inputs"
-    assert rows["transposed weights"] == Row("transposed weights", "auto", "none", "of no use on a cpu")
+    assert rows["transposed weights"] == Row("transposed weights", "auto", "none", "not needed on a cpu")
     assert rows["path"].got == "per_tensor GEMM, eager"
 
 
@@ -211,9 +211,9 @@ def test_without_fp8_activations_nothing_is_claimed() -> None:
 def rows_on(device: torch.device, coat: dict[str, Any] | None = None) -> dict[str, Row]:
     config = COATConfig.from_dict({**KEPT, **(coat or {})})
     model, _, _ = coat_flux_model({**KEPT, **(coat or {})})
-    policy = BlockPolicy.of(model)
-    assert policy is not None
-    return {row.part: row for row in shared_rows(policy, config, device)}
+    runner = BlockRunner.of(model)
+    assert runner is not None
+    return {row.part: row for row in shared_rows(runner.plan, config, device)}
 
 
 def test_on_a_gpu_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +239,8 @@ def test_on_an_old_gpu_each_fall_back_has_its_reason(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("compile", "failed", "got", "why"),
     [
-        ("none", False, "eager", "as written"),
-        ("blocks", False, "compiled blocks", "as written"),
+        ("none", False, "eager", "as configured"),
+        ("blocks", False, "compiled blocks", "as configured"),
         ("blocks", True, "eager", "torch.compile failed, the log has its reason"),
         ("cudagraphs", False, "compiled blocks", "there are no CUDA graphs on a cpu"),
     ],
@@ -248,7 +248,8 @@ def test_on_an_old_gpu_each_fall_back_has_its_reason(monkeypatch: pytest.MonkeyP
 def test_compilation(compile: str, failed: bool, got: str, why: str) -> None:
     coat = {**KEPT, "speed": {"compile": compile, "measure": "never"}}
     model, report, _ = coat_flux_model(coat)
-    policy = BlockPolicy.of(model)
-    assert policy is not None
-    policy._compiled.failed = failed
+    runner = BlockRunner.of(model)
+    assert runner is not None
+    lora_gradients(model)
+    runner._compiled.failed = failed
     assert rows_of(report)["path"] == Row("path", f"compile {compile}, measure never", got, why)

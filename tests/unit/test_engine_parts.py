@@ -12,7 +12,8 @@ from torch import nn
 
 from coat_core.optim import FP8AdamW
 from coat_flux.base.table import GrowingTable
-from coat_flux.blocks.measure import RunPath, SpeedPick
+from coat_flux.blocks.decide import RunPath
+from coat_flux.blocks.measure import SpeedPick
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.standalone.ema import LoraEMA
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders

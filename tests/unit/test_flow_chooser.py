@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
-from coat_flux.blocks.fused.chooser import FusedFlow
+from coat_flux.blocks.fused.chooser import FusedForms
+from coat_flux.blocks.fused.linears import NotFusable
+from coat_flux.blocks.runner import BlockRunner
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import coat_flux_model, lora_gradients, tiny_flux
 
@@ -37,35 +39,57 @@ def arguments(model: Any) -> tuple[Any, ...]:
     return hidden, text, torch.randn(1, model.inner_dim).to(model.dtype), model.pos_embed(torch.zeros(64, 3)), None
 
 
-def test_a_block_that_computes_something_else_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_that_computes_something_else_is_noticed() -> None:
     model = tiny_flux()
     changed, same = model.single_transformer_blocks
     changed.__class__ = FluxSingleTransformerBlock
-    flow, args = FusedFlow(PackingConfig()), arguments(model)
-    caplog.clear()  # diffusers' own
-    with caplog.at_level(logging.WARNING):
-        assert flow.form_of(changed, args, {}) is None
-        assert flow.form_of(changed, args, {}) is None
-        fused = flow.form_of(same, args, {})
-    assert [record.getMessage().rsplit(" by ", 1)[0] for record in caplog.records] == [
-        "FluxSingleTransformerBlock: generic flow in place of the fused one, which keeps less: its output differs from "
-        "diffusers'"
-    ]
-    assert fused is not None
+    forms, args = FusedForms(), arguments(model)
+    assert forms.obstacle(changed, args) is None
+    for _ in range(2):
+        with pytest.raises(NotFusable, match=r"its output differs from diffusers' by \d"):
+            forms.form_of(changed, args, {}, PackingConfig())
+    assert forms.obstacle(changed, args).startswith("its output differs")
+    fused = forms.form_of(same, args, {}, PackingConfig())
     with torch.no_grad():
         for found, expected in zip(fused(*args), same(*args), strict=True):
             assert_bitwise(found, expected)
 
 
-def test_keywords_and_other_blocks_take_the_generic_flow(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_flux()
-    flow, args = FusedFlow(PackingConfig()), arguments(model)
+def test_it_is_warned_of_once_and_trained_through_diffusers_code(caplog: pytest.LogCaptureFixture) -> None:
+    model, _, _ = coat_flux_model()
+    model.single_transformer_blocks[0].__class__ = FluxSingleTransformerBlock
     caplog.clear()  # diffusers' own
-    with caplog.at_level(logging.WARNING):
-        assert flow.form_of(nn.Linear(16, 16), args, {}) is None
-        assert caplog.records == []
-        assert flow.form_of(model.transformer_blocks[0], args, {"attention_mask": None}) is None
-    assert "called with keywords (attention_mask)" in caplog.text
+    with caplog.at_level(logging.WARNING, logger="coat_flux"):
+        lora_gradients(model)
+        lora_gradients(model)
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        "FluxSingleTransformerBlock: generic flow in place of the fused one, which keeps less: its output differs from "
+        "diffusers' by "
+    )
+    flows = [choice.flow for choice in BlockRunner.of(model).plan.blocks]
+    assert flows == ["fused", "fused", "generic", "fused"]
+
+
+def test_keywords_and_other_blocks_are_not_fused() -> None:
+    model = tiny_flux()
+    forms, args = FusedForms(), arguments(model)
+    with pytest.raises(NotFusable, match=r"a Linear is not a FLUX\.1 block"):
+        forms.form_of(nn.Linear(16, 16), args, {}, None)
+    with pytest.raises(NotFusable, match=r"called with keywords \(attention_mask\)"):
+        forms.form_of(model.transformer_blocks[0], args, {"attention_mask": None}, None)
+
+
+def test_a_block_whose_hook_goes_is_fused_again() -> None:
+    model, _, _ = coat_flux_model()
+    runner = BlockRunner.of(model)
+    for flow in ("generic", "fused"):
+        hook = model.transformer_blocks[0].register_forward_hook(lambda *_: None) if flow == "generic" else None
+        lora_gradients(model)
+        lora_gradients(model)
+        assert [choice.flow for choice in runner.plan.blocks] == [flow, "fused", "fused", "fused"]
+        if hook is not None:
+            hook.remove()
 
 
 def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.quantize import quantize
-from coat_flux.blocks.decide import BlockBytes, fewest_recomputed, largest_moment, settings_of
+from coat_flux.blocks.block_bytes import BlockBytes, fewest_recomputed, largest_moment
+from coat_flux.blocks.decide import flow_settings
 from coat_flux.blocks.sizes import (
     IMAGE,
     SINGLE,
@@ -99,7 +100,7 @@ def test_a_trained_embedding_gives_gates_a_gradient():
 
 
 def test_dropout_takes_the_generic_flow():
-    dropped, block = settings_of(COATConfig.from_dict({}), dropout=True), flux_block("single")
+    dropped, block = flow_settings(COATConfig.from_dict({}), dropout=True, fused=False), flux_block("single")
     assert dropped.flow == "generic"
     assert kept_bytes(block, TOKENS, dropped) > kept_bytes(block, TOKENS, FlowSettings(flow="generic"))
 
@@ -169,10 +170,10 @@ def test_settings_of_a_config():
         flow="generic", attention="bf16", packing=per_group(32), inputs=Granularity("per_row", 32),
         fp8_checkpoint=False, value_bytes=4, cuda=False, fp8_weights=False, kernels=False,
     )  # fmt: skip
-    assert settings_of(coat, value_bytes=4, cuda=False) == expected
-    assert settings_of(COATConfig()) == FlowSettings()
-    assert settings_of(COATConfig(enabled=False)) == replace(EAGER, fp8_checkpoint=False)
-    weights_alone = settings_of(COATConfig.from_dict({"activation": {"use_fp8": False}}))
+    assert flow_settings(coat, value_bytes=4, cuda=False) == expected
+    assert flow_settings(COATConfig()) == FlowSettings()
+    assert flow_settings(COATConfig(enabled=False)) == replace(EAGER, fp8_checkpoint=False)
+    weights_alone = flow_settings(COATConfig.from_dict({"activation": {"use_fp8": False}}))
     assert (weights_alone.flow, weights_alone.fp8_weights, weights_alone.fp8_adapters) == ("eager", True, False)
 
 

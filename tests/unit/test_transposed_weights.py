@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from coat_core import FP8Linear
 from coat_core.linear.module import load_transposed
-from coat_flux.blocks.auto import AutoCheckpointing
-from coat_flux.blocks.gemms import TransposedWeights
+from coat_flux.blocks.decide import Given, decide
+from coat_flux.blocks.gemms import set_transposed, transposed_bytes
+from coat_flux.blocks.runner import BlockRunner
+from coat_flux.blocks.sizes import Block, Tokens
+from coat_flux.config.coat import COATConfig
 from coat_flux.plan.predict import predict
 from tests.helpers.flux import coat_flux_model, flux_inputs
 from tests.unit.test_plan import job_of
-
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def blocks_of(**activation: Any) -> list[nn.Module]:
@@ -30,56 +31,53 @@ def copied(blocks: list[nn.Module]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mode", "device", "spare", "kept"),
+    ("mode", "device", "checkpointing", "room", "kept"),
     [
-        ("auto", CUDA, 1e9, True),
-        ("auto", CUDA, 1e3, False),
-        ("auto", CUDA, -1.0, False),
-        ("auto", CPU, 1e9, False),
-        ("always", CUDA, -1.0, True),
-        ("always", CPU, 1e9, False),
-        ("never", CUDA, 1e9, False),
+        ("auto", "cuda", "auto", 1, True),
+        ("auto", "cuda", "auto", -1, False),
+        ("auto", "cuda", "none", 1, False),
+        ("auto", "cpu", "auto", 1, False),
+        ("always", "cuda", "none", -1, True),
+        ("always", "cpu", "auto", 1, False),
+        ("never", "cuda", "auto", 1, False),
     ],
 )
-def test_when_copies_are_kept(mode: str, device: torch.device, spare: float, kept: bool) -> None:
-    blocks = blocks_of()
-    TransposedWeights(blocks, mode).fit(device, spare)
-    assert copied(blocks) == (34 if kept else 0)  # all but the modulation's, which see one row per image
+def test_when_copies_are_kept(mode: str, device: str, checkpointing: str, room: int, kept: bool) -> None:
+    """`room`: bytes that a step leaves beyond the copies."""
+    config = COATConfig.from_dict({"memory": {"checkpointing": checkpointing, "transposed_weights": mode}})
+    block = Block("single", 64, 2, 256, (("attn.to_q", 4),))
+    given = Given((block, block), tokens=Tokens(1, 64, 64), device=device, transposed_bytes=1000)
+    peak = decide(config, given).peak_bytes
+    plan = decide(config, replace(given, free_bytes=peak + 1000 + room))
+    assert plan.recomputed == []
+    assert (plan.copies, plan.transposed_bytes) == (kept, 1000 if kept else 0)
+    assert {choice.transposed for choice in plan.blocks} == {kept}
+    assert not decide(config, replace(plan.given, without_copies=True)).copies
+    assert not decide(config, replace(plan.given, tokens=None)).copies
 
 
-def test_copies_go_when_memory_is_needed_and_cost_what_is_said() -> None:
+def test_copies_come_and_go_and_cost_what_is_said() -> None:
     blocks = blocks_of()
-    weights = TransposedWeights(blocks, "auto")
-    weights.fit(CUDA, weights.bytes)
+    set_transposed(blocks, True)
     linears = [m for block in blocks for m in block.modules() if isinstance(m, FP8Linear)]
-    assert weights.bytes == sum(m.weight_codes_transposed.numel() for m in linears if copied([m]))
-    weights.fit(CUDA, weights.bytes - 1)
+    assert transposed_bytes(blocks) == sum(m.weight_codes_transposed.numel() for m in linears if copied([m]))
+    assert copied(blocks) == 34  # all but the modulation's, which see one row per image
+    set_transposed(blocks, False)
     assert copied(blocks) == 0
 
 
 @pytest.mark.parametrize("activation", [{"grad_format": "bf16"}, {"use_fp8": False}])
 def test_no_copies_where_dgrad_does_not_multiply_in_fp8(activation: dict[str, Any]) -> None:
     blocks = blocks_of(**activation)
-    TransposedWeights(blocks, "always").fit(CUDA, 1e9)
+    set_transposed(blocks, True)
     assert copied(blocks) == 0
 
 
-def test_nothing_is_counted_in_a_step_that_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fit` runs in every step where checkpointing is not auto: a walk through all modules would cost milliseconds."""
-    weights = TransposedWeights(blocks_of(), "auto")
-    monkeypatch.setattr(weights, "_linears", lambda: pytest.fail("walked through all modules"))
-    weights.fit(CUDA, -1.0)
-
-
 def test_auto_knows_what_a_step_leaves_free() -> None:
-    model, _, _ = coat_flux_model({"memory": {"checkpointing": "auto", "budget_gb": 1000.0}})
-    policy = model._gradient_checkpointing_func
-    model(**flux_inputs())
-    assert isinstance(policy._auto, AutoCheckpointing)
-    assert 990e9 < policy._auto.spare < 1000e9
-    tight, _, _ = coat_flux_model({"memory": {"checkpointing": "auto", "budget_gb": 0.001}})
-    tight(**flux_inputs())
-    assert tight._gradient_checkpointing_func._auto.spare < 0
+    for budget, low, high in ((1000.0, 990e9, 1000e9), (0.001, -1.0, 0.0)):
+        model, _, _ = coat_flux_model({"memory": {"checkpointing": "auto", "budget_gb": budget}})
+        model(**flux_inputs())
+        assert low <= BlockRunner.of(model).plan.spare_bytes < high
 
 
 def test_the_plan_counts_copies_from_the_first_step_on() -> None:

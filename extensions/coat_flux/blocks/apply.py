@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,11 @@ from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_c
 
 from ..base.errors import UserError
 from ..config.findings import ConfigError
-from .architectures import ArchitecturePolicy, matches, policy_for
+from .architectures import Architecture, matches, policy_for
 from .cast_loss import note_weight
-from .report import OUTSIDE, CoatReport, describe_linear, shared_rows
-from .runner import BlockPolicy
+from .decide import high_precision_reason
+from .report import OUTSIDE, CoatReport, checkpointing_line, describe_linear, path_line, shared_rows
+from .runner import BlockRunner
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
@@ -70,9 +70,10 @@ def apply_coat(
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             report.skipped[name] = f"a {type(module).__name__}: only linear layers become FP8"
     _check_fallback(report, config)
-    blocks = BlockPolicy.install(model, policy.blocks, config, allow_recompute)
-    report.checkpointing, report.path = blocks.describe(), blocks.describe_path(run_device)
-    report.shared = functools.partial(shared_rows, blocks, config, run_device)
+    runner = BlockRunner.install(model, policy.blocks, config, allow_recompute)
+    report.checkpointing = checkpointing_line(runner.plan, config)
+    report.path = path_line(runner.plan, config, run_device)
+    report.shared = lambda: shared_rows(runner.plan, config, run_device)
     modules = dict(model.named_modules())
     report.linears = {name: modules[name] for name in report.converted}
     logger.info(
@@ -106,17 +107,12 @@ def _check_patterns(model: nn.Module, config: COATConfig) -> None:
 
 
 def _layer_config(
-    name: str, config: COATConfig, policy: ArchitecturePolicy, device: torch.device
+    name: str, config: COATConfig, policy: Architecture, device: torch.device
 ) -> tuple[FP8LinearConfig, str]:
     """Return this layer's linear config and why it multiplies in high precision, if it does."""
-    base = config.linear_config()
-    if not base.use_fp8_gemm:
-        return base, "activation.use_fp8: false"
-    chosen = matches(name, tuple(config.activation.include)) and not matches(name, tuple(config.activation.exclude))
-    if not chosen:
-        return replace(base, use_fp8_gemm=False), "activation.include / exclude"
-    if matches(name, policy.weight_only):
-        return replace(base, use_fp8_gemm=False), "one row per image: reading the weight is all the time there is"
+    base, why = config.linear_config(), high_precision_reason(name, config, policy)
+    if why:
+        return replace(base, use_fp8_gemm=False), why
     obstacle = fp8_gemm_obstacle(device, base)
     return base, "" if obstacle is None else f"fallback: {obstacle}"
 
@@ -125,7 +121,7 @@ def _convert_one(
     name: str,
     module: Any,
     config: COATConfig,
-    policy: ArchitecturePolicy,
+    policy: Architecture,
     device: torch.device,
     report: CoatReport,
 ) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class ArchitecturePolicy:
+class Architecture:
     """What of an architecture may be FP8.
 
     Attributes:
@@ -29,7 +29,7 @@ class ArchitecturePolicy:
     blocks: tuple[str, ...]
 
 
-FLUX = ArchitecturePolicy(
+FLUX = Architecture(
     convert=("transformer_blocks.*", "single_transformer_blocks.*"),
     weight_only=(
         "transformer_blocks.*.norm1.linear",
@@ -41,7 +41,7 @@ FLUX = ArchitecturePolicy(
 
 # SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
 # but the middle's first resnet; that one, the attentions' own norms and the samplers keep what they save in bf16.
-UNET = ArchitecturePolicy(
+UNET = Architecture(
     convert=("down_blocks.*", "mid_block.*", "up_blocks.*"),
     weight_only=("*.resnets.*.time_emb_proj",),
     blocks=(
@@ -54,13 +54,13 @@ UNET = ArchitecturePolicy(
     ),
 )
 
-SD3 = ArchitecturePolicy(
+SD3 = Architecture(
     convert=("transformer_blocks.*",),
     weight_only=("transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear"),
     blocks=("transformer_blocks",),
 )
 
-COGVIDEOX = ArchitecturePolicy(
+COGVIDEOX = Architecture(
     convert=("transformer_blocks.*",),
     weight_only=("transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm2.linear"),
     blocks=("transformer_blocks",),
@@ -74,7 +74,7 @@ POLICIES = {
 }
 
 
-def policy_for(model: nn.Module) -> ArchitecturePolicy:
+def policy_for(model: nn.Module) -> Architecture:
     """Return the policy of this model's class, or a cautious one: what lies in the model's top-level block lists.
 
     Raises:
@@ -89,7 +89,7 @@ def policy_for(model: nn.Module) -> ArchitecturePolicy:
             f"{type(model).__name__}: no policy for this class and no top-level list of blocks to convert; "
             f"known classes: {', '.join(POLICIES)}"
         )
-    return ArchitecturePolicy(tuple(f"{name}.*" for name in blocks), (), blocks)
+    return Architecture(tuple(f"{name}.*" for name in blocks), (), blocks)
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -1,37 +1,333 @@
-"""Which blocks to recompute so that a step stays within a budget, from the formulas of `sizes`."""
+"""What each block of a model does, decided in one place: `coat-flux plan` and both trainers call `decide`.
+
+It is a pure function of the config and of what is given: the sizes of the blocks and of the micro-batch, the device,
+what the budget leaves, what was measured, which blocks cannot be fused. `runner.py` gathers what is given and carries
+the plan out, `report.py` puts it into words. Bytes come from `block_bytes`.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from coat_core.activation import PackingConfig
 from coat_core.granularity import Granularity
 
-from .sizes import (
-    FP32,
-    Block,
-    FlowSettings,
-    Tokens,
-    forward_bytes,
-    kept_bytes,
-    lora_bytes,
-    recomputation_bytes,
-    recomputed_bytes,
-    workspace_bytes,
-)
+from .architectures import Architecture, matches
+from .block_bytes import BlockBytes, Moment, UnknownBlock, block_bytes, fewest_recomputed, largest_moment
+from .sizes import FP32, Block, FlowSettings, Tokens, around_bytes
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
 
+# of a GPU's memory; the rest is left to the driver, CUDA's context and fragmentation
+USABLE_FRACTION = 0.92
+GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
 
-def settings_of(
-    config: COATConfig, *, value_bytes: int = 2, lora_bytes: int = FP32, dropout: bool = False, cuda: bool = True
+
+class RunPath(NamedTuple):
+    """One way to run the blocks: a GEMM of `GEMMS`, or the config's own where that is none of them; compile."""
+
+    gemm: str
+    compile: str
+
+    def __str__(self) -> str:
+        return f"{self.gemm} GEMM, {'eager' if self.compile == 'none' else f'compiled {self.compile}'}"
+
+
+class Picked(NamedTuple):
+    """What the first step picked, and why.
+
+    Attributes:
+        path: what is taken.
+        milliseconds: of all blocks, forward and backward, by candidate; empty where nothing was measured.
+        why: in words.
+    """
+
+    path: RunPath
+    milliseconds: dict[RunPath, float]
+    why: str
+
+    def describe(self) -> str:
+        """One line for the log."""
+        others = ", ".join(f"{path} {ms:.1f} ms" for path, ms in self.milliseconds.items() if path != self.path)
+        own = f" {self.milliseconds[self.path]:.1f} ms" if self.path in self.milliseconds else ""
+        return f"path: {self.path}{own} ({self.why}{f'; {others}' if others else ''})"
+
+
+def candidates(config: COATConfig) -> list[RunPath]:
+    """Return the paths that are at least as precise as the config asks, what it asks for first."""
+    asked = config.activation.linear_granularity if config.activation.use_fp8 else "bf16"
+    gemms: Iterable[str] = GEMMS[GEMMS.index(asked) :] if asked in GEMMS else (asked,)
+    modes: tuple[str, ...] = (config.speed.compile,)
+    if config.speed.compile == "auto":
+        modes = ("none", "blocks") if config.activation.flow == "fused" and config.activation.use_fp8 else ("none",)
+    return [RunPath(gemm, mode) for mode in modes for gemm in gemms]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a plan rests on besides the config; each change of it is a reason to decide again.
+
+    Attributes:
+        blocks: in forward order.
+        classes: names of their classes.
+        tokens: of the largest micro-batch; None before the first step.
+        value_bytes: of an element of hidden states.
+        lora_bytes: of an element of what adapters compute with.
+        dropout: whether the adapters have dropout.
+        device: type of the device.
+        allow_recompute: False forbids recomputation (`train.gradient_checkpointing: false`).
+        free_bytes: what the budget leaves for a step besides what is held all along; None: there is no limit.
+        accumulates: the gradients of an earlier micro-batch are there all along.
+        unfused: index of each block that cannot be fused → why.
+        transposed_bytes: what transposed copies of the weights take.
+        picks_later: the first step still has to pick GEMMs and compilation.
+        picked: what it picked.
+        compile_failed: torch.compile failed.
+        attention_kernel: that torch chooses, of `coat_core.kernels.attention`; None where that is not known.
+        recomputed: indices of the blocks that recompute, where it is not the config that says it.
+        ran_out_with: how many blocks recomputed when memory ran out; None where it did not.
+        without_copies: memory ran out with transposed copies.
+    """
+
+    blocks: tuple[Block | UnknownBlock, ...]
+    classes: tuple[str, ...] = ()
+    tokens: Tokens | None = None
+    value_bytes: int = 2
+    lora_bytes: int = FP32
+    dropout: bool = False
+    device: str = "cuda"
+    allow_recompute: bool = True
+    free_bytes: float | None = None
+    accumulates: bool = False
+    unfused: Mapping[int, str] = field(default_factory=dict)
+    transposed_bytes: int = 0
+    picks_later: bool = False
+    picked: Picked | None = None
+    compile_failed: bool = False
+    attention_kernel: str | None = None
+    recomputed: tuple[int, ...] | None = None
+    ran_out_with: int | None = None
+    without_copies: bool = False
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """What one block does.
+
+    Attributes:
+        recomputed: it is run again in backward; else what it saves is kept. None: decided at the first step.
+        inputs: how a recomputed block's inputs are stored; None: as they are.
+        saved: how what a kept block saves is stored; None: as it is.
+        flow: "fused" (autograd functions of `fused/`), "generic" (diffusers' code, saved tensors packed) or
+            "diffusers" (its code alone).
+        obstacle: why it is not fused, where it should be.
+        gemm: of `GEMMS`, or the config's own.
+        transposed: a transposed copy of its weights is kept for dgrad.
+        compiled: "none", "blocks" or "cudagraphs".
+    """
+
+    recomputed: bool | None
+    inputs: PackingConfig | None
+    saved: PackingConfig | None
+    flow: str
+    obstacle: str
+    gemm: str
+    transposed: bool
+    compiled: str
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What all blocks do, and the sizes that was decided by.
+
+    Attributes:
+        mode: `memory.checkpointing` in force.
+        path: GEMMs and compilation in force.
+        blocks: in forward order.
+        part: what modules inside the blocks do, where a model checkpoints those.
+        moment: the moment when blocks need most; None before the first step.
+        kept_bytes: what all blocks keep from the forward to the backward pass.
+        around_bytes: what the model keeps outside its blocks.
+        copies: transposed copies of the weights are kept.
+        transposed_bytes: of the transposed copies; 0 without.
+        spare_bytes: what a step leaves free, where `auto` recomputes nothing; else below 0.
+        given: what it was decided by.
+    """
+
+    mode: str
+    path: RunPath
+    blocks: tuple[BlockChoice, ...]
+    part: BlockChoice
+    moment: Moment | None
+    kept_bytes: int
+    around_bytes: int
+    copies: bool
+    transposed_bytes: int
+    spare_bytes: float = field(compare=False)
+    given: Given = field(compare=False, repr=False)
+
+    @property
+    def recomputed(self) -> list[int] | None:
+        """Indices of the blocks that recompute; None before `auto` has chosen."""
+        if any(choice.recomputed is None for choice in self.blocks):
+            return None
+        return [i for i, choice in enumerate(self.blocks) if choice.recomputed]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest moment, with what is kept outside the blocks."""
+        return self.around_bytes + (0 if self.moment is None else self.moment.total)
+
+    @property
+    def excess_bytes(self) -> float:
+        """What a step needs beyond what is free; 0 where it fits, or there is no limit."""
+        free = self.given.free_bytes
+        return 0.0 if free is None else max(0.0, self.peak_bytes - free)
+
+
+def decide(config: COATConfig, given: Given) -> BlockPlan:
+    """Decide what every block does.
+
+    Before the first step (`given.tokens` is None) sizes are not known: `auto` has not chosen, and nothing is copied.
+    """
+    mode = _checkpointing(config, given.allow_recompute)
+    path = candidates(config)[0] if given.picked is None else given.picked.path
+    sizes: list[BlockBytes] = []
+    around = 0
+    if given.tokens is not None:
+        settings = block_settings(config, given)
+        sizes = [block_bytes(block, given.tokens, s) for block, s in zip(given.blocks, settings, strict=True)]
+        last = given.blocks[-1]
+        around = around_bytes(last, given.tokens, settings[-1]) if isinstance(last, Block) else 0
+    recomputed = _recomputed(config, given, mode, sizes, around)
+
+    moment, spare = None, -1.0
+    if sizes:
+        moment = largest_moment(sizes, recomputed or (), given.accumulates)
+        if mode == "auto" and not recomputed and given.free_bytes is not None:
+            spare = given.free_bytes - moment.total - around
+    copies = _keeps_transposed(config, given, spare)
+
+    def choice(index: int | None, again: bool | None) -> BlockChoice:
+        return _choice(config, given, path, again, copies, index)
+
+    return BlockPlan(
+        mode=mode,
+        path=path,
+        blocks=tuple(choice(i, None if recomputed is None else i in recomputed) for i in range(len(given.blocks))),
+        part=choice(None, mode in ("all", "auto")),  # what a part saves is unknown to auto
+        moment=moment,
+        kept_bytes=sum(s.recomputed if i in (recomputed or ()) else s.kept for i, s in enumerate(sizes)),
+        around_bytes=around,
+        copies=copies,
+        transposed_bytes=given.transposed_bytes if copies else 0,
+        spare_bytes=spare,
+        given=given,
+    )
+
+
+def _checkpointing(config: COATConfig, allow_recompute: bool) -> str:
+    """The mode in force; without COAT diffusers recomputes every block."""
+    if not allow_recompute:
+        return "none"
+    return config.memory.checkpointing if config.enabled else "all"
+
+
+def _recomputed(
+    config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int
+) -> list[int] | None:
+    """Indices of the blocks that recompute; None before `auto` can choose."""
+    every = list(range(len(given.blocks)))
+    if given.recomputed is not None:
+        return list(given.recomputed)
+    if mode in ("all", "every_n"):
+        n = config.memory.every_n if mode == "every_n" else 1
+        return every[n - 1 :: n]
+    if mode == "auto" and given.tokens is None:
+        return None
+    if mode == "none" or given.free_bytes is None:
+        return []
+    return fewest_recomputed(sizes, given.free_bytes - around, given.accumulates)
+
+
+def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
+    """Whether transposed copies of the weights are kept: all of them, or none.
+
+    Recomputing a block costs far more time than a copy saves, so `auto` keeps copies only where no block recomputes.
+    """
+    mode = config.memory.transposed_weights
+    if given.tokens is None or given.device != "cuda" or mode == "never" or given.without_copies:
+        return False
+    return mode == "always" or 0 <= given.transposed_bytes <= spare
+
+
+def _choice(
+    config: COATConfig, given: Given, path: RunPath, again: bool | None, copies: bool, index: int | None
+) -> BlockChoice:
+    """What one block does; `index` None: a part of a block."""
+    packing, in_fp8 = packing_of(config), config.enabled and config.activation.use_fp8
+    packs = in_fp8 and not again
+    if packs:
+        wants_fused = config.activation.flow == "fused"
+    else:  # in high precision blocks are fused only to be compiled
+        wants_fused = config.enabled and path.compile != "none"
+    obstacle = "a part of a block" if index is None else given.unfused.get(index, "")
+    fused = wants_fused and not obstacle
+    compiled = "none"
+    if fused and path.compile != "none" and not given.compile_failed:
+        compiled = "cudagraphs" if path.compile == "cudagraphs" and given.device == "cuda" and not again else "blocks"
+    return BlockChoice(
+        recomputed=again,
+        inputs=packing if again and config.enabled and config.memory.enable_efficient_checkpoint else None,
+        saved=packing if packs else None,
+        flow="fused" if fused else "generic" if packs else "diffusers",
+        obstacle=obstacle if wants_fused else "",
+        gemm=path.gemm if in_fp8 else "bf16",
+        transposed=copies,
+        compiled=compiled,
+    )
+
+
+def packing_of(config: COATConfig) -> PackingConfig:
+    """How FP8 saved tensors and inputs of recomputed blocks are stored."""
+    activation = config.activation
+    granularity = Granularity(activation.nonlinear_granularity, activation.group_size)
+    return PackingConfig(activation.format, granularity, activation.attention)
+
+
+def block_settings(config: COATConfig, given: Given, *, fused: bool = True) -> list[FlowSettings]:
+    """How each block would keep what it saves, were it not recomputed; with `fused` False, by the generic flow."""
+    by_flow = [
+        flow_settings(
+            config,
+            fused=fuses,
+            value_bytes=given.value_bytes,
+            lora_bytes=given.lora_bytes,
+            dropout=given.dropout,
+            cuda=given.device == "cuda",
+        )
+        for fuses in (False, fused)
+    ]
+    return [by_flow[i not in given.unfused] for i in range(len(given.blocks))]
+
+
+def flow_settings(
+    config: COATConfig,
+    *,
+    fused: bool = True,
+    value_bytes: int = 2,
+    lora_bytes: int = FP32,
+    dropout: bool = False,
+    cuda: bool = True,
 ) -> FlowSettings:
-    """How a config's blocks keep what they keep; without COAT, or with FP8 weights alone, in high precision.
+    """How a block keeps what it saves; without COAT, or with FP8 weights alone, in high precision.
 
     Args:
         config: the `coat:` block.
+        fused: whether the block can be fused.
         value_bytes: of an element of hidden states.
         lora_bytes: of an element of what adapters compute with.
         dropout: whether the adapters have dropout.
@@ -40,9 +336,9 @@ def settings_of(
     activation = config.activation
     in_fp8 = config.enabled and activation.use_fp8
     return FlowSettings(
-        flow=("generic" if dropout else activation.flow) if in_fp8 else "eager",
+        flow=(activation.flow if fused else "generic") if in_fp8 else "eager",
         attention=activation.attention,
-        packing=Granularity(activation.nonlinear_granularity, activation.group_size),
+        packing=packing_of(config).granularity,
         inputs=Granularity(activation.linear_granularity, activation.group_size),
         fp8_adapters=in_fp8,
         fp8_checkpoint=config.enabled and config.memory.enable_efficient_checkpoint,
@@ -56,86 +352,13 @@ def settings_of(
     )
 
 
-class BlockBytes(NamedTuple):
-    """What a choice of recomputed blocks weighs, per block.
-
-    Attributes:
-        kept: when the block is not recomputed.
-        recomputed: kept when it is.
-        forward: needed for a moment before the block keeps anything.
-        workspace: needed for a moment besides what is kept.
-        recomputation: the same, when the block is recomputed.
-        gradients: of its adapters.
-    """
-
-    kept: int
-    recomputed: int
-    forward: int
-    workspace: int
-    recomputation: int
-    gradients: int
-
-
-@functools.lru_cache(maxsize=1024)
-def block_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockBytes:
-    """All numbers of a block; 0 kept and no backward pass where nothing up to it is trained."""
-    forward, gradients = forward_bytes(block, tokens, settings), lora_bytes(block)
-    if not block.trained_output:
-        return BlockBytes(0, 0, forward, 0, 0, 0)
-    return BlockBytes(
-        kept_bytes(block, tokens, settings),
-        recomputed_bytes(block, tokens, settings),
-        forward,
-        workspace_bytes(block, tokens, settings),
-        recomputation_bytes(block, tokens, settings),
-        gradients,
-    )
-
-
-class Moment(NamedTuple):
-    """What there is at one moment of a step: kept for backward, needed for that moment only, gradients made by then."""
-
-    kept: int
-    workspace: int
-    gradients: int
-
-    @property
-    def total(self) -> int:
-        """All three."""
-        return sum(self)
-
-
-def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (), accumulates: bool = False) -> Moment:
-    """Find the moment of a step when the blocks need most.
-
-    Args:
-        blocks: in forward order.
-        recomputed: indices of those that recompute.
-        accumulates: the gradients of an earlier micro-batch are there all along.
-    """
-    chosen = set(recomputed)
-    total = sum(block.gradients for block in blocks)
-    kept, later, moments = 0, total, [Moment(0, 0, 0)]
-    for i, block in enumerate(blocks):
-        later -= block.gradients
-        moments.append(Moment(kept, block.forward, total if accumulates else 0))
-        kept += block.recomputed if i in chosen else block.kept
-        workspace = block.recomputation if i in chosen else block.workspace
-        moments.append(Moment(kept, workspace, total if accumulates else later))
-    return max(moments, key=lambda moment: moment.total)
-
-
-def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
-    """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes.
-
-    Those that save most come first and, among equals, the first ones, so that what a recomputed block needs for a
-    moment is needed when little else is kept. All of them where even that is too much.
-
-    Returns:
-        Indices, ascending.
-    """
-    order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
-    for count in range(len(blocks) + 1):
-        if largest_moment(blocks, order[:count], accumulates).total <= free:
-            return sorted(order[:count])
-    return list(range(len(blocks)))
+def high_precision_reason(name: str, config: COATConfig, architecture: Architecture) -> str:
+    """Why a converted linear multiplies in high precision whatever the device; empty where it multiplies in FP8."""
+    activation = config.activation
+    if not activation.use_fp8:
+        return "activation.use_fp8: false"
+    if not matches(name, tuple(activation.include)) or matches(name, tuple(activation.exclude)):
+        return "activation.include / exclude"
+    if matches(name, architecture.weight_only):
+        return "one row per image: reading the weight is all the time there is"
+    return ""

@@ -9,12 +9,10 @@ far more, so `auto` keeps copies only where no block recomputes and all of them 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from coat_core.activation import FP8InputLinear
@@ -25,12 +23,6 @@ if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig
 
     from ..config.coat import COATConfig
-
-logger = logging.getLogger(__name__)
-
-GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
-Gemm = str
-GIVEN_UP = "memory ran out with them"
 
 
 class BlockGemms:
@@ -51,11 +43,11 @@ class BlockGemms:
         ids = {id(module) for module in linears}
         self._linears = [(module, name) for module, name in self._linears if id(module) not in ids]
 
-    def set(self, gemm: Gemm) -> None:
+    def set(self, gemm: str) -> None:
         """Let them multiply with another scaling of their input, or in bf16; adapters keep their inputs accordingly.
 
         Args:
-            gemm: of `GEMMS`, or the config's own scaling.
+            gemm: of `decide.GEMMS`, or the config's own scaling.
         """
         scaling = self._asked.input_granularity if gemm == "bf16" else gemm
         for module, name in self._linears:
@@ -83,81 +75,24 @@ def multiply_in_bf16(linears: Iterable[Any]) -> None:
         setattr(module, name, replace(getattr(module, name), use_fp8_gemm=False))
 
 
-class TransposedWeights:
-    """The copies of a model's blocks: all of them, or none.
+def transposed_bytes(blocks: Iterable[nn.Module]) -> int:
+    """What transposed copies of the blocks' weights take, or would take."""
+    return sum(load_weight(module, config)[0].numel() for module, config in _transposable(blocks))
 
-    Args:
-        blocks: as `apply_coat` left them.
-        mode: "auto", "always" or "never".
-    """
 
-    def __init__(self, blocks: Iterable[nn.Module], mode: str) -> None:
-        self._blocks, self._mode = list(blocks), mode
-        self.kept = False  # whether there are copies now
-        self.reason = ""  # in words, once that is decided
-        self._given_up = False
-
-    @property
-    def bytes(self) -> int:
-        """What the copies take, or would take."""
-        return sum(load_weight(module, config)[0].numel() for module, config in self._linears())
-
-    def fit(self, device: torch.device, spare: float) -> None:
-        """Make or drop the copies.
-
-        Args:
-            device: where the model runs; on others than CUDA a copy is of no use.
-            spare: bytes that a step leaves free without them; below 0 where that is not known, or blocks recompute.
-        """
-        possible = device.type == "cuda" and self._mode != "never" and not self._given_up
-        wanted = possible and (self._mode == "always" or (spare >= 0 and self.bytes <= spare))
-        self.reason = self._why(device, spare)
-        if wanted == self.kept:
-            return
-        self.kept = wanted
-        for module, config in self._linears():
-            if wanted:
-                keep_transposed(module, config)
-            else:
-                drop_transposed(module)
-        made = "kept beside the weights" if wanted else "dropped, memory is needed otherwise"
-        logger.info("transposed weights: %.2f GB %s", self.bytes / 1e9, made)
-
-    def give_up(self) -> int:
-        """Drop the copies for the rest of the run, where `mode` is auto.
-
-        Returns:
-            Bytes that became free.
-        """
-        if self._mode != "auto" or not self.kept:
-            return 0
-        freed = self.bytes
-        self._given_up, self.kept, self.reason = True, False, GIVEN_UP
-        for module, _ in self._linears():
+def set_transposed(blocks: Iterable[nn.Module], wanted: bool) -> None:
+    """Make or drop the copies."""
+    for module, config in _transposable(blocks):
+        if wanted:
+            keep_transposed(module, config)
+        else:
             drop_transposed(module)
-        return freed
 
-    def describe(self) -> str:
-        """What there is, in words; empty before that is decided."""
-        if not self.reason:
-            return ""
-        return f"{self.bytes / 1e9:.2f} GB" if self.kept else "none"
 
-    def _why(self, device: torch.device, spare: float) -> str:
-        if device.type != "cuda":
-            return f"of no use on a {device.type}"
-        if self._mode != "auto":
-            return "as written"
-        if self._given_up:
-            return GIVEN_UP
-        if spare < 0:
-            return "blocks recompute, or checkpointing is not auto"
-        return "a step leaves room for them" if self.bytes <= spare else "a step leaves no room for them"
-
-    def _linears(self) -> Iterator[tuple[nn.Module, Any]]:
-        """FP8 linears whose dgrad multiplies in FP8, with their config."""
-        for block in self._blocks:
-            for module, name in stored_linears(block):
-                config = getattr(module, name)
-                if config.use_fp8_gemm and config.grad_format != "bf16":
-                    yield module, config
+def _transposable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+    """FP8 linears whose dgrad multiplies in FP8, with their config."""
+    for block in blocks:
+        for module, name in stored_linears(block):
+            config = getattr(module, name)
+            if config.use_fp8_gemm and config.grad_format != "bf16":
+                yield module, config

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DROPOUT = "LoRA dropout"  # why a linear with an adapter cannot be fused
+
 
 @dataclass
 class LoraReport:
@@ -174,7 +176,7 @@ def _of_peft_one(layer: Any, name: str) -> PlainAdapter:
     if name in layer.lora_variant:
         raise NotPlain(f"a LoRA variant ({type(layer.lora_variant[name]).__name__})")
     if layer.training and getattr(layer.lora_dropout[name], "p", 0.0):
-        raise NotPlain("LoRA dropout")
+        raise NotPlain(DROPOUT)
     _check_matrices(down, up)
     return PlainAdapter(down.weight, up.weight, (layer.scaling[name],))
 
@@ -187,7 +189,7 @@ def _of_toolkit(lora: Any) -> tuple[PlainAdapter, ...]:
         raise NotPlain(f"a {type(lora).__name__}")
     dropout = getattr(lora.dropout, "p", 0.0) if isinstance(lora.dropout, nn.Module) else lora.dropout
     if lora.training and (dropout or lora.rank_dropout or lora.module_dropout):
-        raise NotPlain("LoRA dropout")
+        raise NotPlain(DROPOUT)
     if hasattr(lora, "scalar") or getattr(lora, "lora_mid", None) is not None:
         raise NotPlain("a LoRA with a scalar or a middle matrix")
     _check_matrices(lora.lora_down, lora.lora_up)

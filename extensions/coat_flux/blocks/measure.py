@@ -23,13 +23,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base.files import write_file
-from .gemms import GEMMS, BlockGemms, Gemm
+from .decide import Picked, RunPath, candidates
+from .gemms import BlockGemms
 from .lora import trained_parameters
 
 if TYPE_CHECKING:
@@ -40,36 +41,6 @@ logger = logging.getLogger(__name__)
 BUDGET_S = 20.0
 COMPILE_BEFORE_S = 10.0  # compilation cannot be stopped: it is begun only while this much of the budget is not used up
 WARM_UP, REPEATS = 2, 5
-
-
-class RunPath(NamedTuple):
-    """One way to run the blocks: a GEMM of `GEMMS`, or the config's own where that is none of them; compile."""
-
-    gemm: Gemm
-    compile: str
-
-    def __str__(self) -> str:
-        return f"{self.gemm} GEMM, {'eager' if self.compile == 'none' else f'compiled {self.compile}'}"
-
-
-class Picked(NamedTuple):
-    """What is taken, and why.
-
-    Attributes:
-        path: what is taken.
-        milliseconds: of all blocks, forward and backward, by candidate; empty where nothing was measured.
-        why: in words.
-    """
-
-    path: RunPath
-    milliseconds: dict[RunPath, float]
-    why: str
-
-    def describe(self) -> str:
-        """One line for the log."""
-        others = ", ".join(f"{path} {ms:.1f} ms" for path, ms in self.milliseconds.items() if path != self.path)
-        own = f" {self.milliseconds[self.path]:.1f} ms" if self.path in self.milliseconds else ""
-        return f"path: {self.path}{own} ({self.why}{f'; {others}' if others else ''})"
 
 
 class Unavailable(Exception):
@@ -127,9 +98,9 @@ class SpeedPick:
     def _reason_not_to_measure(self, args: tuple[Any, ...], found: list[RunPath]) -> str | None:
         measure = self._config.speed.measure
         if measure == "never":
-            return "as written: speed.measure: never"
+            return "as configured: speed.measure: never"
         if measure == "auto" and args[0].device.type != "cuda":
-            return f"as written: nothing is measured on a {args[0].device.type}"
+            return f"as configured: nothing is measured on a {args[0].device.type}"
         if len(found) == 1:
             return "the only one that is as precise as asked"
         return None
@@ -189,16 +160,6 @@ class SpeedPick:
         while len(times) < REPEATS and time.monotonic() - started < BUDGET_S:
             times.append(_timed(once, args[0].device))
         return statistics.median(times)
-
-
-def candidates(config: COATConfig) -> list[RunPath]:
-    """Return the paths that are at least as precise as the config asks, what it asks for first."""
-    asked = config.activation.linear_granularity if config.activation.use_fp8 else "bf16"
-    gemms: Iterable[str] = GEMMS[GEMMS.index(asked) :] if asked in GEMMS else (asked,)
-    modes: tuple[str, ...] = (config.speed.compile,)
-    if config.speed.compile == "auto":
-        modes = ("none", "blocks") if config.activation.flow == "fused" and config.activation.use_fp8 else ("none",)
-    return [RunPath(gemm, mode) for mode in modes for gemm in gemms]
 
 
 def _leaf(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,14 +15,21 @@ from coat_core.kernels.dispatch import triton_obstacle
 from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
 
+from .block_bytes import block_bytes
+from .decide import BlockChoice, BlockPlan, Given, block_settings, packing_of
+from .fused.flux1 import FUSABLE
+from .sizes import Block
+
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
-    from .runner import BlockPolicy
 
 __all__ = ["OUTSIDE", "CoatReport", "Row", "describe_linear", "shared_rows"]
 
 OUTSIDE = "outside the blocks: kept in high precision"
 UNASKED = "-"
+NO_READER = "no FLUX.1 blocks"
+GENERIC = "generic flow in place of the fused one, which keeps less"
+EAGER = "runs eager, not compiled"
 LATER = "decided at the first step"
 DEQUANTIZED = "products of dequantized weights"
 HEADER = ("part", "count", "asked", "got", "why")
@@ -175,27 +183,102 @@ def _part(name: str) -> str:
     return f"{part}.*" if rest else part
 
 
-def shared_rows(policy: BlockPolicy, config: COATConfig, device: torch.device) -> list[Row]:
+def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device) -> list[Row]:
     """Return asked, got and why of what all blocks share: GEMMs, kernels, saved tensors, attention, path and so on.
 
     They are made each time they are read: before the first step they say what it will decide, after it what it did.
     They hold no measured number, so that runs that are the same have the same metadata; the log has those.
 
     Args:
-        policy: of the model's blocks.
+        plan: of the model's blocks, as it is now.
         config: the `coat:` block.
         device: where the model runs.
     """
-    rows = [_gemms(policy, config, device), _kernels(device), _saved(policy, config), _attention(policy)]
-    rows.append(_checkpointing(policy, config))
+    rows = [_gemms(plan, config, device), _kernels(device), _saved(plan, config), _attention(plan, config)]
+    rows.append(_checkpointing(plan, config))
     if config.weight.use_fp8 and config.activation.use_fp8:
-        asked, (got, why) = config.memory.transposed_weights, policy.transposed_weights
-        rows.append(Row("transposed weights", asked, got or LATER, why))
-    rows.append(_path(policy, config, device))
+        rows.append(_transposed(plan, config))
+    rows.append(_path(plan, config, device))
     return rows
 
 
-def _gemms(policy: BlockPolicy, config: COATConfig, device: torch.device) -> Row:
+def checkpointing_line(plan: BlockPlan, config: COATConfig) -> str:
+    """One line: what is recomputed, how kept blocks store what they save."""
+    stored = f"{_stored(config)}, attention {config.activation.attention}"
+    flow = "fused" if config.activation.flow == "fused" and set(plan.given.classes) & {*FUSABLE} else "generic"
+    kept = f"kept blocks save {stored}, {flow} flow" if config.activation.use_fp8 else "kept blocks save high precision"
+    kept += "" if plan.path.compile == "none" else f"; compiled {plan.path.compile}"
+    if plan.recomputed is None:
+        recomputed = f"recomputed blocks keep {_inputs(config)} inputs"
+        return f"checkpointing auto (chosen at the first step); {kept}; {recomputed}"
+    count = f"{len(plan.recomputed)} of {len(plan.blocks)} blocks recompute from {_inputs(config)} inputs"
+    return f"checkpointing {plan.mode}: {count}; {kept}"
+
+
+def path_line(plan: BlockPlan, config: COATConfig, device: torch.device) -> str:
+    """One line: whether scaling and compilation are as configured, or are picked at the first step."""
+    measures = plan.given.picks_later and (device.type == "cuda" or config.speed.measure == "always")
+    when = "picked by measurement at the first step" if measures else "as configured"
+    return f"path: {when} (speed.measure: {config.speed.measure})"
+
+
+def auto_line(plan: BlockPlan) -> str:
+    """One line: what `auto` chose by the sizes; empty where it did not."""
+    given = plan.given
+    if plan.mode != "auto" or given.tokens is None or given.recomputed is not None or given.free_bytes is None:
+        return ""
+    recomputed = f"{len(plan.recomputed or ())} of {len(plan.blocks)} blocks recompute"
+    sizes = f"{plan.peak_bytes / 1e9:.2f} GB for a step, {given.free_bytes / 1e9:.2f} GB free for it"
+    return f"checkpointing auto: {recomputed} ({sizes})"
+
+
+def treatments(plan: BlockPlan) -> Counter[str]:
+    """What the blocks do, in words → how many."""
+    return Counter(_treatment(plan, choice) for choice in plan.blocks)
+
+
+def generic_cost(config: COATConfig, given: Given) -> str:
+    """What the generic flow keeps of a block in place of the fused one; `given` has the one; empty where unknown."""
+    (block,), tokens = given.blocks, given.tokens
+    if tokens is None or not isinstance(block, Block):
+        return ""
+    flows = (block_settings(config, given, fused=fused)[0] for fused in (False, True))
+    kept = [block_bytes(block, tokens, settings).kept for settings in flows]
+    generic, fused = (size / (tokens.rows * block.hidden) for size in kept)
+    return (
+        f"; such a block keeps {kept[0] / 1e6:.2f} MB instead of {kept[1] / 1e6:.2f} MB "
+        f"({generic:.1f} instead of {fused:.1f} bytes per token and channel)"
+    )
+
+
+def _treatment(plan: BlockPlan, choice: BlockChoice) -> str:
+    compiled = "" if plan.path.compile == "none" else ", eager" if choice.compiled == "none" else ", compiled"
+    if choice.recomputed:
+        return f"recomputed{compiled}"
+    if choice.saved is None:
+        return f"kept in high precision{compiled}"
+    return f"kept in FP8, {choice.flow} flow, attention {choice.saved.attention}{compiled}"
+
+
+def not_compiled(kind: str, mode: str) -> str:
+    """Why blocks of a class run eager."""
+    return f"speed.compile={mode!r}: a {kind} that cannot be fused is not compiled"
+
+
+def _has_readers(plan: BlockPlan) -> bool:
+    return all(name in FUSABLE for name in plan.given.classes)
+
+
+def _stored(config: COATConfig) -> str:
+    packing = packing_of(config)
+    return f"FP8 {packing.format} {packing.granularity.name}"
+
+
+def _inputs(config: COATConfig) -> str:
+    return "FP8" if config.memory.enable_efficient_checkpoint else "high precision"
+
+
+def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> Row:
     if not config.activation.use_fp8:
         weights = DEQUANTIZED if config.weight.use_fp8 else "products of the weights"
         return Row("GEMMs", "high precision", weights, "activation.use_fp8: false")
@@ -205,7 +288,7 @@ def _gemms(policy: BlockPolicy, config: COATConfig, device: torch.device) -> Row
     obstacle = fp8_gemm_obstacle(device, linear)
     if obstacle is not None:
         return Row("GEMMs", asked, DEQUANTIZED, f"fallback: {obstacle}")
-    if policy.picked is not None and policy.picked.path.gemm == "bf16":
+    if plan.path.gemm == "bf16":
         return Row("GEMMs", asked, DEQUANTIZED, "faster here, and at least as precise; see path")
     if device.type == "cpu":
         return Row("GEMMs", asked, "fp32 products of the FP8 codes", "a cpu: a GPU's values, not its speed")
@@ -221,61 +304,85 @@ def _kernels(device: torch.device) -> Row:
     return Row("kernels", asked, asked if obstacle is None else reference, obstacle or "")
 
 
-def _saved(policy: BlockPolicy, config: COATConfig) -> Row:
-    if not policy.packs:
+def _saved(plan: BlockPlan, config: COATConfig) -> Row:
+    if not config.activation.use_fp8:
         return Row("saved tensors", "high precision", "high precision", "activation.use_fp8: false")
-    stored = f"FP8 {policy.packing.format} {policy.packing.granularity.name}"
-    asked = f"{stored}, {config.activation.flow} flow"
-    if policy.treatments:
-        got = "; ".join(f"{count} {what}" for what, count in policy.treatments.items())
-        return Row("saved tensors", asked, got, "; ".join(policy.obstacles))
-    obstacles = policy.foreseen_obstacles()
-    if not obstacles:
-        return Row("saved tensors", asked, asked)
-    generic, all_of_them = len(obstacles), len(obstacles) == len(policy.blocks)
-    got = f"{stored}, generic flow" + ("" if all_of_them else f" in {generic} of {len(policy.blocks)} blocks")
-    why = "; ".join(dict.fromkeys(obstacles.values()))
-    return Row("saved tensors", asked, got, why if policy.fusable else "no FLUX.1 blocks")
+    asked = f"{_stored(config)}, {config.activation.flow} flow"
+    if plan.given.tokens is None:  # what is foreseen
+        unfused = plan.given.unfused if config.activation.flow == "fused" else {}
+        if not unfused:
+            return Row("saved tensors", asked, asked)
+        some = "" if len(unfused) == len(plan.blocks) else f" in {len(unfused)} of {len(plan.blocks)} blocks"
+        why = "; ".join(dict.fromkeys(unfused.values())) if _has_readers(plan) else NO_READER
+        return Row("saved tensors", asked, f"{_stored(config)}, generic flow{some}", why)
+    got = "; ".join(f"{count} {what}" for what, count in treatments(plan).items())
+    blocks = list(zip(plan.given.classes, plan.blocks, strict=True))
+    obstacles = {f"{name}: {choice.obstacle}" for name, choice in blocks if choice.obstacle and name in FUSABLE}
+    eager = {
+        not_compiled(name, plan.path.compile)
+        for name, choice in blocks
+        if plan.path.compile != "none" and choice.flow != "fused"
+    }
+    return Row("saved tensors", asked, got, "; ".join([*sorted(obstacles), *sorted(eager)]))
 
 
-def _attention(policy: BlockPolicy) -> Row:
-    kept = policy.packing.attention if policy.packs else "high precision"
-    asked = f"q, k, v, out kept in {kept}"
-    if policy.attention_kernel is None:
-        return Row(
-            "attention", asked, f"as asked; kernel {LATER if policy.fusable else 'chosen by torch at each call'}"
-        )
-    plain = policy.attention_kernel == "plain"
-    why = "torch has no fused kernel for these tensors: backward runs it again" if plain else "torch's choice"
-    return Row("attention", asked, f"as asked; kernel {policy.attention_kernel}", why)
+def _attention(plan: BlockPlan, config: COATConfig) -> Row:
+    kept = config.activation.attention if config.activation.use_fp8 else "high precision"
+    asked, kernel = f"q, k, v, out kept in {kept}", plan.given.attention_kernel
+    if kernel is None:
+        later = LATER if _has_readers(plan) else "chosen by torch at each call"
+        return Row("attention", asked, f"as asked; kernel {later}")
+    plain = "torch has no fused kernel for these tensors: backward runs it again"
+    return Row("attention", asked, f"as asked; kernel {kernel}", plain if kernel == "plain" else "torch's choice")
 
 
-def _checkpointing(policy: BlockPolicy, config: COATConfig) -> Row:
-    memory = config.memory
+def _checkpointing(plan: BlockPlan, config: COATConfig) -> Row:
+    memory, given = config.memory, plan.given
     asked = memory.checkpointing + (f" ({memory.every_n})" if memory.checkpointing == "every_n" else "")
     asked += "" if memory.budget_gb is None else f" within {memory.budget_gb:g} GB"
-    if policy.recomputed is None:
+    if plan.recomputed is None:
         return Row("checkpointing", asked, LATER)
-    inputs = "FP8" if memory.enable_efficient_checkpoint else "high precision"
-    got = f"{len(policy.recomputed)} of {len(policy.blocks)} blocks recompute from {inputs} inputs"
-    forbidden = "train.gradient_checkpointing: false" if policy.mode != memory.checkpointing else ""
-    return Row("checkpointing", asked, got, forbidden or policy.recomputation_reason)
+    got = f"{len(plan.recomputed)} of {len(plan.blocks)} blocks recompute from {_inputs(config)} inputs"
+    why = "the fewest with which a step fits the budget" if plan.mode == "auto" else ""
+    if given.ran_out_with is not None:
+        why = f"memory ran out with {given.ran_out_with}"
+    if plan.mode != memory.checkpointing:
+        why = "train.gradient_checkpointing: false"
+    return Row("checkpointing", asked, got, why)
 
 
-def _path(policy: BlockPolicy, config: COATConfig, device: torch.device) -> Row:
-    asked = f"compile {config.speed.compile}, measure {config.speed.measure}"
-    if policy.will_pick:
+def _transposed(plan: BlockPlan, config: COATConfig) -> Row:
+    mode, given = config.memory.transposed_weights, plan.given
+    got = f"{plan.transposed_bytes / 1e9:.2f} GB" if plan.copies else "none"
+    if given.tokens is None:
+        got, why = LATER, ""
+    elif given.device != "cuda":
+        why = f"not needed on a {given.device}"
+    elif mode != "auto":
+        why = "as configured"
+    elif given.without_copies:
+        why = "memory ran out with them"
+    elif plan.spare_bytes < 0:
+        why = "blocks recompute, or checkpointing is not auto"
+    else:
+        why = "a step leaves room for them" if plan.copies else "a step leaves no room for them"
+    return Row("transposed weights", mode, got, why)
+
+
+def _path(plan: BlockPlan, config: COATConfig, device: torch.device) -> Row:
+    asked, compile = f"compile {config.speed.compile}, measure {config.speed.measure}", plan.path.compile
+    if plan.given.picks_later:
         return Row("path", asked, LATER)
-    picked = policy.picked
+    picked = plan.given.picked
     gemm = "" if picked is None else f"{picked.path.gemm} GEMM, "
     if picked is None:
-        why = "as written" if policy.fusable else "as written: no FLUX.1 blocks"
+        why = "as configured" if _has_readers(plan) else f"as configured: {NO_READER}"
     else:
         why = "the fastest of those that were measured" if picked.milliseconds else picked.why
-    if policy.compile == "none":
+    if compile == "none":
         return Row("path", asked, f"{gemm}eager", why)
-    if policy.compilation_failed:
+    if plan.given.compile_failed:
         return Row("path", asked, f"{gemm}eager", "torch.compile failed, the log has its reason")
-    if policy.compile == "cudagraphs" and device.type != "cuda":
+    if compile == "cudagraphs" and device.type != "cuda":
         return Row("path", asked, f"{gemm}compiled blocks", f"there are no CUDA graphs on a {device.type}")
-    return Row("path", asked, f"{gemm}compiled {policy.compile}", why)
+    return Row("path", asked, f"{gemm}compiled {compile}", why)

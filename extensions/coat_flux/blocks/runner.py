@@ -1,40 +1,53 @@
-"""Per block: keep what it saves (in FP8), or recompute it in backward (from an FP8 input).
+"""Runs every block as its plan has it: recomputed or kept, fused or not, compiled or not.
 
 Works through the one function that every diffusers model calls around each of its blocks
-(`enable_gradient_checkpointing(function)`), so both hosts and all architectures share it.
+(`enable_gradient_checkpointing(function)`), so both trainers and all architectures share it. What each block does is
+decided by `decide`, at the first forward pass, when sizes are known, and again only when what it rests on changes: a
+larger batch comes, gradients turn out to be accumulated, a block turns out not to be fusable, torch.compile fails, or
+memory runs out.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import PackedSavedTensors, PackingConfig, fp8_checkpoint
-from coat_core.granularity import Granularity
+from coat_core.activation import PackedSavedTensors, fp8_checkpoint
 from coat_core.linear.module import drop_transposed
 
-from .auto import AutoCheckpointing, generic_cost
-from .fused.chooser import FusedFlow, attention_kernel
+from . import report
+from .block_bytes import read_blocks
+from .decide import USABLE_FRACTION, BlockChoice, BlockPlan, Given, Picked, RunPath, decide
+from .fused.chooser import FusedForms, attention_kernel
 from .fused.compiled import CompiledBlocks
 from .fused.flux1 import FUSABLE, FusedBlock
-from .gemms import TransposedWeights, multiply_in_bf16
-from .measure import Picked, RunPath, SpeedPick, Unavailable
+from .fused.linears import NotFusable
+from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
+from .lora import trained_parameters
+from .measure import SpeedPick, Unavailable
+from .sizes import Tokens
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
 
 logger = logging.getLogger(__name__)
 
+FP8_STATE, FP32_STATE = 1.1, 4.0  # bytes per parameter of one moment of AdamW
 
-class BlockPolicy:
-    """The function a diffusers model calls instead of each block: `policy(block, *args)`.
+
+class BlockRunner:
+    """The function a diffusers model calls instead of each block: `runner(block, *args)`.
 
     Args:
         blocks: full name → block, in forward order.
@@ -42,7 +55,7 @@ class BlockPolicy:
         allow_recompute: False forbids recomputation.
 
     Raises:
-        ValueError: `memory.checkpointing` is all or every_n while the host forbids recomputation.
+        ValueError: `memory.checkpointing` is all or every_n while recomputation is forbidden.
     """
 
     def __init__(self, blocks: dict[str, nn.Module], config: COATConfig, allow_recompute: bool) -> None:
@@ -52,41 +65,34 @@ class BlockPolicy:
                 f"coat.memory.checkpointing={mode!r}: train.gradient_checkpointing is false, which forbids "
                 "recomputation; set one of them differently (checkpointing: none, or gradient_checkpointing: true)"
             )
-        self.mode = mode if allow_recompute else "none"
-        self.memory = config.memory
-        granularity = Granularity(config.activation.nonlinear_granularity, config.activation.group_size)
-        self.packing = PackingConfig(config.activation.format, granularity, config.activation.attention)
-        self.packs = config.activation.use_fp8
         self.blocks = blocks
-        self._recomputed: set[int] = self._fixed_choice()
         self._config = config
-        fuses = self.packs and config.activation.flow == "fused"
-        self._fused_flow = FusedFlow(self.packing, on_lost=self._without_fused) if fuses else None
-        self._auto = AutoCheckpointing(blocks, config, self._fused_flow) if self.mode == "auto" else None
-        self.compile = "none" if config.speed.compile == "auto" else config.speed.compile
-        self.picked: Picked | None = None
-        self._measure = config.speed.measure
-        self.fusable = all(type(block).__name__ in FUSABLE for block in blocks.values())
-        self._pick = (
-            SpeedPick(blocks, config, self._run_kept) if self.fusable and config.speed.measure != "never" else None
-        )
-        self._fallback = config.fallback
-        self._compiled = CompiledBlocks(self.compile == "cudagraphs", config.fallback)
-        self._exact_flow = FusedFlow(None, "runs eager, not compiled")
-        self.attention_kernel: str | None = None  # of `coat_core.kernels.attention`, from the first step on
-        self._transposed = TransposedWeights(blocks.values(), config.memory.transposed_weights)
-        self._got: dict[int, str] = {}
+        self._modules = list(blocks.values())
+        self._places = {id(block): i for i, block in enumerate(self._modules)}
+        self._fusable = all(type(block).__name__ in FUSABLE for block in self._modules)
+        measures = self._fusable and config.speed.measure != "never"
+        self._pick = SpeedPick(blocks, config, self._run_kept) if measures else None
+        self._trials: dict[str, tuple[BlockChoice, ...]] = {}  # of the start-up measurement, by compilation
+        self._forms = FusedForms()
+        self._compiled = CompiledBlocks(config.fallback)
+        self._size = 0  # elements of hidden states in the largest micro-batch
+        self._held: float | None = None  # bytes, before anything of a step is there
+        self._trained: list[nn.Parameter] = []
         self._warned: set[str] = set()
-        self._told: Counter[str] = Counter()
-        self._more = ""  # why more blocks recompute than `auto` chose
-        ids = [id(block) for block in blocks.values()]
-        self._first, self._last = ids[0], ids[-1]
+        self._logged: Counter[str] = Counter()
+        self._table: dict[int, Callable[..., Any]] = {}
+        self._plan: Any = None  # a BlockPlan, from the first decision on
+        classes = tuple(type(block).__name__ for block in self._modules)
+        self._given = Given(
+            read_blocks(self._modules, (), 0), classes, allow_recompute=allow_recompute, picks_later=measures
+        )
+        self._decide(unfused=self._obstacles(None))
 
     @classmethod
     def install(
         cls, model: Any, block_lists: tuple[str, ...], config: COATConfig, allow_recompute: bool
-    ) -> BlockPolicy:
-        """Make the policy for `model` and put it in place of its gradient checkpointing function.
+    ) -> BlockRunner:
+        """Make the runner for `model` and put it in place of its gradient checkpointing function.
 
         Args:
             model: a diffusers model.
@@ -110,65 +116,29 @@ class BlockPolicy:
                 f"{type(model).__name__}: has none of the block lists its policy names ({', '.join(block_lists)}); "
                 "use a diffusers version that has them, or change coat_flux.blocks.architectures"
             )
-        policy = cls(blocks, config, allow_recompute)
-        model.enable_gradient_checkpointing(policy)
-        return policy
+        runner = cls(blocks, config, allow_recompute)
+        model.enable_gradient_checkpointing(runner)
+        return runner
 
     @classmethod
-    def of(cls, model: nn.Module) -> BlockPolicy | None:
-        """The policy that `install` put in place for a model, or for one inside it; None where there is none."""
+    def of(cls, model: nn.Module) -> BlockRunner | None:
+        """The runner that `install` put in place for a model, or for one inside it; None where there is none."""
         found = (vars(module).get("_gradient_checkpointing_func") for module in model.modules())
-        return next((policy for policy in found if isinstance(policy, cls)), None)
+        return next((runner for runner in found if isinstance(runner, cls)), None)
 
     @property
-    def recomputed(self) -> list[int] | None:
-        """Indices of the blocks that recompute; None before `auto` has chosen."""
-        if self._auto is not None and not self._auto.has_chosen:
-            return None
-        return [i for i, block in enumerate(self.blocks.values()) if id(block) in self._recomputed]
+    def plan(self) -> BlockPlan:
+        """What every block does; before the first step, as far as that is known."""
+        if self._given.tokens is None:  # adapters may have been added since
+            self._decide(blocks=read_blocks(self._modules, (), 0), unfused=self._obstacles(None))
+        elif self._compiled.failed and not self._given.compile_failed:
+            self._decide(compile_failed=True)
+        return self._plan
 
     @property
-    def recomputation_reason(self) -> str:
-        """Why so many blocks recompute, where `auto` or a lack of memory says it."""
-        return self._more or ("" if self._auto is None else "the fewest with which a step fits the budget")
-
-    @property
-    def keeps_transposed(self) -> bool:
-        """Whether there are second copies of the weights now."""
-        return self._transposed.kept
-
-    @property
-    def transposed_weights(self) -> tuple[str, str]:
-        """What there is of them, in words, and why; empty before the first step."""
-        return self._transposed.describe(), self._transposed.reason
-
-    @property
-    def treatments(self) -> Counter[str]:
-        """What the blocks got in the last whole forward pass, with their number; empty before the first."""
-        return self._told
-
-    @property
-    def obstacles(self) -> list[str]:
-        """Why blocks do not take the flow that was asked for, or are not compiled."""
-        flows = [flow for flow in (self._fused_flow, self._exact_flow) if flow is not None]
-        return list(dict.fromkeys([*(reason for flow in flows for reason in flow.obstacles), *self._warned]))
-
-    def foreseen_obstacles(self) -> dict[str, str]:
-        """Name of each block that will not take the fused flow that was asked for → why, before the first step."""
-        if self._fused_flow is None:
-            return {}
-        found = ((name, self._fused_flow.obstacle(block)) for name, block in self.blocks.items())
-        return {name: reason for name, reason in found if reason is not None}
-
-    @property
-    def will_pick(self) -> bool:
-        """Whether the first step still has to choose GEMMs and compilation."""
-        return self._pick is not None
-
-    @property
-    def compilation_failed(self) -> bool:
-        """Whether torch.compile failed, so that blocks run eager."""
-        return self._compiled.failed
+    def picked(self) -> Picked | None:
+        """What the first step picked; None before it, and where nothing is left to pick."""
+        return self._given.picked
 
     def keep_to(self, path: RunPath) -> None:
         """Let the first step take this path, where the config allows it, instead of choosing: `SpeedPick.keep_to`."""
@@ -193,172 +163,236 @@ class BlockPolicy:
         Returns:
             A line that says what changed; None where nothing is left.
         """
-        if self.mode != "auto":
+        plan = self.plan
+        if plan.mode != "auto":
             return None
-        freed = self._transposed.give_up()
-        if freed:
+        if plan.copies and self._config.memory.transposed_weights == "auto":
+            freed = transposed_bytes(self._modules)
+            self._decide(without_copies=True)
             return f"transposed weights: {freed / 1e9:.2f} GB dropped for the rest of the run; results stay the same"
-        before, every = len(self._recomputed), {id(block) for block in self.blocks.values()}
-        if self._recomputed == every:
+        before, every = len(plan.recomputed or ()), tuple(range(len(self._modules)))
+        if before == len(every):
             return None
-        self._recomputed, self._auto = every, None
-        self._more = f"memory ran out with {before}"
-        if self.compile == "cudagraphs":
+        self._decide(recomputed=every, ran_out_with=before)
+        if plan.path.compile == "cudagraphs":
             torch.compiler.reset()  # recordings keep the memory of what their blocks kept
-        inputs = "FP8" if self.memory.enable_efficient_checkpoint else "exact"
+        inputs = "FP8" if self._config.memory.enable_efficient_checkpoint else "exact"
         return (
             f"checkpointing auto: from here on all {len(every)} blocks recompute, before {before} did; "
             f"their gradients are now those of {inputs} inputs"
         )
 
-    def describe(self) -> str:
-        """One line: what is recomputed, how kept blocks store what they save."""
-        stored = f"FP8 {self.packing.format} {self.packing.granularity.name}, attention {self.packing.attention}"
-        fusable = any(type(block).__name__ in FUSABLE for block in self.blocks.values())
-        flow = "fused" if self._fused_flow and fusable else "generic"
-        kept = f"kept blocks save {stored}, {flow} flow" if self.packs else "kept blocks save high precision"
-        kept += "" if self.compile == "none" else f"; compiled {self.compile}"
-        inputs = "FP8" if self.memory.enable_efficient_checkpoint else "high precision"
-        if self.mode == "auto":
-            return f"checkpointing auto (chosen at the first step); {kept}; recomputed blocks keep {inputs} inputs"
-        count = len(self._recomputed)
-        return f"checkpointing {self.mode}: {count} of {len(self.blocks)} blocks recompute from {inputs} inputs; {kept}"
-
-    def describe_path(self, device: torch.device) -> str:
-        """One line: whether scaling and compilation are as written, or are picked at the first step.
-
-        Args:
-            device: where the model will run.
-        """
-        measures = self._pick is not None and (device.type == "cuda" or self._measure == "always")
-        when = "picked by measurement at the first step" if measures else "as written"
-        return f"path: {when} (speed.measure: {self._measure})"
-
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run one block, recomputing it in backward or keeping what it saves."""
+        """Run one block as the plan has it."""
+        self._watch(block, args, kwargs)
+        return self._table.get(id(block), self._run_part)(block, args, kwargs)
+
+    def _watch(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide again where what was given has changed."""
+        place = self._places.get(id(block))
         if self._pick is not None and torch.is_grad_enabled() and not kwargs:
-            self.picked, self._pick = self._pick.choose(args), None
-            self.compile = self.picked.path.compile
-        if self._auto is not None:
-            chosen = self._auto.choose(args)
-            if chosen is not None:
-                self._recomputed = chosen
-                self._transposed.fit(args[0].device, self._auto.spare)
-        elif id(block) == self._first and args:
-            self._transposed.fit(args[0].device, -1.0)
-        if id(block) == self._first:
-            self._compiled.begin_pass()
-            self._tell_attention(block, args)
-        recomputed = self._recomputes(block)
-        compiled = ""
-        kept_in_fp8 = self.packs and not recomputed
-        flow = self._fused_flow if kept_in_fp8 else self._exact_flow if self.compile != "none" else None
-        fused = None if flow is None else flow.form_of(block, args, kwargs)
-        if self.compile != "none":
-            fused = self._compiled_form(block, fused, replayable=not recomputed)
-            compiled = ", compiled" if fused is not None and not self._compiled.failed else ", eager"
-        if recomputed:
-            self._note(block, f"recomputed{compiled}")
-            return self._recompute(fused or block, *args, **kwargs)
-        if not self.packs:
-            self._note(block, f"kept in high precision{compiled}")
-            return (fused or block)(*args, **kwargs)
-        if fused is not None:
-            self._note(block, f"kept in FP8, fused flow, attention {self.packing.attention}{compiled}")
-            return fused(*args)
-        self._note(block, f"kept in FP8, generic flow, attention {self.packing.attention}{compiled}")
-        return self._run_generic(block, *args, **kwargs)
+            picked, self._pick = self._pick.choose(args), None
+            self._decide(picked=picked, picks_later=False)
+        hidden = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
+        size = sum(x.numel() for x in hidden)
+        accumulates = bool(self._trained) and self._trained[0].grad is not None
+        first = self._given.tokens is None and bool(hidden or (args and self._plan.mode != "auto"))
+        if first or size > self._size or accumulates > self._given.accumulates:
+            self._start(args, hidden, size, accumulates)
+        if place == 0:
+            if any(choice.compiled == "cudagraphs" for choice in self._plan.blocks):
+                torch.compiler.cudagraph_mark_step_begin()  # what the pass before made may be overwritten
+            if self._given.attention_kernel is None and self._fusable and len(args) > 1 and torch.is_grad_enabled():
+                self._decide(attention_kernel=attention_kernel(block, args))
+                logger.info("attention: torch's kernel %r", self._given.attention_kernel)
+        if place == len(self._modules) - 1:
+            counts = report.treatments(self.plan)
+            if counts != self._logged:
+                self._logged = counts
+                logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
 
-    def _without_fused(self, block: nn.Module, args: tuple[Any, ...]) -> str:
-        """Let `auto` count on the generic flow for a block; what that costs, for the warning."""
-        if self._auto is not None:
-            self._auto.count_as_generic(block)
-        return generic_cost(block, args, self._config)
+    def _start(self, args: tuple[Any, ...], hidden: list[Tensor], size: int, accumulates: bool) -> None:
+        """Decide by the sizes of the first, or of a larger, micro-batch."""
+        device, tokens = args[0].device, self._given.tokens or Tokens(0, 0, 0)
+        if size > self._size and len(hidden) == 2:
+            tokens = Tokens(hidden[0].shape[0], hidden[1].shape[1], hidden[0].shape[1])
+        self._size = max(size, self._size)
+        if self._held is None:
+            self._trained = [p for block in self._modules for p in trained_parameters(block)]
+            self._held = held_bytes(device) + self._optimizer_bytes()
+        facts = self._facts(args)
+        copied = facts["device"] == "cuda" and self._config.memory.transposed_weights != "never"
+        self._decide(
+            blocks=read_blocks(self._modules, args, self._size),
+            tokens=tokens,
+            dropout=any(isinstance(m, nn.Dropout) and m.p for block in self._modules for m in block.modules()),
+            free_bytes=budget_bytes(device, self._config.memory.budget_gb) - self._held,
+            accumulates=accumulates or self._given.accumulates,
+            unfused=self._obstacles(args),
+            transposed_bytes=transposed_bytes(self._modules) if copied else 0,
+            **facts,
+        )
 
-    def _run_generic(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with PackedSavedTensors(self.packing, keep=_frozen_tensors(block, (args, kwargs))):
+    def _decide(self, **changed: Any) -> None:
+        """Decide by what has changed, and let the blocks follow."""
+        before = self._plan
+        self._given = replace(self._given, **changed)
+        plan = self._plan = decide(self._config, self._given)
+        self._table = {
+            id(block): functools.partial(self._run, choice)
+            for block, choice in zip(self._modules, plan.blocks, strict=True)
+        }
+        if plan.copies != (before is not None and before.copies):
+            set_transposed(self._modules, plan.copies)
+            made = "kept beside the weights" if plan.copies else "dropped, memory is needed otherwise"
+            if not self._given.without_copies:
+                logger.info("transposed weights: %.2f GB %s", transposed_bytes(self._modules) / 1e9, made)
+        line, sizes = report.auto_line(plan), (plan.recomputed, plan.peak_bytes)
+        if line and not (report.auto_line(before) and sizes == (before.recomputed, before.peak_bytes)):
+            logger.info(line)
+            if plan.excess_bytes > 0:
+                logger.warning(
+                    "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB; lower the "
+                    "resolution",
+                    plan.excess_bytes / 1e9,
+                )
+        wants_graphs = self._given.tokens is not None and plan.path.compile == "cudagraphs"
+        kept = any(choice.flow == "fused" and not choice.recomputed for choice in plan.blocks)
+        if wants_graphs and kept and self._given.device != "cuda":
+            self._compiled.lacks_graphs(self._given.device)
+
+    def _facts(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """What a block's arguments show: types of the device and of values."""
+        kind = args[0].device.type
+        lora = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        return {"device": kind, "value_bytes": args[0].element_size(), "lora_bytes": lora.itemsize}
+
+    def _obstacles(self, args: tuple[Any, ...] | None) -> dict[int, str]:
+        """Index of each block that cannot be fused, as far as it shows without running it → why."""
+        found = ((i, self._forms.obstacle(block, args)) for i, block in enumerate(self._modules))
+        return {i: reason for i, reason in found if reason is not None}
+
+    def _optimizer_bytes(self) -> float:
+        """What the optimizer will hold: it makes its states after the first backward pass."""
+        options = self._config.optimizer
+        fp8 = [options.use_fp8 and moment for moment in (options.use_fp8_m1, options.use_fp8_m2)]
+        return sum(FP8_STATE if moment else FP32_STATE for moment in fp8) * sum(p.numel() for p in self._trained)
+
+    def _run(self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block as its part of the plan has it."""
+        form = self._form_of(choice, block, args, kwargs)
+        if choice.recomputed:
+            run, packing = form or block, choice.inputs
+            if packing is None:
+                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            return fp8_checkpoint(run, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
+        if form is not None:
+            return form(*args)
+        if choice.saved is None:
+            return block(*args, **kwargs)
+        with PackedSavedTensors(choice.saved, keep=_frozen_tensors(block, (args, kwargs))):
             return block(*args, **kwargs)
 
-    def _run_kept(self, compile: str, block: nn.Module, args: tuple[Any, ...]) -> Any:
-        """A block that is not recomputed, for the start-up measurement."""
-        if not self.packs:
-            return block(*args)
-        fused = None if self._fused_flow is None else self._fused_flow.form_of(block, args, {})
+    def _form_of(
+        self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> FusedBlock | None:
+        """The block's fused form, compiled where the plan says so; None where diffusers' code runs.
+
+        A block that could not be fused is read again each time: adapters and hooks come and go.
+        """
+        fused = None
+        if choice.flow == "fused" or choice.obstacle:
+            try:
+                fused = self._forms.form_of(block, args, kwargs, choice.saved)
+            except NotFusable as error:
+                self._lose(choice, block, str(error), args)
         if fused is None:
-            return self._run_generic(block, *args)
-        if compile == "none":
-            return fused(*args)
-        outputs = self._compiled.form_of(fused, replayable=False)(*args)
-        if self._compiled.failed:
-            raise Unavailable("torch.compile failed")
-        return outputs
+            if self._plan.path.compile != "none":
+                self._warn_of_eager(block)
+            return None
+        if choice.obstacle:
+            self._decide(unfused=self._obstacles(args))
+        if choice.compiled == "none":
+            return fused
+        return self._compiled.form_of(fused, replayable=choice.compiled == "cudagraphs")
 
-    def _recompute(self, run: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.memory.enable_efficient_checkpoint:
-            packing = self.packing
-            return fp8_checkpoint(run, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-    def _compiled_form(self, block: nn.Module, fused: FusedBlock | None, replayable: bool) -> FusedBlock | None:
-        if fused is not None:
-            return self._compiled.form_of(fused, replayable)
-        reason = f"speed.compile={self.compile!r}: a {type(block).__name__} that cannot be fused is not compiled"
-        if self._fallback == "error":
-            raise RuntimeError(f"fallback='error': {reason}; set coat.speed.compile: none, or fallback: bf16")
-        if reason not in self._warned:
-            self._warned.add(reason)
-            logger.warning("%s, it runs eager", reason)
-        return None
-
-    def _note(self, block: nn.Module, got: str) -> None:
-        """Count what each block got; one line in the log at the last block, where that is new."""
-        self._got[id(block)] = got
-        if id(block) != self._last:
+    def _lose(self, choice: BlockChoice, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
+        """A block cannot be fused: decide by that, and warn once for each kind and reason."""
+        place, kind = self._places.get(id(block)), type(block).__name__
+        if place is not None and self._given.unfused.get(place) != reason:
+            self._decide(unfused={**self._obstacles(args), place: reason})
+        warning = f"{kind}: {report.EAGER if choice.saved is None else report.GENERIC}: {reason}"
+        if kind not in FUSABLE or warning in self._warned:
             return
-        counts = Counter(self._got.values())
-        if counts != self._told:
-            self._told = counts
-            logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
+        self._warned.add(warning)
+        cost = "" if choice.saved is None else self._generic_cost(block, args)
+        logger.warning("%s%s", warning, cost)
 
-    def _tell_attention(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        """Once, the kernel that torch chooses for attention."""
-        if self.attention_kernel is None and self.fusable and len(args) > 1 and torch.is_grad_enabled():
-            self.attention_kernel = attention_kernel(block, args)
-            logger.info("attention: torch's kernel %r", self.attention_kernel)
+    def _generic_cost(self, block: nn.Module, args: tuple[Any, ...]) -> str:
+        """What the generic flow keeps of a block in place of the fused one, in words; empty where that is unknown."""
+        if len(args) < 2:
+            return ""
+        image, text = args[:2]
+        return report.generic_cost(
+            self._config,
+            replace(
+                self._given,
+                blocks=read_blocks([block], args, 0),
+                tokens=Tokens(image.shape[0], text.shape[1], image.shape[1]),
+                unfused={},
+                **self._facts(args),
+            ),
+        )
 
-    def _recomputes(self, block: nn.Module) -> bool:
-        if any(block is listed for listed in self.blocks.values()):
-            return id(block) in self._recomputed
-        if self.mode == "every_n":
+    def _warn_of_eager(self, block: nn.Module) -> None:
+        """Say once that a kind of block is not compiled, where compilation is asked for; `fallback: error` raises."""
+        mode = self._plan.path.compile
+        reason = report.not_compiled(type(block).__name__, mode)
+        if reason in self._warned:
+            return
+        if self._config.fallback == "error":
+            raise RuntimeError(f"fallback='error': {reason}; set coat.speed.compile: none, or fallback: bf16")
+        self._warned.add(reason)
+        logger.warning("%s, it runs eager", reason)
+
+    def _run_part(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module inside a block, which some models checkpoint by themselves."""
+        if self._plan.mode == "every_n":
             raise ValueError(
                 f"coat.memory.checkpointing='every_n': this model checkpoints {type(block).__name__} modules inside "
                 "its blocks, which cannot be counted; set checkpointing: all or none"
             )
-        return self.mode in ("all", "auto")  # what such a part saves is unknown to auto
+        return self._run(self._plan.part, block, args, kwargs)
 
-    def _fixed_choice(self) -> set[int]:
-        ids = [id(block) for block in self.blocks.values()]
-        if self.mode == "all":
-            return set(ids)
-        if self.mode == "every_n":
-            n = self.memory.every_n
-            return set(ids[n - 1 :: n])
-        return set()
+    def _run_kept(self, compile: str, block: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Run a block that is not recomputed, for the start-up measurement."""
+        if compile not in self._trials:
+            trial = Picked(RunPath(self._plan.path.gemm, "none" if compile == "none" else "blocks"), {}, "")
+            self._trials[compile] = decide(self._config, replace(self._given, recomputed=(), picked=trial)).blocks
+        outputs = self._run(self._trials[compile][self._places[id(block)]], block, args, {})
+        if compile != "none" and self._compiled.failed:
+            raise Unavailable("torch.compile failed")
+        return outputs
+
+
+def budget_bytes(device: torch.device, budget_gb: float | None) -> float:
+    """The peak the run must stay under: `budget_gb` (1e9 bytes), or what the device has."""
+    if budget_gb is not None:
+        return budget_gb * 1e9
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1] * USABLE_FRACTION
+    return float(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
+
+
+def held_bytes(device: torch.device) -> float:
+    """What this process holds now: CUDA tensors, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.memory_allocated(device))
+    return float(psutil.Process().memory_info().rss)
 
 
 def _frozen_tensors(block: nn.Module, args: tuple[Any, ...]) -> Iterator[Tensor]:
     """Parameters and buffers of the block, and constants given to it that all blocks share (rotary tables)."""
     yield from block.parameters()
     yield from block.buffers()
-    yield from (x for x in _tensors(args) if not x.requires_grad)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    yield from (x for x in tree_iter(args) if isinstance(x, Tensor) and not x.requires_grad)

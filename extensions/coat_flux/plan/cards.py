@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.budget import USABLE_FRACTION
+from ..blocks.decide import USABLE_FRACTION
 from ..config.job import JobConfig
 from .facts import Card
 from .job import JobFacts, job_facts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass, replace
 
-from ..blocks.architectures import BLOCK_LISTS
-from ..blocks.decide import settings_of
+from ..blocks.architectures import BLOCK_LISTS, FLUX
+from ..blocks.decide import Given, block_settings, high_precision_reason
+from ..blocks.lora import DROPOUT
 from ..blocks.sizes import FP32, Block, FlowSettings, Tokens
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
@@ -50,7 +52,6 @@ class JobFacts:
         targets: linears with an adapter.
         blocks: of the transformer, in forward order, with their adapters.
         tokens: of the largest micro-batch.
-        settings: how blocks keep what they keep.
         sample_tokens: of the largest image to be drawn, or None where none is drawn.
     """
 
@@ -60,8 +61,39 @@ class JobFacts:
     targets: tuple[Linear, ...]
     blocks: tuple[Block, ...]
     tokens: Tokens
-    settings: FlowSettings
     sample_tokens: Tokens | None
+
+    @functools.cached_property
+    def given(self) -> Given:
+        """What the run's decision on its blocks rests on; the budget is for `predict` to add."""
+        train, coat, dropout = self.job.train, self.job.coat, bool(self.job.network.dropout)
+        copied = [
+            linear.weights
+            for linear in self.model.linears
+            if linear.is_fp8 and not high_precision_reason(linear.name, coat, FLUX)
+        ]
+        in_fp8 = coat.enabled and coat.weight.use_fp8 and coat.activation.grad_format != "bf16"
+        return Given(
+            self.blocks,
+            tokens=self.tokens,
+            value_bytes=self.value_bytes,
+            dropout=dropout,
+            device="cpu" if self.on_cpu else "cuda",
+            allow_recompute=train.gradient_checkpointing,
+            accumulates=train.gradient_accumulation > 1,
+            unfused={i: DROPOUT for i, block in enumerate(self.blocks) if block.ranks} if dropout else {},
+            transposed_bytes=sum(copied) if in_fp8 and not self.on_cpu else 0,
+        )
+
+    @functools.cached_property
+    def block_settings(self) -> list[FlowSettings]:
+        """How each block keeps what it saves."""
+        return block_settings(self.job.coat, self.given)
+
+    @property
+    def settings(self) -> FlowSettings:
+        """How the last block keeps what it saves."""
+        return self.block_settings[-1]
 
     @property
     def value_bytes(self) -> int:
@@ -125,12 +157,6 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
         targets=targets,
         blocks=_blocks(model, targets, job.network.linear),
         tokens=_tokens(model, data.pixels, job.train.batch_size),
-        settings=settings_of(
-            job.coat,
-            value_bytes=VALUE_BYTES[job.train.dtype],
-            dropout=bool(job.network.dropout),
-            cuda=job.device != "cpu",
-        ),
         sample_tokens=_sample_tokens(job, model),
     )
 

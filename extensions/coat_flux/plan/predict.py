@@ -13,15 +13,14 @@ not counted; `memory.budget.USABLE_FRACTION` of a card leaves room for them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.architectures import FLUX, matches
-from ..blocks.budget import USABLE_FRACTION
-from ..blocks.decide import BlockBytes, Moment, block_bytes, fewest_recomputed, largest_moment
-from ..blocks.sizes import FP32, around_bytes, forward_bytes
+from ..blocks.block_bytes import Moment
+from ..blocks.decide import USABLE_FRACTION, BlockPlan, decide
+from ..blocks.sizes import FP32, forward_bytes
 from ..config.job import JobConfig
 from .job import JobFacts, job_facts
 from .space import moment_bytes, save_space
@@ -58,17 +57,25 @@ class Prediction:
         phases: load, cache, sample (where images are drawn), step and save.
         ram_bytes: the most that the process holds in host memory.
         disk_bytes: what the run and its caches leave on disk, without the model's own files.
-        recomputed: indices of the blocks that recompute.
-        blocks: number of blocks.
+        plan: what the blocks do.
         assumptions: what had to be assumed.
     """
 
     phases: list[PhasePrediction]
     ram_bytes: int
     disk_bytes: int
-    recomputed: tuple[int, ...] = ()
-    blocks: int = 0
-    assumptions: tuple[str, ...] = field(default=())
+    plan: BlockPlan
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Indices of the blocks that recompute."""
+        return tuple(self.plan.recomputed or ())
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.plan.blocks)
 
     @property
     def peak(self) -> int:
@@ -98,21 +105,14 @@ def predict_facts(
     facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
 ) -> Prediction:
     """`predict` for gathered facts; `recomputed` are the blocks that do, where it is not the config that says it."""
-    sizes = [block_bytes(block, facts.tokens, facts.settings) for block in facts.blocks]
-    held = _held(facts)
-    if recomputed is None:
-        recomputed = _recomputed(facts, sizes, sum(held.values()), device_bytes)
-    step = _step(facts, sizes, recomputed)
-    phases = [_load(facts), _cache(facts), _sample(facts), step, _save(facts)]
-    if _keeps_transposed(facts, recomputed, step.total, device_bytes):
-        phases = [phase and _with_transposed(phase, facts) for phase in phases]
-    found = [phase for phase in phases if phase is not None]
+    plan = block_plan(facts, device_bytes, recomputed)
+    phases = [_load(facts), _cache(facts), _sample(facts), _step(facts, plan), _save(facts)]
+    found = [_with_transposed(phase, plan) for phase in phases if phase is not None]
     return Prediction(
         phases=found,
         ram_bytes=_ram(facts, max(phase.total for phase in found)),
         disk_bytes=_disk(facts),
-        recomputed=tuple(recomputed),
-        blocks=len(sizes),
+        plan=plan,
         assumptions=_assumptions(facts),
     )
 
@@ -147,21 +147,14 @@ def _library(facts: JobFacts) -> int:
     return 0 if facts.on_cpu else LIBRARY_WORKSPACE
 
 
-def _recomputed(facts: JobFacts, sizes: list[BlockBytes], held: int, device_bytes: float | None) -> list[int]:
-    """Indices of the blocks that recompute, as `BlockPolicy` has it; diffusers' own checkpointing takes all."""
-    job, memory, indices = facts.job, facts.job.coat.memory, list(range(len(sizes)))
-    mode = memory.checkpointing if job.coat.enabled else "all"
-    if not job.train.gradient_checkpointing or mode == "none":
-        return []
-    if mode == "all":
-        return indices
-    if mode == "every_n":
-        return indices[memory.every_n - 1 :: memory.every_n]
+def block_plan(
+    facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
+) -> BlockPlan:
+    """What the blocks will do, by the decision that the run takes; arguments as `predict_facts`."""
     budget = _budget(facts, device_bytes)
-    if budget is None:
-        return []
-    free = budget - held - _library(facts) - around_bytes(facts.blocks[-1], facts.tokens, facts.settings)
-    return fewest_recomputed(sizes, free, _accumulates(facts))
+    free = None if budget is None else budget - sum(_held(facts).values()) - _library(facts)
+    chosen = None if recomputed is None else tuple(recomputed)
+    return decide(facts.job.coat, replace(facts.given, free_bytes=free, recomputed=chosen))
 
 
 def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
@@ -172,43 +165,17 @@ def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
     return None if device_bytes is None else device_bytes * USABLE_FRACTION
 
 
-def _transposed_bytes(facts: JobFacts) -> int:
-    """Second copies of the weights that see tokens."""
-    fp8 = [linear for linear in facts.model.linears if linear.is_fp8]
-    return sum(linear.weights for linear in fp8 if not matches(linear.name, FLUX.weight_only))
-
-
-def _keeps_transposed(facts: JobFacts, recomputed: Sequence[int], step: int, device_bytes: float | None) -> bool:
-    """As `memory.transposed` decides at the first step."""
-    coat = facts.job.coat
-    fp8_gemms = coat.activation.use_fp8 and coat.activation.grad_format != "bf16"
-    in_fp8 = coat.enabled and coat.weight.use_fp8 and fp8_gemms
-    if facts.on_cpu or not in_fp8 or coat.memory.transposed_weights == "never":
-        return False
-    if coat.memory.transposed_weights == "always":
-        return True
-    auto = coat.memory.checkpointing == "auto" and facts.job.train.gradient_checkpointing
-    budget = _budget(facts, device_bytes)
-    return auto and not recomputed and budget is not None and step + _transposed_bytes(facts) <= budget
-
-
-def _with_transposed(phase: PhasePrediction, facts: JobFacts) -> PhasePrediction:
-    """The phase with the copies, which the first step makes and the rest of the run keeps."""
+def _with_transposed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
+    """The phase with transposed copies of weights, which the first step makes and the rest of the run keeps."""
     if phase.name in ("load", "cache"):
         return phase
-    return PhasePrediction(
-        phase.name, {**phase.parts, "transformer": phase.parts["transformer"] + _transposed_bytes(facts)}
-    )
+    parts = {**phase.parts, "transformer": phase.parts["transformer"] + plan.transposed_bytes}
+    return PhasePrediction(phase.name, parts)
 
 
-def _accumulates(facts: JobFacts) -> bool:
-    return facts.job.train.gradient_accumulation > 1
-
-
-def _step(facts: JobFacts, sizes: list[BlockBytes], recomputed: Sequence[int]) -> PhasePrediction:
+def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
     """The larger of two moments: the blocks' and the optimizer's."""
-    moment = largest_moment(sizes, recomputed, _accumulates(facts))
-    around = around_bytes(facts.blocks[-1], facts.tokens, facts.settings)
+    moment, around = plan.moment or Moment(0, 0, 0), plan.around_bytes
     chunk = CHUNK_ELEMENTS_CPU if facts.on_cpu else CHUNK_ELEMENTS_GPU
     elements = sum(facts.adapter_sizes)
     updated = min(chunk, elements) if facts.job.train.optimizer == COAT_OPTIMIZER else elements // OPTIMIZER_BUFFERS
@@ -310,6 +277,6 @@ def _assumptions(facts: JobFacts) -> tuple[str, ...]:
         found.append(
             "the images are not here: every one is taken at its full resolution; caches on disk are not counted"
         )
-    if facts.settings.flow == "generic" and facts.job.coat.activation.flow == "fused":
+    if facts.job.coat.activation.flow == "fused" and "generic" in {each.flow for each in facts.block_settings}:
         found.append("network.dropout: blocks take the generic flow, which keeps more than the fused one")
     return tuple(found)

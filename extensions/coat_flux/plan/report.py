@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..blocks.budget import USABLE_FRACTION
-from ..blocks.sizes import Block, kept_tensors, recomputed_bytes
+from ..blocks.decide import USABLE_FRACTION
+from ..blocks.sizes import kept_tensors, recomputed_bytes
 from ..config.job import JobConfig
 from .cards import Verdict, judge
 from .facts import CARDS, Card
@@ -60,8 +60,9 @@ def as_text(plan: Plan) -> str:
 
 def _head(plan: Plan) -> str:
     facts, job = plan.facts, plan.facts.job
-    tokens, flow = facts.tokens, facts.settings.flow
-    kept = "in high precision" if flow == "eager" else f"in FP8, {flow} flow, attention {facts.settings.attention}"
+    tokens, flows = facts.tokens, dict.fromkeys(settings.flow for settings in facts.block_settings)
+    kept = f"in FP8, {' and '.join(flows)} flow, attention {facts.settings.attention}"
+    kept = "in high precision" if "eager" in flows else kept
     recomputed = f"{len(plan.prediction.recomputed)} of {plan.prediction.blocks} blocks recompute"
     model = f"{job.model.name_or_path}, {facts.model.elements['transformer'] / GB:.2f} B parameters"
     return (
@@ -97,14 +98,14 @@ def _blocks(plan: Plan) -> str:
 
 def _kept_by_kind(facts: JobFacts) -> dict[str, dict[str, int]]:
     """Kind of block → kind of tensor → bytes, for the last block of each kind."""
-    last: dict[str, Block] = {block.kind: block for block in facts.blocks}
+    last = {block.kind: (block, settings) for block, settings in zip(facts.blocks, facts.block_settings, strict=True)}
     found: dict[str, dict[str, int]] = {}
-    for kind, block in last.items():
+    for kind, (block, settings) in last.items():
         sizes = found.setdefault(kind, {})
-        for tensor in kept_tensors(block, facts.tokens, facts.settings):
+        for tensor in kept_tensors(block, facts.tokens, settings):
             sizes[tensor.what] = sizes.get(tensor.what, 0) + tensor.bytes
         sizes["all"] = sum(sizes.values())
-        sizes["when recomputed"] = recomputed_bytes(block, facts.tokens, facts.settings)
+        sizes["when recomputed"] = recomputed_bytes(block, facts.tokens, settings)
     return found
 
 

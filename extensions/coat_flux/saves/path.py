@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ..blocks.measure import RunPath
-from ..blocks.runner import BlockPolicy
+from ..blocks.decide import RunPath
+from ..blocks.runner import BlockRunner
 
 __all__ = ["keep_path", "path_of"]
 
 
 def path_of(transformer: nn.Module) -> dict[str, str]:
     """GEMMs and compilation in force, plain JSON; empty before the first step, and without COAT."""
-    policy = BlockPolicy.of(transformer)
+    policy = BlockRunner.of(transformer)
     return {} if policy is None or policy.picked is None else dict(policy.picked.path._asdict())
 
 
 def keep_path(transformer: nn.Module, path: Mapping[str, str]) -> None:
     """Let the first step take a saved path instead of measuring, where the config still has it."""
-    policy = BlockPolicy.of(transformer)
+    policy = BlockRunner.of(transformer)
     if policy is not None and "gemm" in path:
         policy.keep_to(RunPath(path["gemm"], path["compile"]))

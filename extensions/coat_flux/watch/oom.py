@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..base.errors import UserError
-from ..blocks.runner import BlockPolicy
+from ..blocks.runner import BlockRunner
 from .memory_stats import GB, used_bytes
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def recompute_more(transformer: nn.Module) -> str | None:
     gradients are those of its input after a round trip through FP8, or of the exact one where
     `memory.enable_efficient_checkpoint` is false; a kept block's are those of packed tensors.
     """
-    policy = BlockPolicy.of(transformer)
+    policy = BlockRunner.of(transformer)
     line = None if policy is None else policy.recompute_more()
     if line is not None:
         gc.collect()
@@ -207,19 +207,19 @@ class _Explanation:
 
             job = replace(self._job(), device=str(self._device))
             policy = self._policy()
-            if policy is not None and not policy.keeps_transposed:
+            if policy is not None and not policy.plan.copies:
                 memory = replace(job.coat.memory, transposed_weights="never")
                 job = replace(job, coat=replace(job.coat, memory=memory))
             self._facts = job_facts(job)
         return self._facts
 
-    def _policy(self) -> BlockPolicy | None:
-        return next(filter(None, map(BlockPolicy.of, self._phases.owners("transformer"))), None)
+    def _policy(self) -> BlockRunner | None:
+        return next(filter(None, map(BlockRunner.of, self._phases.owners("transformer"))), None)
 
     def _recomputed(self) -> list[int] | None:
         """Indices of the blocks that recompute in this run; None where that is not known yet."""
         policy = self._policy()
-        return None if policy is None else policy.recomputed
+        return None if policy is None else policy.plan.recomputed
 
     def _prediction(self) -> Prediction:
         from ..plan.predict import predict_facts

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.cast_loss import WEIGHT_PRECISION, Measures, decibels
-from ..blocks.runner import BlockPolicy
+from ..blocks.runner import BlockRunner
 
 if TYPE_CHECKING:
     from ..blocks.report import CoatReport
@@ -188,7 +188,7 @@ class PrecisionWatch:
         self._say(f"{KEY}={self._minimum:g}: {count} multiply in bf16 from here on: {listed}")
 
     def _apply(self, names: Sequence[str]) -> None:
-        policy = BlockPolicy.of(self._model)
+        policy = BlockRunner.of(self._model)
         modules = dict(self._model.named_modules())
         found = [modules.get(f"{name}.base_layer", modules.get(name)) for name in names]
         policy.multiply_in_bf16(found)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..blocks.held import gradients, state_tensors, trained
 from ..blocks.report import CoatReport
-from ..blocks.runner import BlockPolicy
+from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
 from .casts import CastProbe
@@ -151,8 +151,8 @@ class StepWatch:
         chooses = self._precision.pending and step >= FIRST_OBSERVED and (not first or step == FIRST_OBSERVED)
         if not (due or chooses):
             return nullcontext()
-        policy = BlockPolicy.of(self._transformer)
-        if policy is not None and policy.compile == "cudagraphs":
+        policy = BlockRunner.of(self._transformer)
+        if policy is not None and policy.plan.path.compile == "cudagraphs":
             if not self._warned_of_graphs:
                 self._warned_of_graphs = True
                 self._log.say("FP8 casts are not observed with coat.speed.compile: cudagraphs; blocks observes them")

@@ -1,9 +1,7 @@
-"""Which blocks take the fused flow: those that can, after one comparison of each kind with diffusers' own code."""
+"""Which blocks can be fused: those that can be read, after one comparison of each kind with diffusers' own code."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,64 +10,49 @@ from torch import nn
 from coat_core.activation import PackingConfig
 from coat_core.kernels.attention import chosen_kernel
 
-from .flux1 import FUSABLE, FusedBlock, fused_block
+from .flux1 import FusedBlock, fused_block
 from .linears import NotFusable
-
-logger = logging.getLogger(__name__)
 
 # of a block's output between the fused flow and diffusers' code, relative, in norms; on a CPU it is that of rounding
 LARGEST_DIFFERENCE = 0.02
 
-GENERIC = "generic flow in place of the fused one, which keeps less"
 
-
-class FusedFlow:
-    """Gives the fused form of a block, or None where it takes the generic flow; the reason is logged once per kind.
+class FusedForms:
+    """Gives the fused form of blocks.
 
     The first block of each kind is run both ways, so that a diffusers version whose blocks compute something else is
     noticed at the first step and trained through its own code.
-
-    Args:
-        packing: how kept tensors are stored; None keeps them as they are.
-        otherwise: what a block does that cannot be fused, for the log.
-        on_lost: called with a block that cannot be fused and its arguments; returns what that costs, for the log.
     """
 
-    def __init__(
-        self,
-        packing: PackingConfig | None,
-        otherwise: str = GENERIC,
-        on_lost: Callable[[nn.Module, tuple[Any, ...]], str] = lambda block, args: "",
-    ) -> None:
-        self._packing, self._otherwise, self._on_lost = packing, otherwise, on_lost
-        self._equal: dict[type, bool] = {}
-        self._told: set[tuple[str, str]] = set()
+    def __init__(self) -> None:
+        self._differs: dict[type, str] = {}  # kind of block → how its output differs; empty where it does not
 
-    def form_of(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FusedBlock | None:
-        """Return the block's fused form, which takes `args` alone, or None.
+    def form_of(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], packing: PackingConfig | None
+    ) -> FusedBlock:
+        """Return the block's fused form, which takes `args` alone.
 
         Args:
             block: of any class.
             args: what it is about to be called with.
             kwargs: likewise; FLUX's blocks are given none.
+            packing: how kept tensors are stored; None keeps them as they are.
+
+        Raises:
+            NotFusable: the block takes diffusers' own code; the message says why.
         """
         kind = type(block)
-        if kind.__name__ not in FUSABLE or not self._equal.get(kind, True):
-            return None
+        if self._differs.get(kind):
+            raise NotFusable(self._differs[kind])
         if kwargs:
-            self._tell(block, args, f"called with keywords ({', '.join(kwargs)})")
-            return None
-        try:
-            fused = fused_block(block, args, self._packing)
-        except NotFusable as error:
-            self._tell(block, args, str(error))
-            return None
-        if kind not in self._equal:
+            raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
+        fused = fused_block(block, args, packing)
+        if kind not in self._differs:
             difference = relative_difference(fused, block, args)
-            self._equal[kind] = difference <= LARGEST_DIFFERENCE
-            if not self._equal[kind]:
-                self._tell(block, args, f"its output differs from diffusers' by {difference:.1%}")
-                return None
+            differs = difference > LARGEST_DIFFERENCE
+            self._differs[kind] = f"its output differs from diffusers' by {difference:.1%}" if differs else ""
+            if differs:
+                raise NotFusable(self._differs[kind])
         return fused
 
     def obstacle(self, block: nn.Module, args: tuple[Any, ...] | None = None) -> str | None:
@@ -79,24 +62,13 @@ class FusedFlow:
             block: of any class.
             args: what it is about to be called with; None before that is known.
         """
-        if not self._equal.get(type(block), True):
-            return "its output differs from diffusers'"
+        if self._differs.get(type(block)):
+            return self._differs[type(block)]
         try:
-            fused_block(block, args, self._packing)
+            fused_block(block, args, None)
         except NotFusable as error:
             return str(error)
         return None
-
-    @property
-    def obstacles(self) -> list[str]:
-        """Why blocks are not fused, those that were met so far, by kind of block."""
-        return sorted(f"{kind}: {reason}" for kind, reason in self._told)
-
-    def _tell(self, block: nn.Module, args: tuple[Any, ...], reason: str) -> None:
-        key, cost = (type(block).__name__, reason), self._on_lost(block, args)
-        if key not in self._told:
-            self._told.add(key)
-            logger.warning("%s: %s: %s%s", key[0], self._otherwise, reason, cost)
 
 
 def attention_kernel(block: nn.Module, args: tuple[Any, ...]) -> str:

@@ -35,40 +35,40 @@ class CompiledBlocks:
     """Gives the compiled form of a fused block; eager goes on where torch.compile fails, with one warning.
 
     Args:
-        cuda_graphs: replay CUDA graphs; on other devices the blocks are compiled without.
         fallback: "error" raises where torch.compile fails, or where there are no CUDA graphs; "bf16" goes on.
 
     Attributes:
         failed: whether torch.compile failed, so that all blocks run eager.
     """
 
-    def __init__(self, cuda_graphs: bool, fallback: str) -> None:
-        self._cuda_graphs, self._fallback = cuda_graphs, fallback
+    def __init__(self, fallback: str) -> None:
+        self._fallback = fallback
+        self._lacks_graphs = False  # and it was said
         self.failed = False
         self._compiled: dict[tuple[type, bool], Callable[..., tuple[Tensor, Tensor]]] = {}
 
-    def begin_pass(self) -> None:
-        """Say that the model's forward pass begins: what CUDA graphs made in the pass before may be overwritten."""
-        if self._cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
+    def lacks_graphs(self, device: str) -> None:
+        """Warn once, or with `fallback: error` raise, that blocks are compiled without CUDA graphs on this device."""
+        if not self._lacks_graphs:
+            self._lacks_graphs = True
+            self._warn(f"there are no CUDA graphs on a {device}; set coat.speed.compile: blocks", None)
 
     def form_of(self, fused: FusedBlock, replayable: bool) -> FusedBlock:
         """Return the fused block's compiled form, with the same arguments and results.
 
         Args:
             fused: as `fused_block` gives it.
-            replayable: False runs it without CUDA graphs: it runs again in the midst of a backward pass.
+            replayable: as a CUDA graph; not where it runs again in the midst of a backward pass.
         """
 
         def run(hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any, _: Any = None) -> tuple[Tensor, Tensor]:
             if self.failed or _is_observed():
                 return fused(hidden, text, temb, rotary)
-            graphs = replayable and self._uses_graphs(hidden.device)
-            block = _ready_for_replay(fused) if graphs else fused
+            block = _ready_for_replay(fused) if replayable else fused
             inputs = (_requiring_grad(hidden), _requiring_grad(text), temb, rotary)
             try:
                 with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-                    return _first_order_only(*self._function(type(fused), graphs)(block, *inputs))
+                    return _first_order_only(*self._function(type(fused), replayable)(block, *inputs))
             except _compiler_errors() as error:
                 self._fail(f"torch.compile: {_reason(error)}; {REMEDY}", error)
             return fused(hidden, text, temb, rotary)
@@ -82,17 +82,11 @@ class CompiledBlocks:
             self._compiled[key] = torch.compile(RUNS[kind], fullgraph=True, dynamic=False, mode=mode)
         return self._compiled[key]
 
-    def _uses_graphs(self, device: torch.device) -> bool:
-        if self._cuda_graphs and device.type != "cuda":
-            self._cuda_graphs = False
-            self._tell(f"there are no CUDA graphs on a {device.type}; set coat.speed.compile: blocks", None)
-        return self._cuda_graphs
-
     def _fail(self, reason: str, error: Exception) -> None:
         self.failed = True
-        self._tell(reason, error)
+        self._warn(reason, error)
 
-    def _tell(self, reason: str, error: Exception | None) -> None:
+    def _warn(self, reason: str, error: Exception | None) -> None:
         if self._fallback == "error":
             raise RuntimeError(f"fallback='error': {reason}") from error
         logger.warning("blocks run %s: %s", "eager" if self.failed else "compiled without CUDA graphs", reason)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...base.names import COAT_OPTIMIZER
-from ...blocks.runner import BlockPolicy
+from ...blocks.runner import BlockRunner
 from ...saves.path import path_of
 from .network import load_lora_tensors
 from .optim import restore_optimizer
@@ -61,8 +61,8 @@ def restore_optimizer_state(optimizer: Optimizer, point: ResumePoint, name: str,
 
 def path_record(transformer: nn.Module) -> dict[str, Any]:
     """What the first step chose and rounding depends on: GEMMs, compilation, which blocks recompute."""
-    policy = BlockPolicy.of(transformer)
-    return {} if policy is None else {**path_of(transformer), "recomputed": policy.recomputed}
+    policy = BlockRunner.of(transformer)
+    return {} if policy is None else {**path_of(transformer), "recomputed": policy.plan.recomputed}
 
 
 def path_changes(transformer: nn.Module, record: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,180 @@
+"""The bytes that `decide` weighs: of one block, and of the moment of a step when all blocks together need most."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .lora import trained_parameters
+from .sizes import (
+    Block,
+    FlowSettings,
+    Tokens,
+    forward_bytes,
+    kept_bytes,
+    lora_bytes,
+    read_block,
+    recomputation_bytes,
+    recomputed_bytes,
+    workspace_bytes,
+)
+
+
+class BlockBytes(NamedTuple):
+    """What a choice of recomputed blocks weighs, per block.
+
+    Attributes:
+        kept: when the block is not recomputed.
+        recomputed: kept when it is.
+        forward: needed for a moment before the block keeps anything.
+        workspace: needed for a moment besides what is kept.
+        recomputation: the same, when the block is recomputed.
+        gradients: of its adapters.
+    """
+
+    kept: int
+    recomputed: int
+    forward: int
+    workspace: int
+    recomputation: int
+    gradients: int
+
+
+class Rates(NamedTuple):
+    """Bytes kept per element of hidden states: in high precision with fp32 LoRA, packed, packed but for attention."""
+
+    high_precision: float
+    packed: float
+    attention_kept: float
+
+
+# scripts/bench_architectures.py, EXPERIMENTS.md; the last for classes nobody measured
+RATES = {
+    "BasicTransformerBlock": Rates(81.0, 29.9, 35.4),
+    "JointTransformerBlock": Rates(95.7, 30.7, 37.6),
+    "CogVideoXBlock": Rates(59.4, 19.7, 23.6),
+    "ResnetBlock2D": Rates(16.0, 8.3, 8.3),
+}
+UNKNOWN = Rates(96.0, 38.0, 42.0)
+FP8_INPUT, BF16_INPUT = 1.03, 2.0  # bytes that a recomputed block keeps per element
+
+
+@dataclass(frozen=True)
+class UnknownBlock:
+    """A block whose kept tensors nobody listed: its bytes are those that were measured per element of hidden states.
+
+    Attributes:
+        kind: name of its class.
+        elements: of hidden states in the largest micro-batch.
+        gradients: bytes of its adapters.
+    """
+
+    kind: str
+    elements: int
+    gradients: int
+
+    def bytes(self, settings: FlowSettings) -> BlockBytes:
+        """All numbers of the block."""
+        rates = RATES.get(self.kind, UNKNOWN)
+        kept = rates.packed if settings.attention == "fp8" else rates.attention_kept
+        if settings.flow == "eager":
+            kept = rates.high_precision
+        recomputed = FP8_INPUT if settings.fp8_checkpoint else BF16_INPUT
+        whole = int(rates.high_precision * self.elements)
+        return BlockBytes(
+            int(kept * self.elements), int(recomputed * self.elements), whole, whole, whole, self.gradients
+        )
+
+
+def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: int) -> tuple[Block | UnknownBlock, ...]:
+    """Describe blocks with their adapters, in forward order.
+
+    Args:
+        modules: the blocks.
+        args: what the first one is called with; empty before that is known.
+        elements: of hidden states, for blocks whose kept tensors nobody listed.
+    """
+    trained = any(isinstance(x, Tensor) and x.requires_grad for x in args[:2])
+    embedding = len(args) > 2 and isinstance(args[2], Tensor) and args[2].requires_grad
+    found: list[Block | UnknownBlock] = []
+    for block in modules:
+        try:
+            described = replace(read_block(block, trained), trained_embedding=embedding)
+        except (AttributeError, ValueError):  # another class, or not built as diffusers' is
+            gradients = sum(p.numel() * p.element_size() for p in trained_parameters(block))
+            found.append(UnknownBlock(type(block).__name__, elements, gradients))
+        else:
+            found.append(described)
+            trained = described.trained_output
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def block_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings) -> BlockBytes:
+    """All numbers of a block; 0 kept and no backward pass where nothing up to it is trained."""
+    if isinstance(block, UnknownBlock):
+        return block.bytes(settings)
+    forward, gradients = forward_bytes(block, tokens, settings), lora_bytes(block)
+    if not block.trained_output:
+        return BlockBytes(0, 0, forward, 0, 0, 0)
+    return BlockBytes(
+        kept_bytes(block, tokens, settings),
+        recomputed_bytes(block, tokens, settings),
+        forward,
+        workspace_bytes(block, tokens, settings),
+        recomputation_bytes(block, tokens, settings),
+        gradients,
+    )
+
+
+class Moment(NamedTuple):
+    """What there is at one moment of a step: kept for backward, needed for that moment only, gradients made by then."""
+
+    kept: int
+    workspace: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return sum(self)
+
+
+def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (), accumulates: bool = False) -> Moment:
+    """Find the moment of a step when the blocks need most.
+
+    Args:
+        blocks: in forward order.
+        recomputed: indices of those that recompute.
+        accumulates: the gradients of an earlier micro-batch are there all along.
+    """
+    chosen = set(recomputed)
+    total = sum(block.gradients for block in blocks)
+    kept, later, moments = 0, total, [Moment(0, 0, 0)]
+    for i, block in enumerate(blocks):
+        later -= block.gradients
+        moments.append(Moment(kept, block.forward, total if accumulates else 0))
+        kept += block.recomputed if i in chosen else block.kept
+        workspace = block.recomputation if i in chosen else block.workspace
+        moments.append(Moment(kept, workspace, total if accumulates else later))
+    return max(moments, key=lambda moment: moment.total)
+
+
+def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bool = False) -> list[int]:
+    """Choose the fewest blocks to recompute so that `largest_moment` stays within `free` bytes.
+
+    Those that save most come first and, among equals, the first ones, so that what a recomputed block needs for a
+    moment is needed when little else is kept. All of them where even that is too much.
+
+    Returns:
+        Indices, ascending.
+    """
+    order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
+    for count in range(len(blocks) + 1):
+        if largest_moment(blocks, order[:count], accumulates).total <= free:
+            return sorted(order[:count])
+    return list(range(len(blocks)))
