@@ -56,7 +56,7 @@ def test_the_map_has_a_line_for_every_package_in_their_order():
     assert re.findall(r"^\| `(\w+)/` \|", _text("extensions/coat_flux/README.md"), re.MULTILINE) == packages
 
 
-@pytest.mark.parametrize("folder", ["coat_core"])
+@pytest.mark.parametrize("folder", ["extensions/coat_flux", "coat_core"])
 def test_every_file_of_the_maps_exists(folder):
     named = set(re.findall(r"`([\w/]+\.(?:py|md))`", _text(f"{folder}/README.md")))
     assert len(named) > 10
