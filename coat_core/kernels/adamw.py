@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from coat_core.casts import MomentUpdate, declares
 from coat_core.config import ExpansionConfig
 from coat_core.expansion import QuantizedBlocks, dequantize_blocks, quantize_blocks
 from coat_core.formats import INT8_RATIO, format_of
@@ -200,6 +201,25 @@ def _fp8_adamw_step(
     for param, flat in zip(params, flat_params, strict=True):
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
+
+
+@declares(_fp8_adamw_step)
+def _(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avg: Tensor,
+    exp_avg_numbers: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_numbers: Tensor,
+    first_blocks: list[int],
+    hyper: list[float],
+    table: Tensor | None,
+    expansion: list[float],
+    maximize: bool,
+    stochastic_rounding: bool,
+) -> MomentUpdate:
+    moments = (exp_avg, exp_avg_numbers), (exp_avg_sq, exp_avg_sq_numbers)
+    return MomentUpdate(params, grads, *moments, first_blocks, hyper, maximize)
 
 
 def _cut(chunk: Chunk, flat: list[Tensor]) -> list[Tensor]:

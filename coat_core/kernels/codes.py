@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coat_core.casts import Cast
 from coat_core.formats import get_format
 from coat_core.granularity import Granularity
 from coat_core.quantize import quantize
@@ -47,3 +48,9 @@ def fake_codes_of(values: Tensor, fmt: str, granularity: str) -> tuple[Tensor, T
     scale_shape = Granularity(granularity).scale_shape(tuple(values.shape))
     codes = values.new_empty(values.shape, dtype=get_format(fmt).dtype)
     return codes, values.new_empty(scale_shape, dtype=torch.float32)
+
+
+def cast_of(kind: str, out: tuple[Tensor, ...], granularity: str) -> Cast | None:
+    """What such an operator declares to have cast; None where no codes were asked for."""
+    values, codes, scale = out[:3]
+    return None if granularity == "none" else Cast(kind, values, codes, scale, Granularity(granularity))

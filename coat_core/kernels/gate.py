@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coat_core.casts import GRADIENT, Cast, declares
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
-from coat_core.kernels.codes import codes_of, fake_codes_of
+from coat_core.kernels.codes import cast_of, codes_of, fake_codes_of
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.quantize import dequantize
 
@@ -96,6 +97,21 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dy = grad.new_empty(grad.shape, dtype=dtype)
     return dy, *fake_codes_of(dy, fmt, granularity), gate.new_empty(0 if result is None else gate.shape)
+
+
+@declares(gate_residual_backward)
+def _(
+    out: tuple[Tensor, ...],
+    grad: Tensor,
+    gate: Tensor,
+    result: Tensor | None,
+    result_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    fmt: str,
+    granularity: str,
+) -> Cast | None:
+    return cast_of(GRADIENT, out, granularity)
 
 
 def _granularity_of(scale: Tensor, group_size: int) -> Granularity:

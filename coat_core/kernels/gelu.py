@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coat_core.kernels.codes import codes_of, fake_codes_of
+from coat_core.casts import INPUT, Cast, declares
+from coat_core.kernels.codes import cast_of, codes_of, fake_codes_of
 from coat_core.kernels.dispatch import run_by_triton
 
 
@@ -50,6 +51,11 @@ def _(attention: Tensor | None, mlp: Tensor, fmt: str, granularity: str) -> tupl
     dtype = mlp.dtype if attention is None else torch.promote_types(attention.dtype, mlp.dtype)
     values = mlp.new_empty((*mlp.shape[:-1], width), dtype=dtype)
     return values, *fake_codes_of(values, fmt, granularity)
+
+
+@declares(gelu_concat_quantize)
+def _(out: tuple[Tensor, ...], attention: Tensor | None, mlp: Tensor, fmt: str, granularity: str) -> Cast | None:
+    return cast_of(INPUT, out, granularity)
 
 
 @torch.library.custom_op("coat::gelu_backward", mutates_args=())

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.kernels.codes import codes_of, fake_codes_of
+from coat_core.casts import INPUT, Cast, declares
+from coat_core.kernels.codes import cast_of, codes_of, fake_codes_of
 from coat_core.kernels.dispatch import run_by_triton
 
 
@@ -83,6 +84,13 @@ def layer_norm_modulate_quantize(
 def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float, fmt: str, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
     n = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype))
     return n, *fake_codes_of(n, fmt, granularity)
+
+
+@declares(layer_norm_modulate_quantize)
+def _(
+    out: tuple[Tensor, ...], x: Tensor, scale: Tensor, shift: Tensor, eps: float, fmt: str, granularity: str
+) -> Cast | None:
+    return cast_of(INPUT, out, granularity)
 
 
 @torch.library.custom_op("coat::layer_norm_modulate_backward", mutates_args=())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from coat_core.casts import Cast, declares
 from coat_core.formats import Format, get_format
 from coat_core.granularity import PER_TENSOR, Granularity
 from coat_core.kernels.dispatch import run_by_triton
@@ -30,6 +31,13 @@ def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: T
 def _(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     scale_shape = Granularity(granularity, group_size).scale_shape(tuple(x.shape))
     return x.new_empty(x.shape, dtype=get_format(fmt).dtype), x.new_empty(scale_shape, dtype=torch.float32)
+
+
+@declares(_quantize)
+def _(
+    out: tuple[Tensor, Tensor], x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None = None
+) -> Cast:
+    return Cast(None, x, *out, Granularity(granularity, group_size), factors)
 
 
 @torch.library.custom_op("coat::dequantize", mutates_args=())

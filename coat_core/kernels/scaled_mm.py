@@ -15,6 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
+from coat_core.casts import GRADIENT, INPUT, Product, declares
 from coat_core.kernels.quantize import transpose_codes
 
 ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
@@ -41,7 +42,7 @@ def scaled_mm(
     b_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    fast_accum: bool = False,
+    forward: bool = False,
 ) -> Tensor:
     """Return (a · a_scale)(b · b_scale)ᵀ + bias in `out_dtype`; this body is the reference.
 
@@ -52,7 +53,8 @@ def scaled_mm(
         b_scale: fp32 [] or [N, 1].
         bias: floating [N] or None.
         out_dtype: bf16, fp16 or fp32.
-        fast_accum: let Hopper's tensor cores accumulate with about 14 bits, which is faster; for fprop only.
+        forward: a is the input of a linear (fprop), and not a gradient: Hopper's tensor cores may then accumulate with
+            about 14 bits, which is faster.
 
     Returns:
         Tensor [M, N] of `out_dtype`.
@@ -78,10 +80,24 @@ def _(
     b_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    fast_accum: bool = False,
+    forward: bool = False,
 ) -> Tensor:
     _check_shapes(a, a_scale, b, b_scale, bias)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@declares(scaled_mm)
+def _(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    forward: bool = False,
+) -> Product:
+    return Product(b, a, INPUT if forward else GRADIENT)
 
 
 @scaled_mm.register_kernel("cuda")
@@ -92,7 +108,7 @@ def _scaled_mm_cuda(
     b_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    fast_accum: bool = False,
+    forward: bool = False,
 ) -> Tensor:
     _check_shapes(a, a_scale, b, b_scale, bias)
     row_wise = a_scale.ndim == 2 or b_scale.ndim == 2
@@ -111,7 +127,7 @@ def _scaled_mm_cuda(
         scale_b=b_scale,
         bias=kernel_bias,
         out_dtype=kernel_dtype,
-        use_fast_accum=fast_accum,
+        use_fast_accum=forward,
     )
     if bias is not None and kernel_bias is None:
         out = out + bias

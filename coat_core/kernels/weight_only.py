@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coat_core.casts import Product, declares
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.quantize import dequantize
 
@@ -39,6 +40,11 @@ def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
 @weight_only_linear.register_fake
 def _(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=dtype)
+
+
+@declares(weight_only_linear)
+def _(out: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
+    return Product(codes)
 
 
 run_by_triton(weight_only_linear, "weight_only.weight_only_linear")

@@ -74,7 +74,7 @@ def multiply(
     scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    fast_accum: bool = False,
+    forward: bool = False,
 ) -> Tensor:
     """Return (a)(weight · scale)ᵀ + bias.
 
@@ -84,7 +84,7 @@ def multiply(
         scale: fp32 [] or [N, 1].
         bias: [N] or None.
         dtype: of the result.
-        fast_accum: see `scaled_mm`.
+        forward: see `scaled_mm`.
 
     Returns:
         Tensor [..., N].
@@ -97,7 +97,7 @@ def multiply(
         return (out if bias is None else out + bias).to(dtype)
     lead = a.codes.shape[:-1]
     a_scale = a.scale.reshape(-1, 1) if a.scale.ndim else a.scale
-    out = scaled_mm(_rows(a.codes), a_scale, weight, scale, bias, dtype, fast_accum)
+    out = scaled_mm(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
     return out.reshape(*lead, -1)
 
 
@@ -118,7 +118,7 @@ def fprop(
         Tensor [..., N].
     """
     if quantized is not None:
-        return multiply(quantized, codes, scale, bias, dtype, fast_accum=True)
+        return multiply(quantized, codes, scale, bias, dtype, forward=True)
     y: Tensor = weight_only_linear(x, codes, scale, bias, dtype)
     return y
 
@@ -206,7 +206,7 @@ class _TrainableLinear(torch.autograd.Function):
         ctx.save_for_backward(quantized.codes, quantized.scale, codes, scale)
         ctx.config, ctx.granularity = config, quantized.granularity
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        return multiply(quantized, codes, scale, bias, dtype, fast_accum=True)
+        return multiply(quantized, codes, scale, bias, dtype, forward=True)
 
     @staticmethod
     @first_order_only

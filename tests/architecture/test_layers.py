@@ -13,6 +13,7 @@ ORDER = (
     "coat_core.formats",
     "coat_core.granularity",
     "coat_core.autograd",
+    "coat_core.casts",
     "coat_core.config",
     "coat_core.metrics",
     "coat_core.quantize",

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from coat_core import FP8AdamW, FP8Linear, FP8QuantizationConfig
+from coat_core.casts import declarations
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, PER_TENSOR, Granularity
+from coat_core.kernels.dispatch import launchers
 from coat_core.kernels.gelu import gelu_concat_quantize
 from coat_core.kernels.quantize import quantize
 from coat_core.metrics import cast_losses
@@ -111,6 +113,12 @@ def test_fused_operators_are_seen_and_those_that_quantize_nothing_are_not() -> N
     with CastProbe(None, {}) as probe:
         gelu_concat_quantize(None, mlp, "e4m3", "per_row")
     assert probe.health().kinds[INPUTS].most_saturated.saturation == 1 / 128
+
+
+def test_every_operator_that_makes_codes_declares_what_it_casts() -> None:
+    quantizing = {name for name in launchers if "quantize" in name and "dequantize" not in name}
+    products = {"coat::scaled_mm", "coat::weight_only_linear"}
+    assert set(declarations) == quantizing | products | {"coat::gate_residual_backward", "coat::fp8_adamw_step"}
 
 
 @pytest.mark.parametrize("expansion", [True, False])

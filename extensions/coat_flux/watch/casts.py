@@ -1,18 +1,16 @@
 """Observes every cast to FP8 while it happens: a dispatch mode around one step.
 
-Operators that quantize return their codes along with the values they cast, or take both; they are compared on the
-device, on evenly spaced rows (`precision.measure`), and one read-back at the end brings all results to the CPU. Nothing
-is kept alive but a few numbers per cast, and nothing changes: the operators run as they would without it. Compiled
-blocks run eager inside a dispatch mode (blocks/fused/compiled.py); CUDA's backward thread inherits its caller's mode.
+Operators declare what they cast (`coat_core.casts`): values and codes are compared on the device, on evenly spaced rows
+(`measure_cast`), and one read-back at the end fetches all results. Nothing is kept alive but a few numbers per cast,
+and nothing changes: the operators run as they would without it. Compiled blocks run eager inside a dispatch mode
+(blocks/fused/compiled.py), CUDA's backward thread inherits its caller's mode.
 
-    coat::quantize                                           a linear's input, dy, or what is kept for backward
-    coat::layer_norm_modulate_quantize, gelu_concat_quantize a linear's input
-    coat::gate_residual_backward                             dy
-    coat::scaled_mm                                          shows what codes are for, and the layer, by its weight
-    coat::fp8_adamw_step                                     the moments
+A product declares which layer reads codes, by its weight, and in which pass. Codes that no product reads count as saved
+for backward: so do GEMM inputs with 1×G groups, which only CPUs multiply as FP8. Their block is that of the linear that
+ran last.
 
-What no GEMM reads counts as kept for backward: so do GEMM inputs with 1×G groups, which only CPUs multiply as FP8. Its
-block is that of the linear that ran last (coat::weight_only_linear shows those that multiply in bf16).
+AdamW's moments are measured around its step: what the update makes of them in fp32, and what comes back from 8 bits.
+The operator changes them in place, so a sample of blocks is read before it, and updated once more.
 """
 
 from __future__ import annotations
@@ -24,31 +22,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core.granularity import Granularity
+from coat_core.casts import GRADIENT, INPUT, Cast, MomentUpdate, Product, declarations
+from coat_core.formats import FORMATS
+from coat_core.kernels.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.linear.module import FP8TrainableLinear
 
 from ..blocks.architectures import layer_of
-from ..blocks.cast_loss import SAMPLE, Measures, measure_cast, sampled
+from ..blocks.cast_loss import SAMPLE, Measures, low_end, measure_cast, octaves, sampled
 from .health import EXP_AVG, EXP_AVG_SQ, GRADIENTS, INPUTS, SAVED, CastHealth, Loss
-from .moments import MomentSample
 from .precision import Row, merged
 
 __all__ = ["CastProbe"]
 
 WEIGHT_BUFFERS = ("weight_codes", "weight_codes_transposed")
 WEIGHTS = "weights"  # of trainable linears, cast in every forward pass: not reported
-FUSED = {
-    "coat::layer_norm_modulate_quantize": INPUTS,
-    "coat::gelu_concat_quantize": INPUTS,
-    "coat::gate_residual_backward": GRADIENTS,
-}
+HEALTH_KINDS = {INPUT: INPUTS, GRADIENT: GRADIENTS, None: SAVED}
+PRECISION_KINDS = {INPUTS: INPUT, GRADIENTS: GRADIENT, SAVED: "saved", EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
+MOMENT_BLOCKS = 16  # measured per parameter and moment
+FP8 = {fmt.dtype: fmt for fmt in FORMATS.values()}
 
 
-# how `precision` calls the kinds
-PRECISION_KINDS = {INPUTS: "input", GRADIENTS: "gradient", SAVED: "saved", EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
-
-
-class _Cast:
+class _Observed:
     """One cast: what it turns out to be, and fp32 [4] on the device, as `measure_cast` gives it.
 
     `where` is for messages: the first layer that reads it, or the parameter. `layers` are all that read it.
@@ -70,37 +64,37 @@ class CastProbe(TorchDispatchMode):
 
     def __init__(self, model: nn.Module | None, lora: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._casts: list[_Cast] = []
-        self._latest: dict[int, _Cast] = {}  # by the address of the codes
+        self._casts: list[_Observed] = []
+        self._latest: dict[int, _Observed] = {}  # by the address of the codes
         self._layers = {} if model is None else _weight_addresses(model)
         self._parameters = {param.data_ptr(): name for name, param in lora.items()}
         self._block = ""
-        self._found: list[tuple[_Cast, Measures]] | None = None
+        self._found: list[tuple[_Observed, Measures]] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, and look at what it cast."""
-        name = func.name()
-        moments = MomentSample(args) if name == "coat::fp8_adamw_step" else None
-        out = func(*args, **(kwargs or {}))
-        if name == "coat::quantize":
-            self._see_quantize(out, *args)
-        elif name in FUSED:
-            granularity = args[-1]
-            if granularity != "none":
-                values, codes, scale = out[:3]
-                self._add(FUSED[name], values, codes, scale, Granularity(granularity))
-        elif name == "coat::scaled_mm":
-            self._see_gemm(*args)
-        elif name == "coat::weight_only_linear":
-            self._see_layer(self._layers.get(_address(args[1]), ""))
-        elif moments is not None:
-            self._see_moments(moments.measure(), *args[:7])
+        """Run the operator, and measure what it declares to have cast."""
+        kwargs = kwargs or {}
+        declare = declarations.get(func.name())
+        if declare is None:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            update = declare(*args, **kwargs)
+            sample = _MomentSample(update)
+            out = func(*args, **kwargs)
+            self._add_moments(update, sample.measure())
+            return out
+        out = func(*args, **kwargs)
+        declared = declare(out, *args, **kwargs)
+        if isinstance(declared, Cast):
+            self._add(declared)
+        elif isinstance(declared, Product):
+            self._add_reader(declared)
         return out
 
     def health(self) -> CastHealth | None:
-        """What was seen, read back from the device; None where nothing was cast."""
+        """What the casts lost, read back from the device; None where nothing was cast."""
         found = self._read()
         if not found:
             return None
@@ -121,93 +115,116 @@ class CastProbe(TorchDispatchMode):
             ],
         )
 
-    def _read(self) -> list[tuple[_Cast, Measures]]:
+    def _read(self) -> list[tuple[_Observed, Measures]]:
         if self._found is None:
             casts = [cast for cast in self._casts if cast.kind != WEIGHTS]
             numbers = torch.stack([cast.measures for cast in casts]).tolist() if casts else []
             self._found = [(cast, Measures(*four)) for cast, four in zip(casts, numbers, strict=True)]
         return self._found
 
-    def _see_quantize(
-        self,
-        out: tuple[Tensor, Tensor],
-        x: Tensor,
-        fmt: str,
-        granularity: str,
-        group_size: int,
-        factors: Tensor | None = None,
-    ) -> None:
-        cast = self._add(SAVED, x, *out, Granularity(granularity, group_size), factors)
-        cast.where = self._layers.get(_address(x), "")  # a trainable weight that is cast at each use
+    def _add(self, cast: Cast) -> None:
+        rows, codes, scale = sampled(cast.values.detach(), cast.codes, cast.scale, cast.granularity)
+        if cast.factors is not None:
+            rows = rows.to(torch.float32) * cast.factors
+        measures = measure_cast(rows, codes, scale, cast.granularity)
+        where = "" if cast.kind else self._layers.get(_address(cast.values), "")  # a weight that is cast at each use
+        observed = _Observed(HEALTH_KINDS[cast.kind], measures, cast.values.numel(), where)
+        observed.block = self._block
+        self._casts.append(observed)
+        self._latest[_address(cast.codes)] = observed
 
-    def _add(
-        self,
-        kind: str,
-        x: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        granularity: Granularity,
-        factors: Tensor | None = None,
-    ) -> _Cast:
-        rows, row_codes, row_scale = sampled(x.detach(), codes, scale, granularity)
-        if factors is not None:
-            rows = rows.to(torch.float32) * factors
-        cast = _Cast(kind, measure_cast(rows, row_codes, row_scale, granularity), x.numel())
-        cast.block = self._block
-        self._casts.append(cast)
-        self._latest[_address(codes)] = cast
-        return cast
-
-    def _see_gemm(
-        self,
-        a: Tensor,
-        a_scale: Tensor,
-        b: Tensor,
-        b_scale: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-        fast_accum: bool = False,
-    ) -> None:
-        cast, weight = self._latest.get(_address(a)), self._latest.get(_address(b))
-        layer = self._layers.get(_address(b), "")
-        if weight is not None:
-            weight.kind, layer = WEIGHTS, weight.where
-        if cast is not None:
-            cast.kind = INPUTS if fast_accum else GRADIENTS  # fprop alone accumulates fast
-            cast.where = cast.where or layer
-            cast.layers += [layer] * (layer not in ("", *cast.layers))
-        self._see_layer(layer)
-
-    def _see_layer(self, layer: str) -> None:
+    def _add_reader(self, product: Product) -> None:
+        """Take from a product which layer reads the codes, and as what."""
+        address = _address(product.weight)
+        layer = self._layers.get(address, "")
+        if product.codes is not None:
+            cast, weight = self._latest.get(_address(product.codes)), self._latest.get(address)
+            if weight is not None:
+                weight.kind, layer = WEIGHTS, weight.where
+            if cast is not None:
+                cast.kind = HEALTH_KINDS[product.kind]
+                cast.where = cast.where or layer
+                cast.layers += [layer] * (layer not in ("", *cast.layers))
         self._block = ".".join(layer.split(".")[:2]) or self._block
 
-    def _see_moments(
-        self,
-        precision: Tensor,
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avg: Tensor,
-        exp_avg_numbers: Tensor,
-        exp_avg_sq: Tensor,
-        exp_avg_sq_numbers: Tensor,
-        first_blocks: list[int],
-    ) -> None:
-        for kind, codes, numbers, measured in (
-            (EXP_AVG, exp_avg, exp_avg_numbers, precision[0]),
-            (EXP_AVG_SQ, exp_avg_sq, exp_avg_sq_numbers, precision[1]),
+    def _add_moments(self, update: MomentUpdate, precision: Tensor) -> None:
+        for kind, moment, measured in zip(
+            (EXP_AVG, EXP_AVG_SQ), (update.exp_avg, update.exp_avg_sq), precision, strict=True
         ):
+            codes, numbers = moment
             if not len(numbers):  # in fp32
                 continue
-            for param, grad, first, two in zip(params, grads, first_blocks, measured, strict=True):
+            for param, grad, first, two in zip(update.params, update.grads, update.first_blocks, measured, strict=True):
                 flat = codes.view(-1)[first * codes.shape[1] :][: grad.numel()]
                 where = self._parameters.get(param.data_ptr(), "")
-                cast = _Cast(kind, torch.cat([_moment_losses(grad, flat), two]), grad.numel(), where)
-                cast.layers = [layer_of(where)]
-                self._casts.append(cast)
+                observed = _Observed(kind, torch.cat([_moment_losses(grad, flat), two]), grad.numel(), where)
+                observed.layers = [layer_of(where)]
+                self._casts.append(observed)
+
+
+class _MomentSample:
+    """A sample of the blocks of both moments; made before the operator changes them. Each block is a segment."""
+
+    def __init__(self, update: MomentUpdate) -> None:
+        self._moments = Moment(*update.exp_avg), Moment(*update.exp_avg_sq)
+        block_size = self._moments[0].codes.shape[1]
+        blocks, owners, values = [], [], []
+        for owner, (grad, first) in enumerate(zip(update.grads, update.first_blocks, strict=True)):
+            rows, picked = _blocks_of(grad, block_size)
+            values.append(rows)
+            blocks += [first + number for number in picked]
+            owners += [owner] * len(picked)
+        device = update.grads[0].device
+        self._count, self._owners = len(update.params), torch.tensor(owners, device=device)
+        self._rows = torch.tensor(blocks, device=device)
+        self._expected = tuple(moment.clone() for moment in self._read())
+        grad = torch.cat(values).to(torch.float32)
+        if update.maximize:
+            grad = -grad
+        adamw_update_(torch.zeros_like(grad), grad, *self._expected, Hyper(*update.hyper))
+
+    def measure(self) -> Tensor:
+        """Return fp32 [2 moments, parameters, 2], noise and range used as in `Measures`; call it after the step."""
+        found = []
+        for moment, expected, got in zip(self._moments, self._expected, self._read(), strict=True):
+            # relative to the block's largest: squares of small moments would be zero in fp32
+            high = expected.abs().amax(-1, keepdim=True)
+            values, errors = expected / high, (expected - got) / high
+            noise = (errors.square().sum(-1) / values.square().sum(-1)).clamp(max=1.0)
+            fmt = FP8.get(moment.codes.dtype)
+            wanted = -torch.log2(low_end(values.abs()))
+            used = torch.full_like(noise, torch.nan) if fmt is None else wanted / octaves(fmt)
+            found.append(torch.stack([self._mean(noise), self._mean(used)], dim=-1))
+        return torch.stack(found)
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        taken = (Moment(_rows(codes, self._rows), numbers[:, self._rows]) for codes, numbers in self._moments)
+        return read_moments(*taken, slice(None))
+
+    def _mean(self, per_block: Tensor) -> Tensor:
+        """Mean over the blocks of each parameter, of those that are not nan; [blocks] to [parameters]."""
+        known = ~per_block.isnan()
+        sums = per_block.new_zeros(2, self._count)
+        sums[0].index_add_(0, self._owners, torch.where(known, per_block, 0.0))
+        sums[1].index_add_(0, self._owners, known.to(per_block.dtype))
+        return sums[0] / sums[1]
+
+
+def _blocks_of(grad: Tensor, size: int) -> tuple[Tensor, range]:
+    """Evenly spaced whole blocks of a gradient [n, size], and their numbers; the one there is where none is whole."""
+    flat, whole = grad.detach().reshape(-1), grad.numel() // size
+    if not whole:
+        return torch.nn.functional.pad(flat, (0, size - flat.numel()))[None], range(1)
+    picked = range(0, whole, -(-whole // MOMENT_BLOCKS))
+    return flat[: whole * size].view(whole, size)[:: picked.step], picked
+
+
+def _rows(codes: Tensor, rows: Tensor) -> Tensor:
+    return codes[rows] if codes.dtype == torch.float32 else codes.view(torch.uint8)[rows].view(codes.dtype)
 
 
 def _moment_losses(grad: Tensor, codes: Tensor) -> Tensor:
-    """Share of elements with a gradient whose moment is zero after the step; no moment is beyond its own scale."""
+    """Share of elements with a gradient whose moment is zero after the step; no moment exceeds its own scale."""
     step = -(-grad.numel() // SAMPLE)
     moved = grad.detach().reshape(-1)[::step] != 0
     lost = moved & (codes[::step].to(torch.float32) == 0)
@@ -221,13 +238,10 @@ def _address(tensor: Tensor) -> int:
 
 def _weight_addresses(model: nn.Module) -> dict[int, str]:
     """Address of each frozen FP8 weight, of its transposed copy, and of weights that are cast at each use → layer."""
-    found = {
-        _address(module._buffers[buffer]): name.removesuffix(".base_layer")
-        for name, module in model.named_modules()
-        for buffer in WEIGHT_BUFFERS
-        if module._buffers.get(buffer) is not None
-    }
+    found = {}
     for name, module in model.named_modules():
+        held = [module._buffers.get(buffer) for buffer in WEIGHT_BUFFERS]
         if isinstance(module, FP8TrainableLinear):
-            found[_address(module.weight)] = name.removesuffix(".base_layer")
+            held.append(module.weight)
+        found.update((_address(weight), name.removesuffix(".base_layer")) for weight in held if weight is not None)
     return found
