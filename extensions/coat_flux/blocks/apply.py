@@ -41,10 +41,10 @@ def apply_coat(
     """Convert the linears of a diffusion transformer and take over what its blocks keep for backward, in place.
 
     Args:
-        model: a diffusers transformer (or UNet) that is not wrapped by PEFT yet. Layers that a host has already
+        model: a diffusers transformer (or UNet) that is not wrapped by PEFT yet. Layers that a trainer has already
             quantized with our backend (attribute `coat_linear_config`) are recognized and configured.
         config: the `coat:` block.
-        allow_recompute: False (the host's `train.gradient_checkpointing: false`) forbids recomputation.
+        allow_recompute: False (the job's `train.gradient_checkpointing: false`) forbids recomputation.
         device: where the model will run; default: where its parameters are.
 
     Returns:
@@ -53,7 +53,7 @@ def apply_coat(
     Raises:
         ConfigError: an include/exclude pattern matches no layer.
         ValueError: `memory.checkpointing` asks for recomputation that
-            the host forbids, or the model has no blocks.
+            the job forbids, or the model has no blocks.
         FallbackError: `fallback: error` and FP8 cannot be used on this device.
     """
     report = CoatReport()

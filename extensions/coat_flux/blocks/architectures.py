@@ -75,7 +75,7 @@ POLICIES = {
 
 
 def policy_for(model: nn.Module) -> Architecture:
-    """Return the policy of this model's class, or a cautious one: what lies in the model's top-level block lists.
+    """Return the policy of this model's class, or a cautious one: what is in the model's top-level block lists.
 
     Raises:
         ValueError: the class is unknown and the model has no block list.
@@ -103,7 +103,7 @@ MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of p
 
 
 def layer_of(parameter: str) -> str:
-    """Full name of the linear that a LoRA parameter of either host belongs to; other names come back as they are."""
+    """Full name of the linear that a LoRA parameter of either trainer belongs to; other names come back as they are."""
     name = parameter.replace("$$", ".")
     for mark in MATRICES:
         name = name.partition(mark)[0]

@@ -11,7 +11,7 @@ table (Gaussian: e4m3 31.5 dB, e5m2 25.5 dB). Segments that are zero do not coun
 
 `range_used` is how many of the format's octaves the values ask for, from the largest of a scaling group down to what
 all but 1 % of the nonzero ones exceed: log2(largest / that) / log2(format max / its smallest number). Above 1 the
-format is too short: what lies below underflows. (e4m3 has 17.8 octaves, e5m2 31.8; a Gaussian asks for 8 to 9.)
+format is too short: what is below underflows. (e4m3 has 17.8 octaves, e5m2 31.8; a Gaussian asks for 8 to 9.)
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from coat_core.quantize import dequantize, split_groups
 
 __all__ = ["SAMPLE", "WEIGHT_PRECISION", "Measures", "evenly", "measure_cast", "note_weight", "octaves", "sampled"]
 
-SAMPLE = 1 << 20  # elements looked at per cast
+SAMPLE = 1 << 20  # elements measured per cast
 SEGMENT = 128
-# attribute of a layer: the four numbers of its weight as one text, which ai-toolkit stores beside the codes when it
+# attribute of a layer: the four numbers of its weight as one string, which ai-toolkit stores with the codes when it
 # keeps a quantized model, so that they come back with it
 WEIGHT_PRECISION = "coat_weight_precision"
 QUANTILE_SAMPLE = 4096
-SHORTEST_SHARE = 0.01  # of the nonzero elements may lie below the range
+SHORTEST_SHARE = 0.01  # of the nonzero elements may be below the range
 
 
 class Measures(NamedTuple):

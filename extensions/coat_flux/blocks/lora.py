@@ -1,12 +1,12 @@
 """Make every LoRA adapter keep its input as FP8, shared with the FP8 base linear that reads the same x.
 
-Two hosts, two shapes of adapter:
+Two trainers, two shapes of adapter:
 
 * PEFT: a layer with `base_layer`, `lora_A` and `lora_B` (module dicts by adapter name), around the base linear;
-* ai-toolkit: a module with `lora_down`, `lora_up` and `org_module` (a list), beside the base linear, whose forward it
+* ai-toolkit: a module with `lora_down`, `lora_up` and `org_module` (a list), next to the base linear, whose forward it
   has replaced.
 
-In both, base linear and down projection are called one after the other with the same x (the host may cast it between).
+In both, base linear and down projection are called one after the other with the same x (possibly cast in between).
 
 The fused flow reads a linear with its adapters as plain matrices, y = base(x) + Σ (x Aᵀ)·factor·strength Bᵀ
 (`plain_adapters`). ai-toolkit gives each image of a batch its own strength (a dataset's `network_weight`). What is more
@@ -147,7 +147,7 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
     if forward is None:
         return module, adapters
     owner = getattr(forward, "__self__", None)
-    while hasattr(owner, "lora_down") and hasattr(owner, "org_module"):  # an assistant LoRA lies below the trained one
+    while hasattr(owner, "lora_down") and hasattr(owner, "org_module"):  # an assistant LoRA is below the trained one
         adapters, forward = (*_of_toolkit(owner), *adapters), owner.org_forward
         owner = getattr(forward, "__self__", None)
     if owner is not module or forward.__func__ is not type(module).forward or forward is vars(module)["forward"]:
@@ -157,8 +157,8 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
 
 def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters of a block and of ai-toolkit LoRA modules on it, which are no part of it."""
-    beside = [getattr(vars(module).get("forward"), "__self__", None) for module in block.modules()]
-    owners = [block, *(owner for owner in beside if hasattr(owner, "lora_down"))]
+    patched = [getattr(vars(module).get("forward"), "__self__", None) for module in block.modules()]
+    owners = [block, *(owner for owner in patched if hasattr(owner, "lora_down"))]
     return [p for owner in owners for p in owner.parameters() if p.requires_grad]
 
 

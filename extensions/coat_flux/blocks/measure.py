@@ -1,4 +1,4 @@
-"""The fastest path that is at least as precise as the config asks, measured on the run's first batch.
+"""The fastest execution mode that is at least as precise as configured, measured on the run's first batch.
 
     GEMM       per_tensor, per_row (FP8) or bf16 (the FP8 weight dequantized at each use)
     compile    none (eager) or blocks (torch.compile)
@@ -44,7 +44,7 @@ WARM_UP, REPEATS = 2, 5
 
 
 class Unavailable(Exception):
-    """A path does not run on this machine; the message says why."""
+    """An execution mode does not run on this machine; the message says why."""
 
 
 RunBlock = Callable[[str, nn.Module, tuple[Any, ...]], tuple[Tensor, ...]]
@@ -65,10 +65,10 @@ class SpeedPick:
         self._kept: RunPath | None = None
 
     def keep_to(self, path: RunPath) -> None:
-        """Take the path of the run that goes on instead of measuring: another one rounds otherwise.
+        """Take the execution mode of the run being resumed instead of measuring: another one rounds otherwise.
 
         Args:
-            path: of that run; one that the config does not allow any more is said and not taken.
+            path: of that run; one that the config no longer allows is logged and not taken.
         """
         if path in candidates(self._config):
             self._kept = path
@@ -86,7 +86,7 @@ class SpeedPick:
             args: what the first block is about to be called with.
         """
         if self._kept is not None:
-            picked = Picked(self._kept, {}, "that of the run that goes on")
+            picked = Picked(self._kept, {}, "that of the resumed run")
         else:
             found = candidates(self._config)
             reason = self._reason_not_to_measure(args, found)
@@ -102,7 +102,7 @@ class SpeedPick:
         if measure == "auto" and args[0].device.type != "cuda":
             return f"as configured: nothing is measured on a {args[0].device.type}"
         if len(found) == 1:
-            return "the only one that is as precise as asked"
+            return "the only one that is as precise as configured"
         return None
 
     def _measured(self, args: tuple[Any, ...], found: list[RunPath]) -> Picked:

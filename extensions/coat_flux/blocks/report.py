@@ -103,7 +103,7 @@ class CoatReport:
         return [(group, count, got, why) for (group, got, why), count in counted.items()]
 
     def parts(self) -> list[Row]:
-        """Return all rows of the table, as it is now; what lies outside the blocks is one of them."""
+        """Return all rows of the table, as it is now; what is outside the blocks is one of them."""
         rows = [Row(g, self.asked, got, why, count) for g, count, got, why in self.rows() if why != OUTSIDE]
         outside = {group: count for group, count, _, why in self.rows() if why == OUTSIDE}
         if outside:
@@ -122,7 +122,7 @@ class CoatReport:
         return "\n".join(line.rstrip() for line in lines)
 
     def brief(self, width: int = 100) -> str:
-        """Return a table that fits `width` columns: parts, what they got, and behind it what was asked, and why."""
+        """Return a table that fits `width` columns: parts, what they got, and after it what was asked, and why."""
         rows = [(f"{row.part} ({row.count})" if row.count else row.part, _in_words(row)) for row in self.parts()]
         left = max((len(part) for part, _ in rows), default=0) + 2
         lines = []
@@ -135,7 +135,7 @@ class CoatReport:
         """Return the table as it is now, flat: `coat.asked.<part>`, `coat.got.<part>`, `coat.why.<part>`.
 
         A group of layers with several treatments has all of them in `coat.got`, with their counts. There is no
-        `coat.asked` or `coat.why` where there is nothing to say.
+        `coat.asked` or `coat.why` where there is nothing to report.
         """
         found: dict[str, list[str]] = {}
         for row in self.parts():

@@ -244,7 +244,7 @@ class BlockRunner:
         }
         if plan.copies != (before is not None and before.copies):
             set_transposed(self._modules, plan.copies)
-            made = "kept beside the weights" if plan.copies else "dropped, memory is needed otherwise"
+            made = "kept next to the weights" if plan.copies else "dropped, memory is needed otherwise"
             if not self._given.without_copies:
                 logger.info("transposed weights: %.2f GB %s", transposed_bytes(self._modules) / 1e9, made)
         line, sizes = report.auto_line(plan), (plan.recomputed, plan.peak_bytes)
@@ -345,7 +345,7 @@ class BlockRunner:
         )
 
     def _warn_of_eager(self, block: nn.Module) -> None:
-        """Say once that a kind of block is not compiled, where compilation is asked for; `fallback: error` raises."""
+        """Log once that a kind of block is not compiled, where compilation is asked for; `fallback: error` raises."""
         mode = self._plan.path.compile
         reason = report.not_compiled(type(block).__name__, mode)
         if reason in self._warned:

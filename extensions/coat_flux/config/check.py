@@ -131,10 +131,10 @@ def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
     Raises:
         NoToolkitError: the given folder, or the variable's, is not ai-toolkit.
     """
-    for place, said in ((given, "--ai-toolkit"), (os.environ.get(ROOT_VARIABLE), ROOT_VARIABLE)):
+    for place, name in ((given, "--ai-toolkit"), (os.environ.get(ROOT_VARIABLE), ROOT_VARIABLE)):
         if place:
             if not is_toolkit(Path(place)):
-                raise NoToolkitError(f"{said}={place}: has no {CLASSES_FILE}; give the folder with ai-toolkit's run.py")
+                raise NoToolkitError(f"{name}={place}: has no {CLASSES_FILE}; give the folder with ai-toolkit's run.py")
             return Path(place)
     return Path.cwd() if is_toolkit(Path.cwd()) else None
 

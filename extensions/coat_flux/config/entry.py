@@ -24,7 +24,7 @@ class Entry:
 
     Args:
         trainer: who would run it: `STANDALONE` or `AI_TOOLKIT`.
-        raw: the block as written.
+        raw: the block, unparsed.
         path: its key.
         findings: what was found so far; receives more.
         name: `config.name`.

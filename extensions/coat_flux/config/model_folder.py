@@ -63,7 +63,7 @@ def check_device(device: Any, path: str, findings: Findings) -> None:
     """Refuse a GPU that torch does not find: FLUX would train on the CPU, for weeks.
 
     Args:
-        device: as written in the job.
+        device: as configured.
         path: its key.
         findings: receives the error.
     """

@@ -1,4 +1,4 @@
-"""The fused FP8 flow: FLUX's blocks as autograd functions that keep in FP8 only what cannot be made anew.
+"""The fused FP8 flow: FLUX's blocks as autograd functions that save in FP8 only what cannot be recomputed.
 
 flux1.py           FLUX's double and single blocks, put together from
 norm_linears.py    LayerNorm, modulation, linears         keeps x

@@ -2,7 +2,7 @@
 
     out = attention(rotate(RMSNorm(q)), rotate(RMSNorm(k)), v)       over the tokens of one or two streams
 
-q and k are kept as the linears made them and normed and rotated anew in backward. Beside them attention's log-sum-exp
+q and k are kept as the linears made them and normed and rotated again in backward. With them, attention's log-sum-exp
 is kept, exactly. out is kept once, for attention's backward and for the adapter of the linear that reads it.
 
 Shapes: q, k, v [B, S_i, H·d] per stream, joint ones [B, H, S, d]; cos, sin [S, d].

@@ -1,7 +1,7 @@
 """Blocks run through torch.compile, each by itself and without a graph break.
 
 What is compiled is the run of a block as it was read (flux1.py): weights and LoRA matrices are inputs of the compiled
-code, so that all blocks of a kind share it. Another shape, another set of adapters or another strength compiles anew.
+code, so that all blocks of a kind share it. Another shape, another set of adapters or another strength compiles again.
 The reading stays outside. So that the first block and those after it meet the same code, inputs always require a
 gradient and outputs have rows of their own.
 
@@ -32,10 +32,10 @@ REMEDY = "install a C++ compiler (and Triton on a GPU) or set coat.speed.compile
 
 
 class CompiledBlocks:
-    """Gives the compiled form of a fused block; eager goes on where torch.compile fails, with one warning.
+    """Gives the compiled form of a fused block; where torch.compile fails, it runs eager, with one warning.
 
     Args:
-        fallback: "error" raises where torch.compile fails, or where there are no CUDA graphs; "bf16" goes on.
+        fallback: "error" raises where torch.compile fails, or where there are no CUDA graphs; "bf16" runs eager.
 
     Attributes:
         failed: whether torch.compile failed, so that all blocks run eager.
@@ -43,7 +43,7 @@ class CompiledBlocks:
 
     def __init__(self, fallback: str) -> None:
         self._fallback = fallback
-        self._lacks_graphs = False  # and it was said
+        self._lacks_graphs = False  # and it was logged
         self.failed = False
         self._compiled: dict[tuple[type, bool], Callable[..., tuple[Tensor, Tensor]]] = {}
 

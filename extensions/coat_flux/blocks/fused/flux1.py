@@ -1,6 +1,6 @@
 """FLUX's double and single blocks, put together from the fused functions; and the reading of a block's modules.
 
-A block is read anew at each call: hosts switch adapters on and off, and merge them, between steps. Reading costs a few
+A block is read at each call: trainers switch adapters on and off, and merge them, between steps. Reading costs a few
 attribute lookups. What a block does beyond what is written here (IP adapters, dropout, other attention backends, a
 norm that is trained) makes it `NotFusable`, and the caller runs diffusers' own code with packed saved tensors instead.
 
@@ -55,7 +55,7 @@ def fused_block(block: nn.Module, args: tuple[Any, ...] | None, config: PackingC
 def _check_module(block: nn.Module) -> None:
     if "forward" in vars(block):
         raise NotFusable("its forward was replaced")
-    if any(map(_has_hooks, block.modules())):  # names are made only where they are told: this runs for every block
+    if any(map(_has_hooks, block.modules())):  # names are made only for the message: this runs for every block
         hooked = next(name for name, module in block.named_modules() if _has_hooks(module))
         raise NotFusable(f"hooks on {hooked or 'the block'}")
     names = _argument_names(type(block))

@@ -49,7 +49,7 @@ class NotFusable(Exception):
 
 @dataclass(frozen=True)
 class FrozenLinear:
-    """The base: an FP8 linear of ours, in either host's shape, or a plain frozen nn.Linear.
+    """The base: an FP8 linear of ours, in either trainer's shape, or a plain frozen nn.Linear.
 
     Attributes:
         weight: FP8 codes, or values [N, K].

@@ -2,7 +2,7 @@
 
     n = LayerNorm(x)·(1 + scale) + shift,   y_i = linear_i(n)
 
-n is quantized as it is made. Backward makes n anew from the FP8 x, for the adapters' dA and LayerNorm's own gradient.
+n is quantized as it is made. Backward recomputes n from the FP8 x, for the adapters' dA and LayerNorm's own gradient.
 The adapters' h is kept.
 Source: arXiv 2410.19313, section 5, carried over to FLUX's blocks.
 """
