@@ -10,7 +10,9 @@ from torch import nn
 from coat_core.linear.module import FP8Linear
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
-from coat_flux.trainers.standalone.network import add_lora, load_lora_tensors, lora_parameters, lora_targets
+from coat_flux.saves.errors import ResumeError
+from coat_flux.saves.state import restore_tensors
+from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from tests.helpers.asserts import assert_bitwise
 
 DOUBLE = (
@@ -100,11 +102,11 @@ def test_peft_wraps_fp8_linears(model: FluxTransformer2DModel) -> None:
 def test_saved_tensors_come_back_and_misfits_are_refused(model: FluxTransformer2DModel) -> None:
     add_lora(model, lora_targets(model, only_if_contains=["to_q"]), 4, seed=0)
     tensors = {name: torch.randn_like(p) for name, p in lora_parameters(model).items()}
-    load_lora_tensors(model, tensors, source="x.safetensors")
+    restore_tensors(lora_parameters(model), tensors, "x.safetensors")
     for name, param in lora_parameters(model).items():
         assert_bitwise(param.detach(), tensors[name])
     first = next(iter(tensors))
-    with pytest.raises(ValueError, match=r"x\.safetensors: 1 LoRA names differ"):
-        load_lora_tensors(model, {k: v for k, v in tensors.items() if k != first}, source="x.safetensors")
-    with pytest.raises(ValueError, match=r"has shape \(8, 64\), this run's is \(4, 64\)"):
-        load_lora_tensors(model, tensors | {first: torch.zeros(8, 64)}, source="x.safetensors")
+    with pytest.raises(ResumeError, match=r"x\.safetensors: 1 LoRA names differ"):
+        restore_tensors(lora_parameters(model), {k: v for k, v in tensors.items() if k != first}, "x.safetensors")
+    with pytest.raises(ResumeError, match=r"has shape \(8, 64\), this run's is \(4, 64\)"):
+        restore_tensors(lora_parameters(model), tensors | {first: torch.zeros(8, 64)}, "x.safetensors")

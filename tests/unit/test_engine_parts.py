@@ -15,6 +15,7 @@ from coat_flux.base.table import GrowingTable
 from coat_flux.blocks.decide import RunPath
 from coat_flux.blocks.measure import SpeedPick
 from coat_flux.config.coat import COATConfig
+from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone.ema import LoraEMA
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders
 from coat_flux.trainers.standalone.optim import advance, make_optimizer, make_scheduler, restore_optimizer
@@ -80,7 +81,7 @@ def test_ema_feedback_and_multiplier_move_the_parameter() -> None:
 def test_ema_refuses_bad_decay_and_foreign_names() -> None:
     with pytest.raises(ValueError, match=r"ema_decay=1\.5: must be from 0 to 1"):
         LoraEMA({"w": param(1.0)}, 1.5)
-    with pytest.raises(ValueError, match=r"2 names differ.*'v'"):
+    with pytest.raises(ResumeError, match=r"2 LoRA names differ.*'v'"):
         LoraEMA({"w": param(1.0)}).load({"v": torch.ones(1)})
 
 

@@ -1,13 +1,14 @@
-"""Output streams that outlive their reader: `coat-flux train CONFIG | head` closes the pipe, and the run goes on."""
+"""Output streams that outlive their reader: `coat-flux train CONFIG | head` closes the pipe, and the run continues."""
 
 from __future__ import annotations
 
 import os
+import select
 import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["keep_streams"]
+__all__ = ["keep_streams", "quiet_dead_outputs"]
 
 
 class _Steady:
@@ -33,11 +34,8 @@ class _Steady:
             self._drop()
 
     def _drop(self) -> None:
-        """Point the descriptor at nothing, also for what is still in the stream's buffer."""
         with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._inner.fileno())
-            os.close(nowhere)
+            _send_nowhere(self._inner.fileno())  # also what is still in the stream's buffer
 
 
 def keep_streams() -> None:
@@ -46,3 +44,27 @@ def keep_streams() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Steady):
             setattr(sys, name, _Steady(stream))
+
+
+def quiet_dead_outputs(wait: float = 0.0) -> None:
+    """Send standard output and error nowhere once nobody can read them, so that no library's printing raises.
+
+    That is a terminal which was closed, or a pipe whose reader ended. Does nothing on Windows.
+
+    Args:
+        wait: seconds to wait for one of them to become so.
+    """
+    if not hasattr(select, "poll"):
+        return
+    outputs = select.poll()
+    for descriptor in (1, 2):
+        outputs.register(descriptor, 0)
+    for descriptor, event in outputs.poll(1000 * wait):
+        if event & (select.POLLERR | select.POLLHUP):
+            _send_nowhere(descriptor)
+
+
+def _send_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def check_outputs(raw: dict[str, Any], file: str) -> bool:
     """Print what is wrong with where the job saves, and with the space there; whether that stops it."""
     from ..plan.space import job_space
-    from ..saves.space import check_output
+    from ..saves.commit import check_output
 
     space = None  # where the model's sizes are not known, or its LoRA is not one of ours
     job, findings = JobConfig.examine(raw, file=file)

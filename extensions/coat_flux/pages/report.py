@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from ..saves.errors import SaveError
-from ..saves.versions import VERSIONS_FILE
+from ..saves.identity import VERSIONS_FILE
 from ..watch.memory_report import forecast, stacked, tabulated
 from .html import Page, Tone
 from .precision import show_precision

@@ -10,7 +10,7 @@ from coat_core.optim.state import storages
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.sizes import FP32
 from ..config.job import JobConfig
-from ..saves.space import SaveSpace
+from ..saves.commit import SaveSpace
 from .models import find_model
 
 __all__ = ["job_space", "moment_bytes", "save_space"]

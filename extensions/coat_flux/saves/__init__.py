@@ -1,12 +1,11 @@
-"""Checkpoints of a run, for both hosts: whole or not at all, taken up only by the same run, bit for bit.
+"""Checkpoints of a run, for both trainers: whole or not at all, resumed only by the same run, bit for bit.
 
-repair.py     what a killed process or a damaged disk left is put right; going back to an earlier state
-files.py      single files that a crash leaves old or new
-commit.py     a set of files that one rename commits; two sets are kept
-identity.py   what makes a run this run: model, data, network, seed, processes, batch
+commit.py     a set of files that one rename commits; two sets are kept; the room on the disk
+errors.py     SaveError, ResumeError, and what a disk can answer in words
+identity.py   what makes a run this run: model, data, network, seed, processes, batch; what it was made with
 interrupts.py Ctrl+C ends a run after its step, with a save
-live.py       what a run tells its watchers, and the commands they give
 lock.py       one process at a time
-path.py       GEMMs and compilation that were measured
+repair.py     repairs what a killed process or a damaged disk left; goes back to an earlier state
 rng.py        states of the random generators
+state.py      what a save holds beyond the published LoRA, for both trainers
 """

@@ -23,7 +23,9 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,14 @@ from ..base.files import (
     sync_file,
     sync_folder,
 )
-from .errors import SaveError, save_errors
+from ..base.text import size_text
+from .errors import REMEDY_FORBIDDEN, REMEDY_SPACE, SaveError, save_errors
 
 __all__ = [
     "COAT",
     "SETS_KEPT",
+    "SaveSpace",
+    "check_output",
     "commit",
     "committed_sets",
     "damage",
@@ -50,6 +55,7 @@ __all__ = [
     "newest_set",
     "publish_set",
     "replaced_sets",
+    "require_room",
     "set_step",
     "state_folder",
 ]
@@ -248,3 +254,105 @@ def damage(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{folder / MANIFEST}: cannot be read ({error})"
     return None
+
+
+# -- the disk ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveSpace:
+    """What saves take on disk.
+
+    Attributes:
+        lora: bytes of a LoRA file.
+        state: bytes of a state besides it.
+        loras: LoRA files that are kept, the final one included.
+    """
+
+    lora: int
+    state: int
+    loras: int
+
+    @property
+    def one(self) -> int:
+        """Bytes of one save."""
+        return self.lora + self.state
+
+    @property
+    def all(self) -> int:
+        """Bytes of everything at most: LoRAs, the states that are kept, and a save that is being written."""
+        return self.loras * self.lora + SETS_KEPT * self.state + self.one
+
+
+def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[str], list[str]]:
+    """Look at where a run is to be saved; nothing stays there.
+
+    Args:
+        run_dir: `<training_folder>/<name>`; need not exist.
+        space: what saves take; None where that is not known.
+
+    Returns:
+        (errors, warnings), a line each.
+    """
+    links = [path for folder in (run_dir, run_dir / COAT) for path in _entries(folder) if path.is_symlink()]
+    errors = [
+        f"{path}: is a link to a folder, and a run writes through no links in its folder; remove it, or let the whole "
+        "run folder be a link"
+        for path in links
+        if path.is_dir()
+    ]
+    folder = run_dir
+    while not folder.exists() and not folder.is_symlink() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        errors.append(f"{folder}: the run cannot be saved there ({error.strerror}); {REMEDY_FORBIDDEN}")
+        return errors, []
+    if space is None:
+        return errors, []
+    free, there = shutil.disk_usage(folder).free, _bytes_of(run_dir)
+    if space.one + SPARE_BYTES > free and space.all > there:
+        errors.append(f"{folder}: one save takes {size_text(space.one)}, {size_text(free)} are free; {REMEDY_SPACE}")
+    elif space.all + SPARE_BYTES > free + there:
+        what = f"{space.loras} LoRAs of {size_text(space.lora)}, {SETS_KEPT} states, and a save being written"
+        have = f"; {size_text(there)} of it are there" if there else ""
+        warning = (
+            f"{folder}: all that the run keeps takes {size_text(space.all)} ({what}){have}, {size_text(free)} are free"
+        )
+        return errors, [f"{warning}; {REMEDY_SPACE}, or lower save.max_step_saves_to_keep"]
+    return errors, []
+
+
+def require_room(run_dir: Path, space: SaveSpace | None = None, warn: Callable[[str], None] | None = None) -> None:
+    """`check_output` at the start of a run; `warn` takes its warnings.
+
+    Raises:
+        SaveError: not even one save fits, or the folder cannot be written.
+    """
+    errors, warnings = check_output(run_dir, space)
+    for line in warnings if warn is not None else ():
+        warn(line)
+    if errors:
+        raise SaveError("\n".join(errors))
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _bytes_of(run_dir: Path) -> int:
+    """Of LoRAs and states that are there; hard links count once."""
+    found = {}
+    for path in (*run_dir.glob("*.safetensors"), *run_dir.glob(f"{COAT}/state-*/**/*")):
+        try:
+            stat = os.stat(path)
+        except OSError:
+            continue
+        if path.is_file():
+            found[stat.st_dev, stat.st_ino] = stat.st_size
+    return sum(found.values())

@@ -16,19 +16,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..base.files import write_file
 from .errors import ResumeError
 
-__all__ = ["compare", "data_identity", "model_identity", "require_same_run", "run_identity"]
+__all__ = [
+    "VERSIONS_FILE",
+    "compare",
+    "data_identity",
+    "model_identity",
+    "require_same_run",
+    "run_identity",
+    "write_versions",
+]
 
 STRICT = ("model", "data", "network", "seed", "world_size", "batch")
 FREE = ("coat", "train")
 ALLOWABLE = ("data", "seed", "world_size")
 PIECES, PIECE_BYTES = 16, 1 << 16
 MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+VERSIONS_FILE = Path("coat") / "versions.json"
+PACKAGES = ("coat-flux", "torch", "triton", "diffusers", "transformers", "peft", "accelerate", "safetensors")
 NOT_A_RUN = "restore it, or choose another config.name to start a new run"
 
 
@@ -246,3 +261,25 @@ def _data_differences(name: str, saved: Mapping[str, Any], now: Mapping[str, Any
 
 
 DIFFERENCES = {"model": _model_differences, "data": _data_differences}
+
+
+# -- what a run was made with, for its report -------------------------------------------------------------------------
+
+
+def write_versions(run_dir: Path, host: str, device: torch.device) -> None:
+    """Write versions of host, packages, Python, and the device's name.
+
+    Args:
+        run_dir: of the run.
+        host: "stand-alone", or ai-toolkit with its version.
+        device: of the run.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    found = {"trained by": host, "device": f"{device.type}: {name}", "system": platform.platform(terse=True)}
+    found["python"] = platform.python_version()
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed as a package"
+    write_file(run_dir / VERSIONS_FILE, json.dumps(found, indent=1))

@@ -7,8 +7,6 @@ save is being written. Where hang-ups are ignored (`nohup`) they stay so; Window
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import signal
 import threading
 import time
@@ -16,7 +14,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["SIGNALS", "Interrupts", "quiet_dead_outputs"]
+from ..base.streams import quiet_dead_outputs
+
+__all__ = ["SIGNALS", "Interrupts"]
 
 HANG_UP = getattr(signal, "SIGHUP", None)
 SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None)
@@ -72,23 +72,3 @@ class Interrupts:
                 self._say("Interrupted: this step is finished and saved. Once more ends at once, without a save")
         elif number != HANG_UP and time.monotonic() - self._first > ONE_PRESS_SECONDS:
             raise KeyboardInterrupt
-
-
-def quiet_dead_outputs(wait: float = 0.0) -> None:
-    """Send standard output and error to nowhere where nobody can read them any more, so that printing does not raise.
-
-    That is a terminal which was closed, or a pipe whose reader ended. Does nothing on Windows.
-
-    Args:
-        wait: seconds to wait for one of them to become so.
-    """
-    if not hasattr(select, "poll"):
-        return
-    outputs = select.poll()
-    for descriptor in (1, 2):
-        outputs.register(descriptor, 0)
-    for descriptor, event in outputs.poll(1000 * wait):
-        if event & (select.POLLERR | select.POLLHUP):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)

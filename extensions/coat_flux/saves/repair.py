@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -34,7 +34,7 @@ from .commit import (
 )
 from .errors import ResumeError, save_errors
 
-__all__ = ["go_back", "good_step", "repair", "step_of"]
+__all__ = ["go_back", "good_step", "repair", "step_of", "way_back"]
 
 RECORDS = ("state.json", "aitk/state.json")  # of the two trainers
 HEALTHY_GROWTH = 10.0  # of the LoRA's norm, at a save that is worth going back to
@@ -203,6 +203,24 @@ def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
     trusted = [set_step(folder) for folder in good if set_step(folder) + apart <= doubt_since]
     older = [set_step(folder) for folder in reversed(good) if set_step(folder) < doubt_since]
     return next(iter([*trusted, *older]), None)
+
+
+def way_back(run_dir: Path, since: int, apart: int, go_back_to: Callable[[int], str], again: str) -> str:
+    """What to do once the config of a run that diverged was corrected.
+
+    Args:
+        run_dir: the run's folder.
+        since: the first step in doubt.
+        apart: see `good_step`.
+        go_back_to: what to start, by the step to go back to.
+        again: what to do where nothing is saved.
+    """
+    step = good_step(run_dir, since, apart)
+    if step is not None:
+        return f"then {go_back_to(step)}"
+    if not committed_sets(run_dir):
+        return f"nothing has been saved yet: then {again}"
+    return "no state from before that is kept: then choose another config.name to start over"
 
 
 def _growth(folder: Path) -> float:

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..config.job import JobConfig
+from ..saves.state import restore_tensors
 from ..trainers.standalone.loading import load_transformer
-from ..trainers.standalone.network import add_lora, load_lora_tensors, lora_parameters, lora_targets
+from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from ..trainers.standalone.session import TORCH_DTYPES
 from .held_out import HeldOut
 
@@ -87,7 +88,7 @@ def score_loras(
         on_batch: called with batches done and their number.
 
     Raises:
-        ValueError: a LoRA does not fit the job's network.
+        ResumeError: a LoRA does not fit the job's network.
     """
     dtype, kwargs = TORCH_DTYPES[job.train.dtype], job.network.network_kwargs
     transformer = load_transformer(job.model.name_or_path, dtype)
@@ -110,7 +111,7 @@ def score_loras(
         rows = []
         for run, (name, tensors) in enumerate([("", None), *files.items()]):
             if tensors is not None:
-                load_lora_tensors(transformer, tensors, source=name)
+                restore_tensors(lora_parameters(transformer), tensors, name)
             else:  # without a LoRA: B = 0
                 for key, parameter in lora_parameters(transformer).items():
                     if ".lora_B." in key:

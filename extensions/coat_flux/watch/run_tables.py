@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..base.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
-from ..saves.versions import VERSIONS_FILE, write_versions
+from ..saves.identity import VERSIONS_FILE, write_versions
 from .memory_stats import GB, peak_bytes
 from .precision import COLUMNS, FILE, Row, as_cells
 

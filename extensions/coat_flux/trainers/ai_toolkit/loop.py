@@ -98,7 +98,7 @@ class TrainingLoop:
             DeadRunError: the run has died.
             OutOfMemory: and nothing is left to recompute.
         """
-        from ...saves.interrupts import quiet_dead_outputs
+        from ...base.streams import quiet_dead_outputs
         from ...saves.rng import rng_state, set_rng_state
         from ...watch.oom import OutOfMemory
 

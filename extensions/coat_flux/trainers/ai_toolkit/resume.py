@@ -11,22 +11,30 @@ before the first new one, so that a run taken up saves and samples where the uni
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from .data_order import LOADING, ResumableLoader, fingerprint, make_resumable, seeded
 from .host import say
-from .identity import identity_of
-from .run_state import RunState, plain, restore_schedule
 from .saves import Saves
 
-__all__ = ["Continuation", "find_continuation", "kept_draws"]
+if TYPE_CHECKING:
+    from ...saves.state import RunState
 
+__all__ = ["Continuation", "find_continuation", "identity_of", "kept_draws"]
+
+NETWORK = ("type", "linear", "conv", "transformer_only", "network_kwargs")
+BATCH = ("batch_size", "gradient_accumulation")
+HOW_NOT_WHAT = ("num_workers", "prefetch_factor", "dataset_path")  # of a data set: how it is read; caches besides
+COUNTERS = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
 LOADERS = {"data": "data_loader", "regularization": "data_loader_reg"}
 
 
@@ -96,8 +104,10 @@ class Continuation:
         Raises:
             ResumeError: there is one, of what would be another run, or it is damaged.
         """
+        from ...saves.state import AI_TOOLKIT, RunState
+
         folder = self.saves.newest()
-        state = None if folder is None else RunState.read(folder)
+        state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
         if state is None:
             if folder is not None:
                 say(f"[coat] note: {folder} is of the stand-alone trainer: order of data and random numbers start over")
@@ -161,23 +171,22 @@ class Continuation:
         if self.state is None:
             return
         from ...saves.errors import ResumeError
+        from ...saves.state import keep_path, restore_tensors
 
         process, state = self._process, self.state
         if process.step_num != state.step:
             raise ResumeError(f"ai-toolkit goes on at step {process.step_num}, the newest save is of step {state.step}")
         process.start_step = state.step - 1
         process.epoch_num = state.record["epoch"]
-        try:
-            state.restore_lora(process.network)
-            if process.ema is not None and not state.restore_ema(process.ema.shadow_params):
-                say("[coat] resume: no average was kept so far (train.ema_config); it begins with the LoRA as it is")
-                parameters = (p for group in process.optimizer.param_groups for p in group["params"])
-                process.ema.shadow_params = [p.detach().clone() for p in parameters]
-        except ValueError as error:
-            raise ResumeError(f"resume of {state.folder}: {error}") from error
+        restore_tensors(dict(process.network.named_parameters()), state.lora(), state.folder)
+        average = state.ema()
+        if process.ema is not None and average is not None:
+            restore_tensors(_numbered(process.ema.shadow_params), average, state.folder)
+        elif process.ema is not None:
+            say("[coat] resume: no average was kept so far (train.ema_config); it begins with the LoRA as it is")
+            parameters = (p for group in process.optimizer.param_groups for p in group["params"])
+            process.ema.shadow_params = [p.detach().clone() for p in parameters]
         self._restore_place(state)
-        from ...saves.path import keep_path
-
         keep_path(process.sd.unet, state.record["path"])
         say(f"[coat] resume: goes on after step {state.step}, epoch {process.epoch_num + 1}, with all states restored")
 
@@ -195,7 +204,7 @@ class Continuation:
             return
         from ...saves.rng import set_rng_state
 
-        restore_schedule(self._process.lr_scheduler, self.state.record["lr_scheduler"], say)
+        _restore_schedule(self._process.lr_scheduler, self.state.record["lr_scheduler"])
         if self._same_seed():
             set_rng_state(self.state.rng())
 
@@ -210,8 +219,8 @@ class Continuation:
             guard: counters of the guard.
             held_out: losses on photos held out, by steps done.
         """
-        from ...saves.path import path_of
         from ...saves.rng import rng_state
+        from ...saves.state import AI_TOOLKIT, RunState, path_of
 
         process = self._process
         scheduler = getattr(process.lr_scheduler, "scheduler", process.lr_scheduler)
@@ -224,10 +233,83 @@ class Continuation:
                 for name, loader in self._loaders().items()
             },
             "path": path_of(process.sd.unet),
-            "lr_scheduler": plain(scheduler.state_dict()),
+            "lr_scheduler": _plain(scheduler.state_dict()),
             "guard": guard,
             "held_out_loss": held_out,
             "identity": self._identity,
         }
-        ema = [] if process.ema is None else process.ema.shadow_params
-        RunState.write(folder, record, dict(process.network.named_parameters()), ema, rng_state())
+        ema = None if process.ema is None else _numbered(process.ema.shadow_params)
+        RunState.write(folder, AI_TOOLKIT, record, dict(process.network.named_parameters()), ema, rng_state())
+
+
+def _numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
+    """Averages, which are in the order of the optimizer's parameters, under the names they are saved with."""
+    return {str(index): tensor for index, tensor in enumerate(tensors)}
+
+
+def _restore_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """Put an lr schedule back to where it stopped, if it is the same one.
+
+    A schedule with other settings (the config was changed) stays as ai-toolkit put it: at its own place for this step.
+
+    Args:
+        scheduler: of torch, with or without accelerate's wrapper.
+        saved: `_plain(state_dict())` of the saved run's.
+    """
+    inner = getattr(scheduler, "scheduler", scheduler)
+    now = _plain(inner.state_dict())
+    if {**now, **dict.fromkeys(COUNTERS)} != {**saved, **dict.fromkeys(COUNTERS)}:
+        if now["_last_lr"] != saved["_last_lr"]:
+            say(f"[coat] resume: lr is {now['_last_lr']} by the changed schedule, not {saved['_last_lr']}")
+        return
+    inner.load_state_dict({**inner.state_dict(), **saved})
+    for group, lr in zip(inner.optimizer.param_groups, saved["_last_lr"], strict=True):
+        group["lr"] = lr
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values that JSON keeps as they are: numbers, strings, and lists of them."""
+
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, list):
+            return all(is_plain(item) for item in value)
+        return value is None or isinstance(value, (bool, int, float, str))
+
+    return {key: value for key, value in values.items() if is_plain(value)}
+
+
+# -- which run this is -------------------------------------------------------------------------------------------------
+
+
+def identity_of(process: Any) -> dict[str, Any]:
+    """The identity of a run inside ai-toolkit, so that a resume that would be another run is refused.
+
+    The seed is the config's, or that of run.py; None where each start draws its own. A data set that reads a list of
+    files has no folder to look into.
+
+    Args:
+        process: built, nothing loaded.
+    """
+    from ...saves.identity import run_identity
+
+    network, train = process.network_config, dict(process.get_conf("train", {}))
+    seed, given = process.training_seed, os.environ.get("SEED", "")
+    if seed is None and given.lstrip("-").isdigit():
+        seed = int(given)
+    held_out, datasets = getattr(process, "_held_out", None), []
+    for entry in process.get_conf("datasets", None) or []:
+        place = entry.get("dataset_path") or entry["folder_path"]
+        if os.path.isdir(place):
+            kept = {k: v for k, v in entry.items() if k not in HOW_NOT_WHAT and not k.startswith("cache_")}
+            names = [] if held_out is None else held_out.names.get(place, [])
+            datasets.append({**kept, "folder_path": place, "held_out": names})
+    return run_identity(
+        model=process.model_config.name_or_path,
+        datasets=datasets,
+        network={key: getattr(network, key) for key in NETWORK},
+        seed=seed,
+        world_size=process.accelerator.num_processes,
+        batch={key: getattr(process.train_config, key) for key in BATCH},
+        coat=dataclasses.asdict(process.coat),
+        train={key: value for key, value in train.items() if key not in BATCH},
+    )

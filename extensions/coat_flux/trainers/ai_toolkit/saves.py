@@ -110,37 +110,33 @@ class Saves:
         """
         from ...config.findings import ConfigError
         from ...plan.space import save_space
-        from ...saves.errors import SaveError
-        from ...saves.space import check_output
+        from ...saves.commit import require_room
 
         try:
             space = save_space(job(), [parameter.numel() for parameter in parameters])
         except ConfigError:  # a job that only ai-toolkit can run
             space = None
-        errors, warnings = check_output(self._dir, space)
-        for line in warnings:
-            say(f"[coat] WARNING: {line}")
-        if errors:
-            raise SaveError("\n".join(errors))
+        require_room(self._dir, space, lambda line: say(f"[coat] WARNING: {line}"))
 
     def way_back(self, since: int) -> str:
-        """What to start after the config of a run that diverged was mended.
+        """What to start after the config of a run that diverged was corrected.
 
         Args:
             since: the first step in doubt.
         """
-        from ...saves.commit import newest_set
-        from ...saves.repair import good_step
+        from ...saves.repair import way_back
 
-        step = good_step(self._dir, since, self._apart)
-        if step is not None:
-            folder = Path(__file__).resolve().parents[2] / "cli"
-            program = "coat-flux" if shutil.which("coat-flux") else f'"{sys.executable}" "{folder}"'
-            command = f'{program} rewind "{self._dir}" --to-step {step}'
-            return f"then go back to step {step} and start the job again: {command}"
-        if newest_set(self._dir) is None:
-            return "nothing has been saved yet: then start the job again"
-        return "no state from before that is kept: then choose another config.name to start over"
+        program = "coat-flux"
+        if not shutil.which(program):
+            program = f'"{sys.executable}" "{Path(__file__).resolve().parents[2] / "cli"}"'
+        command = f'{program} rewind "{self._dir}" --to-step'
+        return way_back(
+            self._dir,
+            since,
+            self._apart,
+            lambda step: f"go back to step {step} and start the job again: {command} {step}",
+            "start the job again",
+        )
 
     def _loras(self) -> list[Path]:
         return [path for path in self._dir.glob("*.safetensors") if path.name.startswith(self._name)]

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ...saves.state import restore_tensors
+
 __all__ = ["LoraEMA"]
 
 
@@ -69,15 +71,9 @@ class LoraEMA:
         """Replace the average by saved values.
 
         Raises:
-            ValueError: the names differ from the parameters'.
+            ResumeError: names or shapes differ from the parameters'.
         """
-        if shadow.keys() != self.shadow.keys():
-            odd = sorted(shadow.keys() ^ self.shadow.keys())
-            raise ValueError(
-                f"saved EMA: {len(odd)} names differ from the LoRA's, first {odd[0]!r}; the LoRA targets changed"
-            )
-        for name, value in shadow.items():
-            self.shadow[name].copy_(value)
+        restore_tensors(self.shadow, shadow, "saved EMA")
 
     @torch.no_grad()
     def _copy(self, values: Mapping[str, Tensor]) -> None:

@@ -8,17 +8,17 @@ an `nn.Linear` to PEFT. A is drawn here from the run's own seed, so that a bf16 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import nn
 
 from ...blocks.architectures import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
 from .seeding import Stream, generator_for
 
-__all__ = ["add_lora", "load_lora_tensors", "lora_parameters", "lora_targets"]
+__all__ = ["add_lora", "lora_parameters", "lora_targets"]
 
 ADAPTER = "default"
 
@@ -91,31 +91,3 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, param in model.named_parameters()
         if ".lora_A." in name or ".lora_B." in name
     }
-
-
-@torch.no_grad()
-def load_lora_tensors(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy saved LoRA tensors into the adapters.
-
-    Args:
-        model: transformer with adapters.
-        tensors: by saved name, any float dtype.
-        source: the file, for the error.
-
-    Raises:
-        ValueError: names or shapes differ from the adapters'.
-    """
-    params = lora_parameters(model)
-    odd = sorted(params.keys() ^ tensors.keys())
-    if odd:
-        raise ValueError(
-            f"{source}: {len(odd)} LoRA names differ from this run's, first {odd[0]!r}; "
-            "use the network settings it was trained with, or another config.name to start over"
-        )
-    for name, param in params.items():
-        if tensors[name].shape != param.shape:
-            raise ValueError(
-                f"{source}: {name} has shape {tuple(tensors[name].shape)}, this run's is {tuple(param.shape)}; "
-                "use the rank (network.linear) it was trained with, or another config.name to start over"
-            )
-        param.copy_(tensors[name])

@@ -10,29 +10,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...base.files import file_sha256
+from ...base.names import COAT_OPTIMIZER
 from ...config.job import JobConfig
 from ...saves.commit import damage, state_folder
 from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity
-from .saving import EMA_FILE, LORA_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE
+from ...saves.state import OPTIMIZER_FILE, REMEDY, STANDALONE, RunState, load_tensors
+from .optim import restore_optimizer
 from .seeding import seed_of
 from .validation import held_out_of
 
-__all__ = ["ResumeError", "ResumePoint", "check_same_run", "find_resume_point", "identity_of", "load_lora_file"]
+__all__ = ["ResumePoint", "check_same_run", "find_resume_point", "identity_of"]
 
-REMEDY = "restore it from a backup, or choose another config.name to start over (all that is in this folder stays)"
 DATA_SETTINGS = ("folder_path", "caption_ext", "default_caption", "resolution", "num_repeats", "flip_x", "buckets")
 CAPTION_SETTINGS = ("caption_dropout_rate", "shuffle_tokens")
 NOT_TRAINING = ("batch_size", "gradient_accumulation", "gradient_accumulation_steps", "disable_sampling")
@@ -46,63 +47,56 @@ class ResumePoint:
         path: the LoRA file.
         step: optimizer steps done.
         epoch: passes over the data done.
-        state_dir: our own state for this step; None where the save is ai-toolkit's.
-        record: the contents of `state.json`, empty without it.
+        state: our own for this step; None where the save is ai-toolkit's.
     """
 
     path: Path
     step: int
     epoch: int
-    state_dir: Path | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
+    state: RunState | None = None
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """The contents of `state.json`, empty without it."""
+        return {} if self.state is None else self.state.record
 
     def lora(self) -> dict[str, Tensor]:
         """The raw LoRA: fp32 from our state, or what the save holds."""
-        return load_lora_file(self.path if self.state_dir is None else self.state_dir / LORA_FILE)
+        if self.state is not None:
+            return self.state.lora()
+        return {name: tensor.float() for name, tensor in load_tensors(self.path).items()}
 
-    def ema(self) -> dict[str, Tensor] | None:
-        """The saved average, where one was kept."""
-        if self.state_dir is None or not (self.state_dir / EMA_FILE).exists():
-            return None
-        return load_lora_file(self.state_dir / EMA_FILE)
+    def restore_optimizer(self, optimizer: Optimizer, name: str, log: Callable[[str], None]) -> None:
+        """Load the optimizer's state, converted where its formats changed; the config's hyper-parameters stay.
 
-    def rng(self) -> dict[str, Tensor] | None:
-        """The saved states of the random generators; earlier versions did not keep them."""
-        if self.state_dir is None or not (self.state_dir / RNG_FILE).exists():
-            return None
-        return load_file(self.state_dir / RNG_FILE)
-
-    @property
-    def optimizer_file(self) -> Path:
-        """The optimizer's state of this save; in the run's folder where the set does not hold it."""
-        own = None if self.state_dir is None else self.state_dir / OPTIMIZER_FILE
-        return own if own is not None and own.exists() else self.path.parent / OPTIMIZER_FILE
-
-    def optimizer(self) -> dict[str, Any]:
-        """Read the optimizer's state.
+        Args:
+            optimizer: of this run.
+            name: `train.optimizer`.
+            log: takes a line for each change.
 
         Raises:
-            ResumeError: missing or damaged.
+            ResumeError: the state is missing or damaged, another optimizer wrote it, or it does not fit.
         """
-        path = self.optimizer_file
+        own = None if self.state is None else self.state.folder / OPTIMIZER_FILE
+        path = own if own is not None and own.exists() else self.path.parent / OPTIMIZER_FILE
+        saved_with = self.record.get("optimizer", name)
+        if saved_with != name and not (name == COAT_OPTIMIZER and saved_with in ("adamw", "adam")):
+            raise ResumeError(
+                f"{path}: was written by {saved_with}, which train.optimizer={name} cannot read; "
+                f"go back to {saved_with}, or choose another config.name to start over"
+            )
         if not path.exists():
             raise ResumeError(f"{path}: is missing, but the run folder holds a save to continue from; {REMEDY}")
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            saved = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
-
-
-def load_lora_file(path: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, in fp32.
-
-    Raises:
-        ResumeError: the file is missing or cannot be read.
-    """
-    try:
-        return {name: tensor.float() for name, tensor in load_file(path).items()}
-    except (OSError, SafetensorError) as error:
-        raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
+        try:
+            changes = restore_optimizer(optimizer, saved)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ResumeError(f"{path}: does not fit this run's LoRA ({error})") from error
+        for change in changes:
+            log(f"Resume: the config's optimizer settings replace the saved ones: {change}")
 
 
 def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
@@ -132,9 +126,15 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     problem = damage(folder)
     if problem is not None:
         raise ResumeError(f"{problem}; {REMEDY}")
-    if not (folder / STATE_FILE).exists() and (folder / OPTIMIZER_FILE).exists():
+    state = RunState.read(folder, STANDALONE)
+    if state is None and not (folder / OPTIMIZER_FILE).exists():
+        raise ResumeError(f"{folder}: holds no state; {REMEDY}")
+    if state is None:
         return newest  # a set of our process inside ai-toolkit, which keeps its own kind of state
-    return ResumePoint(newest.path, newest.step, newest.epoch, folder, _record(folder, run_dir))
+    optimizer, wanted = run_dir / OPTIMIZER_FILE, state.record.get("optimizer_sha256")
+    if wanted is not None and optimizer.exists() and file_sha256(optimizer) != wanted:  # of versions whose sets lack it
+        raise ResumeError(f"{optimizer}: is not the file written with {folder.name} (damaged or exchanged); {REMEDY}")
+    return replace(newest, state=state)
 
 
 def _point(path: Path) -> ResumePoint:
@@ -146,18 +146,6 @@ def _point(path: Path) -> ResumePoint:
         raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
     except (KeyError, ValueError, TypeError) as error:
         raise ResumeError(f"{path}: its metadata does not say the training step; {REMEDY}") from error
-
-
-def _record(folder: Path, run_dir: Path) -> dict[str, Any]:
-    try:
-        record = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ResumeError(f"{folder / STATE_FILE}: cannot be read ({error}); {REMEDY}") from error
-    optimizer = run_dir / OPTIMIZER_FILE
-    wanted = record.get("optimizer_sha256")  # of earlier versions, whose sets did not hold the file
-    if wanted is not None and optimizer.exists() and file_sha256(optimizer) != wanted:
-        raise ResumeError(f"{optimizer}: is not the file written with {folder.name} (damaged or exchanged); {REMEDY}")
-    return record
 
 
 def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from ...config.job import JobConfig
 from ...data.dataset import BucketBatchSampler, scan
 from ...data.loader import LatentDataset, cache_all
 from ...saves.identity import model_identity
-from ...saves.path import keep_path
 from ...saves.rng import set_rng_state
+from ...saves.state import keep_path, restore_tensors
 from ...watch.live import LiveRun
 from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch, watch_steps
@@ -38,7 +38,6 @@ from .network import add_lora, lora_parameters, lora_targets
 from .objective import Objective
 from .optim import advance, make_optimizer, make_scheduler
 from .progress import RunLog
-from .restoring import restore_lora, restore_optimizer_state
 from .resume import ResumePoint
 from .sampling import ImageSampler
 from .seeding import seed_of
@@ -128,13 +127,13 @@ def open_session(
     if identity["model"]["fingerprint"] is None:  # it was not on this machine before
         identity = {**identity, "model": model_identity(job.model.name_or_path)}
     if point is not None:
-        restore_lora(transformer, point)
+        restore_tensors(lora, point.lora(), point.path)
         keep_path(transformer, point.record.get("path", {}))
     workers.share(list(lora.values()))
     train, params = job.train, job.train.optimizer_params or {}
     optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, params)
     if point is not None:
-        restore_optimizer_state(optimizer, point, train.optimizer, log)
+        point.restore_optimizer(optimizer, train.optimizer, log.say)
     watch = watch_steps(
         job.coat, transformer, transformer, lora, optimizer, log, phases, lambda: job, report=report, mean=workers.mean
     )
@@ -262,13 +261,13 @@ def continue_from(session: Session, point: ResumePoint) -> None:
         key: point.record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in point.record
     }
     advance(session.lr_scheduler, point.step)
-    average = point.ema()
+    average = None if point.state is None else point.state.ema()
     if session.ema is not None and average is not None:
-        session.ema.load({name: value.to(session.workers.device) for name, value in average.items()})
+        session.ema.load(average)
     elif session.ema is not None:
         session.log.say("Resume: no average was kept with this save; the EMA starts again from its weights")
     session.sampler.load_state_dict(_place(session, point))
-    states = point.rng()
+    states = None if point.state is None else point.state.rng()
     if states is not None:
         set_rng_state(states)
 

@@ -24,13 +24,12 @@ from ...data.hold_out import describe_lowest
 from ...export.check import check_export
 from ...mini_flux.folder import provide_embedded
 from ...plan.space import save_space
-from ...saves.commit import newest_set, set_step
-from ...saves.errors import SaveError, save_errors
+from ...saves.commit import newest_set, require_room, set_step
+from ...saves.errors import save_errors
 from ...saves.interrupts import Interrupts
 from ...saves.lock import run_lock
-from ...saves.repair import go_back, good_step, repair
-from ...saves.rng import rng_state
-from ...saves.space import check_output
+from ...saves.repair import go_back, repair, way_back
+from ...saves.state import path_changes, path_of
 from ...watch.guard import WINDOW, DeadRunError
 from ...watch.live import LiveRun
 from ...watch.memory_report import finish
@@ -38,9 +37,8 @@ from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.phases import MEMORY_FILE, PhaseTracker
 from .flow_matching import bypassed_guidance
 from .progress import RunLog
-from .restoring import path_changes, path_record
 from .resume import check_same_run, find_resume_point, identity_of
-from .saving import Checkpoint, lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name
+from .saving import lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name
 from .session import Session, open_session
 from .steps import train_step
 from .workers import Workers
@@ -117,16 +115,19 @@ class COATTrainer:
             workers.close()
 
     def _way_back(self, since: int) -> str:
-        """What to start after the config was mended."""
-        job = self.job
-        step = good_step(job.folder, since, _apart(job))
-        if step is not None:
-            name = job.raw["config"]["name"]
-            given = "" if _is_named(job.file, name) else f' --name "{name}"'
-            return f'then go on from step {step}: coat-flux train "{job.file}"{given} --from-step {step}'
-        if newest_set(job.folder) is None:
-            return "nothing has been saved yet: then start the same config again"
-        return "no state from before that is kept: then choose another config.name to start over"
+        """What to start after the config was corrected."""
+        job, name = self.job, self.job.raw["config"]["name"]
+        try:
+            given = "" if load_job_yaml(job.file)["config"]["name"] == name else f' --name "{name}"'
+        except ConfigError:
+            given = f' --name "{name}"'
+        return way_back(
+            job.folder,
+            since,
+            _apart(job),
+            lambda step: f'go on from step {step}: coat-flux train "{job.file}"{given} --from-step {step}',
+            "start the same config again",
+        )
 
     def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker, from_step: int | None) -> Path:
         job = self.job
@@ -137,9 +138,7 @@ class COATTrainer:
             back = [] if from_step is None else go_back(job.folder, from_step)
             for line in (*back, *repair(job.folder)):
                 log.say(line)
-            errors, _ = check_output(job.folder)
-            if errors:
-                raise SaveError("\n".join(errors))
+            require_room(job.folder)
         workers.wait()
         point = find_resume_point(job.folder, job.name)
         identity = identity_of(job, workers.world_size)
@@ -161,13 +160,6 @@ class COATTrainer:
         session = open_session(job, workers, log, phases, point, identity, live)  # before `live`: it may refuse
         with live:
             return _run(session, self._observer, point.record)
-
-
-def _is_named(file: str, name: str) -> bool:
-    try:
-        return load_job_yaml(file)["config"]["name"] == name
-    except ConfigError:
-        return False
 
 
 def _run(
@@ -202,11 +194,8 @@ def _open_files(session: Session) -> None:
             text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
             write_file(job.folder / "config.yaml", text)
             session.watch.phases.path = job.folder / MEMORY_FILE
-            errors, warnings = check_output(job.folder, save_space(job, [p.numel() for p in session.lora.values()]))
-            for line in warnings:
-                session.log.say(f"Warning: {line}")
-            if errors:
-                raise SaveError("\n".join(errors))
+            space = save_space(job, [p.numel() for p in session.lora.values()])
+            require_room(job.folder, space, lambda line: session.log.say(f"Warning: {line}"))
         session.log.open(session.step)
 
 
@@ -230,7 +219,7 @@ def _train_steps(
         stats, asked = train_step(session, batches, interrupts)
         session.log.step(stats)
         if session.step == first:
-            for line in path_changes(session.transformer, resumed):
+            for line in path_changes(resumed.get("path", {}), path_of(session.transformer, recomputed=True)):
                 session.log.say(line)
         if observer is not None:
             observer(session)
@@ -288,20 +277,22 @@ def _save(session: Session, *, final: bool) -> Path:
 
 def _write_save(session: Session, file_name: str, *, final: bool) -> None:
     job = session.job
-    point = Checkpoint(
-        step=session.step,
-        lora=session.lora,
-        ema=None if session.ema is None else session.ema.shadow,
-        optimizer=session.optimizer.state_dict(),
-        rng=rng_state(),
-        metadata=_metadata(session),
-        record=_record(session),
-    )
 
     def check(path: Path) -> None:
         session.log.say(f"{file_name}: {_check_lora(session, path, final=final)}")
 
-    save_checkpoint(job.folder, file_name, point, save_dtype(job.save.dtype), check, _apart(job))
+    save_checkpoint(
+        job.folder,
+        file_name,
+        lora=session.lora,
+        ema=None if session.ema is None else session.ema.shadow,
+        optimizer=session.optimizer.state_dict(),
+        record=_record(session),
+        metadata=_metadata(session),
+        dtype=save_dtype(job.save.dtype),
+        check=check,
+        apart=_apart(job),
+    )
     for old in rotate_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
         session.log.detail(f"Removing old save: {old}")
 
@@ -317,8 +308,9 @@ def _record(session: Session) -> dict[str, Any]:
         "optimizer": session.job.train.optimizer,
         "sampler": session.sampler.state_dict(),
         "guard": session.watch.state_dict(),
-        "path": path_record(session.transformer),
+        "path": path_of(session.transformer, recomputed=True),
         "identity": session.identity,
+        "step": session.step,
     }
 
 

@@ -1,0 +1,33 @@
+"""How sizes and tables are written for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["GB", "MB", "columns", "size_text"]
+
+GB, MB = 1e9, 1e6  # as everywhere here: memory.budget_gb, metrics.csv, EXPERIMENTS.md
+UNITS = ((GB, "GB"), (MB, "MB"), (1e3, "kB"))
+
+
+def size_text(size: float, digits: int = 1, smallest: str = "kB") -> str:
+    """Bytes in the largest unit that gives at least 1, `12.5 GB`; never in a unit below `smallest`."""
+    unit, name = next((unit, name) for unit, name in UNITS if size >= unit or name == smallest)
+    return f"{size / unit:.{digits}f} {name}"
+
+
+def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Rows of cells as lines with aligned columns, two blanks apart.
+
+    Args:
+        rows: each of as many cells.
+        left: columns aligned at their left side; the others at their right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

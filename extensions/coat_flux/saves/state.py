@@ -1,0 +1,202 @@
+"""What a save holds beyond the LoRA that others load, so that a resumed run ends as if it had never stopped.
+
+    coat/state-000000500/      the stand-alone trainer's; inside ai-toolkit the same files are in the set's folder aitk/
+        lora.safetensors       the raw LoRA in fp32 (what is published may be its average, in save.dtype)
+        ema.safetensors        its average in fp32, where one is kept
+        rng.safetensors        states of the random generators (of the main process)
+        state.json             steps done, place in the data, guard, execution mode of the blocks, identity of the run
+
+`optimizer.pt` is in the set's own folder in both. Saves come between optimizer steps, so there are never
+half-accumulated gradients to keep. Everything loads without pickle, `optimizer.pt` with weights_only=True.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..blocks.decide import RunPath
+from ..blocks.runner import BlockRunner
+from .errors import ResumeError
+
+__all__ = [
+    "AI_TOOLKIT",
+    "OPTIMIZER_FILE",
+    "REMEDY",
+    "STANDALONE",
+    "RunState",
+    "keep_path",
+    "load_tensors",
+    "path_changes",
+    "path_of",
+    "restore_tensors",
+    "save_tensors",
+]
+
+STANDALONE, AI_TOOLKIT = "", "aitk"  # where a trainer's state is in a set
+LORA_FILE, EMA_FILE, RNG_FILE = "lora.safetensors", "ema.safetensors", "rng.safetensors"
+RECORD_FILE = "state.json"
+OPTIMIZER_FILE = "optimizer.pt"
+REMEDY = "restore it from a backup, or choose another config.name to start over (all that is in this folder stays)"
+PATH_WORDS = {"gemm": "GEMMs of the blocks", "compile": "compilation", "recomputed": "blocks that recompute"}
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state in a committed set.
+
+    Attributes:
+        folder: of the set.
+        trainer: that wrote it, `STANDALONE` or `AI_TOOLKIT`.
+        record: `state.json`.
+    """
+
+    folder: Path
+    trainer: str
+    record: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path, trainer: str) -> RunState | None:
+        """The state of a set, its tensors not read yet; None where it has none of this trainer.
+
+        Raises:
+            ResumeError: it cannot be read.
+        """
+        path = folder / trainer / RECORD_FILE
+        if not path.exists():
+            return None
+        try:
+            return cls(folder, trainer, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
+
+    @staticmethod
+    def write(
+        folder: Path,
+        trainer: str,
+        record: Mapping[str, Any],
+        lora: Mapping[str, Tensor],
+        ema: Mapping[str, Tensor] | None,
+        rng: Mapping[str, Tensor],
+    ) -> None:
+        """Write a state into the folder of a set, before it is committed.
+
+        Args:
+            folder: of the set.
+            trainer: `STANDALONE` or `AI_TOOLKIT`.
+            record: plain JSON with "step", the optimizer steps done.
+            lora: raw LoRA by name, as trained.
+            ema: its average; None or empty where none is kept.
+            rng: `rng_state()`.
+        """
+        target = folder / trainer
+        target.mkdir(exist_ok=True)
+        for name, tensors in ((LORA_FILE, lora), (EMA_FILE, ema), (RNG_FILE, rng)):
+            if tensors:
+                save_tensors(target / name, tensors)
+        (target / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.record["step"])
+
+    def lora(self) -> dict[str, Tensor]:
+        """The raw LoRA."""
+        return load_tensors(self.folder / self.trainer / LORA_FILE)
+
+    def ema(self) -> dict[str, Tensor] | None:
+        """The average, where one was kept."""
+        path = self.folder / self.trainer / EMA_FILE
+        return load_tensors(path) if path.exists() else None
+
+    def rng(self) -> dict[str, Tensor] | None:
+        """States of the random generators; earlier versions did not keep them."""
+        path = self.folder / self.trainer / RNG_FILE
+        return load_tensors(path) if path.exists() else None
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file of tensors from any device."""
+    save_file({name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}, path, metadata)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file.
+
+    Raises:
+        ResumeError: it is missing or cannot be read.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
+
+
+@torch.no_grad()
+def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: Path | str) -> None:
+    """Copy saved values into the tensors of a run.
+
+    Args:
+        targets: by name.
+        saved: by name, any float dtype.
+        source: the file, for the error.
+
+    Raises:
+        ResumeError: names or shapes differ; nothing is copied.
+    """
+    odd = sorted(targets.keys() ^ saved.keys())
+    if odd:
+        raise ResumeError(
+            f"{source}: {len(odd)} LoRA names differ from this run's, first {odd[0]!r}; "
+            "use the network settings it was trained with, or another config.name to start over"
+        )
+    for name, tensor in targets.items():
+        if saved[name].shape != tensor.shape:
+            raise ResumeError(
+                f"{source}: {name} has shape {tuple(saved[name].shape)}, this run's is {tuple(tensor.shape)}; "
+                "use the rank (network.linear) it was trained with, or another config.name to start over"
+            )
+    for name, tensor in targets.items():
+        tensor.copy_(saved[name])
+
+
+# -- the execution mode, measured at a run's first step; rounding depends on it ----------------------------------------
+
+
+def path_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, Any]:
+    """GEMMs and compilation in force, plain JSON; empty before the first step, and without COAT.
+
+    Args:
+        transformer: of the run.
+        recomputed: also which blocks recompute.
+    """
+    runner = BlockRunner.of(transformer)
+    if runner is None:
+        return {}
+    path = {} if runner.picked is None else runner.picked.path._asdict()
+    return {**path, "recomputed": runner.plan.recomputed} if recomputed else path
+
+
+def keep_path(transformer: nn.Module, path: Mapping[str, str]) -> None:
+    """Let the first step use a saved mode instead of measuring, where the config still has it."""
+    runner = BlockRunner.of(transformer)
+    if runner is not None and "gemm" in path:
+        runner.keep_to(RunPath(path["gemm"], path["compile"]))
+
+
+def path_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two modes, one line each: from there on results differ by rounding."""
+    return [
+        f"Resume: {words} {saved[key]} -> {now[key]}; results differ from here on by rounding"
+        for key, words in PATH_WORDS.items()
+        if key in saved and key in now and saved[key] != now[key]
+    ]
