@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from coat_flux.data.errors import DatasetError
+from coat_flux.data.files import DatasetError
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.oom import OutOfMemory

@@ -15,7 +15,7 @@ from PIL import Image
 from coat_flux.data.cache import TextEncoders, encode_latents, encode_prompts, model_identity
 from coat_flux.data.captions import shuffle_tokens
 from coat_flux.data.dataset import Batch, BucketBatchSampler, scan
-from coat_flux.data.errors import DatasetError
+from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
 from coat_flux.data.loader import cache_all
 from coat_flux.mini_flux.folder import make_tiny_flux

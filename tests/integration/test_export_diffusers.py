@@ -10,8 +10,7 @@ from torch import nn
 
 from coat_flux.export.check import check_export
 from coat_flux.export.convert import convert_file, convert_pairs
-from coat_flux.export.layouts import read_pairs, write_pairs
-from coat_flux.export.names import original_linear, place_of, underscored
+from coat_flux.export.layouts import original_linear, place_of, read_pairs, underscored, write_pairs
 from coat_flux.mini_flux.geometry import make_flux_dev_geometry
 from coat_flux.mini_flux.models import build_transformer
 from tests.helpers.lora_files import lora_tensors, module_names

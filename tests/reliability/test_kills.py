@@ -135,13 +135,13 @@ class OneSave:
         repair(self.run)
         point = find_resume_point(self.run, "save")
         assert point is not None
-        assert damage(point.state_dir) is None
-        found = contents(point.state_dir)
+        assert damage(point.state.folder) is None
+        found = contents(point.state.folder)
         assert found in (self.before, self.after)
         assert content(point.path) == found["published.safetensors"]
         assert (self.run / "optimizer.pt").read_bytes() == found["optimizer.pt"]
         sets = {path.name for path in (self.run / "coat").iterdir()}
-        assert sets == {"state-000000001", point.state_dir.name}
+        assert sets == {"state-000000001", point.state.folder.name}
         assert not list(self.run.rglob(".*"))
         return "before" if found == self.before else "after"
 

@@ -13,7 +13,7 @@ from PIL import Image
 from coat_flux.config.job_sections import DatasetSection, TrainSection
 from coat_flux.data.cache import encode_latents
 from coat_flux.data.dataset import Batch, scan
-from coat_flux.data.errors import DatasetError
+from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
 from coat_flux.data.loader import LatentDataset
 from coat_flux.mini_flux.folder import make_tiny_flux

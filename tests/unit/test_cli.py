@@ -15,8 +15,8 @@ from PIL import Image
 from coat_flux.base.errors import UserError
 from coat_flux.blocks.apply import FallbackError
 from coat_flux.cli.entry import main
-from coat_flux.data.errors import DatasetError
-from coat_flux.export.files import ExportError
+from coat_flux.data.files import DatasetError
+from coat_flux.export.layouts import ExportError
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.trainers.standalone.workers import LaunchError
 from coat_flux.watch.guard import DeadRunError

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from coat_flux.config.job_sections import DatasetSection
-from coat_flux.data.caption_lint import lint_captions
+from coat_flux.data.captions import lint_captions
 from coat_flux.data.preflight import inspect_datasets
 from coat_flux.mini_flux.folder import MINI_FLUX
 from tests.reliability.photos import jpeg, write

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from coat_flux.data.captions import caption_file, inject_trigger, read_caption, shuffle_tokens
-from coat_flux.data.errors import DatasetError
+from coat_flux.data.files import DatasetError
 
 
 @pytest.mark.parametrize("extension", [".txt", "txt", "caption"])

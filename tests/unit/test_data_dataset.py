@@ -10,8 +10,7 @@ from PIL import Image
 
 from coat_flux.data.buckets import Bucket
 from coat_flux.data.dataset import scan
-from coat_flux.data.errors import DatasetError
-from coat_flux.data.files import find_images
+from coat_flux.data.files import DatasetError, find_images
 from tests.reliability.photos import noise
 
 

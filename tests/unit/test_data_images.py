@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image, ImageCms
 
-from coat_flux.data.errors import DatasetError
+from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
-from coat_flux.data.survey import survey
+from coat_flux.data.preflight import survey
 from tests import tolerances
 from tests.reliability.photos import deep_png, with_chunk
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from coat_flux.data import prepare as prepare_module
-from coat_flux.data.errors import DatasetError
+from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo
 from coat_flux.data.prepare import prepare_copy
 from tests.reliability.photos import (

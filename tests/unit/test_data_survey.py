@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
 
-from coat_flux.data.survey import near_duplicates, survey
+from coat_flux.data.preflight import near_duplicates, survey
 from tests.reliability.photos import encoded, noise, write
 
 

@@ -8,7 +8,7 @@ import torch
 from coat_flux.base.files import file_sha256
 from coat_flux.data.buckets import Bucket
 from coat_flux.data.cache import TensorCache, latent_key, text_key
-from coat_flux.data.errors import DatasetError
+from coat_flux.data.files import DatasetError
 from tests.helpers.asserts import assert_bitwise
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from coat_flux.export.check import check_export
-from coat_flux.export.files import ExportError
+from coat_flux.export.layouts import ExportError
 from tests.helpers.lora_files import HIDDEN, OUTSIDE, lora_tensors, module_names
 from tests.tolerances import LORA_NORM_RTOL
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from coat_flux.cli.export import add_parser
 from coat_flux.export import convert as convert_module
 from coat_flux.export.convert import convert_file, convert_pairs
-from coat_flux.export.files import ExportError
-from coat_flux.export.layouts import layout_of, read_pairs, write_pairs
+from coat_flux.export.layouts import ExportError, layout_of, read_pairs, write_pairs
 from tests.helpers.lora_files import HIDDEN, OUTSIDE, SINGLE, lora_tensors, module_names
 
 ALL_MODULES = [*module_names(), *OUTSIDE]
@@ -211,11 +210,11 @@ def test_a_failed_write_leaves_what_was_there(lora, monkeypatch):
     target = lora.with_name("kohya.safetensors")
     target.write_bytes(b"earlier")
 
-    def full_disk(path, *_):
+    def full_disk(_, path, *__):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert_module, "write_file", full_disk)
+    monkeypatch.setattr(convert_module, "save_file", full_disk)
     with pytest.raises(ExportError, match=r"kohya\.safetensors: cannot be written .*No space left"):
         convert_file(lora, target, "kohya")
     assert target.read_bytes() == b"earlier"

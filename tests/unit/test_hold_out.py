@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from coat_flux.data.check import check_data
-from coat_flux.data.errors import DatasetError
+from coat_flux.data.files import DatasetError
 from coat_flux.data.hold_out import choose_hold_out, describe_lowest
 from tests.helpers.engine_job import write_images
 from tests.unit.test_check import AI_TOOLKIT, found, job

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: the training size of an image, and the resize and crop that bring it there.
+"""Aspect-ratio buckets: the training size of an image, the resize and crop that bring it there, and the samples.
 
 The rule is ai-toolkit's. An image is scaled down to the pixel budget resolution² (never up), each side is rounded down
 or up to a multiple of `step`, and of those four sizes the one whose area is nearest to the target and within the budget
@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -47,7 +50,12 @@ def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP
     Numerics: before the crop each side differs from the ideal one by less than `step` (unless the image is a strip
     narrower than a step).
     """
-    _check(width, height, resolution, step)
+    if step < FLUX_MULTIPLE or step % FLUX_MULTIPLE:
+        raise ValueError(f"step={step}: must be a positive multiple of {FLUX_MULTIPLE}; use {BUCKET_STEP}")
+    if resolution < step:
+        raise ValueError(f"resolution={resolution}: must be at least step={step} pixels; use 512, 768 or 1024")
+    if width < 1 or height < 1:
+        raise ValueError(f"image size {width}x{height}: both sides must be at least 1 pixel; remove the image")
     budget = resolution * resolution
     target = min(width * height, budget)
     scale = (target / (width * height)) ** 0.5
@@ -72,8 +80,8 @@ def covering_size(size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
     """Width and height, in pixels, to which an image of `size` is resized so that it just covers the bucket."""
     width, height = size
     if bucket.width * height >= bucket.height * width:
-        return bucket.width, _ceil_div(height * bucket.width, width)
-    return _ceil_div(width * bucket.height, height), bucket.height
+        return bucket.width, -(-height * bucket.width // width)
+    return -(-width * bucket.height // height), bucket.height
 
 
 def cropped_share(size: tuple[int, int], bucket: Bucket) -> float:
@@ -82,14 +90,64 @@ def cropped_share(size: tuple[int, int], bucket: Bucket) -> float:
     return 1.0 - bucket.width * bucket.height / (width * height)
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+@dataclass(frozen=True)
+class Sample:
+    """One thing to train on: an image at one size.
+
+    Attributes:
+        image_path: The image file.
+        caption: Final caption, trigger word included.
+        bucket: Training size in pixels.
+        dataset_index: Index of the `datasets` entry it comes from.
+        flip: Mirrored left to right.
+        dropped_caption: The prompt used instead when the caption is dropped: "" or, as in ai-toolkit, the trigger word.
+    """
+
+    image_path: Path
+    caption: str
+    bucket: Bucket
+    dataset_index: int
+    flip: bool = False
+    dropped_caption: str = ""
 
 
-def _check(width: int, height: int, resolution: int, step: int) -> None:
-    if step < FLUX_MULTIPLE or step % FLUX_MULTIPLE:
-        raise ValueError(f"step={step}: must be a positive multiple of {FLUX_MULTIPLE}; use {BUCKET_STEP}")
-    if resolution < step:
-        raise ValueError(f"resolution={resolution}: must be at least step={step} pixels; use 512, 768 or 1024")
-    if width < 1 or height < 1:
-        raise ValueError(f"image size {width}x{height}: both sides must be at least 1 pixel; remove the image")
+def resolutions(config: Any) -> tuple[int, ...]:
+    """The resolutions of a dataset's settings; ai-toolkit writes one as a plain number."""
+    return (config.resolution,) if isinstance(config.resolution, int) else tuple(config.resolution)
+
+
+def training_size(size: tuple[int, int], resolution: int, config: Any, step: int) -> Bucket:
+    """The bucket of an image of `size` (width, height) under a dataset's settings."""
+    return (
+        bucket_for(*size, resolution, step) if config.buckets else bucket_for(resolution, resolution, resolution, step)
+    )
+
+
+def make_samples(
+    index: int,
+    config: Any,
+    sizes: Mapping[Path, tuple[int, int]],
+    captions: Mapping[Path, str],
+    dropped_caption: str,
+    step: int,
+) -> list[Sample]:
+    """Every image at every resolution, `num_repeats` times, and mirrored where `flip_x`.
+
+    Args:
+        index: Of the dataset.
+        config: Its settings.
+        sizes: Image -> width and height in pixels, in order.
+        captions: Image -> final caption.
+        dropped_caption: See `Sample`.
+        step: Bucket sides are multiples of this many pixels.
+    """
+    plain = [
+        Sample(
+            path, captions[path], training_size(sizes[path], resolution, config, step), index, False, dropped_caption
+        )
+        for resolution in resolutions(config)
+        for path in list(sizes) * config.num_repeats
+    ]
+    if not config.flip_x:
+        return plain
+    return plain + [Sample(s.image_path, s.caption, s.bucket, index, True, dropped_caption) for s in plain]

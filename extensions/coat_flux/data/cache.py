@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..base.files import replacing
 from .buckets import Bucket
-from .errors import DatasetError, printable
+from .files import DatasetError, printable
 
 logger = logging.getLogger(__name__)
 

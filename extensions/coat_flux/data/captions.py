@@ -1,15 +1,47 @@
-"""Captions from sidecar text files, the trigger word, and token shuffling, with ai-toolkit's meaning of each."""
+"""Captions from sidecar text files, the trigger word, and token shuffling, with ai-toolkit's meaning of each.
+
+What captions do to a LoRA that is to learn one product by its trigger word: a caption's words take what they name away
+from the trigger word. If all captions say "blue denim jacket", the model learns nothing new for the trigger. So
+captions should name what changes from photo to photo, and not the product; `lint_captions` warns where they do not.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from .errors import DatasetError, printable
+from ..config.data_rules import FOREIGN_SHARE, T5_BLIND, foreign_script
+from .files import DatasetError, Listing, counted, printable
 
 PLACEHOLDERS = ("[trigger]", "[name]")
 _MAX_BYTES = 1 << 20  # T5 takes 512 tokens, a few thousand characters
+SHARED_BY = 0.8
+_FEWEST = 4  # captions, before what they share means anything
+_NAMED = 8
+_NO_CAPTION = "the trigger word alone, or nothing"
+_MOST_WORDS = 512  # a word is at least one of T5's tokens
+_TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
+_LISTS = (".json", ".jsonl", ".csv", ".parquet")  # captions of many photos in one file, as other trainers read them
+_UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")  # Thai, Lao, Japanese, Chinese
+_WORD = re.compile(r"[^\W\d_]{3,}")
+# English grammar, and what product photos are about besides the product: to name these is right.
+_USUAL = frozenset(
+    """
+    and angle are back backdrop background body both boy camera catalog catalogue close closeup detail facing flat
+    floor folded for from front girl hanger hanging has have her high his holding image indoor indoors into its laid
+    lay left light lighting looking low lying man mannequin men model natural near not one onto outdoor outdoors
+    over people person photo photograph photography picture plain posing product rear right shadow shot side sitting
+    soft some standing street studio table that the their this three two under view walking wall wearing wears which
+    while white who with without woman women worn
+    """.split()  # noqa: SIM905 (a list of words reads better so)
+)
 
 
 def caption_file(image_path: Path | str, caption_ext: str = ".txt") -> Path:
@@ -25,10 +57,8 @@ def read_caption(image_path: Path | str, caption_ext: str = ".txt") -> str | Non
         DatasetError: the sidecar is not a text file in UTF-8, or cannot be opened.
     """
     path = caption_file(image_path, caption_ext)
-    return _read_text(path).strip() if os.path.lexists(path) else None
-
-
-def _read_text(path: Path) -> str:
+    if not os.path.lexists(path):
+        return None
     name = printable(path)
     if path.exists() and not path.is_file():
         raise DatasetError(f"{name}: is not a file, but has a caption's name; remove it, or rename it")
@@ -45,7 +75,7 @@ def _read_text(path: Path) -> str:
         raise DatasetError(f"{name}: cannot be read ({error.strerror}); make the caption file readable") from error
     if "\0" in text:
         raise DatasetError(f"{name}: contains zero bytes, it is UTF-16 or not text; save the caption as UTF-8 text")
-    return text
+    return text.strip()
 
 
 def inject_trigger(caption: str, trigger_word: str | None, add_if_missing: bool = True) -> str:
@@ -67,3 +97,230 @@ def shuffle_tokens(caption: str, rng: random.Random) -> str:
     tokens = [token.strip() for token in caption.split(",")]
     rng.shuffle(tokens)
     return ", ".join(token for token in tokens if token)
+
+
+def lint_files(
+    folder: Path, listing: Listing, caption_ext: str, default_caption: str | None
+) -> tuple[list[str], list[str]]:
+    """Errors and warnings about which captions there are, one line each.
+
+    Args:
+        folder: The dataset's folder.
+        listing: Its content.
+        caption_ext: Extension of the sidecars, without its dot.
+        default_caption: For images without a caption.
+    """
+    wrong = _wrong_extension(folder, listing, caption_ext)
+    if wrong and not default_caption:
+        return wrong, []
+    images = listing.images
+    missing = [path for path in images if not os.path.lexists(caption_file(path, caption_ext))]
+    text = f"of {len(images)} images have no .{caption_ext} caption (first: {{first}}); they train with "
+    lines = counted(folder, missing, text + ("default_caption" if default_caption else _NO_CAPTION))
+    return _other_case(folder, listing, missing, caption_ext), lines + _without_image(folder, listing, caption_ext)
+
+
+def lint_captions(
+    folder: Path,
+    raw: Mapping[Path, str],
+    trigger_word: str | None,
+    default_caption: str | None,
+    t5_of: str | None = "",
+) -> list[str]:
+    """Warnings about what captions say, one line each.
+
+    Args:
+        folder: The dataset's folder.
+        raw: Image -> caption as written; without the images that have none.
+        trigger_word: The job's.
+        default_caption: For empty captions.
+        t5_of: The model whose T5 reads them, a folder or hub name; "" for FLUX's, None for a model without T5.
+    """
+    empty = [path for path, caption in raw.items() if not caption]
+    instead = "default_caption" if default_caption else _NO_CAPTION
+    lines = counted(folder, empty, f"captions are empty (first: that of {{first}}); they train with {instead}")
+    lines += _too_long(folder, raw) + _in_json(folder, raw)
+    if t5_of is not None:
+        lines += _unread_letters(folder, raw, _t5_tokenizer(t5_of))
+    if trigger_word:
+        return lines + _about_trigger(folder, raw, trigger_word) + _about_product(folder, raw, trigger_word)
+    return lines + _about_no_trigger(folder, raw)
+
+
+def _wrong_extension(folder: Path, listing: Listing, caption_ext: str) -> list[str]:
+    """Captions that are all there, only not under the extension the config names."""
+    images, others = listing.images, listing.others
+    if any(os.path.lexists(caption_file(path, caption_ext)) for path in images):
+        return []
+    stems = {path.with_suffix("") for path in images}
+    found = Counter(
+        path.suffix for path in others if path.suffix.lower() in _TEXT_EXTENSIONS and path.with_suffix("") in stems
+    )
+    if not found:
+        listed = [path for path in others if path.suffix.lower() in _LISTS]
+        return [
+            f"{line}; write each caption alone into a text file of the photo's name, photo.{caption_ext}"
+            for line in counted(
+                folder, listed, f"files may hold captions (first: {{first}}), but only .{caption_ext} is read"
+            )
+        ]
+    extension, count = found.most_common(1)[0]
+    return [
+        f"{printable(folder)}: no image has a .{caption_ext} caption, but {count} have one in {extension}; "
+        f"set caption_ext: {extension.lstrip('.')}"
+    ]
+
+
+def _other_case(folder: Path, listing: Listing, missing: Sequence[Path], caption_ext: str) -> list[str]:
+    """Captions that are there under the right extension in other capitals, which Linux does not take for it."""
+    ends = f".{caption_ext}".lower()
+    there = {path.with_suffix("") for path in listing.others if path.name.lower().endswith(ends)}
+    found = [path for path in missing if path.with_suffix("") in there]
+    text = f"captions end in .{caption_ext} with other capitals (first: that of {{first}}), so they are not read; "
+    return counted(folder, found, f"{text}rename them")
+
+
+def _in_json(folder: Path, raw: Mapping[Path, str]) -> list[str]:
+    def is_json(caption: str) -> bool:
+        try:
+            return caption[:1] in ("{", "[") and isinstance(json.loads(caption), (dict, list))
+        except ValueError:
+            return False
+
+    found = [path for path, caption in raw.items() if is_json(caption)]
+    text = "captions are JSON, which is learnt with its braces and keys (first: that of {first}); write the text alone"
+    return counted(folder, found, text)
+
+
+def _unread_letters(folder: Path, raw: Mapping[Path, str], tokenizer: Any) -> list[str]:
+    """Captions in letters that T5 has no tokens for: by its tokenizer where there is one here, else by their script."""
+    found, shares = [], []
+    for path, caption in raw.items():
+        share, script = foreign_script(caption)
+        if tokenizer is not None and share:
+            encoded, unknown = tokenizer.encode(caption), tokenizer.token_to_id("<unk>")
+            places = zip(encoded.ids, encoded.offsets, strict=True)
+            lost = sum(c.isalpha() for id_, (a, b) in places if id_ == unknown for c in caption[a:b])
+            share = lost / sum(c.isalpha() for c in caption)
+        if share > FOREIGN_SHARE:
+            found.append(path)
+            shares.append((share, script))
+    if not found:
+        return []
+    script = Counter(script for _, script in shares).most_common(1)[0][0]
+    mean = sum(share for share, _ in shares) / len(shares)
+    line = f"captions are {mean:.0%} in {script.removeprefix('all ')} characters (first: that of {{first}}): "
+    return counted(folder, found, f"{line}{T5_BLIND.format(script)}; write them in English")
+
+
+@functools.lru_cache(maxsize=4)
+def _t5_tokenizer(model: str) -> Any:
+    """The fast tokenizer of a model's T5, from its folder or the hub's cache; None where it is not here."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from tokenizers import Tokenizer
+
+    place: Any = Path(model, "tokenizer_2", "tokenizer.json")
+    if not place.is_file():
+        try:
+            place = try_to_load_from_cache(model, "tokenizer_2/tokenizer.json") if model else None
+        except HFValidationError:  # a path
+            place = None
+    try:
+        return Tokenizer.from_file(str(place)) if isinstance(place, (str, Path)) else None
+    except Exception:
+        return None
+
+
+def _without_image(folder: Path, listing: Listing, caption_ext: str) -> list[str]:
+    wanted = {caption_file(path, caption_ext) for path in listing.images}
+    extension = f".{caption_ext}"
+    orphans = [path for path in listing.others if path.name.endswith(extension) and path not in wanted]
+    names = {path.name for path in listing.images}
+    doubled = [path for path in orphans if path.name.removesuffix(extension) in names]
+    lines = counted(
+        folder,
+        doubled,
+        "captions are named after the image's extension too (first: {first}); "
+        f"name them after the image's name alone, as photo{extension}",
+    )
+    return lines + counted(
+        folder,
+        [path for path in orphans if path not in doubled],
+        "caption files belong to no image (first: {first}); rename them after their images, or remove them",
+    )
+
+
+def _too_long(folder: Path, raw: Mapping[Path, str]) -> list[str]:
+    long = [path for path, caption in raw.items() if len(caption.split()) > _MOST_WORDS]
+    return counted(
+        folder, long, f"captions have more than {_MOST_WORDS} words (first: {{first}}); the end is cut, shorten them"
+    )
+
+
+def _about_no_trigger(folder: Path, raw: Mapping[Path, str]) -> list[str]:
+    holders = [path for path, caption in raw.items() if any(holder in caption for holder in PLACEHOLDERS)]
+    if holders:
+        return [
+            f"{printable(folder)}: {len(holders)} captions use [trigger] or [name] but trigger_word is not set; "
+            "the placeholder is removed, set trigger_word"
+        ]
+    captions = [caption for caption in raw.values() if caption]
+    spaced = not any(_UNSPACED.search(caption) for caption in captions)
+    if len(captions) >= _FEWEST and spaced and not _shared(captions):
+        return [
+            f"{printable(folder)}: the captions have no word in common and trigger_word is not set, so nothing will "
+            "call the product up; set trigger_word"
+        ]
+    return []
+
+
+def _about_trigger(folder: Path, raw: Mapping[Path, str], trigger: str) -> list[str]:
+    whole = re.compile(rf"(?<!\w){re.escape(trigger)}(?!\w)", re.ASCII)  # Chinese has no spaces between words
+    inside, cased = [], []
+    for path, caption in raw.items():
+        if trigger in caption and not whole.search(caption):
+            inside.append(path)
+        elif trigger not in caption and trigger.lower() in caption.lower():
+            cased.append(path)
+    shown = printable(trigger)
+    return counted(
+        folder,
+        inside,
+        f"captions hold the trigger word '{shown}' only within another word (first: {{first}}), so it is not put in "
+        "front; choose a rarer trigger_word, or write [trigger] into them",
+    ) + counted(
+        folder,
+        cased,
+        f"captions write the trigger word '{shown}' with other capitals (first: {{first}}) and get it a second time; "
+        "write it alike",
+    )
+
+
+def _about_product(folder: Path, raw: Mapping[Path, str], trigger: str) -> list[str]:
+    captions = [_trigger_marked(caption, trigger) for caption in raw.values() if caption]
+    words = _shared(captions) if len(captions) >= _FEWEST else []
+    if not words:
+        return []
+    named = ", ".join(f"'{printable(word)}'" for word in words[:_NAMED])
+    return [
+        f"{printable(folder)}: nearly all captions say {named}; what belongs to the product is learnt for these words "
+        f"and not for the trigger word, leave it out of the captions"
+    ]
+
+
+def _trigger_marked(caption: str, trigger: str) -> str:
+    """A caption without the trigger word and the kind of product that may follow it, as in 'ohwx jacket'."""
+    for holder in PLACEHOLDERS:
+        caption = caption.replace(holder, trigger)
+    return re.sub(rf"{re.escape(trigger)}(\s+\w+)?", " ", caption)
+
+
+def _shared(captions: Sequence[str]) -> list[str]:
+    """Words of at least three letters that nearly all captions have, the most frequent first."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for caption in captions:
+        for word in set(_WORD.findall(caption.lower())) - _USUAL:
+            counts[word] += 1
+    shared = [word for word, count in counts.items() if count >= SHARED_BY * len(captions)]
+    return sorted(shared, key=lambda word: (-counts[word], word))

@@ -23,7 +23,7 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     Returns:
         (errors, warnings), one line each.
     """
-    from .errors import DatasetError
+    from .files import DatasetError
     from .hold_out import choose_hold_out
     from .preflight import inspect_datasets
 

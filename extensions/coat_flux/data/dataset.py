@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .buckets import BUCKET_STEP, Bucket
-from .errors import DatasetError
+from .buckets import BUCKET_STEP, Bucket, Sample
+from .files import DatasetError
 from .preflight import inspect_datasets
-from .samples import Sample
 
 __all__ = ["Batch", "BucketBatchSampler", "Sample", "scan"]
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import printable
+from ..base.errors import UserError
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 CACHE_FOLDER = "_coat_cache"
@@ -23,6 +23,18 @@ _OTHER_IMAGES = (
     *(".heic", ".heif", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jxl", ".jfif", ".jpe", ".jp2", ".apng", ".svg"),
     *(".psd", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
 )
+
+
+class DatasetError(UserError, ValueError):
+    """A problem with a dataset folder, image, caption or cache file; the message names it and says what to do."""
+
+
+def printable(name: object) -> str:
+    """A path or text that any console, log and file can take.
+
+    Control characters, marks that turn the direction of writing and bytes that are not text are escaped.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))
 
 
 @dataclass

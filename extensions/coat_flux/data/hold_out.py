@@ -26,8 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..config.findings import closest
-from .errors import DatasetError, printable
-from .files import find_images
+from .files import DatasetError, find_images, printable
 
 __all__ = ["HELD_OUT", "FixedNoise", "Point", "choose_hold_out", "describe_lowest", "levels_for"]
 

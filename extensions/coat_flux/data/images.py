@@ -11,19 +11,20 @@ Only JPEG, PNG and WebP are decoded, whatever a file's name says: some of Pillow
 from __future__ import annotations
 
 import contextlib
+import io
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageColor
+from PIL import Image, ImageCms, ImageColor
 
 from ..config.options import COLOURS
-from .colour import ProfileError, is_srgb, to_srgb
-from .errors import DatasetError, printable
+from .files import DatasetError, printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 _SEVERAL_JPEGS = "MPO"  # what Pillow calls a JPEG with further pictures behind it, as phones write; the first counts
@@ -63,6 +64,9 @@ _STARTS = (  # how files begin that are often found under the name of an image
     (b"\xff\x0a", "a JPEG XL"),
     (b"version https://git-lfs", "a Git LFS pointer, the image itself was not fetched"),
 )
+SAME_LEVELS = 2  # of 255; one comes from rounding, one from the differing white points of sRGB profiles in use
+_PROBES_PER_CHANNEL = 9
+_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 
 @dataclass(frozen=True)
@@ -237,3 +241,56 @@ def _kind(path: Path | str) -> str:
     with contextlib.suppress(UnicodeDecodeError):
         return "it is a text file" if start.decode("utf-8").isascii() and b"\0" not in start else "unknown content"
     return "it is not JPEG, PNG or WebP, or its beginning is damaged"
+
+
+class ProfileError(ValueError):
+    """A profile cannot be used for an image; the message says why."""
+
+
+def to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
+    """An image in mode RGB with sRGB's values.
+
+    Args:
+        image: In mode L, RGB or CMYK.
+        profile: Bytes of the ICC profile it is tagged with. A grey image may have an RGB profile.
+
+    Raises:
+        ProfileError: the profile is damaged, or made for another kind of image.
+    """
+    transform, mode = _transform(profile, image.mode)
+    image = image.convert(mode)
+    return image.convert("RGB") if transform is None else ImageCms.applyTransform(image, transform)
+
+
+def is_srgb(mode: str, profile: bytes) -> bool:
+    """Whether images in `mode` with this profile have sRGB's values already.
+
+    Raises:
+        ProfileError: as `to_srgb`.
+    """
+    return _transform(profile, mode)[0] is None
+
+
+@lru_cache(maxsize=64)
+def _transform(profile: bytes, mode: str) -> tuple[ImageCms.ImageCmsTransform | None, str]:
+    """The transform to sRGB (None where it would change nothing) and the mode it takes."""
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        space = source.profile.xcolor_space.strip()
+        wanted = _MODES.get(space)
+        if wanted is None or (wanted != mode and (wanted, mode) != ("RGB", "L")):
+            raise ProfileError(f"it is made for {space} images, this is {mode}")
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), wanted, "RGB")
+    except (ImageCms.PyCMSError, OSError) as error:
+        raise ProfileError(str(error)) from error
+    probe = _probe(wanted)
+    converted = np.asarray(ImageCms.applyTransform(probe, transform), np.int16)
+    same = wanted != "CMYK" and np.abs(converted - np.asarray(probe.convert("RGB"), np.int16)).max() <= SAME_LEVELS
+    return (None if same else transform), wanted
+
+
+def _probe(mode: str) -> Image.Image:
+    """Colours spread evenly over a mode."""
+    levels = np.linspace(0, 255, _PROBES_PER_CHANNEL).round().astype(np.uint8)
+    grid = np.meshgrid(*[levels] * Image.getmodebands(mode), indexing="ij")
+    return Image.merge(mode, [Image.fromarray(channel.reshape(1, -1)) for channel in grid])

@@ -23,8 +23,7 @@ from .buckets import fit_to_bucket
 from .cache import TensorCache, TextEncoders, encode_latents, latent_key, model_identity, text_key
 from .captions import shuffle_tokens
 from .dataset import Batch, Sample
-from .errors import DatasetError, printable
-from .files import CACHE_FOLDER
+from .files import CACHE_FOLDER, DatasetError, printable
 from .images import Photo, read_photo, rgb, to_tensor
 
 

@@ -28,10 +28,9 @@ from pathlib import Path
 from PIL import Image
 
 from ..base.files import file_sha256, link_or_copy, replacing, write_file
-from .errors import DatasetError, printable
-from .files import Listing, list_folder
+from .files import DatasetError, Listing, list_folder, printable
 from .images import DEEP, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb
-from .survey import survey
+from .preflight import survey
 
 MISREAD = frozenset({ROTATED, TAGGED, DEEP, TRANSPARENT})
 _VERSION = 1  # of what is written; raise it when that changes

@@ -8,11 +8,10 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .buckets import covering_size
-from .errors import DatasetError, printable
+from .buckets import Sample, covering_size
+from .files import DatasetError, printable
 from .images import read_photo
 from .preflight import DataReport
-from .samples import Sample
 
 MOST_PHOTOS = 400
 _CELL, _LINE, _MARGIN = 240, 14, 12  # pixels

@@ -15,13 +15,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .diffusers_keys import diffusers_refusal
-from .files import ExportError, naming, read_file
 from .fusing import split_all
-from .layouts import PREFIXES, READERS, Pair, layout_of, read_pairs, transformer_part
-from .names import original_linear, place_of
+from .layouts import (
+    PREFIXES,
+    READERS,
+    ExportError,
+    Pair,
+    layout_of,
+    naming,
+    original_linear,
+    place_of,
+    read_file,
+    read_pairs,
+    transformer_part,
+)
 
-__all__ = ["ExportReport", "check_export", "check_tensors"]
+__all__ = ["ExportReport", "check_export", "check_tensors", "diffusers_refusal"]
 
 SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -81,8 +90,16 @@ def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | No
     path = Path(path)
     tensors, _ = read_file(path)
     with naming(path):
-        if expected is not None:
-            _compare(tensors, expected)
+        odd = [] if expected is None else sorted(tensors.keys() ^ expected.keys())
+        if odd:
+            where = "missing from" if odd[0] in expected else "unexpected in"
+            raise ExportError(f"{odd[0]} is {where} the file ({len(odd)} such keys); the save is not what was trained")
+        for key, shape in (expected or {}).items():
+            if tuple(tensors[key].shape) != tuple(shape):
+                raise ExportError(
+                    f"{key} has shape {tuple(tensors[key].shape)}, trained was {tuple(shape)}; "
+                    "the save is not what was trained"
+                )
         return check_tensors(tensors)
 
 
@@ -117,19 +134,6 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
         idle=tuple(module for module, norm in norms.items() if norm == 0),
         others=others - len(tensors),
     )
-
-
-def _compare(tensors: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]) -> None:
-    odd = sorted(tensors.keys() ^ expected.keys())
-    if odd:
-        where = "missing from" if odd[0] in expected else "unexpected in"
-        raise ExportError(f"{odd[0]} is {where} the file ({len(odd)} such keys); the save is not what was trained")
-    for key, tensor in tensors.items():
-        if tuple(tensor.shape) != tuple(expected[key]):
-            raise ExportError(
-                f"{key} has shape {tuple(tensor.shape)}, trained was {tuple(expected[key])}; "
-                "the save is not what was trained"
-            )
 
 
 def _check_sizes(pairs: Mapping[str, Pair], layout: str) -> None:
@@ -198,3 +202,31 @@ def _readers(
         others.remove("sd-scripts")
         refusals["sd-scripts"] = "it has no adapters outside the blocks"
     return tuple((["diffusers"] if why is None else []) + others), refusals
+
+
+def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair]) -> str | None:
+    """Return why `FluxPipeline.load_lora_weights` would not load all of a file, or None where it does.
+
+    Its conversion is run on the tensors; it then hands modules with the prefix `transformer.` to PEFT and drops others.
+
+    Args:
+        tensors: of the file.
+        wanted: the adapters by diffusers' module name, as we read them.
+    """
+    try:
+        from diffusers.loaders import FluxLoraLoaderMixin
+    except ImportError as error:
+        return f"not checked, it cannot be imported ({error})"
+    try:
+        found: dict[str, Tensor] = FluxLoraLoaderMixin.lora_state_dict(dict(tensors))
+    except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
+        return f"it refuses the file ({type(error).__name__}: {' '.join(str(error).split())[:200] or 'no message'})"
+    prefix = PREFIXES["diffusers"]
+    for module, pair in wanted.items():
+        for name, matrix, dim in (("lora_A", pair.down, 1), ("lora_B", pair.up, 0)):
+            theirs = found.get(f"{prefix}{module}.{name}.weight")
+            if theirs is None:
+                return f"it drops {module} without a word"
+            if theirs.shape[dim] != matrix.shape[dim]:
+                return f"it reads {module}.{name} as {tuple(theirs.shape)}, not {tuple(matrix.shape)}"
+    return None

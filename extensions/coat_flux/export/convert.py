@@ -9,13 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+from ..base.files import replacing
 from .check import ExportReport, check_tensors
-from .files import ExportError, naming, read_file, staged, write_file
 from .fusing import fuse_all, split_all
-from .layouts import LAYOUTS, Pair, read_pairs, write_pairs
+from .layouts import LAYOUTS, ExportError, Pair, naming, read_file, read_pairs, write_pairs
 
 __all__ = ["convert_file", "convert_pairs"]
+
+STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # of the tensors as they were before a conversion
 
 
 def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | None = None) -> ExportReport:
@@ -49,11 +53,16 @@ def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | N
         if given == layout and dtype in (None, *{pair.down.dtype for pair in pairs.values()}):
             raise ExportError(f"it is in the {layout} layout already, and no other dtype is asked for")
         converted = convert_pairs(pairs, given, layout, dtype)
-    with staged(target) as temp:
-        write_file(temp, write_pairs(_cast(converted, dtype), layout), metadata)
-        written, _ = read_file(temp)
-        with naming(target):
-            return check_tensors(written)
+    new = {key: value.contiguous() for key, value in write_pairs(_cast(converted, dtype), layout).items()}
+    kept = {key: value for key, value in metadata.items() if key not in STALE_HASHES}
+    try:
+        with replacing(target) as temp:
+            save_file(new, temp, kept | {"format": "pt"})
+            written, _ = read_file(temp)
+            with naming(target):
+                return check_tensors(written)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"{target}: cannot be written ({error}); free space or give another --out") from error
 
 
 def convert_pairs(

@@ -21,9 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .files import ExportError
-from .layouts import Pair
-from .names import Linear, original_linear, place_of
+from .layouts import ExportError, Linear, Pair, original_linear, place_of
 
 __all__ = ["fuse_all", "split_all"]
 

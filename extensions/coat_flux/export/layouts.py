@@ -6,27 +6,51 @@
 
 An adapter adds (alpha / rank) · up · down to its linear's weight; up [N, r], down [r, K]. Without an alpha it is the
 rank, as both PEFT files without metadata and sd-scripts have it.
+
+A linear of the transformer has two names: diffusers', and that of Black Forest Labs' checkpoint. diffusers splits what
+the original fuses (q, k, v, and the MLP's first linear in single blocks), so one original name stands for one or more
+of diffusers'. Heights and widths are in units of the model's hidden size d; 0: another size.
+
+Source: diffusers' scripts/convert_flux_to_diffusers.py and its transformer_flux.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files import ExportError
-from .names import original_linear, place_of, underscored
+from ..base.errors import UserError
 
-__all__ = ["LAYOUTS", "READERS", "Pair", "layout_of", "read_pairs", "transformer_part", "write_pairs"]
+__all__ = [
+    "LAYOUTS",
+    "READERS",
+    "ExportError",
+    "Linear",
+    "Pair",
+    "layout_of",
+    "naming",
+    "original_linear",
+    "place_of",
+    "read_file",
+    "read_pairs",
+    "transformer_part",
+    "underscored",
+    "write_pairs",
+]
 
 PREFIXES = {"diffusers": "transformer.", "kohya": "lora_unet_", "comfyui": "diffusion_model."}
 LAYOUTS = tuple(PREFIXES)
 TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of adapters that are not the transformer's
 
-# Programs besides diffusers, whose own loader is asked (diffusers_keys.py), and the layouts they read.
+# Programs besides diffusers, whose own loader is asked (check.py), and the layouts they read.
 # ComfyUI: comfy/lora.py, model_lora_keys_unet: every weight as `diffusion_model.<name>` and `lora_unet_<name with _>`,
 #     and for Flux `transformer.<diffusers' name>` through comfy/utils.py, flux_to_diffusers (asked for in issue 4202).
 # ai-toolkit: toolkit/network_mixins.py, load_weights: peft_format, which FLUX sets, renames lora_A and lora_B only.
@@ -46,6 +70,147 @@ _PARTS = {
     "lora_up.weight": "up",
     "alpha": "alpha",
 }
+
+
+class ExportError(UserError, ValueError):
+    """A LoRA file is not what others can load, or cannot be converted; the message says why and what to do."""
+
+
+def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file.
+
+    Raises:
+        ExportError: it is missing, torn, or of another kind.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118  # not a dict
+    except (OSError, SafetensorError) as error:
+        raise ExportError(
+            f"{path}: cannot be read as safetensors ({error}); give the .safetensors file of a LoRA, "
+            "and if it is one, it is damaged: take an earlier save"
+        ) from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file's name before what goes wrong in the block."""
+    try:
+        yield
+    except ExportError as error:
+        raise ExportError(f"{path}: {error}") from error
+
+
+# -- the linears under both names ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear of the original.
+
+    Attributes:
+        name: in the original, in full where it belongs to a numbered block too.
+        members: diffusers' names of its parts, top to bottom.
+        heights: output features of each part, in units of d.
+        width: input features, in units of d.
+        swapped: the two halves of the output lie in the other order in diffusers (scale, shift for shift, scale).
+    """
+
+    name: str
+    members: tuple[str, ...]
+    heights: tuple[int, ...]
+    width: int
+    swapped: bool = False
+
+    def within(self, ours: str, theirs: str) -> Linear:
+        """The same linear inside a block: `ours` and `theirs` are diffusers' and the original's name of the block."""
+        members = tuple(f"{ours}.{member}" for member in self.members)
+        return Linear(f"{theirs}.{self.name}", members, self.heights, self.width, self.swapped)
+
+
+DOUBLE = (
+    Linear("img_attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v"), (1, 1, 1), 1),
+    Linear("img_attn.proj", ("attn.to_out.0",), (1,), 1),
+    Linear("img_mlp.0", ("ff.net.0.proj",), (4,), 1),
+    Linear("img_mlp.2", ("ff.net.2",), (1,), 4),
+    Linear("img_mod.lin", ("norm1.linear",), (6,), 1),
+    Linear("txt_attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), (1, 1, 1), 1),
+    Linear("txt_attn.proj", ("attn.to_add_out",), (1,), 1),
+    Linear("txt_mlp.0", ("ff_context.net.0.proj",), (4,), 1),
+    Linear("txt_mlp.2", ("ff_context.net.2",), (1,), 4),
+    Linear("txt_mod.lin", ("norm1_context.linear",), (6,), 1),
+)
+SINGLE = (
+    Linear("linear1", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), (1, 1, 1, 4), 1),
+    Linear("linear2", ("proj_out",), (1,), 5),
+    Linear("modulation.lin", ("norm.linear",), (3,), 1),
+)
+EMBEDDERS = (("time_in", "timestep"), ("vector_in", "text"), ("guidance_in", "guidance"))
+OUTSIDE = (
+    Linear("img_in", ("x_embedder",), (1,), 0),
+    Linear("txt_in", ("context_embedder",), (1,), 0),
+    *(
+        Linear(f"{name}.{layer}_layer", (f"time_text_embed.{kind}_embedder.linear_{number}",), (1,), width)
+        for name, kind in EMBEDDERS
+        for layer, number, width in (("in", 1, 0), ("out", 2, 1))
+    ),
+    Linear("final_layer.adaLN_modulation.1", ("norm_out.linear",), (2,), 1, swapped=True),
+    Linear("final_layer.linear", ("proj_out",), (0,), 1),
+)
+BLOCKS = (("transformer_blocks", "double_blocks", DOUBLE), ("single_transformer_blocks", "single_blocks", SINGLE))
+
+_IN_BLOCK = re.compile(r"(\w+)\.(0|[1-9]\d*)\.(.+)")
+_IN_BLOCK_UNDERSCORED = re.compile(r"(double_blocks|single_blocks)_(0|[1-9]\d*)_(.+)")
+
+
+def place_of(module: str) -> tuple[Linear, int]:
+    """The linear that diffusers' `module` is a part of, and which part.
+
+    Raises:
+        KeyError: FLUX has no such linear.
+    """
+    for linear in _candidates(module, ours=True):
+        if module in linear.members:
+            return linear, linear.members.index(module)
+    raise KeyError(module)
+
+
+def original_linear(name: str) -> Linear:
+    """The linear of this original name.
+
+    Raises:
+        KeyError: FLUX has no such linear.
+    """
+    for linear in _candidates(name, ours=False):
+        if linear.name == name:
+            return linear
+    raise KeyError(name)
+
+
+def underscored(name: str) -> str:
+    """The original's name of a linear from its spelling with `_` for every dot.
+
+    Raises:
+        KeyError: FLUX has no such linear.
+    """
+    found = _IN_BLOCK_UNDERSCORED.fullmatch(name)
+    block, rest = (f"{found[1]}.{found[2]}.", found[3]) if found else ("", name)
+    table = next((table for _, theirs, table in BLOCKS if found and found[1] == theirs), OUTSIDE)
+    for linear in table:
+        if linear.name.replace(".", "_") == rest:
+            return block + linear.name
+    raise KeyError(name)
+
+
+def _candidates(name: str, *, ours: bool) -> Iterator[Linear]:
+    found = _IN_BLOCK.fullmatch(name)
+    for diffusers, original, table in BLOCKS:
+        if found and found[1] == (diffusers if ours else original):
+            yield from (linear.within(f"{diffusers}.{found[2]}", f"{original}.{found[2]}") for linear in table)
+    yield from OUTSIDE
+
+
+# -- adapters under the keys of a layout ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..blocks.sizes import FP32, Block, FlowSettings, Tokens
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
 from ..data.dataset import scan
-from ..data.errors import DatasetError
+from ..data.files import DatasetError
 from .models import Linear, ModelParts, find_model
 
 __all__ = ["JobFacts", "job_facts"]

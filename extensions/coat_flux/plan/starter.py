@@ -20,9 +20,8 @@ from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_file import parse, shipped
 from ..data.captions import PLACEHOLDERS, read_caption
-from ..data.errors import DatasetError
-from ..data.files import find_images
-from ..data.survey import PhotoFacts, survey
+from ..data.files import DatasetError, find_images
+from ..data.preflight import PhotoFacts, survey
 from .cards import Verdict, judge
 from .facts import Card
 from .job import job_facts

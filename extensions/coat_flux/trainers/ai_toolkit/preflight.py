@@ -78,8 +78,7 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
         DatasetError: something cannot be trained on; with every error found.
     """
     from ...data.check import t5_of
-    from ...data.errors import DatasetError
-    from ...data.files import find_images
+    from ...data.files import DatasetError, find_images
     from ...data.hold_out import choose_hold_out
     from ...data.preflight import inspect_datasets
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 from ...base.errors import UserError
 from ...config.checkpoint_file import SUFFIXES, CheckpointError, base_model, flux_config, read_header, transformer_keys
 from ...data.cache import TextEncoders
-from ...export.names import original_linear
+from ...export.layouts import original_linear
 
 __all__ = ["Encoders", "ModelLoadError", "load_encoders", "load_transformer"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ...config.job import JobConfig
+from ...data.buckets import Sample
 from ...data.hold_out import FixedNoise, choose_hold_out, levels_for
 from ...data.loader import LatentDataset
-from ...data.samples import Sample
 from .flow_matching import noisy_latents, predict_velocity, sample_losses
 
 __all__ = ["Validation", "encoded", "held_out_of", "loss_of", "one_each", "predictions"]
