@@ -24,6 +24,7 @@ def ai_toolkit_configs() -> Iterator[BadConfig]:
     yield case("host bool", "train.do_cfg='yes'", "true without quotes", ("train.do_cfg", "yes"))
     yield case("host number", "train.noise_offset='0.1'", "without quotes", ("train.noise_offset", "0.1"))
     yield case("host list", "datasets[0].controls=3", "must be a list or a string", ("datasets.0.controls", 3))
+    yield case("number or block", "lorm_extract_mode_param=", "a number or a block", ("lorm_extract_mode_param", "x"))
     yield case("host key", "train.do_cgf", "did you mean 'do_cfg'", ("train.do_cgf", True))
     yield case(
         "nested host key",

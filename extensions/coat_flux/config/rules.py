@@ -225,30 +225,26 @@ def _check_coat(entry: Entry) -> None:
     switches = ("train.optimizer", "model.quantize", "model.qtype", "coat.enabled", "coat.optimizer", "coat.weight")
     if coat is None or not entry.sound(*switches):
         return
-    optimizer, qtype = entry.optimizer, entry.qtype
-    if alone and entry.given("coat") and entry.get("type", COAT_TYPE) != COAT_TYPE:
-        rule = f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {entry.get('type')}"
-        entry.findings.warn(f"{entry.path}.coat", rule)
+    rule, optimizer, qtype = entry.rule, entry.optimizer, entry.qtype
+    given, kind = entry.given("coat"), entry.get("type", COAT_TYPE)
+    if alone and given and kind != COAT_TYPE:
+        text = f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {kind}"
+        entry.findings.warn(f"{entry.path}.coat", text)
     if not coat.enabled:
-        rule = "coat.enabled: false asks for a run without COAT; write {} or coat.enabled: true"
-        if entry.given("coat") and qtype == COAT_QTYPE:
-            entry.add("model.qtype", rule.format("quantize: false,"))
-        if entry.given("coat") and optimizer == COAT_OPTIMIZER:
-            entry.add("train.optimizer", rule.format("adamw,"))
+        text = "coat.enabled: false asks for a run without COAT; write {} or coat.enabled: true"
+        rule(BOTH, "model.qtype", given and qtype == COAT_QTYPE, text.format("quantize: false,"))
+        rule(BOTH, "train.optimizer", given and optimizer == COAT_OPTIMIZER, text.format("adamw,"))
         return
-    if qtype == COAT_QTYPE and not coat.weight.use_fp8:
-        entry.add("model.qtype", "coat.weight.use_fp8: false asks for bf16 weights; write quantize: false")
-    if not alone and qtype not in (None, COAT_QTYPE) and coat.weight.use_fp8:
-        rule = "coat.weight.use_fp8: true asks for FP8 weights, and a layer is stored one way only"
-        entry.add("model.qtype", f"{rule}; write {COAT_QTYPE}, or coat.weight.use_fp8: false")
-    if optimizer != COAT_OPTIMIZER and entry.given("coat.optimizer") and coat.optimizer.use_fp8:
-        rule = "the block coat.optimizer would have no effect"
-        entry.add(
-            "train.optimizer", f"{rule}; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false", default=optimizer
-        )
-    elif optimizer != COAT_OPTIMIZER and (alone or coat.optimizer.use_fp8):
-        rule = f"stores the moments its own way, not as COAT; write {COAT_OPTIMIZER} for FP8 moments"
-        entry.add("train.optimizer", rule, warn=True, default=optimizer)
-    if coat.memory.checkpointing in ("all", "every_n") and entry.get("train.gradient_checkpointing", True) is False:
-        rule = "train.gradient_checkpointing: false forbids recomputation; write none or auto, or true there"
-        entry.add("coat.memory.checkpointing", rule)
+    text = "coat.weight.use_fp8: false asks for bf16 weights; write quantize: false"
+    rule(BOTH, "model.qtype", qtype == COAT_QTYPE and not coat.weight.use_fp8, text)
+    text = "coat.weight.use_fp8: true asks for FP8 weights, and a layer is stored one way only"
+    text += f"; write {COAT_QTYPE}, or coat.weight.use_fp8: false"
+    rule(TOOLKIT, "model.qtype", qtype not in (None, COAT_QTYPE) and coat.weight.use_fp8, text)
+    other, fp8 = optimizer != COAT_OPTIMIZER, coat.optimizer.use_fp8
+    text = f"the block coat.optimizer would have no effect; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false"
+    rule(BOTH, "train.optimizer", other and fp8 and entry.given("coat.optimizer"), text, default=optimizer)
+    text = f"stores the moments its own way, not as COAT; write {COAT_OPTIMIZER} for FP8 moments"
+    rule(BOTH, "train.optimizer", other and (alone or fp8), text, warn=True, default=optimizer)
+    wanted = coat.memory.checkpointing in ("all", "every_n")
+    text = "train.gradient_checkpointing: false forbids recomputation; write none or auto, or true there"
+    rule(BOTH, "coat.memory.checkpointing", wanted and entry.get("train.gradient_checkpointing") is False, text)
