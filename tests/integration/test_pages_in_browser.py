@@ -76,13 +76,18 @@ def comparison(folder: Path) -> str:
     return write_page(verdict).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_fit_their_window_and_can_be_read(scheme: str, tmp_path: Path) -> None:
-    pages = {
-        "report": report(tmp_path / "run"),
-        "verify": comparison(tmp_path / "verify"),
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("pages")
+    return {
+        "report": report(folder / "run"),
+        "verify": comparison(folder / "verify"),
         "lossless": LOSSLESS_PAGE.read_text(encoding="utf-8"),
     }
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_their_window_and_can_be_read(scheme: str, pages: dict[str, str], tmp_path: Path) -> None:
     seen = inspect_pages(pages, scheme, tmp_path / "browser")
     assert set(seen) == {f"{name} {width}" for name in pages for width in (400, 1200)}
     for name, found in seen.items():

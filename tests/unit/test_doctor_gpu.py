@@ -117,14 +117,14 @@ def test_rates_are_operations_over_seconds(monkeypatch):
     real = scaled_mm.scaled_mm
 
     def look():
-        clock.now += 1e-6
+        clock.now += 1e-7
         return clock.now
 
     def product(*args):
         clock.now += 1e-3
         return real(*args)
 
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr("coat_flux.bench.timing.time", SimpleNamespace(perf_counter=look))
     monkeypatch.setattr(gpu, "SECONDS_EACH", 0.01)
     monkeypatch.setattr(scaled_mm, "scaled_mm", product)
     monkeypatch.setattr(scaled_mm, "unsupported_reason", lambda _, a, b, row_wise: "no" if row_wise else None)

@@ -218,7 +218,7 @@ def test_a_folder_that_is_not_there_yet_is_a_run_that_starts(tmp_path: Path) -> 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_finds_nothing_clipped_or_pale(scheme: str, run: Path, tmp_path: Path) -> None:
     with live(run):
-        parts = "".join(f"<section>{part}</section>" for part in inspect_run(run).parts)
+        parts = "".join(f"<section>{part}</section>" for part in inspect_run(run)["parts"])
     page = shell("shirt", "/a/folder/with_a_rather_long_name_that_has_to_break_somewhere/output/shirt", "nonce")
     page = page.replace('<main id="live"></main>', f'<main id="live">{parts}</main>').replace("refresh();\n<", "<")
     for name, found in inspect_pages({"watch": page}, scheme, tmp_path / "browser").items():

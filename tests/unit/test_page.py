@@ -54,7 +54,7 @@ def _full_page(text: str, picture: Path) -> Page:
     page.code(text)
     page.table([text], [[text], [None]])
     page.curves(text, {text: [(0, 1.0), (1, 2.0)], "_" + text: [(0, 2.0)]}, x=text, y=text)
-    page.heat_map(text, [text], [text], [[1.0]], unit=text)
+    page.heat_map(text, [text], [text], [[1.0]], unit=text, ends=(0.0, 1.0))
     page.images(text, [(text, picture), (text, picture.parent / "none.png")])
     return page
 
@@ -132,7 +132,7 @@ def test_the_same_page_is_the_same_bytes(picture: Path) -> None:
 def test_an_empty_chart_says_so(points: list[tuple[float, float]]) -> None:
     page = Page("t")
     page.curves("loss", {"a": points}, x="step", y="loss")
-    page.heat_map("map", [], [], [], unit="dB")
+    page.heat_map("map", [], [], [], unit="dB", ends=(0.0, 1.0))
     page.images("samples", [])
     parsed = _Parsed(page)
     assert [text for text in parsed.texts if "nothing to show" in text] == [
@@ -169,7 +169,7 @@ def test_thinning_keeps_peaks_and_ends() -> None:
 
 def test_heat_map_colours_low_red_and_high_blue() -> None:
     page = Page("t")
-    page.heat_map("m", ["r1", "r2"], ["c1", "c2"], [[10.0, 30.0], [None, math.inf]], unit="dB")
+    page.heat_map("m", ["r1", "r2"], ["c1", "c2"], [[10.0, 30.0], [None, math.inf]], unit="dB", ends=(10.0, 30.0))
     text = page.html()
     assert '<td style="background: rgb(178 24 43); color: #fff">10.0</td>' in text
     assert '<td style="background: rgb(33 102 172); color: #fff">30.0</td>' in text
@@ -219,6 +219,7 @@ def test_a_browser_clips_nothing_and_every_text_can_be_read(scheme: str, tmp_pat
             [f"exp_avg{i}" for i in range(6)],
             [[i + 5.5 * j for i in range(6)] for j in range(5)],
             unit="dB",
+            ends=(0.0, 27.0),
         )
         page.code(f"key: {long}")
     page.curves("c", {f"s{i}": [(step, step * i) for step in range(0, 90_000, 100)] for i in range(8)}, x="step", y="y")

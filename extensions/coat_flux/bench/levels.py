@@ -52,8 +52,20 @@ def prepare(model: Any, configuration: Configuration, geometry: Geometry, device
     targets = lora_targets(model)
     if config is not None:
         apply_coat(model, config, device=device)
-    elif configuration.quantizer:
-        _QUANTIZERS[configuration.quantizer](model)
+    elif configuration.quantizer == "quanto":
+        from optimum.quanto import freeze, qfloat8, quantize
+
+        for blocks in (model.transformer_blocks, model.single_transformer_blocks):
+            quantize(blocks, weights=qfloat8)
+            freeze(blocks)
+    elif configuration.quantizer == "torchao":
+        from torchao.float8 import convert_to_float8_training
+
+        def sees_tokens(_: nn.Module, name: str) -> bool:
+            """Linears of the blocks, but for modulation: torchao's GEMM takes no batch of fewer than 16 rows."""
+            return not name or ("transformer_blocks." in name and ".norm" not in name)
+
+        convert_to_float8_training(model, module_filter_fn=sees_tokens)
     model.to(device)
     add_lora(model, targets, geometry.rank, seed=SEED)
     if config is not None:
@@ -70,28 +82,6 @@ def prepare(model: Any, configuration: Configuration, geometry: Geometry, device
         model.compile()
     model.train()
     return list(lora_parameters(model).values())
-
-
-def _to_quanto(model: Any) -> None:
-    from optimum.quanto import freeze, qfloat8, quantize
-
-    for blocks in (model.transformer_blocks, model.single_transformer_blocks):
-        quantize(blocks, weights=qfloat8)
-        freeze(blocks)
-
-
-def _to_torchao(model: nn.Module) -> None:
-    from torchao.float8 import convert_to_float8_training
-
-    def sees_tokens(module: nn.Module, name: str) -> bool:
-        """Linears of the blocks, but for modulation: torchao's GEMM takes no batch of fewer than 16 rows."""
-        del module
-        return not name or ("transformer_blocks." in name and ".norm" not in name)
-
-    convert_to_float8_training(model, module_filter_fn=sees_tokens)
-
-
-_QUANTIZERS = {"quanto": _to_quanto, "torchao": _to_torchao}
 
 
 def make_linear(configuration: Configuration, k: int, n: int, device: torch.device) -> nn.Module:
@@ -148,72 +138,57 @@ def measure_ops(configuration: Configuration, setting: Setting) -> Iterator[Meas
                 torch.randn(m, width, device=setting.device, generator=draw).to(torch.bfloat16) for width in (k, n)
             )
             figures = {"m": m, "k": k, "n": n}
-            for what, call in _op_calls(linear, x, grad):
-                timing = setting.timed("op", call, cold=True)
-                yield Measurement(f"{what} {k} -> {n}", resolution, batch, timing, figures)
 
+            def forward(linear: nn.Module = linear, x: Tensor = x) -> Tensor:
+                with torch.no_grad():
+                    return linear(x.detach())  # another tensor each time: codes are remembered by tensor
 
-def _op_calls(linear: nn.Module, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return linear(x.detach())  # another tensor each time: codes are remembered by tensor
+            timing = setting.timed("op", forward, cold=True)
+            yield Measurement(f"forward {k} -> {n}", resolution, batch, timing, figures)
+            leaf = x.detach().requires_grad_()
+            y = linear(leaf)
 
-    yield "forward", forward
-    leaf = x.detach().requires_grad_()
-    y = linear(leaf)
-    yield "dX", lambda: torch.autograd.grad(y, leaf, grad.detach(), retain_graph=True)
+            def backward(y: Tensor = y, leaf: Tensor = leaf, grad: Tensor = grad) -> object:
+                return torch.autograd.grad(y, leaf, grad.detach(), retain_graph=True)
+
+            timing = setting.timed("op", backward, cold=True)
+            yield Measurement(f"dX {k} -> {n}", resolution, batch, timing, figures)
 
 
 def measure_blocks(configuration: Configuration, setting: Setting) -> Iterator[Measurement]:
     """One double and one single block: forward alone, and forward with backward to input and adapters."""
-    geometry = Geometry(1, 1, setting.geometry.heads, setting.geometry.rank)
-    model = make_model(geometry, setting.device)
-    trained = prepare(model, configuration, geometry, setting.device)
+    geometry, device = Geometry(1, 1, setting.geometry.heads, setting.geometry.rank), setting.device
+    model = make_model(geometry, device)
+    trained = prepare(model, configuration, geometry, device)
+    run = getattr(model, "_gradient_checkpointing_func", None) or (lambda block, *args: block(*args))
     blocks = {"double": model.transformer_blocks[0], "single": model.single_transformer_blocks[0]}
     for resolution, batch in setting.sizes:
-        inputs, gradients = _block_inputs(model, resolution, batch, setting.device)
+        draw = torch.Generator(device).manual_seed(SEED + 4)
+
+        def normal(*shape: int, draw: torch.Generator = draw) -> Tensor:
+            return torch.randn(*shape, device=device, generator=draw).to(torch.bfloat16)
+
+        plain, _ = model_inputs(resolution, batch, device)
+        shapes = [(batch, plain[ids].shape[0], model.inner_dim) for ids in ("img_ids", "txt_ids")]
+        streams, gradients = ([normal(*shape) for shape in shapes] for _ in range(2))  # image [B, T, d], text
+        streams = [stream.requires_grad_() for stream in streams]
+        rotary = model.pos_embed(torch.cat((plain["txt_ids"], plain["img_ids"])))
+        inputs = [*streams, normal(batch, model.inner_dim), rotary]
         for kind, block in blocks.items():
-            for what, call in _block_calls(model, block, inputs, gradients, trained, setting):
-                yield Measurement(f"{kind} {what}", resolution, batch, setting.timed("block", call), {})
 
+            def forward(block: nn.Module = block, inputs: list[Any] = inputs) -> object:
+                with torch.no_grad(), setting.autocast():
+                    return block(*inputs)
 
-def _block_inputs(model: Any, resolution: int, batch: int, device: torch.device) -> tuple[list[Any], list[Tensor]]:
-    """Arguments of a block (image [B, T, d], text [B, 512, d], time [B, d], rotary) and gradients of image and text."""
-    draw = torch.Generator(device).manual_seed(SEED + 4)
-    plain, _ = model_inputs(resolution, batch, device)
-    lengths = (plain["img_ids"].shape[0], plain["txt_ids"].shape[0])
-    streams, gradients = (
-        [torch.randn(batch, n, model.inner_dim, device=device, generator=draw).to(torch.bfloat16) for n in lengths]
-        for _ in range(2)
-    )
-    time = torch.randn(batch, model.inner_dim, device=device, generator=draw).to(torch.bfloat16)
-    rotary = model.pos_embed(torch.cat((plain["txt_ids"], plain["img_ids"])))
-    return [*(stream.requires_grad_() for stream in streams), time, rotary], gradients
+            def both(block: nn.Module = block, inputs: list[Any] = inputs, gradients: list[Tensor] = gradients) -> None:
+                with setting.autocast():
+                    text, image = run(block, *inputs)
+                torch.autograd.backward((image, text), gradients)
+                for tensor in (*trained, *inputs[:2]):
+                    tensor.grad = None
 
-
-def _block_calls(
-    model: Any,
-    block: nn.Module,
-    inputs: list[Any],
-    gradients: list[Tensor],
-    trained: list[nn.Parameter],
-    setting: Setting,
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    run = getattr(model, "_gradient_checkpointing_func", None) or (lambda block, *args: block(*args))
-
-    def forward() -> object:
-        with torch.no_grad(), setting.autocast():
-            return block(*inputs)
-
-    def forward_backward() -> None:
-        with setting.autocast():
-            text, image = run(block, *inputs)
-        torch.autograd.backward((image, text), gradients)
-        for tensor in (*trained, *inputs[:2]):
-            tensor.grad = None
-
-    yield "forward", forward
-    yield "forward + backward", forward_backward
+            yield Measurement(f"{kind} forward", resolution, batch, setting.timed("block", forward), {})
+            yield Measurement(f"{kind} forward + backward", resolution, batch, setting.timed("block", both), {})
 
 
 def measure_steps(configuration: Configuration, setting: Setting) -> Iterator[Measurement]:

@@ -48,16 +48,6 @@ class Geometry:
         """d, the width of a token."""
         return self.heads * HEAD_DIM
 
-    @property
-    def one_double(self) -> Geometry:
-        """One double block."""
-        return Geometry(1, 0, self.heads, self.rank)
-
-    @property
-    def one_single(self) -> Geometry:
-        """One single block."""
-        return Geometry(0, 1, self.heads, self.rank)
-
 
 @dataclass(frozen=True)
 class Work:
@@ -69,11 +59,6 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(self.linear + other.linear, self.attention + other.attention, self.adapters + other.adapters)
-
-    @property
-    def total(self) -> float:
-        """All operations."""
-        return self.linear + self.attention + self.adapters
 
 
 def token_count(resolution: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -105,7 +105,8 @@ def limit_ms(row: Result, geometry: Geometry, limit: Limit) -> float:
         return float(traffic / limit.gb_per_second / 1e6)
     configuration = named(row.level)[row.configuration]
     if row.level == "block":
-        geometry = geometry.one_double if row.what.startswith("double") else geometry.one_single
+        double = row.what.startswith("double")
+        geometry = replace(geometry, double=int(double), single=int(not double))
     if row.level == "op":
         work = product_work(row.figures["m"], row.figures["k"], row.figures["n"])
     elif row.what.endswith("forward"):
@@ -155,18 +156,14 @@ def _heading(options: BenchOptions, head: Mapping[str, Any]) -> str:
     machine, size = head["machine"], options.geometry
     limit = machine["limit"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
-    return "\n".join(
-        [
-            "# Benchmark",
-            "",
-            f"* {head['date']}: `{head['command']}`",
-            f"* {machine['device']}, {machine['system']}, Python {machine['python']}, {versions}",
-            f"* {size.double} double and {size.single} single blocks, {size.heads} heads of 128, rank {size.rank}, "
-            f"random weights; {options.rounds} rounds, each case in its own process",
-            f"* limit: {limit['bf16_tflops']:.4g} TFLOPS bf16, {limit['fp8_tflops']:.4g} FP8, "
-            f"{limit['gb_per_second']:.4g} GB/s ({limit['source']}); peak memory: {machine['memory']}",
-            f"* tests: {head['tests']}",
-        ]
+    return (
+        f"# Benchmark\n\n* {head['date']}: `{head['command']}`\n"
+        f"* {machine['device']}, {machine['system']}, Python {machine['python']}, {versions}\n"
+        f"* {size.double} double and {size.single} single blocks, {size.heads} heads of 128, rank {size.rank}, "
+        f"random weights; {options.rounds} rounds, each case in its own process\n"
+        f"* limit: {limit['bf16_tflops']:.4g} TFLOPS bf16, {limit['fp8_tflops']:.4g} FP8, "
+        f"{limit['gb_per_second']:.4g} GB/s ({limit['source']}); peak memory: {machine['memory']}\n"
+        f"* tests: {head['tests']}"
     )
 
 
@@ -206,15 +203,9 @@ def draw(rows: Sequence[Result], path: Path) -> None:
     """Bars of the medians with min to max, one panel per thing measured; a case without figures is named as such."""
     from matplotlib.figure import Figure
 
-    panels: dict[tuple[str, str], list[Result]] = {}
-    for row in rows:
-        if row.status == OK:
-            panels.setdefault((row.level, row.what), []).append(row)
-    for row in rows:
-        if row.status != OK:
-            for (level, _), listed in panels.items():
-                if level == row.level:
-                    listed.append(row)
+    panels: dict[tuple[str, str], list[Result]] = {(row.level, row.what): [] for row in rows if row.status == OK}
+    for (level, what), listed in panels.items():
+        listed += [row for row in rows if row.level == level and (row.what == what or row.status != OK)]
     lines = -(-max(len(panels), 1) // PANEL_COLUMNS)
     tallest = max((len(listed) for listed in panels.values()), default=1)
     size = (PANEL_INCHES * PANEL_COLUMNS, lines * (BAR_INCHES * tallest + 1.0))

@@ -36,7 +36,7 @@ Start = Callable[[dict[str, Any], float], dict[str, Any]]
 
 
 class MachineError(UserError, RuntimeError):
-    """The device cannot be used at all; the message says why."""
+    """The device cannot be used at all."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Time a call on a CPU or a GPU, and the memory it needs; where and how often.
 
-On a GPU each call lies between two events and nothing waits for the device until all calls are queued, so launches may
+On a GPU each call is timed by two events and nothing waits for the device until all calls are queued, so launches may
 run ahead as they do in training. Before each call a buffer larger than the second-level cache may be written, so that
 weights come from memory, as they do when other layers ran in between.
 """
@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .limits import Geometry
 
@@ -61,15 +60,15 @@ def time_calls(
     for _ in range(warmup - 1):
         call()
     wait(device)
+    samples = []
     if device.type != "cuda":
-        return Timing(_by_clock(call, repeats), peak_bytes(device), first_ms)
+        for _ in range(repeats):
+            started = time.perf_counter()
+            call()
+            samples.append(1e3 * (time.perf_counter() - started))
+        return Timing(samples, peak_bytes(device), first_ms)
     flushed = torch.empty(FLUSHED_BYTES if cold else 0, dtype=torch.uint8, device=device)
     torch.cuda.reset_peak_memory_stats(device)
-    samples = _between_events(call, device, repeats, flushed)
-    return Timing(samples, peak_bytes(device) - flushed.numel(), first_ms)
-
-
-def _between_events(call: Callable[[], object], device: torch.device, repeats: int, flushed: Tensor) -> list[float]:
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, stop in pairs:
         flushed.fill_(1)
@@ -77,16 +76,8 @@ def _between_events(call: Callable[[], object], device: torch.device, repeats: i
         call()
         stop.record()
     wait(device)
-    return [start.elapsed_time(stop) for start, stop in pairs]
-
-
-def _by_clock(call: Callable[[], object], repeats: int) -> list[float]:
-    samples = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        samples.append(1e3 * (time.perf_counter() - started))
-    return samples
+    samples = [start.elapsed_time(stop) for start, stop in pairs]
+    return Timing(samples, peak_bytes(device) - flushed.numel(), first_ms)
 
 
 def wait(device: torch.device) -> None:
@@ -126,11 +117,6 @@ class Measurement:
     batch: int
     timing: Timing
     figures: dict[str, Any]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        plain = asdict(self)
-        return {**plain.pop("timing"), **plain}
 
 
 @dataclass(frozen=True)

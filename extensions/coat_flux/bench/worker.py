@@ -99,7 +99,8 @@ def _measured(spec: dict[str, Any], device: torch.device) -> list[dict[str, Any]
     torch.manual_seed(0)
     sizes = tuple((resolution, batch) for resolution, batch in spec["sizes"])
     setting = Setting(Geometry(**spec["geometry"]), sizes, device, spec["repeats"])
-    return [found.as_dict() for found in measure(row, setting)]
+    plain = [asdict(found) for found in measure(row, setting)]
+    return [{**found.pop("timing"), **found} for found in plain]
 
 
 def _is_installed(package: str) -> bool:

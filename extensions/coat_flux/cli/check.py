@@ -61,11 +61,9 @@ def run(args: argparse.Namespace) -> int:
     sound = [host for host in TRAINERS if not any(map(_stops, judged[host]))]
     for host in () if args.elsewhere else sound:
         judged[host] += check_here(raw, file=file, trainer=host, toolkit_root=root)
-    host = args.host
-    if host is None and (args.ai_toolkit or is_toolkit(Path.cwd())):
-        host = AI_TOOLKIT
-    if host is None:  # the one that would run it
-        host = next((host for host in TRAINERS if not any(map(_stops, judged[host]))), STANDALONE)
+    inside = args.ai_toolkit or is_toolkit(Path.cwd())
+    able = (host for host in TRAINERS if not any(map(_stops, judged[host])))
+    host = args.host or (AI_TOOLKIT if inside else next(able, STANDALONE))
     errors = [item for item in judged[host] if _stops(item)]
     failed = print_findings([item.line() for item in errors], [x.line() for x in judged[host] if not _stops(x)])
     if host in sound and not args.no_data:
@@ -76,9 +74,14 @@ def run(args: argparse.Namespace) -> int:
         failed = check_outputs(raw, file)
     if args.host != AI_TOOLKIT:
         _print_other_host(host, judged, root)
-    if not failed:
-        print(_summary(raw, file))
-    return EXIT_REFUSED if failed else 0
+    if failed:
+        return EXIT_REFUSED
+    process, text = raw["config"]["process"][0], f"{file}: no error found"
+    if process.get("type") in PROCESS_TYPES:
+        name, steps = process.get("name") or raw["config"]["name"], (process.get("train") or {}).get("steps", 1000)
+        text += f"; '{name}' would train {steps} steps into {Path(process['training_folder']) / name}"
+    print(text)
+    return 0
 
 
 def check_outputs(raw: dict[str, Any], file: str) -> bool:
@@ -86,16 +89,16 @@ def check_outputs(raw: dict[str, Any], file: str) -> bool:
     from ..plan.space import job_space
     from ..saves.commit import check_output
 
+    ours = [process for process in raw["config"]["process"] if process.get("type") in PROCESS_TYPES]
+    job, findings = JobConfig.examine(raw, file=file) if ours else (None, None)
     space = None  # where the model's sizes are not known, or its LoRA is not one of ours
-    job, findings = JobConfig.examine(raw, file=file)
     if job is not None and not findings.errors:
         with suppress(ConfigError):
             space = job_space(job)
     failed = False
-    for process in raw["config"]["process"]:
-        if process.get("type") in PROCESS_TYPES:
-            folder = Path(process["training_folder"]) / (process.get("name") or raw["config"]["name"])
-            failed = print_findings(*check_output(folder, space)) or failed
+    for process in ours:
+        folder = Path(process["training_folder"]) / (process.get("name") or raw["config"]["name"])
+        failed = print_findings(*check_output(folder, space)) or failed
     return failed
 
 
@@ -118,14 +121,3 @@ def _print_other_host(host: str, judged: Mapping[str, Sequence[Finding]], root: 
 
 def _stops(item: Finding) -> bool:
     return item.severity == "error"
-
-
-def _summary(raw: dict[str, Any], file: str) -> str:
-    process = raw["config"]["process"][0]
-    text = f"{file}: no error found"
-    if process.get("type") not in PROCESS_TYPES:
-        return text
-    name = process.get("name") or raw["config"]["name"]
-    folder = Path(process["training_folder"]) / name
-    steps = (process.get("train") or {}).get("steps", 1000)
-    return f"{text}; '{name}' would train {steps} steps into {folder}"

@@ -33,7 +33,7 @@ def _pixels(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read every photo and caption as training would, and say what is wrong, what is cropped and what is corrected.
+    """Read every photo and caption as training would, and list what is wrong, cropped or corrected.
 
     Nothing in the folder is changed. The contact sheet shows the photos as they are read, with the frames of their
     crops. Exit code 2 where training would be refused.

@@ -1,7 +1,7 @@
 """`coat-flux doctor`: what this machine can really do, and what to change where it cannot.
 
-Every probe runs alone: one that fails is a line of its own and the others go on. Nothing is downloaded, and nothing is
-written but a temporary file of a moment.
+Every probe runs alone: one that fails is a line of its own and the others still run. Nothing is downloaded, and
+nothing is written but a short-lived temporary file.
 """
 
 from __future__ import annotations

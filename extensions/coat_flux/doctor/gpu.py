@@ -6,8 +6,9 @@ import importlib.metadata
 import itertools
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from . import Line, absent, bad, good
@@ -69,7 +70,7 @@ def _unusable(seen: list[str]) -> Line:
 
 
 def fp8_gemms() -> Iterator[Line]:
-    """A second of matrix products on every GPU: FP8 with both scalings, and bf16 beside it."""
+    """A second of matrix products on every GPU: FP8 with both scalings, and bf16 to compare with."""
     import torch
 
     if not torch.cuda.is_available():
@@ -81,22 +82,23 @@ def fp8_gemms() -> Iterator[Line]:
             what = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9 and up have)"
             yield absent(subject, f"{what}: weights are kept in FP8, products run in bf16")
         else:
-            yield from rate_lines(subject, rates(torch.device("cuda", index)))
+            yield from _rate_lines(subject, rates(torch.device("cuda", index)))
             yield good(subject, formats(torch.device("cuda", index)))
 
 
-def rate_lines(subject: str, found: dict[str, float | str]) -> Iterator[Line]:
-    """What `rates` found, in words."""
-    bf16 = found["bf16"]
-    measured = {name: rate for name, rate in found.items() if isinstance(rate, float)}
-    for name, reason in found.items():
-        if isinstance(reason, str):
+def _rate_lines(subject: str, found: dict[str, float | str]) -> Iterator[Line]:
+    texts = []
+    for name, rate in found.items():
+        if isinstance(rate, str):
             stops = name == "bf16"
             remedy = "update torch and the driver" + ("" if stops else "; until then such layers run in bf16")
-            yield bad(subject, f"{name} GEMM does not run: {reason}", remedy, stops=stops)
-    if measured and isinstance(bf16, float):
-        shares = {name: f" ({rate / bf16:.2f}x)" if name != "bf16" else "" for name, rate in measured.items()}
-        yield good(subject, ", ".join(f"{name} {rate:,.1f} TFLOP/s{shares[name]}" for name, rate in measured.items()))
+            yield bad(subject, f"{name} GEMM does not run: {rate}", remedy, stops=stops)
+        else:
+            bf16 = found["bf16"]
+            share = f" ({rate / bf16:.2f}x)" if name != "bf16" and isinstance(bf16, float) else ""
+            texts.append(f"{name} {rate:,.1f} TFLOP/s{share}")
+    if isinstance(found["bf16"], float):
+        yield good(subject, ", ".join(texts))
 
 
 def formats(device: torch.device) -> str:
@@ -142,26 +144,11 @@ def rates(device: torch.device) -> dict[str, float | str]:
 
 def _tflops(call: Callable[[], object], side: int, device: torch.device) -> float:
     """Rate of calls repeated for SECONDS_EACH, after as many as warm up."""
-    _seconds(call, 3, device)
-    once = _seconds(call, 3, device) / 3
-    repeats = max(1, min(10_000, int(SECONDS_EACH / max(once, 1e-9))))
-    return 2.0 * side**3 * repeats / _seconds(call, repeats, device) / 1e12
+    from ..bench.timing import time_calls
 
-
-def _seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    _wait(device)
-    started = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    _wait(device)
-    return time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    once_ms = fmean(time_calls(call, device, 3, 3).samples_ms)
+    repeats = max(1, min(10_000, int(1e3 * SECONDS_EACH / max(once_ms, 1e-6))))
+    return 2.0 * side**3 / fmean(time_calls(call, device, 1, repeats).samples_ms) / 1e9
 
 
 def triton() -> Iterator[Line]:
@@ -183,18 +170,13 @@ def triton() -> Iterator[Line]:
             yield good(f"Triton on GPU {index}", f"{version}, a kernel compiles, runs and agrees with its reference")
         else:
             text = f"{version or 'not installed'}, the slower reference runs: {reason}"
-            yield bad(f"Triton on GPU {index}", text, _triton_remedy(version))
-
-
-def _triton_remedy(version: str | None) -> str:
-    name = "triton-windows" if os.name == "nt" else "triton"
-    return f"pip install {name}" if version is None else f"use the {name} that belongs to this torch"
+            name = "triton-windows" if os.name == "nt" else "triton"
+            remedy = f"pip install {name}" if version is None else f"use the {name} that belongs to this torch"
+            yield bad(f"Triton on GPU {index}", text, remedy)
 
 
 def _triton_version() -> str | None:
     for package in TRITON_PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None

@@ -60,7 +60,7 @@ class Page:
         self._parts.append(f"<p>{_text(text).replace(chr(10), '<br>')}</p>")
 
     def verdict(self, text: str, tone: Tone) -> None:
-        """Add the one sentence that says what came out, on green (good), red (bad), yellow (open) or blue (plain)."""
+        """Add the result in one sentence, on green (good), red (bad), yellow (open) or blue (plain)."""
         self._parts.append(f'<p class="verdict {tone}" role="status">{_text(text)}</p>')
 
     @contextmanager
@@ -118,21 +118,10 @@ class Page:
         """Add horizontal stacked bars; the options are those of `charts.bar_chart`."""
         self._parts.append(bar_chart(title, bars, **options))
 
-    def heat_map(
-        self,
-        title: str,
-        rows: Sequence[str],
-        columns: Sequence[str],
-        values: Grid,
-        *,
-        unit: str,
-        ends: tuple[float, float] | None = None,
-    ) -> None:
-        """Add a coloured table, see `charts.heat_map`; the default ends are the lowest and the highest value."""
-        finite = [value for row in values for value in row if value is not None and math.isfinite(value)]
-        if finite:
-            ends = ends or (min(finite), max(finite))
-            self._parts.append(heat_map(title, rows, columns, values, unit=unit, ends=ends))
+    def heat_map(self, title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, **options: Any) -> None:
+        """Add a coloured table; the options are those of `charts.heat_map`."""
+        if any(value is not None and math.isfinite(value) for row in values for value in row):
+            self._parts.append(heat_map(title, rows, columns, values, **options))
         else:
             self.missing(f"{title}: there is nothing to show")
 
@@ -195,32 +184,23 @@ def _cell(value: object, column: str) -> str:
 
 
 def _picture(caption: str, path: Path) -> str:
+    """A small file as it is, others made smaller, as a JPEG on white; one that cannot be read is named."""
     try:
-        media_type, content = _embeddable(path)
+        with Image.open(path) as image:
+            small = max(image.size) <= LONGEST_SIDE and path.stat().st_size <= SMALL_BYTES
+            if small and image.format in MEDIA_TYPES:
+                image.load()  # refuses a file that ends early
+                media_type, content = MEDIA_TYPES[image.format], path.read_bytes()
+            else:
+                upright = ImageOps.exif_transpose(image)
+                upright.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
+                colours, jpeg = upright.convert("RGBA"), io.BytesIO()
+                paper = Image.new("RGBA", colours.size, "white")
+                Image.alpha_composite(paper, colours).convert("RGB").save(jpeg, "JPEG", quality=QUALITY)
+                media_type, content = "image/jpeg", jpeg.getvalue()
     except (OSError, ValueError) as error:
         text = _text(f"{caption}: cannot be read ({error})")
         return f'<figure><figcaption class="missing">{text}</figcaption></figure>'
     image = f'<img alt="{_text(caption)}" src="data:{media_type};base64,{base64.b64encode(content).decode()}">'
     below = f"<figcaption>{_text(caption)}</figcaption>" if caption else ""
     return f"<figure>{image}{below}</figure>"
-
-
-def _embeddable(path: Path) -> tuple[str, bytes]:
-    """(media type, content) of a picture: a small file as it is, others made smaller, as a JPEG on white.
-
-    Raises:
-        OSError: the file cannot be read, or is not a picture.
-        ValueError: likewise.
-    """
-    with Image.open(path) as image:
-        small = max(image.size) <= LONGEST_SIDE and path.stat().st_size <= SMALL_BYTES
-        if small and image.format in MEDIA_TYPES:
-            image.load()  # refuses a file that ends early
-            return MEDIA_TYPES[image.format], path.read_bytes()
-        upright = ImageOps.exif_transpose(image)
-        upright.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
-        colours = upright.convert("RGBA")
-    paper = Image.new("RGBA", colours.size, "white")
-    jpeg = io.BytesIO()
-    Image.alpha_composite(paper, colours).convert("RGB").save(jpeg, "JPEG", quality=QUALITY)
-    return "image/jpeg", jpeg.getvalue()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import html
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any
 from urllib.parse import quote
 
 from ..base.run_log import LOG_FILE
@@ -19,7 +20,7 @@ from .charts import line_chart
 from .run import MEMORY_FILE, RunFolder, RunFolderError, smoothed
 from .style import STYLE
 
-__all__ = ["View", "inspect_run", "shell"]
+__all__ = ["inspect_run", "shell"]
 
 LOG_BYTES, LOG_LINES = 16_384, 24
 PACE_STEPS = 30  # newest ones that the time left is estimated from
@@ -89,13 +90,7 @@ refresh();
 
 
 def shell(name: str, folder: str, nonce: str) -> str:
-    """The page around what `inspect_run` finds.
-
-    Args:
-        name: of the run.
-        folder: of the run, for the subtitle.
-        nonce: that lets this script run, and no other.
-    """
+    """The page around what `inspect_run` finds; the nonce lets its script run, and no other."""
     buttons = "".join(
         f'<button type="button" name="{key}" title="{html.escape(title)}" disabled>{html.escape(text)}</button>'
         for key, (text, title) in BUTTONS.items()
@@ -110,33 +105,23 @@ def shell(name: str, folder: str, nonce: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class View:
-    """What there is to show of a run now.
+def inspect_run(run_dir: Path) -> dict[str, Any]:
+    """What there is to show of a run now; a file that is being written, or damaged, costs its own part only.
 
-    Attributes:
-        title: for the browser's tab.
-        parts: HTML from top to bottom, every text in it escaped; the page replaces those that changed.
-        takes: commands the run obeys now.
+    Returns:
+        title: for the browser's tab; parts: HTML from top to bottom, every text in it escaped, of which the page
+        replaces those that changed; takes: commands the run obeys now.
     """
-
-    title: str
-    parts: tuple[str, ...]
-    takes: tuple[str, ...]
-
-
-def inspect_run(run_dir: Path) -> View:
-    """Read a run; a file that is being written, or damaged, costs its own part only."""
     try:
         run = RunFolder(run_dir)
     except (RunFolderError, OSError):
-        return View("starting", ('<p class="verdict plain">The run has not written anything yet.</p>',), ())
+        return _view("starting", '<p class="verdict plain">The run has not written anything yet.</p>')
     status = read_status(run_dir)
     try:
         loss, pace = run.metrics.get("loss", []), run.metrics.get("s_per_it", [])[-PACE_STEPS:]
         charts = _loss_charts(run)
     except (OSError, ValueError) as error:
-        return View(run.name, (f'<p class="verdict open">{html.escape(str(error))}</p>',), ())
+        return _view(run.name, f'<p class="verdict open">{html.escape(str(error))}</p>')
     done = int(loss[-1][0]) if loss else 0
     if status is None:
         steps = run.block("train").get("steps", done)
@@ -154,7 +139,11 @@ def inspect_run(run_dir: Path) -> View:
         _log(run_dir / LOG_FILE),
     )
     takes = status.takes if status is not None and status.alive else ()
-    return View(f"{100 * done // max(steps, 1)} % {run.name}", parts, takes)
+    return _view(f"{100 * done // max(steps, 1)} % {run.name}", *parts, takes=takes)
+
+
+def _view(title: str, *parts: str, takes: Sequence[str] = ()) -> dict[str, Any]:
+    return {"title": title, "parts": parts, "takes": takes}
 
 
 def _verdict(run: RunFolder, status: RunStatus | None, done: int, steps: int, seconds: float) -> tuple[str, str]:

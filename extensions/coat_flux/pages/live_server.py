@@ -1,7 +1,7 @@
 """The live page's server.
 
     GET /                  the page
-    GET /look              JSON of `live_page.View`
+    GET /look              JSON of `live_page.inspect_run`
     GET /samples/<name>    a sample of the run
     POST /commands/<name>  with the token in the header X-Coat-Token
 
@@ -125,7 +125,7 @@ class Watch:
         return page
 
     def _look(self, request: Request) -> Response:
-        return Response(json.dumps(vars(inspect_run(self.run_dir))), mimetype="application/json")
+        return Response(json.dumps(inspect_run(self.run_dir)), mimetype="application/json")
 
     def _sample(self, request: Request, name: str) -> Response:
         path = self.run_dir / "samples" / name

@@ -39,17 +39,7 @@ KIND_REMEDIES = {
 
 
 def show_precision(page: Page, run: RunFolder, picture_folder: Path) -> None:
-    """Add the section, and write the heat map as a PNG.
-
-    Args:
-        page: of the run.
-        run: likewise.
-        picture_folder: where `precision.png` goes.
-
-    Raises:
-        OSError: the rows cannot be read, or the picture cannot be written.
-        ValueError: the rows are damaged.
-    """
+    """Add the section, and write the heat map as `precision.png`; OSError and ValueError where a file is damaged."""
     rows = read_rows(run.path / FILE) if (run.path / FILE).exists() else []
     found = summaries(rows)
     if not found:

@@ -29,7 +29,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Make the page of a run.
 
     Args:
-        run_dir: `<training_folder>/<name>`, of a run that ended or goes on.
+        run_dir: `<training_folder>/<name>`, of a run that ended or is still going.
         out: file to write; default `coat/report.html` in the run's folder. `precision.png` goes next to it.
 
     Returns:
@@ -157,8 +157,8 @@ def _show_loss(page: Page, run: RunFolder) -> None:
     marks = {step: f"lowest: step {step:.0f}"}
     page.curves("Loss on photos held out of training", validation, x="step", y="loss", marks=marks)
     page.paragraph(
-        f"Lowest, {lowest:.5f}, at step {step:.0f}. Where it rises while the training loss falls, the LoRA is learning "
-        "the photos by heart."
+        f"Lowest, {lowest:.5f}, at step {step:.0f}. Where it rises while the training loss falls, the LoRA is "
+        "memorizing the photos."
     )
 
 

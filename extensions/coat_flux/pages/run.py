@@ -54,7 +54,7 @@ class LoraFile(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """Steps done, where the file says it."""
+        """Steps done, where the file has them."""
         try:
             return int(json.loads(self.metadata["training_info"])["step"])
         except (KeyError, TypeError, ValueError):
@@ -62,7 +62,7 @@ class LoraFile(NamedTuple):
 
 
 class RunFolder:
-    """A run's folder. What is read is read once: for a run that goes on, make another.
+    """A run's folder. Each file is read once: for a run that is still going, make another.
 
     Args:
         path: the folder.

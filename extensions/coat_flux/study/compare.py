@@ -134,7 +134,7 @@ def _notes(study: Study, runs: Sequence[ArmResult], losses: Mapping[str, Sequenc
     if mean and mean[-1] > RISE * min(mean):
         step = runs[0].curve[mean.index(min(mean))][0]
         notes.append(
-            f"bf16's held-out loss is lowest at step {step} and rises after that: the LoRA learns the training photos "
-            "by heart (overfitting). The comparison holds, but fewer steps would make a better LoRA."
+            f"bf16's held-out loss is lowest at step {step} and rises after that: the LoRA memorizes the training "
+            "photos (overfitting). The comparison holds, but fewer steps would make a better LoRA."
         )
     return tuple(notes)

@@ -188,10 +188,6 @@ class HeldOut(FixedNoise):
 def encode_held_out(job: JobConfig, device: torch.device) -> HeldOut:
     """Encode the photos of a job's datasets, each at one of its resolutions in turn.
 
-    Args:
-        job: its datasets are the photos held out.
-        device: where VAE and text encoders run.
-
     Raises:
         DatasetError: the photos cannot be used.
         ModelLoadError: the encoders cannot be loaded.

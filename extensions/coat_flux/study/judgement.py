@@ -3,7 +3,7 @@
 Run i of both arms has the same seed, so that gap_i = loss_COAT,i - loss_bf16,i is free of most of what a seed does. The
 mean gap has the confidence interval mean ± t · sd(gap) / sqrt(n), t the two-sided 95% quantile of Student's
 distribution with n - 1 degrees of freedom. It is compared with s, the standard deviation (n - 1) of bf16's losses over
-its seeds: a change that is sure to be smaller than what another seed does is no loss that anyone could notice.
+its seeds: a change that is sure to be smaller than what another seed does is not a loss that anyone could notice.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Judgement:
 def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = None, *, where: str = "") -> Judgement:
     """Compare paired final losses.
 
-    - *lossless*: the whole confidence interval of the mean gap lies inside [-s, s];
-    - *not lossless*: it lies wholly outside. On the lower side too: a run that learns less overfits less, so that a
+    - *lossless*: the whole confidence interval of the mean gap is inside [-s, s];
+    - *not lossless*: it is wholly outside. On the lower side too: a run that learns less overfits less, so that a
       held-out loss below bf16's is a difference, not a merit;
-    - *undecided*: it reaches over an end of the band; or bf16 gives no measure: its seeds end equal (s = 0), or one of
+    - *undecided*: it crosses an end of the band; or bf16 gives no measure: its seeds end equal (s = 0), or one of
       its runs did not bring the loss below that of the model without a LoRA.
 
     Args:
@@ -107,7 +107,7 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
 
 
 def worse(one: Judgement, other: Judgement) -> Judgement:
-    """The one that says less good of COAT; the first where they are as good."""
+    """The one that is worse for COAT; the first where they are equal."""
     order = (LOSSLESS, UNDECIDED, NOT_LOSSLESS)
     return other if order.index(other.outcome) > order.index(one.outcome) else one
 
@@ -118,7 +118,7 @@ def broken(reason: str, seeds: int) -> Judgement:
 
 
 def _outcome(gap: float, half: float, spread: float) -> str:
-    """Where gap ± half lies against ±spread."""
+    """Whether gap ± half is inside ±spread, outside it or neither."""
     if abs(gap) + half <= spread:
         return LOSSLESS
     return NOT_LOSSLESS if abs(gap) - half > spread else UNDECIDED
@@ -143,8 +143,6 @@ def student_quantile(probability: float, freedom: int) -> float:
     Source:
         Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
     """
-    if not 0.5 <= probability < 1 or freedom < 1:
-        raise ValueError(f"probability={probability}, freedom={freedom}: must be in [0.5, 1), and at least 1")
     low, high = 0.0, 1.0
     while _student_distribution(high, freedom) < probability:
         high *= 2

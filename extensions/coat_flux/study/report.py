@@ -150,7 +150,14 @@ def write_page(verdict: Verdict) -> Path:
     ]
     if rows:
         page.table(["held-out loss", "mean gap", "95% interval", SPREAD, "outcome"], rows)
-    _samples(page, verdict)
+    pairs = [pair for pair in verdict.pairs() if all(run.samples for run in pair)]
+    if pairs:
+        page.heading("Samples")
+        for number, item in enumerate(study.job.sample.items()):
+            runs = [run for pair in pairs for run in pair if number < len(run.samples)]
+            prompt = inject_trigger(item.prompt, study.job.trigger_word, add_if_missing=False)
+            cells = [(f"seed {run.seed}", run.samples[number]) for run in runs]
+            page.images(prompt, cells, columns=2, header=list(WORDS.values()))
     for first in verdict.arm(ARM_COAT)[:1]:
         page.heading("The LoRAs")
         page.paragraph(
@@ -174,20 +181,6 @@ def write_page(verdict: Verdict) -> Path:
         page.code(yaml.safe_dump({"coat": study.job.coat.to_dict()}, sort_keys=False, allow_unicode=True))
     page.missing(f"coat-flux {__version__}")
     return page.write(verdict.page_path)
-
-
-def _samples(page: Page, verdict: Verdict) -> None:
-    job = verdict.study.job
-    pairs = [pair for pair in verdict.pairs() if all(run.samples for run in pair)]
-    if not pairs:
-        return
-    page.heading("Samples")
-    for number, item in enumerate(job.sample.items()):
-        cells = [
-            (f"seed {run.seed}", run.samples[number]) for pair in pairs for run in pair if number < len(run.samples)
-        ]
-        prompt = inject_trigger(item.prompt, job.trigger_word, add_if_missing=False)
-        page.images(prompt, cells, columns=2, header=list(WORDS.values()))
 
 
 def _curves(page: Page, verdict: Verdict) -> None:

@@ -149,13 +149,7 @@ class ArmResult:
 
 
 def read_result(folder: Path, arm_name: str, seed: int, steps: int) -> ArmResult:
-    """Read a finished run.
-
-    Args:
-        folder: of the run.
-        arm_name: of its arm.
-        seed: of the run.
-        steps: it has done.
+    """Read a finished run of `steps` steps.
 
     Raises:
         VerifyError: it was not finished by `verify`.

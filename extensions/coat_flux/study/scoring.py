@@ -1,6 +1,6 @@
 """The final LoRAs in the bf16 model, which is where other programs load them: their loss, and how alike they are.
 
-A cosine says nothing by itself: LoRAs of two bf16 runs that differ in their seed alone are far from parallel. So every
+A cosine means nothing by itself: LoRAs of two bf16 runs that differ in their seed alone are far from parallel. So every
 cosine of a (bf16, COAT) pair is compared with that of two bf16 seeds.
 
 The change of a layer is B · A, N × K numbers, 9 million in a square linear of FLUX. Inner products need only r × r:

@@ -132,34 +132,28 @@ class Study:
         if saved.exists():
             found = yaml.safe_load(saved.read_text(encoding="utf-8"))
             _require_same(found.get("config"), raw["config"], saved, "is of a run with other settings", run)
-        observer = _Observer(self.held_out, self.settings, self.steps, on_step)
+
+        def observe(session: Session) -> None:
+            """Measure the held-out loss at intervals, into the run's record: curve and, at the end, final."""
+            step, settings = session.step, self.settings
+            if on_step is not None:
+                on_step(step)
+            observed = session.record.setdefault("observed", {"curve": []})
+            if (step % settings.every == 0 or step == self.steps) and all(at != step for at, _ in observed["curve"]):
+                observed["curve"].append([step, self._loss(session, settings.curve_sigmas)])
+            if step == self.steps:
+                observed["final"] = self._loss(session, settings.final_sigmas)
+
         with _restored():
-            COATTrainer(raw, observer=observer).train()
+            COATTrainer(raw, observer=observe).train()
         if on_step is not None:
             on_step(self.steps)
         return read_result(run, arm_name, seed, self.steps)
 
-
-class _Observer:
-    """Measures the held-out loss at intervals, into `session.record["observed"]`: curve and, at the end, final."""
-
-    def __init__(self, held_out: HeldOut, settings: Settings, steps: int, on_step: Callable[[int], None] | None):
-        self._held_out, self._settings, self._steps, self._on_step = held_out, settings, steps, on_step
-
-    def __call__(self, session: Session) -> None:
-        step, settings = session.step, self._settings
-        if self._on_step is not None:
-            self._on_step(step)
-        observed = session.record.setdefault("observed", {"curve": []})
-        if (step % settings.every == 0 or step == self._steps) and all(at != step for at, _ in observed["curve"]):
-            observed["curve"].append([step, self._loss(session, settings.curve_sigmas)])
-        if step == self._steps:
-            observed["final"] = self._loss(session, settings.final_sigmas)
-
     def _loss(self, session: Session, sigmas: int) -> float:
         device = session.workers.device
         with session.watch.phases.during("validate"), session.averaged():
-            return self._held_out.loss(session.transformer, sigmas, dtype=session.dtype, device=device)
+            return self.held_out.loss(session.transformer, sigmas, dtype=session.dtype, device=device)
 
 
 @contextmanager
