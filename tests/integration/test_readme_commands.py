@@ -37,7 +37,7 @@ ELSEWHERE = {  # command: what runs it
     "python scripts/test.py": ".ci/run",
     "pip install -e .": "scripts/quickstart.py and scripts/test.py",
     "pip install -e path/to/coat-flux": "scripts/quickstart.py and scripts/test.py",
-    'pip install -e ".[bench]"': "needs a download; tests/unit/test_bench_gate.py looks at what is in it",
+    'pip install -e ".[bench]"': "needs a download; tests/unit/test_bench_runner.py checks what is in it",
     "cd path/to/ai-toolkit": "a shell",
     "python run.py configs/flux_clothing_coat.yaml": "tests/integration/test_aitk_real.py, with a real ai-toolkit",
     "python scripts/benchmark_coat.py --hidden_size 1024 --num_layers 8 --batch_size 4 --num_steps 50 "
