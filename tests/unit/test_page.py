@@ -241,8 +241,3 @@ def test_long_series_are_quick() -> None:
     page.curves("c", {str(i): [(s, s * i) for s in range(50_000)] for i in range(4)}, x="x", y="y")
     assert time.perf_counter() - start < 5
     assert len(page.html()) < 1_000_000
-
-
-def test_heading_levels() -> None:
-    with pytest.raises(ValueError, match="level=1"):
-        Page("t").heading("x", 1)

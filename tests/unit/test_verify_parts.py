@@ -18,7 +18,7 @@ from coat_flux.study.held_out import HeldOut, Split, choose_held_out, split_phot
 from coat_flux.study.judgement import broken
 from coat_flux.study.report import write_page
 from coat_flux.study.runs import prepare_job
-from coat_flux.study.scoring import mean_pair_cosine, mean_seed_cosine, weight_grams
+from coat_flux.study.scoring import mean_cosine, weight_grams
 from coat_flux.study.study import require_room
 from tests import tolerances
 from tests.helpers.engine_job import engine_job
@@ -160,8 +160,8 @@ def test_weight_cosines_are_those_of_the_whole_matrices(tmp_path: Path) -> None:
         assert grams[""].cosine(a, b) == pytest.approx(wanted, abs=tolerances.LORA_COSINE_ATOL)
         wanted = cosine(deltas[a]["x"], deltas[b]["x"], dim=0).item()
         assert grams["x"].cosine(a, b) == pytest.approx(wanted, abs=tolerances.LORA_COSINE_ATOL)
-    assert mean_pair_cosine(grams["y"], ["a", "b"], ["a", "b"]) == pytest.approx(1.0)
-    assert mean_seed_cosine(grams["y"], ["a", "b"]) == grams["y"].cosine("a", "b")
+    assert mean_cosine(grams["y"], [("a", "a"), ("b", "b")]) == pytest.approx(1.0)
+    assert mean_cosine(grams["y"], [("a", "b")]) == grams["y"].cosine("a", "b")
 
 
 def test_the_cosine_with_a_zero_change_is_none(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_cosine_with_a_zero_change_is_none(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / f"{run}.safetensors")
     grams = weight_grams({run: tmp_path / f"{run}.safetensors" for run in ("a", "zero")})
     assert grams[""].cosine("a", "zero") is None
-    assert mean_seed_cosine(grams[""], ["a", "zero"]) is None
+    assert mean_cosine(grams[""], [("a", "zero")]) is None
 
 
 def flux_dev(tmp_path: Path, **train: Any) -> JobConfig:

@@ -149,12 +149,6 @@ class Case:
     configuration: str
     sizes: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def label(self) -> str:
-        """For progress lines."""
-        sizes = ", ".join(f"{resolution} px x {batch}" for resolution, batch in self.sizes)
-        return f"{self.level} {self.configuration}" + (f" at {sizes}" if sizes else "")
-
 
 @dataclass(frozen=True)
 class BenchOptions:

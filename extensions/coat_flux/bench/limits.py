@@ -57,9 +57,6 @@ class Work:
     attention: float = 0.0
     adapters: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.linear + other.linear, self.attention + other.attention, self.adapters + other.adapters)
-
 
 def token_count(resolution: int) -> int:
     """Tokens of one square image of `resolution` pixels a side, and of its text."""
@@ -79,9 +76,9 @@ def forward_work(geometry: Geometry, resolution: int, batch: int) -> Work:
 
 def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bool) -> Work:
     """Forward and backward pass of all blocks on `batch` images, with every block recomputed or none."""
-    forward = forward_work(geometry, resolution, batch)
-    step = Work(2 * forward.linear, ATTENTION_STEP * forward.attention, 3 * forward.adapters)
-    return step + forward if recomputed else step
+    forward, more = forward_work(geometry, resolution, batch), int(recomputed)
+    attention = (ATTENTION_STEP + more) * forward.attention
+    return Work((2 + more) * forward.linear, attention, (3 + more) * forward.adapters)
 
 
 def product_work(m: int, k: int, n: int) -> Work:

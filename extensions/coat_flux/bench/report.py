@@ -123,15 +123,7 @@ def write(
     runs: Sequence[Mapping[str, Any]],
     rows: Sequence[Result],
 ) -> None:
-    """Write results.json and results.md.
-
-    Args:
-        folder: made if need be.
-        options: what was asked for.
-        head: "date", "command", "tests", "machine".
-        runs: from `runner.run_cases`, every raw sample.
-        rows: from `summarize`.
-    """
+    """Write results.json, with every raw sample, and results.md; `head` has "date", "command", "tests", "machine"."""
     tree = {**head, "options": asdict(options), "rows": [row.as_dict() for row in rows], "runs": list(runs)}
     write_file(folder / "results.json", json.dumps(tree, indent=1) + "\n")
     write_file(folder / "results.md", markdown(options, head, runs, rows))

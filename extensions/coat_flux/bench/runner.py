@@ -55,11 +55,7 @@ class TestResult:
 
 
 def run_tests(levels: Sequence[str], repository: Path | None = None) -> TestResult:
-    """Run the tests that belong to these levels.
-
-    Args:
-        levels: what will be measured.
-        repository: folder that holds `tests`; by default the one this package is in.
+    """Run the tests that belong to these levels, of the repository that this package is in.
 
     Raises:
         UserError: the tests are there, but not what runs them.
@@ -128,11 +124,6 @@ def run_cases(
 
     A case that gave no figures is not tried again: what is missing or too small stays so.
 
-    Args:
-        options: what to run.
-        log: takes one line per process.
-        start: runs one worker.
-
     Yields:
         After each process: round, level, configuration, sizes, seconds, and the worker's result.
     """
@@ -147,7 +138,9 @@ def run_cases(
         seconds = time.monotonic() - started
         if result["status"] != OK:
             given_up.add(case)
-        log(f"[{count}/{total}] round {number}, {case.label}: {_outcome(result)} ({seconds:.0f} s)")
+        sizes = ", ".join(f"{resolution} px x {batch}" for resolution, batch in case.sizes)
+        label = f"{case.level} {case.configuration}" + (f" at {sizes}" if sizes else "")
+        log(f"[{count}/{total}] round {number}, {label}: {_outcome(result)} ({seconds:.0f} s)")
         yield {"round": number, **asdict(case), "seconds": seconds, **result}
 
 

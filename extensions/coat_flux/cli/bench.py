@@ -55,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
     """
     from ..bench import report, runner
 
+    if args.device is None:
+        import torch
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     options = BenchOptions(
         levels=LEVELS if args.level == "all" else (args.level,),
         resolutions=tuple(args.resolution),
@@ -62,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         configurations=tuple(args.configs),
         geometry=Geometry(args.double, args.single, args.heads, args.rank),
-        device=args.device or _default_device(),
+        device=args.device,
         repeats=args.repeats,
         timeout_s=args.timeout,
     )
@@ -91,9 +95,3 @@ def run(args: argparse.Namespace) -> int:
     report.draw(rows, args.out / "results.png")
     print(f"\n{report.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md, results.png")
     return EXIT_RED if report.incomplete(rows) else 0
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

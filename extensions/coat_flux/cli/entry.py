@@ -23,14 +23,7 @@ OUT_OF_RAM = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: arguments without the program's name; None takes them from the command line.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command, by default that of the command line, and return its exit code."""
     for stream in (sys.stdout, sys.stderr):  # a console of a narrow code page must not fail on a file's name
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -144,15 +144,9 @@ def _figure(title: str, legend: Sequence[str], body: str) -> str:
 def heat_map(
     title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, *, unit: str, ends: tuple[float, float]
 ) -> str:
-    """Return a table whose cells are coloured: low values red, high ones blue.
+    """Return a table whose cells are coloured: low values red, high ones blue; `ends` are full red and full blue.
 
-    Args:
-        title: above the table.
-        rows: names, R.
-        columns: names, C.
-        values: [R][C], shown with one decimal; None is a dash.
-        unit: of the values.
-        ends: values of full red and full blue.
+    The values are [rows][columns], shown with one decimal; None is a dash.
     """
     head = "".join(map(column_name, (unit, *columns)))
     body = "".join(

@@ -51,8 +51,6 @@ class Page:
 
     def heading(self, text: str, level: int = 2) -> None:
         """Begin a section (level 2) or a part of one (3 to 6)."""
-        if not 2 <= level <= 6:
-            raise ValueError(f"level={level}: must be from 2 to 6; 1 is the page's title")
         self._parts.append(f"<h{level}>{_text(text)}</h{level}>")
 
     def paragraph(self, text: str) -> None:
@@ -81,13 +79,7 @@ class Page:
         self._parts.append(f"<pre>{_text(text)}</pre>")
 
     def lora_file(self, path: Path, model: str, trigger: str | None) -> None:
-        """Name a LoRA's file, and how ComfyUI and diffusers load it.
-
-        Args:
-            path: of the file.
-            model: that it was trained for, as diffusers finds it.
-            trigger: word that belongs in a prompt.
-        """
+        """Name a LoRA's file, and how ComfyUI and diffusers (which finds the model by its name) load it."""
         path = path.resolve()
         self.code(str(path))
         word = f" Put the trigger word in your prompts: {trigger}." if trigger else ""

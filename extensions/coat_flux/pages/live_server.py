@@ -72,12 +72,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 class Watch:
-    """A WSGI application for one run, and the server around it.
-
-    Args:
-        run_dir: of the run; it need not be there yet.
-        host: address or name to listen on.
-    """
+    """A WSGI application for one run, whose folder need not be there yet, and the server around it."""
 
     def __init__(self, run_dir: Path, host: str = LOOPBACK):
         self.run_dir, self.host = run_dir, host
@@ -152,11 +147,7 @@ class Watch:
     def start(self, port: int | None = None) -> str:
         """Serve from a thread that ends with the process.
 
-        Args:
-            port: None takes the first free one from 8675 on; 0 any.
-
-        Returns:
-            The address to open, with the token.
+        A port of None takes the first free one from 8675 on, 0 any. Returns the address to open, with the token.
 
         Raises:
             WatchError: the port is taken, or the host is not this machine's.

@@ -21,6 +21,7 @@ __all__ = ["REPORT_FILE", "write_report"]
 
 REPORT_FILE = Path("coat") / "report.html"
 SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # of the grid
+NO_CONFIG = "No config.yaml in the run's folder."
 RISE = 1.01  # a validation loss that ends so many times above its lowest has risen
 DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 
@@ -61,7 +62,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         "Asked, got, why": lambda: _show_treatment(page, loras),
         "Saved LoRAs": lambda: _show_loras(page, loras),
         "Versions": lambda: _show_versions(page, run),
-        "Config": lambda: _show_config(page, run),
+        "Config": lambda: page.code(run.config_text) if run.config_text else page.missing(NO_CONFIG),
     }
     for title, show in sections.items():
         with page.details(title):
@@ -260,10 +261,3 @@ def _show_versions(page: Page, run: RunFolder) -> None:
         page.missing(f"No {VERSIONS_FILE.as_posix()}: the run is older than that file, or COAT was off in ai-toolkit.")
         return
     page.table(["", ""], list(found.items()))
-
-
-def _show_config(page: Page, run: RunFolder) -> None:
-    if run.config_text:
-        page.code(run.config_text)
-    else:
-        page.missing("No config.yaml in the run's folder.")

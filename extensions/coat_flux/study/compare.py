@@ -17,7 +17,7 @@ from ..config.job import JobConfig
 from ..saves.lock import run_lock
 from ..trainers.standalone.seeding import seed_of
 from ..watch.guard import DeadRunError
-from .judgement import broken, judge, worse
+from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, broken, judge
 from .report import ARM_BF16, ARM_COAT, Verdict, write_page
 from .runs import BF16, Arm, ArmResult, VerifyError
 from .scoring import score_loras, weight_grams
@@ -104,7 +104,8 @@ def _train_and_judge(study: Study, seeds: int, arm: Arm, log: Callable[[str], No
     in_bf16 = judge(final[ARM_BF16], final[ARM_COAT], scores.base, where=" with its LoRA in the bf16 model")
     in_own = judge(own[ARM_BF16], own[ARM_COAT], where=" with each run in its own precision")
     notes = _notes(study, runs, final)
-    return Verdict(worse(in_bf16, in_own), study, tuple(runs), scores, weight_grams(loras), notes, in_bf16, in_own)
+    worse = max((in_bf16, in_own), key=lambda one: (LOSSLESS, UNDECIDED, NOT_LOSSLESS).index(one.outcome))
+    return Verdict(worse, study, tuple(runs), scores, weight_grams(loras), notes, in_bf16, in_own)
 
 
 def _progress(bar: Any) -> Callable[[int], None]:

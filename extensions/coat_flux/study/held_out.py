@@ -57,12 +57,7 @@ class Split:
 def choose_held_out(photos: Sequence[Path], count: int | None) -> list[Path]:
     """Photos to hold out, evenly spread over the sorted list, so that every group of names is represented.
 
-    Args:
-        photos: of all datasets, in their order.
-        count: how many; None is a tenth, at least 1, at most 16.
-
-    Returns:
-        They are the same on every machine that has the same file names.
+    They are the same on every machine that has the same file names. A count of None is a tenth, from 1 to 16.
 
     Raises:
         VerifyError: no photo would be left to train on.
@@ -80,14 +75,8 @@ def choose_held_out(photos: Sequence[Path], count: int | None) -> list[Path]:
 def split_photos(entries: Sequence[Mapping[str, Any]], folder: Path, count: int | None) -> Split:
     """Fill `folder` with links to the photos and captions of the datasets, split in two.
 
-    Args:
-        entries: `datasets` of a job, with folder_path and caption_ext.
-        folder: is emptied first.
-        count: photos held out; None as in `choose_held_out`.
-
-    Returns:
-        The datasets. A photo that several of them hold is held out of all, and validated on once; one of which no photo
-        is left is not trained on.
+    The folder is emptied first. A photo that several datasets hold is held out of all, and validated on once; a dataset
+    of which no photo is left is not trained on. The count is that of `choose_held_out`.
 
     Raises:
         VerifyError: no photo would be left to train on.

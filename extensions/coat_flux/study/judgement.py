@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-__all__ = ["LOSSLESS", "NOT_LOSSLESS", "UNDECIDED", "Judgement", "broken", "judge", "student_quantile", "worse"]
+__all__ = ["LOSSLESS", "NOT_LOSSLESS", "UNDECIDED", "Judgement", "broken", "judge", "student_quantile"]
 
 LOSSLESS, NOT_LOSSLESS, UNDECIDED = "lossless", "not lossless", "undecided"
 PLACES = {LOSSLESS: "within", NOT_LOSSLESS: "outside", UNDECIDED: "partly outside"}
@@ -104,12 +104,6 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
             too_many = f"it would take more than {MAX_SEEDS} seeds to decide"
             reason = f"{reason}; {too_many if more is None else f'run with --seeds {more}'}"
     return Judgement(outcome, reason, count, gap, low, high, spread, more)
-
-
-def worse(one: Judgement, other: Judgement) -> Judgement:
-    """The one that is worse for COAT; the first where they are equal."""
-    order = (LOSSLESS, UNDECIDED, NOT_LOSSLESS)
-    return other if order.index(other.outcome) > order.index(one.outcome) else one
 
 
 def broken(reason: str, seeds: int) -> Judgement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,7 +20,7 @@ from ..watch.precision import FILE as PRECISION_FILE
 from ..watch.precision import read_rows
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, Judgement
 from .runs import ArmResult
-from .scoring import Gram, Scores, mean_pair_cosine, mean_seed_cosine
+from .scoring import Gram, Scores, mean_cosine
 from .study import Study
 
 __all__ = ["ARM_BF16", "ARM_COAT", "TONES", "Verdict", "write_page"]
@@ -94,7 +95,7 @@ class Verdict:
     def cosines(self, gram: Gram) -> tuple[float | None, float | None]:
         """Mean cosines of (bf16, COAT) pairs, and of bf16 seeds with each other."""
         bf16, coat = ([run.name for run in self.arm(name)] for name in (ARM_BF16, ARM_COAT))
-        return mean_pair_cosine(gram, bf16, coat), mean_seed_cosine(gram, bf16)
+        return mean_cosine(gram, zip(bf16, coat, strict=True)), mean_cosine(gram, combinations(bf16, 2))
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain values; losses are mean squared errors, numbers that are not finite are null."""

@@ -55,13 +55,13 @@ def prepare_job(
     Without COAT the optimizer is AdamW with the same lr, betas, eps and weight decay, and the model is not quantized.
 
     Args:
-        job: the user's.
+        job: the user's; `steps` and `datasets` take the place of its own.
         arm: laid over its `coat:` block.
         name: of the run, a folder in `folder`.
         folder: its `training_folder`.
         seed: `training_seed`.
-        steps: `train.steps`; None: the config's.
-        datasets: in place of the config's `datasets`.
+        steps: None: the config's.
+        datasets: None: the config's.
 
     Raises:
         ConfigError: the arm's options contradict each other or the job.

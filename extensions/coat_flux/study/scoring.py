@@ -10,9 +10,8 @@ The change of a layer is B · A, N × K numbers, 9 million in a square linear of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
@@ -27,7 +26,7 @@ from ..trainers.standalone.network import add_lora, lora_parameters, lora_target
 from ..trainers.standalone.session import TORCH_DTYPES
 from .held_out import HeldOut
 
-__all__ = ["Gram", "Scores", "mean_pair_cosine", "mean_seed_cosine", "score_loras", "weight_grams"]
+__all__ = ["Gram", "Scores", "mean_cosine", "score_loras", "weight_grams"]
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -150,16 +149,7 @@ def weight_grams(loras: Mapping[str, Path]) -> dict[str, Gram]:
     return {"": Gram(files, total), **grams}
 
 
-def mean_pair_cosine(gram: Gram, bf16: Sequence[str], coat: Sequence[str]) -> float | None:
-    """The mean cosine of the runs with the same seed."""
-    return _mean([gram.cosine(a, b) for a, b in zip(bf16, coat, strict=True)])
-
-
-def mean_seed_cosine(gram: Gram, runs: Sequence[str]) -> float | None:
-    """The mean cosine of all pairs of `runs`, which differ in their seed alone."""
-    return _mean([gram.cosine(a, b) for a, b in combinations(runs, 2)])
-
-
-def _mean(cosines: Sequence[float | None]) -> float | None:
-    known = [cosine for cosine in cosines if cosine is not None]
+def mean_cosine(gram: Gram, pairs: Iterable[tuple[str, str]]) -> float | None:
+    """The mean cosine of pairs of runs; None where none of them has one."""
+    known = [cosine for a, b in pairs if (cosine := gram.cosine(a, b)) is not None]
     return fmean(known) if known else None

@@ -224,12 +224,7 @@ def _device_of(job: JobConfig) -> torch.device:
 
 
 def require_room(bf16: JobConfig, device: torch.device, memory_bytes: float | None = None) -> None:
-    """Refuse a bf16 run that the plan says is too large: known before the first hour, not after it.
-
-    Args:
-        bf16: the run without COAT.
-        device: where it would train; only a GPU is asked.
-        memory_bytes: of the GPU; None asks it.
+    """Refuse a bf16 run that the plan finds too large for the GPU: known before the first hour, not after it.
 
     Raises:
         VerifyError: names what it needs, what there is, and what to do.
