@@ -29,7 +29,7 @@ def test_a_diverged_run_goes_back_by_the_command_it_prints_and_ends_as_the_good_
     assert main(words[words.index("rewind") :]) == 0
     assert "moved to" in capsys.readouterr().out
     host.run(**_entry())
-    assert "[coat] resume: goes on after step 4" in capsys.readouterr().out
+    assert "[coat] resume: continues after step 4" in capsys.readouterr().out
     assert_same_end(host, "whole", "out")
 
 
@@ -44,7 +44,7 @@ def test_a_damaged_byte_falls_back_to_the_older_state(
     (_state(host) / file).write_bytes(damaged)
     host.run(**_entry())
     out = capsys.readouterr().out
-    assert "the run goes on from step 4" in out
+    assert "the run resumes from step 4" in out
     assert "delete" not in out
     assert (host.save_folder / "coat" / "set-aside-000000004" / "state-000000006" / file).read_bytes() == damaged
     assert_same_end(host, "whole", "out")

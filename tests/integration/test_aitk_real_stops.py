@@ -183,7 +183,7 @@ def test_a_job_stopped_at_every_moment_of_a_step_ends_as_the_one_that_was_not(ch
         assert f"[coat] stopped after {step} steps, saved in" in out, moment
         assert (row["status"], row["step"]) == ("queued" if how == "queue" else "stopped", step), moment
         if step > 2:
-            assert f"[coat] resume: goes on after step {step - 1}," in out, moment
+            assert f"[coat] resume: continues after step {step - 1}," in out, moment
     code, out, row = _job(checkout, "stopped")
     assert (code, row["status"]) == (0, "completed"), out[-4000:]
     _assert_same_state(checkout, "whole", "stopped")

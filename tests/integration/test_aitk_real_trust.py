@@ -72,7 +72,7 @@ def test_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, moment: str
     code, _ = checkout.start(name, _entry(), at=moment, send=signal.SIGKILL)
     assert code == -signal.SIGKILL
     out = checkout.run(name, _entry())
-    assert "[coat] resume: goes on after step 4" in out or "[coat] resume: goes on after step 7" in out
+    assert "[coat] resume: continues after step 4" in out or "[coat] resume: continues after step 7" in out
     _assert_same_end(checkout, name)
 
 
@@ -80,7 +80,7 @@ def test_interrupted_run_saves_and_ends_as_the_one_that_was_not(checkout: Checko
     code, out = checkout.start("stopped", _entry(), at="[after_backward] Step 6", send=signal.SIGINT)
     assert code == 130
     assert "[coat] stopped after 6 steps, saved in" in out
-    assert "[coat] resume: goes on after step 6" in checkout.run("stopped", _entry())
+    assert "[coat] resume: continues after step 6" in checkout.run("stopped", _entry())
     _assert_same_end(checkout, "stopped")
 
 

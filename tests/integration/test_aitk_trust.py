@@ -100,7 +100,7 @@ def test_run_that_was_cut_ends_as_the_one_that_was_not(
             host.run(**_entry(), datasets=datasets)
     assert _state(host).name == "state-000000004"  # ai-toolkit's save at step 3 comes after 4 updates
     host.run(**_entry(), datasets=datasets)
-    assert "[coat] resume: goes on after step 4, epoch 3" in capsys.readouterr().out
+    assert "[coat] resume: continues after step 4, epoch 3" in capsys.readouterr().out
     assert_same_end(host, "whole", "out")
 
 

@@ -224,7 +224,7 @@ def damaged(file: str, links: bool = True) -> Callable[[Runs, str, random.Random
         code = runs.wait(runs.start(config))
         if "state-" in file or "RUN" in file:
             out = runs.output.decode()
-            assert ("goes on from step 3" if links else "is not the file that was written") in out
+            assert ("resumes from step 3" if links else "is not the file that was written") in out
             assert any(found.read_bytes() == after for found in run.glob("coat/set-aside-*/**/*") if found.is_file())
         return config, code
 
@@ -284,6 +284,6 @@ def test_after_a_fault_the_advice_brings_the_run_to_its_good_end(runs: Runs, kin
     said = runs.follow(config, name, code)
     assert runs.results(name) == runs.good
     assert "Traceback" not in said
-    ways = r"goes back to step \d+|goes on from step \d+|was changed by another program|not the file that was written"
+    ways = r"goes back to step \d+|resumes from step \d+|was changed by another program|not the file that was written"
     found = re.search(ways + r"|RESUMING FROM", said)
     print(f"| {kind} | exit code {code} | {found[0] if found else 'ran to its end'} |", file=sys.__stderr__)

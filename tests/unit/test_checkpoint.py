@@ -201,7 +201,7 @@ def test_a_damaged_byte_in_any_file_of_the_newest_set_moves_it_aside(tmp_path: P
                 opened.write(bytes([byte ^ 1]))
             damaged = (run / file).read_bytes()
             lines = repair(run)
-            assert "the run goes on from step 1" in lines[0]
+            assert "the run resumes from step 1" in lines[0]
             assert str(run / file) in lines[0]
             assert kept(run) == [1]
             assert published(run) == ["lora one", "optimizer one"]

@@ -3,7 +3,7 @@
     <run>/coat/set-aside-000000250/            what was newer than step 250, or damaged; a second time …-250-2
         state-000000500/                       sets
         <name>_000000500.safetensors, ...      LoRAs of more steps, out of the run's folder
-        metrics.csv, ...                       copies: the run cuts its tables back to the step it goes on from
+        metrics.csv, ...                       copies: the run cuts its tables back to the step it resumes from
 
 Nothing is deleted: what is in the way of going on is moved aside, and the lines that are returned say where.
 """
@@ -58,7 +58,7 @@ def repair(run_dir: Path) -> list[str]:
     """
     if not run_dir.is_dir():
         return []
-    with save_errors(run_dir, "this folder cannot be put right", "its checkpoints are as they were"):
+    with save_errors(run_dir, "this folder cannot be repaired", "its checkpoints are as they were"):
         left = [*run_dir.glob(f"{TEMP_PREFIX}*"), *(run_dir / COAT).glob(f"{TEMP_PREFIX}*")]
         for path in left:
             remove(path)
@@ -88,7 +88,7 @@ def _go_on_from_whole(run_dir: Path) -> list[str]:
 
 def _settle(run_dir: Path, newest: Path, problems: Sequence[str]) -> list[str]:
     """Go on from `newest`, the first whole set after those with problems."""
-    lines = [f"{problem}; the run goes on from step {set_step(newest)}" for problem in problems]
+    lines = [f"{problem}; the run resumes from step {set_step(newest)}" for problem in problems]
     if problems:
         lines += _set_aside_newer(run_dir, newest)
     manifest = manifest_of(newest)
@@ -125,7 +125,7 @@ def step_of(path: Path) -> int:
 
 
 def go_back(run_dir: Path, step: int) -> list[str]:
-    """Make the set of `step` the newest: the run goes on from it, bit for bit.
+    """Make the set of `step` the newest: the run resumes from it, bit for bit.
 
     Args:
         run_dir: the run's folder, locked by the caller.

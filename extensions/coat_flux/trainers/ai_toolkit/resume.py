@@ -6,7 +6,7 @@
     first hook_train_loop    `restore_draws`: random generators and lr schedule, which ai-toolkit still moves until then
 
 One number is set otherwise than ai-toolkit does: `start_step`, at which it neither saves nor samples, is the step
-before the first new one, so that a run taken up saves and samples where the uninterrupted one does.
+before the first new one, so that a resumed run saves and samples where the uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def kept_draws() -> Iterator[None]:
 
 
 def find_continuation(process: Any) -> Continuation | None:
-    """Find the save a run goes on from.
+    """Find the save a run resumes from.
 
     Args:
         process: built and checked, nothing loaded.
@@ -81,7 +81,7 @@ class Continuation:
     Attributes:
         saves: the run's committed saves.
         seed: of the order of the data.
-        state: of the save the run goes on from; None for a new run.
+        state: of the save the run resumes from; None for a new run.
     """
 
     def __init__(self, process: Any, identity: dict[str, Any]):
@@ -125,7 +125,7 @@ class Continuation:
             say(f"[coat] resume: {note}")
         start = self._process.train_config.start_step
         if start is not None:
-            raise ResumeError(f"train.start_step={start}: the run goes on after step {state.step}; remove the key")
+            raise ResumeError(f"train.start_step={start}: the run resumes after step {state.step}; remove the key")
 
     def _same_seed(self) -> bool:
         return self.state is not None and self.state.record["identity"]["seed"] == self._identity["seed"]
@@ -175,7 +175,7 @@ class Continuation:
 
         process, state = self._process, self.state
         if process.step_num != state.step:
-            raise ResumeError(f"ai-toolkit goes on at step {process.step_num}, the newest save is of step {state.step}")
+            raise ResumeError(f"ai-toolkit is at step {process.step_num}, the newest save is of step {state.step}")
         process.start_step = state.step - 1
         process.epoch_num = state.record["epoch"]
         restore_tensors(dict(process.network.named_parameters()), state.lora(), state.folder)
@@ -188,7 +188,7 @@ class Continuation:
             process.ema.shadow_params = [p.detach().clone() for p in parameters]
         self._restore_place(state)
         keep_path(process.sd.unet, state.record["path"])
-        say(f"[coat] resume: goes on after step {state.step}, epoch {process.epoch_num + 1}, with all states restored")
+        say(f"[coat] resume: continues after step {state.step}, epoch {process.epoch_num + 1}, all states restored")
 
     def _restore_place(self, state: RunState) -> None:
         for name, loader in self._loaders().items():

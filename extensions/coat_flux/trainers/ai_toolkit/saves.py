@@ -1,6 +1,6 @@
 """Saves of ai-toolkit as whole sets: written aside, committed by one rename, published in the run's folder.
 
-ai-toolkit writes the LoRA and `optimizer.pt` one after the other over the old ones, and goes on when `optimizer.pt`
+ai-toolkit writes the LoRA and `optimizer.pt` one after the other over the old ones, and continues when `optimizer.pt`
 could not be written. Here its `save` writes into a staging folder. It finds the newest of its saves by the time a
 file's entry changed (`getctime`), which making and removing hard links changes too: `_make_newest` puts that right.
 """
@@ -77,7 +77,7 @@ class Saves:
         Args:
             step: steps done.
             write_host: lets ai-toolkit save into the folder given.
-            write_state: writes ours beside it.
+            write_state: writes ours next to it.
 
         Returns:
             The published LoRA.

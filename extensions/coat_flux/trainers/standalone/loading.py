@@ -26,7 +26,7 @@ __all__ = ["Encoders", "ModelLoadError", "load_encoders", "load_transformer"]
 
 MAX_TEXT_TOKENS = 512
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# beside a weight in FP8, as ComfyUI writes it: its scale, and what concerns inputs and formats
+# next to a weight in FP8, as ComfyUI writes it: its scale, and what concerns inputs and formats
 SCALES = (".scale_weight", ".weight_scale")
 NOT_WEIGHTS = ("scaled_fp8", ".scale_input", ".input_scale", ".comfy_quant", *SCALES)
 NORMS = {

@@ -1,6 +1,6 @@
 """Find where a run stopped, and whether this is the same run.
 
-Like ai-toolkit, a run whose folder holds saves continues by itself from the newest. With our own state beside the save
+Like ai-toolkit, a run whose folder holds saves continues by itself from the newest. With our own state next to the save
 the continuation is bit-exact: raw fp32 LoRA and EMA come back, and every random draw and the place in the data follow
 from the step (see `seeding`). A save written by ai-toolkit has no such state: then the LoRA comes from the file itself.
 A resume that cannot be done right is an error; a run never starts over by itself.
@@ -100,7 +100,7 @@ class ResumePoint:
 
 
 def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
-    """The newest save of a run that `checkpoint.repair` has put right, or None where there is none.
+    """The newest save of a run that `saves.repair` has repaired, or None where there is none.
 
     Newest is the one with the most steps in its metadata; of equal ones the one without a step in its name. A LoRA that
     cannot be read does not count as long as another one can.
