@@ -1,4 +1,4 @@
-"""What operators cast to 8 bits, declared beside each of them for a probe that observes a step.
+"""What operators cast to 8 bits, declared next to each of them for a probe that observes a step.
 
 A declaration takes the result and the arguments of a call, as the operator does, and returns a record of what that
 call cast or multiplied. It is kept under the operator's name and called by the probe alone (`coat_flux.watch.casts`, a

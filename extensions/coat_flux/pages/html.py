@@ -130,7 +130,7 @@ class Page:
 
         Args:
             title: above the grid; "" is none.
-            items: (caption, file), row by row; "" is no caption.
+            items: (caption, file), row by row; "" for no caption.
             columns: pictures per row. On a narrow screen rows wrap, unless there is a header or a single column.
             header: names of the columns, above the first row.
             width: of a column on a wide screen, in pixels.

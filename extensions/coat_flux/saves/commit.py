@@ -69,7 +69,7 @@ SPARE_BYTES = 4 << 20  # beyond what is counted: folders, JSON
 
 
 def state_folder(run_dir: Path, step: int) -> Path:
-    """Where the set of `step` optimizer steps lies."""
+    """Where the set of `step` optimizer steps is."""
     return run_dir / COAT / f"state-{step:09d}"
 
 

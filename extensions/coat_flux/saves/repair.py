@@ -41,7 +41,7 @@ HEALTHY_GROWTH = 10.0  # of the LoRA's norm, at a save that is worth going back 
 
 
 def repair(run_dir: Path) -> list[str]:
-    """Put right what a killed process or a damaged disk left: to be called at the start, by one process.
+    """Repair what a killed process or a damaged disk left: to be called at the start, by one process.
 
     Unfinished files are removed. Where files of the newest set are damaged, it is moved aside with its LoRA, and the
     set before is the newest. What the newest set publishes and is missing in the run's folder, or not as it was

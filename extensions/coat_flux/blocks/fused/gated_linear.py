@@ -2,7 +2,7 @@
 
     y = residual + gate·linear([out | GELU(mlp)])
 
-Beside mlp, the linear's result is kept where gate is trained (a LoRA on the modulation), and attention's out, which
+With mlp, the linear's result is kept where gate is trained (a LoRA on the modulation), and attention's out, which
 attention keeps anyway, where the linear has an adapter.
 Source: arXiv 2410.19313, section 5, carried over to FLUX's blocks.
 """

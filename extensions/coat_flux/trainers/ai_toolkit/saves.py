@@ -40,7 +40,7 @@ class Saves:
         self._dir, self._name, self._apart = run_dir, name, min(save_every, WINDOW)
 
     def newest(self) -> Path | None:
-        """Put right what a killed process or a damaged disk left, and return the folder of the newest set.
+        """Repair what a killed process or a damaged disk left, and return the folder of the newest set.
 
         Returns:
             None without one, or where another program went on with the run: its LoRA says more steps.
