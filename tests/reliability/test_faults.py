@@ -120,7 +120,7 @@ class Runs:
             argv: list[Any] = [config]
             if "lower train.lr" in last:
                 config = self.configure(name)
-            advice = re.search(r"then go on from step \d+: coat-flux train (.*)", last)
+            advice = re.search(r"then resume from step \d+: coat-flux train (.*)", last)
             if advice is not None:
                 argv = shlex.split(advice[1])
             code = self.wait(self.start(*argv))

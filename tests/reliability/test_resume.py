@@ -25,7 +25,7 @@ from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.saves.commit import newest_set
 from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone import trainer
-from coat_flux.trainers.standalone.objective import Objective
+from coat_flux.trainers.standalone.flow_matching import Objective
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
@@ -150,7 +150,7 @@ def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(
     saved = run / "interrupted_000000002.safetensors"
     out = capsys.readouterr().out
     assert f"Stopped after step 2 of 4, saved as {saved}" in out
-    assert "To go on, start the same config again" in out
+    assert "To resume, start the same config again" in out
     assert saved.exists()
     train("interrupted", place, train={"steps": 4})
     assert f"#### IMPORTANT RESUMING FROM {saved} ####" in capsys.readouterr().out

@@ -59,17 +59,6 @@ class KindHealth:
     most_saturated: Loss
     most_underflown: Loss
 
-    @staticmethod
-    def of(losses: list[Loss]) -> KindHealth:
-        """Summarize the losses of at least one cast."""
-        return KindHealth(
-            casts=len(losses),
-            mean_saturation=sum(loss.saturation for loss in losses) / len(losses),
-            mean_underflow=sum(loss.underflow for loss in losses) / len(losses),
-            most_saturated=max(losses, key=lambda loss: loss.saturation),
-            most_underflown=max(losses, key=lambda loss: loss.underflow),
-        )
-
 
 class CastHealth:
     """The casts of one step.
@@ -83,25 +72,33 @@ class CastHealth:
 
     def __init__(self, losses: Iterable[Loss]) -> None:
         found = list(losses)
-        groups = {kind: [loss for loss in found if loss.kind == kind] for kind in KINDS}
-        self.kinds = {kind: KindHealth.of(group) for kind, group in groups.items() if group}
+        self.kinds: dict[str, KindHealth] = {}
+        for kind in KINDS:
+            casts = [loss for loss in found if loss.kind == kind]
+            if casts:
+                self.kinds[kind] = KindHealth(
+                    casts=len(casts),
+                    mean_saturation=sum(loss.saturation for loss in casts) / len(casts),
+                    mean_underflow=sum(loss.underflow for loss in casts) / len(casts),
+                    most_saturated=max(casts, key=lambda loss: loss.saturation),
+                    most_underflown=max(casts, key=lambda loss: loss.underflow),
+                )
 
     def line(self) -> str:
         """One line: per kind the share cast to zero, on average and in the worst cast, and what saturated, if any."""
-        return "FP8 casts, mean share cast to zero (worst): " + ", ".join(map(self._describe, self.kinds))
-
-    def _describe(self, kind: str) -> str:
-        health = self.kinds[kind]
-        lost, beyond = health.most_underflown, health.most_saturated
-        text = f"{kind} {_percent(health.mean_underflow)}"
-        if lost.underflow:
-            text += f" ({_percent(lost.underflow)}{_in(lost)})"
-        if beyond.saturation:
-            text += f", {_percent(health.mean_saturation)} saturated ({_percent(beyond.saturation)}{_in(beyond)})"
-        return text
+        found = []
+        for kind, health in self.kinds.items():
+            lost, beyond = health.most_underflown, health.most_saturated
+            text = f"{kind} {_percent(health.mean_underflow)}"
+            if lost.underflow:
+                text += f" ({_percent(lost.underflow)}{_in(lost)})"
+            if beyond.saturation:
+                text += f", {_percent(health.mean_saturation)} saturated ({_percent(beyond.saturation)}{_in(beyond)})"
+            found.append(text)
+        return "FP8 casts, mean share cast to zero (worst): " + ", ".join(found)
 
     def verdict(self, options: GuardOptions) -> str | None:
-        """Say what is worst and what to change where a share is above its threshold, else None."""
+        """What is worst and what to change where a share is above its threshold, else None."""
         saturated = max((kind.most_saturated for kind in self.kinds.values()), key=lambda loss: loss.saturation)
         if saturated.saturation > options.max_saturation:
             return (

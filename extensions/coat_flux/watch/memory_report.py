@@ -104,8 +104,23 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
     """The same in parts: title, rows with the header first, and lines below them."""
     unit, scale = ("GB", GB) if record["peak"] >= 10 * GB else ("MB", MB)
     title = f"Memory by phase, {unit} (10^{9 if unit == 'GB' else 6} bytes), {record['method']['memory']}"
-    notes = [*_moments(record, scale), *_holdings(record, scale), _verdict(record, scale, unit)]
-    return title, [_head(record), *_phase_rows(record, scale)], notes
+    baseline, predicted = record["baseline"], (record["prediction"] or {}).get("phases", {})
+    above = ["above start"] if baseline else []
+    rows = [["phase", "times", "start", "end", "peak", "reserved", *above, "predicted"]]
+    for name, phase in record["phases"].items():
+        sign, peak = "" if phase["exact"] else ">=", phase["peak"]
+        row = [name, str(phase["entered"])]
+        row += [_size(phase[side].get("allocated", 0), scale) for side in ("start", "end")]
+        row += [sign + _size(peak["allocated"], scale), _size(peak["reserved"], scale)]
+        if baseline:
+            row.append(sign + _size(max(0, peak["allocated"] - baseline), scale))
+        parts = predicted.get(name)
+        rows.append([*row, "-" if parts is None else _size(sum(parts.values()), scale)])
+    notes = [
+        f"{name.replace('_', ' ')}: {_size(at['allocated'], scale)}, peak until then {_size(at['peak'], scale)}"
+        for name, at in record["moments"].items()
+    ]
+    return title, rows, [*notes, *_holdings(record, scale), _verdict(record, scale, unit)]
 
 
 def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:
@@ -121,34 +136,6 @@ def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]]
     unit, scale = ("GB", GB) if most >= GB else ("MB", MB)
     bars = {name: {part: size / scale for part, size in held.items() if size} for name, held in phases.items()}
     return unit, bars, {name: size / scale for name, size in expected.items()}
-
-
-def _head(record: Mapping[str, Any]) -> list[str]:
-    return [
-        "phase", "times", "start", "end", "peak", "reserved", *["above start"] * bool(record["baseline"]), "predicted",
-    ]  # fmt: skip
-
-
-def _phase_rows(record: Mapping[str, Any], scale: float) -> list[list[str]]:
-    predicted = (record["prediction"] or {}).get("phases", {})
-    rows = []
-    for name, phase in record["phases"].items():
-        sign, peak = "" if phase["exact"] else ">=", phase["peak"]
-        row = [name, str(phase["entered"])]
-        row += [_size(phase[side].get("allocated", 0), scale) for side in ("start", "end")]
-        row += [sign + _size(peak["allocated"], scale), _size(peak["reserved"], scale)]
-        if record["baseline"]:
-            row.append(sign + _size(max(0, peak["allocated"] - record["baseline"]), scale))
-        parts = predicted.get(name)
-        rows.append([*row, "-" if parts is None else _size(sum(parts.values()), scale)])
-    return rows
-
-
-def _moments(record: Mapping[str, Any], scale: float) -> list[str]:
-    return [
-        f"{name.replace('_', ' ')}: {_size(at['allocated'], scale)}, peak until then {_size(at['peak'], scale)}"
-        for name, at in record["moments"].items()
-    ]
 
 
 def _holdings(record: Mapping[str, Any], scale: float) -> list[str]:

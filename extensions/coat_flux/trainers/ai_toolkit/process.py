@@ -258,18 +258,18 @@ class CoatFluxTrainer(HostTrainer):
         self._begun = True
 
     def calculate_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the loss as computed."""
-        return self._noted(super().calculate_loss(*args, **kwargs))
+        """Record the loss as computed."""
+        return self._recorded(super().calculate_loss(*args, **kwargs))
 
     def get_guided_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the loss as computed."""
-        return self._noted(super().get_guided_loss(*args, **kwargs))
+        """Record the loss as computed."""
+        return self._recorded(super().get_guided_loss(*args, **kwargs))
 
     def get_mean_flow_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the loss as computed."""
-        return self._noted(super().get_mean_flow_loss(*args, **kwargs))
+        """Record the loss as computed."""
+        return self._recorded(super().get_mean_flow_loss(*args, **kwargs))
 
-    def _noted(self, loss: Any) -> Any:
+    def _recorded(self, loss: Any) -> Any:
         return self._training.facts.record(loss) if self._training is not None else loss
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
-from torch import Tensor, nn
+from torch import nn
 
 from ...base.files import replacing
 from ...config.job_sections import SampleItem
-from ...data.cache import TextEncoders, encode_prompts
+from ...data.cache import encode_prompts
 from ...data.captions import inject_trigger
 from .loading import Encoders
 
@@ -53,7 +53,10 @@ class ImageSampler:
         self._device = device
         self._extension = extension
         prompts = [inject_trigger(item.prompt, trigger_word, add_if_missing=False) for item in self.items]
-        self._embeds = [_encode(encoders.text, prompt) for prompt in prompts]
+        text = encoders.text
+        models, tokenizers = (text.clip, text.t5), (text.clip_tokenizer, text.t5_tokenizer)
+        encoded = (encode_prompts(models, tokenizers, [prompt], text.max_length) for prompt in prompts)
+        self._embeds = [(embeds.cpu(), pooled.cpu()) for embeds, pooled in encoded]
 
     @torch.no_grad()
     def draw(self, transformer: nn.Module, step: int, folder: Path) -> list[Path]:
@@ -94,9 +97,3 @@ class ImageSampler:
         with replacing(path) as temp:
             image.save(temp, format=FORMATS[self._extension], quality=JPEG_QUALITY)
         return path
-
-
-def _encode(text: TextEncoders, prompt: str) -> tuple[Tensor, Tensor]:
-    models, tokenizers = (text.clip, text.t5), (text.clip_tokenizer, text.t5_tokenizer)
-    embeds, pooled = encode_prompts(models, tokenizers, [prompt], text.max_length)
-    return embeds.cpu(), pooled.cpu()

@@ -33,9 +33,9 @@ from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch, watch_steps
 from ..optimizer import describe_optimizer
 from .ema import LoraEMA
+from .flow_matching import Objective
 from .loading import Encoders, load_encoders, load_transformer
 from .network import add_lora, lora_parameters, lora_targets
-from .objective import Objective
 from .optim import advance, make_optimizer, make_scheduler
 from .progress import RunLog
 from .resume import ResumePoint
@@ -140,8 +140,9 @@ def open_session(
     if point is not None:
         watch.load_state_dict(point.record.get("guard", {}))
     _log_start(job, report, optimizer, len(lora) // 2, log)
-    ema = _make_ema(job, lora)
-    if ema is not None:
+    ema, asked = None, train.ema_config
+    if asked.use_ema:
+        ema = LoraEMA(lora, asked.ema_decay, use_feedback=asked.use_feedback, param_multiplier=asked.param_multiplier)
         phases.hold("ema", ema, lambda average: average.shadow.values())
     session = Session(
         job=job,
@@ -200,23 +201,19 @@ def _prepare_data(
         )
     images = None
     wanted = job.sample.items()
-    if workers.is_main and wanted and not job.train.disable_sampling:
-        _move_text(encoders, device)
+    draws = workers.is_main and wanted and not job.train.disable_sampling
+    if draws or dataset.needs_encoders:
+        encoders.text.clip.to(device)
+        encoders.text.t5.to(device)
+    if draws:
         images = ImageSampler(wanted, job.trigger_word, encoders, device, job.sample.format)
     if dataset.needs_vae:
         encoders.vae.to(device)
-    if dataset.needs_encoders:
-        _move_text(encoders, device)
     encoders.text = None
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return dataset, images
-
-
-def _move_text(encoders: Encoders, device: torch.device) -> None:
-    encoders.text.clip.to(device)
-    encoders.text.t5.to(device)
 
 
 def _prepare_transformer(job: JobConfig, workers: Workers, dtype: torch.dtype) -> tuple[nn.Module, CoatReport | None]:
@@ -231,7 +228,9 @@ def _prepare_transformer(job: JobConfig, workers: Workers, dtype: torch.dtype) -
     if job.coat.enabled:
         allowed = job.train.gradient_checkpointing
         report = apply_coat(transformer, job.coat, allow_recompute=allowed, device=workers.device)
-        _use_tf32(workers.device)
+        if workers.device.type == "cuda":
+            # TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly; ai-toolkit's loop does without it
+            torch.set_float32_matmul_precision("high")
     elif job.train.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     transformer.to(workers.device)
@@ -239,19 +238,6 @@ def _prepare_transformer(job: JobConfig, workers: Workers, dtype: torch.dtype) -
     if job.coat.enabled:
         attach_lora(transformer, job.coat)
     return transformer.train(), report
-
-
-def _use_tf32(device: torch.device) -> None:
-    """TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly. ai-toolkit's own loop does without it."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-
-
-def _make_ema(job: JobConfig, lora: dict[str, nn.Parameter]) -> LoraEMA | None:
-    config = job.train.ema_config
-    if not config.use_ema:
-        return None
-    return LoraEMA(lora, config.ema_decay, use_feedback=config.use_feedback, param_multiplier=config.param_multiplier)
 
 
 def continue_from(session: Session, point: ResumePoint) -> None:

@@ -74,7 +74,7 @@ class COATTrainer:
         """Run, or continue, the training.
 
         Args:
-            from_step: go on from this kept state; newer ones are moved aside.
+            from_step: resume from this kept state; newer ones are moved aside.
 
         Returns:
             The final LoRA, `<training_folder>/<name>/<name>.safetensors`.
@@ -125,7 +125,7 @@ class COATTrainer:
             job.folder,
             since,
             _apart(job),
-            lambda step: f'go on from step {step}: coat-flux train "{job.file}"{given} --from-step {step}',
+            lambda step: f'resume from step {step}: coat-flux train "{job.file}"{given} --from-step {step}',
             "start the same config again",
         )
 
@@ -241,7 +241,7 @@ def _stop(session: Session) -> None:
         newest = newest_set(session.job.folder)
         kept = "there is no earlier save" if newest is None else f"the newest save is of step {set_step(newest)}"
         session.log.say(f"{where}, without a save: {doubt}; {kept}")
-    session.log.say("To go on, start the same config again")
+    session.log.say("To resume, start the same config again")
     raise KeyboardInterrupt
 
 
