@@ -17,7 +17,7 @@ def size_text(size: float, digits: int = 1, smallest: str = "kB") -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Rows of cells as lines with aligned columns, two blanks apart.
+    """Rows of cells as lines with aligned columns, two blanks apart, without blanks at their ends.
 
     Args:
         rows: each of as many cells.
@@ -28,6 +28,6 @@ def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
         "  ".join(
             cell.ljust(width) if i in left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        ).rstrip()
         for row in rows
     ]

@@ -15,6 +15,7 @@ from coat_core.kernels.dispatch import triton_obstacle
 from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
 
+from ..base.text import columns
 from .block_bytes import block_bytes
 from .decide import BlockChoice, BlockPlan, Given, block_settings, packing_of
 from .fused.flux1 import FUSABLE
@@ -117,9 +118,7 @@ class CoatReport:
             (row.part, str(row.count or ""), row.asked, "as asked" if row.got == row.asked else row.got, row.why)
             for row in self.parts()
         ]
-        widths = [max(len(row[i]) for row in (HEADER, *cells)) for i in range(4)]
-        lines = ("  ".join([*map(str.ljust, row, widths), row[4]]) for row in (HEADER, *cells))
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(columns((HEADER, *cells), left=range(len(HEADER))))
 
     def brief(self, width: int = 100) -> str:
         """Return a table that fits `width` columns: parts, what they got, and after it what was asked, and why."""

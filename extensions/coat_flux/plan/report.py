@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..base.text import GB, MB, columns
 from ..blocks.decide import USABLE_FRACTION
 from ..blocks.sizes import kept_tensors, recomputed_bytes
 from ..config.job import JobConfig
@@ -16,8 +17,6 @@ from .predict import PARTS, Prediction, predict_facts
 from .speed import BF16_FRACTION, FP8_FRACTION
 
 __all__ = ["Plan", "as_json", "as_text", "make_plan"]
-
-GB, MB = 1e9, 1e6
 
 
 @dataclass(frozen=True)
@@ -156,15 +155,8 @@ def _duration(seconds: float) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Rows under their header; first and last column to the left where they are text, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[0] = row[0].ljust(widths[0])
-        if widths[-1] > 10:
-            cells[-1] = row[-1]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    last = len(rows[0]) - 1
+    return "\n".join(columns(rows, left=(0, last) if max(len(row[last]) for row in rows) > 10 else (0,)))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.files import replacing
+from ..base.text import MB, columns
 from ..blocks.held import SAVED
 from .memory_stats import GB
 from .phases import GROWTH, PhaseTracker
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["as_table", "finish", "forecast", "picture", "stacked", "tabulated"]
 
-MB = 1e6
 COLOURS = {  # in the order of the bars, from below
     "transformer": "#4c72b0",
     "lora": "#dd8452",
@@ -95,9 +95,7 @@ def as_table(record: Mapping[str, Any]) -> str:
         record: the JSON's content.
     """
     title, rows, notes = tabulated(record)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    return "\n".join([title, *lines, *notes])
+    return "\n".join([title, *columns(rows), *notes])
 
 
 def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str]]:

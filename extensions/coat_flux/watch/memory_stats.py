@@ -15,9 +15,10 @@ from collections import deque
 import psutil
 import torch
 
+from ..base.text import GB
+
 __all__ = ["GB", "SpillWatch", "memory_line", "peak_bytes", "peak_reserved_bytes", "reset_peak", "used_bytes"]
 
-GB = 1e9  # as everywhere here: memory.budget_gb, metrics.csv, EXPERIMENTS.md
 CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
 WARM_UP = 3  # first steps: compilation, measurement of paths, allocator
 BASELINE = 10  # steps after them whose median is what a step takes

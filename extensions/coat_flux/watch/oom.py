@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..base.errors import UserError
+from ..base.text import MB, columns, size_text
 from ..blocks.runner import BlockRunner
 from .memory_stats import GB, used_bytes
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OutOfMemory", "explain_oom", "is_oom", "recompute_more"]
 
-MB = 1e6
 CPU_MESSAGES = ("defaultcpuallocator", "can't allocate memory", "not enough memory", "os error 1455")
 MESSAGES = ("out of memory", "alloc_failed", *CPU_MESSAGES)  # cuBLAS's status; Windows' small paging file
 CUDA_CONTEXT = 0.6e9  # of a process, outside of torch's allocator
@@ -195,9 +195,9 @@ class _Explanation:
         found = remedies(self._job_facts(), self._phase, self._total(), self._recomputed())
         if not found:
             return ["no change of the YAML frees memory in this phase; a card with more memory is needed"]
-        rows = [(f"  {item.change.text}", f"frees {_megabytes(item.bytes)}", item.change.cost) for item in found]
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        lines = [f"{a.ljust(widths[0])}  {b.ljust(widths[1])}  costs {cost}" for a, b, cost in rows]
+        changes = [(item.change, _megabytes(item.bytes)) for item in found]
+        rows = [(f"  {change.text}", f"frees {freed}", f"costs {change.cost}") for change, freed in changes]
+        lines = columns(rows, left=range(3))
         return ["change one of these, the cheapest first (coat-flux plan shows the whole picture):", *lines]
 
     def _job_facts(self) -> JobFacts:
@@ -244,7 +244,7 @@ def _listed(parts: dict[str, int]) -> str:
 
 
 def _size(size: float) -> str:
-    return f"{size / GB:.2f} GB" if size >= GB else f"{size / MB:.2f} MB"
+    return size_text(size, digits=2, smallest="MB")
 
 
 def _megabytes(size: float) -> str:
