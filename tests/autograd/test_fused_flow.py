@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import PackingConfig
 from coat_core.granularity import Granularity
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.fused.flux1 import fused_block
+from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise

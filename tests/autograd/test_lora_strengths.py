@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.blocks.fused.flux1 import fused_block
+from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.linears import NotFusable
 from coat_flux.blocks.lora import plain_adapters
 from scripts._toolkit_lora import ROOT_VARIABLE, LoRAModule, Network

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coat_flux.blocks.fused.flux1 import DoubleBlock, SingleBlock, fused_block
+from coat_flux.blocks.fused.chooser import fused_block
+from coat_flux.blocks.fused.flux1 import DoubleBlock, SingleBlock
 from scripts._toolkit_lora import attach_network
 from tests.helpers.flux import tiny_flux
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from coat_core.linear import FP8Linear
 from coat_core.metrics import cosine
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.architectures import POLICIES, policy_for
+from coat_flux.blocks.architectures import ARCHITECTURES as KNOWN
+from coat_flux.blocks.architectures import architecture_of
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
@@ -241,8 +242,8 @@ def test_text_states_of_an_odd_width() -> None:
 
 def test_unknown_class_gets_the_cautious_policy() -> None:
     model = frozen_model(WAN)
-    assert type(model).__name__ not in POLICIES
-    policy = policy_for(model)
+    assert type(model).__name__ not in KNOWN
+    policy = architecture_of(model)
     assert (policy.convert, policy.weight_only, policy.blocks) == (("blocks.*",), (), ("blocks",))
 
 
@@ -326,4 +327,4 @@ def test_a_block_inside_a_block(memory: dict[str, Any]) -> None:
 def test_the_benchmark_measures_every_known_architecture(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), torch.device("meta"):
         classes = {type(item.build(**item.options)).__name__ for item in BENCHMARK.values()}
-    assert classes == POLICIES.keys() - {"FluxTransformer2DModel"}
+    assert classes == KNOWN.keys() - {"FluxTransformer2DModel"}

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
 from coat_core.activation import PackingConfig
-from coat_flux.blocks.fused import compiled, flux1
+from coat_flux.blocks.fused import chooser, compiled
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
@@ -275,7 +275,7 @@ def test_a_block_made_ready_for_replay_is_the_same_block() -> None:
     run = Single(KEPT, "none")
     hidden, text, temb = run.inputs
     args = (hidden, text, temb, run.rotary, None)
-    fused = flux1.fused_block(run.blocks[0], args, PackingConfig())
+    fused = chooser.fused_block(run.blocks[0], args, PackingConfig())
     ready = compiled._ready_for_replay(fused)
     assert type(ready) is type(fused)
     for found, expected in zip(ready(*args), fused(*args), strict=True):

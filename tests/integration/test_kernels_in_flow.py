@@ -18,7 +18,7 @@ from coat_core import FP8AdamW
 from coat_core.activation import PackingConfig
 from coat_core.granularity import Granularity
 from coat_core.kernels import dispatch
-from coat_flux.blocks.fused.flux1 import fused_block
+from coat_flux.blocks.fused.chooser import fused_block
 from tests.autograd.test_fused_flow import arguments, blocks, gradients
 from tests.helpers.asserts import assert_sqnr
 from tests.helpers.flux import coat_flux_model

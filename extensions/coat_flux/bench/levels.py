@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from coat_core.linear import FP8Linear
 
 from ..blocks.apply import apply_coat
+from ..blocks.architectures import FLUX
 from ..blocks.lora import attach_lora
 from ..config.coat import COATConfig
 from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
@@ -55,7 +56,7 @@ def prepare(model: Any, configuration: Configuration, geometry: Geometry, device
     elif configuration.quantizer == "quanto":
         from optimum.quanto import freeze, qfloat8, quantize
 
-        for blocks in (model.transformer_blocks, model.single_transformer_blocks):
+        for blocks in map(model.get_submodule, FLUX.blocks):
             quantize(blocks, weights=qfloat8)
             freeze(blocks)
     elif configuration.quantizer == "torchao":
@@ -161,7 +162,7 @@ def measure_blocks(configuration: Configuration, setting: Setting) -> Iterator[M
     model = make_model(geometry, device)
     trained = prepare(model, configuration, geometry, device)
     run = getattr(model, "_gradient_checkpointing_func", None) or (lambda block, *args: block(*args))
-    blocks = {"double": model.transformer_blocks[0], "single": model.single_transformer_blocks[0]}
+    blocks = {each.kind: model.get_submodule(each.pattern)[0] for each in FLUX.lists}
     for resolution, batch in setting.sizes:
         draw = torch.Generator(device).manual_seed(SEED + 4)
 

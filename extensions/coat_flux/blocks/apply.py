@@ -15,7 +15,7 @@ from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_c
 
 from ..base.errors import UserError
 from ..config.findings import ConfigError
-from .architectures import Architecture, matches, policy_for
+from .architectures import Architecture, architecture_of, matches
 from .cast_loss import note_weight
 from .decide import high_precision_reason
 from .report import OUTSIDE, CoatReport, checkpointing_line, describe_linear, path_line, shared_rows
@@ -60,17 +60,17 @@ def apply_coat(
     if not config.enabled:
         return report
     _check_model(model)
-    policy = policy_for(model)
+    architecture = architecture_of(model)
     report.asked = _asked(config)
     run_device = torch.device(device) if device is not None else next(model.parameters()).device
     _check_patterns(model, config)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            _convert_one(name, module, config, policy, run_device, report)
+            _convert_one(name, module, config, architecture, run_device, report)
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             report.skipped[name] = f"a {type(module).__name__}: only linear layers become FP8"
     _check_fallback(report, config)
-    runner = BlockRunner.install(model, policy.blocks, config, allow_recompute)
+    runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute)
     report.checkpointing = checkpointing_line(runner.plan, config)
     report.path = path_line(runner.plan, config, run_device)
     report.shared = lambda: shared_rows(runner.plan, config, run_device)
@@ -107,10 +107,10 @@ def _check_patterns(model: nn.Module, config: COATConfig) -> None:
 
 
 def _layer_config(
-    name: str, config: COATConfig, policy: Architecture, device: torch.device
+    name: str, config: COATConfig, architecture: Architecture, device: torch.device
 ) -> tuple[FP8LinearConfig, str]:
     """Return this layer's linear config and why it multiplies in high precision, if it does."""
-    base, why = config.linear_config(), high_precision_reason(name, config, policy)
+    base, why = config.linear_config(), high_precision_reason(name, config, architecture)
     if why:
         return replace(base, use_fp8_gemm=False), why
     obstacle = fp8_gemm_obstacle(device, base)
@@ -121,11 +121,11 @@ def _convert_one(
     name: str,
     module: Any,
     config: COATConfig,
-    policy: Architecture,
+    architecture: Architecture,
     device: torch.device,
     report: CoatReport,
 ) -> None:
-    linear_config, why = _layer_config(name, config, policy, device)
+    linear_config, why = _layer_config(name, config, architecture, device)
     if isinstance(module, FP8TrainableLinear):
         module.config = linear_config
     elif isinstance(module, FP8Linear):
@@ -134,7 +134,7 @@ def _convert_one(
     elif hasattr(module, "coat_linear_config"):
         _check_stored(name, module.coat_linear_config, linear_config)
         module.coat_linear_config = linear_config
-    elif not matches(name, policy.convert):
+    elif not matches(name, architecture.convert):
         report.skipped[name] = OUTSIDE
         return
     elif type(module) is not nn.Linear:

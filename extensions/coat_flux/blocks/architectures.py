@@ -1,4 +1,13 @@
-"""Which linear layers of an architecture become FP8, as data.
+"""What is known of each model, one entry an architecture: everything else reads it here.
+
+An entry says which linears become FP8, where the blocks are, which class reads them for the fused flow, what their
+linears are called in the original checkpoint (and so in saved LoRAs), and which embedders lie before them. A class
+without an entry is treated cautiously: what stands in its top-level block lists is converted, and takes the generic
+flow.
+
+To add Qwen-Image's block: write its reader, `fused/qwen_image.py`, after `fused/flux1.py` (`reading.py` has what
+readers share), and an entry QWEN_IMAGE here whose `BlockList` names the class and the reader; add it to
+`ARCHITECTURES`. `sizes.py` describes the block's linears, where `plan` and `checkpointing: auto` shall know its bytes.
 
 Patterns are fnmatch patterns over full module names, never substrings: the substring `proj_out` would match FLUX's
 final projection and also the single blocks' `proj_out`, a quarter of the model's FLOPs.
@@ -12,23 +21,119 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from .fused import flux1
+from .fused.reading import Reader
+
+KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
+MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of parameters, of PEFT and of ai-toolkit
+
+
+@dataclass(frozen=True)
+class OriginalLinear:
+    """A linear of the original checkpoint, which fuses what diffusers splits. Sizes in units of the hidden size d.
+
+    Attributes:
+        name: in the original, in full where it belongs to a numbered block too.
+        members: diffusers' names of its parts, top to bottom.
+        heights: output features of each part, in units of d.
+        width: input features, in units of d.
+        swapped: the two halves of the output lie in the other order in diffusers (scale, shift for shift, scale).
+    """
+
+    name: str
+    members: tuple[str, ...]
+    heights: tuple[int, ...]
+    width: int
+    swapped: bool = False
+
+    def within(self, ours: str, theirs: str) -> OriginalLinear:
+        """The same linear inside a block: `ours` and `theirs` are diffusers' and the original's name of the block."""
+        members = tuple(f"{ours}.{member}" for member in self.members)
+        return OriginalLinear(f"{theirs}.{self.name}", members, self.heights, self.width, self.swapped)
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """A list of blocks.
+
+    Attributes:
+        pattern: of the module lists whose items are recomputed or kept as a whole.
+        block: class of the blocks; empty where nothing more is known of them.
+        reader: reads them for the fused flow; None: they take the generic one.
+        kind: of `sizes.Block`; empty where their bytes are not known.
+        count: key of the model's config with their number.
+        original: name of the list in the original checkpoint.
+        linears: of a block, by their original names.
+        norms: parameters of a block's norms, original → diffusers' name.
+    """
+
+    pattern: str
+    block: str = ""
+    reader: Reader | None = None
+    kind: str = ""
+    count: str = ""
+    original: str = ""
+    linears: tuple[OriginalLinear, ...] = ()
+    norms: tuple[tuple[str, str], ...] = ()
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """What of an architecture may be FP8.
+    """What is known of a model.
 
     Attributes:
         convert: patterns of the linears whose weights become FP8; all others stay in high precision.
         weight_only: of those, patterns of linears that multiply in high precision: they run on one row per image
             (adaLN modulation), where reading the weight is all the time there is.
-        blocks: patterns of the module lists whose items are recomputed or kept as a whole, in forward order.
+        lists: of blocks, in forward order.
+        inputs: embedders whose outputs the blocks' streams start from.
+        conditioning: the embedder whose output the blocks' modulation is made from.
+        outside: linears outside the blocks, by their original names.
     """
 
     convert: tuple[str, ...]
     weight_only: tuple[str, ...]
-    blocks: tuple[str, ...]
+    lists: tuple[BlockList, ...]
+    inputs: tuple[str, ...] = ()
+    conditioning: str = ""
+    outside: tuple[OriginalLinear, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Patterns of the block lists, in forward order."""
+        return tuple(found.pattern for found in self.lists)
 
 
+# Source: diffusers' scripts/convert_flux_to_diffusers.py and its transformer_flux.py
+FLUX_DOUBLE = (
+    OriginalLinear("img_attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v"), (1, 1, 1), 1),
+    OriginalLinear("img_attn.proj", ("attn.to_out.0",), (1,), 1),
+    OriginalLinear("img_mlp.0", ("ff.net.0.proj",), (4,), 1),
+    OriginalLinear("img_mlp.2", ("ff.net.2",), (1,), 4),
+    OriginalLinear("img_mod.lin", ("norm1.linear",), (6,), 1),
+    OriginalLinear("txt_attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), (1, 1, 1), 1),
+    OriginalLinear("txt_attn.proj", ("attn.to_add_out",), (1,), 1),
+    OriginalLinear("txt_mlp.0", ("ff_context.net.0.proj",), (4,), 1),
+    OriginalLinear("txt_mlp.2", ("ff_context.net.2",), (1,), 4),
+    OriginalLinear("txt_mod.lin", ("norm1_context.linear",), (6,), 1),
+)
+FLUX_SINGLE = (
+    OriginalLinear("linear1", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), (1, 1, 1, 4), 1),
+    OriginalLinear("linear2", ("proj_out",), (1,), 5),
+    OriginalLinear("modulation.lin", ("norm.linear",), (3,), 1),
+)
+FLUX_EMBEDDERS = (("time_in", "timestep"), ("vector_in", "text"), ("guidance_in", "guidance"))
+FLUX_OUTSIDE = (
+    OriginalLinear("img_in", ("x_embedder",), (1,), 0),
+    OriginalLinear("txt_in", ("context_embedder",), (1,), 0),
+    *(
+        OriginalLinear(f"{name}.{layer}_layer", (f"time_text_embed.{kind}_embedder.linear_{number}",), (1,), width)
+        for name, kind in FLUX_EMBEDDERS
+        for layer, number, width in (("in", 1, 0), ("out", 2, 1))
+    ),
+    OriginalLinear("final_layer.adaLN_modulation.1", ("norm_out.linear",), (2,), 1, swapped=True),
+    OriginalLinear("final_layer.linear", ("proj_out",), (0,), 1),
+)
 FLUX = Architecture(
     convert=("transformer_blocks.*", "single_transformer_blocks.*"),
     weight_only=(
@@ -36,7 +141,39 @@ FLUX = Architecture(
         "transformer_blocks.*.norm1_context.linear",
         "single_transformer_blocks.*.norm.linear",
     ),
-    blocks=("transformer_blocks", "single_transformer_blocks"),
+    lists=(
+        BlockList(
+            "transformer_blocks",
+            block="FluxTransformerBlock",
+            reader=flux1.DOUBLE,
+            kind="double",
+            count="num_layers",
+            original="double_blocks",
+            linears=FLUX_DOUBLE,
+            norms=(
+                ("img_attn.norm.query_norm.scale", "attn.norm_q.weight"),
+                ("img_attn.norm.key_norm.scale", "attn.norm_k.weight"),
+                ("txt_attn.norm.query_norm.scale", "attn.norm_added_q.weight"),
+                ("txt_attn.norm.key_norm.scale", "attn.norm_added_k.weight"),
+            ),
+        ),
+        BlockList(
+            "single_transformer_blocks",
+            block="FluxSingleTransformerBlock",
+            reader=flux1.SINGLE,
+            kind="single",
+            count="num_single_layers",
+            original="single_blocks",
+            linears=FLUX_SINGLE,
+            norms=(
+                ("norm.query_norm.scale", "attn.norm_q.weight"),
+                ("norm.key_norm.scale", "attn.norm_k.weight"),
+            ),
+        ),
+    ),
+    inputs=("x_embedder", "context_embedder"),
+    conditioning="time_text_embed",
+    outside=FLUX_OUTSIDE,
 )
 
 # SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
@@ -44,29 +181,29 @@ FLUX = Architecture(
 UNET = Architecture(
     convert=("down_blocks.*", "mid_block.*", "up_blocks.*"),
     weight_only=("*.resnets.*.time_emb_proj",),
-    blocks=(
-        "down_blocks.*.resnets",
-        "down_blocks.*.transformer_blocks",
-        "mid_block.*.transformer_blocks",
-        "mid_block.resnets",
-        "up_blocks.*.transformer_blocks",
-        "up_blocks.*.resnets",
+    lists=(
+        BlockList("down_blocks.*.resnets"),
+        BlockList("down_blocks.*.transformer_blocks"),
+        BlockList("mid_block.*.transformer_blocks"),
+        BlockList("mid_block.resnets"),
+        BlockList("up_blocks.*.transformer_blocks"),
+        BlockList("up_blocks.*.resnets"),
     ),
 )
 
 SD3 = Architecture(
     convert=("transformer_blocks.*",),
     weight_only=("transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear"),
-    blocks=("transformer_blocks",),
+    lists=(BlockList("transformer_blocks"),),
 )
 
 COGVIDEOX = Architecture(
     convert=("transformer_blocks.*",),
     weight_only=("transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm2.linear"),
-    blocks=("transformer_blocks",),
+    lists=(BlockList("transformer_blocks"),),
 )
 
-POLICIES = {
+ARCHITECTURES = {
     "FluxTransformer2DModel": FLUX,
     "UNet2DConditionModel": UNET,
     "SD3Transformer2DModel": SD3,
@@ -74,22 +211,26 @@ POLICIES = {
 }
 
 
-def policy_for(model: nn.Module) -> Architecture:
-    """Return the policy of this model's class, or a cautious one: what is in the model's top-level block lists.
+# class of a block → what is known of its list, for those that are read
+READ_BLOCKS = {found.block: found for entry in ARCHITECTURES.values() for found in entry.lists if found.reader}
+
+
+def architecture_of(model: nn.Module) -> Architecture:
+    """Return the entry of this model's class, or a cautious one: what lies in the model's top-level block lists.
 
     Raises:
         ValueError: the class is unknown and the model has no block list.
     """
     for cls in type(model).__mro__:
-        if cls.__name__ in POLICIES:
-            return POLICIES[cls.__name__]
+        if cls.__name__ in ARCHITECTURES:
+            return ARCHITECTURES[cls.__name__]
     blocks = tuple(name for name, child in model.named_children() if isinstance(child, nn.ModuleList))
     if not blocks:
         raise ValueError(
             f"{type(model).__name__}: no policy for this class and no top-level list of blocks to convert; "
-            f"known classes: {', '.join(POLICIES)}"
+            f"known classes: {', '.join(ARCHITECTURES)}"
         )
-    return Architecture(tuple(f"{name}.*" for name in blocks), (), blocks)
+    return Architecture(tuple(f"{name}.*" for name in blocks), (), tuple(map(BlockList, blocks)))
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -97,13 +238,8 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
-KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
-MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of parameters, of PEFT and of ai-toolkit
-
-
 def layer_of(parameter: str) -> str:
-    """Full name of the linear that a LoRA parameter of either trainer belongs to; other names come back as they are."""
+    """Full name of the linear that a LoRA parameter of either host belongs to; other names come back as they are."""
     name = parameter.replace("$$", ".")
     for mark in MATRICES:
         name = name.partition(mark)[0]
@@ -125,7 +261,7 @@ def target_names(
         ignore_if_contains: drop names with any of these.
         transformer_only: only linears inside the block lists.
     """
-    inside = [name for name in names if not transformer_only or name.split(".")[0] in BLOCK_LISTS]
+    inside = [name for name in names if not transformer_only or name.split(".")[0] in FLUX.blocks]
     return [name for name in inside if _is_chosen(KEY_PREFIX + name, only_if_contains, ignore_if_contains)]
 
 

@@ -16,9 +16,9 @@ from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
 
 from ..base.text import columns
+from .architectures import READ_BLOCKS
 from .block_bytes import block_bytes
 from .decide import BlockChoice, BlockPlan, Given, block_settings, packing_of
-from .fused.flux1 import FUSABLE
 from .sizes import Block
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device) -> li
 def checkpointing_line(plan: BlockPlan, config: COATConfig) -> str:
     """One line: what is recomputed, how kept blocks store what they save."""
     stored = f"{_stored(config)}, attention {config.activation.attention}"
-    flow = "fused" if config.activation.flow == "fused" and set(plan.given.classes) & {*FUSABLE} else "generic"
+    flow = "fused" if config.activation.flow == "fused" and set(plan.given.classes) & READ_BLOCKS.keys() else "generic"
     kept = f"kept blocks save {stored}, {flow} flow" if config.activation.use_fp8 else "kept blocks save high precision"
     kept += "" if plan.path.compile == "none" else f"; compiled {plan.path.compile}"
     if plan.recomputed is None:
@@ -265,7 +265,7 @@ def not_compiled(kind: str, mode: str) -> str:
 
 
 def _has_readers(plan: BlockPlan) -> bool:
-    return all(name in FUSABLE for name in plan.given.classes)
+    return all(name in READ_BLOCKS for name in plan.given.classes)
 
 
 def _stored(config: COATConfig) -> str:
@@ -316,7 +316,7 @@ def _saved(plan: BlockPlan, config: COATConfig) -> Row:
         return Row("saved tensors", asked, f"{_stored(config)}, generic flow{some}", why)
     got = "; ".join(f"{count} {what}" for what, count in treatments(plan).items())
     blocks = list(zip(plan.given.classes, plan.blocks, strict=True))
-    obstacles = {f"{name}: {choice.obstacle}" for name, choice in blocks if choice.obstacle and name in FUSABLE}
+    obstacles = {f"{name}: {choice.obstacle}" for name, choice in blocks if choice.obstacle and name in READ_BLOCKS}
     eager = {
         not_compiled(name, plan.path.compile)
         for name, choice in blocks

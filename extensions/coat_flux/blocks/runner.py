@@ -27,12 +27,13 @@ from coat_core.activation import PackedSavedTensors, fp8_checkpoint
 from coat_core.linear.module import drop_transposed
 
 from . import report
+from .architectures import READ_BLOCKS
 from .block_bytes import read_blocks
 from .decide import USABLE_FRACTION, BlockChoice, BlockPlan, Given, Picked, RunPath, decide
 from .fused.chooser import FusedForms, attention_kernel
 from .fused.compiled import CompiledBlocks
-from .fused.flux1 import FUSABLE, FusedBlock
 from .fused.linears import NotFusable
+from .fused.reading import FusedBlock
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .lora import trained_parameters
 from .measure import SpeedPick, Unavailable
@@ -69,7 +70,7 @@ class BlockRunner:
         self._config = config
         self._modules = list(blocks.values())
         self._places = {id(block): i for i, block in enumerate(self._modules)}
-        self._fusable = all(type(block).__name__ in FUSABLE for block in self._modules)
+        self._fusable = all(type(block).__name__ in READ_BLOCKS for block in self._modules)
         measures = self._fusable and config.speed.measure != "never"
         self._pick = SpeedPick(blocks, config, self._run_kept) if measures else None
         self._trials: dict[str, tuple[BlockChoice, ...]] = {}  # of the start-up measurement, by compilation
@@ -322,7 +323,7 @@ class BlockRunner:
         if place is not None and self._given.unfused.get(place) != reason:
             self._decide(unfused={**self._obstacles(args), place: reason})
         warning = f"{kind}: {report.EAGER if choice.saved is None else report.GENERIC}: {reason}"
-        if kind not in FUSABLE or warning in self._warned:
+        if kind not in READ_BLOCKS or warning in self._warned:
             return
         self._warned.add(warning)
         cost = "" if choice.saved is None else self._generic_cost(block, args)

@@ -28,12 +28,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..base.errors import UserError
+from ..blocks.architectures import FLUX, OriginalLinear
 
 __all__ = [
     "LAYOUTS",
     "READERS",
     "ExportError",
-    "Linear",
     "Pair",
     "layout_of",
     "naming",
@@ -104,66 +104,11 @@ def naming(path: Path) -> Iterator[None]:
 # -- the linears under both names ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Linear:
-    """One linear of the original.
-
-    Attributes:
-        name: in the original, in full where it belongs to a numbered block too.
-        members: diffusers' names of its parts, top to bottom.
-        heights: output features of each part, in units of d.
-        width: input features, in units of d.
-        swapped: the two halves of the output lie in the other order in diffusers (scale, shift for shift, scale).
-    """
-
-    name: str
-    members: tuple[str, ...]
-    heights: tuple[int, ...]
-    width: int
-    swapped: bool = False
-
-    def within(self, ours: str, theirs: str) -> Linear:
-        """The same linear inside a block: `ours` and `theirs` are diffusers' and the original's name of the block."""
-        members = tuple(f"{ours}.{member}" for member in self.members)
-        return Linear(f"{theirs}.{self.name}", members, self.heights, self.width, self.swapped)
-
-
-DOUBLE = (
-    Linear("img_attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v"), (1, 1, 1), 1),
-    Linear("img_attn.proj", ("attn.to_out.0",), (1,), 1),
-    Linear("img_mlp.0", ("ff.net.0.proj",), (4,), 1),
-    Linear("img_mlp.2", ("ff.net.2",), (1,), 4),
-    Linear("img_mod.lin", ("norm1.linear",), (6,), 1),
-    Linear("txt_attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), (1, 1, 1), 1),
-    Linear("txt_attn.proj", ("attn.to_add_out",), (1,), 1),
-    Linear("txt_mlp.0", ("ff_context.net.0.proj",), (4,), 1),
-    Linear("txt_mlp.2", ("ff_context.net.2",), (1,), 4),
-    Linear("txt_mod.lin", ("norm1_context.linear",), (6,), 1),
-)
-SINGLE = (
-    Linear("linear1", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), (1, 1, 1, 4), 1),
-    Linear("linear2", ("proj_out",), (1,), 5),
-    Linear("modulation.lin", ("norm.linear",), (3,), 1),
-)
-EMBEDDERS = (("time_in", "timestep"), ("vector_in", "text"), ("guidance_in", "guidance"))
-OUTSIDE = (
-    Linear("img_in", ("x_embedder",), (1,), 0),
-    Linear("txt_in", ("context_embedder",), (1,), 0),
-    *(
-        Linear(f"{name}.{layer}_layer", (f"time_text_embed.{kind}_embedder.linear_{number}",), (1,), width)
-        for name, kind in EMBEDDERS
-        for layer, number, width in (("in", 1, 0), ("out", 2, 1))
-    ),
-    Linear("final_layer.adaLN_modulation.1", ("norm_out.linear",), (2,), 1, swapped=True),
-    Linear("final_layer.linear", ("proj_out",), (0,), 1),
-)
-BLOCKS = (("transformer_blocks", "double_blocks", DOUBLE), ("single_transformer_blocks", "single_blocks", SINGLE))
-
 _IN_BLOCK = re.compile(r"(\w+)\.(0|[1-9]\d*)\.(.+)")
-_IN_BLOCK_UNDERSCORED = re.compile(r"(double_blocks|single_blocks)_(0|[1-9]\d*)_(.+)")
+_IN_BLOCK_UNDERSCORED = re.compile(rf"({'|'.join(each.original for each in FLUX.lists)})_(0|[1-9]\d*)_(.+)")
 
 
-def place_of(module: str) -> tuple[Linear, int]:
+def place_of(module: str) -> tuple[OriginalLinear, int]:
     """The linear that diffusers' `module` is a part of, and which part.
 
     Raises:
@@ -175,7 +120,7 @@ def place_of(module: str) -> tuple[Linear, int]:
     raise KeyError(module)
 
 
-def original_linear(name: str) -> Linear:
+def original_linear(name: str) -> OriginalLinear:
     """The linear of this original name.
 
     Raises:
@@ -195,19 +140,20 @@ def underscored(name: str) -> str:
     """
     found = _IN_BLOCK_UNDERSCORED.fullmatch(name)
     block, rest = (f"{found[1]}.{found[2]}.", found[3]) if found else ("", name)
-    table = next((table for _, theirs, table in BLOCKS if found and found[1] == theirs), OUTSIDE)
+    table = next((each.linears for each in FLUX.lists if found and found[1] == each.original), FLUX.outside)
     for linear in table:
         if linear.name.replace(".", "_") == rest:
             return block + linear.name
     raise KeyError(name)
 
 
-def _candidates(name: str, *, ours: bool) -> Iterator[Linear]:
+def _candidates(name: str, *, ours: bool) -> Iterator[OriginalLinear]:
     found = _IN_BLOCK.fullmatch(name)
-    for diffusers, original, table in BLOCKS:
-        if found and found[1] == (diffusers if ours else original):
-            yield from (linear.within(f"{diffusers}.{found[2]}", f"{original}.{found[2]}") for linear in table)
-    yield from OUTSIDE
+    for blocks in FLUX.lists:
+        if found and found[1] == (blocks.pattern if ours else blocks.original):
+            places = f"{blocks.pattern}.{found[2]}", f"{blocks.original}.{found[2]}"
+            yield from (linear.within(*places) for linear in blocks.linears)
+    yield from FLUX.outside
 
 
 # -- adapters under the keys of a layout ------------------------------------------------------------------------------

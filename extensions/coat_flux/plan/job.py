@@ -6,7 +6,7 @@ import functools
 import logging
 from dataclasses import dataclass, replace
 
-from ..blocks.architectures import BLOCK_LISTS, FLUX
+from ..blocks.architectures import FLUX
 from ..blocks.decide import Given, block_settings, high_precision_reason
 from ..blocks.lora import DROPOUT
 from ..blocks.sizes import FP32, Block, FlowSettings, Tokens
@@ -182,18 +182,17 @@ def _blocks(model: ModelParts, targets: tuple[Linear, ...], rank: int) -> tuple[
     adapters: dict[str, list[str]] = {}
     for linear in targets:
         parts = linear.name.split(".", 2)
-        if parts[0] in BLOCK_LISTS:
+        if parts[0] in FLUX.blocks:
             adapters.setdefault(f"{parts[0]}.{parts[1]}", []).append(parts[2])
-    outside = [linear.name for linear in targets if linear.name.split(".")[0] not in BLOCK_LISTS]
-    embedding = any(name.startswith("time_text_embed.") for name in outside)
-    trained = any(name in ("x_embedder", "context_embedder") for name in outside)
+    outside = [linear.name for linear in targets if linear.name.split(".")[0] not in FLUX.blocks]
+    embedding = any(name.startswith(f"{FLUX.conditioning}.") for name in outside)
+    trained = any(name in FLUX.inputs for name in outside)
     blocks = []
-    counts = (model.config["num_layers"], model.config["num_single_layers"])
-    for list_name, kind, count in zip(BLOCK_LISTS, ("double", "single"), counts, strict=True):
-        for i in range(count):
-            ranks = tuple((name, rank) for name in adapters.get(f"{list_name}.{i}", ()))
+    for found in FLUX.lists:
+        for i in range(model.config[found.count]):
+            ranks = tuple((name, rank) for name in adapters.get(f"{found.pattern}.{i}", ()))
             heads = model.config["num_attention_heads"]
-            blocks.append(Block(kind, model.hidden, heads, 4 * model.hidden, ranks, trained, embedding))
+            blocks.append(Block(found.kind, model.hidden, heads, 4 * model.hidden, ranks, trained, embedding))
             trained = blocks[-1].trained_output
     return tuple(blocks)
 

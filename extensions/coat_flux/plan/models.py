@@ -14,7 +14,7 @@ from torch import nn
 
 from coat_core.linear.module import obstacle_to_conversion
 
-from ..blocks.architectures import matches, policy_for, target_names
+from ..blocks.architectures import architecture_of, matches, target_names
 from ..blocks.sizes import FP32
 from ..config.checkpoint_file import CheckpointError, flux_config, read_header
 from ..config.coat import COATConfig
@@ -174,7 +174,7 @@ def _make(configs_json: str, text_tokens: int) -> ModelParts:
         clip = CLIPTextModel(CLIPTextConfig(**configs["text_encoder"]))
         t5 = T5EncoderModel(T5Config(**configs["text_encoder_2"])).eval()
     models = dict(zip(PARTS, (transformer, vae, clip, t5), strict=True))
-    convert = policy_for(transformer).convert
+    convert = architecture_of(transformer).convert
     channels, pixels = vae.config.latent_channels, _PROBE_PIXELS
     factor = 2 ** (len(vae.config.block_out_channels) - 1)
     latent = (1, channels, pixels // factor, pixels // factor)

@@ -10,8 +10,9 @@ from torch import nn
 from coat_core.activation import PackingConfig
 from coat_core.kernels.attention import chosen_kernel
 
-from .flux1 import FusedBlock, fused_block
+from ..architectures import READ_BLOCKS
 from .linears import NotFusable
+from .reading import FusedBlock, read_with
 
 # of a block's output between the fused flow and diffusers' code, relative, in norms; on a CPU it is that of rounding
 LARGEST_DIFFERENCE = 0.02
@@ -71,11 +72,19 @@ class FusedForms:
         return None
 
 
+def fused_block(block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None) -> FusedBlock:
+    """Return the block's fused form by the reader of its class; arguments and errors as `read_with`."""
+    known = READ_BLOCKS.get(type(block).__name__)
+    if known is None or known.reader is None:
+        raise NotFusable(f"a {type(block).__name__} is not a FLUX.1 block")
+    return read_with(known.reader, block, args, config)
+
+
 def attention_kernel(block: nn.Module, args: tuple[Any, ...]) -> str:
-    """Name torch's choice for the attention of a FLUX.1 block, as `coat_core.kernels.attention` names it.
+    """Name torch's choice for the attention of a block, as `coat_core.kernels.attention` names it.
 
     Args:
-        block: of a class in `FUSABLE`.
+        block: of a class that has a reader.
         args: what it is about to be called with: image [B, S, D] and text [B, T, D] first.
     """
     attn: Any = block.attn

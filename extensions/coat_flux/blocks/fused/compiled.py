@@ -1,7 +1,7 @@
 """Blocks run through torch.compile, each by itself and without a graph break.
 
-What is compiled is the run of a block as it was read (flux1.py): weights and LoRA matrices are inputs of the compiled
-code, so that all blocks of a kind share it. Another shape, another set of adapters or another strength compiles again.
+What is compiled is the run of a block as it was read (reading.py): weights and LoRA matrices are inputs of the compiled
+code, so that all blocks of a kind share it. Another shape, another set of adapters or another strength compiles anew.
 The reading stays outside. So that the first block and those after it meet the same code, inputs always require a
 gradient and outputs have rows of their own.
 
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from coat_core.autograd import refuse_second_order
 
-from .flux1 import DoubleBlock, FusedBlock, SingleBlock
+from .reading import FusedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ REMEDY = "install a C++ compiler (and Triton on a GPU) or set coat.speed.compile
 
 
 class CompiledBlocks:
-    """Gives the compiled form of a fused block; where torch.compile fails, it runs eager, with one warning.
+    """Gives the compiled form of a fused block; eager goes on where torch.compile fails, with one warning.
 
     Args:
-        fallback: "error" raises where torch.compile fails, or where there are no CUDA graphs; "bf16" runs eager.
+        fallback: "error" raises where torch.compile fails, or where there are no CUDA graphs; "bf16" goes on.
 
     Attributes:
         failed: whether torch.compile failed, so that all blocks run eager.
@@ -43,7 +43,7 @@ class CompiledBlocks:
 
     def __init__(self, fallback: str) -> None:
         self._fallback = fallback
-        self._lacks_graphs = False  # and it was logged
+        self._lacks_graphs = False  # and it was said
         self.failed = False
         self._compiled: dict[tuple[type, bool], Callable[..., tuple[Tensor, Tensor]]] = {}
 
@@ -75,11 +75,11 @@ class CompiledBlocks:
 
         return run
 
-    def _function(self, kind: type, graphs: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _function(self, kind: Any, graphs: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         key = kind, graphs
         if key not in self._compiled:
             mode = "reduce-overhead" if graphs else None
-            self._compiled[key] = torch.compile(RUNS[kind], fullgraph=True, dynamic=False, mode=mode)
+            self._compiled[key] = torch.compile(kind.apart, fullgraph=True, dynamic=False, mode=mode)
         return self._compiled[key]
 
     def _fail(self, reason: str, error: Exception) -> None:
@@ -95,22 +95,6 @@ class CompiledBlocks:
 def _is_observed() -> bool:
     """Whether somebody counts operators (as the memory log does on a CPU), which compiled code does not show."""
     return _get_current_dispatch_mode() is not None
-
-
-def _run_double(
-    block: DoubleBlock, hidden: Tensor, text: Tensor, temb: Tensor, rotary: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    return block(hidden, text, temb, rotary)
-
-
-def _run_single(
-    block: SingleBlock, hidden: Tensor, text: Tensor, temb: Tensor, rotary: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    text, hidden = (x.clone(memory_format=torch.contiguous_format) for x in block(hidden, text, temb, rotary))
-    return text, hidden
-
-
-RUNS: dict[type, Callable[..., tuple[Tensor, Tensor]]] = {DoubleBlock: _run_double, SingleBlock: _run_single}
 
 
 def _requiring_grad(x: Tensor) -> Tensor:

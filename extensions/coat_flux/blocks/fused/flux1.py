@@ -1,66 +1,36 @@
-"""FLUX's double and single blocks, put together from the fused functions; and the reading of a block's modules.
-
-A block is read at each call: trainers switch adapters on and off, and merge them, between steps. Reading costs a few
-attribute lookups. What a block does beyond what is written here (IP adapters, dropout, other attention backends, a
-norm that is trained) makes it `NotFusable`, and the caller runs diffusers' own code with packed saved tensors instead.
+"""FLUX.1's reader: its double and single blocks, put together from the fused functions.
 
 Source: diffusers models/transformers/transformer_flux.py, whose arithmetic this follows to the rounding.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coat_core.activation import PackingConfig
 
 from .attention import HeadNorms, KeptOut, attention
 from .gated_linear import gated_linear
-from .linears import AdaptedLinear, NotFusable, adapted_linear, read_group, read_linear
+from .linears import AdaptedLinear, NotFusable, read_group, read_linear
 from .norm_linears import norm_linears
+from .reading import (
+    Reader,
+    check_attention,
+    check_dropout,
+    check_gelu,
+    check_norm,
+    clipped,
+    modulate,
+    qk_norm,
+    read_modulation,
+)
 
-BLOCK_ARGUMENTS = ["hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs"]
-FP16_LIMIT = 65504
-
-FUSABLE = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-
-FusedBlock = Callable[..., tuple[Tensor, Tensor]]
-
-
-def fused_block(block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None) -> FusedBlock:
-    """Return a function with the block's arguments and results that keeps for backward what the fused flow lists.
-
-    Args:
-        block: a diffusers FluxTransformerBlock or FluxSingleTransformerBlock, with or without LoRA.
-        args: what it is about to be called with; None before that is known.
-        config: how kept tensors are stored; None keeps them as they are.
-
-    Raises:
-        NotFusable: another class, or a block that does more than the fused functions; the message says what.
-    """
-    if type(block).__name__ not in FUSABLE:
-        raise NotFusable(f"a {type(block).__name__} is not a FLUX.1 block")
-    _check_module(block)
-    if args is not None:
-        _check_arguments(args)
-    return (_read_double if type(block).__name__ == "FluxTransformerBlock" else _read_single)(block, config)
-
-
-def _check_module(block: nn.Module) -> None:
-    if "forward" in vars(block):
-        raise NotFusable("its forward was replaced")
-    if any(map(_has_hooks, block.modules())):  # names are made only for the message: this runs for every block
-        hooked = next(name for name, module in block.named_modules() if _has_hooks(module))
-        raise NotFusable(f"hooks on {hooked or 'the block'}")
-    names = _argument_names(type(block))
-    if names != BLOCK_ARGUMENTS:
-        raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
+ARGUMENTS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
+PROCESSOR = "FluxAttnProcessor"
 
 
 def _check_arguments(args: tuple[Any, ...]) -> None:
@@ -68,68 +38,6 @@ def _check_arguments(args: tuple[Any, ...]) -> None:
         raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, args[4]))}")
     if len(args) < 4 or args[3] is None:
         raise NotFusable("no rotary embedding is given")
-
-
-@functools.cache
-def _argument_names(kind: type[nn.Module]) -> list[str]:
-    return list(inspect.signature(kind.forward).parameters)[1:]
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
-
-
-def _check_norm(norm: nn.Module) -> float:
-    if type(norm) is not nn.LayerNorm or norm.elementwise_affine:
-        raise NotFusable(f"its norm is a {type(norm).__name__} with more than LayerNorm's arithmetic")
-    return norm.eps
-
-
-def _check_dropout(module: nn.Module) -> None:
-    if not isinstance(module, nn.Dropout):
-        raise NotFusable(f"a {type(module).__name__} where diffusers has Dropout")
-    if module.training and module.p > 0:
-        raise NotFusable("dropout")
-
-
-def _qk_norm(norm_q: Any, norm_k: Any) -> HeadNorms:
-    found: list[Any] = []
-    for norm in (norm_q, norm_k):
-        if type(norm) is not nn.RMSNorm or norm.weight is None or norm.weight.requires_grad:
-            raise NotFusable(f"its QK norm is a {type(norm).__name__} that is trained or has no weight")
-        eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
-        found += [norm.weight, eps]
-    return tuple(found)  # type: ignore[return-value]
-
-
-def _check_attention(attn: Any) -> None:
-    processor = attn.processor
-    if type(processor).__name__ != "FluxAttnProcessor" or attn.fused_projections:
-        raise NotFusable(f"attention by {type(processor).__name__}, or with fused projections")
-    if processor._attention_backend is not None or processor._parallel_config is not None:
-        raise NotFusable("an attention backend of its own")
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-
-    active = _AttentionBackendRegistry.get_active_backend()
-    name = active[0] if isinstance(active, tuple) else active
-    if getattr(name, "value", name) != "native":
-        raise NotFusable(f"diffusers' attention backend {getattr(name, 'value', name)}")
-
-
-def _read_modulation(norm: Any) -> AdaptedLinear:
-    if getattr(norm, "emb", None) is not None or type(norm.silu) is not nn.SiLU:
-        raise NotFusable("class embeddings or another activation in adaLN")
-    return read_linear(norm.linear)
-
-
-def _modulation(linear: AdaptedLinear, temb: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The adaLN vectors [B, D]."""
-    return adapted_linear(torch.nn.functional.silu(temb), linear).chunk(count, dim=1)
-
-
-def _clipped(x: Tensor) -> Tensor:
-    return x.clip(-FP16_LIMIT, FP16_LIMIT) if x.dtype == torch.float16 else x
 
 
 @dataclass(frozen=True)
@@ -157,11 +65,16 @@ class SingleBlock:
     def __call__(self, hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any, _: Any = None) -> tuple[Tensor, Tensor]:
         """Return the text and the image stream; arguments as diffusers' block."""
         x = torch.cat([text, hidden], dim=1)
-        shift, scale, gate = _modulation(self.modulation, temb, 3)
+        shift, scale, gate = modulate(self.modulation, temb, 3)
         *qkv, mlp = norm_linears(x, scale, shift, self.eps, self.inputs, self.config)
         (out,) = attention(qkv[0].shape[-1] // self.head_dim, [self.qk_norm], rotary, qkv, self.config)
-        y = _clipped(gated_linear(x, gate, self.output, self.config, out, mlp))
+        y = clipped(gated_linear(x, gate, self.output, self.config, out, mlp))
         return y[:, : text.shape[1]], y[:, text.shape[1] :]
+
+    def apart(self, hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
+        """The same, in streams that share no memory, as compiled code returns them."""
+        text, hidden = (x.clone(memory_format=torch.contiguous_format) for x in self(hidden, text, temb, rotary))
+        return text, hidden
 
 
 @dataclass(frozen=True)
@@ -177,7 +90,7 @@ class DoubleBlock:
         self, hidden: Tensor, encoder: Tensor, temb: Tensor, rotary: Any, _: Any = None
     ) -> tuple[Tensor, Tensor]:
         """Return the text and the image stream; arguments as diffusers' block."""
-        image_modulation, text_modulation = (_modulation(s.modulation, temb, 6) for s in (self.image, self.text))
+        image_modulation, text_modulation = (modulate(s.modulation, temb, 6) for s in (self.image, self.text))
         qkv = [
             *self.text.qkv(encoder, text_modulation, self.config),
             *self.image.qkv(hidden, image_modulation, self.config),
@@ -185,7 +98,11 @@ class DoubleBlock:
         norms = [self.text.qk_norm, self.image.qk_norm]
         text_out, image_out = attention(qkv[0].shape[-1] // self.head_dim, norms, rotary, qkv, self.config)
         hidden = self.image.rest(hidden, image_out, image_modulation, self.config)
-        return _clipped(self.text.rest(encoder, text_out, text_modulation, self.config)), hidden
+        return clipped(self.text.rest(encoder, text_out, text_modulation, self.config)), hidden
+
+    def apart(self, hidden: Tensor, encoder: Tensor, temb: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
+        """The same, in streams that share no memory, as compiled code returns them."""
+        return self(hidden, encoder, temb, rotary)
 
 
 @dataclass(frozen=True)
@@ -223,15 +140,15 @@ class Stream:
 
 
 def _read_single(block: Any, config: PackingConfig | None) -> SingleBlock:
-    attn, eps = block.attn, _check_norm(block.norm.norm)
-    _check_attention(attn)
-    _check_gelu(block.act_mlp)
+    attn, eps = block.attn, check_norm(block.norm.norm)
+    check_attention(attn, PROCESSOR)
+    check_gelu(block.act_mlp)
     return SingleBlock(
         config,
-        _read_modulation(block.norm),
+        read_modulation(block.norm),
         eps,
         attn.head_dim,
-        _qk_norm(attn.norm_q, attn.norm_k),
+        qk_norm(attn.norm_q, attn.norm_k),
         read_group((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp)),
         read_linear(block.proj_out),
     )
@@ -239,37 +156,36 @@ def _read_single(block: Any, config: PackingConfig | None) -> SingleBlock:
 
 def _read_double(block: Any, config: PackingConfig | None) -> DoubleBlock:
     attn = block.attn
-    _check_attention(attn)
+    check_attention(attn, PROCESSOR)
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
-    _check_dropout(attn.to_out[1])
+    check_dropout(attn.to_out[1])
     text = _read_stream(
         block.norm1_context,
         block.norm2_context,
         block.ff_context,
-        _qk_norm(attn.norm_added_q, attn.norm_added_k),
+        qk_norm(attn.norm_added_q, attn.norm_added_k),
         (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out),
     )
     image = _read_stream(
         block.norm1,
         block.norm2,
         block.ff,
-        _qk_norm(attn.norm_q, attn.norm_k),
+        qk_norm(attn.norm_q, attn.norm_k),
         (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]),
     )
     return DoubleBlock(config, attn.head_dim, text, image)
 
 
 def _read_stream(norm1: Any, norm2: Any, ff: Any, qk_norm: HeadNorms, linears: tuple[Any, ...]) -> Stream:
-    eps = (_check_norm(norm1.norm), _check_norm(norm2))
+    eps = (check_norm(norm1.norm), check_norm(norm2))
     if len(ff.net) != 3:
         raise NotFusable("a feed-forward of more than GELU, dropout and a linear")
-    _check_gelu(ff.net[0])
-    _check_dropout(ff.net[1])
+    check_gelu(ff.net[0])
+    check_dropout(ff.net[1])
     output, up, down = (read_linear(module) for module in (linears[3], ff.net[0].proj, ff.net[2]))
-    return Stream(_read_modulation(norm1), eps, qk_norm, read_group(linears[:3]), output, up, down)
+    return Stream(read_modulation(norm1), eps, qk_norm, read_group(linears[:3]), output, up, down)
 
 
-def _check_gelu(module: nn.Module) -> None:
-    if type(module).__name__ != "GELU" or getattr(module, "approximate", None) != "tanh":
-        raise NotFusable(f"its activation is a {type(module).__name__}, not GELU-tanh")
+DOUBLE = Reader(ARGUMENTS, _check_arguments, _read_double)
+SINGLE = Reader(ARGUMENTS, _check_arguments, _read_single)

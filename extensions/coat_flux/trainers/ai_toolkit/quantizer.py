@@ -178,9 +178,9 @@ def plain_linears(model: nn.Module) -> list[str]:
 
     from coat_core.linear.module import obstacle_to_conversion
 
-    from ...blocks.architectures import matches, policy_for
+    from ...blocks.architectures import architecture_of, matches
 
-    patterns = policy_for(model).convert
+    patterns = architecture_of(model).convert
     return [
         name
         for name, module in model.named_modules()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from ...base.errors import UserError
+from ...blocks.architectures import FLUX
 from ...config.checkpoint_file import SUFFIXES, CheckpointError, base_model, flux_config, read_header, transformer_keys
 from ...data.cache import TextEncoders
 from ...export.layouts import original_linear
@@ -29,15 +30,6 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # next to a weight in FP8, as ComfyUI writes it: its scale, and what concerns inputs and formats
 SCALES = (".scale_weight", ".weight_scale")
 NOT_WEIGHTS = ("scaled_fp8", ".scale_input", ".input_scale", ".comfy_quant", *SCALES)
-NORMS = {
-    "img_attn.norm.query_norm.scale": "attn.norm_q.weight",
-    "img_attn.norm.key_norm.scale": "attn.norm_k.weight",
-    "txt_attn.norm.query_norm.scale": "attn.norm_added_q.weight",
-    "txt_attn.norm.key_norm.scale": "attn.norm_added_k.weight",
-    "norm.query_norm.scale": "attn.norm_q.weight",
-    "norm.key_norm.scale": "attn.norm_k.weight",
-}
-BLOCKS = {"double_blocks": "transformer_blocks", "single_blocks": "single_transformer_blocks"}
 
 
 class ModelLoadError(UserError, RuntimeError):
@@ -130,7 +122,8 @@ def _parts(name: str, tensor: Tensor, hidden: int) -> dict[str, Tensor]:
     """
     if name.endswith(".scale"):
         blocks, number, rest = name.split(".", 2)
-        return {f"{BLOCKS[blocks]}.{number}.{NORMS[rest]}": tensor}
+        ours = next(found for found in FLUX.lists if found.original == blocks)
+        return {f"{ours.pattern}.{number}.{dict(ours.norms)[rest]}": tensor}
     stem, _, kind = name.rpartition(".")
     try:
         linear = original_linear(stem)

@@ -1,0 +1,142 @@
+"""What every reader of a block family shares: the form of a reader, and the checks of a block's parts.
+
+A block is read again at each call: trainers switch adapters on and off, and merge them, between steps. Reading costs a
+few attribute lookups. What a block does beyond what its reader knows (IP adapters, dropout, other attention backends, a
+norm that is trained) makes it `NotFusable`, and the caller runs diffusers' own code with packed saved tensors instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_core.activation import PackingConfig
+
+from .attention import HeadNorms
+from .linears import AdaptedLinear, NotFusable, adapted_linear, read_linear
+
+FP16_LIMIT = 65504
+
+FusedBlock = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads blocks of one class.
+
+    Attributes:
+        arguments: of the class's forward, by name; of another diffusers version they may differ.
+        check_arguments: raises NotFusable for arguments that the fused form does not take.
+        read: (block, how kept tensors are stored; None: as they are) → the block's fused form; raises NotFusable.
+    """
+
+    arguments: tuple[str, ...]
+    check_arguments: Callable[[tuple[Any, ...]], None]
+    read: Callable[[Any, PackingConfig | None], FusedBlock]
+
+
+def read_with(
+    reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None
+) -> FusedBlock:
+    """Return a function with the block's arguments and results that keeps for backward what the fused flow lists.
+
+    Args:
+        reader: of the block's class.
+        block: with or without LoRA.
+        args: what it is about to be called with; None before that is known.
+        config: how kept tensors are stored; None keeps them as they are.
+
+    Raises:
+        NotFusable: a block that does more than the fused functions; the message says what.
+    """
+    if "forward" in vars(block):
+        raise NotFusable("its forward was replaced")
+    if any(map(_has_hooks, block.modules())):  # names are made only where they are told: this runs for every block
+        hooked = next(name for name, module in block.named_modules() if _has_hooks(module))
+        raise NotFusable(f"hooks on {hooked or 'the block'}")
+    names = _argument_names(type(block))
+    if names != reader.arguments:
+        raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
+    if args is not None:
+        reader.check_arguments(args)
+    return reader.read(block, config)
+
+
+@functools.cache
+def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def check_norm(norm: nn.Module) -> float:
+    """Return the eps of a plain LayerNorm."""
+    if type(norm) is not nn.LayerNorm or norm.elementwise_affine:
+        raise NotFusable(f"its norm is a {type(norm).__name__} with more than LayerNorm's arithmetic")
+    return norm.eps
+
+
+def check_dropout(module: nn.Module) -> None:
+    """Only a Dropout that does nothing."""
+    if not isinstance(module, nn.Dropout):
+        raise NotFusable(f"a {type(module).__name__} where diffusers has Dropout")
+    if module.training and module.p > 0:
+        raise NotFusable("dropout")
+
+
+def qk_norm(norm_q: Any, norm_k: Any) -> HeadNorms:
+    """Return weight and eps of the RMSNorms of q and k."""
+    found: list[Any] = []
+    for norm in (norm_q, norm_k):
+        if type(norm) is not nn.RMSNorm or norm.weight is None or norm.weight.requires_grad:
+            raise NotFusable(f"its QK norm is a {type(norm).__name__} that is trained or has no weight")
+        eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+        found += [norm.weight, eps]
+    return tuple(found)  # type: ignore[return-value]
+
+
+def check_attention(attn: Any, expected: str) -> None:
+    """Only diffusers' processor of that class name, with torch's own attention."""
+    processor = attn.processor
+    if type(processor).__name__ != expected or attn.fused_projections:
+        raise NotFusable(f"attention by {type(processor).__name__}, or with fused projections")
+    if processor._attention_backend is not None or processor._parallel_config is not None:
+        raise NotFusable("an attention backend of its own")
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    active = _AttentionBackendRegistry.get_active_backend()
+    name = active[0] if isinstance(active, tuple) else active
+    if getattr(name, "value", name) != "native":
+        raise NotFusable(f"diffusers' attention backend {getattr(name, 'value', name)}")
+
+
+def read_modulation(norm: Any) -> AdaptedLinear:
+    """Return the linear of an adaLN."""
+    if getattr(norm, "emb", None) is not None or type(norm.silu) is not nn.SiLU:
+        raise NotFusable("class embeddings or another activation in adaLN")
+    return read_linear(norm.linear)
+
+
+def modulate(linear: AdaptedLinear, temb: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The adaLN vectors [B, D]."""
+    return adapted_linear(torch.nn.functional.silu(temb), linear).chunk(count, dim=1)
+
+
+def clipped(x: Tensor) -> Tensor:
+    """Return x within the range of fp16, where it is fp16, as diffusers does."""
+    return x.clip(-FP16_LIMIT, FP16_LIMIT) if x.dtype == torch.float16 else x
+
+
+def check_gelu(module: nn.Module) -> None:
+    """Only GELU-tanh."""
+    if type(module).__name__ != "GELU" or getattr(module, "approximate", None) != "tanh":
+        raise NotFusable(f"its activation is a {type(module).__name__}, not GELU-tanh")
