@@ -193,7 +193,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
 
     Before the first step (`given.tokens` is None) sizes are not known: `auto` has not chosen, and nothing is copied.
     """
-    mode = _checkpointing(config, given.allow_recompute)
+    mode = checkpointing_mode(config, given.allow_recompute)
     path = candidates(config)[0] if given.picked is None else given.picked.path
     sizes: list[BlockBytes] = []
     around = 0
@@ -229,8 +229,8 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     )
 
 
-def _checkpointing(config: COATConfig, allow_recompute: bool) -> str:
-    """The mode in force; without COAT diffusers recomputes every block."""
+def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:
+    """`memory.checkpointing` as it is in force; without COAT diffusers recomputes every block."""
     if not allow_recompute:
         return "none"
     return config.memory.checkpointing if config.enabled else "all"

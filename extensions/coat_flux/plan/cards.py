@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.decide import USABLE_FRACTION
+from ..blocks.decide import USABLE_FRACTION, checkpointing_mode
 from ..config.job import JobConfig
 from .facts import Card
 from .job import JobFacts, job_facts
@@ -228,8 +228,7 @@ def _automatic_checkpointing(job: JobConfig) -> Change | None:
 
 
 def _full_checkpointing(job: JobConfig) -> Change | None:
-    recomputes_all = not job.coat.enabled or job.coat.memory.checkpointing == "all"
-    if recomputes_all and job.train.gradient_checkpointing:
+    if checkpointing_mode(job.coat, job.train.gradient_checkpointing) == "all":
         return None
     changed = _with(job, "train", gradient_checkpointing=True)
     if not job.coat.enabled:

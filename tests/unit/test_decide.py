@@ -1,0 +1,100 @@
+"""`decide`: each thing a plan rests on, changed alone, changes the plan as it should. Nothing here runs a block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coat_flux.blocks.block_bytes import UNKNOWN, UnknownBlock
+from coat_flux.blocks.decide import BlockPlan, Given, Picked, RunPath, decide, packing_of
+from coat_flux.blocks.sizes import Block, Tokens
+from coat_flux.config.coat import COATConfig
+
+BLOCK = Block("single", 64, 2, 256, (("attn.to_q", 4), ("proj_out", 4)))
+START = Given((BLOCK,) * 4, device="cpu")
+STEP = replace(START, tokens=Tokens(1, 64, 64))
+
+
+def plan_of(given: Given = STEP, **coat: Any) -> BlockPlan:
+    return decide(COATConfig.from_dict(coat), given)
+
+
+def all_of(plan: BlockPlan, name: str) -> set[Any]:
+    return {getattr(choice, name) for choice in plan.blocks}
+
+
+def test_before_the_first_step_auto_has_not_chosen_and_fixed_modes_have() -> None:
+    assert plan_of(START).recomputed is None
+    assert plan_of(START).moment is None
+    assert plan_of(START, memory={"checkpointing": "every_n", "every_n": 3}).recomputed == [2]
+    assert plan_of(START, memory={"checkpointing": "all"}).recomputed == [0, 1, 2, 3]
+
+
+def test_auto_recomputes_more_the_less_is_free() -> None:
+    peak = plan_of().peak_bytes
+    free = [peak, peak - 1, peak // 2, 0]
+    counts = [len(plan_of(replace(STEP, free_bytes=float(size))).recomputed or ()) for size in free]
+    assert counts[0] == 0 < counts[1] <= counts[2] <= counts[3] == 4
+    assert plan_of(replace(STEP, free_bytes=0.0)).excess_bytes > 0
+    accumulating = replace(STEP, free_bytes=float(peak), accumulates=True)
+    assert plan_of(accumulating).recomputed != []
+
+
+def test_recomputation_that_is_forbidden_or_forced() -> None:
+    forbidden = replace(STEP, free_bytes=0.0, allow_recompute=False)
+    assert (plan_of(forbidden).mode, plan_of(forbidden).recomputed) == ("none", [])
+    assert plan_of(replace(STEP, recomputed=(1,))).recomputed == [1]
+
+
+def test_what_is_kept_or_recomputed_has_its_format() -> None:
+    packing = packing_of(COATConfig())
+    kept, again = plan_of(), plan_of(memory={"checkpointing": "all"})
+    assert (all_of(kept, "saved"), all_of(kept, "inputs"), all_of(kept, "flow")) == ({packing}, {None}, {"fused"})
+    assert (all_of(again, "saved"), all_of(again, "inputs")) == ({None}, {packing})
+    assert all_of(again, "flow") == {"diffusers"}
+    exact = plan_of(memory={"checkpointing": "all", "enable_efficient_checkpoint": False})
+    assert all_of(exact, "inputs") == {None}
+    assert all_of(plan_of(activation={"use_fp8": False}), "gemm") == {"bf16"}
+
+
+def test_a_block_that_cannot_be_fused_is_generic_and_keeps_more() -> None:
+    plan = plan_of(replace(STEP, unfused={2: "hooks"}))
+    assert [choice.flow for choice in plan.blocks] == ["fused", "fused", "generic", "fused"]
+    assert [choice.obstacle for choice in plan.blocks] == ["", "", "hooks", ""]
+    assert plan.kept_bytes > plan_of().kept_bytes
+
+
+@pytest.mark.parametrize(
+    ("compile", "device", "expected"),
+    [("none", "cuda", "none"), ("blocks", "cpu", "blocks"), ("cudagraphs", "cuda", "cudagraphs"),
+     ("cudagraphs", "cpu", "blocks"), ("auto", "cuda", "none")],
+)  # fmt: skip
+def test_compilation(compile: str, device: str, expected: str) -> None:
+    given, speed = replace(STEP, device=device), {"compile": compile}
+    assert all_of(plan_of(given, speed=speed), "compiled") == {expected}
+    assert all_of(plan_of(replace(given, compile_failed=True), speed=speed), "compiled") == {"none"}
+    recomputed = plan_of(given, speed=speed, memory={"checkpointing": "all"})
+    assert all_of(recomputed, "compiled") == {"blocks" if expected == "cudagraphs" else expected}
+    assert all_of(recomputed, "flow") == {"diffusers" if expected == "none" else "fused"}
+
+
+def test_what_the_first_step_picked_is_taken() -> None:
+    plan = plan_of(replace(STEP, picked=Picked(RunPath("per_row", "blocks"), {}, "fastest")))
+    assert (all_of(plan, "gemm"), all_of(plan, "compiled")) == ({"per_row"}, {"blocks"})
+
+
+def test_without_coat_diffusers_recomputes_everything_as_it_is() -> None:
+    plan = plan_of(enabled=False)
+    assert plan.recomputed == [0, 1, 2, 3]
+    for name, value in {"flow": "diffusers", "saved": None, "inputs": None, "compiled": "none", "gemm": "bf16"}.items():
+        assert all_of(plan, name) == {value}
+
+
+def test_blocks_nobody_listed_have_measured_rates() -> None:
+    given = Given((UnknownBlock("Odd", 1000, 64),) * 2, tokens=Tokens(0, 0, 0), unfused={0: "odd", 1: "odd"})
+    plan = plan_of(given)
+    assert all_of(plan, "flow") == {"generic"}
+    assert plan.kept_bytes == 2 * int(UNKNOWN.packed * 1000)
+    assert plan.around_bytes == 0
