@@ -216,7 +216,7 @@ READ_BLOCKS = {found.block: found for entry in ARCHITECTURES.values() for found 
 
 
 def architecture_of(model: nn.Module) -> Architecture:
-    """Return the entry of this model's class, or a cautious one: what lies in the model's top-level block lists.
+    """Return the entry of this model's class, or a cautious one: what is in the model's top-level block lists.
 
     Raises:
         ValueError: the class is unknown and the model has no block list.
@@ -239,7 +239,7 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def layer_of(parameter: str) -> str:
-    """Full name of the linear that a LoRA parameter of either host belongs to; other names come back as they are."""
+    """Full name of the linear that a LoRA parameter of either trainer belongs to; other names come back as they are."""
     name = parameter.replace("$$", ".")
     for mark in MATRICES:
         name = name.partition(mark)[0]

@@ -68,7 +68,7 @@ def candidates(config: COATConfig) -> list[RunPath]:
 
 @dataclass(frozen=True)
 class Given:
-    """What a plan rests on besides the config; each change of it is a reason to decide again.
+    """What a plan rests on, apart from the config; each change of it is a reason to decide again.
 
     Attributes:
         blocks: in forward order.
@@ -79,7 +79,7 @@ class Given:
         dropout: whether the adapters have dropout.
         device: type of the device.
         allow_recompute: False forbids recomputation (`train.gradient_checkpointing: false`).
-        free_bytes: what the budget leaves for a step besides what is held all along; None: there is no limit.
+        free_bytes: what the budget leaves for a step after what is held all along; None: there is no limit.
         accumulates: the gradients of an earlier micro-batch are there all along.
         unfused: index of each block that cannot be fused → why.
         transposed_bytes: what transposed copies of the weights take.

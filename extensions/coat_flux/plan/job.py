@@ -102,7 +102,7 @@ class JobFacts:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the job trains on a CPU: device and host memory are one."""
+        """Whether the job trains on a CPU: device memory and CPU memory are one."""
         return self.job.device == "cpu"
 
     @property

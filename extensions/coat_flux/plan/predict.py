@@ -55,7 +55,7 @@ class Prediction:
 
     Attributes:
         phases: load, cache, sample (where images are drawn), step and save.
-        ram_bytes: the most that the process holds in host memory.
+        ram_bytes: the most that the process holds in CPU memory.
         disk_bytes: what the run and its caches leave on disk, without the model's own files.
         plan: what the blocks do.
         assumptions: what had to be assumed.
@@ -191,7 +191,7 @@ def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
 
 
 def _load(facts: JobFacts) -> PhasePrediction:
-    """Linear by linear: the weight in high precision beside its codes and what quantizing needs."""
+    """Linear by linear: the weight in high precision next to its codes and what quantizing needs."""
     resident = _resident(facts)
     coat, value_bytes = facts.job.coat, facts.value_bytes
     workspace, there = 0, 0
@@ -247,7 +247,7 @@ def optimizer_bytes(facts: JobFacts) -> int:
 
 
 def _ram(facts: JobFacts, peak: int) -> int:
-    """Host memory: the encoders first, then the transformer in high precision beside the VAE that samples need."""
+    """CPU memory: the encoders first, then the transformer in high precision with the VAE that samples need."""
     model, a = facts.model, facts.value_bytes
     vae = _vae(facts) if facts.draws else 0
     latents = sum(entry.cache_latents for entry in facts.job.datasets) and facts.data.latents * _latent_bytes(facts)

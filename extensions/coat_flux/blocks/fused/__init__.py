@@ -1,5 +1,6 @@
 """The fused FP8 flow: FLUX's blocks as autograd functions that save in FP8 only what cannot be recomputed.
 
+reading.py         what the readers of all block families share
 flux1.py           FLUX's double and single blocks, put together from
 norm_linears.py    LayerNorm, modulation, linears         keeps x
 attention.py       QK norm, rotary embedding, attention   keeps q, k, v, out

@@ -1,7 +1,7 @@
 """Blocks run through torch.compile, each by itself and without a graph break.
 
 What is compiled is the run of a block as it was read (reading.py): weights and LoRA matrices are inputs of the compiled
-code, so that all blocks of a kind share it. Another shape, another set of adapters or another strength compiles anew.
+code, so that all blocks of a kind share it. Another shape, another set of adapters or another strength compiles again.
 The reading stays outside. So that the first block and those after it meet the same code, inputs always require a
 gradient and outputs have rows of their own.
 
@@ -32,7 +32,7 @@ REMEDY = "install a C++ compiler (and Triton on a GPU) or set coat.speed.compile
 
 
 class CompiledBlocks:
-    """Gives the compiled form of a fused block; eager goes on where torch.compile fails, with one warning.
+    """Gives the compiled form of a fused block; blocks run eager where torch.compile fails, with one warning.
 
     Args:
         fallback: "error" raises where torch.compile fails, or where there are no CUDA graphs; "bf16" goes on.

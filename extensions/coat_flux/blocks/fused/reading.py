@@ -57,7 +57,7 @@ def read_with(
     """
     if "forward" in vars(block):
         raise NotFusable("its forward was replaced")
-    if any(map(_has_hooks, block.modules())):  # names are made only where they are told: this runs for every block
+    if any(map(_has_hooks, block.modules())):  # names are made only where they are needed: this runs for every block
         hooked = next(name for name, module in block.named_modules() if _has_hooks(module))
         raise NotFusable(f"hooks on {hooked or 'the block'}")
     names = _argument_names(type(block))
