@@ -229,6 +229,12 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     )
 
 
+def budget_bytes(config: COATConfig, usable: float | None) -> float | None:
+    """The peak the run must stay under: `memory.budget_gb`, else what the device has; None: not known."""
+    budget_gb = config.memory.budget_gb
+    return usable if budget_gb is None else budget_gb * 1e9
+
+
 def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:
     """`memory.checkpointing` as it is in force; without COAT diffusers recomputes every block."""
     if not allow_recompute:

@@ -29,7 +29,7 @@ from coat_core.linear.module import drop_transposed
 from . import report
 from .architectures import READ_BLOCKS
 from .block_bytes import read_blocks
-from .decide import USABLE_FRACTION, BlockChoice, BlockPlan, Given, Picked, RunPath, decide
+from .decide import USABLE_FRACTION, BlockChoice, BlockPlan, Given, Picked, RunPath, budget_bytes, decide
 from .fused.chooser import FusedForms, attention_kernel
 from .fused.compiled import CompiledBlocks
 from .fused.linears import NotFusable
@@ -221,13 +221,13 @@ class BlockRunner:
         if self._held is None:
             self._trained = [p for block in self._modules for p in trained_parameters(block)]
             self._held = held_bytes(device) + self._optimizer_bytes()
-        facts = self._facts(args)
+        facts, budget = self._facts(args), budget_bytes(self._config, usable_bytes(device))
         copied = facts["device"] == "cuda" and self._config.memory.transposed_weights != "never"
         self._decide(
             blocks=read_blocks(self._modules, args, self._size),
             tokens=tokens,
             dropout=any(isinstance(m, nn.Dropout) and m.p for block in self._modules for m in block.modules()),
-            free_bytes=budget_bytes(device, self._config.memory.budget_gb) - self._held,
+            free_bytes=None if budget is None else budget - self._held,
             accumulates=accumulates or self._given.accumulates,
             unfused=self._obstacles(args),
             transposed_bytes=transposed_bytes(self._modules) if copied else 0,
@@ -376,10 +376,8 @@ class BlockRunner:
         return outputs
 
 
-def budget_bytes(device: torch.device, budget_gb: float | None) -> float:
-    """The peak the run must stay under: `budget_gb` (1e9 bytes), or what the device has."""
-    if budget_gb is not None:
-        return budget_gb * 1e9
+def usable_bytes(device: torch.device) -> float:
+    """What a run can use of the device's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1] * USABLE_FRACTION
     return float(psutil.virtual_memory().available + psutil.Process().memory_info().rss)

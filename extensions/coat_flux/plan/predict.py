@@ -19,7 +19,7 @@ from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.block_bytes import Moment
-from ..blocks.decide import USABLE_FRACTION, BlockPlan, decide
+from ..blocks.decide import USABLE_FRACTION, BlockPlan, budget_bytes, decide
 from ..blocks.sizes import FP32, forward_bytes
 from ..config.job import JobConfig
 from .job import JobFacts, job_facts
@@ -151,18 +151,10 @@ def block_plan(
     facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
 ) -> BlockPlan:
     """What the blocks will do, by the decision that the run takes; arguments as `predict_facts`."""
-    budget = _budget(facts, device_bytes)
+    budget = budget_bytes(facts.job.coat, None if device_bytes is None else device_bytes * USABLE_FRACTION)
     free = None if budget is None else budget - sum(_held(facts).values()) - _library(facts)
     chosen = None if recomputed is None else tuple(recomputed)
     return decide(facts.job.coat, replace(facts.given, free_bytes=free, recomputed=chosen))
-
-
-def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
-    """The peak that `memory.checkpointing: auto` stays under; None where it is not known."""
-    budget_gb = facts.job.coat.memory.budget_gb
-    if budget_gb is not None:
-        return budget_gb * 1e9
-    return None if device_bytes is None else device_bytes * USABLE_FRACTION
 
 
 def _with_transposed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
