@@ -12,6 +12,7 @@ from coat_flux.blocks import measure as pick
 from coat_flux.blocks import report as shared
 from coat_flux.blocks.report import OUTSIDE, CoatReport, Row, shared_rows
 from coat_flux.blocks.runner import BlockRunner
+from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig
 from coat_flux.watch.oom import recompute_more
 from tests.helpers.flux import coat_flux_model, lora_gradients
@@ -250,6 +251,5 @@ def test_compilation(compile: str, failed: bool, got: str, why: str) -> None:
     model, report, _ = coat_flux_model(coat)
     runner = BlockRunner.of(model)
     assert runner is not None
-    lora_gradients(model)
-    runner._compiled.failed = failed
+    runner._decide(tokens=Tokens(1, 64, 64), device="cpu", compile_failed=failed)
     assert rows_of(report)["path"] == Row("path", f"compile {compile}, measure never", got, why)
