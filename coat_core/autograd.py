@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,3 +52,13 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *grads)
 
     return refusing
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Switch autocast off for what runs on `device`, so that the dtype of x decides; the meta device has none.
+
+    Autocast would send LayerNorm through fp32 on CUDA only.
+    """
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -13,21 +13,13 @@ repeated for its pair of neighbours.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from coat_core.autograd import without_autocast
 from coat_core.casts import INPUT, Cast, declares
 from coat_core.kernels.codes import cast_of, codes_of, fake_codes_of
 from coat_core.kernels.dispatch import run_by_triton
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast would send LayerNorm through fp32 on CUDA only; here the dtype of x decides everywhere."""
-    device = x.device.type  # meta has no autocast
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 @torch.library.custom_op("coat::layer_norm_modulate", mutates_args=())
@@ -46,7 +38,7 @@ def layer_norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> 
     Numerics: bit-equal to diffusers' AdaLayerNormZero on a CPU.
     Source: FLUX's adaLN-Zero, diffusers models/normalization.py.
     """
-    with _no_autocast(x):
+    with without_autocast(x.device):
         normed = torch.nn.functional.layer_norm(x, (x.shape[-1],), eps=eps)
         return (normed * (1 + scale[:, None]) + shift[:, None]).contiguous()
 
@@ -146,7 +138,7 @@ def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: floa
     Numerics: bit-equal to torch.nn.RMSNorm followed by diffusers' apply_rotary_emb on a CPU.
     Source: FLUX's QK norm and rotary embedding, diffusers models/transformers/transformer_flux.py.
     """
-    with _no_autocast(x):
+    with without_autocast(x.device):
         normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
         cos, sin = cos[None, :, None], sin[None, :, None]
         y = normed.to(torch.float32) * cos + _turned(normed).to(torch.float32) * sin

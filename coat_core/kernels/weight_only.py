@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coat_core.autograd import without_autocast
 from coat_core.casts import Product, declares
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.quantize import dequantize
@@ -33,7 +34,7 @@ def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
     the fp32 sum.
     """
     weight = dequantize(codes, scale, dtype=dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
 
 

@@ -16,13 +16,12 @@ Source: arXiv 2410.19313, section 5; the frozen-weight case is LoRA's.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coat_core.autograd import first_order_only, refuse_second_order
+from coat_core.autograd import first_order_only, refuse_second_order, without_autocast
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
@@ -91,8 +90,7 @@ def multiply(
     """
     if a.granularity.name == "per_group":
         values = a.dequantize(torch.float32 if a.codes.device.type == "cpu" else dtype)
-        device = a.codes.device.type
-        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        with without_autocast(a.codes.device):
             out: Tensor = values @ weight.to(values.dtype).t() * scale.reshape(-1)
         return (out if bias is None else out + bias).to(dtype)
     lead = a.codes.shape[:-1]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from coat_flux.blocks.sizes import Block, FlowSettings, Tokens, kept_bytes
+from coat_flux.blocks.block_bytes import block_bytes
+from coat_flux.blocks.sizes import Block, FlowSettings, Tokens
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
 from coat_flux.trainers.ai_toolkit.install import install
@@ -84,7 +85,7 @@ def test_every_block_is_fused_at_batch_1_2_and_4(checkout: Checkout) -> None:
             tokens = Tokens(*shape)  # ai-toolkit always encodes 512 text tokens
             assert tokens.batch == batch
             print(f"{tokens}, {kind}: {size / tokens.rows / block.hidden:.3f} bytes per token and channel")
-            assert size == pytest.approx(kept_bytes(block, tokens, settings), rel=PLAN_KEPT_RTOL)
+            assert size == pytest.approx(block_bytes(block, tokens, settings).kept, rel=PLAN_KEPT_RTOL)
 
 
 def _planned(checkout: Checkout, entry: dict[str, Any]) -> tuple[dict[str, Block], FlowSettings]:

@@ -1,7 +1,7 @@
 """Predicted bytes against measured ones: what whole FLUX models keep for backward, what a run allocates and writes.
 
-The configurations differ in width, head size, rank, batch, group size, flow and recomputation. Nothing in the formulas
-was fitted to them, or to any measurement.
+The configurations differ in width, head size, rank, batch, group size, flow and recomputation. Nothing was
+fitted to them, or to any measurement.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coat_flux.blocks.fused import chooser
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.blocks.sizes import Tokens, around_bytes, kept_bytes, read_block, recomputed_bytes
+from coat_flux.blocks.sizes import Tokens, around_bytes, read_block
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_tiny_flux
@@ -90,11 +90,9 @@ def described_blocks(model: Any) -> tuple[list[Any], list[int]]:
 def predicted_kept(model: nn.Module, coat: COATConfig, tokens: Tokens) -> int:
     settings = flow_settings(coat, cuda=False)
     blocks, recomputed = described_blocks(model)
-    parts = [
-        recomputed_bytes(block, tokens, settings) if i in recomputed else kept_bytes(block, tokens, settings)
-        for i, block in enumerate(blocks)
-    ]
-    return sum(parts) + around_bytes(blocks[-1], tokens, settings)
+    sizes = [block_bytes(block, tokens, settings) for block in blocks]
+    kept = sum(size.recomputed if i in recomputed else size.kept for i, size in enumerate(sizes))
+    return kept + around_bytes(blocks[-1], tokens, settings)
 
 
 NONE = {"checkpointing": "none"}

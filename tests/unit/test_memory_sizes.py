@@ -1,16 +1,14 @@
-"""The size formulas: what each flow keeps at FLUX.1's width, what no gradient needs, which blocks recompute."""
+"""Sizes of blocks: what each flow keeps at FLUX.1's width, what no gradient needs, which blocks recompute."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 
-from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
-from coat_core.quantize import quantize
-from coat_flux.blocks.block_bytes import BlockBytes, fewest_recomputed, largest_moment
+from coat_core.granularity import Granularity, per_group
+from coat_flux.blocks.block_bytes import BlockBytes, block_bytes, fewest_recomputed, largest_moment
 from coat_flux.blocks.decide import flow_settings
 from coat_flux.blocks.sizes import (
     IMAGE,
@@ -19,12 +17,10 @@ from coat_flux.blocks.sizes import (
     Block,
     FlowSettings,
     Tokens,
-    kept_bytes,
-    kept_tensors,
+    forward_bytes,
+    kept_by_kind,
     lora_bytes,
-    quantized_bytes,
     read_block,
-    recomputed_bytes,
 )
 from coat_flux.config.coat import COATConfig
 from tests.helpers.flux import coat_flux_model, tiny_flux
@@ -43,13 +39,7 @@ def flux_block(kind: str, names: list[str] | None = None, **options) -> Block:
 
 def per_element(kind: str, settings: FlowSettings, names: list[str] | None = None) -> float:
     """Bytes kept per token and hidden element."""
-    return kept_bytes(flux_block(kind, names), TOKENS, settings) / (TOKENS.rows * 3072)
-
-
-@pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW, per_group(16), per_group(128)], ids=str)
-def test_quantized_bytes_are_those_of_quantize(granularity):
-    found = quantize(torch.randn(6, 200), "e4m3", granularity)
-    assert quantized_bytes(6, 200, granularity) == found.codes.nbytes + found.scale.nbytes
+    return block_bytes(flux_block(kind, names), TOKENS, settings).kept / (TOKENS.rows * 3072)
 
 
 @pytest.mark.parametrize(
@@ -70,48 +60,75 @@ def test_kept_at_flux_width_stays_below_the_bounds(settings, double, single):
 
 def test_the_fused_flow_keeps_the_list_and_no_more():
     """x, q, k, v, out, MLP before GELU: 9 bytes in a single block; double: x before the second norm too."""
-    middles = sum(tensor.bytes for tensor in kept_tensors(flux_block("single"), TOKENS, FlowSettings()))
     elements = TOKENS.rows * 3072
     small = 5 * 16 * 2 * TOKENS.rows + 24 * 4 * TOKENS.rows + 3 * 3072 * 2  # h, log-sum-exp, modulation
-    assert middles == 9 * elements + 9 * elements // 128 * 4 + small
+    random_state = 24  # of a GPU's attention kernel
+    kept = block_bytes(flux_block("single"), TOKENS, FlowSettings()).kept
+    assert kept == 9 * elements + 9 * elements // 128 * 4 + small + random_state
     assert 10 < per_element("double", FlowSettings()) < 10.7
     assert per_element("double", FlowSettings(), NAMES["double"]) == pytest.approx(
         per_element("double", FlowSettings()) + 2 * (1 + 4 / 128), abs=0.01
     )
 
 
+KINDS_OF = {
+    "fused": {"modulation", "inputs of norms", "LoRA middles", "q, k, v, out", "statistics", "MLP before GELU"},
+    "generic": {
+        "modulation", "inputs of norms", "LoRA inputs", "LoRA middles", "q, k, v, out", "statistics", "MLP before GELU",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flow", KINDS_OF)
+@pytest.mark.parametrize("kind", ["double", "single"])
+def test_kinds_add_up(flow, kind):
+    """But for a few vectors that nobody saves under a name."""
+    block, settings = flux_block(kind), FlowSettings(flow=flow)
+    found = kept_by_kind(block, TOKENS, settings)
+    assert found.keys() == KINDS_OF[flow]
+    assert sum(found.values()) == pytest.approx(block_bytes(block, TOKENS, settings).kept, abs=200)
+    elements = TOKENS.rows * 3072
+    assert found["q, k, v, out"] == found["MLP before GELU"] == 4 * elements * (128 + 4) // 128
+
+
 def test_what_needs_no_gradient_keeps_nothing():
     untrained = flux_block("double", [], trained_input=False)
-    assert kept_bytes(untrained, TOKENS, FlowSettings()) == 0
+    forward = forward_bytes(untrained, TOKENS, FlowSettings())
+    assert block_bytes(untrained, TOKENS, FlowSettings()) == BlockBytes(0, 0, forward, 0, 0)
     assert not untrained.trained_output
+    assert kept_by_kind(untrained, TOKENS, FlowSettings()) == {}
     frozen_part = flux_block("double", [IMAGE.down], trained_input=False)
-    found = {tensor.what for tensor in kept_tensors(frozen_part, TOKENS, EAGER)}
-    assert found == {"modulation", "LoRA inputs", "LoRA middles"}
+    assert kept_by_kind(frozen_part, TOKENS, EAGER).keys() == {"modulation", "LoRA inputs", "LoRA middles"}
     assert frozen_part.trained_output
 
 
 def test_a_trained_embedding_gives_gates_a_gradient():
     plain, trained = flux_block("single"), flux_block("single", trained_embedding=True)
-    gates = [
-        tensor.bytes for tensor in kept_tensors(trained, TOKENS, FlowSettings()) if tensor.what == "inputs of gates"
-    ]
-    assert gates == [quantized_bytes(TOKENS.rows, 3072, per_group(128))]
-    assert kept_bytes(trained, TOKENS, FlowSettings()) == kept_bytes(plain, TOKENS, FlowSettings()) + gates[0]
+    gates = kept_by_kind(trained, TOKENS, FlowSettings())["inputs of gates"]
+    assert gates == TOKENS.rows * 3072 * (128 + 4) // 128
+    kept = [block_bytes(block, TOKENS, FlowSettings()).kept for block in (trained, plain)]
+    assert kept[0] - kept[1] == pytest.approx(gates, abs=3072 * 2 + 2)
 
 
 def test_dropout_takes_the_generic_flow():
     dropped, block = flow_settings(COATConfig.from_dict({}), dropout=True, fused=False), flux_block("single")
     assert dropped.flow == "generic"
-    assert kept_bytes(block, TOKENS, dropped) > kept_bytes(block, TOKENS, FlowSettings(flow="generic"))
+    kept = [block_bytes(block, TOKENS, settings).kept for settings in (dropped, FlowSettings(flow="generic"))]
+    assert kept[0] > kept[1]
 
 
 def test_recomputed_inputs():
     rows, d = TOKENS.rows, 3072
-    block, state = flux_block("double"), 5056
-    assert recomputed_bytes(block, TOKENS, FlowSettings()) == state + rows * d + rows * d // 128 * 4
-    assert recomputed_bytes(block, TOKENS, FlowSettings(fp8_checkpoint=False)) == state + 2 * rows * d
+    anchors = 2 * 2  # one element in place of each stream
+
+    def recomputed(block, **options):
+        return block_bytes(block, TOKENS, FlowSettings(**options)).recomputed
+
+    block = flux_block("double")
+    assert recomputed(block) == rows * d + rows * d // 128 * 4 + anchors
+    assert recomputed(block, fp8_checkpoint=False) == 2 * rows * d
     first = flux_block("double", trained_input=False)  # its inputs require no gradient: kept as they are
-    assert recomputed_bytes(first, TOKENS, FlowSettings()) == state + 2 * rows * d
+    assert recomputed(first) == 2 * rows * d
 
 
 def test_unknown_flow():
@@ -177,7 +194,7 @@ def test_settings_of_a_config():
     assert (weights_alone.flow, weights_alone.fp8_weights, weights_alone.fp8_adapters) == ("eager", True, False)
 
 
-BLOCKS = [BlockBytes(100, 10, 5, 20, 60, 3)] * 2 + [BlockBytes(80, 10, 5, 20, 60, 2)] * 3
+BLOCKS = [BlockBytes(100, 10, 20, 60, 3)] * 2 + [BlockBytes(80, 10, 20, 60, 2)] * 3
 
 
 def test_largest_moment():
@@ -186,7 +203,7 @@ def test_largest_moment():
     assert largest_moment(BLOCKS, accumulates=True).gradients == 12
     every = largest_moment(BLOCKS, range(5))
     assert (every.kept, every.workspace, every.gradients, every.total) == (50, 60, 0, 110)
-    first = largest_moment([BlockBytes(10, 1, 5, 9, 500, 3), BlockBytes(10, 1, 5, 9, 500, 7)], [0])
+    first = largest_moment([BlockBytes(10, 1, 9, 500, 3), BlockBytes(10, 1, 9, 500, 7)], [0])
     assert (first.kept, first.workspace, first.gradients) == (1, 500, 7)  # by then the second block's are made
 
 

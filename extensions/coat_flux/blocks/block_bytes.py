@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -10,38 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .lora import trained_parameters
-from .sizes import (
-    Block,
-    FlowSettings,
-    Tokens,
-    forward_bytes,
-    kept_bytes,
-    lora_bytes,
-    read_block,
-    recomputation_bytes,
-    recomputed_bytes,
-    workspace_bytes,
-)
-
-
-class BlockBytes(NamedTuple):
-    """What a choice of recomputed blocks weighs, per block.
-
-    Attributes:
-        kept: when the block is not recomputed.
-        recomputed: kept when it is.
-        forward: needed for a moment before the block keeps anything.
-        workspace: needed for a moment besides what is kept.
-        recomputation: the same, when the block is recomputed.
-        gradients: of its adapters.
-    """
-
-    kept: int
-    recomputed: int
-    forward: int
-    workspace: int
-    recomputation: int
-    gradients: int
+from .sizes import Block, BlockBytes, FlowSettings, Tokens, flux_bytes, read_block
 
 
 class Rates(NamedTuple):
@@ -85,9 +53,7 @@ class UnknownBlock:
             kept = rates.high_precision
         recomputed = FP8_INPUT if settings.fp8_checkpoint else BF16_INPUT
         whole = int(rates.high_precision * self.elements)
-        return BlockBytes(
-            int(kept * self.elements), int(recomputed * self.elements), whole, whole, whole, self.gradients
-        )
+        return BlockBytes(int(kept * self.elements), int(recomputed * self.elements), whole, whole, self.gradients)
 
 
 def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: int) -> tuple[Block | UnknownBlock, ...]:
@@ -113,22 +79,9 @@ def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: i
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=1024)
 def block_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings) -> BlockBytes:
-    """All numbers of a block; 0 kept and no backward pass where nothing up to it is trained."""
-    if isinstance(block, UnknownBlock):
-        return block.bytes(settings)
-    forward, gradients = forward_bytes(block, tokens, settings), lora_bytes(block)
-    if not block.trained_output:
-        return BlockBytes(0, 0, forward, 0, 0, 0)
-    return BlockBytes(
-        kept_bytes(block, tokens, settings),
-        recomputed_bytes(block, tokens, settings),
-        forward,
-        workspace_bytes(block, tokens, settings),
-        recomputation_bytes(block, tokens, settings),
-        gradients,
-    )
+    """All numbers of a block."""
+    return block.bytes(settings) if isinstance(block, UnknownBlock) else flux_bytes(block, tokens, settings)
 
 
 class Moment(NamedTuple):
@@ -157,7 +110,6 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
     kept, later, moments = 0, total, [Moment(0, 0, 0)]
     for i, block in enumerate(blocks):
         later -= block.gradients
-        moments.append(Moment(kept, block.forward, total if accumulates else 0))
         kept += block.recomputed if i in chosen else block.kept
         workspace = block.recomputation if i in chosen else block.workspace
         moments.append(Moment(kept, workspace, total if accumulates else later))

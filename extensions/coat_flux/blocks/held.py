@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["PARTS", "SAVED", "HeldParts", "HeldTensors", "gradients", "module_tensors", "state_tensors", "trained"]
+__all__ = [
+    "PARTS", "SAVED", "AsOnGPU", "HeldParts", "HeldTensors", "gradients", "largest_held", "module_tensors",
+    "state_tensors", "trained",
+]  # fmt: skip
 
 SAVED = "saved activations"
 # adapters may be part of the transformer, so they are counted before it
@@ -94,27 +98,91 @@ class HeldTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self._living: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_iter(result):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
-                self._add(x.untyped_storage())
+        given = {x.untyped_storage()._cdata for x in _tensors(args)}  # of a view, or changed in place
+        for x in _tensors((result,)):
+            storage = x.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self._living:
+                self._add(storage)
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._sizes:
-            return
-        self._sizes[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, key)
+        key, size = storage._cdata, storage.nbytes()
 
-    def _drop(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        def drop(_: Any) -> None:
+            self.now -= size
+            del self._living[key]
+
+        self._living[key] = weakref.ref(storage, drop)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """What an operator takes or returns: tensors, and lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (x for x in value if isinstance(x, Tensor))
+
+
+class AsOnGPU(TorchFunctionMode):
+    """Runs attention and RMSNorm on the meta device as a GPU's kernels do: with nothing made or kept in between.
+
+    Args:
+        whole: False leaves RMSNorm and dropout what they are on a CPU, several operators.
+    """
+
+    def __init__(self, whole: bool = True) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func is torch.nn.functional.rms_norm and self._whole:
+            return _RMSNorm.apply(args[0])
+        if func is torch.nn.functional.dropout and self._whole and kwargs["training"] and kwargs["p"]:
+            return torch.native_dropout(args[0], kwargs["p"], True)[0]
+        return func(*args, **kwargs)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps what torch's CUDA kernel keeps: x, and one fp32 value per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+@torch.no_grad()
+def largest_held(run: Callable[[], Any]) -> int:
+    """Return the most bytes that the tensors made by `run` take at one moment.
+
+    Meta tensors have shapes and lifetimes but no memory, so real classes run at full size in a moment, on any machine.
+    Counted is what torch would allocate; what a convolution or matrix library takes for itself is not.
+
+    Args:
+        run: calls a module on the meta device, with inputs it makes itself.
+    """
+    with AsOnGPU(), HeldTensors() as held:
+        run()
+    return held.peak
 
 
 def _kind(name: str, tensor: Tensor) -> str:

@@ -1,32 +1,47 @@
-"""How many bytes a FLUX block keeps for backward, and needs for a moment: the formulas, in one place.
+"""How many bytes a FLUX block keeps for backward, and needs for a moment: counted by running it on the meta device.
 
-Nothing here is fitted to a measurement: each flow has its list of kept tensors, and a tensor's bytes follow from its
-shape and how it is stored. `plan` adds them up over a run; `auto` asks them which blocks must be recomputed.
+Meta tensors have shapes and lifetimes but no memory. diffusers' own block, with FP8 linears and LoRA as a trainer
+attaches them, runs forward and backward through the code that a run takes, in a few hundredths of a second, and every
+storage is counted once. `plan` adds the results up over a run; `auto` asks them which blocks must be recomputed.
 
     eager      diffusers' own code: norms, gates, attention and GELU keep high precision, each adapter its own copy of x
     generic    the same tensors packed to FP8 (`coat_core.activation.packing`), one FP8 x for all adapters that read it
     fused      what `fused/` keeps: x, q, k, v, out, MLP before GELU, and where gates are trained their inputs
 
 A tensor is kept only where a gradient needs it: a block above which nothing is trained keeps nothing of its input, and
-without an adapter on the modulation neither scale nor gate has a gradient.
+without an adapter on the modulation neither scale nor gate has a gradient. Operators count as a GPU's: what a kernel
+makes for itself is not seen. On a CPU, where some run as several, RMSNorm is counted so.
 
 Shapes: rows = batch · tokens; d hidden, F MLP width, r rank. Bytes everywhere.
-Source: DESIGN's list of saved tensors; diffusers transformer_flux.py; torch's derivatives of its operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from coat_core.activation.packing import SHORTEST_ROW, PackingConfig
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from coat_core.activation import FP8InputLinear, PackedSavedTensors, PackingConfig, fp8_checkpoint
+from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_TENSOR, Granularity
+from coat_core.kernels.dispatch import launchers
+from coat_core.linear.function import input_granularity
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear
+
+from .fused.flux1 import fused_block
+from .held import AsOnGPU, HeldTensors
+from .kinds import KINDS, saved_tensors
 
 FLOWS = ("eager", "generic", "fused")
 FP32 = 4
-RNG_STATE = 5056  # what torch.utils.checkpoint keeps of the CPU's random number generator
-SMALLEST_PACKED = PackingConfig.min_elements  # also of fp8_checkpoint
+VALUES = {2: torch.bfloat16, 4: torch.float32}
 
 
 class Stream(NamedTuple):
@@ -146,219 +161,190 @@ class FlowSettings:
             raise ValueError(f"flow={self.flow!r}: must be one of {', '.join(FLOWS)}")
 
 
-class KeptTensor(NamedTuple):
-    """Something kept for backward: `what` it is, for tables, and its bytes."""
+class BlockBytes(NamedTuple):
+    """What a choice of recomputed blocks weighs, per block.
 
-    what: str
-    bytes: int
+    Attributes:
+        kept: when the block is not recomputed, without its output.
+        recomputed: kept when it is.
+        workspace: needed for a moment of its forward or backward pass besides what is kept.
+        recomputation: the same, when the block is recomputed.
+        gradients: of its adapters.
+    """
 
-
-def quantized_bytes(rows: int, width: int, granularity: Granularity) -> int:
-    """FP8 codes of [rows, width] and their fp32 scales."""
-    scales = 1
-    for size in granularity.scale_shape((rows, width)):
-        scales *= size
-    return rows * width + FP32 * scales
-
-
-class _Ledger:
-    """Writes down what one block keeps, in the way its flow stores it."""
-
-    def __init__(self, block: Block, settings: FlowSettings) -> None:
-        self.settings = settings
-        self.ranks = dict(block.ranks)
-        self.kept: list[KeptTensor] = []
-
-    def exact(self, what: str, size: int) -> None:
-        """Something kept as it is."""
-        self.kept.append(KeptTensor(what, size))
-
-    def value(self, what: str, rows: int, width: int, itemsize: int = 0) -> None:
-        """A token-sized tensor of `itemsize` bytes (0: hidden states' own) that an operator saves."""
-        s = self.settings
-        exact = rows * width * (itemsize or s.value_bytes)
-        if s.flow == "eager" or (what == ATTENTION and s.attention == "bf16"):
-            self.exact(what, exact)
-        elif s.flow == "fused":
-            self.exact(what, quantized_bytes(rows, width, s.packing))
-        elif rows * width < SMALLEST_PACKED:
-            self.exact(what, exact)
-        else:  # packed along its storage
-            self.exact(what, quantized_bytes(1, rows * width, s.packing))
-
-    def adapters(self, rows: int, width: int, names: Iterable[str], reached: bool = True) -> None:
-        """What the adapters of linears that read the same x [rows, width] keep of it, and their h.
-
-        One FP8 x is shared where the graph shows that the adapters' fp32 copies are the same x: not without a gradient.
-        """
-        s = self.settings
-        ranks = [self.ranks[name] for name in names if name in self.ranks]
-        if not ranks:
-            return
-        if s.flow != "fused":
-            shares = s.lora_bytes == s.value_bytes or (s.fp8_adapters and reached)
-            copies = 1 if shares and not s.dropout else len(ranks)
-            one = quantized_bytes(rows, width, s.inputs) if s.fp8_adapters else rows * width * s.lora_bytes
-            self.exact("LoRA inputs", copies * one)
-            if s.dropout:  # its mask
-                mask = 1 if s.cuda or s.flow == "generic" else s.lora_bytes
-                self.exact("LoRA inputs", len(ranks) * rows * width * mask)
-        for rank in ranks:
-            packs = s.flow == "generic" and rank >= SHORTEST_ROW and rows * rank >= SMALLEST_PACKED
-            exact = rows * rank * (s.value_bytes if s.flow == "fused" else s.lora_bytes)
-            self.exact("LoRA middles", quantized_bytes(1, rows * rank, s.packing) if packs else exact)
-
-    def layer_norm(self, rows: int, width: int, reaches_input: bool, trained_scale: bool) -> None:
-        """LayerNorm(x)·(1 + scale) + shift of x [rows, width]."""
-        if self.settings.flow == "fused":
-            self.value(NORMS, rows, width)
-            return
-        if reaches_input:
-            self.value(NORMS, rows, width)
-            self.exact("statistics", 2 * rows * (FP32 if self.settings.cuda else self.settings.value_bytes))
-        if trained_scale:
-            self.value(NORMS, rows, width)
+    kept: int
+    recomputed: int
+    workspace: int
+    recomputation: int
+    gradients: int
 
 
-NORMS, ATTENTION, MLP, GATES = "inputs of norms", "q, k, v, out", "MLP before GELU", "inputs of gates"
-
-
-def kept_tensors(block: Block, tokens: Tokens, settings: FlowSettings) -> list[KeptTensor]:
-    """What a block that is not recomputed keeps from its forward to its backward pass, without its output."""
+@functools.lru_cache(maxsize=1024)
+@torch.inference_mode(False)  # `auto` may ask while images are drawn
+@torch.enable_grad()
+def flux_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockBytes:
+    """All numbers of a block; 0 kept and no backward pass where nothing up to it is trained."""
     if not block.trained_output:
-        return []
-    ledger = _Ledger(block, settings)
-    if block.kind == "double":
-        streams = [(TEXT, tokens.batch * tokens.text), (IMAGE, tokens.batch * tokens.image)]
-    else:
-        streams = [(SINGLE, tokens.rows)]
-    reaches_attention = [_before_attention(ledger, block, names, rows, tokens.batch) for names, rows in streams]
-    if any(reaches_attention):
-        for _ in range(4):
-            ledger.value(ATTENTION, tokens.rows, block.hidden)
-        ledger.exact("statistics", FP32 * block.heads * tokens.rows)
-    for names, rows in streams:
-        _after_attention(ledger, block, names, rows, any(reaches_attention))
-    if settings.fp8_gemms and not settings.fp8_weights and settings.flow == "generic":
-        ledger.exact("weights cast at each use", len(streams) * block.hidden * (4 * block.hidden + 2 * block.mlp))
-    return ledger.kept
+        return BlockBytes(0, 0, forward_bytes(block, tokens, settings), 0, 0)
+    module = _module_for(block, settings)
+
+    eager = _run_of(module, replace(settings, flow="eager"))
+
+    def recomputed(*args: Any) -> Any:
+        if settings.fp8_checkpoint:
+            return fp8_checkpoint(eager, *args, granularity=settings.packing)
+        return checkpoint(eager, *args, use_reentrant=False)
+
+    kept, peak = _count(_run_of(module, settings), block, tokens, settings)
+    inputs, highest = _count(recomputed, block, tokens, settings)
+    module.zero_grad()
+    return BlockBytes(kept, inputs, peak - kept, highest - inputs, lora_bytes(block))
 
 
-def _before_attention(ledger: _Ledger, block: Block, names: Stream, rows: int, batch: int) -> bool:
-    """Modulation, first norm and q, k, v; returns whether a gradient reaches any of q, k, v."""
-    d, s, ranks = block.hidden, ledger.settings, ledger.ranks
-    readers = [names.q, names.k, names.v] + ([names.up] if block.kind == "single" else [])
-    modulated = block.trained_embedding or names.norm in ranks
-    if names.norm in ranks:
-        fused = s.flow == "fused"
-        ledger.exact("modulation", batch * d * (s.value_bytes if fused else 1 if s.fp8_adapters else s.lora_bytes))
-        ledger.exact("modulation", batch * ranks[names.norm] * (s.value_bytes if fused else s.lora_bytes))
-    ledger.exact("modulation", batch * (3 if block.kind == "single" else 6) * d * s.value_bytes)
-    reaches_n = block.trained_input or modulated
-    if reaches_n or any(name in ranks for name in readers):
-        ledger.layer_norm(rows, d, block.trained_input, modulated)
-    ledger.adapters(rows, d, readers, reaches_n)
-    reached = [reaches_n or name in ranks for name in (names.q, names.k, names.v)]
-    if s.flow != "fused":
-        for _ in range(sum(reached[:2])):  # QK-RMSNorm
-            ledger.value(NORMS, rows, d, s.value_bytes if s.cuda else FP32)
-            ledger.exact("statistics", FP32 * block.heads * rows)
-    return any(reached)
-
-
-def _after_attention(ledger: _Ledger, block: Block, names: Stream, rows: int, reaches_attention: bool) -> None:
-    """The attention's projection with its gate, the MLP with its own; in a single block one projection for both."""
-    d, ranks = block.hidden, ledger.ranks
-    modulated, reaches_x = block.trained_embedding or names.norm in ranks, block.trained_input
-    if block.kind == "double":
-        ledger.adapters(rows, d, [names.out])
-        if modulated:
-            ledger.value(GATES, rows, d)
-        reaches_x = reaches_x or modulated or reaches_attention or names.out in ranks
-        if reaches_x or modulated or names.up in ranks:
-            ledger.layer_norm(rows, d, reaches_x, modulated)
-        ledger.adapters(rows, d, [names.up])
-    fused = ledger.settings.flow == "fused"
-    if fused and not reaches_attention and (names.out or names.down) in ranks:
-        ledger.value(ATTENTION, rows, d)  # for dA of the projection alone
-    if reaches_x or modulated or names.up in ranks or (fused and names.down in ranks):
-        ledger.value(MLP, rows, block.mlp)
-    ledger.adapters(rows, block.widest, [names.down])
-    if modulated:
-        ledger.value(GATES, rows, d)
-
-
-def kept_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
-    """Bytes of `kept_tensors`."""
-    return sum(tensor.bytes for tensor in kept_tensors(block, tokens, settings))
-
-
-def recomputed_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
-    """What a recomputed block keeps: its inputs, both streams."""
-    total = RNG_STATE
-    for rows in (tokens.batch * tokens.text, tokens.batch * tokens.image):
-        worth_it = block.trained_input and rows * block.hidden >= SMALLEST_PACKED
-        if settings.fp8_checkpoint and worth_it:
-            total += quantized_bytes(rows, block.hidden, settings.packing)
-        else:
-            total += rows * block.hidden * settings.value_bytes
-    return total
-
-
-def workspace_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
-    """The most that a block which is not recomputed needs at one moment beyond what is kept.
-
-    Three moments compete, all at the widest linear or in attention. Lists per token and stream, w the widest input:
-
-        forward     the linear's input, its codes, and beside them the MLP; an fp32 copy for an fp32 adapter
-        backward    fused: dx, the MLP and its gradient; else dx and x of an fp32 adapter
-        attention   fused: q, k, v and out, q and k normed, gradients of all, and behind it what the MLP's gradient is
-
-    Without kernels casts go through two fp32 tensors, the norms' gradients through seven and GELU's through three.
-    """
-    d, a, wide, rows = block.hidden, settings.value_bytes, block.widest, _widest_rows(block, tokens)
-    lora = 0 if settings.lora_bytes == a else settings.lora_bytes
-    hidden = a * d * tokens.rows
-    casts, through = (0, 0) if settings.kernels else (2 * FP32, FP32)
-    codes = (1 + casts) * wide if settings.fp8_gemms else 0
-    if settings.flow != "fused":
-        copy = lora * wide if settings.fp8_adapters else 0  # where x is kept in fp32, it is no more than that
-        forward = rows * (max(codes, copy) + a * (wide + block.mlp)) + 5 * hidden
-        unpacked = max(lora, a, casts) * wide if settings.fp8_adapters else 0
-        return max(forward, rows * (max(lora, a) * wide + unpacked) + 2 * hidden)
-    shared = 0 if settings.attention == "fp8" else 4 * hidden  # kept as they are: nothing to be made anew
-    not_yet = block.mlp + d  # of what the block will have kept
-    forward = rows * (codes + a * (wide + block.mlp) - not_yet) + 6 * hidden - shared
-    backward = rows * (a * (wide + 2 * block.mlp) + 3 * through * block.mlp) + 4 * hidden
-    behind = a * block.mlp if block.kind == "single" else 0
-    attention = rows * (7 * through * d + behind) + 12 * hidden - shared
-    return max(forward, backward, attention)
-
-
-def recomputation_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
-    """The same for a block that is recomputed: all that it saves in high precision is there besides."""
-    inside = replace(settings, flow="eager", attention="bf16")
-    saved = kept_bytes(replace(block, trained_input=True), tokens, inside)
-    return saved + workspace_bytes(block, tokens, inside)
-
-
+@functools.lru_cache(maxsize=1024)
+@torch.no_grad()
 def forward_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
-    """The most that a block's forward pass needs where nothing is kept: sampling, and the start of a block.
-
-    At the widest linear: its input with its codes or an fp32 adapter's copy, the MLP, four hidden states. Without
-    kernels casts go through two fp32 tensors, and with few tokens the modulation's weight, dequantized, is larger.
-    """
-    d, a, wide = block.hidden, settings.value_bytes, block.widest
-    casts = 0 if settings.kernels else 2 * FP32
-    adapter = settings.lora_bytes if block.ranks and settings.flow != "fused" else 0
-    copies = max(1 + casts if settings.fp8_gemms else 0, adapter)
-    widest = _widest_rows(block, tokens) * (a * (wide + block.mlp) + copies * wide) + 4 * a * d * tokens.rows
-    inputs, outputs = block.shape(SINGLE.norm)
-    return max(widest, casts * inputs * outputs if settings.fp8_weights else 0)
+    """The most that a block's forward pass needs where nothing is kept: sampling."""
+    streams, *shared = _arguments(block, tokens, settings)
+    with _counting(settings) as held:
+        _run_of(_module_for(block, settings), settings)(*streams(), *shared)
+    return held.peak
 
 
-def _widest_rows(block: Block, tokens: Tokens) -> int:
-    return tokens.rows if block.kind == "single" else tokens.batch * max(tokens.text, tokens.image)
+def kept_by_kind(block: Block, tokens: Tokens, settings: FlowSettings) -> dict[str, int]:
+    """What of `BlockBytes.kept` is inputs of norms, what q, k, v and so on."""
+    if not block.trained_output:
+        return {}
+    module = _module_for(block, settings)
+    streams, embedding, rotary = _arguments(block, tokens, settings)
+    given = (*module.parameters(), *module.buffers(), embedding, *rotary)
+    counted = {x.untyped_storage()._cdata for x in given}
+    outputs = _run_of(module, settings)(*streams(), embedding, rotary)
+    found: dict[str, int] = {}
+    for kind, tensor in saved_tensors(outputs, max(dict(block.ranks).values(), default=0)):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in counted:
+            counted.add(storage._cdata)
+            found[kind] = found.get(kind, 0) + storage.nbytes()
+    return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def _count(run: Callable[..., Any], block: Block, tokens: Tokens, settings: FlowSettings) -> tuple[int, int]:
+    """Bytes kept between a forward and a backward pass, outputs not counted, and the most at one moment of both."""
+    streams, *shared = _arguments(block, tokens, settings)
+    with _counting(settings) as held:
+        outputs = run(*streams(), *shared)
+        stays = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
+        kept = held.now - sum(stays.values())
+        loss = _Loss.apply(*outputs)
+        del outputs
+        loss.backward()
+    return kept, held.peak
+
+
+@contextmanager
+def _counting(settings: FlowSettings) -> Iterator[HeldTensors]:
+    with HeldTensors() as held, nullcontext() if settings.kernels else _WithoutKernels():
+        yield held
+
+
+class _WithoutKernels(TorchDispatchMode):
+    """Runs operators of `coat_core` as on a CPU, where what their references make for a moment is in memory too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        operator = launchers.get(func._schema.name)
+        return func(*args, **(kwargs or {})) if operator is None else operator[0]._init_fn(*args, **(kwargs or {}))
+
+
+class _Loss(torch.autograd.Function):
+    """Lets its inputs go; backward makes their gradients, which belong to nobody else."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype) for x in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.like)
+
+
+def _arguments(
+    block: Block, tokens: Tokens, settings: FlowSettings
+) -> tuple[Callable[[], tuple[Tensor, Tensor]], Tensor, tuple[Tensor, Tensor]]:
+    """What makes the image and text streams, the embedding that modulates them, and the rotary tables."""
+    a, d, head_dim = VALUES[settings.value_bytes], block.hidden, block.hidden // block.heads
+    trained = torch.empty((), dtype=a, device="meta", requires_grad=True)
+
+    def streams() -> tuple[Tensor, Tensor]:
+        shapes = [(tokens.batch, length, d) for length in (tokens.image, tokens.text)]
+        if not block.trained_input:
+            return torch.empty(shapes[0], dtype=a, device="meta"), torch.empty(shapes[1], dtype=a, device="meta")
+        # made by an operator, as by the block before: a leaf would be held by its graph
+        return trained.expand(shapes[0]) * 1, trained.expand(shapes[1]) * 1
+
+    embedding = torch.empty(tokens.batch, d, dtype=a, device="meta", requires_grad=block.trained_embedding)
+    rotary = [torch.empty(tokens.text + tokens.image, head_dim, device="meta") for _ in range(2)]
+    return streams, embedding, (rotary[0], rotary[1])
+
+
+def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
+    """The block as it runs where it is not recomputed."""
+    packing = PackingConfig("e4m3", settings.packing, settings.attention)
+    if settings.flow == "fused":
+        return fused_block(module, None, packing)
+
+    def run(*args: Any) -> Any:
+        keep = [*module.parameters(), *module.buffers(), *args[2:3], *args[3]]
+        packs = PackedSavedTensors(packing, keep) if settings.flow == "generic" else nullcontext()
+        with AsOnGPU(settings.cuda), packs:
+            return module(*args)
+
+    return run
+
+
+def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
+    """The module, which does not depend on all of both."""
+    settings = replace(settings, flow="eager", attention="bf16", packing=PER_GROUP, fp8_checkpoint=True, cuda=True)
+    return _module(replace(block, trained_input=True, trained_embedding=False), settings)
+
+
+@functools.lru_cache(maxsize=64)
+def _module(block: Block, settings: FlowSettings) -> nn.Module:
+    """Diffusers' block on the meta device, with FP8 linears and PEFT's adapters."""
+    from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
+    from peft import LoraConfig, inject_adapter_in_model
+
+    head_dim = block.hidden // block.heads
+    gemms = FP8LinearConfig(
+        input_granularity=settings.inputs.name, group_size=settings.inputs.group_size, use_fp8_gemm=settings.fp8_gemms
+    )
+    with torch.device("meta"):
+        if block.kind == "double":
+            module: nn.Module = FluxTransformerBlock(block.hidden, block.heads, head_dim)
+        else:
+            module = FluxSingleTransformerBlock(block.hidden, block.heads, head_dim, mlp_ratio=block.mlp / block.hidden)
+        module.to(VALUES[settings.value_bytes]).requires_grad_(False)
+        for name, linear in [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
+            modulates = name in (TEXT.norm, IMAGE.norm, SINGLE.norm)  # `ArchitecturePolicy.weight_only`
+            if settings.fp8_weights:
+                FP8Linear.from_linear(linear, replace(gemms, use_fp8_gemm=settings.fp8_gemms and not modulates))
+            elif settings.fp8_gemms and not modulates:
+                FP8TrainableLinear.from_linear(linear, gemms)
+        if block.ranks:
+            ranks, dropout = dict(block.ranks), 0.5 if settings.dropout else 0.0
+            lora = LoraConfig(rank_pattern=ranks, lora_dropout=dropout, target_modules=list(ranks))
+            inject_adapter_in_model(lora, module, "default")
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(VALUES[settings.lora_bytes])
+            parameter.requires_grad_()
+    for layer in module.modules() if settings.fp8_adapters else ():
+        if hasattr(layer, "lora_A"):
+            shares = isinstance(layer.base_layer, FP8Linear | FP8TrainableLinear) and not settings.dropout
+            source = layer.base_layer if shares else None
+            FP8InputLinear.from_linear(layer.lora_A["default"], gemms.input_format, input_granularity(gemms), source)
+    return module.train()
 
 
 def around_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:

@@ -69,7 +69,11 @@ def judge(facts: JobFacts, card: Card) -> Verdict:
     prediction = predict_facts(facts, memory)
     if _fits(prediction, card):
         return _timed(Verdict(card, True, prediction), facts, prediction)
-    edits = _edits_that_fit(facts, card)
+    coat = facts.job.coat
+    fp8 = replace(coat, enabled=True, weight=replace(coat.weight, use_fp8=True))
+    edits = []
+    if facts.model.transformer_bytes(fp8, facts.value_bytes) <= _room(card):  # which no edit makes smaller
+        edits = _edits_that_fit(facts, card)
     if not edits:
         return Verdict(card, False, prediction)
     changes = _applied(facts.job, edits)

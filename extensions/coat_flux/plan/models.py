@@ -15,13 +15,13 @@ from torch import nn
 from coat_core.linear.module import obstacle_to_conversion
 
 from ..blocks.architectures import architecture_of, matches, target_names
+from ..blocks.held import largest_held
 from ..blocks.sizes import FP32
 from ..config.checkpoint_file import CheckpointError, flux_config, read_header
 from ..config.coat import COATConfig
 from ..config.findings import ConfigError
 from ..mini_flux.folder import EMBEDDED_MODEL, MINI_FLUX
 from .facts import CLIP_L, FLUX_VAE, HUB_MODELS, T5_XXL, TEXT_TOKENS
-from .live import largest_held
 
 __all__ = ["ModelParts", "find_model"]
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.text import GB, MB, columns
+from ..blocks.block_bytes import block_bytes
 from ..blocks.decide import USABLE_FRACTION
-from ..blocks.sizes import kept_tensors, recomputed_bytes
+from ..blocks.sizes import kept_by_kind
 from ..config.job import JobConfig
 from .cards import Verdict, judge
 from .facts import CARDS, Card
@@ -100,11 +101,9 @@ def _kept_by_kind(facts: JobFacts) -> dict[str, dict[str, int]]:
     last = {block.kind: (block, settings) for block, settings in zip(facts.blocks, facts.block_settings, strict=True)}
     found: dict[str, dict[str, int]] = {}
     for kind, (block, settings) in last.items():
-        sizes = found.setdefault(kind, {})
-        for tensor in kept_tensors(block, facts.tokens, settings):
-            sizes[tensor.what] = sizes.get(tensor.what, 0) + tensor.bytes
-        sizes["all"] = sum(sizes.values())
-        sizes["when recomputed"] = recomputed_bytes(block, facts.tokens, settings)
+        counted = block_bytes(block, facts.tokens, settings)
+        sizes = kept_by_kind(block, facts.tokens, settings)
+        found[kind] = {**sizes, "all": counted.kept, "when recomputed": counted.recomputed}
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from coat_core.kernels.packing import n_blocks
@@ -54,9 +55,9 @@ def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:
         config, _ = job.coat.optimizer_config(train.optimizer_params)
         total = 0
         for moment in storages(config).values():
-            for size in sizes:
+            for size, count in Counter(sizes).items():
                 scales = len(moment.per_block) * n_blocks(size, moment.block_size)
-                total += size * moment.dtype.itemsize + FP32 * scales
+                total += count * (size * moment.dtype.itemsize + FP32 * scales)
         return total
     if train.optimizer == "adamw8bit":
         small = sum(size for size in sizes if size < BNB_SMALLEST)

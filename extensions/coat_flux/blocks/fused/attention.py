@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coat_core.activation import PackingConfig
-from coat_core.autograd import first_order_only
+from coat_core.autograd import first_order_only, without_autocast
 from coat_core.kernels.attention import AttentionContext, attention_backward, attention_forward
 from coat_core.kernels.norm import rms_norm_rope, rms_norm_rope_backward
 
@@ -89,7 +89,7 @@ class _Attention(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         count = len(ctx.lengths)
-        with torch.autocast(grads[0].device.type, enabled=False):
+        with without_autocast(grads[0].device):
             kept = Kept.of(ctx)
             streams = [unpack(kept[f"stream{i}"], ctx.config, ctx.dtype) for i in range(3 * count)]
             outs = [unpack(kept[f"out{i}"], ctx.config, ctx.dtype) for i in range(count)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coat_core.activation import PackingConfig
-from coat_core.autograd import first_order_only
+from coat_core.autograd import first_order_only, without_autocast
 from coat_core.granularity import PER_TENSOR
 from coat_core.kernels.gate import gate_residual, gate_residual_backward
 from coat_core.kernels.gelu import gelu_backward, gelu_concat_quantize
@@ -83,7 +83,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device):
             kept = Kept.of(ctx)
             (result_dtype, mlp_dtype), linear = ctx.dtypes, ctx.linear
             dy, quantized, dgate = _gate_backward(grad, kept, ctx.config, result_dtype, linear.base.grad_spec)

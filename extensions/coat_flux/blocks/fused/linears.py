@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coat_core.autograd import first_order_only
+from coat_core.autograd import first_order_only, without_autocast
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Granularity
 from coat_core.kernels.quantize import quantize
@@ -277,7 +277,7 @@ class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device):
             kept = Kept.of(ctx)
             (x,), h = kept["rows"], next(iter(kept["h"]), None)
             dx, parameter_grads = linears_backward([grad], lambda: x, h, [ctx.linear], ctx.needs_input_grad[0])

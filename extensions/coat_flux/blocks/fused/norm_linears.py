@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coat_core.activation import PackingConfig
-from coat_core.autograd import first_order_only
+from coat_core.autograd import first_order_only, without_autocast
 from coat_core.kernels.norm import (
     layer_norm_modulate,
     layer_norm_modulate_backward,
@@ -77,7 +77,7 @@ class _NormLinears(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        with torch.autocast(grads[0].device.type, enabled=False):
+        with without_autocast(grads[0].device):
             kept = Kept.of(ctx)
             x, (scale, shift) = unpack(kept["x"], ctx.config, ctx.dtype), kept["modulation"]
             needs_dn = any(ctx.needs_input_grad[:3])
