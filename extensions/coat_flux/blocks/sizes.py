@@ -2,7 +2,7 @@
 
 Meta tensors have shapes and lifetimes but no memory. diffusers' own block, with FP8 linears and LoRA as a trainer
 attaches them, runs forward and backward through the code that a run takes, in a few hundredths of a second, and every
-storage is counted once. `plan` adds the results up over a run; `auto` asks them which blocks must be recomputed.
+storage is counted once. `decide` adds the results up over all blocks.
 
     eager      diffusers' own code: norms, gates, attention and GELU keep high precision, each adapter its own copy of x
     generic    the same tensors packed to FP8 (`coat_core.activation.packing`), one FP8 x for all adapters that read it
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from coat_core.linear.function import input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 
 from .fused.flux1 import fused_block
+from .fused.linears import NotFusable
 from .held import AsOnGPU, HeldTensors
 from .kinds import KINDS, saved_tensors
 
@@ -180,14 +181,13 @@ class BlockBytes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-@torch.inference_mode(False)  # `auto` may ask while images are drawn
+@torch.inference_mode(False)  # `decide` may ask while images are drawn
 @torch.enable_grad()
 def flux_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockBytes:
     """All numbers of a block; 0 kept and no backward pass where nothing up to it is trained."""
     if not block.trained_output:
         return BlockBytes(0, 0, forward_bytes(block, tokens, settings), 0, 0)
     module = _module_for(block, settings)
-
     eager = _run_of(module, replace(settings, flow="eager"))
 
     def recomputed(*args: Any) -> Any:
@@ -292,11 +292,12 @@ def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
     """The block as it runs where it is not recomputed."""
     packing = PackingConfig("e4m3", settings.packing, settings.attention)
     if settings.flow == "fused":
-        return fused_block(module, None, packing)
+        with suppress(NotFusable):  # with such a version of diffusers a run takes the generic flow, too
+            return fused_block(module, None, packing)
 
     def run(*args: Any) -> Any:
         keep = [*module.parameters(), *module.buffers(), *args[2:3], *args[3]]
-        packs = PackedSavedTensors(packing, keep) if settings.flow == "generic" else nullcontext()
+        packs = nullcontext() if settings.flow == "eager" else PackedSavedTensors(packing, keep)
         with AsOnGPU(settings.cuda), packs:
             return module(*args)
 
@@ -305,7 +306,8 @@ def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
 
 def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
     """The module, which does not depend on all of both."""
-    settings = replace(settings, flow="eager", attention="bf16", packing=PER_GROUP, fp8_checkpoint=True, cuda=True)
+    fixed = {"attention": "bf16", "packing": PER_GROUP, "fp8_checkpoint": True, "cuda": True, "kernels": True}
+    settings = replace(settings, flow="eager", **fixed)
     return _module(replace(block, trained_input=True, trained_embedding=False), settings)
 
 
