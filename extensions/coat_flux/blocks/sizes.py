@@ -198,7 +198,8 @@ def flux_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockByt
     kept, peak = _count(_run_of(module, settings), block, tokens, settings)
     inputs, highest = _count(recomputed, block, tokens, settings)
     module.zero_grad()
-    return BlockBytes(kept, inputs, peak - kept, highest - inputs, lora_bytes(block))
+    random_state = 0 if settings.cuda else torch.get_rng_state().nbytes  # kept by `checkpoint`, in CPU memory
+    return BlockBytes(kept, inputs + random_state, peak - kept, highest - inputs, lora_bytes(block))
 
 
 @functools.lru_cache(maxsize=1024)
