@@ -35,7 +35,7 @@ from coat_core.kernels.dispatch import launchers
 from coat_core.linear.function import input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 
-from .fused.flux1 import fused_block
+from .fused.chooser import fused_block
 from .fused.linears import NotFusable
 from .held import AsOnGPU, HeldTensors
 from .kinds import KINDS, saved_tensors
