@@ -102,7 +102,7 @@ def test_closed_loader_has_no_processes_left() -> None:
 
 
 def test_worker_processes_that_start_anew_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = str(Path(data_order.__file__).resolve().parents[2])
+    parent = str(Path(data_order.__file__).resolve().parents[3])
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != parent])
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "spawn")
     _loader(2, None)

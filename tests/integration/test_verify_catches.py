@@ -23,6 +23,7 @@ def scripts():
         yield importlib.import_module("mini_flux.experiment"), importlib.import_module("ablation").E5M2
 
 
+@pytest.mark.slow
 def test_e5m2_everywhere_is_caught_and_coat_is_not(scripts, tmp_path):
     experiment, bad = scripts
     photos, validation = experiment.write_photos(tmp_path / "photos")

@@ -110,3 +110,11 @@ def test_saved_tensors_come_back_and_misfits_are_refused(model: FluxTransformer2
         restore_tensors(lora_parameters(model), {k: v for k, v in tensors.items() if k != first}, "x.safetensors")
     with pytest.raises(ResumeError, match=r"has shape \(8, 64\), this run's is \(4, 64\)"):
         restore_tensors(lora_parameters(model), tensors | {first: torch.zeros(8, 64)}, "x.safetensors")
+
+
+def test_a_target_outside_the_blocks_is_not_the_ending_of_others(model: FluxTransformer2DModel) -> None:
+    targets = lora_targets(model, transformer_only=False, ignore_if_contains=["transformer_blocks."])
+    assert "proj_out" in targets
+    add_lora(model, targets, 4, seed=1)
+    adapted = {name.rpartition(".lora_")[0].removeprefix("transformer.") for name in lora_parameters(model)}
+    assert adapted == set(targets)

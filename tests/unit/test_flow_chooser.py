@@ -103,6 +103,6 @@ def test_a_run_says_what_its_blocks_got(caplog: pytest.LogCaptureFixture) -> Non
     assert lines == [
         "blocks: 4 kept in FP8, fused flow, attention fp8",
         "FluxTransformerBlock: generic flow in place of the fused one, which keeps less: hooks on the block; "
-        "such a block keeps 0.21 MB instead of 0.11 MB (25.7 instead of 13.7 bytes per token and channel)",
+        "such a block keeps 0.21 MB instead of 0.11 MB (25.9 instead of 13.7 bytes per token and channel)",
         "blocks: 3 kept in FP8, fused flow, attention fp8; 1 kept in FP8, generic flow, attention fp8",
     ]

@@ -81,14 +81,14 @@ def test_what_cannot_be_held_out_is_said_by_check(hold_out: int | list[str], mes
     ],
 )
 def test_a_wrong_block_is_one_error(host: str, block: dict | None, key: str) -> None:
-    errors = [item for item in found(("validation", block), host=host) if item.severity == "error"]
+    errors = [item for item in found(("validation", block), trainer=host) if item.severity == "error"]
     assert [item.key for item in errors] == [f"config.process[0].{key}"]
 
 
 def test_ai_toolkits_own_types_cannot_validate() -> None:
-    errors = found(("type", "sd_trainer"), ("validation", {"hold_out": 2}), host=AI_TOOLKIT)
+    errors = found(("type", "sd_trainer"), ("validation", {"hold_out": 2}), trainer=AI_TOOLKIT)
     assert "config.process[0].validation" in {item.key for item in errors if item.severity == "error"}
-    assert not [item for item in found(("validation", {"hold_out": 2}), host=AI_TOOLKIT) if "validation" in item.key]
+    assert not [item for item in found(("validation", {"hold_out": 2}), trainer=AI_TOOLKIT) if "validation" in item.key]
 
 
 def test_the_lowest_names_the_file_of_its_step_or_the_nearest(tmp_path: Path) -> None:

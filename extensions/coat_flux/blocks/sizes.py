@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import FP8InputLinear, PackedSavedTensors, PackingConfig, fp8_checkpoint
@@ -245,7 +245,8 @@ def _count(run: Callable[..., Any], block: Block, tokens: Tokens, settings: Flow
 
 @contextmanager
 def _counting(settings: FlowSettings) -> Iterator[HeldTensors]:
-    with HeldTensors() as held, nullcontext() if settings.kernels else _WithoutKernels():
+    """Counts what is made inside; a mode that watches the step under way must not see it."""
+    with _disable_current_modes(), HeldTensors() as held, nullcontext() if settings.kernels else _WithoutKernels():
         yield held
 
 

@@ -304,7 +304,7 @@ class _JobLog:
         say(f"[coat] {line}")
 
     def detail(self, line: str) -> None:
-        detail(f"[coat] {line}")
+        detail(line if line.startswith("[") else f"[coat] {line}")  # memory lines are the stand-alone trainer's
 
     def precision(self, rows: Sequence[Any]) -> None:
         if self.tables is not None:

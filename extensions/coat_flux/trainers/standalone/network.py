@@ -8,6 +8,7 @@ an `nn.Linear` to PEFT. A is drawn here from the run's own seed, so that a bf16 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -71,7 +72,8 @@ def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, 
         dropout: probability of PEFT's dropout on the adapter's input.
     """
     model.requires_grad_(False)
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules=list(targets)), ADAPTER)
+    exactly = "|".join(map(re.escape, targets))  # PEFT takes a list as endings: proj_out would be every block's, too
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules=exactly), ADAPTER)
     generator = generator_for(seed, Stream.LORA_INIT, 0)
     for name, param in lora_parameters(model).items():
         param.data = param.data.to(torch.float32)
