@@ -54,7 +54,7 @@ EXTRAS_REQUIRE = {
         "prodigyopt>=1.1",
         "pytest>=8.0",
         "pytest-timeout>=2.3",
-        "pytest-xdist>=3.5",
+        "pytest-xdist>=3.8",
         "ruff>=0.12",
         "setuptools>=70",  # builds the wheel that tests/integration/test_readme_commands.py unpacks
         "triton>=3.5; platform_system == 'Linux'",  # kernels run in its interpreter, and compile for absent GPUs

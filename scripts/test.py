@@ -41,7 +41,7 @@ def side_by_side(pytest_arguments: list[str]) -> list[str]:
     if workers == 1 or any(argument.startswith("-n") for argument in pytest_arguments):
         return []
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes started from here
-    return ["-n", str(workers), "--dist", "loadfile"]
+    return ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of tests/conftest.py
 
 
 def main() -> int:

@@ -51,7 +51,10 @@ def _version(package: str) -> tuple[int, ...]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason."""
+    """Skip what this machine cannot run, with the reason; files of slow tests first, so that no worker ends with one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    runs = ("integration", "reliability")
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name not in runs))
     reasons = {marker: _missing(marker) for marker in ("gpu", "triton", "aitk")}
     for item in items:
         for marker, reason in reasons.items():
