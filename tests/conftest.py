@@ -51,7 +51,7 @@ def _version(package: str) -> tuple[int, ...]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason; files of slow tests first, so that no worker ends with one."""
+    """Skip what this machine cannot run, with the reason; slow files first, so that no worker ends with one."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     runs = ("integration", "reliability")
     items.sort(key=lambda item: (item.path not in slow, item.path.parent.name not in runs))
