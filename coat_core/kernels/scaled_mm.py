@@ -1,4 +1,4 @@
-"""The FP8 GEMM: y = (a · a_scale)(b · b_scale)ᵀ + bias, as the operator `coat::scaled_mm`.
+"""The FP8 GEMM: y = (a · a_scale)(b · b_scale)ᵀ + bias, as the operator `coat::fp8_mm`.
 
 On CUDA it is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that operator's e4m3 × e4m3 path is a naive loop, about
 1000 times slower than a GEMM, so the reference multiplies the codes in fp32: codes are exact there, the sum is
@@ -34,7 +34,8 @@ def _check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: 
         raise ValueError(f"bias {tuple(bias.shape)}: must be [{n}]")
 
 
-@torch.library.custom_op("coat::scaled_mm", mutates_args=())
+# a new signature takes a new name: torch.compile's cache on disk calls an operator as it was
+@torch.library.custom_op("coat::fp8_mm", mutates_args=())
 def scaled_mm(
     a: Tensor,
     a_scale: Tensor,

@@ -32,7 +32,7 @@ class GemmLog(TorchDispatchMode):
         self.calls: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.coat.scaled_mm.default:
+        if func is torch.ops.coat.fp8_mm.default:
             self.calls.append((args[0].dtype, tuple(args[1].shape)))
         return func(*args, **(kwargs or {}))
 

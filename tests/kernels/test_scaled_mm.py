@@ -1,4 +1,4 @@
-"""coat::scaled_mm: the reference against a float64 product, against torch's own operator, and its refusals."""
+"""coat::fp8_mm: the reference against a float64 product, against torch's own operator, and its refusals."""
 
 from __future__ import annotations
 
