@@ -76,7 +76,8 @@ def test_every_block_is_fused_at_batch_1_2_and_4(checkout: Checkout) -> None:
         entry["coat"]["memory"] = {"checkpointing": "none"}
         code, out = checkout.start(name, entry, environment={"MEASURE": "1"})
         assert code == 0, out[-4000:]
-        assert "[coat] blocks: 9 kept in FP8, fused flow, attention fp8\n" in out
+        log = (checkout.folder(name) / "coat" / "log.txt").read_text(encoding="utf-8")
+        assert "[coat] blocks: 9 kept in FP8, fused flow, attention fp8\n" in log
         assert "flow in place of" not in out
         assert "FP8 e4m3 per_group, fused flow" in out
         blocks, settings = _planned(checkout, entry)
