@@ -40,7 +40,7 @@ class QuickstartError(RuntimeError):
     """A check failed; the message says which."""
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """One line of progress."""
     print(f"[quickstart] {message}", flush=True)
 
@@ -69,7 +69,7 @@ def make_model() -> Path:
     from coat_flux.mini_flux.folder import make_mini_flux
 
     folder = make_mini_flux(MODEL)
-    say(f"the embedded FLUX model is in {folder}")
+    log(f"the embedded FLUX model is in {folder}")
     return folder
 
 
@@ -95,7 +95,7 @@ def train(job: dict[str, Any]) -> Path:
     quiet_libraries()
     folder = Path(job["config"]["process"][0]["training_folder"]) / RUN_NAME
     if folder.exists():
-        say(f"removing the run of an earlier quickstart in {folder}")
+        log(f"removing the run of an earlier quickstart in {folder}")
         shutil.rmtree(folder)
     return COATTrainer(job).train().resolve()
 
@@ -169,15 +169,15 @@ def run(options: argparse.Namespace) -> None:
     job = read_job(model, options.steps, options.seed)
     process = job["config"]["process"][0]
     steps, seed = process["train"]["steps"], process["training_seed"]
-    say(f"training as {CONFIG.relative_to(ROOT)} says, {steps} steps, seed {seed}")
+    log(f"training as {CONFIG.relative_to(ROOT)} says, {steps} steps, seed {seed}")
     lora = train(job)
     before, after = check_validation(lora.parent)
     without, with_lora, prompts = draw_without_and_with(model, lora, job)
     picture = lora.parent / "coat" / "without_and_with_lora.png"
     save_grid(without, with_lora, prompts, [picture, *([options.picture] if options.picture else [])])
     change = check_images(without, with_lora, whole=options.steps is None)
-    say(f"fixed-noise validation loss {before:.6f} -> {after:.6f}")
-    say(f"diffusers loaded the LoRA; {change}")
+    log(f"fixed-noise validation loss {before:.6f} -> {after:.6f}")
+    log(f"diffusers loaded the LoRA; {change}")
     for what, path in (
         ("LoRA", lora),
         ("run folder", lora.parent),
@@ -186,8 +186,8 @@ def run(options: argparse.Namespace) -> None:
         ("model", model),
         ("config to copy for your own photos", CONFIG),
     ):
-        say(f"{what}: {path}")
-    say(f"done in {time.monotonic() - started:.0f} s after installation")
+        log(f"{what}: {path}")
+    log(f"done in {time.monotonic() - started:.0f} s after installation")
 
 
 def main() -> int:

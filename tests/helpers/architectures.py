@@ -50,7 +50,7 @@ SMALL_COGVIDEOX = {
 
 
 def wan(**options: Any) -> nn.Module:
-    """Wan's video transformer, a class COAT has no policy for."""
+    """Wan's video transformer, a class COAT has no entry for."""
     from diffusers import WanTransformer3DModel
 
     settings = {"num_attention_heads": 2, "attention_head_dim": 64, "in_channels": 4, "out_channels": 4}

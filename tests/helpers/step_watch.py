@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coat_flux.config.coat import COATConfig
 from coat_flux.watch.phases import PhaseTracker
-from coat_flux.watch.precision import Row
+from coat_flux.watch.precision import CastPrecision
 from coat_flux.watch.step_watch import StepWatch
 
 
@@ -21,15 +21,15 @@ class KeptLog:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.details: list[str] = []
-        self.rows: list[Row] = []
+        self.rows: list[CastPrecision] = []
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         self.said.append(line)
 
     def detail(self, line: str) -> None:
         self.details.append(line)
 
-    def precision(self, rows: Sequence[Row]) -> None:
+    def precision(self, rows: Sequence[CastPrecision]) -> None:
         self.rows += rows
 
 

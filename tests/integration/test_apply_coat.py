@@ -12,7 +12,7 @@ from torch import nn
 
 from coat_core.linear import FP8Linear, FP8TrainableLinear, restore_linear
 from coat_core.metrics import cosine
-from coat_flux.blocks import runner as memory_policy
+from coat_flux.blocks import runner
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
@@ -247,7 +247,7 @@ def test_auto_follows_the_budget(budget_gb: float, blocks: int, caplog: pytest.L
     calls: list[int] = []
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         block.register_forward_pre_hook(lambda module, args: calls.append(id(module)))
-    with caplog.at_level(logging.INFO, logger=memory_policy.__package__):
+    with caplog.at_level(logging.INFO, logger=runner.__package__):
         lora_gradients(model)
     assert len(calls) == 4 + blocks
     assert f"checkpointing auto: {blocks} of 4 blocks recompute" in caplog.text
@@ -329,10 +329,10 @@ class TestSD3:
         with pytest.raises(ValueError, match="Linear: has no enable_gradient_checkpointing"):
             apply_coat(nn.Linear(16, 16), config())
         sd3.transformer_blocks = nn.Sequential(*sd3.transformer_blocks)
-        with pytest.raises(ValueError, match="SD3Transformer2DModel: has none of the block lists its policy names"):
+        with pytest.raises(ValueError, match="SD3Transformer2DModel: has none of the block lists its entry names"):
             apply_coat(sd3, config())
         unknown = type("Unknown", (nn.Module,), {"enable_gradient_checkpointing": lambda *_: None})()
-        with pytest.raises(ValueError, match="Unknown: no policy for this class and no top-level list"):
+        with pytest.raises(ValueError, match="Unknown: no entry for this class and no top-level list"):
             apply_coat(unknown, config())
 
 

@@ -18,9 +18,9 @@ from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.advice import standing_out, summaries, worst
-from coat_flux.watch.precision import Row, read_rows
+from coat_flux.watch.precision import CastPrecision, read_rows
 from tests import tolerances
-from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.common import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.unit.test_run_report import text_of
@@ -54,11 +54,11 @@ def train(name: str, place: dict[str, Path], steps: int, activation: dict[str, A
     return place["out"] / name
 
 
-def rows_of(run: Path) -> list[Row]:
+def rows_of(run: Path) -> list[CastPrecision]:
     return read_rows(run / "coat" / "precision.csv")
 
 
-def inputs(run: Path, step: int) -> dict[str, Row]:
+def inputs(run: Path, step: int) -> dict[str, CastPrecision]:
     return {row.layer: row for row in rows_of(run) if row.kind == "input" and row.step == step}
 
 

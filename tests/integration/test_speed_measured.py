@@ -11,7 +11,7 @@ import torch
 
 from coat_flux.blocks import measure as pick
 from coat_flux.blocks import runner as policy
-from coat_flux.blocks.decide import RunPath
+from coat_flux.blocks.decide import ExecutionMode
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import coat_flux_model, flux_inputs
@@ -40,8 +40,8 @@ def test_the_run_goes_on_with_the_path_that_was_fastest(
     monkeypatch.setattr(pick, "_timed", lambda once, device: (once(), 1.0 if current[-1] == fastest else 2.0)[1])
     with caplog.at_level(logging.INFO, logger="coat_flux"):
         found, blocks = gradients({"speed": {"measure": "always", "compile": "none"}})
-    assert blocks.picked.path == RunPath(fastest, "none")
-    assert f"path: {fastest} GEMM, eager 4.0 ms (fastest, measured in" in caplog.text  # four blocks of 1 ms
+    assert blocks.picked.execution == ExecutionMode(fastest, "none")
+    assert f"execution: {fastest} GEMM, eager 4.0 ms (fastest, measured in" in caplog.text  # four blocks of 1 ms
     exclude = {"exclude": ["*"]} if fastest == "bf16" else {"linear_granularity": fastest}
     expected, _ = gradients({"speed": {"measure": "never"}, "activation": exclude})
     for name, gradient in expected.items():
@@ -56,7 +56,9 @@ def test_nothing_is_measured_while_an_image_is_drawn(monkeypatch: pytest.MonkeyP
     assert blocks.picked is None
     model(**flux_inputs())
     assert blocks.picked is not None
-    assert set(blocks.picked.milliseconds) == {RunPath(gemm, "none") for gemm in ("per_tensor", "per_row", "bf16")}
+    assert set(blocks.picked.milliseconds) == {
+        ExecutionMode(gemm, "none") for gemm in ("per_tensor", "per_row", "bf16")
+    }
 
 
 def test_a_compiler_that_fails_leaves_eager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,17 +70,17 @@ def test_a_compiler_that_fails_leaves_eager(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(policy, "CompiledBlocks", Fails)
     _, blocks = gradients({"speed": {"measure": "always", "compile": "auto"}})
     assert {path.compile for path in blocks.picked.milliseconds} == {"none"}
-    assert blocks.plan.path.compile == "none"
+    assert blocks.plan.execution.compile == "none"
 
 
 @pytest.mark.parametrize(
     ("measure", "line"),
     [
-        ("auto", "path: as configured (speed.measure: auto)"),  # nothing is measured on a CPU
-        ("always", "path: picked by measurement at the first step (speed.measure: always)"),
-        ("never", "path: as configured (speed.measure: never)"),
+        ("auto", "execution: as configured (speed.measure: auto)"),  # nothing is measured on a CPU
+        ("always", "execution: picked by measurement at the first step (speed.measure: always)"),
+        ("never", "execution: as configured (speed.measure: never)"),
     ],
 )
 def test_the_start_table_says_who_chooses(measure: str, line: str) -> None:
     _, report, _ = coat_flux_model({**KEPT, "speed": {"measure": measure}})
-    assert report.path == line
+    assert report.execution == line

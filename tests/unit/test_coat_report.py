@@ -10,7 +10,7 @@ import torch
 
 from coat_flux.blocks import measure as pick
 from coat_flux.blocks import report as shared
-from coat_flux.blocks.report import OUTSIDE, CoatReport, Row, shared_rows
+from coat_flux.blocks.report import OUTSIDE, CoatReport, TableRow, shared_rows
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig
@@ -43,7 +43,7 @@ def test_rows_count_parts_with_the_same_treatment() -> None:
 
 
 def test_the_table_is_aligned_and_what_lies_outside_is_one_row() -> None:
-    report = CoatReport(asked="short", shared=lambda: [Row("GEMMs", "FP8", "bf16", "old card")])
+    report = CoatReport(asked="short", shared=lambda: [TableRow("GEMMs", "FP8", "bf16", "old card")])
     report.add("blocks.0", "short")
     report.add("other", "a longer treatment", "why it is")
     report.skipped = {"x_embedder": OUTSIDE, "norm_out.linear": OUTSIDE}
@@ -81,7 +81,7 @@ def test_a_row_can_be_added_and_replaced() -> None:
     report = CoatReport()
     report.add_row("optimizer", "adamw8bit", "adamw8bit")
     report.add_row("optimizer", "coat_fp8_adamw", "FP8AdamW, exp_avg e4m3", "as configured")
-    assert report.parts() == [Row("optimizer", "coat_fp8_adamw", "FP8AdamW, exp_avg e4m3", "as configured")]
+    assert report.parts() == [TableRow("optimizer", "coat_fp8_adamw", "FP8AdamW, exp_avg e4m3", "as configured")]
     assert report.metadata() == {
         "coat.asked.optimizer": "coat_fp8_adamw",
         "coat.got.optimizer": "FP8AdamW, exp_avg e4m3",
@@ -92,7 +92,7 @@ def test_a_row_can_be_added_and_replaced() -> None:
 # --- a model ---
 
 
-def rows_of(report: CoatReport) -> dict[str, Row]:
+def rows_of(report: CoatReport) -> dict[str, TableRow]:
     return {row.part: row for row in report.parts() if not row.count}
 
 
@@ -106,10 +106,10 @@ def test_at_the_start_it_says_what_the_first_step_decides() -> None:
     _, report, _ = coat_flux_model({})
     rows = rows_of(report)
     assert list(rows) == [
-        "GEMMs", "kernels", "saved tensors", "attention", "checkpointing", "transposed weights", "path",
+        "GEMMs", "kernels", "saved tensors", "attention", "checkpointing", "transposed weights", "execution",
     ]  # fmt: skip
     later = {part for part, row in rows.items() if "decided at the first step" in row.got}
-    assert later == {"attention", "checkpointing", "transposed weights", "path"}
+    assert later == {"attention", "checkpointing", "transposed weights", "execution"}
     assert len(report.table().splitlines()) < 20
 
 
@@ -118,14 +118,16 @@ def test_after_the_first_step_everything_is_known() -> None:
     rows = rows_of(report)
     assert "first step" not in report.table()
     assert rows["GEMMs"].got == "fp32 products of the FP8 codes"
-    assert rows["kernels"] == Row("kernels", "Triton", "PyTorch reference", "Triton kernels need a GPU, this is a cpu")
+    assert rows["kernels"] == TableRow(
+        "kernels", "Triton", "PyTorch reference", "Triton kernels need a GPU, this is a cpu"
+    )
     assert rows["saved tensors"].got == "4 kept in FP8, fused flow, attention fp8"
-    assert rows["attention"] == Row(
+    assert rows["attention"] == TableRow(
         "attention", "q, k, v, out kept in fp8", "as asked; kernel flash_cpu", "torch's choice"
     )
     assert rows["checkpointing"].got == "0 of 4 blocks recompute from FP8 inputs"
-    assert rows["transposed weights"] == Row("transposed weights", "auto", "none", "not needed on a cpu")
-    assert rows["path"].got == "per_tensor GEMM, eager"
+    assert rows["transposed weights"] == TableRow("transposed weights", "auto", "none", "not needed on a cpu")
+    assert rows["execution"].got == "per_tensor GEMM, eager"
 
 
 def test_metadata_is_flat_text_and_the_same_for_the_same_run() -> None:
@@ -150,8 +152,8 @@ def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch: pytest.Monkey
     per_row = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
     assert found["coat.got.single_transformer_blocks"] == f"2 x {WEIGHT_ONLY}; 10 x {per_row}"
     assert found["coat.asked.single_transformer_blocks"] == GEMM
-    assert found["coat.got.path"] == "per_row GEMM, eager"
-    assert found["coat.why.path"] == "the fastest of those that were measured"
+    assert found["coat.got.execution"] == "per_row GEMM, eager"
+    assert found["coat.why.execution"] == "the fastest of those that were measured"
 
 
 def test_a_block_that_is_not_fused_has_its_reason() -> None:
@@ -199,7 +201,7 @@ def test_more_recomputation_for_lack_of_memory_is_told() -> None:
 
 def test_without_fp8_activations_nothing_is_claimed() -> None:
     rows = rows_of(after_a_step({"activation": {"use_fp8": False}}))
-    assert rows["GEMMs"] == Row(
+    assert rows["GEMMs"] == TableRow(
         "GEMMs", "high precision", "products of dequantized weights", "activation.use_fp8: false"
     )
     assert rows["saved tensors"].got == "high precision"
@@ -209,7 +211,7 @@ def test_without_fp8_activations_nothing_is_claimed() -> None:
 # --- other devices ---
 
 
-def rows_on(device: torch.device, coat: dict[str, Any] | None = None) -> dict[str, Row]:
+def rows_on(device: torch.device, coat: dict[str, Any] | None = None) -> dict[str, TableRow]:
     config = COATConfig.from_dict({**KEPT, **(coat or {})})
     model, _, _ = coat_flux_model({**KEPT, **(coat or {})})
     runner = BlockRunner.of(model)
@@ -221,10 +223,10 @@ def test_on_a_gpu_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "triton_obstacle", lambda device: None)
     monkeypatch.setattr(shared, "fp8_gemm_obstacle", lambda device, linear: None)
     rows = rows_on(CUDA, {"activation": {"grad_format": "bf16"}})
-    assert rows["GEMMs"] == Row(
+    assert rows["GEMMs"] == TableRow(
         "GEMMs", "FP8, forward e4m3, backward dequantized weights", "torch._scaled_mm", "a trial on cuda:0 ran"
     )
-    assert rows["kernels"] == Row("kernels", "Triton", "Triton")
+    assert rows["kernels"] == TableRow("kernels", "Triton", "Triton")
 
 
 def test_on_an_old_gpu_each_fall_back_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,4 +254,4 @@ def test_compilation(compile: str, failed: bool, got: str, why: str) -> None:
     runner = BlockRunner.of(model)
     assert runner is not None
     runner._decide(tokens=Tokens(1, 64, 64), device="cpu", compile_failed=failed)
-    assert rows_of(report)["path"] == Row("path", f"compile {compile}, measure never", got, why)
+    assert rows_of(report)["execution"] == TableRow("execution", f"compile {compile}, measure never", got, why)

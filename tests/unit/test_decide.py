@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coat_flux.blocks.block_bytes import UNKNOWN, UnknownBlock
-from coat_flux.blocks.decide import BlockPlan, Given, Picked, RunPath, decide, packing_of
+from coat_flux.blocks.decide import BlockPlan, ExecutionMode, Given, Picked, decide, packing_of
 from coat_flux.blocks.sizes import Block, Tokens
 from coat_flux.config.coat import COATConfig
 
@@ -44,7 +44,7 @@ def test_auto_recomputes_more_the_less_is_free() -> None:
 
 def test_recomputation_that_is_forbidden_or_forced() -> None:
     forbidden = replace(STEP, free_bytes=0.0, allow_recompute=False)
-    assert (plan_of(forbidden).mode, plan_of(forbidden).recomputed) == ("none", [])
+    assert (plan_of(forbidden).checkpointing, plan_of(forbidden).recomputed) == ("none", [])
     assert plan_of(replace(STEP, recomputed=(1,))).recomputed == [1]
 
 
@@ -81,7 +81,7 @@ def test_compilation(compile: str, device: str, expected: str) -> None:
 
 
 def test_what_the_first_step_picked_is_taken() -> None:
-    plan = plan_of(replace(STEP, picked=Picked(RunPath("per_row", "blocks"), {}, "fastest")))
+    plan = plan_of(replace(STEP, picked=Picked(ExecutionMode("per_row", "blocks"), {}, "fastest")))
     assert (all_of(plan, "gemm"), all_of(plan, "compiled")) == ({"per_row"}, {"blocks"})
 
 

@@ -23,7 +23,7 @@ from coat_flux.pages.charts import heat_map_png
 from coat_flux.pages.precision import as_grid
 from coat_flux.watch.advice import exclude_yaml, kind_medians, standing_out, summaries, worst
 from coat_flux.watch.casts import CastProbe
-from coat_flux.watch.precision import COLUMNS, KINDS, Row, as_cells, merged, read_rows, weight_rows
+from coat_flux.watch.precision import COLUMNS, KINDS, CastPrecision, as_cells, merged, read_rows, weight_rows
 from tests import tolerances
 
 GROUP_16 = Granularity("per_group", 16)
@@ -206,9 +206,9 @@ def test_casts_of_a_layer_are_one_row_weighted_by_elements() -> None:
 
 def test_rows_come_back_from_the_file(tmp_path: Path) -> None:
     rows = [
-        Row(0, "a.b", "weight", 31.25, 0.0, 0.0, 0.5, 4096),
-        Row(2, "", "saved", math.inf, 1e-6, 1.0, 0.0, 1),
-        Row(2, "a.b", "gradient", math.nan, 0.0, 0.0, math.nan, 3),
+        CastPrecision(0, "a.b", "weight", 31.25, 0.0, 0.0, 0.5, 4096),
+        CastPrecision(2, "", "saved", math.inf, 1e-6, 1.0, 0.0, 1),
+        CastPrecision(2, "a.b", "gradient", math.nan, 0.0, 0.0, math.nan, 3),
     ]
     path = tmp_path / "precision.csv"
     path.write_text("\n".join(",".join(cells) for cells in [COLUMNS, *map(as_cells, rows)]))
@@ -223,7 +223,7 @@ def test_rows_come_back_from_the_file(tmp_path: Path) -> None:
 # -- advice ----------------------------------------------------------------------------------------------------------
 
 
-def run_rows(low: dict[int, float], blocks: int = 4) -> list[Row]:
+def run_rows(low: dict[int, float], blocks: int = 4) -> list[CastPrecision]:
     """Two looks at to_q and to_k of some blocks; inputs of to_q of `low` are as bad as it says."""
     rows = []
     for step in (2, 100):
@@ -231,8 +231,8 @@ def run_rows(low: dict[int, float], blocks: int = 4) -> list[Row]:
             for leaf in ("to_q", "to_k"):
                 layer = f"transformer_blocks.{block}.attn.{leaf}"
                 value = low.get(block, 31.5) if leaf == "to_q" else 31.0
-                rows.append(Row(step, layer, "input", value + step / 1000, 0.01 * block, 0.0, 0.5, 10))
-                rows.append(Row(step, layer, "gradient", 25.0, 0.0, 0.0, 0.3, 10))
+                rows.append(CastPrecision(step, layer, "input", value + step / 1000, 0.01 * block, 0.0, 0.5, 10))
+                rows.append(CastPrecision(step, layer, "gradient", 25.0, 0.0, 0.0, 0.3, 10))
     return rows
 
 
@@ -253,9 +253,9 @@ def test_even_layers_give_nothing_to_exclude() -> None:
 
 
 def test_gradients_of_a_coarser_format_do_not_stand_out_but_lost_ones_do() -> None:
-    rows = [*run_rows({}), Row(2, "x.0.proj", "gradient", 18.0, 0.0, 0.0, 0.3, 10)]
+    rows = [*run_rows({}), CastPrecision(2, "x.0.proj", "gradient", 18.0, 0.0, 0.0, 0.3, 10)]
     assert standing_out(summaries(rows)) == ["x.0.proj"]
-    other = [*run_rows({}), Row(2, "x.0.proj", "exp_avg", 1.0, 0.0, 0.0, 0.3, 10)]
+    other = [*run_rows({}), CastPrecision(2, "x.0.proj", "exp_avg", 1.0, 0.0, 0.0, 0.3, 10)]
     assert standing_out(summaries(other)) == []  # exclude does nothing for moments
 
 
@@ -268,7 +268,7 @@ def test_yaml_has_a_pattern_only_where_it_matches_nothing_else() -> None:
 
 
 def test_heat_map_has_a_line_for_each_layer() -> None:
-    rows = [*run_rows({1: 0.0}), Row(2, "", "saved", math.inf, 0.0, 0.0, math.nan, 5)]
+    rows = [*run_rows({1: 0.0}), CastPrecision(2, "", "saved", math.inf, 0.0, 0.0, math.nan, 5)]
     layers, kinds, values = as_grid(summaries(rows))
     assert layers[-1] == "(layer not known)"
     assert kinds == [kind for kind in KINDS if kind in ("input", "gradient", "saved")]

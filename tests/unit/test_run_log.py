@@ -21,7 +21,7 @@ def test_details_are_in_the_file_and_on_the_console_only_if_asked(run: Path) -> 
     for verbose in (False, True):
         shown: list[str] = []
         lines = Lines(shown.append, verbose=verbose)
-        lines.say("before the folder")
+        lines.info("before the folder")
         lines.open(run)
         lines.detail("memory\nline")
         lines.record("a table")
@@ -65,8 +65,8 @@ def test_a_full_disk_costs_the_log_and_not_the_run(run: Path) -> None:
             raise OSError(28, "No space left on device")
 
     lines._file = Full()  # type: ignore[assignment]  # a disk cannot be filled here
-    lines.say("one")
-    lines.say("two")
+    lines.info("one")
+    lines.info("two")
     lines.close()
     assert shown[0] == "one"
     assert shown[1].startswith("coat/log.txt: cannot be written ([Errno 28]")

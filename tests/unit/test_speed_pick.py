@@ -16,7 +16,7 @@ from torch import nn
 from coat_core import FP8Linear
 from coat_flux.blocks import measure as cache
 from coat_flux.blocks import measure as pick
-from coat_flux.blocks.decide import RunPath
+from coat_flux.blocks.decide import ExecutionMode
 from coat_flux.blocks.gemms import BlockGemms
 from coat_flux.blocks.measure import SpeedPick, Unavailable
 from coat_flux.config.coat import COATConfig
@@ -112,13 +112,13 @@ def test_compile_is_measured_only_where_it_is_left_open(asked: str, expected: li
 def test_the_fastest_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, config_of(), table())
     picked = bench.pick.choose(bench.args)
-    assert picked.path == RunPath("per_row", "blocks")
+    assert picked.execution == ExecutionMode("per_row", "blocks")
     assert bench.gemm() == "per_row"
     assert picked.milliseconds == {
-        RunPath("per_tensor", "none"): 9.0,
-        RunPath("per_row", "none"): 6.0,
-        RunPath("bf16", "none"): 15.0,
-        RunPath("per_row", "blocks"): 3.0,  # of the compiled ones only the fastest GEMM
+        ExecutionMode("per_tensor", "none"): 9.0,
+        ExecutionMode("per_row", "none"): 6.0,
+        ExecutionMode("bf16", "none"): 15.0,
+        ExecutionMode("per_row", "blocks"): 3.0,  # of the compiled ones only the fastest GEMM
     }
     text = picked.describe()
     assert text.startswith("path: per_row GEMM, compiled blocks 3.0 ms (fastest, measured in")
@@ -148,8 +148,8 @@ def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of two seconds: one candidate uses up the budget, compilation is not begun after half of it."""
     bench = Bench(monkeypatch, config_of(), table(), pass_s=4.0)
     picked = bench.pick.choose(bench.args)
-    assert list(picked.milliseconds) == [RunPath("per_tensor", "none")]
-    assert picked.path == RunPath("per_tensor", "none")
+    assert list(picked.milliseconds) == [ExecutionMode("per_tensor", "none")]
+    assert picked.execution == ExecutionMode("per_tensor", "none")
 
 
 def test_a_path_that_does_not_run_here_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_path_that_does_not_run_here_is_passed_over(monkeypatch: pytest.Monkey
 
     bench.pick._run = only_eager
     picked = bench.pick.choose(bench.args)
-    assert picked.path == RunPath("per_row", "none")
+    assert picked.execution == ExecutionMode("per_row", "none")
     assert bench.gemm() == "per_row"
 
 
@@ -172,7 +172,7 @@ def test_the_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = first.pick.choose(first.args)
     second = Bench(monkeypatch, config_of(), table())
     picked = second.pick.choose(second.args)
-    assert (picked.path, picked.milliseconds, second.runs) == (expected.path, expected.milliseconds, [])
+    assert (picked.execution, picked.milliseconds, second.runs) == (expected.execution, expected.milliseconds, [])
     assert "measured earlier" in picked.describe()
     other = Bench(monkeypatch, config_of(), table())
     other.pick.choose((torch.randn(1, 8, HIDDEN), other.args[1]))
@@ -184,7 +184,7 @@ def test_a_broken_cache_costs_a_measurement(monkeypatch: pytest.MonkeyPatch, con
     cache.cache_file().parent.mkdir(parents=True)
     cache.cache_file().write_text(content)
     bench = Bench(monkeypatch, config_of(), table())
-    assert bench.pick.choose(bench.args).path == RunPath("per_row", "blocks")
+    assert bench.pick.choose(bench.args).execution == ExecutionMode("per_row", "blocks")
     assert len(json.loads(cache.cache_file().read_text())) == 1
 
 
@@ -201,7 +201,7 @@ def test_triton_under_its_windows_name_is_known(monkeypatch: pytest.MonkeyPatch)
 def test_an_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: File) -> None:
     (tmp_path / "coat_flux").write_text("a file where the folder should be")
     bench = Bench(monkeypatch, config_of(), table())
-    assert bench.pick.choose(bench.args).path == RunPath("per_row", "blocks")
+    assert bench.pick.choose(bench.args).execution == ExecutionMode("per_row", "blocks")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_as_written_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, c
     picked = bench.pick.choose(bench.args)
     assert (bench.runs, picked.milliseconds) == ([], {})
     assert why in picked.describe()
-    assert picked.path.compile == "none"
+    assert picked.execution.compile == "none"
 
 
 def test_a_cached_answer_of_another_config_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ class Lines(logging.Handler):
         self._given_up = False
         self._levels: dict[str, int] = {}
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """Write to the console and the file."""
         self._write(line)
         self.record(line)
@@ -96,7 +96,7 @@ class Lines(logging.Handler):
         """Log a warning as a line, anything below as a detail; marks the record, see `coat_flux.cli.train`."""
         record.coat_shown = True
         if record.levelno >= logging.WARNING:
-            self.say(f"{record.levelname}: {record.getMessage()}")
+            self.info(f"{record.levelname}: {record.getMessage()}")
         else:
             self.detail(record.getMessage())
 

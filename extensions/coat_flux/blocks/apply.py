@@ -18,7 +18,7 @@ from ..config.findings import ConfigError
 from .architectures import Architecture, architecture_of, matches
 from .cast_loss import note_weight
 from .decide import high_precision_reason
-from .report import OUTSIDE, CoatReport, checkpointing_line, describe_linear, path_line, shared_rows
+from .report import OUTSIDE, CoatReport, checkpointing_line, describe_linear, execution_line, shared_rows
 from .runner import BlockRunner
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def apply_coat(
     _check_fallback(report, config)
     runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute)
     report.checkpointing = checkpointing_line(runner.plan, config)
-    report.path = path_line(runner.plan, config, run_device)
+    report.execution = execution_line(runner.plan, config, run_device)
     report.shared = lambda: shared_rows(runner.plan, config, run_device)
     modules = dict(model.named_modules())
     report.linears = {name: modules[name] for name in report.converted}

@@ -227,7 +227,7 @@ def architecture_of(model: nn.Module) -> Architecture:
     blocks = tuple(name for name, child in model.named_children() if isinstance(child, nn.ModuleList))
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__}: no policy for this class and no top-level list of blocks to convert; "
+            f"{type(model).__name__}: no entry for this class and no top-level list of blocks to convert; "
             f"known classes: {', '.join(ARCHITECTURES)}"
         )
     return Architecture(tuple(f"{name}.*" for name in blocks), (), tuple(map(BlockList, blocks)))

@@ -26,7 +26,7 @@ USABLE_FRACTION = 0.92
 GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
 
 
-class RunPath(NamedTuple):
+class ExecutionMode(NamedTuple):
     """One way to run the blocks: a GEMM of `GEMMS`, or the config's own where that is none of them; compile."""
 
     gemm: str
@@ -40,30 +40,30 @@ class Picked(NamedTuple):
     """What the first step picked, and why.
 
     Attributes:
-        path: what is taken.
+        execution: what is taken.
         milliseconds: of all blocks, forward and backward, by candidate; empty where nothing was measured.
         why: in words.
     """
 
-    path: RunPath
-    milliseconds: dict[RunPath, float]
+    execution: ExecutionMode
+    milliseconds: dict[ExecutionMode, float]
     why: str
 
     def describe(self) -> str:
         """One line for the log."""
-        others = ", ".join(f"{path} {ms:.1f} ms" for path, ms in self.milliseconds.items() if path != self.path)
-        own = f" {self.milliseconds[self.path]:.1f} ms" if self.path in self.milliseconds else ""
-        return f"path: {self.path}{own} ({self.why}{f'; {others}' if others else ''})"
+        others = ", ".join(f"{mode} {ms:.1f} ms" for mode, ms in self.milliseconds.items() if mode != self.execution)
+        own = f" {self.milliseconds[self.execution]:.1f} ms" if self.execution in self.milliseconds else ""
+        return f"execution: {self.execution}{own} ({self.why}{f'; {others}' if others else ''})"
 
 
-def candidates(config: COATConfig) -> list[RunPath]:
-    """Return the paths that are at least as precise as the config asks, what it asks for first."""
+def candidates(config: COATConfig) -> list[ExecutionMode]:
+    """Return the execution modes that are at least as precise as the config asks, what it asks for first."""
     asked = config.activation.linear_granularity if config.activation.use_fp8 else "bf16"
     gemms: Iterable[str] = GEMMS[GEMMS.index(asked) :] if asked in GEMMS else (asked,)
     modes: tuple[str, ...] = (config.speed.compile,)
     if config.speed.compile == "auto":
         modes = ("none", "blocks") if config.activation.flow == "fused" and config.activation.use_fp8 else ("none",)
-    return [RunPath(gemm, mode) for mode in modes for gemm in gemms]
+    return [ExecutionMode(gemm, mode) for mode in modes for gemm in gemms]
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class BlockPlan:
     """What all blocks do, and the sizes that was decided by.
 
     Attributes:
-        mode: `memory.checkpointing` in force.
-        path: GEMMs and compilation in force.
+        checkpointing: `memory.checkpointing` in force.
+        execution: GEMMs and compilation in force.
         blocks: in forward order.
         part: what modules inside the blocks do, where a model checkpoints those.
         moment: the moment when blocks need most; None before the first step.
@@ -157,8 +157,8 @@ class BlockPlan:
         given: what it was decided by.
     """
 
-    mode: str
-    path: RunPath
+    checkpointing: str
+    execution: ExecutionMode
     blocks: tuple[BlockChoice, ...]
     part: BlockChoice
     moment: Moment | None
@@ -193,8 +193,8 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
 
     Before the first step (`given.tokens` is None) sizes are not known: `auto` has not chosen, and nothing is copied.
     """
-    mode = checkpointing_mode(config, given.allow_recompute)
-    path = candidates(config)[0] if given.picked is None else given.picked.path
+    checkpointing = checkpointing_mode(config, given.allow_recompute)
+    execution = candidates(config)[0] if given.picked is None else given.picked.execution
     sizes: list[BlockBytes] = []
     around = 0
     if given.tokens is not None:
@@ -202,23 +202,23 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         sizes = [block_bytes(block, given.tokens, s) for block, s in zip(given.blocks, settings, strict=True)]
         last = given.blocks[-1]
         around = around_bytes(last, given.tokens, settings[-1]) if isinstance(last, Block) else 0
-    recomputed = _recomputed(config, given, mode, sizes, around)
+    recomputed = _recomputed(config, given, checkpointing, sizes, around)
 
     moment, spare = None, -1.0
     if sizes:
         moment = largest_moment(sizes, recomputed or (), given.accumulates)
-        if mode == "auto" and not recomputed and given.free_bytes is not None:
+        if checkpointing == "auto" and not recomputed and given.free_bytes is not None:
             spare = given.free_bytes - moment.total - around
     copies = _keeps_transposed(config, given, spare)
 
     def choice(index: int | None, again: bool | None) -> BlockChoice:
-        return _choice(config, given, path, again, copies, index)
+        return _choice(config, given, execution, again, copies, index)
 
     return BlockPlan(
-        mode=mode,
-        path=path,
+        checkpointing=checkpointing,
+        execution=execution,
         blocks=tuple(choice(i, None if recomputed is None else i in recomputed) for i in range(len(given.blocks))),
-        part=choice(None, mode in ("all", "auto")),  # what a part saves is unknown to auto
+        part=choice(None, checkpointing in ("all", "auto")),  # what a part saves is unknown to auto
         moment=moment,
         kept_bytes=sum(s.recomputed if i in (recomputed or ()) else s.kept for i, s in enumerate(sizes)),
         around_bytes=around,
@@ -271,7 +271,7 @@ def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
 
 
 def _choice(
-    config: COATConfig, given: Given, path: RunPath, again: bool | None, copies: bool, index: int | None
+    config: COATConfig, given: Given, execution: ExecutionMode, again: bool | None, copies: bool, index: int | None
 ) -> BlockChoice:
     """What one block does; `index` None: a part of a block."""
     packing, in_fp8 = packing_of(config), config.enabled and config.activation.use_fp8
@@ -279,19 +279,20 @@ def _choice(
     if packs:
         wants_fused = config.activation.flow == "fused"
     else:  # in high precision blocks are fused only to be compiled
-        wants_fused = config.enabled and path.compile != "none"
+        wants_fused = config.enabled and execution.compile != "none"
     obstacle = "a part of a block" if index is None else given.unfused.get(index, "")
     fused = wants_fused and not obstacle
     compiled = "none"
-    if fused and path.compile != "none" and not given.compile_failed:
-        compiled = "cudagraphs" if path.compile == "cudagraphs" and given.device == "cuda" and not again else "blocks"
+    if fused and execution.compile != "none" and not given.compile_failed:
+        graphs = execution.compile == "cudagraphs" and given.device == "cuda" and not again
+        compiled = "cudagraphs" if graphs else "blocks"
     return BlockChoice(
         recomputed=again,
         inputs=packing if again and config.enabled and config.memory.enable_efficient_checkpoint else None,
         saved=packing if packs else None,
         flow="fused" if fused else "generic" if packs else "diffusers",
         obstacle=obstacle if wants_fused else "",
-        gemm=path.gemm if in_fp8 else "bf16",
+        gemm=execution.gemm if in_fp8 else "bf16",
         transposed=copies,
         compiled=compiled,
     )

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.files import write_file
-from .decide import Picked, RunPath, candidates
+from .decide import ExecutionMode, Picked, candidates
 from .gemms import BlockGemms
 from .lora import trained_parameters
 
@@ -62,18 +62,18 @@ class SpeedPick:
     def __init__(self, blocks: Mapping[str, nn.Module], config: COATConfig, run: RunBlock) -> None:
         self._blocks, self._config, self._run = list(blocks.values()), config, run
         self._gemms = BlockGemms(self._blocks, config)
-        self._kept: RunPath | None = None
+        self._kept: ExecutionMode | None = None
 
-    def keep_to(self, path: RunPath) -> None:
+    def keep_execution(self, mode: ExecutionMode) -> None:
         """Take the execution mode of the run being resumed instead of measuring: another one rounds otherwise.
 
         Args:
-            path: of that run; one that the config no longer allows is logged and not taken.
+            mode: of that run; one that the config no longer allows is logged and not taken.
         """
-        if path in candidates(self._config):
-            self._kept = path
+        if mode in candidates(self._config):
+            self._kept = mode
         else:
-            logger.warning("resume: the saved path, %s, is not one that the config allows now; chosen again", path)
+            logger.warning("resume: the config no longer allows the saved execution mode, %s; choosing again", mode)
 
     def leave_out(self, linears: Collection[nn.Module]) -> None:
         """Let what is picked not be set on these linears."""
@@ -91,11 +91,11 @@ class SpeedPick:
             found = candidates(self._config)
             reason = self._reason_not_to_measure(args, found)
             picked = Picked(found[0], {}, reason) if reason else self._measured(args, found)
-        self._gemms.set(picked.path.gemm)
+        self._gemms.set(picked.execution.gemm)
         logger.info(picked.describe())
         return picked
 
-    def _reason_not_to_measure(self, args: tuple[Any, ...], found: list[RunPath]) -> str | None:
+    def _reason_not_to_measure(self, args: tuple[Any, ...], found: list[ExecutionMode]) -> str | None:
         measure = self._config.speed.measure
         if measure == "never":
             return "as configured: speed.measure: never"
@@ -105,53 +105,52 @@ class SpeedPick:
             return "the only one that is as precise as configured"
         return None
 
-    def _measured(self, args: tuple[Any, ...], found: list[RunPath]) -> Picked:
+    def _measured(self, args: tuple[Any, ...], found: list[ExecutionMode]) -> Picked:
         key = key_of(args, self._blocks, self._config)
         kept = _from_first_process(lambda: read_cache(key))
-        known = {RunPath(*path): ms for path, ms in kept.items()} if kept else {}
+        known = {ExecutionMode(*mode): ms for mode, ms in kept.items()} if kept else {}
         why = "measured earlier on this GPU, these shapes"
         if not set(known) & set(found):
             started = time.monotonic()
-            known = {
-                RunPath(*path): ms for path, ms in _from_first_process(lambda: self._time_all(args, found)).items()
-            }
+            timed = _from_first_process(lambda: self._time_all(args, found))
+            known = {ExecutionMode(*mode): ms for mode, ms in timed.items()}
             why = f"fastest, measured in {time.monotonic() - started:.1f} s"
             write_cache(key, known)
-        ours = {path: ms for path, ms in known.items() if path in found}
-        return Picked(min(ours, key=lambda path: ours[path]), ours, why)
+        ours = {mode: ms for mode, ms in known.items() if mode in found}
+        return Picked(min(ours, key=lambda mode: ours[mode]), ours, why)
 
-    def _time_all(self, args: tuple[Any, ...], found: list[RunPath]) -> dict[RunPath, float]:
+    def _time_all(self, args: tuple[Any, ...], found: list[ExecutionMode]) -> dict[ExecutionMode, float]:
         """Eager ones first; of the compiled ones only the fastest GEMM's, while there is time."""
         started = time.monotonic()
-        times: dict[RunPath, float] = {}
-        for path in (path for path in found if path.compile == found[0].compile):
+        times: dict[ExecutionMode, float] = {}
+        for mode in (mode for mode in found if mode.compile == found[0].compile):
             if times and time.monotonic() - started > BUDGET_S:
-                logger.info("speed.measure: no time left for %s", path)
+                logger.info("speed.measure: no time left for %s", mode)
                 continue
-            times[path] = self._milliseconds(path, args, started)
-        best = min(times, key=lambda path: times[path])
-        for path in found:
-            if path.gemm == best.gemm and path not in times and time.monotonic() - started < COMPILE_BEFORE_S:
+            times[mode] = self._milliseconds(mode, args, started)
+        best = min(times, key=lambda mode: times[mode])
+        for mode in found:
+            if mode.gemm == best.gemm and mode not in times and time.monotonic() - started < COMPILE_BEFORE_S:
                 try:
-                    times[path] = self._milliseconds(path, args, started)
+                    times[mode] = self._milliseconds(mode, args, started)
                 except Unavailable as error:
-                    logger.info("speed.measure: %s: %s", path, error)
+                    logger.info("speed.measure: %s: %s", mode, error)
         return times
 
-    def _milliseconds(self, path: RunPath, args: tuple[Any, ...], started: float) -> float:
-        self._gemms.set(path.gemm)
+    def _milliseconds(self, mode: ExecutionMode, args: tuple[Any, ...], started: float) -> float:
+        self._gemms.set(mode.gemm)
         counts = Counter(type(block) for block in self._blocks)
         first = {type(block): block for block in reversed(self._blocks)}
-        return sum(count * self._block_ms(path, first[kind], args, started) for kind, count in counts.items())
+        return sum(count * self._block_ms(mode, first[kind], args, started) for kind, count in counts.items())
 
-    def _block_ms(self, path: RunPath, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
+    def _block_ms(self, mode: ExecutionMode, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
         given = tuple(_leaf(x) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3 else x for x in args)
         wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
         wanted += trained_parameters(block)
 
         def once() -> None:
             with torch.enable_grad():
-                outputs = self._run(path.compile, block, given)
+                outputs = self._run(mode.compile, block, given)
                 torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
 
         for _ in range(WARM_UP):

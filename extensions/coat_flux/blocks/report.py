@@ -24,7 +24,7 @@ from .sizes import Block
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
 
-__all__ = ["OUTSIDE", "CoatReport", "Row", "describe_linear", "shared_rows"]
+__all__ = ["OUTSIDE", "CoatReport", "TableRow", "describe_linear", "shared_rows"]
 
 OUTSIDE = "outside the blocks: kept in high precision"
 UNASKED = "-"
@@ -36,7 +36,7 @@ DEQUANTIZED = "products of dequantized weights"
 HEADER = ("part", "count", "asked", "got", "why")
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One line of the table.
 
     Attributes:
@@ -65,7 +65,7 @@ class CoatReport:
         why: name → reason, where a layer got less than the config asks for in general.
         skipped: name → reason, for linears left in high precision.
         checkpointing: one line on recomputation and saved tensors.
-        path: one line on who chooses the GEMMs' scaling and compilation.
+        execution: one line on who chooses the GEMMs' scaling and compilation.
         linears: name → the layer, whose GEMM the first step may change.
         shared: gives the rows on what the blocks share, as it is now.
     """
@@ -76,10 +76,10 @@ class CoatReport:
     why: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     checkpointing: str = ""
-    path: str = ""
+    execution: str = ""
     linears: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    shared: Callable[[], Iterable[Row]] = field(default=tuple, repr=False)
-    _added: dict[str, Row] = field(default_factory=dict, repr=False)
+    shared: Callable[[], Iterable[TableRow]] = field(default=tuple, repr=False)
+    _added: dict[str, TableRow] = field(default_factory=dict, repr=False)
 
     def add(self, name: str, got: str, why: str = "") -> None:
         """Note a converted layer."""
@@ -90,7 +90,7 @@ class CoatReport:
 
     def add_row(self, part: str, asked: str, got: str, why: str = "") -> None:
         """Add what is not known to `apply_coat`, or replace the row of that part: the optimizer, for example."""
-        self._added[part] = Row(part, asked, got, why)
+        self._added[part] = TableRow(part, asked, got, why)
 
     def rows(self) -> list[tuple[str, int, str, str]]:
         """Return (layers, count, got, why), one row per part of the model and treatment, as it is now."""
@@ -103,13 +103,13 @@ class CoatReport:
             counted[key] = counted.get(key, 0) + 1
         return [(group, count, got, why) for (group, got, why), count in counted.items()]
 
-    def parts(self) -> list[Row]:
+    def parts(self) -> list[TableRow]:
         """Return all rows of the table, as it is now; what is outside the blocks is one of them."""
-        rows = [Row(g, self.asked, got, why, count) for g, count, got, why in self.rows() if why != OUTSIDE]
+        rows = [TableRow(g, self.asked, got, why, count) for g, count, got, why in self.rows() if why != OUTSIDE]
         outside = {group: count for group, count, _, why in self.rows() if why == OUTSIDE}
         if outside:
             why = f"{OUTSIDE} ({', '.join(outside)})"
-            rows.append(Row("outside", UNASKED, "high precision", why, sum(outside.values())))
+            rows.append(TableRow("outside", UNASKED, "high precision", why, sum(outside.values())))
         return [*rows, *self.shared(), *self._added.values()]
 
     def table(self) -> str:
@@ -168,7 +168,7 @@ def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool)
     return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"
 
 
-def _in_words(row: Row) -> str:
+def _in_words(row: TableRow) -> str:
     if row.got == row.asked:
         return f"{row.got}{f' ({row.why})' if row.why else ''}"
     differs = row.asked != UNASKED and not row.got.startswith("as asked")
@@ -182,8 +182,8 @@ def _part(name: str) -> str:
     return f"{part}.*" if rest else part
 
 
-def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device) -> list[Row]:
-    """Return asked, got and why of what all blocks share: GEMMs, kernels, saved tensors, attention, path and so on.
+def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device) -> list[TableRow]:
+    """Return asked, got and why of what all blocks share: GEMMs, kernels, saved tensors, attention and so on.
 
     They are made each time they are read: before the first step they say what it will decide, after it what it did.
     They hold no measured number, so that runs that are the same have the same metadata; the log has those.
@@ -197,7 +197,7 @@ def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device) -> li
     rows.append(_checkpointing(plan, config))
     if config.weight.use_fp8 and config.activation.use_fp8:
         rows.append(_transposed(plan, config))
-    rows.append(_path(plan, config, device))
+    rows.append(_execution(plan, config, device))
     return rows
 
 
@@ -206,25 +206,25 @@ def checkpointing_line(plan: BlockPlan, config: COATConfig) -> str:
     stored = f"{_stored(config)}, attention {config.activation.attention}"
     flow = "fused" if config.activation.flow == "fused" and set(plan.given.classes) & READ_BLOCKS.keys() else "generic"
     kept = f"kept blocks save {stored}, {flow} flow" if config.activation.use_fp8 else "kept blocks save high precision"
-    kept += "" if plan.path.compile == "none" else f"; compiled {plan.path.compile}"
+    kept += "" if plan.execution.compile == "none" else f"; compiled {plan.execution.compile}"
     if plan.recomputed is None:
         recomputed = f"recomputed blocks keep {_inputs(config)} inputs"
         return f"checkpointing auto (chosen at the first step); {kept}; {recomputed}"
     count = f"{len(plan.recomputed)} of {len(plan.blocks)} blocks recompute from {_inputs(config)} inputs"
-    return f"checkpointing {plan.mode}: {count}; {kept}"
+    return f"checkpointing {plan.checkpointing}: {count}; {kept}"
 
 
-def path_line(plan: BlockPlan, config: COATConfig, device: torch.device) -> str:
+def execution_line(plan: BlockPlan, config: COATConfig, device: torch.device) -> str:
     """One line: whether scaling and compilation are as configured, or are picked at the first step."""
     measures = plan.given.picks_later and (device.type == "cuda" or config.speed.measure == "always")
     when = "picked by measurement at the first step" if measures else "as configured"
-    return f"path: {when} (speed.measure: {config.speed.measure})"
+    return f"execution: {when} (speed.measure: {config.speed.measure})"
 
 
 def auto_line(plan: BlockPlan) -> str:
     """One line: what `auto` chose by the sizes; empty where it did not."""
     given = plan.given
-    if plan.mode != "auto" or given.tokens is None or given.recomputed is not None or given.free_bytes is None:
+    if plan.checkpointing != "auto" or given.tokens is None or given.recomputed is not None or given.free_bytes is None:
         return ""
     recomputed = f"{len(plan.recomputed or ())} of {len(plan.blocks)} blocks recompute"
     sizes = f"{plan.peak_bytes / 1e9:.2f} GB for a step, {given.free_bytes / 1e9:.2f} GB free for it"
@@ -251,7 +251,7 @@ def generic_cost(config: COATConfig, given: Given) -> str:
 
 
 def _treatment(plan: BlockPlan, choice: BlockChoice) -> str:
-    compiled = "" if plan.path.compile == "none" else ", eager" if choice.compiled == "none" else ", compiled"
+    compiled = "" if plan.execution.compile == "none" else ", eager" if choice.compiled == "none" else ", compiled"
     if choice.recomputed:
         return f"recomputed{compiled}"
     if choice.saved is None:
@@ -277,80 +277,80 @@ def _inputs(config: COATConfig) -> str:
     return "FP8" if config.memory.enable_efficient_checkpoint else "high precision"
 
 
-def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> Row:
+def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRow:
     if not config.activation.use_fp8:
         weights = DEQUANTIZED if config.weight.use_fp8 else "products of the weights"
-        return Row("GEMMs", "high precision", weights, "activation.use_fp8: false")
+        return TableRow("GEMMs", "high precision", weights, "activation.use_fp8: false")
     linear = config.linear_config()
     backward = "dequantized weights" if linear.grad_format == "bf16" else linear.grad_format
     asked = f"FP8, forward {linear.input_format}, backward {backward}"
     obstacle = fp8_gemm_obstacle(device, linear)
     if obstacle is not None:
-        return Row("GEMMs", asked, DEQUANTIZED, f"fallback: {obstacle}")
-    if plan.path.gemm == "bf16":
-        return Row("GEMMs", asked, DEQUANTIZED, "faster here, and at least as precise; see path")
+        return TableRow("GEMMs", asked, DEQUANTIZED, f"fallback: {obstacle}")
+    if plan.execution.gemm == "bf16":
+        return TableRow("GEMMs", asked, DEQUANTIZED, "faster here, and at least as precise; see execution")
     if device.type == "cpu":
-        return Row("GEMMs", asked, "fp32 products of the FP8 codes", "a cpu: a GPU's values, not its speed")
-    return Row("GEMMs", asked, "torch._scaled_mm", f"a trial on {device} ran")
+        return TableRow("GEMMs", asked, "fp32 products of the FP8 codes", "a cpu: a GPU's values, not its speed")
+    return TableRow("GEMMs", asked, "torch._scaled_mm", f"a trial on {device} ran")
 
 
-def _kernels(device: torch.device) -> Row:
+def _kernels(device: torch.device) -> TableRow:
     asked, reference = "Triton", "PyTorch reference"
     if device.type != "cuda":
-        return Row("kernels", asked, reference, f"Triton kernels need a GPU, this is a {device.type}")
+        return TableRow("kernels", asked, reference, f"Triton kernels need a GPU, this is a {device.type}")
     here = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
     obstacle = triton_obstacle(here)
-    return Row("kernels", asked, asked if obstacle is None else reference, obstacle or "")
+    return TableRow("kernels", asked, asked if obstacle is None else reference, obstacle or "")
 
 
-def _saved(plan: BlockPlan, config: COATConfig) -> Row:
+def _saved(plan: BlockPlan, config: COATConfig) -> TableRow:
     if not config.activation.use_fp8:
-        return Row("saved tensors", "high precision", "high precision", "activation.use_fp8: false")
+        return TableRow("saved tensors", "high precision", "high precision", "activation.use_fp8: false")
     asked = f"{_stored(config)}, {config.activation.flow} flow"
     if plan.given.tokens is None:  # what is foreseen
         unfused = plan.given.unfused if config.activation.flow == "fused" else {}
         if not unfused:
-            return Row("saved tensors", asked, asked)
+            return TableRow("saved tensors", asked, asked)
         some = "" if len(unfused) == len(plan.blocks) else f" in {len(unfused)} of {len(plan.blocks)} blocks"
         why = "; ".join(dict.fromkeys(unfused.values())) if _has_readers(plan) else NO_READER
-        return Row("saved tensors", asked, f"{_stored(config)}, generic flow{some}", why)
+        return TableRow("saved tensors", asked, f"{_stored(config)}, generic flow{some}", why)
     got = "; ".join(f"{count} {what}" for what, count in treatments(plan).items())
     blocks = list(zip(plan.given.classes, plan.blocks, strict=True))
     obstacles = {f"{name}: {choice.obstacle}" for name, choice in blocks if choice.obstacle and name in READ_BLOCKS}
     eager = {
-        not_compiled(name, plan.path.compile)
+        not_compiled(name, plan.execution.compile)
         for name, choice in blocks
-        if plan.path.compile != "none" and choice.flow != "fused"
+        if plan.execution.compile != "none" and choice.flow != "fused"
     }
-    return Row("saved tensors", asked, got, "; ".join([*sorted(obstacles), *sorted(eager)]))
+    return TableRow("saved tensors", asked, got, "; ".join([*sorted(obstacles), *sorted(eager)]))
 
 
-def _attention(plan: BlockPlan, config: COATConfig) -> Row:
+def _attention(plan: BlockPlan, config: COATConfig) -> TableRow:
     kept = config.activation.attention if config.activation.use_fp8 else "high precision"
     asked, kernel = f"q, k, v, out kept in {kept}", plan.given.attention_kernel
     if kernel is None:
         later = LATER if _has_readers(plan) else "chosen by torch at each call"
-        return Row("attention", asked, f"as asked; kernel {later}")
+        return TableRow("attention", asked, f"as asked; kernel {later}")
     plain = "torch has no fused kernel for these tensors: backward runs it again"
-    return Row("attention", asked, f"as asked; kernel {kernel}", plain if kernel == "plain" else "torch's choice")
+    return TableRow("attention", asked, f"as asked; kernel {kernel}", plain if kernel == "plain" else "torch's choice")
 
 
-def _checkpointing(plan: BlockPlan, config: COATConfig) -> Row:
+def _checkpointing(plan: BlockPlan, config: COATConfig) -> TableRow:
     memory, given = config.memory, plan.given
     asked = memory.checkpointing + (f" ({memory.every_n})" if memory.checkpointing == "every_n" else "")
     asked += "" if memory.budget_gb is None else f" within {memory.budget_gb:g} GB"
     if plan.recomputed is None:
-        return Row("checkpointing", asked, LATER)
+        return TableRow("checkpointing", asked, LATER)
     got = f"{len(plan.recomputed)} of {len(plan.blocks)} blocks recompute from {_inputs(config)} inputs"
-    why = "the fewest with which a step fits the budget" if plan.mode == "auto" else ""
+    why = "the fewest with which a step fits the budget" if plan.checkpointing == "auto" else ""
     if given.ran_out_with is not None:
         why = f"memory ran out with {given.ran_out_with}"
-    if plan.mode != memory.checkpointing:
+    if plan.checkpointing != memory.checkpointing:
         why = "train.gradient_checkpointing: false"
-    return Row("checkpointing", asked, got, why)
+    return TableRow("checkpointing", asked, got, why)
 
 
-def _transposed(plan: BlockPlan, config: COATConfig) -> Row:
+def _transposed(plan: BlockPlan, config: COATConfig) -> TableRow:
     mode, given = config.memory.transposed_weights, plan.given
     got = f"{plan.transposed_bytes / 1e9:.2f} GB" if plan.copies else "none"
     if given.tokens is None:
@@ -365,23 +365,23 @@ def _transposed(plan: BlockPlan, config: COATConfig) -> Row:
         why = "blocks recompute, or checkpointing is not auto"
     else:
         why = "a step leaves room for them" if plan.copies else "a step leaves no room for them"
-    return Row("transposed weights", mode, got, why)
+    return TableRow("transposed weights", mode, got, why)
 
 
-def _path(plan: BlockPlan, config: COATConfig, device: torch.device) -> Row:
-    asked, compile = f"compile {config.speed.compile}, measure {config.speed.measure}", plan.path.compile
+def _execution(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRow:
+    asked, compile = f"compile {config.speed.compile}, measure {config.speed.measure}", plan.execution.compile
     if plan.given.picks_later:
-        return Row("path", asked, LATER)
+        return TableRow("execution", asked, LATER)
     picked = plan.given.picked
-    gemm = "" if picked is None else f"{picked.path.gemm} GEMM, "
+    gemm = "" if picked is None else f"{picked.execution.gemm} GEMM, "
     if picked is None:
         why = "as configured" if _has_readers(plan) else f"as configured: {NO_READER}"
     else:
         why = "the fastest of those that were measured" if picked.milliseconds else picked.why
     if compile == "none":
-        return Row("path", asked, f"{gemm}eager", why)
+        return TableRow("execution", asked, f"{gemm}eager", why)
     if plan.given.compile_failed:
-        return Row("path", asked, f"{gemm}eager", "torch.compile failed, the log has its reason")
+        return TableRow("execution", asked, f"{gemm}eager", "torch.compile failed, the log has its reason")
     if compile == "cudagraphs" and device.type != "cuda":
-        return Row("path", asked, f"{gemm}compiled blocks", f"there are no CUDA graphs on a {device.type}")
-    return Row("path", asked, f"{gemm}compiled {compile}", why)
+        return TableRow("execution", asked, f"{gemm}compiled blocks", f"there are no CUDA graphs on a {device.type}")
+    return TableRow("execution", asked, f"{gemm}compiled {compile}", why)

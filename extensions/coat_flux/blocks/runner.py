@@ -29,7 +29,7 @@ from coat_core.linear.module import drop_transposed
 from . import report
 from .architectures import READ_BLOCKS
 from .block_bytes import read_blocks
-from .decide import USABLE_FRACTION, BlockChoice, BlockPlan, Given, Picked, RunPath, budget_bytes, decide
+from .decide import USABLE_FRACTION, BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
 from .fused.chooser import FusedForms, attention_kernel
 from .fused.compiled import CompiledBlocks
 from .fused.linears import NotFusable
@@ -114,7 +114,7 @@ class BlockRunner:
         }
         if not blocks:
             raise ValueError(
-                f"{type(model).__name__}: has none of the block lists its policy names ({', '.join(block_lists)}); "
+                f"{type(model).__name__}: has none of the block lists its entry names ({', '.join(block_lists)}); "
                 "use a diffusers version that has them, or change coat_flux.blocks.architectures"
             )
         runner = cls(blocks, config, allow_recompute)
@@ -141,10 +141,10 @@ class BlockRunner:
         """What the first step picked; None before it, and where nothing is left to pick."""
         return self._given.picked
 
-    def keep_to(self, path: RunPath) -> None:
-        """Let the first step take this path, where the config allows it, instead of choosing: `SpeedPick.keep_to`."""
+    def keep_execution(self, mode: ExecutionMode) -> None:
+        """Let the first step take this mode, where the config allows it: `SpeedPick.keep_execution`."""
         if self._pick is not None:
-            self._pick.keep_to(path)
+            self._pick.keep_execution(mode)
 
     def multiply_in_bf16(self, linears: Collection[nn.Module]) -> None:
         """Take linears of the blocks out of FP8 GEMMs for the rest of the run, as `activation.exclude` does.
@@ -165,7 +165,7 @@ class BlockRunner:
             A line that says what changed; None where nothing is left.
         """
         plan = self.plan
-        if plan.mode != "auto":
+        if plan.checkpointing != "auto":
             return None
         if plan.copies and self._config.memory.transposed_weights == "auto":
             freed = transposed_bytes(self._modules)
@@ -175,7 +175,7 @@ class BlockRunner:
         if before == len(every):
             return None
         self._decide(recomputed=every, ran_out_with=before)
-        if plan.path.compile == "cudagraphs":
+        if plan.execution.compile == "cudagraphs":
             torch.compiler.reset()  # recordings keep the memory of what their blocks kept
         inputs = "FP8" if self._config.memory.enable_efficient_checkpoint else "exact"
         return (
@@ -185,10 +185,10 @@ class BlockRunner:
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run one block as the plan has it."""
-        self._watch(block, args, kwargs)
+        self._update_plan(block, args, kwargs)
         return self._table.get(id(block), self._run_part)(block, args, kwargs)
 
-    def _watch(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _update_plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide again where what was given has changed."""
         place = self._places.get(id(block))
         if self._pick is not None and torch.is_grad_enabled() and not kwargs:
@@ -197,7 +197,7 @@ class BlockRunner:
         hidden = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
         size = sum(x.numel() for x in hidden)
         accumulates = bool(self._trained) and self._trained[0].grad is not None
-        first = self._given.tokens is None and bool(hidden or (args and self._plan.mode != "auto"))
+        first = self._given.tokens is None and bool(hidden or (args and self._plan.checkpointing != "auto"))
         if first or size > self._size or accumulates > self._given.accumulates:
             self._start(args, hidden, size, accumulates)
         if place == 0:
@@ -257,7 +257,7 @@ class BlockRunner:
                     "resolution",
                     plan.excess_bytes / 1e9,
                 )
-        wants_graphs = self._given.tokens is not None and plan.path.compile == "cudagraphs"
+        wants_graphs = self._given.tokens is not None and plan.execution.compile == "cudagraphs"
         kept = any(choice.flow == "fused" and not choice.recomputed for choice in plan.blocks)
         if wants_graphs and kept and self._given.device != "cuda":
             self._compiled.lacks_graphs(self._given.device)
@@ -308,7 +308,7 @@ class BlockRunner:
             except NotFusable as error:
                 self._lose(choice, block, str(error), args)
         if fused is None:
-            if self._plan.path.compile != "none":
+            if self._plan.execution.compile != "none":
                 self._warn_of_eager(block)
             return None
         if choice.obstacle:
@@ -347,7 +347,7 @@ class BlockRunner:
 
     def _warn_of_eager(self, block: nn.Module) -> None:
         """Log once that a kind of block is not compiled, where compilation is asked for; `fallback: error` raises."""
-        mode = self._plan.path.compile
+        mode = self._plan.execution.compile
         reason = report.not_compiled(type(block).__name__, mode)
         if reason in self._warned:
             return
@@ -358,7 +358,7 @@ class BlockRunner:
 
     def _run_part(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module inside a block, which some models checkpoint by themselves."""
-        if self._plan.mode == "every_n":
+        if self._plan.checkpointing == "every_n":
             raise ValueError(
                 f"coat.memory.checkpointing='every_n': this model checkpoints {type(block).__name__} modules inside "
                 "its blocks, which cannot be counted; set checkpointing: all or none"
@@ -368,7 +368,7 @@ class BlockRunner:
     def _run_kept(self, compile: str, block: nn.Module, args: tuple[Any, ...]) -> Any:
         """Run a block that is not recomputed, for the start-up measurement."""
         if compile not in self._trials:
-            trial = Picked(RunPath(self._plan.path.gemm, "none" if compile == "none" else "blocks"), {}, "")
+            trial = Picked(ExecutionMode(self._plan.execution.gemm, "none" if compile == "none" else "blocks"), {}, "")
             self._trials[compile] = decide(self._config, replace(self._given, recomputed=(), picked=trial)).blocks
         outputs = self._run(self._trials[compile][self._places[id(block)]], block, args, {})
         if compile != "none" and self._compiled.failed:

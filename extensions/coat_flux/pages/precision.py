@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.files import write_file
 from ..watch.advice import LOW_DB, OUTLIER_DB, Summary, exclude_yaml, kind_medians, standing_out, summaries, worst
-from ..watch.precision import FILE, KINDS, Row, read_rows
+from ..watch.precision import FILE, KINDS, CastPrecision, read_rows
 from .charts import heat_map_png
 from .html import Page
 from .run import RunFolder
@@ -110,8 +110,8 @@ def _show_advice(page: Page, run: RunFolder, found: Sequence[Summary]) -> None:
     page.paragraph("activation.min_sqnr_db does that by itself for inputs, from a threshold in dB.")
 
 
-def _show_curves(page: Page, rows: Sequence[Row]) -> None:
-    groups: dict[tuple[str, int], list[Row]] = {}
+def _show_curves(page: Page, rows: Sequence[CastPrecision]) -> None:
+    groups: dict[tuple[str, int], list[CastPrecision]] = {}
     for row in rows:
         if row.step and not math.isnan(row.sqnr_db):
             groups.setdefault((row.kind, row.step), []).append(row)

@@ -14,7 +14,7 @@ from .job import JobFacts, job_facts
 from .predict import Prediction, predict_facts
 from .speed import run_seconds, step_seconds
 
-__all__ = ["Change", "Verdict", "judge"]
+__all__ = ["CardFit", "Change", "judge"]
 
 REPEATS = 3  # times an edit may be made: a batch, a rank or a size halved and halved again
 SMALLER = ((1024, 768), (768, 512), (512, 384))  # resolutions, and what comes below each
@@ -36,7 +36,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CardFit:
     """What a card makes of a job.
 
     Attributes:
@@ -63,23 +63,23 @@ class Verdict:
         return _room(self.card)
 
 
-def judge(facts: JobFacts, card: Card) -> Verdict:
+def judge(facts: JobFacts, card: Card) -> CardFit:
     """Say whether a job fits a card, or find the cheapest change, else the fewest of the cheapest, that make it fit."""
     memory = card.gb * 1e9
     prediction = predict_facts(facts, memory)
     if _fits(prediction, card):
-        return _timed(Verdict(card, True, prediction), facts, prediction)
+        return _timed(CardFit(card, True, prediction), facts, prediction)
     coat = facts.job.coat
     fp8 = replace(coat, enabled=True, weight=replace(coat.weight, use_fp8=True))
     edits = []
     if facts.model.transformer_bytes(fp8, facts.value_bytes) <= _room(card):  # which no edit makes smaller
         edits = _edits_that_fit(facts, card)
     if not edits:
-        return Verdict(card, False, prediction)
+        return CardFit(card, False, prediction)
     changes = _applied(facts.job, edits)
     changed = job_facts(changes[-1].job, facts)
     found = predict_facts(changed, memory)
-    return _timed(Verdict(card, False, prediction, tuple(changes), found), changed, found)
+    return _timed(CardFit(card, False, prediction, tuple(changes), found), changed, found)
 
 
 def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
@@ -130,7 +130,7 @@ def _room(card: Card) -> float:
     return card.gb * 1e9 * USABLE_FRACTION
 
 
-def _timed(verdict: Verdict, facts: JobFacts, prediction: Prediction) -> Verdict:
+def _timed(verdict: CardFit, facts: JobFacts, prediction: Prediction) -> CardFit:
     if not verdict.card.bf16_tflops:
         return verdict
     return replace(

@@ -11,7 +11,7 @@ from ..blocks.block_bytes import block_bytes
 from ..blocks.decide import USABLE_FRACTION
 from ..blocks.sizes import kept_by_kind
 from ..config.job import JobConfig
-from .cards import Verdict, judge
+from .cards import CardFit, judge
 from .facts import CARDS, Card
 from .job import JobFacts, job_facts
 from .predict import PARTS, Prediction, predict_facts
@@ -32,7 +32,7 @@ class Plan:
 
     facts: JobFacts
     prediction: Prediction
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[CardFit, ...]
 
 
 def make_plan(job: JobConfig, gpu: Card | float | None = None) -> Plan:
@@ -124,7 +124,7 @@ def _cards(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _card_row(verdict: Verdict) -> list[str]:
+def _card_row(verdict: CardFit) -> list[str]:
     shown = verdict.changed or verdict.prediction
     step, run = verdict.step_seconds, verdict.run_seconds
     return [
@@ -138,7 +138,7 @@ def _card_row(verdict: Verdict) -> list[str]:
     ]
 
 
-def _remedy(verdict: Verdict) -> str:
+def _remedy(verdict: CardFit) -> str:
     if verdict.fits:
         return ""
     if verdict.changes:
@@ -185,7 +185,7 @@ def _prediction_json(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+def _verdict_json(verdict: CardFit) -> dict[str, Any]:
     changes: Iterable[dict[str, str]] = ({"write": change.text, "costs": change.cost} for change in verdict.changes)
     return {
         "gb": verdict.card.gb,

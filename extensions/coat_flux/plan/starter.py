@@ -22,7 +22,7 @@ from ..config.job_file import parse, shipped
 from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.files import DatasetError, find_images
 from ..data.preflight import PhotoFacts, survey
-from .cards import Verdict, judge
+from .cards import CardFit, judge
 from .facts import Card
 from .job import job_facts
 from .predict import predict_facts
@@ -69,7 +69,7 @@ class Starter:
 
     text: str
     origin: str
-    verdict: Verdict
+    verdict: CardFit
     trigger: str
 
 
@@ -119,7 +119,7 @@ def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, fil
             raise ConfigError(f"{origin}: not part of this installation; install coat-flux from a wheel or a checkout")
         text = _written(shipped()[origin].read_text(encoding="utf-8"), photos, card, name, trigger, file)
         facts = job_facts(JobConfig.from_dict(parse(text, file), file=file))
-        quick = Verdict(card, False, predict_facts(facts, card.gb * 1e9))
+        quick = CardFit(card, False, predict_facts(facts, card.gb * 1e9))
         tried.append((quick.prediction.peak, text, origin, facts))
         if quick.prediction.peak <= quick.room:
             break

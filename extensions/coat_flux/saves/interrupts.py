@@ -28,15 +28,15 @@ class Interrupts:
     """Notes a first signal, from `listen` to `close` or in a `with` block; outside of the main thread it notes nothing.
 
     Args:
-        say: takes one line.
+        log: takes one line.
 
     Attributes:
         asked: a signal came.
     """
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, log: Callable[[str], None]):
         self.asked = False
-        self._say = say
+        self._log = log
         self._first = 0.0
         self._before: dict[int, Any] = {}
 
@@ -69,6 +69,6 @@ class Interrupts:
         if not self.asked:
             self.asked, self._first = True, time.monotonic()
             with contextlib.suppress(OSError):  # raised here it would end the step under way
-                self._say("Interrupted: this step is finished and saved. Once more ends at once, without a save")
+                self._log("Interrupted: this step is finished and saved. Once more ends at once, without a save")
         elif number != HANG_UP and time.monotonic() - self._first > ONE_PRESS_SECONDS:
             raise KeyboardInterrupt

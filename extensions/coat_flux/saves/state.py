@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..blocks.decide import RunPath
+from ..blocks.decide import ExecutionMode
 from ..blocks.runner import BlockRunner
 from .errors import ResumeError
 
@@ -33,10 +33,10 @@ __all__ = [
     "REMEDY",
     "STANDALONE",
     "RunState",
-    "keep_path",
+    "execution_changes",
+    "execution_of",
+    "keep_execution",
     "load_tensors",
-    "path_changes",
-    "path_of",
     "restore_tensors",
     "save_tensors",
 ]
@@ -46,7 +46,7 @@ LORA_FILE, EMA_FILE, RNG_FILE = "lora.safetensors", "ema.safetensors", "rng.safe
 RECORD_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 REMEDY = "restore it from a backup, or choose another config.name to start over (all that is in this folder stays)"
-PATH_WORDS = {"gemm": "GEMMs of the blocks", "compile": "compilation", "recomputed": "blocks that recompute"}
+EXECUTION_WORDS = {"gemm": "GEMMs of the blocks", "compile": "compilation", "recomputed": "blocks that recompute"}
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
 # -- the execution mode, measured at a run's first step; rounding depends on it ----------------------------------------
 
 
-def path_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, Any]:
+def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, Any]:
     """GEMMs and compilation in force, plain JSON; empty before the first step, and without COAT.
 
     Args:
@@ -182,21 +182,21 @@ def path_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, An
     runner = BlockRunner.of(transformer)
     if runner is None:
         return {}
-    path = {} if runner.picked is None else runner.picked.path._asdict()
-    return {**path, "recomputed": runner.plan.recomputed} if recomputed else path
+    execution = {} if runner.picked is None else runner.picked.execution._asdict()
+    return {**execution, "recomputed": runner.plan.recomputed} if recomputed else execution
 
 
-def keep_path(transformer: nn.Module, path: Mapping[str, str]) -> None:
+def keep_execution(transformer: nn.Module, saved: Mapping[str, str]) -> None:
     """Let the first step use a saved mode instead of measuring, where the config still has it."""
     runner = BlockRunner.of(transformer)
-    if runner is not None and "gemm" in path:
-        runner.keep_to(RunPath(path["gemm"], path["compile"]))
+    if runner is not None and "gemm" in saved:
+        runner.keep_execution(ExecutionMode(saved["gemm"], saved["compile"]))
 
 
-def path_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def execution_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two modes, one line each: from there on results differ by rounding."""
     return [
         f"Resume: {words} {saved[key]} -> {now[key]}; results differ from here on by rounding"
-        for key, words in PATH_WORDS.items()
+        for key, words in EXECUTION_WORDS.items()
         if key in saved and key in now and saved[key] != now[key]
     ]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import yaml
 
-from .precision import GRADIENT, INPUT, KINDS, Row
+from .precision import GRADIENT, INPUT, KINDS, CastPrecision
 
 __all__ = ["LOW_DB", "OUTLIER_DB", "Summary", "exclude_yaml", "kind_medians", "standing_out", "summaries", "worst"]
 
@@ -28,7 +28,7 @@ class Summary(NamedTuple):
     """A kind of tensor in a layer over the run.
 
     Attributes:
-        layer: as in `Row`.
+        layer: as in `CastPrecision`.
         kind: likewise.
         sqnr_db: median over the steps that were measured.
         lowest_db: of these steps.
@@ -48,9 +48,9 @@ class Summary(NamedTuple):
     below_median_db: float
 
 
-def summaries(rows: Iterable[Row]) -> list[Summary]:
+def summaries(rows: Iterable[CastPrecision]) -> list[Summary]:
     """Put the steps of each (layer, kind) together, in order of appearance; what was all zeros is left out."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[CastPrecision]] = {}
     for row in rows:
         if not math.isnan(row.sqnr_db):
             groups.setdefault((row.layer, row.kind), []).append(row)

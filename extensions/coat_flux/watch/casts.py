@@ -30,7 +30,7 @@ from coat_core.linear.module import FP8TrainableLinear
 from ..blocks.architectures import layer_of
 from ..blocks.cast_loss import SAMPLE, Measures, low_end, measure_cast, octaves, sampled
 from .health import EXP_AVG, EXP_AVG_SQ, GRADIENTS, INPUTS, SAVED, CastHealth, Loss
-from .precision import Row, merged
+from .precision import CastPrecision, merged
 
 __all__ = ["CastProbe"]
 
@@ -100,7 +100,7 @@ class CastProbe(TorchDispatchMode):
             return None
         return CastHealth(Loss(cast.kind, cast.where, *measures[:2]) for cast, measures in found)
 
-    def rows(self, step: int) -> list[Row]:
+    def rows(self, step: int) -> list[CastPrecision]:
         """The same by layer; a cast that several layers read is in the row of each.
 
         Args:

@@ -55,7 +55,7 @@ class RunGuard:
     Args:
         options: `coat.guard`.
         lora: name → parameter of every adapter matrix; may be set later as the attribute of this name.
-        say: takes one line for the user.
+        log: takes one line for the user.
 
     Attributes:
         lora: as given.
@@ -64,10 +64,10 @@ class RunGuard:
         nonfinite: steps in a row, up to the last one, that were not finite.
     """
 
-    def __init__(self, options: GuardOptions, lora: Mapping[str, Tensor], say: Callable[[str], None]) -> None:
+    def __init__(self, options: GuardOptions, lora: Mapping[str, Tensor], log: Callable[[str], None]) -> None:
         self.lora = lora
         self.skipped = self.updates = self.nonfinite = 0
-        self._options, self._say = options, say
+        self._options, self._log = options, log
         self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
         self._divergence = Divergence()
@@ -134,7 +134,7 @@ class RunGuard:
                 f"(and coat.activation.grad_format: e5m2); {KEPT}",
                 step - limit + 1,
             )
-        self._say(f"step {step}: {found}: not finite, the update is skipped ({self.skipped} so far)")
+        self._log(f"step {step}: {found}: not finite, the update is skipped ({self.skipped} so far)")
 
     @property
     def doubt(self) -> str | None:

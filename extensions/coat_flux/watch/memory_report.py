@@ -39,7 +39,7 @@ COLOURS = {  # in the order of the bars, from below
 def finish(
     tracker: PhaseTracker,
     job: Callable[[], JobConfig],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     detail: Callable[[str], None] | None = None,
 ) -> None:
     """End a run's tracking: JSON with the prediction, table, picture.
@@ -47,7 +47,7 @@ def finish(
     Args:
         tracker: of the run; one that writes nothing says nothing.
         job: makes the job that is predicted; its error is reported instead of a prediction.
-        say: takes lines for the console.
+        log: takes lines for the console.
         detail: takes the table; None leaves it out.
     """
     if tracker.path is not None:
@@ -63,9 +63,9 @@ def finish(
         with replacing(target) as temp:
             temp.write_bytes(picture(record))
     except ImportError as error:
-        say(f"Memory report: coat/{target.name} is left out: {error}; pip install matplotlib")
+        log(f"Memory report: coat/{target.name} is left out: {error}; pip install matplotlib")
     except OSError as error:
-        say(f"Memory report: coat/{target.name} cannot be written ({error})")
+        log(f"Memory report: coat/{target.name} cannot be written ({error})")
 
 
 def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def recompute_more(transformer: nn.Module) -> str | None:
     gradients are those of its input after a round trip through FP8, or of the exact one where
     `memory.enable_efficient_checkpoint` is false; a kept block's are those of packed tensors.
     """
-    policy = BlockRunner.of(transformer)
-    line = None if policy is None else policy.recompute_more()
+    runner = BlockRunner.of(transformer)
+    line = None if runner is None else runner.recompute_more()
     if line is not None:
         gc.collect()
         if torch.cuda.is_initialized():
@@ -206,20 +206,20 @@ class _Explanation:
             from ..plan.job import job_facts
 
             job = replace(self._job(), device=str(self._device))
-            policy = self._policy()
-            if policy is not None and not policy.plan.copies:
+            runner = self._runner()
+            if runner is not None and not runner.plan.copies:
                 memory = replace(job.coat.memory, transposed_weights="never")
                 job = replace(job, coat=replace(job.coat, memory=memory))
             self._facts = job_facts(job)
         return self._facts
 
-    def _policy(self) -> BlockRunner | None:
+    def _runner(self) -> BlockRunner | None:
         return next(filter(None, map(BlockRunner.of, self._phases.owners("transformer"))), None)
 
     def _recomputed(self) -> list[int] | None:
         """Indices of the blocks that recompute in this run; None where that is not known yet."""
-        policy = self._policy()
-        return None if policy is None else policy.plan.recomputed
+        runner = self._runner()
+        return None if runner is None else runner.plan.recomputed
 
     def _prediction(self) -> Prediction:
         from ..plan.predict import predict_facts

@@ -21,7 +21,17 @@ from ..blocks.runner import BlockRunner
 if TYPE_CHECKING:
     from ..blocks.report import CoatReport
 
-__all__ = ["COLUMNS", "FILE", "KINDS", "PrecisionWatch", "Row", "as_cells", "merged", "read_rows", "weight_rows"]
+__all__ = [
+    "COLUMNS",
+    "FILE",
+    "KINDS",
+    "CastPrecision",
+    "PrecisionWatch",
+    "as_cells",
+    "merged",
+    "read_rows",
+    "weight_rows",
+]
 
 FILE = Path("coat") / "precision.csv"
 WEIGHT, INPUT, GRADIENT, SAVED, EXP_AVG, EXP_AVG_SQ = KINDS = (
@@ -32,7 +42,7 @@ KEY = "coat.activation.min_sqnr_db"
 EXACT_DB = 999.0
 
 
-class Row(NamedTuple):
+class CastPrecision(NamedTuple):
     """What the casts of one kind in one layer lost in one step.
 
     Attributes:
@@ -56,13 +66,13 @@ class Row(NamedTuple):
     elements: int
 
 
-def merged(step: int, casts: Iterable[tuple[str, str, int, Measures]]) -> list[Row]:
+def merged(step: int, casts: Iterable[tuple[str, str, int, Measures]]) -> list[CastPrecision]:
     """Put casts (layer, kind, elements, measures) of one step together, means weighted by elements."""
     groups: dict[tuple[str, str], list[tuple[int, Measures]]] = {}
     for layer, kind, elements, measures in casts:
         groups.setdefault((layer, kind), []).append((elements, measures))
     return [
-        Row(
+        CastPrecision(
             step,
             layer,
             kind,
@@ -82,13 +92,13 @@ def _mean(found: list[tuple[int, Measures]], name: str) -> float:
     return sum(weight * value for weight, value in known) / total if total else math.nan
 
 
-def as_cells(row: Row) -> list[str]:
+def as_cells(row: CastPrecision) -> list[str]:
     """The cells of a row in the file; nan is empty."""
     shown = [f"{row.sqnr_db:.3f}", f"{row.underflow:.6g}", f"{row.saturation:.6g}", f"{row.range_used:.4f}"]
     return [str(row.step), row.layer, row.kind, *("" if cell == "nan" else cell for cell in shown), str(row.elements)]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[CastPrecision]:
     """Read the file.
 
     Raises:
@@ -103,12 +113,12 @@ def read_rows(path: Path) -> list[Row]:
             raise ValueError(f"{path}: line {reader.line_num} is not a row of precision.csv ({error!r})") from error
 
 
-def _row(cells: Mapping[str, str]) -> Row:
+def _row(cells: Mapping[str, str]) -> CastPrecision:
     numbers = [float(cells[name]) if cells[name] else math.nan for name in COLUMNS[3:7]]
-    return Row(int(cells["step"]), cells["layer"], cells["kind"], *numbers, int(cells["elements"]))
+    return CastPrecision(int(cells["step"]), cells["layer"], cells["kind"], *numbers, int(cells["elements"]))
 
 
-def weight_rows(model: nn.Module) -> list[Row]:
+def weight_rows(model: nn.Module) -> list[CastPrecision]:
     """Rows of all weights of a model that were measured."""
     found = []
     for name, module in model.named_modules():
@@ -132,7 +142,7 @@ class PrecisionWatch:
         model: the transformer, with or without adapters.
         minimum: `activation.min_sqnr_db`; None leaves all layers as they are.
         report: of `apply_coat`; gets the layers that multiply in bf16, and why.
-        say: takes lines for the user.
+        log: takes lines for the user.
         write: takes rows for `coat/precision.csv`.
         mean: over all processes.
     """
@@ -142,13 +152,13 @@ class PrecisionWatch:
         model: nn.Module,
         minimum: float | None,
         report: CoatReport | None,
-        say: Callable[[str], None],
-        write: Callable[[Sequence[Row]], None],
+        log: Callable[[str], None],
+        write: Callable[[Sequence[CastPrecision]], None],
         *,
         mean: Callable[[Tensor], Tensor] = lambda value: value,
     ) -> None:
         self._model, self._minimum, self._report = model, minimum, report
-        self._say, self._write, self._mean = say, write, mean
+        self._log, self._write, self._mean = log, write, mean
         self._left_out: list[str] | None = None
 
     @property
@@ -160,18 +170,18 @@ class PrecisionWatch:
         """Write the rows of the weights, once the run's files are open."""
         self._write(weight_rows(self._model))
 
-    def record(self, rows: Sequence[Row]) -> None:
+    def record(self, rows: Sequence[CastPrecision]) -> None:
         """Take the rows of a step that was done."""
         self._write(rows)
         if self.pending:
             self._choose(rows)
 
-    def _choose(self, rows: Sequence[Row]) -> None:
+    def _choose(self, rows: Sequence[CastPrecision]) -> None:
         measured = {row.layer: row.sqnr_db for row in rows if row.kind == INPUT and row.layer}
         names = sorted(measured)
         if not names:
             self._left_out = []
-            self._say(f"{KEY}={self._minimum:g}: no layer multiplies in FP8 here, none is left out")
+            self._log(f"{KEY}={self._minimum:g}: no layer multiplies in FP8 here, none is left out")
             return
         # inf and nan do not survive a mean: exact casts count as very good
         found = torch.tensor([measured[name] for name in names]).nan_to_num(nan=EXACT_DB, posinf=EXACT_DB)
@@ -180,18 +190,18 @@ class PrecisionWatch:
         self._left_out = list(below)
         if not below:
             low = min(values)
-            self._say(f"{KEY}={self._minimum:g}: the lowest of {len(names)} layers has {low:.1f} dB, none is left out")
+            self._log(f"{KEY}={self._minimum:g}: the lowest of {len(names)} layers has {low:.1f} dB, none is left out")
             return
         self._apply(self._left_out)
         listed = ", ".join(f"{name} ({value:.1f} dB)" for name, value in below.items())
         count = f"{len(below)} of {len(names)} layers"
-        self._say(f"{KEY}={self._minimum:g}: {count} multiply in bf16 from here on: {listed}")
+        self._log(f"{KEY}={self._minimum:g}: {count} multiply in bf16 from here on: {listed}")
 
     def _apply(self, names: Sequence[str]) -> None:
-        policy = BlockRunner.of(self._model)
+        runner = BlockRunner.of(self._model)
         modules = dict(self._model.named_modules())
         found = [modules.get(f"{name}.base_layer", modules.get(name)) for name in names]
-        policy.multiply_in_bf16(found)
+        runner.multiply_in_bf16(found)
         if self._report is not None:
             self._report.why.update(dict.fromkeys(names, f"input below activation.min_sqnr_db: {self._minimum:g}"))
 
@@ -205,10 +215,10 @@ class PrecisionWatch:
         if self._minimum is None or left_out is None or self._left_out is not None:
             return
         if state["minimum"] != self._minimum:
-            self._say(f"{KEY}: {state['minimum']:g} -> {self._minimum:g}, layers are chosen again")
+            self._log(f"{KEY}: {state['minimum']:g} -> {self._minimum:g}, layers are chosen again")
             return
         known = {name.removesuffix(".base_layer") for name, _ in self._model.named_modules()}
         self._left_out = [name for name in left_out if name in known]
         if self._left_out:
             self._apply(self._left_out)
-            self._say(f"{KEY}: {len(self._left_out)} layers multiply in bf16 as before: {', '.join(self._left_out)}")
+            self._log(f"{KEY}: {len(self._left_out)} layers multiply in bf16 as before: {', '.join(self._left_out)}")

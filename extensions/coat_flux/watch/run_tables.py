@@ -11,7 +11,7 @@ import torch
 from ..base.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
 from ..saves.identity import VERSIONS_FILE, write_versions
 from .memory_stats import GB, peak_bytes
-from .precision import COLUMNS, FILE, Row, as_cells
+from .precision import COLUMNS, FILE, CastPrecision, as_cells
 
 __all__ = ["RunTables", "StepStats"]
 
@@ -40,7 +40,7 @@ class RunTables:
         step: steps done; what a crashed run wrote after them is dropped.
         device: whose peak memory is recorded.
         trainer: which program trains, for the versions.
-        say: takes one line when the disk refuses something.
+        log: takes one line when the disk refuses something.
         validates: the run measures a fixed-noise loss.
     """
 
@@ -50,18 +50,18 @@ class RunTables:
         step: int,
         device: torch.device,
         trainer: str,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         validates: bool = True,
     ):
         self._device = device
-        self._metrics = GrowingTable(folder / METRICS_FILE, METRICS, step, say)
-        self._precision = GrowingTable(folder / FILE, COLUMNS, step, say)
-        self._validation = GrowingTable(folder / VALIDATION_FILE, VALIDATION, step, say) if validates else None
+        self._metrics = GrowingTable(folder / METRICS_FILE, METRICS, step, log)
+        self._precision = GrowingTable(folder / FILE, COLUMNS, step, log)
+        self._validation = GrowingTable(folder / VALIDATION_FILE, VALIDATION, step, log) if validates else None
         try:
             write_versions(folder, trainer, device)
         except OSError as error:
-            say(f"{folder / VERSIONS_FILE}: cannot be written ({error}); the run goes on without it")
+            log(f"{folder / VERSIONS_FILE}: cannot be written ({error}); the run goes on without it")
 
     def step(self, stats: StepStats) -> float:
         """Record an optimizer step; returns the peak memory so far in GB."""
@@ -76,7 +76,7 @@ class RunTables:
         if self._validation is not None:
             self._validation.append([str(step), repr(loss)])
 
-    def precision(self, rows: Sequence[Row]) -> None:
+    def precision(self, rows: Sequence[CastPrecision]) -> None:
         """Record what casts lost; weights only once in a run."""
         self._precision.append(*(as_cells(row) for row in rows if row.step or not self._precision.kept))
 

@@ -30,7 +30,7 @@ from .guard import KEPT, DeadRunError, RunGuard
 from .memory_stats import CPU_NOTE, SpillWatch, memory_line, used_bytes
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker
-from .precision import PrecisionWatch, Row
+from .precision import CastPrecision, PrecisionWatch
 
 __all__ = ["StepWatch", "WatchLog", "watch_steps"]
 
@@ -41,13 +41,13 @@ T = TypeVar("T")
 class WatchLog(Protocol):
     """Where a run reports."""
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """A line for the user."""
 
     def detail(self, line: str) -> None:
         """A line for the run's log."""
 
-    def precision(self, rows: Sequence[Row]) -> None:
+    def precision(self, rows: Sequence[CastPrecision]) -> None:
         """Rows for `coat/precision.csv`."""
 
 
@@ -113,11 +113,11 @@ class StepWatch:
         mean: Callable[[Tensor], Tensor] = lambda value: value,
     ) -> None:
         self.phases = phases
-        self.guard = RunGuard(config.guard, lora, log.say)
+        self.guard = RunGuard(config.guard, lora, log.info)
         self._options, self._memory = config.guard, config.memory
         self._transformer, self._log, self._job = transformer, log, job
         minimum = config.activation.min_sqnr_db if config.enabled else None
-        self._precision = PrecisionWatch(transformer, minimum, report, log.say, log.precision, mean=mean)
+        self._precision = PrecisionWatch(transformer, minimum, report, log.info, log.precision, mean=mean)
         self._spill = SpillWatch()
         self._writes_lines = config.enabled and config.memory.log_memory_stats
         self._explained_lines = phases.device.type == "cuda"
@@ -151,11 +151,11 @@ class StepWatch:
         chooses = self._precision.pending and step >= FIRST_OBSERVED and (not first or step == FIRST_OBSERVED)
         if not (due or chooses):
             return nullcontext()
-        policy = BlockRunner.of(self._transformer)
-        if policy is not None and policy.plan.path.compile == "cudagraphs":
+        runner = BlockRunner.of(self._transformer)
+        if runner is not None and runner.plan.execution.compile == "cudagraphs":
             if not self._warned_of_graphs:
                 self._warned_of_graphs = True
-                self._log.say("FP8 casts are not observed with coat.speed.compile: cudagraphs; blocks observes them")
+                self._log.info("FP8 casts are not observed with coat.speed.compile: cudagraphs; blocks observes them")
             return nullcontext()
         return self._observe(step)
 
@@ -201,8 +201,8 @@ class StepWatch:
             change = None if self._updating else recompute_more(self._transformer)
             if change is None:
                 raise OutOfMemory(explanation)
-            self._log.say(explanation)
-            self._log.say(f"Step {step} is tried again: {change}")
+            self._log.info(explanation)
+            self._log.info(f"Step {step} is tried again: {change}")
 
     def mark(self, moment: str, step: int) -> None:
         """Measure memory at a moment of a step, and write a line if this step is due.
@@ -241,7 +241,7 @@ class StepWatch:
             reserved = torch.cuda.memory_reserved(device)
             warning = self._spill.on_step(seconds, reserved, torch.cuda.get_device_properties(device).total_memory)
             if warning is not None:
-                self._log.say(f"WARNING: {warning}")
+                self._log.info(f"WARNING: {warning}")
 
     # -- a resume ------------------------------------------------------------------------------------------------------
 

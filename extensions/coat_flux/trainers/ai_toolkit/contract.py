@@ -10,7 +10,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from .host import HostError, host_version, load_core
+from .common import AIToolkitError, ai_toolkit_version, load_core
 from .optimizer import install_optimizer, is_wrapped
 from .quantizer import install_quantizer
 
@@ -50,30 +50,30 @@ def check_host(process_class: type) -> None:
     """Check everything that can be checked without a model.
 
     Raises:
-        HostError: naming ai-toolkit's version and every missing piece.
+        AIToolkitError: naming ai-toolkit's version and every missing piece.
     """
     problems = [f"{process_class.__name__} has no {name}" for name in HOOKS if not hasattr(process_class, name)]
     for check in (load_core, install_optimizer, install_quantizer, _check_binding, _check_lora_names):
         try:
             check()
-        except HostError as error:
+        except AIToolkitError as error:
             problems.append(str(error.piece))
     if problems:
-        raise HostError("; ".join(problems))
+        raise AIToolkitError("; ".join(problems))
 
 
 def _check_binding() -> None:
     module = sys.modules.get(PROCESS_MODULE)
     if module is None:
-        raise HostError(f"{PROCESS_MODULE} is not loaded")
+        raise AIToolkitError(f"{PROCESS_MODULE} is not loaded")
     if not is_wrapped(vars(module).get("get_optimizer")):
-        raise HostError(f"{PROCESS_MODULE} does not use toolkit.optimizer.get_optimizer")
+        raise AIToolkitError(f"{PROCESS_MODULE} does not use toolkit.optimizer.get_optimizer")
 
 
 def _check_lora_names() -> None:
     for name, names in _lora_name_lists():
         if "OstrisLinear" not in names:
-            raise HostError(f"{name}.LINEAR_MODULES does not list OstrisLinear: LoRA would not find FP8 linears")
+            raise AIToolkitError(f"{name}.LINEAR_MODULES does not list OstrisLinear: LoRA would not find FP8 linears")
 
 
 def _lora_name_lists() -> list[tuple[str, list[str]]]:
@@ -82,7 +82,7 @@ def _lora_name_lists() -> list[tuple[str, list[str]]]:
         try:
             lists.append((name, importlib.import_module(name).LINEAR_MODULES))
         except (ImportError, AttributeError) as error:
-            raise HostError(f"{name}.LINEAR_MODULES is missing ({error})") from error
+            raise AIToolkitError(f"{name}.LINEAR_MODULES is missing ({error})") from error
     return lists
 
 
@@ -90,7 +90,7 @@ def let_lora_find(class_name: str) -> None:
     """Add a class to those ai-toolkit's LoRA attaches to, which it finds by name. No other class has a name of ours.
 
     Raises:
-        HostError: ai-toolkit keeps no such list.
+        AIToolkitError: ai-toolkit keeps no such list.
     """
     for _, names in _lora_name_lists():
         if class_name not in names:
@@ -99,9 +99,11 @@ def let_lora_find(class_name: str) -> None:
 
 def untested_version() -> str | None:
     """Return a warning when ai-toolkit is of a series that was never tested, else None."""
-    if host_version().startswith(TESTED_SERIES):
+    if ai_toolkit_version().startswith(TESTED_SERIES):
         return None
-    return f"ai-toolkit {host_version()} is not tested with COAT-FLUX, {TESTED_VERSION} is; its parts were checked"
+    return (
+        f"ai-toolkit {ai_toolkit_version()} is not tested with COAT-FLUX, {TESTED_VERSION} is; its parts were checked"
+    )
 
 
 def check_network(network: nn.Module) -> int:
@@ -111,13 +113,13 @@ def check_network(network: nn.Module) -> int:
         How many LoRA modules it has.
 
     Raises:
-        HostError: there are none, or they are not built as we know them.
+        AIToolkitError: there are none, or they are not built as we know them.
     """
     modules = [module for module in network.modules() if hasattr(module, "lora_name")]
     if not modules:
-        raise HostError("the LoRA network found no linear to train; check network.network_kwargs.only_if_contains")
+        raise AIToolkitError("the LoRA network found no linear to train; check network.network_kwargs.only_if_contains")
     for part in LORA_PARTS:
         without = [module.lora_name for module in modules if not hasattr(module, part)]
         if without:
-            raise HostError(f"LoRA modules have no {part} ({without[0]} and {len(without) - 1} more)")
+            raise AIToolkitError(f"LoRA modules have no {part} ({without[0]} and {len(without) - 1} more)")
     return len(modules)

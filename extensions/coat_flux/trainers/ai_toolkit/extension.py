@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from ...base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .host import HostError
+from .common import AIToolkitError
 from .optimizer import install_optimizer
 from .quantizer import install_quantizer
 
@@ -25,7 +25,7 @@ def host_extensions() -> list[type]:
     for name, install in ((COAT_OPTIMIZER, install_optimizer), (COAT_QTYPE, install_quantizer)):
         try:
             install()
-        except HostError as error:
+        except AIToolkitError as error:
             # check_host repeats it at the start of a job of ours; jobs that do not use the name need not hear of it
             _log.debug("%s is not available: %s", name, error)
 
@@ -44,11 +44,11 @@ def _process_class() -> type:
     try:
         from .process import CoatFluxTrainer
     except Exception as error:
-        return _refusing_process(HostError(f"its trainer could not be extended ({type(error).__name__}: {error})"))
+        return _refusing_process(AIToolkitError(f"its trainer could not be extended ({type(error).__name__}: {error})"))
     return CoatFluxTrainer
 
 
-def _refusing_process(reason: HostError) -> type:
+def _refusing_process(reason: AIToolkitError) -> type:
     class RefusingProcess:
         """Stands in for the process: a job of our type is built, and ends with the reason when it runs."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .host import detail, host_version, say
+from .common import ai_toolkit_version, detail, info
 from .patched_step import StepFacts, patched_step
 from .resume import Continuation
 
@@ -42,7 +42,7 @@ class TrainingLoop:
 
         self._process, self._continuation = process, continuation
         self._log = _JobLog(process)
-        self._stop = Interrupts(self._log.say)
+        self._stop = Interrupts(self._log.info)
         self.facts = StepFacts()
         self.done = process.step_num
         self._saved = self.done  # what the newest save holds, or nothing was trained
@@ -76,7 +76,7 @@ class TrainingLoop:
     def ask_to_stop(self, who: str) -> None:
         """Let the run end with the step under way, as Ctrl+C does."""
         self._asked = True
-        self._log.say(f"{who} asks to stop: this step is finished and saved")
+        self._log.info(f"{who} asks to stop: this step is finished and saved")
 
     def close(self) -> None:
         """Give back what was taken over."""
@@ -116,7 +116,7 @@ class TrainingLoop:
         else:
             self.done = number
             return losses | self._validated()
-        self._log.say(explanation)
+        self._log.info(explanation)
         # in these words: ai-toolkit leaves out the batch of an error that names CUDA
         raise OutOfMemory(f"step {number}: out of memory, see above")
 
@@ -184,7 +184,7 @@ class TrainingLoop:
         doubt = self.watch.guard.doubt
         if doubt is not None:
             self._owes_save = True
-            self._log.say(f"step {self.done}: not saved, {doubt}; it is saved when that is over")
+            self._log.info(f"step {self.done}: not saved, {doubt}; it is saved when that is over")
         return doubt is not None
 
     def save(self, write_host: Callable[[Path], None]) -> None:
@@ -210,7 +210,7 @@ class TrainingLoop:
 
         path = self._continuation.saves.commit(self.done, write, write_state)
         self._saved, self._owes_save = self.done, False
-        self._log.say(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
+        self._log.info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
 
     def _check_export(self, path: Path) -> str:
         """Read a LoRA back; one that is still zero (a warm-up) is the guard's to judge."""
@@ -241,7 +241,7 @@ class TrainingLoop:
         saved = f"after {self.done} steps, saved in {process.save_root}" if self.done else "before the first step"
         if self._saved != self.done and self._continuation is not None:
             saved = f"after {self.done} steps; those after step {self._saved} are not saved"
-        self._log.say(f"stopped {saved}; the same command resumes from here")
+        self._log.info(f"stopped {saved}; the same command resumes from here")
         reason: BaseException = KeyboardInterrupt()
         try:
             process.stop_as_asked()
@@ -295,13 +295,13 @@ class _JobLog:
                 Path(process.save_root),
                 process.step_num,
                 process.device_torch,
-                f"ai-toolkit {host_version()}",
-                self.say,
+                f"ai-toolkit {ai_toolkit_version()}",
+                self.info,
                 validates=process._held_out is not None,
             )
 
-    def say(self, line: str) -> None:
-        say(f"[coat] {line}")
+    def info(self, line: str) -> None:
+        info(f"[coat] {line}")
 
     def detail(self, line: str) -> None:
         detail(line if line.startswith("[") else f"[coat] {line}")  # memory lines are the stand-alone trainer's
@@ -329,11 +329,11 @@ def end_with(error: BaseException, process: Any, job: Callable[[], Any]) -> None
     from ...watch.oom import explain_oom, is_oom
 
     if isinstance(error, KeyboardInterrupt):
-        say(f"[coat] interrupted; what was saved before is whole in {process.save_root}")
+        info(f"[coat] interrupted; what was saved before is whole in {process.save_root}")
         process.on_error(error)
         raise SystemExit(EXIT_CODE) from None
     since, continuation = getattr(error, "since", None), process._continuation
     if since is not None and continuation is not None:  # a DeadRunError, which ai-toolkit shows
         error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
-        say(f"[coat] {explain_oom(error, process._phases, job)}")
+        info(f"[coat] {explain_oom(error, process._phases, job)}")

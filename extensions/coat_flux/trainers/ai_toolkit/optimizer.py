@@ -1,8 +1,8 @@
 """The optimizer name `coat_fp8_adamw`, understood wherever ai-toolkit takes an optimizer name.
 
 `toolkit.optimizer.get_optimizer` is imported by name into several modules, so the wrapper is put into each of them
-(`host.rebind`). It is marked, and installed once however often this is imported. Every other name goes to the original
-with the very arguments it came with.
+(`common.rebind`). It is marked, and installed once however often this is imported. Every other name goes to the
+original with the very arguments it came with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_OPTIMIZER
-from .host import HostError, active_config, load_core, rebind, say, show_logs
+from .common import AIToolkitError, active_config, info, load_core, rebind, show_logs
 from .quantizer import say_what_is_stored
 
 if TYPE_CHECKING:
@@ -43,17 +43,17 @@ def install_optimizer() -> list[str]:
         Names of the modules changed by this call; empty when it had been done before.
 
     Raises:
-        HostError: `get_optimizer` is missing or takes other parameters.
+        AIToolkitError: `get_optimizer` is missing or takes other parameters.
     """
     try:
         from toolkit.optimizer import get_optimizer
     except ImportError as error:
-        raise HostError(f"toolkit.optimizer.get_optimizer is missing ({error})") from error
+        raise AIToolkitError(f"toolkit.optimizer.get_optimizer is missing ({error})") from error
     if is_wrapped(get_optimizer):
         return rebind("get_optimizer", getattr(get_optimizer, _MARK), get_optimizer)
     names = tuple(inspect.signature(get_optimizer).parameters)[:4]
     if names != PARAMETERS:
-        raise HostError(f"toolkit.optimizer.get_optimizer takes {names}, not {PARAMETERS}")
+        raise AIToolkitError(f"toolkit.optimizer.get_optimizer takes {names}, not {PARAMETERS}")
     return rebind("get_optimizer", get_optimizer, _wrap(get_optimizer))
 
 
@@ -81,7 +81,7 @@ def _build(params: Any, lr: float, optimizer_params: dict | None) -> torch.optim
     show_logs()
     optimizer = build_optimizer(params, lr, active_config(), dict(optimizer_params or {}))
     _guard_loading(optimizer)
-    say(f"[coat] optimizer {COAT_OPTIMIZER}: {describe_optimizer(optimizer)}")
+    info(f"[coat] optimizer {COAT_OPTIMIZER}: {describe_optimizer(optimizer)}")
     return optimizer
 
 
@@ -106,7 +106,7 @@ def _guard_loading(optimizer: torch.optim.Optimizer) -> None:
         for group, own in zip(optimizer.param_groups, asked, strict=True):
             for key in own:
                 if _comparable(group[key]) != _comparable(own[key]):
-                    say(f"[coat] resume: {key} is {own[key]} as configured, not {group[key]} as in the file")
+                    info(f"[coat] resume: {key} is {own[key]} as configured, not {group[key]} as in the file")
             group.update(own)
 
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
@@ -152,6 +152,6 @@ def _check_loaded(process: Any, path: str) -> None:
     if process.optimizer.state:
         return
     if process.network is not None and process.network.did_change_weights:
-        say(f"[coat] note: the LoRA's shape changed, so {path} was not loaded: moments start fresh")
+        info(f"[coat] note: the LoRA's shape changed, so {path} was not loaded: moments start fresh")
         return
     raise RuntimeError(f"resume: {path} exists but ai-toolkit did not load it; {remedy}")

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .host import say
+from .common import info
 from .validation import HeldOutPhotos, asked_for
 
 __all__ = ["check_job", "check_photos", "config_file"]
@@ -51,7 +51,7 @@ def check_job(process: Any) -> None:
         found += check_here(raw, **asked)
     for warning in found:
         if warning.severity != "error":
-            say(f"[coat] note: {warning.line()}")
+            info(f"[coat] note: {warning.line()}")
     errors = [finding for finding in found if finding.severity == "error"]
     if errors:
         raise ConfigError(errors)
@@ -94,7 +94,7 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
     if report.errors:
         raise DatasetError(report.error_text())
     for line in (*report.warnings, *report.tables):
-        say(f"[coat] {line}")
+        info(f"[coat] {line}")
     trained = [folder for folder, configs in by_folder.items() if not configs[0].is_reg]
     chosen = choose_hold_out(trained, asked_for(process).hold_out, process.training_seed)
     held_out = HeldOutPhotos(process, dict(zip(trained, chosen, strict=True)))
@@ -114,7 +114,7 @@ def _by_folder(configs: Iterable[Any]) -> dict[str, list[Any]]:
     for config in configs:
         place = config.dataset_path or config.folder_path
         if config.dataset_path and os.path.isfile(config.dataset_path):
-            say(f"[coat] note: dataset_path={place} is a list of files; its photos are not checked")
+            info(f"[coat] note: dataset_path={place} is a list of files; its photos are not checked")
         else:
             found.setdefault(place, []).append(config)
     return found
@@ -138,7 +138,7 @@ def _prepare(folder: Path, target: Path, configs: list[Any], asked: Any, keep: f
     if copied.corrected:
         traits = ", ".join(f"{count} {trait}" for trait, count in copied.traits.items())
         count = len(copied.corrected)
-        say(f"[coat] {folder}: {count} photos are read from corrected copies in {copied.folder} ({traits})")
+        info(f"[coat] {folder}: {count} photos are read from corrected copies in {copied.folder} ({traits})")
     for config in configs:
         config.folder_path = str(copied.folder)
         config.dataset_path = None

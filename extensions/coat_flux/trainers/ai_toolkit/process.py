@@ -32,8 +32,8 @@ except ImportError:
 
 from ...base import streams as steady
 from ...base.names import COAT_QTYPE
+from .common import AIToolkitError, detail, info, job_scope, load_core, run_lines, set_active, show_logs
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
-from .host import HostError, detail, job_scope, load_core, run_lines, say, set_active, show_logs
 from .loop import TrainingLoop, end_with
 from .optimizer import check_optimizer
 from .preflight import check_job, check_photos, config_file
@@ -64,7 +64,7 @@ class CoatFluxTrainer(HostTrainer):
         """Run the job; what it left for the optimizer and the qtype is forgotten afterwards."""
         absent = [name for name in HOOKS if not hasattr(HostTrainer, name)]
         if absent:
-            raise HostError(f"{HostTrainer.__name__} has no {', '.join(absent)}")
+            raise AIToolkitError(f"{HostTrainer.__name__} has no {', '.join(absent)}")
         with job_scope():
             try:
                 super().run()
@@ -107,11 +107,11 @@ class CoatFluxTrainer(HostTrainer):
         check_job(self)
         self.coat = COATConfig.from_dict(self.get_conf("coat", None), file=file, key_path="config.process[0].coat")
         if not self._on:
-            say("[coat] coat.enabled=false: this is ai-toolkit's own run")
+            info("[coat] coat.enabled=false: this is ai-toolkit's own run")
             return
         check_host(HostTrainer)
         if (line := untested_version()) is not None:
-            say(f"[coat] note: {line}")
+            info(f"[coat] note: {line}")
         self._lock = ExitStack()
         self._lock.enter_context(run_lock(Path(self.save_root)))
         lines = self._lock.enter_context(run_lines(verbose=bool((self.get_conf("logging", None) or {}).get("verbose"))))
@@ -180,13 +180,13 @@ class CoatFluxTrainer(HostTrainer):
         model = self.sd.unet
         at_load = sum(1 for _ in converted_linears(model))
         if self._loads_fp8() and not at_load:
-            raise HostError(
+            raise AIToolkitError(
                 f"loading with qtype {COAT_QTYPE} converted no linear; see the lines 'Failed to quantize' above"
             )
         names = plain_linears(model)
         convert(model, names, self.coat.linear_config())
         encoders = sum(store_only(encoder) for encoder in self._text_encoders())
-        say(f"[coat] FP8 weights: {at_load} linears at load, {len(names)} after it; {encoders} in text encoders")
+        info(f"[coat] FP8 weights: {at_load} linears at load, {len(names)} after it; {encoders} in text encoders")
 
     def _text_encoders(self) -> list[Any]:
         encoders = self.sd.text_encoder
@@ -232,7 +232,7 @@ class CoatFluxTrainer(HostTrainer):
             self._continuation.saves.check_room(self._job_config, self.network.parameters())
         if self._on:
             self._training = TrainingLoop(self, self._continuation, self._job_config)
-            say(self._report.brief())
+            info(self._report.brief())
             detail(self._report.table())
             self._phases.enter("step")
 
@@ -248,7 +248,7 @@ class CoatFluxTrainer(HostTrainer):
         """Once, after the first samples: casts made by sampling did not reach codes or scales; draws go on."""
         damaged = damaged_linears(self.sd.unet)
         if damaged:
-            raise HostError(
+            raise AIToolkitError(
                 f"codes or scales of {len(damaged)} linears changed their dtype while sampling ({damaged[0]})"
             )
         if self._sets:
@@ -281,7 +281,7 @@ class CoatFluxTrainer(HostTrainer):
             with self._phases.during("sample"), kept_draws():
                 return super().sample(*args, **kwargs)
         except SamplingStopped:
-            say("[coat] samples are left out: the run ends here")
+            info("[coat] samples are left out: the run ends here")
             if self.ema is not None:
                 self.ema.train()  # back from the average, which is what is sampled
             if not self._begun:
@@ -376,15 +376,15 @@ class CoatFluxTrainer(HostTrainer):
             from ...watch.memory_report import finish
             from ...watch.memory_stats import GB
 
-            finish(self._phases, self._job_config, say, detail if self.coat.memory.log_memory_stats else None)
+            finish(self._phases, self._job_config, info, detail if self.coat.memory.log_memory_stats else None)
             peak = self._phases.peak / GB
             skipped = self._training.watch.guard.skipped
             left_out = f", {skipped} updates skipped" if skipped else ""
             if self._held_out is not None:
                 from ...data.hold_out import describe_lowest
 
-                say(f"[coat] {describe_lowest(self._held_out.curve, Path(self.save_root), self.job.name)}")
-            say(f"[coat] done: {self.step_num} steps{left_out}, peak memory {peak:.2f}GB, files in {self.save_root}")
+                info(f"[coat] {describe_lowest(self._held_out.curve, Path(self.save_root), self.job.name)}")
+            info(f"[coat] done: {self.step_num} steps{left_out}, peak memory {peak:.2f}GB, files in {self.save_root}")
 
     def _job_config(self) -> Any:
         """The job as `coat-flux plan` reads it; ConfigError where it has what the stand-alone trainer refuses."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_QTYPE
-from .host import HostError, active_config, is_ours, load_core, rebind, say
+from .common import AIToolkitError, active_config, info, is_ours, load_core, rebind
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,15 +50,15 @@ def install_quantizer() -> list[str]:
         Names of the modules changed by this call; empty when it had been done before.
 
     Raises:
-        HostError: ai-toolkit has no pluggable weight backend, or another one.
+        AIToolkitError: ai-toolkit has no pluggable weight backend, or another one.
     """
     try:
         from toolkit.util.ostris_quant import OstrisQuantizer, get_ostris_quantizer
     except ImportError as error:
-        raise HostError(f"qtype {COAT_QTYPE} needs toolkit.util.ostris_quant ({error})") from error
+        raise AIToolkitError(f"qtype {COAT_QTYPE} needs toolkit.util.ostris_quant ({error})") from error
     absent = [name for name in BACKEND_METHODS if not hasattr(OstrisQuantizer, name)]
     if absent:
-        raise HostError(f"toolkit.util.ostris_quant.OstrisQuantizer has no {', '.join(absent)}")
+        raise AIToolkitError(f"toolkit.util.ostris_quant.OstrisQuantizer has no {', '.join(absent)}")
     original = getattr(get_ostris_quantizer, _MARK, None)
     if original is not None:
         return rebind("get_ostris_quantizer", original, get_ostris_quantizer)
@@ -150,7 +150,7 @@ def say_what_is_stored() -> None:
     module, config = found[0]
     obstacle = fp8_gemm_obstacle(module.weight_codes.device, config)
     products = "" if obstacle is None else f"; dequantized weights are multiplied, since {obstacle}"
-    say(f"[coat] qtype {COAT_QTYPE}: {len(found)} linears hold FP8, {describe_linear(config, True, False)}{products}")
+    info(f"[coat] qtype {COAT_QTYPE}: {len(found)} linears hold FP8, {describe_linear(config, True, False)}{products}")
 
 
 def _store(module: nn.Linear, weight: Tensor) -> None:
@@ -192,14 +192,14 @@ def convert(model: nn.Module, names: list[str], config: FP8LinearConfig) -> None
     """Convert the named linears in place, as loading with `qtype: coat_fp8` would have.
 
     Raises:
-        HostError: ai-toolkit refused one of them.
+        AIToolkitError: ai-toolkit refused one of them.
     """
     from toolkit.util.ostris_quant import convert_linear_to_ostris
 
     quantizer = make_quantizer(config)
     for name in names:
         if not convert_linear_to_ostris(model.get_submodule(name), quantizer):
-            raise HostError(f"convert_linear_to_ostris did not convert {name}")
+            raise AIToolkitError(f"convert_linear_to_ostris did not convert {name}")
 
 
 def store_only(model: nn.Module) -> int:

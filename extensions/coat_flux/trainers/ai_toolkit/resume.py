@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .common import info
 from .data_order import LOADING, ResumableLoader, fingerprint, make_resumable, seeded
-from .host import say
 from .saves import Saves
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def find_continuation(process: Any) -> Continuation | None:
     """
     others = (process.embed_config, process.adapter_config, process.decorator_config)
     if process.network_config is None or process.train_config.merge_network_on_save or any(others):
-        say("[coat] note: more than a LoRA is trained: saves and resumes are ai-toolkit's own")
+        info("[coat] note: more than a LoRA is trained: saves and resumes are ai-toolkit's own")
         return None
     continuation = Continuation(process, identity_of(process))
     continuation.find(process.coat.resume.allow)
@@ -110,7 +110,7 @@ class Continuation:
         state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
         if state is None:
             if folder is not None:
-                say(f"[coat] note: {folder} is of the stand-alone trainer: order of data and random numbers start over")
+                info(f"[coat] note: {folder} is the stand-alone trainer's: order of data and random numbers start over")
             return
         self._check_identity(state, allow)
         self.state = state
@@ -122,7 +122,7 @@ class Continuation:
         from ...saves.identity import require_same_run
 
         for note in require_same_run(state.record["identity"], self._identity, allow, state.folder):
-            say(f"[coat] resume: {note}")
+            info(f"[coat] resume: {note}")
         start = self._process.train_config.start_step
         if start is not None:
             raise ResumeError(f"train.start_step={start}: the run resumes after step {state.step}; remove the key")
@@ -171,7 +171,7 @@ class Continuation:
         if self.state is None:
             return
         from ...saves.errors import ResumeError
-        from ...saves.state import keep_path, restore_tensors
+        from ...saves.state import keep_execution, restore_tensors
 
         process, state = self._process, self.state
         if process.step_num != state.step:
@@ -183,18 +183,18 @@ class Continuation:
         if process.ema is not None and average is not None:
             restore_tensors(_numbered(process.ema.shadow_params), average, state.folder)
         elif process.ema is not None:
-            say("[coat] resume: no average was kept so far (train.ema_config); it begins with the LoRA as it is")
+            info("[coat] resume: no average was kept so far (train.ema_config); it begins with the LoRA as it is")
             parameters = (p for group in process.optimizer.param_groups for p in group["params"])
             process.ema.shadow_params = [p.detach().clone() for p in parameters]
         self._restore_place(state)
-        keep_path(process.sd.unet, state.record["path"])
-        say(f"[coat] resume: continues after step {state.step}, epoch {process.epoch_num + 1}, all states restored")
+        keep_execution(process.sd.unet, state.record["path"])
+        info(f"[coat] resume: continues after step {state.step}, epoch {process.epoch_num + 1}, all states restored")
 
     def _restore_place(self, state: RunState) -> None:
         for name, loader in self._loaders().items():
             place = state.record["data"].get(name)
             if place is None or place["order"] != self._order[name]:
-                say(f"[coat] note: the photos ({name}) are others or are listed in another order: not bit for bit")
+                info(f"[coat] note: the photos ({name}) are others or are listed in another order: not bit for bit")
             if place is not None:
                 loader.epoch, loader.taken = place["epoch"], place["taken"]
 
@@ -220,7 +220,7 @@ class Continuation:
             held_out: losses on photos held out, by steps done.
         """
         from ...saves.rng import rng_state
-        from ...saves.state import AI_TOOLKIT, RunState, path_of
+        from ...saves.state import AI_TOOLKIT, RunState, execution_of
 
         process = self._process
         scheduler = getattr(process.lr_scheduler, "scheduler", process.lr_scheduler)
@@ -232,7 +232,7 @@ class Continuation:
                 name: {"epoch": loader.epoch, "taken": loader.taken, "order": self._order[name]}
                 for name, loader in self._loaders().items()
             },
-            "path": path_of(process.sd.unet),
+            "path": execution_of(process.sd.unet),
             "lr_scheduler": _plain(scheduler.state_dict()),
             "guard": guard,
             "held_out_loss": held_out,
@@ -260,7 +260,7 @@ def _restore_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
     now = _plain(inner.state_dict())
     if {**now, **dict.fromkeys(COUNTERS)} != {**saved, **dict.fromkeys(COUNTERS)}:
         if now["_last_lr"] != saved["_last_lr"]:
-            say(f"[coat] resume: lr is {now['_last_lr']} by the changed schedule, not {saved['_last_lr']}")
+            info(f"[coat] resume: lr is {now['_last_lr']} by the changed schedule, not {saved['_last_lr']}")
         return
     inner.load_state_dict({**inner.state_dict(), **saved})
     for group, lr in zip(inner.optimizer.param_groups, saved["_last_lr"], strict=True):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .host import say
+from .common import info
 
 __all__ = ["Saves"]
 
@@ -54,13 +54,13 @@ class Saves:
         from ...saves.repair import repair, step_of
 
         for line in repair(self._dir):
-            say(f"[coat] {line}")
+            info(f"[coat] {line}")
         folder = newest_set(self._dir)
         if folder is None:
             return None
         newer = next((path for path in self._loras() if step_of(path) > set_step(folder)), None)
         if newer is not None:
-            say(f"[coat] note: {newer.name} is newer than {folder}: order of data and random numbers start over")
+            info(f"[coat] note: {newer.name} is newer than {folder}: order of data and random numbers start over")
             return None
         wrong = damage(folder)
         if wrong is not None:
@@ -116,7 +116,7 @@ class Saves:
             space = save_space(job(), [parameter.numel() for parameter in parameters])
         except ConfigError:  # a job that only ai-toolkit can run
             space = None
-        require_room(self._dir, space, lambda line: say(f"[coat] WARNING: {line}"))
+        require_room(self._dir, space, lambda line: info(f"[coat] WARNING: {line}"))
 
     def way_back(self, since: int) -> str:
         """What to start after the config of a run that diverged was corrected.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .host import say
+from .common import info
 
 if TYPE_CHECKING:
     from ...data.hold_out import FixedNoise
@@ -137,7 +137,7 @@ class HeldOutPhotos:
         order = sorted(range(len(names)), key=lambda i: (names[i], tuple(photos[i]["latents"].shape)))
         self._noise = FixedNoise([photos[i] for i in order], [names[i] for i in order])
         listed = ", ".join(name for found in self.names.values() for name in found)
-        say(f"[coat] {len(names)} photos are held out of training: {listed}")
+        info(f"[coat] {len(names)} photos are held out of training: {listed}")
 
     def _encoded(self, batch: Any) -> dict[str, Any]:
         process, sd = self._process, self._process.sd

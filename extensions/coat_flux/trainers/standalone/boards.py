@@ -26,11 +26,11 @@ class TensorBoard:
     Args:
         folder: of its files; made again where it was removed.
         step: steps done; what a crashed run wrote after them is left out.
-        say: takes one line, at the first failure.
+        log: takes one line, at the first failure.
     """
 
-    def __init__(self, folder: Path, step: int, say: Callable[[str], None]):
-        self._folder, self._say = folder, say
+    def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
+        self._folder, self._log = folder, log
         self._writer: SummaryWriter | None = None
         self._failed = False
         self._hook = threading.excepthook
@@ -68,7 +68,7 @@ class TensorBoard:
             yield
         except OSError as error:
             if not self._failed:
-                self._say(f"TensorBoard: {self._folder} cannot be written ({error}); the run goes on")
+                self._log(f"TensorBoard: {self._folder} cannot be written ({error}); the run goes on")
             self._failed = True
             self._close_writer()
 
@@ -86,11 +86,11 @@ class WandbBoard:
 
     Args:
         job: its `logging` block has the names; `written` is sent as the config.
-        say: takes a line for where the run is, and for a failure.
+        log: takes a line for where the run is, and for a failure.
     """
 
-    def __init__(self, job: JobConfig, say: Callable[[str], None]):
-        self._say = say
+    def __init__(self, job: JobConfig, log: Callable[[str], None]):
+        self._log = log
         self._run: Any = None
         self._failed = False
         self._guarded(lambda: self._start(job))
@@ -109,7 +109,7 @@ class WandbBoard:
             resume="allow",
         )
         write_file(path, json.dumps({"id": known}) + "\n")
-        self._say(f"W&B: {self._run.url or self._run.dir}")
+        self._log(f"W&B: {self._run.url or self._run.dir}")
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Numbers of a step."""
@@ -138,4 +138,4 @@ class WandbBoard:
             action()
         except Exception as error:  # whatever it is, training is worth more
             self._failed = True
-            self._say(f"W&B: {type(error).__name__}: {error}; the run goes on without it")
+            self._log(f"W&B: {type(error).__name__}: {error}; the run goes on without it")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ...base.run_log import Lines, bar_options
 from ...base.table import METRICS
 from ...config.job import JobConfig
-from ...watch.precision import Row
+from ...watch.precision import CastPrecision
 from ...watch.run_tables import RunTables, StepStats
 from .boards import TensorBoard, WandbBoard
 
@@ -50,10 +50,10 @@ class RunLog:
         if active:
             self._lines.listen()
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """Write to the console and to `coat/log.txt`."""
         if self.active:
-            self._lines.say(line)
+            self._lines.info(line)
 
     def detail(self, line: str) -> None:
         """Write to `coat/log.txt`, and to the console with `logging.verbose`."""
@@ -71,10 +71,10 @@ class RunLog:
             return
         job = self._job
         self._lines.open(job.folder)
-        self._tables = RunTables(job.folder, step, self._device, "coat-flux train", self.say)
+        self._tables = RunTables(job.folder, step, self._device, "coat-flux train", self.info)
         board = Path(job.log_dir) / job.name if job.log_dir else job.folder / "coat" / "tensorboard"
-        self._board = TensorBoard(board, step, self.say)
-        self._wandb = WandbBoard(job, self.say) if job.logging.use_wandb else None
+        self._board = TensorBoard(board, step, self.info)
+        self._wandb = WandbBoard(job, self.info) if job.logging.use_wandb else None
 
     def start(self, step: int) -> None:
         """Show the bar."""
@@ -96,7 +96,7 @@ class RunLog:
         self._seconds.append(stats.seconds)
         if every and stats.step % every == 0:
             times = self._seconds
-            self.say(f"Step {stats.step}: {sum(times) / len(times):.3f} s/it ({min(times):.3f} to {max(times):.3f})")
+            self.info(f"Step {stats.step}: {sum(times) / len(times):.3f} s/it ({min(times):.3f} to {max(times):.3f})")
         if not every or stats.step % every == 0:
             self._seconds = []
         if stats.step % self._job.logging.log_every == 0:
@@ -120,14 +120,14 @@ class RunLog:
         """Record a fixed-noise loss in `coat/validation.csv` and TensorBoard; one of photos held out is in the bar."""
         if self._job.validation.hold_out is not None:
             self._held_out = f" held-out: {loss:.3e}"
-            self.say(f"Step {step}: held-out loss {loss:.5f}")
+            self.info(f"Step {step}: held-out loss {loss:.5f}")
         if self._tables is not None:
             self._tables.validation(step, loss)
             self.scalar("validation_loss", loss, step)
         if self._wandb is not None:
             self._wandb.log({"validation_loss": loss}, step)
 
-    def precision(self, rows: Sequence[Row]) -> None:
+    def precision(self, rows: Sequence[CastPrecision]) -> None:
         """Record rows of `coat/precision.csv`; those of the weights only once."""
         if self._tables is not None:
             self._tables.precision(rows)

@@ -27,7 +27,7 @@ from ...data.dataset import BucketBatchSampler, scan
 from ...data.loader import LatentDataset, cache_all
 from ...saves.identity import model_identity
 from ...saves.rng import set_rng_state
-from ...saves.state import keep_path, restore_tensors
+from ...saves.state import keep_execution, restore_tensors
 from ...watch.live import LiveRun
 from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch, watch_steps
@@ -114,13 +114,13 @@ def open_session(
     trained = [sample for sample in samples if sample.image_path not in held_out]
     measured = [sample for sample in samples if sample.image_path in held_out]
     phases.enter("cache")
-    log.say(f"Loading text encoders and VAE of {job.model.name_or_path}")
+    log.info(f"Loading text encoders and VAE of {job.model.name_or_path}")
     encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
     phases.hold_models(encoders.vae, [encoders.text.clip, encoders.text.t5])
     dataset, images = _prepare_data(job, workers, encoders, [*trained, *measured])
     validation = Validation(dataset, measured, trained)
     phases.enter("load")
-    log.say(f"Loading the transformer of {job.model.name_or_path}")
+    log.info(f"Loading the transformer of {job.model.name_or_path}")
     transformer, report = _prepare_transformer(job, workers, dtype)
     phases.hold("transformer", transformer, module_tensors)
     lora = lora_parameters(transformer)
@@ -128,12 +128,12 @@ def open_session(
         identity = {**identity, "model": model_identity(job.model.name_or_path)}
     if point is not None:
         restore_tensors(lora, point.lora(), point.path)
-        keep_path(transformer, point.record.get("path", {}))
+        keep_execution(transformer, point.record.get("path", {}))
     workers.share(list(lora.values()))
     train, params = job.train, job.train.optimizer_params or {}
     optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, params)
     if point is not None:
-        point.restore_optimizer(optimizer, train.optimizer, log.say)
+        point.restore_optimizer(optimizer, train.optimizer, log.info)
     watch = watch_steps(
         job.coat, transformer, transformer, lora, optimizer, log, phases, lambda: job, report=report, mean=workers.mean
     )
@@ -176,11 +176,11 @@ def _log_start(job: JobConfig, report: CoatReport | None, optimizer: Optimizer, 
     if report is not None:
         why = "" if ours else "moments in FP8 are for coat_fp8_adamw"
         report.add_row("optimizer", job.train.optimizer, got, why)
-        log.say(report.brief())
+        log.info(report.brief())
         log.record(report.table())
     elif ours:
-        log.say(f"optimizer {job.train.optimizer}: {got}")
-    log.say(f"LoRA: rank {job.network.linear} on {targets} linears")
+        log.info(f"optimizer {job.train.optimizer}: {got}")
+    log.info(f"LoRA: rank {job.network.linear} on {targets} linears")
 
 
 def _prepare_data(
@@ -251,7 +251,7 @@ def continue_from(session: Session, point: ResumePoint) -> None:
     if session.ema is not None and average is not None:
         session.ema.load(average)
     elif session.ema is not None:
-        session.log.say("Resume: no average was kept with this save; the EMA starts again from its weights")
+        session.log.info("Resume: no average was kept with this save; the EMA starts again from its weights")
     session.sampler.load_state_dict(_place(session, point))
     states = None if point.state is None else point.state.rng()
     if states is not None:
@@ -262,7 +262,7 @@ def _place(session: Session, point: ResumePoint) -> dict[str, int]:
     """Where the data continue: as saved, or for an ai-toolkit save or another number of processes by the step count."""
     saved = point.record.get("sampler")
     if saved is None:
-        session.log.say(
+        session.log.info(
             "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
         )
         draws = point.step * session.job.train.gradient_accumulation * session.workers.world_size

@@ -29,7 +29,7 @@ from ...saves.errors import save_errors
 from ...saves.interrupts import Interrupts
 from ...saves.lock import run_lock
 from ...saves.repair import go_back, repair, way_back
-from ...saves.state import path_changes, path_of
+from ...saves.state import execution_changes, execution_of
 from ...watch.guard import WINDOW, DeadRunError
 from ...watch.live import LiveRun
 from ...watch.memory_report import finish
@@ -132,12 +132,12 @@ class COATTrainer:
     def _train(self, workers: Workers, log: RunLog, phases: PhaseTracker, from_step: int | None) -> Path:
         job = self.job
         for note in job.notes:
-            log.say(f"Note: {note}")
+            log.info(f"Note: {note}")
         if workers.is_main:
             provide_embedded(job.model.name_or_path)
             back = [] if from_step is None else go_back(job.folder, from_step)
             for line in (*back, *repair(job.folder)):
-                log.say(line)
+                log.info(line)
             require_room(job.folder)
         workers.wait()
         point = find_resume_point(job.folder, job.name)
@@ -151,12 +151,12 @@ class COATTrainer:
             with live:
                 return _run(open_session(job, workers, log, phases, None, identity, live), self._observer)
         for note in check_same_run(job, point, identity):
-            log.say(f"Resume: {note}")
+            log.info(f"Resume: {note}")
         final = job.folder / save_name(job.name, None)
         if point.step == job.train.steps and point.path == final:
-            log.say(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
+            log.info(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
             return final
-        log.say(f"#### IMPORTANT RESUMING FROM {point.path} ####")
+        log.info(f"#### IMPORTANT RESUMING FROM {point.path} ####")
         session = open_session(job, workers, log, phases, point, identity, live)  # before `live`: it may refuse
         with live:
             return _run(session, self._observer, point.record)
@@ -172,18 +172,18 @@ def _run(
         session.record["validation_loss"] = _validate(session)
     if session.step == 0 and not job.train.skip_first_sample:
         _draw_samples(session)
-    with Interrupts(log.say) as interrupts:
+    with Interrupts(log.info) as interrupts:
         _train_steps(session, interrupts, resumed or {}, observer)
         session.watch.guard.check_end(session.step)
         path = _save(session, final=True)
     _draw_samples(session)
     if session.validation.held_out:
-        log.say(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
+        log.info(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
     else:
-        log.say(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
+        log.info(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
     table = log.detail if job.coat.memory.log_memory_stats else None
-    finish(session.watch.phases, lambda: job, log.say, table)
-    log.say(f"Saved the LoRA to {path}")
+    finish(session.watch.phases, lambda: job, log.info, table)
+    log.info(f"Saved the LoRA to {path}")
     return path
 
 
@@ -195,7 +195,7 @@ def _open_files(session: Session) -> None:
             write_file(job.folder / "config.yaml", text)
             session.watch.phases.path = job.folder / MEMORY_FILE
             space = save_space(job, [p.numel() for p in session.lora.values()])
-            require_room(job.folder, space, lambda line: session.log.say(f"Warning: {line}"))
+            require_room(job.folder, space, lambda line: session.log.info(f"Warning: {line}"))
         session.log.open(session.step)
 
 
@@ -219,8 +219,8 @@ def _train_steps(
         stats, asked = train_step(session, batches, interrupts)
         session.log.step(stats)
         if session.step == first:
-            for line in path_changes(resumed.get("path", {}), path_of(session.transformer, recomputed=True)):
-                session.log.say(line)
+            for line in execution_changes(resumed.get("path", {}), execution_of(session.transformer, recomputed=True)):
+                session.log.info(line)
         if observer is not None:
             observer(session)
         last = session.step == job.train.steps
@@ -236,12 +236,12 @@ def _train_steps(
 def _stop(session: Session) -> None:
     doubt, where = session.watch.guard.doubt, f"Stopped after step {session.step} of {session.job.train.steps}"
     if doubt is None:
-        session.log.say(f"{where}, saved as {_save(session, final=False)}")
+        session.log.info(f"{where}, saved as {_save(session, final=False)}")
     else:
         newest = newest_set(session.job.folder)
         kept = "there is no earlier save" if newest is None else f"the newest save is of step {set_step(newest)}"
-        session.log.say(f"{where}, without a save: {doubt}; {kept}")
-    session.log.say("To resume, start the same config again")
+        session.log.info(f"{where}, without a save: {doubt}; {kept}")
+    session.log.info("To resume, start the same config again")
     raise KeyboardInterrupt
 
 
@@ -253,11 +253,11 @@ def _save_and_sample(session: Session, asked: frozenset[str]) -> None:
     job = session.job
     due, doubt = "save" in asked or _is_due(session, job.save.save_every), session.watch.guard.doubt
     if due and doubt is not None:
-        session.log.say(f"Step {session.step}: not saved, {doubt}; it is saved when that is over")
+        session.log.info(f"Step {session.step}: not saved, {doubt}; it is saved when that is over")
         session.owes_save = True
     elif due or (session.owes_save and doubt is None):
         session.log.detail(f"Saving at step {session.step}")
-        session.log.say(f"Saved checkpoint to {_save(session, final=False)}")
+        session.log.info(f"Saved checkpoint to {_save(session, final=False)}")
         session.owes_save = False
     due = _is_due(session, job.sample.sample_every) and session.step >= job.sample.sample_start_step
     if "sample" in asked or due:
@@ -279,7 +279,7 @@ def _write_save(session: Session, file_name: str, *, final: bool) -> None:
     job = session.job
 
     def check(path: Path) -> None:
-        session.log.say(f"{file_name}: {_check_lora(session, path, final=final)}")
+        session.log.info(f"{file_name}: {_check_lora(session, path, final=final)}")
 
     save_checkpoint(
         job.folder,
@@ -308,7 +308,7 @@ def _record(session: Session) -> dict[str, Any]:
         "optimizer": session.job.train.optimizer,
         "sampler": session.sampler.state_dict(),
         "guard": session.watch.state_dict(),
-        "path": path_of(session.transformer, recomputed=True),
+        "path": execution_of(session.transformer, recomputed=True),
         "identity": session.identity,
         "step": session.step,
     }
@@ -341,9 +341,9 @@ def _draw_samples(session: Session) -> None:
             try:
                 paths = session.images.draw(session.transformer, session.step, folder)
                 session.log.images(paths, [item.prompt for item in session.images.items], session.step)
-                session.log.say(f"Samples of step {session.step} are in {folder}")
+                session.log.info(f"Samples of step {session.step} are in {folder}")
             except OSError as error:
-                session.log.say(
+                session.log.info(
                     f"{folder}: samples of step {session.step} cannot be written ({error}); the run goes on"
                 )
     session.workers.wait()

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from ...config.coat import COATConfig
 
 __all__ = [
-    "HostError",
+    "AIToolkitError",
     "active_config",
+    "ai_toolkit_version",
     "detail",
-    "host_version",
+    "info",
     "is_ours",
     "job_scope",
     "load_core",
     "rebind",
     "run_lines",
-    "say",
     "set_active",
     "show_logs",
 ]
@@ -36,15 +36,15 @@ __all__ = [
 CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (4, 3))
 
 
-class HostError(RuntimeError):
+class AIToolkitError(RuntimeError):
     """COAT-FLUX and the ai-toolkit it runs in do not fit; the message names the version and the missing piece."""
 
     def __init__(self, piece: str):
         self.piece = piece
-        super().__init__(f"COAT-FLUX cannot run in ai-toolkit {host_version()}: {piece}")
+        super().__init__(f"COAT-FLUX cannot run in ai-toolkit {ai_toolkit_version()}: {piece}")
 
 
-def host_version() -> str:
+def ai_toolkit_version() -> str:
     """Return ai-toolkit's version, or "of unknown version"."""
     version = sys.modules.get("version")
     if version is None:
@@ -61,7 +61,7 @@ def load_core() -> None:
     A linked folder resolves to its checkout, so code and math come from the same version without pip.
 
     Raises:
-        HostError: the folder was only copied and coat_core is not installed.
+        AIToolkitError: the folder was only copied and coat_core is not installed.
     """
     found = next((folder for folder in CORE_FOLDERS if (folder / "__init__.py").is_file()), None)
     try:
@@ -70,14 +70,14 @@ def load_core() -> None:
         else:
             _load_package("coat_core", found)
     except ImportError as error:
-        raise HostError(
+        raise AIToolkitError(
             f"coat_core cannot be imported ({error}); "
             f"run `{sys.executable} -m pip install --no-deps <COAT-FLUX folder>` "
             f"or replace the copy in {Path(__file__).resolve().parents[2]} by a link with `coat-flux install`"
         ) from error
 
 
-def say(message: str) -> None:
+def info(message: str) -> None:
     """Print on the main process, as ai-toolkit does, above its progress bars, and write to the run's `coat/log.txt`.
 
     Outside ai-toolkit it goes to the log.
@@ -126,12 +126,12 @@ def run_lines(*, verbose: bool) -> Iterator[Any]:
         lines.close()
 
 
-class _SayHandler(logging.Handler):
+class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno <= logging.INFO:
             detail(f"[coat] {record.getMessage()}")
         else:
-            say(f"[coat] {record.levelname}: {record.getMessage()}")
+            info(f"[coat] {record.levelname}: {record.getMessage()}")
 
 
 def show_logs() -> None:
@@ -143,8 +143,8 @@ def show_logs() -> None:
     """
     for root in ("coat_core", "coat_flux"):
         logger = logging.getLogger(root)
-        if not any(isinstance(handler, _SayHandler) for handler in logger.handlers):
-            logger.addHandler(_SayHandler())
+        if not any(isinstance(handler, _LineHandler) for handler in logger.handlers):
+            logger.addHandler(_LineHandler())
             logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
             logger.propagate = False
         for name, item in list(logging.Logger.manager.loggerDict.items()):
