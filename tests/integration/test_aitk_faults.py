@@ -9,7 +9,7 @@ import pytest
 
 from coat_flux.saves.errors import SaveError
 from coat_flux.watch.guard import DeadRunError
-from tests.helpers.aitk_standin.common import Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import Host, standin_host  # noqa: F401
 from tests.integration.test_aitk_trust import _entry, _state, assert_same_end
 
 

@@ -12,7 +12,7 @@ import pytest
 from coat_flux.mini_flux.folder import EMBEDDED_MODEL, MARKER_NAME
 from coat_flux.trainers.ai_toolkit import install as module
 from coat_flux.trainers.ai_toolkit.install import MANIFEST, InstallError, install
-from tests.helpers.aitk_standin.common import CHECKOUT, PACKAGE, REPOSITORY, copy_checkout
+from tests.helpers.aitk_standin.host import CHECKOUT, PACKAGE, REPOSITORY, copy_checkout
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.aitk_standin.common import COAT_ENTRY, Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 
 BLOCK_LINEARS = {

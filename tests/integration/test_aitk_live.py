@@ -9,7 +9,7 @@ import pytest
 
 from coat_flux.saves.errors import ResumeError
 from coat_flux.watch.live import give_command, read_status
-from tests.helpers.aitk_standin.common import Host, make_entry, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import Host, make_entry, standin_host  # noqa: F401
 from tests.integration.test_aitk_trust import _at_step, _entry, _state, assert_same_end
 
 

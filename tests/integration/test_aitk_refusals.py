@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coat_flux.config.findings import ConfigError
-from tests.helpers.aitk_standin.common import (  # noqa: F401
+from tests.helpers.aitk_standin.host import (  # noqa: F401
     COAT_ENTRY,
     PACKAGE,
     VERSION,

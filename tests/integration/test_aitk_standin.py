@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import tolerances
-from tests.helpers.aitk_standin.common import Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 
 # -- identity and import ---------------------------------------------------------------------------------------------

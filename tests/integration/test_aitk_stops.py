@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coat_flux.saves.interrupts import Interrupts
-from tests.helpers.aitk_standin.common import COAT_ENTRY, Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.integration.test_aitk_trust import assert_same_end
 
 STEPS, AT = 6, 3  # stopped in the fourth step, which saves and samples

@@ -19,7 +19,7 @@ from coat_flux.data.files import DatasetError
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.oom import OutOfMemory
-from tests.helpers.aitk_standin.common import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.locks import held_by_another_process
 

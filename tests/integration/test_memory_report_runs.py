@@ -19,7 +19,7 @@ from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.memory_report import finish
 from coat_flux.watch.oom import OutOfMemory
 from coat_flux.watch.phases import PhaseTracker
-from tests.helpers.aitk_standin.common import COAT_ENTRY, Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.engine_job import engine_job, write_images
 from tests.tolerances import REPORT_SAVED_RTOL
 

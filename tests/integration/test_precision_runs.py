@@ -20,7 +20,7 @@ from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.advice import standing_out, summaries, worst
 from coat_flux.watch.precision import CastPrecision, read_rows
 from tests import tolerances
-from tests.helpers.aitk_standin.common import COAT_ENTRY, Host, standin_host  # noqa: F401
+from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.unit.test_run_report import text_of

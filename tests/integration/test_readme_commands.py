@@ -20,7 +20,7 @@ import pytest
 
 from coat_flux.cli import entry
 from coat_flux.cli.entry import main
-from tests.helpers.aitk_standin.common import copy_checkout
+from tests.helpers.aitk_standin.host import copy_checkout
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README_zh.md")

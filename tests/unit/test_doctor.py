@@ -17,7 +17,7 @@ import torch
 
 from coat_flux.cli.doctor import add_parser
 from coat_flux.doctor import PROBES, absent, ai_toolkit, bad, diagnose, good, gpu, system, verdict
-from tests.helpers.aitk_standin.common import PACKAGE, copy_checkout
+from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
 
 
 def texts(lines):

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from coat_flux.config.job_file import load_job_yaml
-from tests.helpers.aitk_standin.common import REPOSITORY
+from tests.helpers.aitk_standin.host import REPOSITORY
 
 STEPS = 6
 OWN_FOLDERS = ("extensions", "configs", "datasets_example", "models", "output", ".git")
