@@ -135,21 +135,24 @@ class _LineHandler(logging.Handler):
 
 
 def show_logs() -> None:
-    """Send both packages' log lines to ai-toolkit's output. To be called once what will log is imported; idempotent.
+    """Send both packages' log lines to ai-toolkit's output; may be called more than once.
 
     ai-toolkit configures no logging, and its captioner extensions, imported for every job, call
-    `logging.disable(WARNING)` for the whole process. Our fall-back warnings must not be lost to that, so our loggers
-    decide by their own level alone.
+    `logging.disable(WARNING)` for the whole process. Our fall-back warnings must not be lost to that, so our loggers,
+    also those of modules that are imported later, decide by their own level alone.
     """
     for root in ("coat_core", "coat_flux"):
         logger = logging.getLogger(root)
-        if not any(isinstance(handler, _LineHandler) for handler in logger.handlers):
-            logger.addHandler(_LineHandler())
-            logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
-            logger.propagate = False
-        for name, item in list(logging.Logger.manager.loggerDict.items()):
-            if isinstance(item, logging.Logger) and (name == root or name.startswith(f"{root}.")):
-                item.isEnabledFor = functools.partial(_is_enabled, item)  # type: ignore[method-assign]
+        if any(isinstance(handler, _LineHandler) for handler in logger.handlers):
+            continue
+        logger.addHandler(_LineHandler())
+        logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
+        logger.propagate = False
+        folder = Path(str(sys.modules[root].__file__)).parent
+        for file in folder.rglob("*.py"):
+            name = ".".join([root, *file.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")
+            item = logging.getLogger(name)
+            item.isEnabledFor = functools.partial(_is_enabled, item)  # type: ignore[method-assign]
 
 
 def _is_enabled(logger: logging.Logger, level: int) -> bool:

@@ -98,7 +98,6 @@ class CoatFluxTrainer(HostTrainer):
         from ...mini_flux.folder import provide_embedded
         from ...saves.lock import run_lock
         from ...watch.phases import MEMORY_FILE, PhaseTracker
-        from .. import optimizer  # noqa: F401  (what logs is imported before show_logs)
 
         steady.keep_streams()
         show_logs()
