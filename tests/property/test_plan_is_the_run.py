@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from coat_flux.blocks import runner as runner_module
@@ -136,7 +136,23 @@ class AsItIs:
         """Nothing is said."""
 
 
-@settings(max_examples=12, phases=[Phase.generate])
+def job(
+    memory: dict[str, Any], activation: dict[str, Any] | None = None, compile: str = "none", dropout: float = 0
+) -> dict[str, Any]:
+    """A job that reaches a branch of the decision that few draws reach."""
+    return {
+        "coat": {"memory": memory, "activation": activation or {}, "speed": {"compile": compile}},
+        "network": {"linear": 16, "dropout": dropout},
+        "train": {"gradient_checkpointing": True},
+        "dataset": {"resolution": 64},
+    }
+
+
+@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
+@example(drawn=job({"checkpointing": "none"}, dropout=0.1), room=1.6, device="cpu")  # blocks with LoRA are not fused
+@example(drawn=job({"checkpointing": "auto"}, compile="cudagraphs"), room=0.6, device="cuda")  # some recompute
+@example(drawn=job({"checkpointing": "auto", "transposed_weights": "auto"}), room=1.6, device="cuda")  # copies are kept
+@example(drawn=job({"checkpointing": "every_n", "every_n": 2}, {"flow": "generic"}), room=1.6, device="cpu")
 @given(drawn=jobs(), room=st.floats(0.05, 1.6), device=st.sampled_from(["cpu", "cuda"]))
 def test_the_plan_is_the_run(folder: Path, drawn: dict[str, Any], room: float, device: str) -> None:
     """On a GPU too, as far as the decision goes: the blocks run on the CPU and are told of a GPU."""

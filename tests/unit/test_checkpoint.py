@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coat_flux.base.files import replacing
+from coat_flux.base import files
+from coat_flux.base.files import replacing, write_file
 from coat_flux.saves.commit import commit, committed_sets, damage, newest_set, set_step
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.saves.identity import compare, file_digest, model_identity, require_same_run, run_identity
@@ -58,6 +59,31 @@ def test_replacing_is_whole_or_not_at_all(tmp_path: Path) -> None:
         _write_half(target)
     assert target.read_text() == "one"
     assert names(target.parent) == {"file"}
+
+
+def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that has the old file open keeps it whole; a power failure leaves the old content or the new."""
+    target = tmp_path / "file"
+    write_file(target, "one")
+    calls: list[str] = []
+
+    def recorded(name: str, call: Callable[..., None], subject: int) -> Callable[..., None]:
+        def record(*args: Path) -> None:
+            calls.append(f"{name} {args[subject].name.split('-')[0]}")
+            call(*args)
+
+        return record
+
+    monkeypatch.setattr(files, "sync_file", recorded("flush", files.sync_file, 0))
+    monkeypatch.setattr(files, "sync_folder", recorded("flush", files.sync_folder, 0))
+    monkeypatch.setattr(os, "replace", recorded("rename to", os.replace, 1))
+    with target.open() as reader:
+        write_file(target, "two")
+        assert reader.read() == "one"
+    assert target.read_text() == "two"
+    assert calls == ["flush .writing", "rename to file", f"flush {tmp_path.name.split('-')[0]}"]
 
 
 def test_a_set_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
