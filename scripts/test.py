@@ -1,9 +1,9 @@
 """Install what the tests need and run them: `python scripts/test.py [pytest arguments]`.
 
 Runs ruff (lint and format), mypy and pytest, all of them even when one fails, and exits non-zero when any did. Tests
-marked slow (more than 10 seconds each) run with `--all`, as in CI, or with `-m slow`. Makes a
-virtual environment in `.venv` when it is not started from one. Tests that need a GPU, triton or an ai-toolkit checkout
-skip themselves and say why.
+marked slow (more than 4 seconds each) run with `--all`, as in CI, or with `-m slow`. Makes a virtual environment in
+`.venv` when it is not started from one. Tests that need a GPU, triton or an ai-toolkit checkout skip themselves and
+say why.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ def work(level: str, configuration: str) -> dict[str, dict[str, Any]]:
     return {one["what"]: one for one in found["measurements"]}
 
 
+@pytest.mark.slow
 def test_steps_train_the_same_task() -> None:
     names = ("bf16", "bf16_checkpointed", "coat", "coat_recomputed", "coat_per_row", "coat_weight_only")
     found = {name: work("step", name) for name in names}
@@ -75,6 +76,7 @@ def no_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_bitsandbytes")
 def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["adamw_fused", "adamw8bit", "coat_fp8_adamw"]
@@ -106,6 +108,7 @@ def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True])
 def test_benchmark_coat(tmp_path: Path, fp8: bool) -> None:
     out = tmp_path / "results.json"

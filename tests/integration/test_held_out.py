@@ -49,6 +49,7 @@ def curve(run: Path) -> list[tuple[float, float]]:
     return RunFolder(run).validation
 
 
+@pytest.mark.slow
 def test_a_run_with_photos_held_out_is_the_run_without_them(
     place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -80,6 +81,7 @@ def test_the_loss_is_that_of_the_average(place: dict[str, Path]) -> None:
     assert 0 < abs(averaged[1] - raw[0]) < abs(raw[1] - raw[0]) / 10
 
 
+@pytest.mark.slow
 def test_a_resumed_run_holds_out_the_same_photos(place: dict[str, Path]) -> None:
     whole = train("whole", place, train={"steps": 4}, validation={"hold_out": 2, "every": 1})
     train("parts", place, train={"steps": 2}, save={"save_every": 2}, validation={"hold_out": 2, "every": 1})

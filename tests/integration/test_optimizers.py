@@ -58,6 +58,7 @@ def job(name: str, place: dict[str, Path], optimizer: str, **train: Any) -> dict
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["prodigy"])
 def test_trains_and_resumes_to_the_bit(place: dict[str, Path], optimizer: str) -> None:
     """Prodigy is the hard one: what it learns stands among the hyper-parameters, which a resume takes from the YAML."""

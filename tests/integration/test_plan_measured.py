@@ -155,6 +155,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tokens]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_saved_activations_are_as_predicted(name):
     block, options, tokens = CASES[name]
@@ -274,6 +275,7 @@ def _plain_job(tiny_model, tmp_path, **blocks):
     return engine_job("run", model=tiny_model, images=images, out=tmp_path, coat={}, **blocks)
 
 
+@pytest.mark.slow
 def test_disk_of_a_run(tiny_model, tmp_path):
     """What the run's folder and the caches hold after training: files as predicted, but for their headers."""
     raw = _plain_job(

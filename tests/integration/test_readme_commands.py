@@ -133,6 +133,7 @@ def test_a_wheel_holds_configs_photos_and_the_mini_flux(installed: Path) -> None
     assert mini_flux == _files(ROOT / "extensions" / "coat_flux" / "mini_flux" / "files")
 
 
+@pytest.mark.slow
 def test_what_a_wheel_holds_trains(workplace: Path) -> None:
     run = workplace / "output" / "flux_clothing_tiny"
     assert (run / "flux_clothing_tiny.safetensors").stat().st_size > 10_000

@@ -247,6 +247,7 @@ def test_kernel_on_special_gradients(spoil: Any, stored: dict[str, Any], steps: 
         assert not mine.isinf().any()
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), INTEGERS], ids=str)
 def test_many_steps_are_as_accurate_as_the_reference(formats: tuple[str, str], device: torch.device) -> None:
@@ -319,6 +320,7 @@ def test_kernel_rounds_stochastically_without_bias(dtype: torch.dtype, device: t
     assert (found[1:] > low).double().sub((found[:-1] > low).double()).abs().sum() > n * share * (1 - share)
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("tensors", [1, 50])
 def test_one_launch_whatever_the_number_of_tensors(

@@ -258,6 +258,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 def test_changed_numerics_go_on_and_are_said(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
     train("numerics", place, coat={}, train={"steps": 2, "gradient_checkpointing": True})
     capsys.readouterr()
@@ -279,6 +280,7 @@ def test_changed_numerics_go_on_and_are_said(place: dict[str, Path], capsys: pyt
     assert [row["lr"] for row in rows(run)] == ["0.001", "0.001", "0.0005"]
 
 
+@pytest.mark.slow
 def test_resume_allow_lets_data_and_seed_differ(
     place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -292,6 +294,7 @@ def test_resume_allow_lets_data_and_seed_differ(
     assert newest_set(run).name == "state-000000002"
 
 
+@pytest.mark.slow
 def test_the_measured_path_is_kept(place: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     """A save that says bf16 GEMMs goes on with them, where a CPU would take the config's own without measuring."""
     run = train("path", place, coat={}, train={"steps": 1})
@@ -310,6 +313,7 @@ def test_the_measured_path_is_kept(place: dict[str, Path], caplog: pytest.LogCap
 # -- steps that go wrong ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_and_counted(
     place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

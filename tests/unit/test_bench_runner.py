@@ -162,6 +162,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_green_tests_of_the_level_pass(repository: Path) -> None:
     green = runner.run_tests(["op"], repository)
     assert green.passed
@@ -196,6 +197,7 @@ def test_the_bench_extra_holds_what_its_tests_need() -> None:
     assert [package for package in runner.NEEDED.values() if f'"{package}>=' not in extra] == []
 
 
+@pytest.mark.slow
 def test_red_tests_give_exit_code_1_and_no_figures(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -191,6 +191,7 @@ def test_optimizer_bytes(optimizer):
     assert optimizer_bytes(facts) == pytest.approx(expected[optimizer], rel=0.005)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_host_memory_is_the_device(tmp_path):
     job = replace(job_of(write_images(tmp_path / "photos", 3), "models/coat_mini_flux"), device="cpu")
     prediction = predict(job)
@@ -249,6 +250,7 @@ def test_nothing_helps_a_card_smaller_than_the_weights():
     assert (verdict.fits, verdict.changes, verdict.changed, verdict.step_seconds) == (False, (), None, None)
 
 
+@pytest.mark.slow
 def test_several_changes_and_none_too_many():
     job = job_of(
         coat={"enabled": False}, dataset={"cache_text_embeddings": False}, network={"linear": 32},
@@ -264,6 +266,7 @@ def test_several_changes_and_none_too_many():
     assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_no_change_raises_the_peak(edit):
     """Each edit, made on a config to which it applies, lowers some phase and raises none; made again it ends."""
@@ -300,6 +303,7 @@ def test_no_change_raises_the_peak(edit):
     assert change is None
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     gb=st.sampled_from([12, 16, 24, 32, 48, 80, 141]), batch=st.integers(1, 8), side=st.sampled_from([512, 768, 1024])
