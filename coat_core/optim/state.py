@@ -14,6 +14,8 @@ last one may be shorter.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -75,6 +77,24 @@ def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
         name: Storage(fmt, config.block_size, expansion if isinstance(fmt, Format) else None)
         for name, fmt in zip(MOMENTS, formats, strict=True)
     }
+
+
+def state_bytes(config: FP8QuantizationConfig, sizes: Iterable[int]) -> int:
+    """Return what the moments of parameters take, with their scales.
+
+    Args:
+        config: of the optimizer.
+        sizes: elements of each parameter.
+
+    Returns:
+        Bytes.
+    """
+    stored, counts = storages(config).values(), Counter(sizes)
+    return sum(
+        count * (size * moment.dtype.itemsize + 4 * len(moment.per_block) * n_blocks(size, moment.block_size))
+        for moment in stored
+        for size, count in counts.items()
+    )
 
 
 def empty_moment(blocks: int, storage: Storage, device: torch.device) -> Moment:

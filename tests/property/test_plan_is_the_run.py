@@ -20,7 +20,7 @@ from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.mini_flux.models import build_transformer
 from coat_flux.plan.job import JobFacts, job_facts
-from coat_flux.plan.predict import block_plan
+from coat_flux.plan.predict import block_plan, optimizer_bytes
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from tests.helpers.engine_job import engine_job
 
@@ -30,7 +30,7 @@ TARGETS: tuple[dict[str, Any], ...] = (
     {"only_if_contains": ["single_transformer_blocks"]},
     {"ignore_if_contains": ["norm", "transformer_blocks.0."]},
 )
-HELD = 1_000_000_000  # bytes that the run holds besides a step: a measured number, here the one that plan foresees
+HELD = 1_000_000_000  # bytes of the models and adapters: a measured number, here the one that plan foresees
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,8 @@ def planned(job: JobConfig, room: float) -> tuple[JobFacts, BlockPlan]:
     """The job within a budget that has this share of what a step without recomputation needs, and its plan."""
     facts = job_facts(job)
     needs = block_plan(facts, recomputed=()).peak_bytes + facts.given.transposed_bytes // 2
-    memory = replace(job.coat.memory, budget_gb=(HELD + needs * room + 0.5) / 1e9)  # no whole byte: floats round
+    budget = HELD + optimizer_bytes(facts) + needs * room + 0.5  # no whole byte: floats round
+    memory = replace(job.coat.memory, budget_gb=budget / 1e9)
     facts = job_facts(replace(job, coat=replace(job.coat, memory=memory)), facts)
     return facts, block_plan(facts)
 
@@ -160,11 +161,10 @@ def test_the_plan_is_the_run(folder: Path, drawn: dict[str, Any], room: float, d
     raw["config"]["process"][0]["device"] = device
     facts_of = BlockRunner._facts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.plan.predict._held", lambda facts: {"transformer": HELD})
+        patch.setattr("coat_flux.plan.predict._held", lambda facts: {"all": HELD, "optimizer": optimizer_bytes(facts)})
         patch.setattr("coat_flux.plan.predict._library", lambda facts: 0)
         patch.setattr(runner_module, "held_bytes", lambda device: float(HELD))
         patch.setattr(runner_module, "CompiledBlocks", AsItIs)
-        patch.setattr(BlockRunner, "_optimizer_bytes", lambda self: 0.0)
         patch.setattr(BlockRunner, "_facts", lambda self, args: {**facts_of(self, args), "device": device})
         facts, expected = planned(JobConfig.from_dict(raw), room)
         found = run(facts)

@@ -64,7 +64,6 @@ def test_replacing_is_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that has the old file open keeps it whole; a power failure leaves the old content or the new."""
     target = tmp_path / "file"
     write_file(target, "one")
     calls: list[str] = []
@@ -76,14 +75,13 @@ def test_a_replaced_file_is_flushed_then_renamed_then_its_folder_flushed(
 
         return record
 
-    monkeypatch.setattr(files, "sync_file", recorded("flush", files.sync_file, 0))
-    monkeypatch.setattr(files, "sync_folder", recorded("flush", files.sync_folder, 0))
-    monkeypatch.setattr(os, "replace", recorded("rename to", os.replace, 1))
+    for holder, name, subject in ((files, "sync_file", 0), (files, "sync_folder", 0), (os, "replace", 1)):
+        monkeypatch.setattr(holder, name, recorded(name, getattr(holder, name), subject))
     with target.open() as reader:
         write_file(target, "two")
         assert reader.read() == "one"
     assert target.read_text() == "two"
-    assert calls == ["flush .writing", "rename to file", f"flush {tmp_path.name.split('-')[0]}"]
+    assert calls == ["sync_file .writing", "replace file", f"sync_folder {tmp_path.name}"]
 
 
 def test_a_set_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

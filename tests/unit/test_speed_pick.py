@@ -121,7 +121,7 @@ def test_the_fastest_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ExecutionMode("per_row", "blocks"): 3.0,  # of the compiled ones only the fastest GEMM
     }
     text = picked.describe()
-    assert text.startswith("path: per_row GEMM, compiled blocks 3.0 ms (fastest, measured in")
+    assert text.startswith("execution: per_row GEMM, compiled blocks 3.0 ms (fastest, measured in")
     assert "per_tensor GEMM, eager 9.0 ms" in text
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint
 from coat_core.linear.module import drop_transposed
+from coat_core.optim.state import state_bytes
 
 from . import report
 from .architectures import READ_BLOCKS
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from ..config.coat import COATConfig
 
 logger = logging.getLogger(__name__)
-
-FP8_STATE, FP32_STATE = 1.1, 4.0  # bytes per parameter of one moment of AdamW
 
 
 class BlockRunner:
@@ -273,11 +272,9 @@ class BlockRunner:
         found = ((i, self._forms.obstacle(block, args)) for i, block in enumerate(self._modules))
         return {i: reason for i, reason in found if reason is not None}
 
-    def _optimizer_bytes(self) -> float:
-        """What the optimizer will hold: it makes its states after the first backward pass."""
-        options = self._config.optimizer
-        fp8 = [options.use_fp8 and moment for moment in (options.use_fp8_m1, options.use_fp8_m2)]
-        return sum(FP8_STATE if moment else FP32_STATE for moment in fp8) * sum(p.numel() for p in self._trained)
+    def _optimizer_bytes(self) -> int:
+        """What `coat_fp8_adamw` will hold: it makes its states after the first backward pass."""
+        return state_bytes(self._config.optimizer_config()[0], (p.numel() for p in self._trained))
 
     def _run(self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block as its part of the plan has it."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from coat_core.kernels.packing import n_blocks
-from coat_core.optim.state import storages
+from coat_core.optim.state import state_bytes
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.sizes import FP32
@@ -52,13 +51,7 @@ def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:
     """Both moments of every adapter, with their scales, as `train.optimizer` stores them."""
     train = job.train
     if train.optimizer == COAT_OPTIMIZER:
-        config, _ = job.coat.optimizer_config(train.optimizer_params)
-        total = 0
-        for moment in storages(config).values():
-            for size, count in Counter(sizes).items():
-                scales = len(moment.per_block) * n_blocks(size, moment.block_size)
-                total += count * (size * moment.dtype.itemsize + FP32 * scales)
-        return total
+        return state_bytes(job.coat.optimizer_config(train.optimizer_params)[0], sizes)
     if train.optimizer == "adamw8bit":
         small = sum(size for size in sizes if size < BNB_SMALLEST)
         scales = sum(n_blocks(size, BNB_BLOCK) for size in sizes if size >= BNB_SMALLEST)
