@@ -74,6 +74,12 @@ def _find_obstacle(device: torch.device) -> str | None:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
+def launcher_of(operator: str) -> Callable[..., Any] | None:
+    """Return what an operator ("coat::quantize") runs on CUDA where Triton works; None of one without a launcher."""
+    found = launchers.get(operator)
+    return None if found is None else _launcher(*found[1].split("."))
+
+
 @functools.cache
 def _launcher(module: str, name: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), name)

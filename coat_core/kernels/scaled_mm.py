@@ -102,7 +102,7 @@ def _(
 
 
 @scaled_mm.register_kernel("cuda")
-def _scaled_mm_cuda(
+def scaled_mm_on_cuda(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -111,6 +111,7 @@ def _scaled_mm_cuda(
     out_dtype: torch.dtype,
     forward: bool = False,
 ) -> Tensor:
+    """Multiply by `torch._scaled_mm`; arguments, result and errors as `scaled_mm`."""
     _check_shapes(a, a_scale, b, b_scale, bias)
     row_wise = a_scale.ndim == 2 or b_scale.ndim == 2
     if row_wise:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR
-from coat_core.kernels.scaled_mm import _scaled_mm_cuda, scaled_mm, unsupported_reason
+from coat_core.kernels.scaled_mm import scaled_mm, scaled_mm_on_cuda, unsupported_reason
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import SCALED_MM_BF16_FLOOR_DB, SCALED_MM_FP32_FLOOR_DB
@@ -81,7 +81,7 @@ def test_gpu_path_calls_torchs_operator_rightly(
     b = b.t().contiguous().t() if transposed else b
     bias_N = torch.randn(b.shape[0], dtype=torch.bfloat16) if bias else None
     try:
-        ours = _scaled_mm_cuda(a, a_scale, b, b_scale, bias_N, dtype)
+        ours = scaled_mm_on_cuda(a, a_scale, b, b_scale, bias_N, dtype)
     except RuntimeError as error:
         pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
     assert ours.dtype == dtype

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coat_flux.bench import runner, worker
-from coat_flux.bench.configurations import CONFIGURATIONS, LEVELS, BenchOptions, Case, named, rivals
+from coat_flux.bench.configurations import CONFIGURATIONS, COUNT, LEVELS, BenchOptions, Case, named, rivals
 from coat_flux.bench.limits import Geometry
 from coat_flux.cli.entry import main
 from coat_flux.config.coat import COATConfig
@@ -48,7 +48,7 @@ def test_every_configuration_is_complete() -> None:
     assert len({row.name for row in CONFIGURATIONS}) == len(CONFIGURATIONS)
     for row in CONFIGURATIONS:
         assert row.optimizer in named("optimizer")
-        assert set(row.levels) <= set(LEVELS)
+        assert set(row.levels) <= {*LEVELS, COUNT}
         assert COATConfig.from_dict(dict(row.coat or {})).enabled
         assert row.coat is None or row.coat["memory"]["checkpointing"] in ("none", "all")  # else the limit is unknown
     for level in LEVELS:

@@ -6,8 +6,9 @@ Triton's interpreter truncates on stores to bf16 and FP8 (triton issue 8322), so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,10 +17,31 @@ from torch import Tensor
 from coat_core.formats import FORMATS, Format, format_of
 from coat_core.quantize import saturating_cast
 
+Record = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+_record: ContextVar[Record | None] = ContextVar("record", default=None)
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch a Triton kernel without contraction to fused multiply-adds, so that it rounds as its reference does."""
-    kernel[grid](*args, **options, enable_fp_fusion=False)
+    options["enable_fp_fusion"] = False
+    record = _record.get()
+    if record is None:
+        kernel[grid](*args, **options)
+    else:
+        record(kernel, grid, args, options)
+
+
+@contextmanager
+def recorded_launches(record: Record) -> Iterator[None]:
+    """Hand launches in this thread to `record` (kernel, grid, arguments, options) in place of a GPU.
+
+    The launchers' own Python runs as on a GPU, for instance on meta tensors, which have shapes but no memory.
+    """
+    token = _record.set(record)
+    try:
+        yield
+    finally:
+        _record.reset(token)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

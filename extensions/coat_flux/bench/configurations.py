@@ -15,8 +15,10 @@ from .limits import Geometry
 
 OK, CANNOT, OUT_OF_MEMORY, FAILED = "ok", "cannot", "out of memory", "failed"  # how a process ends; see worker
 LEVELS = ("op", "block", "step", "optimizer")
+COUNT = "count"  # of operators, on no device: `step_model`
 MODEL_LEVELS = ("block", "step")
 ALL_MODEL_LEVELS = ("op", *MODEL_LEVELS)
+COUNTED_LEVELS = (*ALL_MODEL_LEVELS, COUNT)
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,11 @@ CONFIGURATIONS = (
         quantizer="torchao",
         needs=("torchao",),
     ),
-    _coat("coat", "COAT, fused flow, nothing recomputed", ALL_MODEL_LEVELS, memory=KEPT),
+    _coat("coat", "COAT, fused flow, nothing recomputed", COUNTED_LEVELS, memory=KEPT),
     _coat("coat_recomputed", "COAT, every block recomputed", memory=RECOMPUTED),
-    _coat("coat_per_row", "COAT, scaled per row", ALL_MODEL_LEVELS, memory=KEPT, activation=PER_ROW),
-    _coat("coat_weight_only", "COAT, FP8 weights only", ALL_MODEL_LEVELS, memory=KEPT, activation={"use_fp8": False}),
-    _coat("coat_transposed", "COAT, with transposed weights", memory=COPIED),
+    _coat("coat_per_row", "COAT, scaled per row", COUNTED_LEVELS, memory=KEPT, activation=PER_ROW),
+    _coat("coat_weight_only", "COAT, FP8 weights only", COUNTED_LEVELS, memory=KEPT, activation={"use_fp8": False}),
+    _coat("coat_transposed", "COAT, with transposed weights", (*MODEL_LEVELS, COUNT), memory=COPIED),
     _coat("coat_compiled", "COAT, blocks compiled", memory=COPIED, speed=COMPILED),
     _coat(
         "coat_compiled_recomputed", "COAT, blocks compiled, every block recomputed", memory=RECOMPUTED, speed=COMPILED

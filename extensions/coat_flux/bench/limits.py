@@ -18,6 +18,8 @@ The rates are NVIDIA's dense peaks for the cards they are known of, else measure
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 HEAD_DIM = 128
@@ -32,6 +34,23 @@ DEVICE_NAMES = {
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "NVIDIA GeForce RTX 5090": "RTX 5090",
 }
+MULTIPROCESSORS = {"H100": 132, "H200": 132, "RTX 4090": 128, "RTX 5090": 170}  # NVIDIA's architecture papers
+
+# What large kernels reach of the peak: published for H200 (3.95 of 4.8 TB/s; bf16 740, FP8 1380 TFLOPS, cuDNN attention
+# 609 forward and 499 backward), taken over to the other cards. Nobody has measured them with this project's shapes.
+BANDWIDTH_SHARE = 3950.0 / 4800.0
+RATE_SHARES = {
+    "bf16": 740.0 / 989.4,
+    "fp8": 1380.0 / 1978.9,
+    "attention": 609.0 / 989.4,
+    "attention_backward": 499.0 / 989.4,
+}
+LAUNCH_MS = 0.0022  # from the end of a kernel to the start of the next, in one stream
+# tiles of a matrix product that one multiprocessor computes at a time, and their speed; an estimate, as is the share of
+# the bandwidth that products with fewer rows or columns than a tile reach: too few multiprocessors have work
+TILES = (((128, 256), 1.0), ((128, 128), 0.9))
+NARROW = 128
+NARROW_SHARE = 0.55
 
 
 @dataclass(frozen=True)
@@ -117,3 +136,62 @@ def known_limit(device_name: str) -> Limit | None:
             rates = (card.bf16_tflops, card.fp8_tflops, GB_PER_SECOND[card.name])
             return Limit(*rates, f"published dense peak of {device_name}")
     return None
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What kernels are estimated to take on a device.
+
+        ms = max(bytes / bandwidth, operations / (rate · efficiency)) + launch
+
+    The efficiency of a matrix product is that of its tiles: how much of them and of the last wave of them is used.
+
+    Attributes:
+        gb_per_second: memory traffic reached.
+        tflops: kind of arithmetic ("bf16", "fp8", "attention", "attention_backward") to the rate reached.
+        multiprocessors: that share the tiles.
+    """
+
+    gb_per_second: float
+    tflops: Mapping[str, float]
+    multiprocessors: int
+
+    def milliseconds(
+        self, moved: float, flops: float, kind: str, shape: tuple[int, int, int] | None, kernels: int = 1
+    ) -> float:
+        """Time of one operator.
+
+        Args:
+            moved: bytes read and written.
+            flops: operations; 0 where there is no matrix product.
+            kind: of `tflops`; not read without operations.
+            shape: (M, N, K) of a matrix product, else None.
+            kernels: that it takes.
+        """
+        bandwidth, efficiency = self.gb_per_second, 1.0
+        if shape is not None and min(shape[:2]) >= NARROW:
+            efficiency = max(speed * self._used(shape, tile) for tile, speed in TILES)
+        elif shape is not None and max(shape[:2]) >= NARROW:
+            bandwidth *= NARROW_SHARE
+        compute = flops / (self.tflops[kind] * efficiency) / 1e9 if flops else 0.0
+        return max(moved / bandwidth / 1e6, compute) + kernels * LAUNCH_MS
+
+    def _used(self, shape: tuple[int, int, int], tile: tuple[int, int]) -> float:
+        """Share of the tiles, and of the last wave of them, that has work."""
+        tiles = math.ceil(shape[0] / tile[0]) * math.ceil(shape[1] / tile[1])
+        waves = math.ceil(tiles / self.multiprocessors)
+        return shape[0] * shape[1] / (waves * self.multiprocessors * tile[0] * tile[1])
+
+
+def cost_models() -> dict[str, CostModel]:
+    """Short name of each card ("h200", "rtx4090") → its model."""
+    from ..plan.facts import CARDS
+
+    found = {}
+    for card in CARDS:
+        if card.name in MULTIPROCESSORS:
+            peaks = {"fp8": card.fp8_tflops}
+            rates = {kind: share * peaks.get(kind, card.bf16_tflops) for kind, share in RATE_SHARES.items()}
+            bandwidth = GB_PER_SECOND[card.name] * BANDWIDTH_SHARE
+            found[card.name.lower().replace(" ", "")] = CostModel(bandwidth, rates, MULTIPROCESSORS[card.name])
+    return found

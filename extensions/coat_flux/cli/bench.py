@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench.configurations import LEVELS, BenchOptions, named
+from ..bench.configurations import COUNT, LEVELS, BenchOptions, named
 from ..bench.limits import Geometry, Limit
 from .common import EXIT_REFUSED, add_command, positive
 
 EXIT_RED = 1
 FLUX_DEV = Geometry()
 RESOLUTION_STEP = 16
+COUNTED_BY_DEFAULT = "coat_transposed"  # as a card runs it that has the memory
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `coat-flux`."""
     bench = add_command(commands, "bench", run, "speed and memory against bf16 and others")
     names = list(dict.fromkeys(name for level in LEVELS for name in named(level)))
-    bench.add_argument("--level", choices=(*LEVELS, "all"), default="all")
-    bench.add_argument("--resolution", nargs="+", type=_pixels, default=[512, 768, 1024], metavar="PX")
+    bench.add_argument("--level", choices=(*LEVELS, COUNT, "all"), default="all", help="count: no timing, no GPU")
+    bench.add_argument("--resolution", nargs="+", type=_pixels, metavar="PX", help="default: 512 768 1024")
     bench.add_argument("--batch", nargs="+", type=positive, default=[1, 4], metavar="N")
     bench.add_argument("--rounds", type=positive, default=3, help="processes of each case (default: 3)")
     bench.add_argument(
@@ -37,6 +39,7 @@ def add_parser(commands: Any) -> None:
     bench.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     bench.add_argument("--out", type=Path, default=Path("output") / "bench", metavar="DIR")
     bench.add_argument("--skip-tests", action="store_true", help="do not run the matching tests first")
+    bench.add_argument("--verbose", action="store_true", help="with --level count: every operator of a block")
 
 
 def _pixels(text: str) -> int:
@@ -51,8 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
     COAT, bf16, torch.compile, optimum-quanto, torchao and bitsandbytes, each in a process of its own, in interleaved
     rounds; the matching tests run first, without them green there are no figures. Downloads nothing. Writes
-    results.json, .md and .png.
+    results.json, .md and .png. `--level count` times nothing: it counts the operators of a step on shapes alone, models
+    what they take on known cards, and writes count.json.
     """
+    args.resolution = args.resolution or [512, 768, 1024]
+    if args.level == COUNT:
+        return _count(args)
     from ..bench import report, runner
 
     if args.device is None:
@@ -95,3 +102,23 @@ def run(args: argparse.Namespace) -> int:
     report.draw(rows, args.out / "results.png")
     print(f"\n{report.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md, results.png")
     return EXIT_RED if report.incomplete(rows) else 0
+
+
+def _count(args: argparse.Namespace) -> int:
+    name = args.configs[0] if args.configs else COUNTED_BY_DEFAULT
+    known = named(COUNT)
+    if len(args.configs) > 1 or name not in known:
+        given = " ".join(args.configs)
+        print(f"error: --configs {given}: --level count takes one of {', '.join(known)}", file=sys.stderr)
+        return EXIT_REFUSED
+    if importlib.util.find_spec("triton") is None:
+        print("error: --level count runs the launchers of Triton kernels: pip install triton", file=sys.stderr)
+        return EXIT_REFUSED
+    from ..bench import step_model
+    from ..config.coat import COATConfig
+
+    config = COATConfig.from_dict(dict(known[name].coat or {}))
+    geometry = Geometry(args.double, args.single, args.heads, args.rank)
+    found = step_model.count(config, geometry, args.resolution)
+    print(f"{known[name].about}; {step_model.report(found, args.verbose)}\n\nwrote {step_model.write(args.out, found)}")
+    return 0

@@ -1,0 +1,352 @@
+"""How many launches, bytes and operations a training step of FLUX.1-dev is: counted on the meta device, without a GPU.
+
+A transformer with one double and one single block at full width, converted and adapted as a run does it, goes forward
+and backward in the flow of its `coat:` block. A dispatch mode sees every operator with its shapes. Operators of
+`coat_core` run their CUDA launchers, whose kernels are recorded and not started: no list of launches has to follow the
+code. Blocks count as often as the model has them; gradient clipping, optimizer and EMA run over as many parameters as
+the whole model trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from coat_core.kernels import scaled_mm
+from coat_core.kernels.dispatch import launcher_of
+from coat_core.kernels.gpu.runtime import recorded_launches
+
+from ..blocks.apply import apply_coat
+from ..blocks.fused.chooser import fused_block
+from ..blocks.gemms import set_transposed
+from ..blocks.held import AsOnGPU
+from ..blocks.lora import attach_lora
+from ..blocks.runner import BlockRunner
+from ..config.coat import COATConfig
+from ..config.job_sections import TrainSection
+from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
+from ..trainers.optimizer import build_optimizer
+from ..trainers.standalone.ema import LoraEMA
+from ..trainers.standalone.flow_matching import Objective
+from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
+from ..watch.guard import RunGuard
+from ..watch.live import COMMANDS
+from .limits import NARROW, TEXT_TOKENS, Geometry
+
+META = torch.device("meta")
+LATENT_CHANNELS, PIXELS_PER_LATENT = 16, 8
+aten = torch.ops.aten
+
+
+class Launch(NamedTuple):
+    """GPU work of one operator.
+
+    Attributes:
+        region: of the step; see `Recorder`.
+        category: of the table.
+        operator: of torch or of `coat_core`, as the caller called it.
+        part: what inside an operator of ours it is: a Triton kernel, or an operator of torch; else empty.
+        reads: storage → bytes, each once.
+        writes: likewise.
+        flops: operations of matrix products.
+        kind: "fp8" or "bf16" matrix product, "attention", "attention_backward"; empty where only bytes count.
+        shape: (M, N, K) of a matrix product.
+        count: kernels.
+    """
+
+    region: str
+    category: str
+    operator: str
+    part: str
+    reads: Mapping[int, int]
+    writes: Mapping[int, int]
+    flops: float = 0.0
+    kind: str = ""
+    shape: tuple[int, int, int] | None = None
+    count: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Read and written."""
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+
+GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA = "FP8 GEMM", "bf16 GEMM", "attention", "LoRA GEMM"
+FUSED = "norm, GELU, gate, rotary"
+QUANTIZE, MOVE, PACK, CAST = "quantize for GEMM", "cat, add, zero", "pack and unpack", "casts of LoRA"
+MODULATION, UPDATE, OUTSIDE = "modulation", "clip, optimizer, EMA", "embedders and loss"
+CATEGORIES = (
+    *(GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA, FUSED, QUANTIZE, MOVE, PACK, CAST, MODULATION, UPDATE, OUTSIDE),
+)
+BLOCKS = {"FluxTransformerBlock": "double", "FluxSingleTransformerBlock": "single"}
+ONLY_METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # where the first factor is among arguments
+ATTENTIONS = {  # kernels of cuDNN's forward and backward, and operations over 4·B·H·S²·d
+    "_scaled_dot_product_flash_attention": (1, 1.0),
+    "_scaled_dot_product_flash_attention_backward": (3, 2.5),
+}
+OVERWRITING = {"copy_", "fill_", "zero_"}  # do not read what they write
+FOREACH_TENSORS, FOREACH_CHUNKS, FOREACH_CHUNK = (110, 64, 48, 36, 30), 320, 65536  # of a launch, by number of lists
+
+
+class Recorder(TorchDispatchMode):
+    """Records what a GPU would be given inside the `with` block.
+
+    Attributes:
+        region: that what comes belongs to; set by whoever runs the step.
+        launches: in order.
+        host: region → calls of the dispatcher.
+        waits: region → how often the host waits for the device (`.item()`, `.tolist()`).
+    """
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        self.region = region
+        self.launches: list[Launch] = []
+        self.host: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self._operator, self._args = "", ()  # of ours, that runs
+        self._storages: dict[int, Any] = {}  # kept, so that no other gets the same number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if self._operator and func._can_decompose():  # below autograd torch's composite operators come whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        self.host[self.region] += 1
+        run = scaled_mm.scaled_mm_on_cuda if name == "coat::fp8_mm" else launcher_of(name)
+        if run is None:
+            return self._of_torch(func, args, kwargs)
+        outer = self._operator, self._args
+        if not self._operator:
+            self._operator, self._args = name, args
+        try:
+            with self, recorded_launches(self._of_triton):
+                return run(*args, **kwargs)
+        finally:
+            self._operator, self._args = outer
+
+    def _of_triton(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: Any) -> None:
+        """A kernel reads or writes each of its tensors; which of both is the same for the bytes."""
+        self._add(kernel.__name__, list(_tensors(args)), [])
+
+    def _of_torch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        given = list(_tensors((*args, *kwargs.values())))
+        on_device = any(x.device == META for x in given)
+        waits = name == "_local_scalar_dense" or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu"))
+        if on_device and waits:  # answered in place of a tensor without memory
+            self.waits[self.region] += 1
+            self._add("copy to the host", given, [])
+            one = torch.ones(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
+            return one if name == "_to_copy" else 1.0
+        result = func(*args, **kwargs)
+        made = list(_tensors((result,)))
+        if not (on_device or any(x.device == META for x in made)) or name in ONLY_METADATA or _is_view(func):
+            return result
+        if name.startswith("_foreach"):
+            lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
+            count = _foreach_launches(lists) + ("norm" in name)  # partial norms are added up by one more
+            self._add(name, given, [*made, *(lists[0] if name.endswith("_") else ())], count=count)
+        elif name in PRODUCTS:
+            a, b = given[PRODUCTS[name] : PRODUCTS[name] + 2]
+            shape = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+            kind = "fp8" if name == "_scaled_mm" else "bf16"
+            self._add(name, given, made, 2.0 * math.prod(shape), kind, shape)
+        elif name in ATTENTIONS:
+            count, share = ATTENTIONS[name]
+            batch, heads, length, width = given[0].shape
+            kind = "attention" if count == 1 else "attention_backward"
+            self._add(name, given, made, share * 4.0 * batch * heads * length**2 * width, kind, count=count)
+        else:
+            self._add(name, given[1:] if name in OVERWRITING else given, made)
+        return result
+
+    def _add(self, part: str, reads: list[Tensor], writes: list[Tensor], *work: Any, count: int = 1) -> None:
+        operator, read, written = self._operator or part, self._bytes(reads), self._bytes(writes)
+        category = self._category(operator, part, work[-1] if work and isinstance(work[-1], tuple) else None)
+        part = part if self._operator else ""
+        launch = Launch(self.region, category, operator, part, read, written, *work)
+        self.launches.append(launch._replace(count=count))
+
+    def _bytes(self, tensors: list[Tensor]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for x in tensors:
+            storage = x.untyped_storage()
+            self._storages[storage._cdata] = storage
+            # elements that are repeated (expanded) once
+            size = math.prod(size for size, step in zip(x.shape, x.stride(), strict=True) if step) * x.itemsize
+            found[storage._cdata] = min(found.get(storage._cdata, 0) + size, max(storage.nbytes(), size))
+        return found
+
+    def _category(self, operator: str, part: str, shape: tuple[int, int, int] | None) -> str:
+        if self.region in (UPDATE, OUTSIDE):
+            return self.region
+        if part in ATTENTIONS:
+            return ATTENTION
+        if shape is not None:
+            if part == "_scaled_mm":
+                return GEMM_FP8
+            has_rank = min(shape[1:]) < NARROW or 1 < shape[0] < NARROW
+            return GEMM_LORA if has_rank else MODULATION if shape[0] == 1 else GEMM_BF16
+        if operator == "coat::dequantize" or (operator == "coat::quantize" and "per_group" in self._args):
+            return PACK
+        if operator in ("coat::quantize", "coat::fp8_mm") or "amax" in part:
+            return QUANTIZE
+        if operator == "coat::weight_only_linear":
+            return MODULATION
+        return FUSED if self._operator else CAST if part == "_to_copy" else MOVE
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (x for x in value if isinstance(x, Tensor))
+
+
+def _is_view(func: Any) -> bool:
+    results = func._schema.returns
+    return bool(results) and all(x.alias_info is not None and not x.alias_info.is_write for x in results)
+
+
+def _foreach_launches(lists: list[Any]) -> int:
+    """Launches of a torch._foreach operator over lists of tensors."""
+    launches = tensors = chunks = 0
+    for x in lists[0]:
+        tensors += 1
+        for _ in range(-(-x.numel() // FOREACH_CHUNK)):
+            chunks += 1
+            if chunks == FOREACH_CHUNKS:
+                launches, chunks, tensors = launches + 1, 0, 1
+        if tensors == FOREACH_TENSORS[len(lists) - 1]:
+            launches, chunks, tensors = launches + bool(chunks), 0, 0
+    return launches + bool(chunks)
+
+
+class _Boundary(torch.autograd.Function):
+    """Hands tensors on; in backward, what comes next belongs to `region`."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, region: str, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.recorder, ctx.region = recorder, region
+        with _disable_current_modes():
+            return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.recorder.region = ctx.region
+        return None, None, None, *grads
+
+
+def make_model(config: COATConfig, geometry: Geometry) -> Any:
+    """A transformer with one block of each kind on the meta device, as a run prepares it."""
+    sizes = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": geometry.heads}
+    model = make_flux_dev_geometry("meta", torch.bfloat16, **sizes)
+    targets = lora_targets(model)
+    apply_coat(model, config, device=META)
+    add_lora(model, targets, geometry.rank, seed=0)
+    if config.enabled:
+        attach_lora(model, config)
+        if config.memory.transposed_weights != "never":
+            set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
+    return model.train()
+
+
+class _Autocast(TorchFunctionMode):
+    """What autocast does on a GPU, and the meta device has not: linears multiply in bf16, each tensor is cast once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            args = tuple(self._cast(x) if isinstance(x, Tensor) else x for x in args)
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16:
+            return x
+        return self._copies.setdefault(id(x), (x, x.to(torch.bfloat16)))[1]
+
+
+def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recorder:
+    """Record one training step of batch 1 in the stand-alone engine, nothing recomputed.
+
+    Args:
+        config: the `coat:` block; where it is not enabled, diffusers' blocks in bf16 under autocast.
+        geometry: heads and rank of the blocks; their numbers count for the parameters of the update.
+        resolution: pixels along a side.
+
+    Returns:
+        What was recorded, in the regions "<kind> forward" and "<kind> backward" of one block each, `OUTSIDE`, `UPDATE`.
+    """
+    model = make_model(config, geometry)
+    runner, recorder = BlockRunner.of(model), Recorder(OUTSIDE)
+    anchor = torch.zeros((), device=META, requires_grad=True)  # lets the first block have something before it to train
+
+    def run(block: nn.Module, *args: Any) -> Any:
+        kind = BLOCKS[type(block).__name__]
+        args = (*_Boundary.apply(recorder, OUTSIDE, anchor, *args[:2]), *args[2:])
+        recorder.region = f"{kind} forward"
+        if runner is None:
+            with _Autocast(), AsOnGPU():
+                outputs = block(*args)
+        else:
+            outputs = fused_block(block, args, runner.plan.blocks[0].saved)(*args)
+        recorder.region = OUTSIDE
+        return _Boundary.apply(recorder, f"{kind} backward", anchor, *outputs)
+
+    model.enable_gradient_checkpointing(run)
+    side, sizes = resolution // PIXELS_PER_LATENT, FLUX_DEV_TRANSFORMER_CONFIG
+    batch = {
+        "latents": torch.empty(1, LATENT_CHANNELS, side, side, device=META),
+        "prompt_embeds": torch.empty(1, TEXT_TOKENS, sizes["joint_attention_dim"], device=META),
+        "pooled": torch.empty(1, sizes["pooled_projection_dim"], device=META),
+    }
+    objective = Objective(model, TrainSection(), None, 0, torch.bfloat16)  # type: ignore[arg-type]
+    with recorder:
+        loss = objective(batch, 0)
+        loss.backward()
+    _update(recorder, model, config, geometry, loss.detach())
+    return recorder
+
+
+def _update(recorder: Recorder, model: Any, config: COATConfig, geometry: Geometry, loss: Tensor) -> None:
+    """What `trainers.standalone.steps.train_step` does after the backward pass, for the adapters of all blocks.
+
+    The optimizer makes its state in a step of its own, which is not recorded.
+    """
+    repeats = {"transformer_blocks": geometry.double, "single_transformer_blocks": geometry.single}
+    lora = {
+        f"{name}.{i}": nn.Parameter(torch.empty_like(parameter))
+        for name, parameter in lora_parameters(model).items()
+        for i in range(repeats[name.split(".")[1]])
+    }
+    optimizer, guard = build_optimizer(lora.values(), 1e-4, config), RunGuard(config.guard, lora, print)
+    ema = LoraEMA(lora)
+    recorder.region = UPDATE
+    for parameter in lora.values():
+        parameter.grad = torch.empty_like(parameter)
+    with Recorder(UPDATE):
+        optimizer.step()
+    foreach = mock.patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", return_value=["meta"])
+    with foreach, recorder:  # as a GPU, which has such kernels
+        norm = clip_grad_norm_(lora.values(), 1.0).item()
+        mean_loss = torch.cat([loss[None], torch.zeros(len(COMMANDS)).to(loss)]).tolist()[0]
+        guard.allows_update(1, mean_loss, norm)
+        optimizer.step()
+        ema.update()

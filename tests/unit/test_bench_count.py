@@ -1,0 +1,139 @@
+"""How many launches a step takes, held; and what the step model makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from coat_core.kernels.gpu.norm import layer_norm_modulate_backward, layer_norm_modulate_quantize
+from coat_core.kernels.gpu.quantize import quantize
+from coat_core.kernels.gpu.runtime import recorded_launches
+from coat_flux.bench.configurations import COUNT, named
+from coat_flux.bench.count import OUTSIDE, UPDATE, Launch, Recorder, count_step
+from coat_flux.bench.limits import LAUNCH_MS, CostModel, Geometry, cost_models
+from coat_flux.bench.step_model import as_compiled
+from coat_flux.cli import main
+from coat_flux.config.coat import COATConfig
+
+pytestmark = pytest.mark.triton
+
+# Launches of one block, and of what a step does once. A change that adds some fails here; one that saves some lowers
+# the number. `coat-flux bench --level count --verbose` lists them.
+HELD = {
+    "double forward": 126,
+    "double backward": 236,
+    "single forward": 46,
+    "single backward": 93,
+    OUTSIDE: 130,
+    UPDATE: 3015,
+}
+PRODUCTS = {"double": 12, "single": 5}  # FP8 GEMMs of a block in each direction
+
+
+@pytest.fixture(scope="module")
+def step() -> Recorder:
+    row = named(COUNT)["coat_transposed"]
+    return count_step(COATConfig.from_dict(dict(row.coat or {})), Geometry(), 512)
+
+
+def test_a_step_has_no_more_launches_than_before(step: Recorder) -> None:
+    found: Counter[str] = Counter()
+    for launch in step.launches:
+        found[launch.region] += launch.count
+    assert set(found) == set(HELD)
+    more = {region: (count, HELD[region]) for region, count in found.items() if count > HELD[region]}
+    assert not more, f"launches (found, held): {more}"
+
+
+def test_every_linear_multiplies_in_fp8_once_in_each_direction(step: Recorder) -> None:
+    found = Counter(launch.region for launch in step.launches if launch.part == "_scaled_mm")
+    assert found == {f"{kind} {way}": n for kind, n in PRODUCTS.items() for way in ("forward", "backward")}
+    d, rows = Geometry().hidden, 1024 + 512
+    single = sum(x.flops for x in step.launches if x.part == "_scaled_mm" and x.region == "single forward")
+    assert single == 2 * rows * 12 * d * d
+
+
+def test_the_host_waits_for_the_loss_and_the_norm(step: Recorder) -> None:
+    assert set(step.waits) <= {UPDATE}
+    assert step.waits[UPDATE] <= 3
+
+
+def test_an_operator_more_is_seen() -> None:
+    x = torch.empty(4, 8, device="meta")
+    with Recorder("double forward") as recorder:
+        (x.view(8, 4).t() + 1).contiguous().to(torch.float32)
+    assert [(launch.operator, launch.bytes) for launch in recorder.launches] == [("add", 256), ("clone", 256)]
+
+
+LAUNCHERS = {
+    "per tensor": (lambda x: quantize(x, "e4m3", "per_tensor", 128, None), 2),
+    "per row": (lambda x: quantize(x, "e4m3", "per_row", 128, None), 1),
+    "per group": (lambda x: quantize(x, "e4m3", "per_group", 128, None), 1),
+    "norm": (lambda x: layer_norm_modulate_quantize(x, x[:, 0], x[:, 0], 1e-6, "e4m3", "per_tensor"), 2),
+    "norm backward": (lambda x: layer_norm_modulate_backward(x, x, x[:, 0], 1e-6), 1),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_launchers_start_as_many_kernels_on_any_device(name: str, device: str) -> None:
+    run, expected = LAUNCHERS[name]
+    started: list[Any] = []
+    with recorded_launches(lambda kernel, grid, args, options: started.append(kernel)):
+        run(torch.empty(2, 4, 256, device=device))
+    assert len(started) == expected
+
+
+def test_a_launch_takes_the_longer_of_memory_and_arithmetic() -> None:
+    model = CostModel(1000.0, {"bf16": 100.0}, 132)
+    assert model.milliseconds(2e9, 0.0, "", None) == pytest.approx(2.0 + LAUNCH_MS)
+    full = (128 * 132, 256, 64)
+    assert model.milliseconds(1.0, 5e11, "bf16", full) == pytest.approx(5.0 + LAUNCH_MS)
+    one_tile_more = (128 * 133, 256, 64)
+    flops = 5e11 * 133 / 132
+    assert model.milliseconds(1.0, flops, "bf16", one_tile_more) == pytest.approx(2 * 5.0 * 3 / 4 / 0.9 + LAUNCH_MS)
+
+
+def test_cards_are_the_four_that_rates_are_known_of() -> None:
+    assert set(cost_models()) == {"h100", "h200", "rtx4090", "rtx5090"}
+
+
+def test_what_lies_between_products_is_fused() -> None:
+    def launch(operator: str, reads: tuple[int, ...], writes: tuple[int, ...], flops: float = 0.0) -> Launch:
+        sizes = [dict.fromkeys(storages, 10) for storages in (reads, writes)]
+        return Launch("single forward", "cat, add, zero", operator, "", *sizes, flops)
+
+    chain = [
+        launch("add", (1, 2), (3,)),
+        launch("mul", (3,), (4,)),
+        launch("mm", (4, 5), (6,), 1.0),
+        launch("add", (6, 2), (7,)),
+        launch("mul", (7,), (8,)),
+    ]
+    first, product, last = as_compiled(chain)
+    assert (set(first.reads), set(first.writes)) == ({1, 2}, {4})
+    assert product.operator == "mm"
+    assert (set(last.reads), set(last.writes)) == ({6, 2}, {8})
+
+
+def test_the_command_writes_count_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--double", "1", "--single", "1", "--heads", "2", "--rank", "4", "--resolution", "64"]
+    assert main(["bench", "--level", "count", *small, "--verbose", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "| FP8 GEMM |" in shown
+    assert "_layer_norm_modulate_fwd_kernel" in shown
+    found = json.loads((tmp_path / "count.json").read_text(encoding="utf-8"))["h200"]["64"]
+    for name in ("coat", "bf16_compile"):
+        row = found[name]
+        assert row["launches"] == sum(part["launches"] for part in row["by_category"].values())
+        assert row["modelled_ms"] == pytest.approx(sum(part["modelled_ms"] for part in row["by_category"].values()))
+        assert row["host_ops"] > 0
+    assert found["coat"]["by_category"]["FP8 GEMM"]["launches"] == 2 * (12 + 5)
+    assert "FP8 GEMM" not in found["bf16_compile"]["by_category"]
