@@ -135,5 +135,10 @@ def test_the_command_writes_count_json(tmp_path: Path, capsys: pytest.CaptureFix
         assert row["launches"] == sum(part["launches"] for part in row["by_category"].values())
         assert row["modelled_ms"] == pytest.approx(sum(part["modelled_ms"] for part in row["by_category"].values()))
         assert row["host_ops"] > 0
+    assert found["coat"]["blocks"]["launches"] == sum(
+        part["launches"]
+        for region, part in found["coat"]["by_region"].items()
+        if region.startswith(("double", "single"))
+    )
     assert found["coat"]["by_category"]["FP8 GEMM"]["launches"] == 2 * (12 + 5)
     assert "FP8 GEMM" not in found["bf16_compile"]["by_category"]

@@ -26,8 +26,8 @@ from coat_core.kernels import scaled_mm
 from coat_core.kernels.dispatch import launcher_of
 from coat_core.kernels.gpu.runtime import recorded_launches
 
+from ..base.errors import UserError
 from ..blocks.apply import apply_coat
-from ..blocks.fused.chooser import fused_block
 from ..blocks.gemms import set_transposed
 from ..blocks.held import AsOnGPU
 from ..blocks.lora import attach_lora
@@ -88,7 +88,7 @@ MODULATION, UPDATE, OUTSIDE = "modulation", "clip, optimizer, EMA", "embedders a
 CATEGORIES = (
     *(GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA, FUSED, QUANTIZE, MOVE, PACK, CAST, MODULATION, UPDATE, OUTSIDE),
 )
-BLOCKS = {"FluxTransformerBlock": "double", "FluxSingleTransformerBlock": "single"}
+KINDS = {"FluxTransformerBlock": "double", "FluxSingleTransformerBlock": "single"}
 ONLY_METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # where the first factor is among arguments
 ATTENTIONS = {  # kernels of cuDNN's forward and backward, and operations over 4·B·H·S²·d
@@ -146,11 +146,11 @@ class Recorder(TorchDispatchMode):
         given = list(_tensors((*args, *kwargs.values())))
         on_device = any(x.device == META for x in given)
         waits = name == "_local_scalar_dense" or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu"))
-        if on_device and waits:  # answered in place of a tensor without memory
+        if on_device and waits:  # answered with zeros in place of a tensor without memory
             self.waits[self.region] += 1
             self._add("copy to the host", given, [])
-            one = torch.ones(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
-            return one if name == "_to_copy" else 1.0
+            values = torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
+            return values if name == "_to_copy" else values.item()
         result = func(*args, **kwargs)
         made = list(_tensors((result,)))
         if not (on_device or any(x.device == META for x in made)) or name in ONLY_METADATA or _is_view(func):
@@ -260,8 +260,6 @@ def make_model(config: COATConfig, geometry: Geometry) -> Any:
     add_lora(model, targets, geometry.rank, seed=0)
     if config.enabled:
         attach_lora(model, config)
-        if config.memory.transposed_weights != "never":
-            set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
     return model.train()
 
 
@@ -299,18 +297,17 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
     anchor = torch.zeros((), device=META, requires_grad=True)  # lets the first block have something before it to train
 
     def run(block: nn.Module, *args: Any) -> Any:
-        kind = BLOCKS[type(block).__name__]
+        kind = KINDS[type(block).__name__]
         args = (*_Boundary.apply(recorder, OUTSIDE, anchor, *args[:2]), *args[2:])
         recorder.region = f"{kind} forward"
         if runner is None:
             with _Autocast(), AsOnGPU():
                 outputs = block(*args)
         else:
-            outputs = fused_block(block, args, runner.plan.blocks[0].saved)(*args)
+            outputs = runner(block, *args)
         recorder.region = OUTSIDE
         return _Boundary.apply(recorder, f"{kind} backward", anchor, *outputs)
 
-    model.enable_gradient_checkpointing(run)
     side, sizes = resolution // PIXELS_PER_LATENT, FLUX_DEV_TRANSFORMER_CONFIG
     batch = {
         "latents": torch.empty(1, LATENT_CHANNELS, side, side, device=META),
@@ -318,6 +315,15 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
         "pooled": torch.empty(1, sizes["pooled_projection_dim"], device=META),
     }
     objective = Objective(model, TrainSection(), None, 0, torch.bfloat16)  # type: ignore[arg-type]
+    if runner is not None:  # decides, and compares each kind of block with diffusers' own code
+        with Recorder(OUTSIDE):
+            objective(batch, 0)
+        others = {choice.flow for choice in runner.plan.blocks} - {"fused"}
+        if others:
+            raise UserError(f"the blocks take the {others.pop()} flow, which is not counted: {runner.plan.blocks[0]}")
+        if config.memory.transposed_weights != "never":
+            set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
+    model.enable_gradient_checkpointing(run)
     with recorder:
         loss = objective(batch, 0)
         loss.backward()

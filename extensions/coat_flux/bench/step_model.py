@@ -33,8 +33,9 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
 
     Returns:
         Card ("h200") → resolution ("1024") → "coat" or "bf16_compile" → `launches`, `modelled_ms`, `host_ops` (calls of
-        torch's dispatcher), `host_waits`, `bytes`, `flops`, `by_category` with the same of each category, `by_region`
-        (of one block), and `operators`: region → lines of (count, category, operator, part), the most frequent first.
+        torch's dispatcher, within our operators too), `host_waits`, `bytes`, `flops`; the same of each category in
+        `by_category`, of all blocks in `blocks`, of one block and of what a step does once in `by_region`; and
+        `operators`: region → lines of (count, category, operator, part), the most frequent first.
     """
     found: dict[str, Any] = {card: {} for card in cost_models()}
     for resolution in resolutions:
@@ -62,17 +63,18 @@ def _costed(recorder: Recorder, geometry: Geometry, model: CostModel) -> dict[st
         per_region.setdefault(launch.region, _Sum()).add(launch, ms, 1)
         lines = operators.setdefault(launch.region, Counter())
         lines[launch.category, launch.operator, launch.part] += launch.count
-    for region, calls in recorder.host.items():
-        per_region[region].host_ops = calls
-    total = _Sum()
-    for part in per_category.values():
+    total, blocks = _Sum(), _Sum()
+    for category, part in per_category.items():
         total.include(part)
+        if category not in (OUTSIDE, UPDATE):
+            blocks.include(part)
     return {
         **vars(total),
         "host_ops": sum(calls * times(region, geometry) for region, calls in recorder.host.items()),
         "host_waits": sum(recorder.waits.values()),
+        "blocks": vars(blocks),
         "by_category": {name: vars(part) for name, part in per_category.items() if part.launches},
-        "by_region": {region: vars(part) for region, part in per_region.items()},
+        "by_region": {region: {**vars(part), "host_ops": recorder.host[region]} for region, part in per_region.items()},
         "operators": {region: [[n, *key] for key, n in lines.most_common()] for region, lines in operators.items()},
     }
 
@@ -152,10 +154,14 @@ def table(found: dict[str, Any], card: str) -> str:
     header = ["ms a step", *(f"{name} {size} px: launches | ms" for size, name in columns)]
     lines = [header, ["---"] * (1 + 2 * len(columns))]
     categories = [c for c in (*CATEGORIES, POINTWISE) if any(c in sizes[s][n]["by_category"] for s, n in columns)]
-    for category in [*categories, "total"]:
+    for category in [*categories, "blocks", "whole step"]:
         cells = [category]
         for size, name in columns:
-            row = sizes[size][name] if category == "total" else sizes[size][name]["by_category"].get(category)
+            row = sizes[size][name]
+            if category in categories:
+                row = row["by_category"].get(category)
+            elif category == "blocks":
+                row = row["blocks"]
             cells += ["", ""] if row is None else [f"{row['launches']:,}", f"{row['modelled_ms']:.1f}"]
         lines.append(cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

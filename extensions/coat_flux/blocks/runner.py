@@ -264,7 +264,8 @@ class BlockRunner:
     def _facts(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """What a block's arguments show: types of the device and of values."""
         kind = args[0].device.type
-        lora = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        autocasts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # meta has none
+        lora = torch.get_autocast_dtype(kind) if autocasts else torch.float32
         return {"device": kind, "value_bytes": args[0].element_size(), "lora_bytes": lora.itemsize}
 
     def _obstacles(self, args: tuple[Any, ...] | None) -> dict[int, str]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from coat_core.activation import PackingConfig
 from coat_core.kernels.attention import chosen_kernel
+from coat_core.linear.function import compute_dtype
 
 from ..architectures import READ_BLOCKS
 from .linears import NotFusable
@@ -89,10 +90,8 @@ def attention_kernel(block: nn.Module, args: tuple[Any, ...]) -> str:
     """
     attn: Any = block.attn
     image, text = args[0], args[1]
-    kind = image.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else image.dtype
     shape = (image.shape[0], image.shape[1] + text.shape[1], attn.heads, attn.head_dim)
-    q = torch.empty(shape, dtype=dtype, device=image.device).transpose(1, 2)
+    q = torch.empty(shape, dtype=compute_dtype(image), device=image.device).transpose(1, 2)
     return chosen_kernel(q, q, q)
 
 
