@@ -28,6 +28,7 @@ from .reading import (
     qk_norm,
     read_modulation,
 )
+from .streams import join, split
 
 ARGUMENTS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 PROCESSOR = "FluxAttnProcessor"
@@ -64,12 +65,12 @@ class SingleBlock:
 
     def __call__(self, hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any, _: Any = None) -> tuple[Tensor, Tensor]:
         """Return the text and the image stream; arguments as diffusers' block."""
-        x = torch.cat([text, hidden], dim=1)
+        x = join(text, hidden)
         shift, scale, gate = modulate(self.modulation, temb, 3)
         *qkv, mlp = norm_linears(x, scale, shift, self.eps, self.inputs, self.config)
         (out,) = attention(qkv[0].shape[-1] // self.head_dim, [self.qk_norm], rotary, qkv, self.config)
         y = clipped(gated_linear(x, gate, self.output, self.config, out, mlp))
-        return y[:, : text.shape[1]], y[:, text.shape[1] :]
+        return split(y, text.shape[1])
 
     def apart(self, hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
         """The same, in streams that share no memory, as compiled code returns them."""
