@@ -110,7 +110,7 @@ class NotPlain(Exception):
     """This module does more than linear plus LoRA; the message says what."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PlainAdapter:
     """One adapter's matrices.
 
@@ -119,12 +119,14 @@ class PlainAdapter:
         up: B [N, r].
         factors: numbers or one-element tensors that multiply x Aᵀ.
         strengths: [images], multiplies the rows of x Aᵀ image by image; None where all images have the same.
+        copies: what `fused.shadow` keeps of this adapter and the others that read the same x, if it is the first.
     """
 
     down: nn.Parameter
     up: nn.Parameter
     factors: tuple[float | Tensor, ...]
     strengths: Tensor | None = None
+    copies: Any = None
 
 
 def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:

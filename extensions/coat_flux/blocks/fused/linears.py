@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -140,11 +140,12 @@ def run_linears(
     if not adapters:
         return outputs, None
     dtype = outputs[0].dtype
-    h = _times_strengths(torch.nn.functional.linear(x.to(dtype), _joint_down(adapters, dtype)), adapters)
-    parts = iter(h.flatten(0, -2).split(_ranks(adapters), dim=1))
+    copies = _copies(adapters, dtype)
+    h = _times_strengths(torch.nn.functional.linear(x.to(dtype), copies.down), adapters)
+    parts, ups = iter(h.flatten(0, -2).split(_ranks(adapters), dim=1)), iter(copies.ups)
     for linear, y in zip(linears, outputs, strict=True):
-        for adapter in linear.adapters:
-            y.view(-1, y.shape[-1]).addmm_(next(parts), adapter.up.to(dtype).t())
+        for _ in linear.adapters:
+            y.view(-1, y.shape[-1]).addmm_(next(parts), next(ups).t())
     return outputs, h
 
 
@@ -177,7 +178,7 @@ def linears_backward(
     for linear, grad in zip(linears[1:], grads[1:], strict=True):
         dx += linear.base.dgrad(grad).to(dx.dtype)
     if dh is not None:
-        dx.view(-1, dx.shape[-1]).addmm_(dh.to(dx.dtype), _joint_down(adapters, dx.dtype))
+        dx.view(-1, dx.shape[-1]).addmm_(dh.to(dx.dtype), _copies(adapters, dx.dtype).down)
     return dx, gradients
 
 
@@ -192,19 +193,51 @@ def _adapter_gradients(
     ]
     adapters = [adapter for _, adapter in pairs]
     ranks = _ranks(adapters)
-    dh = torch.cat([dy @ adapter.up.to(h.dtype) for dy, adapter in pairs], dim=1)
-    dh = _times_strengths(dh.view(h.shape), adapters).flatten(0, -2)
-    downs = (dh.t() @ make_x().to(h.dtype).flatten(0, -2)).split(ranks)
+    parts = [dy @ up for (dy, _), up in zip(pairs, _copies(adapters, h.dtype).ups, strict=True)]
+    dh = _times_strengths(_rows_of(parts, dim=1).view(h.shape), adapters).flatten(0, -2)
+    downs = _product(dh.t(), make_x().to(h.dtype).flatten(0, -2), adapters[0].down.dtype).split(ranks)
     gradients = []
     for (dy, adapter), down, part in zip(pairs, downs, h.flatten(0, -2).split(ranks, dim=1), strict=True):
         gradients.append(_times_factors(down.to(adapter.down.dtype), adapter))
-        gradients.append((dy.t() @ part).to(adapter.up.dtype))
+        gradients.append(_product(dy.t(), part, adapter.up.dtype))
     return dh, gradients
 
 
-def _joint_down(adapters: Sequence[PlainAdapter], dtype: torch.dtype) -> Tensor:
-    """D [Σr, K] in `dtype`."""
-    return torch.cat([_times_factors(adapter.down, adapter) for adapter in adapters]).to(dtype)
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrix product of a and b in `dtype`; on a GPU straight from its fp32 sums."""
+    if a.device.type == "cpu" or dtype != torch.float32 or a.dtype == dtype:
+        return (a @ b).to(dtype)
+    return torch.mm(a, b, out_dtype=dtype)
+
+
+class Copies(NamedTuple):
+    """Matrices of the adapters that read one x, in the dtype that their linears multiply in.
+
+    Attributes:
+        down: D [Σr, K].
+        ups: B [N, r] of each.
+    """
+
+    down: Tensor
+    ups: tuple[Tensor, ...]
+
+
+def _copies(adapters: Sequence[PlainAdapter], dtype: torch.dtype) -> Copies:
+    """Those that `LoraShadow` keeps, else made for this call."""
+    kept: Copies | None = adapters[0].copies
+    if kept is not None and kept.down.dtype == dtype:
+        return kept
+    down = _rows_of([scaled_down(adapter) for adapter in adapters], dim=0)
+    return Copies(down.to(dtype), tuple(adapter.up.to(dtype) for adapter in adapters))
+
+
+def _rows_of(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+
+
+def scaled_down(adapter: PlainAdapter) -> Tensor:
+    """A · factors [r, K]; A itself where they are 1."""
+    return _times_factors(adapter.down, adapter)
 
 
 def _times_factors(matrix: Tensor, adapter: PlainAdapter) -> Tensor:

@@ -1,0 +1,74 @@
+"""The adapters' matrices in the dtype that blocks multiply in: copied together, once for each forward pass.
+
+LoRA matrices are kept in fp32 and multiply in bf16. Cast where they are used, that is 2,500 small kernels a step of
+FLUX.1-dev; one buffer for all of them is filled by nine.
+
+    buffer    [A₁·f₁; A₂·f₂; …] of the linears that read one x, then B₁, B₂, …; then those of the next x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .linears import AdaptedLinear, Copies, scaled_down
+
+__all__ = ["LoraShadow"]
+
+
+class LoraShadow:
+    """Copies of the matrices of all adapters of fused blocks, which `linears` uses in their place.
+
+    Args:
+        forms: of the blocks, as readers return them.
+        dtype: that the blocks multiply in.
+    """
+
+    def __init__(self, forms: Iterable[Any], dtype: torch.dtype) -> None:
+        groups = [group for form in forms for group in _groups(form)]
+        adapters = [[adapter for linear in group for adapter in linear.adapters] for group in groups]
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # copy, what it is of
+        self._scaled: list[tuple[Tensor, Any]] = []  # copy of A·f with f other than 1, its adapter
+        matrices = [[*(a.down for a in found), *(a.up for a in found)] for found in adapters]
+        sizes = [matrix.numel() for found in matrices for matrix in found]
+        if not sizes:
+            return
+        buffer = torch.empty(sum(sizes), dtype=dtype, device=matrices[0][0].device)
+        pieces = (buffer[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0)))
+        for found in filter(None, adapters):
+            downs = [next(pieces).view_as(adapter.down) for adapter in found]
+            ups = tuple(next(pieces).view_as(adapter.up) for adapter in found)
+            for adapter, copy in zip(found, downs, strict=True):
+                if scaled_down(adapter) is adapter.down:
+                    self._pairs.append((copy, adapter.down))
+                else:
+                    self._scaled.append((copy, adapter))
+            self._pairs += zip(ups, (adapter.up for adapter in found), strict=True)
+            rows = sum(len(down) for down in downs)
+            found[0].copies = Copies(downs[0].as_strided((rows, downs[0].shape[1]), downs[0].stride()), ups)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the matrices as they are now; a backward pass must not lie between this and its forward pass."""
+        if self._pairs:
+            copies, matrices = zip(*self._pairs, strict=True)
+            torch._foreach_copy_(copies, matrices)
+        for copy, adapter in self._scaled:
+            copy.copy_(scaled_down(adapter))
+
+
+def _groups(form: Any) -> Iterator[Sequence[AdaptedLinear]]:
+    """Yield the linears of a fused form, those that read the same tensor together."""
+    for field in fields(form):
+        value = getattr(form, field.name)
+        if isinstance(value, AdaptedLinear):
+            yield (value,)
+        elif isinstance(value, tuple) and value and isinstance(value[0], AdaptedLinear):
+            yield value
+        elif is_dataclass(value):
+            yield from _groups(value)
