@@ -43,7 +43,10 @@ def _quantize_cases() -> dict[str, Callable[[], Any]]:
             )
         cases[f"dequantize per row {name}"] = partial(dequantize, codes, row_scale, "per_row", 128, torch.bfloat16)
     narrow, factors = _empty(8, 64, dtype=torch.float32), _empty(HIDDEN, dtype=torch.float32)
-    cases["quantize fp32 per row e4m3"] = partial(quantize, narrow, "e4m3", "per_row", 128, None)
+    for granularity in ("per_row", "per_tensor", "per_group"):
+        cases[f"quantize fp32 {granularity} e4m3"] = partial(quantize, narrow, "e4m3", granularity, 128, None)
+    one_scale = _empty(dtype=torch.float32)
+    cases["dequantize to fp32"] = partial(dequantize, codes, one_scale, "per_tensor", 128, torch.float32)
     cases["quantize with factors per row e5m2"] = partial(quantize, x, "e5m2", "per_row", 128, factors)
     cases["quantize with factors per tensor e5m2"] = partial(quantize, x, "e5m2", "per_tensor", 128, factors)
     cases["cast by amax e4m3"] = partial(cast_by_amax, x, row_scale.view(-1), "e4m3")
@@ -81,6 +84,11 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
         "gate": partial(gate.gate_residual, x, modulation, x),
     }
     cases["gelu backward"] = partial(gelu.gelu_backward, dwide, wide)
+    cases["gelu backward bf16"] = partial(gelu.gelu_backward, wide, wide)
+    e5m2_codes = _empty(1, TOKENS, HIDDEN, dtype=FORMATS["e5m2"].dtype)
+    cases["gate backward bf16 from codes e5m2 per_tensor"] = partial(
+        gate.gate_residual_backward, x, modulation, e5m2_codes, scale, 128, dtype, "e5m2", "per_tensor"
+    )
     for spec in (("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor")):
         label = " ".join(spec)
         cases[f"layer norm {label}"] = partial(

@@ -1,0 +1,120 @@
+"""The dry GPU: a training step's own code for CUDA, line by line, on a machine without one.
+
+    with dry_gpu(monkeypatch) as gpu:
+        gpu.steps(dry_session(coat, monkeypatch), 2)
+
+card.py         meta tensors are shown to Python as tensors on "cuda:0"
+operators.py    our operators run what is registered for CUDA; a wait of the host is an error
+launches.py     kernels are not launched: every launch is checked
+engine.py       a session of the stand-alone engine at FLUX.1-dev's geometry
+
+Stood in for: what kernels compute, what the host reads (the lists below), weights, photos and captions, the trial
+whether Triton works, and the first step's choice by time (everything takes one millisecond).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from coat_core.kernels import dispatch, scaled_mm
+from coat_flux.saves.interrupts import Interrupts
+from coat_flux.trainers.standalone.steps import train_step
+
+from .card import card_view
+from .engine import dry_session
+from .launches import LaunchError, check_launch, compiled_for, launcher_modules
+from .operators import DeviceError, GPUOperators, HostWaits
+
+__all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "dry_gpu", "dry_session"]
+
+# Where the host waits inside a step, and the number it reads there.
+# In every step: to be emptied (issue 15, part 3).
+KNOWN = {
+    "coat_flux/trainers/standalone/steps.py:train_step": 1.0,  # loss and gradient norm; commands, copied to the GPU
+    "coat_flux/data/loader.py:batch": 0.0,  # latents and embeddings, copied to the GPU
+    "coat_flux/trainers/standalone/flow_matching.py:__call__": 0.0,  # noise and sigmas, copied to the GPU
+    "coat_flux/trainers/standalone/flow_matching.py:predict_velocity": 0.0,  # ids of the image's tokens, likewise
+}
+# In the first step of a process.
+FIRST = {
+    "coat_flux/blocks/fused/chooser.py:relative_difference": 0.0,  # fused blocks against diffusers' own
+    "coat_flux/watch/guard.py:_norm": 1.0,  # of the weights at the start
+}
+# In steps that look closer: health steps, and the guard's look at the weights.
+CLOSER = {
+    "coat_flux/watch/casts.py:_read": 0.0,
+    "coat_flux/watch/guard.py:_check": 1.0,
+}
+CACHES = (dispatch.triton_obstacle, dispatch._launcher, scaled_mm.unsupported_reason)
+
+
+class DryGPU:
+    """A card that is not there.
+
+    Attributes:
+        operators: runs them.
+        launches: of kernels so far, by name.
+    """
+
+    def __init__(self, operators: GPUOperators) -> None:
+        self.operators = operators
+        self.launches: Counter[str] = Counter()
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **keywords: Any) -> None:
+        """In place of `coat_core.kernels.gpu.runtime.launch`."""
+        self.launches[check_launch(kernel, grid, args, keywords).kernel] += 1
+
+    def steps(self, session: Any, count: int, closer: Mapping[str, float] = CLOSER) -> None:
+        """Do whole steps of the engine, from the batch to AdamW and EMA.
+
+        Args:
+            session: from `dry_session`.
+            count: of steps.
+            closer: where the host may wait besides.
+
+        Raises:
+            HostWaits: the host waits for the GPU at another place.
+            LaunchError: a kernel is launched wrongly.
+            DeviceError: tensors of two devices meet.
+        """
+        batches = iter(session.sampler)
+        for _ in range(count):
+            allowed = {**KNOWN, **closer, **({} if session.step else FIRST)}
+            with Interrupts(lambda _: None) as interrupts, self.operators.step(allowed):
+                train_step(session, batches, interrupts)
+
+
+@contextmanager
+def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[DryGPU]:
+    """Let everything inside the `with` block run as on a GPU.
+
+    Args:
+        patch: ends with the test.
+        attention: the kernel that torch's attention chooses, a key of `operators.ATTENTION`.
+    """
+    from coat_core.kernels.gpu import quantize, tables
+
+    compiled_for()
+    patch.setattr(quantize, "agrees_with_reference", lambda device: True)
+    patch.setattr(tables, "_uploaded", OrderedDict())
+    patch.setattr(tables, "_spares", {})
+    with card_view(patch) as view, GPUOperators(view, attention) as operators:
+        gpu = DryGPU(operators)
+        for module in launcher_modules():
+            if hasattr(module, "launch"):
+                patch.setattr(module, "launch", gpu.launch)
+        _forget()
+        try:
+            yield gpu
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    for cached in CACHES:
+        cached.cache_clear()

@@ -1,0 +1,187 @@
+"""A view of meta tensors in which they are on a CUDA device, so that the lines for a GPU run on a machine without one.
+
+FakeTensorMode cannot do this: a torch without CUDA aborts in the autograd engine as soon as a fake CUDA tensor needs a
+gradient. Meta tensors train; only what Python reads of them (`x.device`, `is_cuda`, `data_ptr`) and where it asks for
+new ones (`device="cuda"`) is translated. torch's own C++ still sees the meta device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
+
+from coat_flux.blocks import block_bytes
+
+CARD, META = torch.device("cuda", 0), torch.device("meta")
+CAPABILITY = (9, 0)
+MEMORY = 80 << 30
+ALLOCATION = 512  # bytes that torch's CUDA allocator aligns to
+
+
+class _Event:
+    """torch.cuda.Event of a GPU on which everything takes a millisecond."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: _Event) -> float:
+        return 1.0
+
+
+# what is asked of torch.cuda about the card
+CUDA: dict[str, Any] = {
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: CARD.index,
+    "set_device": lambda _: None,
+    "device": lambda _: nullcontext(),
+    "init": lambda: None,
+    "empty_cache": lambda: None,
+    "synchronize": lambda *_: None,
+    "get_device_name": lambda *_: "a card that is not there",
+    "get_device_capability": lambda *_: CAPABILITY,
+    "get_device_properties": lambda *_: SimpleNamespace(total_memory=MEMORY, multi_processor_count=132),
+    "mem_get_info": lambda *_: (MEMORY, MEMORY),
+    "memory_allocated": lambda *_: 0,
+    "memory_reserved": lambda *_: 0,
+    "max_memory_allocated": lambda *_: 0,
+    "max_memory_reserved": lambda *_: 0,
+    "reset_peak_memory_stats": lambda *_: None,
+    "is_current_stream_capturing": lambda: False,
+    "get_sync_debug_mode": lambda: 0,
+    "set_sync_debug_mode": lambda _: None,
+    "Event": _Event,
+}
+
+
+class CardView(TorchFunctionMode):
+    """Shows meta tensors as tensors of the card.
+
+    Attributes:
+        pinned: storages of CPU tensors in pinned memory, which a copy need not wait for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = False
+        self.pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        view = VIEWS.get(func)
+        if view is not None:
+            return view(self, func, args, kwargs or {})
+        pins = False
+        if kwargs:
+            kwargs = {name: _on_meta(value) for name, value in kwargs.items()}
+            pins = bool(kwargs.pop("pin_memory", False))
+        result = func(*map(_on_meta, args), **(kwargs or {}))
+        if pins:
+            self.pinned.add(result.untyped_storage())
+        return result
+
+    def again(self) -> AbstractContextManager[Any]:
+        """The view inside a function that torch runs with it put aside."""
+        return nullcontext() if self.hidden or self in _get_current_function_mode_stack() else self
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """Whether a CPU tensor was made in pinned memory."""
+        return x.untyped_storage() in self.pinned
+
+
+def _on_meta(value: Any) -> Any:
+    kind = type(value)
+    if kind is torch.device:
+        return META if value.type == "cuda" else value
+    return META if kind is str and (value == "cuda" or value.startswith("cuda:")) else value
+
+
+def _device(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.device:
+    found: torch.device = func(*args)
+    return CARD if found.type == "meta" else found
+
+
+def _is_cuda(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    return args[0].is_meta
+
+
+def _get_device(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> int:
+    return CARD.index if args[0].is_meta else func(*args)
+
+
+def _data_ptr(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> int:
+    return address(args[0]) if args[0].is_meta else func(*args)
+
+
+def _pin_memory(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    result = args[0].clone()
+    view.pinned.add(result.untyped_storage())
+    return result
+
+
+def _is_pinned(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    return view.is_pinned(args[0])
+
+
+def _plain(view: CardView, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+VIEWS: dict[Any, Callable[..., Any]] = {
+    torch.device: _plain,  # a name becomes a device: no tensor is made
+    Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
+    Tensor.get_device: _get_device,
+    Tensor.data_ptr: _data_ptr,
+    Tensor.pin_memory: _pin_memory,
+    Tensor.is_pinned: _is_pinned,
+}
+
+
+def address(x: Tensor) -> int:
+    """An address such as CUDA's allocator gives: storages at multiples of 512 bytes, a view at its offset in one."""
+    return x.untyped_storage()._cdata * ALLOCATION + x.storage_offset() * x.itemsize
+
+
+@contextmanager
+def card_view(patch: pytest.MonkeyPatch) -> Iterator[CardView]:
+    """Show meta tensors as the card's inside the `with` block, in backward passes too."""
+    view, run_backward, flux_bytes = CardView(), torch.autograd._engine_run_backward, block_bytes.flux_bytes
+
+    def backward(*args: Any, **kwargs: Any) -> Any:  # `Tensor.backward` itself runs with the view put aside
+        with view.again():
+            return run_backward(*args, **kwargs)
+
+    def counted(*args: Any) -> Any:  # what a block keeps is counted on meta tensors as such
+        view.hidden = True
+        try:
+            with _disable_current_modes(), _pop_mode_temporarily():
+                return flux_bytes(*args)
+        finally:
+            view.hidden = False
+
+    patch.setattr(torch.autograd, "_engine_run_backward", backward)
+    patch.setattr(block_bytes, "flux_bytes", counted)
+    # what is recomputed is compared with the first pass, where saved-tensor hooks run with the view put aside
+    patch.setitem(_allowed_determinism_checks_to_fns, "default", lambda x: {"shape": x.shape, "dtype": x.dtype})
+    for name, value in CUDA.items():
+        patch.setattr(torch.cuda, name, value)
+    with view:
+        yield view

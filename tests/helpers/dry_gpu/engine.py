@@ -1,0 +1,108 @@
+"""A session of the stand-alone engine at FLUX.1-dev's geometry, opened as a run opens it, on the card that is not there.
+
+Stood in for: the encoders and the caches (their tensors have FLUX.1-dev's sizes), and the transformer's weights.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+from coat_flux.config.job import JobConfig
+from coat_flux.data.dataset import Sample
+from coat_flux.data.loader import LatentDataset
+from coat_flux.mini_flux.geometry import make_flux_dev_geometry
+from coat_flux.trainers.standalone import session as sessions
+from coat_flux.trainers.standalone.progress import RunLog
+from coat_flux.trainers.standalone.session import Session, open_session
+from coat_flux.trainers.standalone.workers import Workers
+from coat_flux.watch.live import LiveRun
+from coat_flux.watch.phases import PhaseTracker
+from tests.helpers.engine_job import engine_job
+
+from .card import CARD
+
+TEXT_TOKENS, TEXT_WIDTH, POOLED, CHANNELS = 512, 4096, 768, 16
+
+
+class DrySamples(LatentDataset):
+    """A data set whose caches hold latents and embeddings of FLUX.1-dev's sizes."""
+
+    def __init__(self, job: JobConfig, samples: list[Sample], side: int) -> None:
+        self.samples, self.configs, self.device, self.seed = samples, list(job.datasets), CARD, 0
+        self.background, self.masked = "white", job.coat.data.transparency == "mask"
+        self.vae = self.encoders = None
+        self._image_entry = {"latents": torch.zeros(CHANNELS, side // 8, side // 8)}
+        if self.masked:
+            self._image_entry["mask"] = torch.ones(1, side // 8, side // 8)
+        bf16 = torch.bfloat16
+        self._text_entry = torch.zeros(TEXT_TOKENS, TEXT_WIDTH, dtype=bf16), torch.zeros(POOLED, dtype=bf16)
+
+    def _image(self, sample: Sample) -> dict[str, Tensor]:
+        return self._image_entry
+
+    def text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor]:
+        return self._text_entry
+
+
+def dry_session(
+    coat: Mapping[str, Any],
+    patch: pytest.MonkeyPatch,
+    *,
+    blocks: tuple[int, int] = (19, 38),
+    side: int = 1024,
+    train: Mapping[str, Any] | None = None,
+) -> Session:
+    """Open a session of a run at FLUX.1-dev's geometry, rank 16, with an EMA.
+
+    Args:
+        coat: the `coat:` block.
+        patch: ends with the test.
+        blocks: how many double and single blocks.
+        side: of the images, pixels.
+        train: further keys of `train`.
+    """
+    folder = Path(tempfile.mkdtemp())
+    wanted = {"ema_config": {"use_ema": True}, "gradient_checkpointing": True, **(train or {})}
+    if not coat.get("enabled", True):
+        wanted = {"optimizer": "adamw", **wanted}
+    raw = engine_job(
+        "dry",
+        model=folder,
+        images=folder / "photos",
+        out=folder / "out",
+        coat=coat,
+        train=wanted,
+        network={"linear": 16},
+    )
+    raw["config"]["process"][0]["device"] = "cuda"
+    job = JobConfig.from_dict(raw)
+    samples = [Sample(folder / f"{i}.png", "a shirt", (side, side), 0) for i in range(4)]
+    encoders = SimpleNamespace(
+        vae=None,
+        text=SimpleNamespace(clip=nn.Identity(), t5=nn.Identity()),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+    )
+
+    def transformer(*_: Any) -> nn.Module:
+        return make_flux_dev_geometry("meta", num_layers=blocks[0], num_single_layers=blocks[1])
+
+    patch.setattr(sessions, "scan", lambda *_, **__: samples)
+    patch.setattr(sessions, "load_encoders", lambda *_: encoders)
+    patch.setattr(sessions, "load_transformer", transformer)
+    patch.setattr(sessions, "_prepare_data", lambda *_: (DrySamples(job, samples, side), None))
+    workers = Workers("cpu")
+    workers.device = CARD
+    log = RunLog(job, CARD, active=False)
+    phases, live = PhaseTracker(CARD, None), LiveRun(folder, 0, job.train.steps, samples=False)
+    session = open_session(job, workers, log, phases, None, {"model": {"fingerprint": "none"}}, live)
+    phases.enter("step")
+    return session

@@ -1,0 +1,224 @@
+"""Checks of one kernel launch: what would fail, or read wrong memory, on a GPU and does not show on a CPU.
+
+A kernel is known by its source: names and constants by its signature, the strides it takes by the names of its
+arguments (`x_ptr` with `x_stride`, or `stride_b`, ...), everything else it reads as one piece. The dtypes that a
+pointer may have are those it is compiled for, without a GPU, by scripts/compile_kernels.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .card import address
+
+LARGEST_GRID = (2**31 - 1, 65535, 65535)
+LARGEST_TILE = 1 << 20  # elements of a block, Triton's limit
+VECTOR = 16  # bytes that one thread reads at once
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+class LaunchError(AssertionError):
+    """A launch that a GPU would refuse, or that would read what is not the tensor's."""
+
+
+class Launch(NamedTuple):
+    """One kernel launch.
+
+    Attributes:
+        kernel: its name.
+        grid: programs in each direction.
+        given: name of each argument → what it got.
+        options: for the compiler and the launch.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    given: dict[str, Any]
+    options: dict[str, Any]
+
+
+class Signature(NamedTuple):
+    """What a kernel's source says about its arguments.
+
+    Attributes:
+        names: of the arguments.
+        constants: those that are compiled in.
+        ranges: constants that `tl.arange` is given.
+        strides: pointer → its strides; empty where the kernel reads it as one piece.
+    """
+
+    names: inspect.Signature
+    constants: frozenset[str]
+    ranges: frozenset[str]
+    strides: dict[str, tuple[str, ...]]
+
+
+@functools.cache
+def signature_of(kernel: Any) -> Signature:
+    """Read a kernel's signature, interpreted or compiled."""
+    from triton.runtime.jit import JITFunction
+
+    compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn)
+    names = [parameter.name for parameter in compiled.params]
+    constants = frozenset(parameter.name for parameter in compiled.params if parameter.is_constexpr)
+    ranges = frozenset(re.findall(r"tl\.arange\(0, (\w+)\)", inspect.getsource(kernel.fn))) & constants
+    pointers = [name for name in names if name.endswith("_ptr")]
+    strides = {name: tuple(n for n in names if n.startswith(f"{name[:-4]}_stride")) for name in pointers}
+    if "x_ptr" in strides:
+        strides["x_ptr"] = strides["x_ptr"] or tuple(n for n in names if n.startswith("stride_"))
+    return Signature(inspect.signature(kernel.fn), constants, ranges, strides)
+
+
+def check_launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]) -> Launch:
+    """Return the launch.
+
+    Raises:
+        LaunchError: it could not run, or would read something else than its arguments.
+    """
+    name, signature = kernel.fn.__name__, signature_of(kernel)
+    launch = _bound(name, signature, grid, args, keywords)
+    try:
+        _check_grid(grid)
+        _check_options(launch.options)
+        for argument, value in launch.given.items():
+            if argument in signature.constants:
+                _check_constant(argument, value, signature)
+            elif argument not in signature.strides:
+                _check_scalar(argument, value)
+        for argument in signature.strides:
+            _check_pointer(argument, launch.given[argument], launch, signature)
+    except LaunchError as error:
+        raise LaunchError(f"{name}: {error}") from None
+    return launch
+
+
+def _bound(
+    name: str, signature: Signature, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Launch:
+    known = signature.names.parameters
+    try:
+        given = signature.names.bind(*args, **{k: v for k, v in keywords.items() if k in known}).arguments
+    except TypeError as error:
+        raise LaunchError(f"{name}: {error}") from None
+    return Launch(name, grid, dict(given), {k: v for k, v in keywords.items() if k not in known})
+
+
+def _check_grid(grid: tuple[int, ...]) -> None:
+    fits = 1 <= len(grid) <= 3 and all(
+        type(size) is int and 0 < size <= limit for size, limit in zip(grid, LARGEST_GRID, strict=False)
+    )
+    if not fits:
+        raise LaunchError(f"grid {grid}: must be 1 to 3 whole numbers from 1 to {LARGEST_GRID}")
+
+
+@functools.cache
+def _known_options() -> frozenset[str]:
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return frozenset(inspect.signature(CUDAOptions).parameters)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    unknown = options.keys() - _known_options()
+    if unknown:
+        raise LaunchError(f"{', '.join(sorted(unknown))}: neither an argument of the kernel nor an option of Triton")
+    warps = options.get("num_warps", 4)
+    if warps not in (1, 2, 4, 8, 16, 32):
+        raise LaunchError(f"num_warps={warps}: must be a power of two up to 32")
+
+
+def _check_constant(name: str, value: Any, signature: Signature) -> None:
+    if isinstance(value, Tensor):
+        raise LaunchError(f"{name} is a tensor, and a constant of the kernel: Triton would read it back and compile")
+    if name in signature.ranges and not (type(value) is int and 0 < value <= LARGEST_TILE and value & (value - 1) == 0):
+        raise LaunchError(f"{name}={value}: tl.arange takes a power of two up to {LARGEST_TILE}")
+    if name == "ALIGNED" and not value:
+        raise LaunchError("ALIGNED=False: threads would read one element at a time")
+
+
+def _check_scalar(name: str, value: Any) -> None:
+    if type(value) not in (int, float, bool):
+        raise LaunchError(f"{name} is a {type(value).__name__}: must be an int, a float or a bool")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise LaunchError(f"{name}={value}: does not fit 64 bits")
+
+
+def _check_pointer(name: str, value: Any, launch: Launch, signature: Signature) -> None:
+    kinds = compiled_for().get((launch.kernel, name), frozenset())
+    kind = None if value is None else getattr(value, "dtype", type(value))
+    if kind not in kinds:
+        listed = ", ".join(sorted(map(str, kinds)))
+        raise LaunchError(f"{name} is {kind}: compiled for {listed} (scripts/_kernel_cases.py)")
+    if value is None:
+        return
+    if not value.is_meta:
+        raise LaunchError(f"{name} is on the {value.device.type}: a kernel reads the GPU's memory only")
+    if address(value) % VECTOR:
+        raise LaunchError(f"{name} starts {address(value) % VECTOR} bytes after a multiple of {VECTOR}")
+    strides = [launch.given[stride] for stride in signature.strides[name]]
+    if not strides:
+        if not value.is_contiguous():
+            raise LaunchError(f"{name} has strides {value.stride()} for shape {tuple(value.shape)}: read as one piece")
+        return
+    expected = value.stride()[:-1] if len(strides) > 1 else _row_stride(value)
+    if tuple(strides) != tuple(expected) or (value.ndim > 1 and value.shape[-1] != 1 and value.stride(-1) != 1):
+        raise LaunchError(
+            f"{name} has strides {value.stride()} for shape {tuple(value.shape)}, and is read by {strides}"
+        )
+
+
+def _row_stride(x: Tensor) -> tuple[int, ...]:
+    """The distance of the rows of x [..., K]; () where that is not the same for all. One number is read everywhere."""
+    if x.ndim == 0:
+        return (0,)
+    steps = [(size, step) for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
+    if any(outer != inner * size for (_, outer), (size, inner) in itertools.pairwise(steps)):
+        return ()
+    return (steps[-1][1] if steps else x.shape[-1],)
+
+
+@functools.cache
+def compiled_for() -> dict[tuple[str, str], frozenset[torch.dtype | None]]:
+    """(kernel, pointer) → the dtypes it is compiled for, None where it may be absent."""
+    found: dict[tuple[str, str], set[torch.dtype | None]] = {}
+
+    def record(kernel: Any, grid: tuple[int, ...], *args: Any, **keywords: Any) -> None:
+        launch = _bound(kernel.fn.__name__, signature_of(kernel), grid, args, keywords)
+        for name in signature_of(kernel).strides:
+            found.setdefault((launch.kernel, name), set()).add(getattr(launch.given[name], "dtype", None))
+
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        cases: dict[str, Callable[[], Any]] = importlib.import_module("_kernel_cases").CASES
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    modules = [(module, module.launch) for module in launcher_modules() if hasattr(module, "launch")]
+    try:
+        for module, _ in modules:
+            module.launch = record
+        for case in cases.values():
+            case()
+    finally:
+        for module, launch in modules:
+            module.launch = launch
+    return {key: frozenset(kinds) for key, kinds in found.items()}
+
+
+def launcher_modules() -> list[Any]:
+    """Every module of `coat_core.kernels.gpu`."""
+    import pkgutil
+
+    from coat_core.kernels import gpu
+
+    return [importlib.import_module(f"{gpu.__name__}.{found.name}") for found in pkgutil.iter_modules(gpu.__path__)]

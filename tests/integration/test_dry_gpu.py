@@ -1,0 +1,231 @@
+"""The engine's step on a GPU that is not there: every option of the `coat:` block in turn; faults that must show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_flux.config.coat import OPTIONS
+from coat_flux.config.options import Option
+
+pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
+from coat_core.kernels.gpu import gate, norm
+from tests.helpers.dry_gpu import DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/integration/test_gpu_step.py"),
+]
+
+# a value of each option that is neither a choice nor a switch
+VALUES = {
+    "optimizer.block_size": 64,
+    "activation.include": ["single*"],
+    "activation.exclude": ["*proj_out"],
+    "activation.min_sqnr_db": 20.0,
+    "memory.every_n": 1,
+    "memory.budget_gb": 1.0,
+    "memory.log_every": 1,
+    "data.background": "black",
+    "guard.nonfinite_steps": 5,
+    "guard.diverging_steps": 20,
+    "guard.zero_gradient_steps": 5,
+    "guard.dead_lora_steps": 2,
+    "guard.pinned_loss_steps": 50,
+    "guard.health_every": 1,
+    "guard.max_saturation": 0.01,
+    "guard.max_underflow": 0.9,
+    "resume.allow": ["data"],
+}
+# what else an option asks for
+WITH = {
+    "weight.format": {"activation.grad_format": "e4m3"},  # there is no e5m2 x e5m2
+    "memory.every_n": {"memory.checkpointing": "every_n"},
+    "memory.enable_efficient_checkpoint": {"memory.checkpointing": "all"},
+}
+# of the run and not of its kernels: all in one run
+TOGETHER = ("data.", "guard.", "resume.", "memory.log_", "fallback")
+# without what takes time and has a test of its own: the measurement, and the second step's look at the casts
+BASE = {"speed.measure": "never", "guard.enabled": False}
+
+
+def values(option: Option) -> list[Any]:
+    """Every value but the default; one, where there is no end of them."""
+    if option.kind == "bool":
+        return [not option.default]
+    return list(option.choices[1:]) or [VALUES[option.key]]
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """A coat block from dotted keys."""
+    block: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, name = key.split(".")
+        inner = block
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[name] = value
+    return block
+
+
+ALONE = [option for option in OPTIONS if not option.key.startswith(TOGETHER)]
+CASES = [
+    pytest.param(option.key, value, marks=[pytest.mark.slow] if option.key == "speed.measure" else [])
+    for option in ALONE
+    for value in values(option)
+]
+
+
+@pytest.mark.parametrize(("key", "value"), CASES, ids=str)
+def test_two_steps_with_every_option(key: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the batch to AdamW and EMA, with one block of each kind."""
+    with dry_gpu(monkeypatch) as gpu:
+        session = dry_session(nested({**BASE, **WITH.get(key, {}), key: value}), monkeypatch, blocks=(1, 1))
+        gpu.steps(session, 2)
+    assert session.step == 2
+    assert not value or gpu.launches
+
+
+def test_two_steps_with_every_option_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in `TOGETHER`, at once; the guard on, the second step a health step, images masked."""
+    flat = {option.key: values(option)[-1] for option in OPTIONS if option.key.startswith(TOGETHER)}
+    flat |= {"guard.enabled": True, "speed.measure": "never"}
+    with dry_gpu(monkeypatch) as gpu:
+        session = dry_session(nested(flat), monkeypatch, blocks=(1, 1))
+        gpu.steps(session, 2)
+    assert gpu.operators.waits["coat_flux/watch/casts.py:_read"] == 1
+    assert gpu.operators.waits["coat_flux/watch/guard.py:_check"] > 0
+
+
+@pytest.mark.slow
+def test_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLUX.1-dev with all 57 blocks; in the second step the host waits at known places only."""
+    with dry_gpu(monkeypatch) as gpu:
+        session = dry_session(nested(BASE), monkeypatch)
+        gpu.steps(session, 1)
+        before = gpu.launches.copy()
+        gpu.steps(session, 1, closer={})
+    step = gpu.launches - before
+    assert len(session.lora) == 2 * (19 * 14 + 38 * 6)
+    assert step["_fp8_adamw_step_kernel"] == 1
+    assert step["_rms_norm_rope_bwd_kernel"] == 19 * 4 + 38 * 2
+    assert step["_layer_norm_modulate_bwd_kernel"] == step["_gate_residual_bwd_kernel"] == 19 * 4 + 38
+
+
+@pytest.mark.parametrize("attention", ["flash", "efficient", "plain"])
+def test_the_other_attention_kernels(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dry_gpu(monkeypatch, attention) as gpu:
+        gpu.steps(dry_session(nested(BASE), monkeypatch, blocks=(1, 0)), 2)
+    assert gpu.launches["_rms_norm_rope_bwd_kernel"] > 0
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def run_with(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in which LayerNorm's backward launcher is another one."""
+    with dry_gpu(monkeypatch) as gpu:
+        session = dry_session(nested(BASE), monkeypatch, blocks=(0, 1))
+        monkeypatch.setattr(norm, "layer_norm_modulate_backward", launcher)
+        gpu.steps(session, 1)
+
+
+def test_an_item_in_a_launcher_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = norm.layer_norm_modulate_backward
+
+    def reads(grad: Tensor, *rest: Any) -> Any:
+        return right(grad * grad.sum().item(), *rest)
+
+    with pytest.raises(HostWaits, match=r"kernels/dispatch\.py:run: the host waits for the GPU, it reads a number"):
+        run_with(reads, monkeypatch)
+
+
+def test_a_wrong_dtype_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = norm.layer_norm_modulate_backward
+
+    def in_fp64(grad: Tensor, *rest: Any) -> Any:
+        return right(grad.double(), *rest)
+
+    with pytest.raises(LaunchError, match=r"_layer_norm_modulate_bwd_kernel: grad_ptr is torch.float64: compiled for"):
+        run_with(in_fp64, monkeypatch)
+
+
+def test_a_pointer_that_is_not_one_piece_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, allocate = norm.layer_norm_modulate_backward, norm.empty_values
+
+    def with_gaps(grad: Tensor, *rest: Any) -> Any:
+        every_other = lambda shape, *how: allocate((*shape[:-1], 2 * shape[-1]), *how)[..., ::2]  # noqa: E731
+        monkeypatch.setattr(norm, "empty_values", every_other)
+        return right(grad, *rest)
+
+    message = r"_layer_norm_modulate_bwd_kernel: dx_ptr has strides .* read as one piece"
+    with pytest.raises(LaunchError, match=message):
+        run_with(with_gaps, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [torch.Tensor.tolist, bool, float, torch.Tensor.cpu, torch.Tensor.nonzero, lambda x: x[x > 0], lambda x: x + HOST],
+    ids=["tolist", "bool", "float", "cpu", "nonzero", "x[x > 0]", "with a CPU tensor"],
+)
+def test_what_makes_the_host_wait(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dry_gpu(monkeypatch) as gpu:
+        x = torch.zeros(1, device="cuda")
+        with gpu.operators.step({}), pytest.raises((HostWaits, DeviceError)):
+            read(x)
+
+
+HOST = torch.ones(3)
+
+
+def test_only_copies_from_pinned_memory_need_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with dry_gpu(monkeypatch) as gpu, gpu.operators.step({}):
+        assert torch.empty(3, pin_memory=True).to("cuda", non_blocking=True).device.type == "cuda"
+        assert HOST.pin_memory().to("cuda", non_blocking=True).is_cuda
+        for copy in (lambda: HOST.to("cuda", non_blocking=True), lambda: HOST.pin_memory().to("cuda")):
+            with pytest.raises(HostWaits, match="not pinned"):
+                copy()
+
+
+def gate_launch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate's kernel, with its grid and arguments changed."""
+    with dry_gpu(monkeypatch) as gpu:
+
+        def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+            changed = {"grid": grid, "args": list(args), **options}
+            change(changed)
+            gpu.launch(kernel, changed.pop("grid"), *changed.pop("args"), **changed)
+
+        monkeypatch.setattr(gate, "launch", launch)
+        x, y = (torch.empty(1, 64, 3072, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        torch.ops.coat.gate_residual(x, x[:, 0], y)
+        assert gpu.launches == {"_gate_residual_fwd_kernel": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda given: given.update(grid=(0, 1)), r"grid \(0, 1\): must be 1 to 3 whole numbers"),
+        (lambda given: given.update(grid=(1, 70000)), r"grid \(1, 70000\)"),
+        (lambda given: given.update(BLOCK=3072), r"BLOCK=3072: tl.arange takes a power of two"),
+        (lambda given: given.update(num_warps=3), r"num_warps=3: must be a power of two"),
+        (lambda given: given.update(BLOCKS=1), r"BLOCKS: neither an argument of the kernel nor an option of Triton"),
+        (lambda given: given["args"].pop(), r"missing a required argument"),
+        (lambda given: given["args"].append(1), r"multiple values|too many"),
+        (lambda given: given["args"].__setitem__(4, torch.ones(())), r"gate_stride is a Tensor"),
+        (lambda given: given["args"].__setitem__(4, 7), r"gate_ptr has strides .* is read by \[7\]"),
+        (lambda given: given["args"].__setitem__(0, torch.ones(2).bfloat16()), r"residual_ptr is on the cpu"),
+        (lambda given: given["args"].__setitem__(0, None), r"residual_ptr is None: compiled for torch.bfloat16"),
+        (
+            lambda given: given["args"].__setitem__(0, given["args"][0].flatten()[1:]),
+            r"residual_ptr starts 2 bytes after a multiple of 16",
+        ),
+    ],
+)
+def test_a_launch_that_cannot_be_right(change: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_launch(lambda given: None, monkeypatch)
+    with pytest.raises(LaunchError, match=message):
+        gate_launch(change, monkeypatch)
