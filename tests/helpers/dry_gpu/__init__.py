@@ -49,6 +49,7 @@ FIRST = {
 CLOSER = {
     "coat_flux/watch/casts.py:_read": 0.0,
     "coat_flux/watch/guard.py:_check": 1.0,
+    "coat_flux/watch/guard.py:_norm": 1.0,
 }
 CACHES = (dispatch.triton_obstacle, dispatch._launcher, scaled_mm.unsupported_reason)
 

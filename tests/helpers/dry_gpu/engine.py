@@ -1,4 +1,4 @@
-"""A session of the stand-alone engine at FLUX.1-dev's geometry, opened as a run opens it, on the card that is not there.
+"""A session of the stand-alone engine at FLUX.1-dev's geometry, opened as a run opens it, on the dry GPU.
 
 Stood in for: the encoders and the caches (their tensors have FLUX.1-dev's sizes), and the transformer's weights.
 """
