@@ -155,7 +155,7 @@ def test_a_second_application_reconfigures_but_never_misreads_codes() -> None:
     assert model.transformer_blocks[0].attn.to_q.config.input_format == "e5m2"
     assert_bitwise(model.transformer_blocks[0].attn.to_q.weight_codes, codes)
     with pytest.raises(ValueError, match=r"coat.weight.format='e5m2': transformer_blocks.*is already stored as 'e4m3'"):
-        apply_coat(model, config(weight={"format": "e5m2"}))
+        apply_coat(model, config(weight={"format": "e5m2"}, activation={"grad_format": "e4m3"}))
 
 
 def test_a_model_that_has_its_lora_already_is_refused() -> None:

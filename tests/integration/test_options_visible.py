@@ -189,7 +189,12 @@ CASES = [
     Case("weight.use_fp8", KEPT, float_weights, False),
     Case("weight.use_fp8", f"{{weight: {{use_fp8: false}}, {KEPT}}}", float_weights, True),
     Case("weight.format", f"{{weight: {{format: e4m3}}, {KEPT}}}", weight_dtypes, {E4M3}),
-    Case("weight.format", f"{{weight: {{format: e5m2}}, {KEPT}}}", weight_dtypes, {E5M2}),
+    Case(
+        "weight.format",
+        f"{{weight: {{format: e5m2}}, activation: {{grad_format: e4m3}}, {KEPT}}}",
+        weight_dtypes,
+        {E5M2},
+    ),
     Case("weight.granularity", f"{{weight: {{granularity: per_tensor}}, {KEPT}}}", weight_scale_shape, ()),
     Case("weight.granularity", f"{{weight: {{granularity: per_row}}, {KEPT}}}", weight_scale_shape, (64, 1)),
     # activation
@@ -297,7 +302,7 @@ CHANGES_GRADIENTS = [
     "{activation: {linear_granularity: per_row}, memory: {checkpointing: none}}",
     "{activation: {linear_granularity: per_group}, memory: {checkpointing: none}}",
     "{activation: {nonlinear_granularity: per_tensor}, memory: {checkpointing: none}}",
-    "{weight: {format: e5m2}, memory: {checkpointing: none}}",
+    "{weight: {format: e5m2}, activation: {grad_format: e4m3}, memory: {checkpointing: none}}",
     "{weight: {granularity: per_row}, memory: {checkpointing: none}}",
     "{memory: {checkpointing: all}}",
 ]

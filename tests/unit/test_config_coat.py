@@ -201,6 +201,33 @@ def test_the_linear_gets_weight_and_activation_options():
 
 
 @pytest.mark.parametrize(
+    ("activation", "others"),
+    [
+        ({}, "activation.grad_format is e5m2 too; write e4m3, or activation.grad_format: e4m3"),
+        ({"format": "e5m2", "grad_format": "e4m3"}, "activation.format is e5m2 too; write e4m3, or activation.format"),
+        ({"format": "e5m2"}, "activation.format and activation.grad_format are e5m2 too; write e4m3, or"),
+    ],
+)
+def test_a_product_that_no_gpu_has_is_refused(activation, others):
+    (found,) = findings({"weight": {"format": "e5m2"}, "activation": activation})
+    assert found.startswith("f.yaml: coat.weight.format='e5m2': no GPU multiplies e5m2 by e5m2, and " + others)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"activation": {"format": "e5m2"}},
+        {"weight": {"format": "e5m2"}, "activation": {"grad_format": "e4m3"}},
+        {"weight": {"format": "e5m2"}, "activation": {"grad_format": "bf16"}},
+        {"weight": {"format": "e5m2"}, "activation": {"use_fp8": False}},
+        {"weight": {"format": "e5m2"}, "activation": {"linear_granularity": "per_group"}},
+    ],
+)
+def test_every_other_product_of_e5m2_is_allowed(block):
+    assert COATConfig.from_dict(block).to_dict()
+
+
+@pytest.mark.parametrize(
     ("block", "rule"),
     [
         ({"activation": {"use_fp8": False}}, "only used with activation.use_fp8: true"),

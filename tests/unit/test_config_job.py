@@ -116,8 +116,8 @@ def test_ai_toolkit_s_own_types_take_from_coat_what_optimizer_and_qtype_select()
 
 
 def test_a_coat_block_beside_another_type_is_used_and_noted():
-    job = parse({"type": "sd_trainer", "coat": {"weight": {"format": "e5m2"}}})
-    assert job.coat.weight.format == "e5m2"
+    job = parse({"type": "sd_trainer", "coat": {"weight": {"granularity": "per_row"}}})
+    assert job.coat.weight.granularity == "per_row"
     assert "ai-toolkit reads this block with type: coat_flux_trainer only" in job.notes[0]
 
 

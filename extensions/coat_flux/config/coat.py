@@ -308,6 +308,7 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
     if expansion in findings.given and optimizer.use_dynamic_range_expansion and not optimizer.has_fp8_moment:
         rule = f"expands blocks of e4m3 and e5m2, not of {optimizer.m1_format} and {optimizer.m2_format}; remove it"
         findings.add(expansion, rule, True)
+    _check_products(config, path, findings)
     if config.speed.compile in ("blocks", "cudagraphs") and config.activation.flow == "generic":
         rule = "compiles the fused flow's blocks, and activation.flow is generic; write flow: fused or compile: none"
         findings.add(f"{path}.speed.compile", rule, config.speed.compile)
@@ -327,3 +328,17 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
             near = closest(part, RESUME_PARTS)
             remedy = f"did you mean '{near}'?" if near else f"write {RESUME_PARTS[0]}, for example"
             findings.add(f"{path}.resume.allow", f"each must be one of {', '.join(RESUME_PARTS)}; {remedy}", part)
+
+
+def _check_products(config: COATConfig, path: str, findings: Findings) -> None:
+    """Refuse e5m2 × e5m2, which no GPU multiplies; per_group inputs are multiplied in bf16 and may be anything."""
+    activation = config.activation
+    if config.weight.format != "e5m2" or not activation.use_fp8 or activation.linear_granularity == "per_group":
+        return
+    written = {"format": activation.format, "grad_format": activation.grad_format}
+    others = [key for key, value in written.items() if value == "e5m2"]
+    if others:
+        keys = " and ".join(f"activation.{key}" for key in others)
+        remedy = f"write e4m3, or {keys}: e4m3"
+        rule = f"no GPU multiplies e5m2 by e5m2, and {keys} {'is' if len(others) == 1 else 'are'} e5m2 too; {remedy}"
+        findings.add(f"{path}.weight.format", rule, config.weight.format)
