@@ -79,7 +79,7 @@ declarations: dict[str, Declaration] = {}  # name of the operator → its declar
 
 
 def declares(op: Any) -> Callable[[Declaration], Declaration]:
-    """Decorator: this function declares what calls of `op`, from torch.library.custom_op, cast.
+    """Decorator: this function declares what calls of `op`, an operator, cast.
 
     It takes what the operator returned, then the operator's arguments. That of an operator that changes moments takes
     its arguments alone, before it runs.

@@ -28,7 +28,8 @@ def run_by_triton(op: Any, launcher: str) -> None:
     """Make `op` run a launcher of `coat_core.kernels.gpu` on CUDA.
 
     Args:
-        op: from torch.library.custom_op; its body is the reference, and what runs without Triton.
+        op: from `operators.operator` or torch.library.custom_op; its body is the reference, and what runs without
+            Triton.
         launcher: "<module>.<function>", with the arguments and results of the operator.
     """
     module, name = launcher.split(".")

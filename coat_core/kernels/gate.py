@@ -16,10 +16,11 @@ from coat_core.casts import GRADIENT, Cast, declares
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.kernels.codes import cast_of, codes_of, fake_codes_of
 from coat_core.kernels.dispatch import run_by_triton
+from coat_core.kernels.operators import operator
 from coat_core.quantize import dequantize
 
 
-@torch.library.custom_op("coat::gate_residual", mutates_args=())
+@operator("coat::gate_residual")
 def gate_residual(residual: Tensor, gate: Tensor, result: Tensor) -> Tensor:
     """Return residual + gate·result.
 
@@ -43,7 +44,7 @@ def _(residual: Tensor, gate: Tensor, result: Tensor) -> Tensor:
     return residual.new_empty(residual.shape, dtype=dtype)
 
 
-@torch.library.custom_op("coat::gate_residual_backward", mutates_args=())
+@operator("coat::gate_residual_backward")
 def gate_residual_backward(
     grad: Tensor,
     gate: Tensor,

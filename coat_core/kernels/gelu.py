@@ -14,9 +14,10 @@ from torch import Tensor
 from coat_core.casts import INPUT, Cast, declares
 from coat_core.kernels.codes import cast_of, codes_of, fake_codes_of
 from coat_core.kernels.dispatch import run_by_triton
+from coat_core.kernels.operators import operator
 
 
-@torch.library.custom_op("coat::gelu_concat_quantize", mutates_args=())
+@operator("coat::gelu_concat_quantize")
 def gelu_concat_quantize(
     attention: Tensor | None, mlp: Tensor, fmt: str, granularity: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +59,7 @@ def _(out: tuple[Tensor, ...], attention: Tensor | None, mlp: Tensor, fmt: str, 
     return cast_of(INPUT, out, granularity)
 
 
-@torch.library.custom_op("coat::gelu_backward", mutates_args=())
+@operator("coat::gelu_backward")
 def gelu_backward(grad: Tensor, mlp: Tensor) -> Tensor:
     """Return the gradient of mlp.
 

@@ -20,9 +20,10 @@ from coat_core.autograd import without_autocast
 from coat_core.casts import INPUT, Cast, declares
 from coat_core.kernels.codes import cast_of, codes_of, fake_codes_of
 from coat_core.kernels.dispatch import run_by_triton
+from coat_core.kernels.operators import operator
 
 
-@torch.library.custom_op("coat::layer_norm_modulate", mutates_args=())
+@operator("coat::layer_norm_modulate")
 def layer_norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Return LayerNorm(x)·(1 + scale) + shift.
 
@@ -48,7 +49,7 @@ def _(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype))
 
 
-@torch.library.custom_op("coat::layer_norm_modulate_quantize", mutates_args=())
+@operator("coat::layer_norm_modulate_quantize")
 def layer_norm_modulate_quantize(
     x: Tensor, scale: Tensor, shift: Tensor, eps: float, fmt: str, granularity: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +86,7 @@ def _(
     return cast_of(INPUT, out, granularity)
 
 
-@torch.library.custom_op("coat::layer_norm_modulate_backward", mutates_args=())
+@operator("coat::layer_norm_modulate_backward")
 def layer_norm_modulate_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, scale and shift.
 
@@ -121,7 +122,7 @@ def _turned(x: Tensor) -> Tensor:
     return torch.stack([-b, a], dim=-1).flatten(-2)
 
 
-@torch.library.custom_op("coat::rms_norm_rope", mutates_args=())
+@operator("coat::rms_norm_rope")
 def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Return RMSNorm(x)·weight, each pair of neighbours rotated by its angle.
 
@@ -150,7 +151,7 @@ def _(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("coat::rms_norm_rope_backward", mutates_args=())
+@operator("coat::rms_norm_rope_backward")
 def rms_norm_rope_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Return the gradient of x.
 

@@ -15,12 +15,13 @@ from coat_core.casts import Cast, declares
 from coat_core.formats import Format, get_format
 from coat_core.granularity import PER_TENSOR, Granularity
 from coat_core.kernels.dispatch import run_by_triton
+from coat_core.kernels.operators import operator
 from coat_core.quantize import Quantized, check_input
 from coat_core.quantize import dequantize as dequantize_reference
 from coat_core.quantize import quantize as quantize_reference
 
 
-@torch.library.custom_op("coat::quantize", mutates_args=())
+@operator("coat::quantize")
 def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     x = x if factors is None else x.to(torch.float32) * factors
     codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size))
@@ -40,7 +41,7 @@ def _(
     return Cast(None, x, *out, Granularity(granularity, group_size), factors)
 
 
-@torch.library.custom_op("coat::dequantize", mutates_args=())
+@operator("coat::dequantize")
 def _dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
     return dequantize_reference(codes, scale, Granularity(granularity, group_size), dtype).contiguous()
 
@@ -50,7 +51,7 @@ def _(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: to
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
-@torch.library.custom_op("coat::transpose_codes", mutates_args=())
+@operator("coat::transpose_codes")
 def transpose_codes(codes: Tensor) -> Tensor:
     """Return the FP8 codes [N, K] as a contiguous [K, N]: the layout dgrad multiplies by."""
     bits = codes.view(torch.uint8).t()

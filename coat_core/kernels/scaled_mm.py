@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from coat_core.casts import GRADIENT, INPUT, Product, declares
+from coat_core.kernels.operators import operator
 from coat_core.kernels.quantize import transpose_codes
 
 ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
@@ -35,7 +36,7 @@ def _check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: 
 
 
 # a new signature takes a new name: torch.compile's cache on disk calls an operator as it was
-@torch.library.custom_op("coat::fp8_mm", mutates_args=())
+@operator("coat::fp8_mm")
 def scaled_mm(
     a: Tensor,
     a_scale: Tensor,

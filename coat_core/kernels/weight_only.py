@@ -13,10 +13,11 @@ from torch import Tensor
 from coat_core.autograd import without_autocast
 from coat_core.casts import Product, declares
 from coat_core.kernels.dispatch import run_by_triton
+from coat_core.kernels.operators import operator
 from coat_core.quantize import dequantize
 
 
-@torch.library.custom_op("coat::weight_only_linear", mutates_args=())
+@operator("coat::weight_only_linear")
 def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x Wᵀ + b, W = codes · scale.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -34,19 +35,20 @@ pytestmark = [
 class Kernels:
     """Sends operators on CPU tensors to their launchers, and counts."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        self._patch = monkeypatch
+        self._undo = ExitStack()
 
     def __enter__(self) -> Kernels:
-        for name, (op, launcher) in dispatch.launchers.items():
+        library = self._undo.enter_context(torch.library._scoped_library("coat", "IMPL"))
+        for name, (_, launcher) in dispatch.launchers.items():
             module, function = launcher.split(".")
             launch = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), function)
-            self._patch.setitem(op._backend_fns, None, self._counted(name, launch))
+            library.impl(name, self._counted(name, launch), "CPU")
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._patch.undo()
+        self._undo.close()
 
     def _counted(self, name: str, launch: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -68,9 +70,7 @@ class Kernels:
     ],
     ids=["per_tensor", "e5m2, packed per tensor", "per_row, attention bf16"],
 )
-def test_a_block_by_kernels_is_the_block_by_references(
-    kind: str, activation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_by_kernels_is_the_block_by_references(kind: str, activation: dict[str, Any]) -> None:
     coat = {"memory": {"checkpointing": "none"}, "activation": activation}
     model, _, _ = coat_flux_model(coat, dtype=torch.float32)
     block = blocks(model)[kind]
@@ -78,7 +78,7 @@ def test_a_block_by_kernels_is_the_block_by_references(
     packing = PackingConfig(activation.get("format", "e4m3"), granularity, activation.get("attention", "fp8"))
     args = arguments(model, batch=1)
     expected = gradients(fused_block(block, args, packing), block, args)
-    with Kernels(monkeypatch) as kernels:
+    with Kernels() as kernels:
         found = gradients(fused_block(block, args, packing), block, args)
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
@@ -87,7 +87,7 @@ def test_a_block_by_kernels_is_the_block_by_references(
         assert kernels.calls[name] > 0
 
 
-def test_optimizer_steps_by_the_kernel_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_steps_by_the_kernel_are_those_of_the_reference() -> None:
     def train() -> list[torch.Tensor]:
         torch.manual_seed(3)
         parameters = [nn.Parameter(torch.randn(*shape)) for shape in ((4, 64), (33, 7), (5,))]
@@ -99,7 +99,7 @@ def test_optimizer_steps_by_the_kernel_are_those_of_the_reference(monkeypatch: p
         return [parameter.detach() for parameter in parameters]
 
     expected = train()
-    with Kernels(monkeypatch) as kernels:
+    with Kernels() as kernels:
         found = train()
     assert kernels.calls["fp8_adamw_step"] == 3
     for wanted, parameter in zip(expected, found, strict=True):

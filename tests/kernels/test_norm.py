@@ -161,10 +161,10 @@ def test_operators_keep_torch_library_rules(dtype: torch.dtype, device: torch.de
     x, scale, shift = modulated("strided", dtype, device)
     y, weight = heads("strided", dtype, device)
     cos, sin = rotary(device)
-    torch.library.opcheck(layer_norm_modulate, (x, scale, shift, EPS))
-    torch.library.opcheck(layer_norm_modulate_backward, (x, x, scale, EPS))
-    torch.library.opcheck(rms_norm_rope, (y, weight, cos, sin, EPS))
-    torch.library.opcheck(rms_norm_rope_backward, (y, y, weight, cos, sin, EPS))
+    torch.library.opcheck(layer_norm_modulate._opoverload, (x, scale, shift, EPS))
+    torch.library.opcheck(layer_norm_modulate_backward._opoverload, (x, x, scale, EPS))
+    torch.library.opcheck(rms_norm_rope._opoverload, (y, weight, cos, sin, EPS))
+    torch.library.opcheck(rms_norm_rope_backward._opoverload, (y, y, weight, cos, sin, EPS))
     for spec in SPECS:
         check_operator(layer_norm_modulate_quantize, (x, scale, shift, EPS, *spec))
 

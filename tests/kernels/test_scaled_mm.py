@@ -154,7 +154,7 @@ def test_opcheck(device: torch.device, scaling: str, with_bias: bool) -> None:
     before = [arg.clone() for arg in args]
     # torch's schema check compares inputs with an operator that has no FP8 kernel: compared below instead
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(scaled_mm, (*args, bias, torch.bfloat16), test_utils=tests)
+    torch.library.opcheck(scaled_mm._opoverload, (*args, bias, torch.bfloat16), test_utils=tests)
     for arg, copy in zip(args, before, strict=True):
         assert_bitwise(arg, copy)
 
