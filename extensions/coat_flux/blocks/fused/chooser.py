@@ -1,7 +1,12 @@
-"""Which blocks can be fused: those that can be read, after one comparison of each kind with diffusers' own code."""
+"""Which blocks can be fused: those that can be read, after one comparison of each kind with diffusers' own code.
+
+A block is read once, and again when anything about it has changed (`Unchanged`): trainers switch adapters on and off,
+and merge them, between steps.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +18,21 @@ from coat_core.linear.function import compute_dtype
 
 from ..architectures import READ_BLOCKS
 from .linears import NotFusable
-from .reading import FusedBlock, read_with
+from .reading import FusedBlock, Reader, active_backend, read_with
+from .unchanged import Unchanged
 
 # of a block's output between the fused flow and diffusers' code, relative, in norms; on a CPU it is that of rounding
 LARGEST_DIFFERENCE = 0.02
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A block's fused form, and what it was made for."""
+
+    fused: FusedBlock
+    packing: PackingConfig | None
+    backend: str
+    unchanged: Unchanged
 
 
 class FusedForms:
@@ -28,6 +44,7 @@ class FusedForms:
 
     def __init__(self) -> None:
         self._differs: dict[type, str] = {}  # kind of block → how its output differs; empty where it does not
+        self._read: dict[int, _Read] = {}  # by id of the block, which `Unchanged` keeps alive
 
     def form_of(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], packing: PackingConfig | None
@@ -48,6 +65,11 @@ class FusedForms:
             raise NotFusable(self._differs[kind])
         if kwargs:
             raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
+        fused = self._as_read(block, args, packing)
+        if fused is not None:
+            return fused
+        key = id(block)
+        self._read.pop(key, None)
         fused = fused_block(block, args, packing)
         if kind not in self._differs:
             difference = relative_difference(fused, block, args)
@@ -55,7 +77,16 @@ class FusedForms:
             self._differs[kind] = f"its output differs from diffusers' by {difference:.1%}" if differs else ""
             if differs:
                 raise NotFusable(self._differs[kind])
+        unchanged = Unchanged(block, lambda: self._read.pop(key, None))
+        self._read[key] = _Read(fused, packing, active_backend(), unchanged)
         return fused
+
+    def _as_read(self, block: nn.Module, args: tuple[Any, ...], packing: PackingConfig | None) -> FusedBlock | None:
+        read = self._read.get(id(block))
+        if read is None or read.packing != packing or read.backend != active_backend() or not read.unchanged.holds():
+            return None
+        _reader_of(block).check_arguments(args)
+        return read.fused
 
     def obstacle(self, block: nn.Module, args: tuple[Any, ...] | None = None) -> str | None:
         """Why a block will not be fused, as far as it shows without running it; None where it will be.
@@ -75,10 +106,14 @@ class FusedForms:
 
 def fused_block(block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None) -> FusedBlock:
     """Return the block's fused form by the reader of its class; arguments and errors as `read_with`."""
+    return read_with(_reader_of(block), block, args, config)
+
+
+def _reader_of(block: nn.Module) -> Reader:
     known = READ_BLOCKS.get(type(block).__name__)
     if known is None or known.reader is None:
         raise NotFusable(f"a {type(block).__name__} is not a FLUX.1 block")
-    return read_with(known.reader, block, args, config)
+    return known.reader
 
 
 def attention_kernel(block: nn.Module, args: tuple[Any, ...]) -> str:

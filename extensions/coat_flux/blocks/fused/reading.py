@@ -1,7 +1,6 @@
 """What every reader of a block family shares: the form of a reader, and the checks of a block's parts.
 
-A block is read again at each call: trainers switch adapters on and off, and merge them, between steps. Reading costs a
-few attribute lookups. What a block does beyond what its reader knows (IP adapters, dropout, other attention backends, a
+What a block does beyond what its reader knows (IP adapters, dropout, other attention backends, a
 norm that is trained) makes it `NotFusable`, and the caller runs diffusers' own code with packed saved tensors instead.
 """
 
@@ -111,12 +110,17 @@ def check_attention(attn: Any, expected: str) -> None:
         raise NotFusable(f"attention by {type(processor).__name__}, or with fused projections")
     if processor._attention_backend is not None or processor._parallel_config is not None:
         raise NotFusable("an attention backend of its own")
+    if active_backend() != "native":
+        raise NotFusable(f"diffusers' attention backend {active_backend()}")
+
+
+def active_backend() -> str:
+    """Name the attention backend that diffusers' own processors use now."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     active = _AttentionBackendRegistry.get_active_backend()
     name = active[0] if isinstance(active, tuple) else active
-    if getattr(name, "value", name) != "native":
-        raise NotFusable(f"diffusers' attention backend {getattr(name, 'value', name)}")
+    return str(getattr(name, "value", name))
 
 
 def read_modulation(norm: Any) -> AdaptedLinear:
