@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,30 @@ def test_ema_feedback_and_multiplier_move_the_parameter() -> None:
     ema.update()
     assert ema.shadow["w"].item() == pytest.approx(1.1)
     assert weight.item() == pytest.approx((2.0 + 10 * (1.0 - 2.0) * 0.1) * 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"use_feedback": True}, {"use_feedback": True, "param_multiplier": 0.999}])
+def test_ema_has_the_bits_of_its_formula(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    draw = torch.Generator().manual_seed(4)
+    params = [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((16, 20), (7,), (129, 3))]
+    ema = LoraEMA({str(i): one for i, one in enumerate(params)}, 0.997, **options)
+    shadows, copies = [one.clone() for one in ema.shadow.values()], [one.detach().clone() for one in params]
+    for skipped in (None, torch.zeros(()), torch.ones(()), None):
+        moves = [torch.randn(one.shape, generator=draw).to(dtype) for one in params]
+        for one, copy, shadow, move in zip(params, copies, shadows, moves, strict=True):
+            one.data += move
+            copy += move
+            if skipped is None or not skipped:
+                delta = (shadow - copy.float()) * (1.0 - 0.997)
+                shadow.sub_(delta)
+                if "use_feedback" in options:
+                    copy.add_(delta.to(dtype), alpha=10.0)
+                copy.mul_(options.get("param_multiplier", 1.0))
+        ema.update(skipped)
+    for found, shadow, one, copy in zip(ema.shadow.values(), shadows, params, copies, strict=True):
+        assert_bitwise(found, shadow)
+        assert_bitwise(one.detach(), copy)
 
 
 def test_ema_refuses_bad_decay_and_foreign_names() -> None:

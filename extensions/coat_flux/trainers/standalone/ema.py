@@ -47,15 +47,26 @@ class LoraEMA:
         self.shadow = {name: param.detach().float().clone() for name, param in self._params.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the parameters into the average; call once after each optimizer step."""
-        for name, param in self._params.items():
-            delta = (self.shadow[name] - param.float()) * (1.0 - self.decay)
-            self.shadow[name].sub_(delta)
-            if self.use_feedback:
-                param.add_(delta.to(param.dtype), alpha=10.0)
-            if self.param_multiplier != 1.0:
-                param.mul_(self.param_multiplier)
+    def update(self, found_inf: Tensor | None = None) -> None:
+        """Take the parameters into the average; call once after each optimizer step.
+
+        Args:
+            found_inf: fp32 [] on the parameters' device, 1 where the step was skipped there: nothing changes then.
+        """
+        params, shadows = list(self._params.values()), list(self.shadow.values())
+        deltas = torch._foreach_sub(shadows, [param.float() for param in params])
+        torch._foreach_mul_(deltas, 1.0 - self.decay)
+        multiplier: float | Tensor = self.param_multiplier
+        if found_inf is not None:
+            torch._foreach_mul_(deltas, 1 - found_inf)
+            multiplier = torch.where(found_inf > 0, 1.0, self.param_multiplier)
+        torch._foreach_sub_(shadows, deltas)
+        if self.use_feedback:
+            torch._foreach_add_(
+                params, [delta.to(p.dtype) for delta, p in zip(deltas, params, strict=True)], alpha=10.0
+            )
+        if self.param_multiplier != 1.0:
+            torch._foreach_mul_(params, multiplier)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
