@@ -193,14 +193,34 @@ def _fp8_adamw_step(
         moments = Moment(exp_avg, exp_avg_numbers), Moment(exp_avg_sq, exp_avg_sq_numbers)
         m, v = read_moments(*moments, chunk.rows)
         rows_table = None if table is None else _per_block(table, chunk)
+        before = None if rows_table is None else _copies(moments, chunk.rows, param)
         adamw_update_(param, -grad if maximize else grad, m, v, Hyper(*hyper), rows_table)
         write_moments(*moments, chunk.rows, m, v, ExpansionConfig(*expansion))
         if stochastic_rounding and params[0].dtype != torch.float32:
             param = stochastic_cast(param, params[0].dtype)
+        if before is not None and rows_table is not None:
+            param = _unless_skipped(rows_table[:, -1].isnan(), before, moments, chunk.rows, param)
         chunk.layout.scatter(param, pieces)
     for param, flat in zip(params, flat_params, strict=True):
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
+
+
+def _copies(moments: tuple[Moment, Moment], rows: slice, param: Tensor) -> list[Tensor]:
+    return [tensor.clone() for codes, numbers in moments for tensor in (codes[rows], numbers[:, rows])] + [
+        param.clone()
+    ]
+
+
+def _unless_skipped(
+    skipped: Tensor, before: list[Tensor], moments: tuple[Moment, Moment], rows: slice, param: Tensor
+) -> Tensor:
+    """Put back what blocks held whose row of the table is NaN; returns the parameters."""
+    for moment, (codes, numbers) in zip(moments, (before[:2], before[2:4]), strict=True):
+        bits = moment.codes[rows].view(torch.uint8)
+        bits.copy_(torch.where(skipped[:, None], codes.view(torch.uint8), bits))
+        moment.numbers[:, rows] = torch.where(skipped, numbers, moment.numbers[:, rows])
+    return torch.where(skipped[:, None], before[4].to(param.dtype), param)
 
 
 @declares(_fp8_adamw_step)
@@ -263,7 +283,8 @@ def fp8_adamw_step(
         exp_avg_sq: the packed second moment, with the same blocks.
         first_blocks: where the blocks of each parameter start in the packed moments.
         hyper: the scalars of this step.
-        table: fp32 [n, 3], one row of `hyper_table` for each parameter, in place of the last three of `hyper`.
+        table: fp32 [n, 3], one row of `hyper_table` for each parameter, in place of the last three of `hyper`. A row of
+            NaN leaves its parameter and moments as they are.
         expansion: constants of the expansion, for moments stored with it.
         maximize: ascend instead of descend.
         stochastic_rounding: round bf16 and fp16 parameters stochastically.

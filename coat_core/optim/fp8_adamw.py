@@ -52,7 +52,7 @@ def _check_hyper(group: dict[str, Any]) -> None:
         raise ValueError(f"betas={group['betas']!r}: must be two numbers from 0 to below 1")
 
 
-def _hyper(group: dict[str, Any], batch: Batch) -> tuple[Hyper, Tensor | None]:
+def _hyper(group: dict[str, Any], batch: Batch, found_inf: Tensor | None) -> tuple[Hyper, Tensor | None]:
     """Return the scalars of a step: as floats where step and lr are in CPU memory, else as a table on the device."""
     lr, weight_decay = group["lr"], group["weight_decay"]
     betas = float(group["betas"][0]), float(group["betas"][1])
@@ -60,7 +60,8 @@ def _hyper(group: dict[str, Any], batch: Batch) -> tuple[Hyper, Tensor | None]:
     if batch.step is not None and not lr_on_device:
         return hyper_of_step(lr, batch.step, betas, group["eps"], weight_decay), None
     hyper = Hyper(1 - betas[0], betas[1], 1 - betas[1], group["eps"], math.nan, math.nan, math.nan)
-    return hyper, hyper_table(lr if lr_on_device else float(lr), batch.steps(), betas, weight_decay)
+    table = hyper_table(lr if lr_on_device else float(lr), batch.steps(), betas, weight_decay)
+    return hyper, table if found_inf is None else table.masked_fill(found_inf > 0, math.nan)
 
 
 class FP8AdamW(torch.optim.Optimizer):
@@ -83,6 +84,10 @@ class FP8AdamW(torch.optim.Optimizer):
         fp8_config: how the moments are stored; None is `FP8QuantizationConfig()`.
         torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
 
+    Attributes:
+        found_inf: fp32 [] on the parameters' device, or None. Where it is 1, `step` leaves parameters, moments and step
+            counters as they are, whatever the gradients hold, and nothing is read back. Needs `capturable`.
+
     Raises:
         ValueError: a hyper-parameter outside its range, a torch option that is on, an empty parameter list, or a
             parameter that is not fp32, bf16 or fp16.
@@ -92,6 +97,8 @@ class FP8AdamW(torch.optim.Optimizer):
         With expansion no nonzero exp_avg_sq comes back as zero.
     Source: arXiv 2410.19313, section 3; state layout in `coat_core.optim.state`.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -163,6 +170,7 @@ class FP8AdamW(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
+            ValueError: `found_inf` without `capturable`; nothing has been updated then.
             RuntimeError: a gradient is sparse, or a CUDA graph is captured without `capturable`; nothing has been
                 updated then.
         """
@@ -170,13 +178,15 @@ class FP8AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.found_inf is not None and not self.defaults["capturable"]:
+            raise ValueError("found_inf: needs step counters on the device; pass capturable=True")
         active = [[param for param in group["params"] if param.grad is not None] for group in self.param_groups]
         self._check_gradients()
         every = [param for params in active for param in params]
         if not every:
             return loss
         packed = self._packed_state(every)
-        packed.count_step(every)
+        packed.count_step(every, self.found_inf)
         for group, params in zip(self.param_groups, active, strict=True):
             for batch in packed.batches(params):
                 self._step_batch(group, batch)
@@ -208,7 +218,7 @@ class FP8AdamW(torch.optim.Optimizer):
                     )
 
     def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
-        hyper, table = _hyper(group, batch)
+        hyper, table = _hyper(group, batch, self.found_inf)
         fp8_adamw_step(
             batch.params,
             batch.grads,

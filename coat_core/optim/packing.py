@@ -134,14 +134,15 @@ class PackedState:
             and _addresses(entries) == self._addresses
         )
 
-    def count_step(self, params: list[Tensor]) -> None:
-        """Add 1 to the step counters of these parameters."""
+    def count_step(self, params: list[Tensor], found_inf: Tensor | None = None) -> None:
+        """Add 1 to the step counters of these parameters; 0 where `found_inf`, next to the counters, is 1."""
+        one = 1.0 if found_inf is None else 1.0 - found_inf
         if len(params) == len(self._params):
             for packed in self.devices.values():
-                packed.steps += 1.0
+                packed.steps += one
         else:
             steps = [self.devices[param.device].views[self._indices[id(param)]]["step"] for param in params]
-            torch._foreach_add_(steps, 1.0)
+            torch._foreach_add_(steps, one)
 
     def batches(self, params: list[Tensor]) -> Iterator[Batch]:
         """Sort parameters with gradients by device, dtypes and, where the CPU knows it, step number."""

@@ -7,6 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from coat_core.optim import FP8AdamW
+from tests.helpers.operators import bits
 from tests.optim.common import CONFIGS, make_params, run, set_grads
 from tests.tolerances import CAPTURABLE_PARAM_RTOL
 
@@ -48,6 +49,37 @@ def test_capturable_trains_as_without(name: str, tensor_lr: bool, device: torch.
     for param in ours:
         assert optimizer.state[param]["step"].device.type == device.type
         assert optimizer.state[param]["step"].item() == 4.0
+
+
+@pytest.mark.parametrize("name", ["unquantized", "default", "integers"])
+def test_a_step_is_skipped_where_the_device_says_so(name: str, device: torch.device) -> None:
+    params, twins = on(device), on(device)
+    optimizer = FP8AdamW(params, lr=1e-3, capturable=True, fp8_config=CONFIGS[name])
+    twin = FP8AdamW(twins, lr=1e-3, capturable=True, fp8_config=CONFIGS[name])
+    for step, skipped in enumerate([1.0, 0.0, 1.0, 1.0, 0.0]):
+        optimizer.found_inf = torch.tensor(skipped, device=device)
+        give_grads(params, step)
+        if skipped:
+            params[step % 2].grad.fill_(float("nan" if step else "inf"))
+        optimizer.step()
+        if not skipped:
+            give_grads(twins, step)
+            twin.step()
+    for param, other in zip(params, twins, strict=True):
+        state = optimizer.state[param]
+        for key, value in twin.state[other].items():
+            assert torch.equal(bits(state[key]), bits(value)), key
+        assert torch.equal(param, other)
+        assert state["step"].item() == 2.0
+
+
+def test_found_inf_needs_counters_on_the_device() -> None:
+    params = make_params(SHAPES)
+    optimizer = FP8AdamW(params)
+    optimizer.found_inf = torch.zeros(())
+    set_grads(params, 0)
+    with pytest.raises(ValueError, match="found_inf: needs step counters on the device; pass capturable=True"):
+        optimizer.step()
 
 
 def test_each_parameter_counts_its_own_steps(device: torch.device) -> None:

@@ -93,12 +93,13 @@ def _fp8_adamw_step_kernel(
     size, first_row = tl.load(programs_ptr + 4 * program + 2), tl.load(programs_ptr + 4 * program + 3)
     param_ptr = tl.load(addresses_ptr + 2 * tensor).to(tl.pointer_type(PARAM_TYPE))
     grad_ptr = tl.load(addresses_ptr + 2 * tensor + 1).to(tl.pointer_type(GRAD_TYPE))
-    if ALIGNED:
-        size = tl.multiple_of(size, 16)
-        param_ptr, grad_ptr = tl.multiple_of(param_ptr, 16), tl.multiple_of(grad_ptr, 16)
     if table_ptr is not None:
         decay = tl.load(table_ptr + 3 * tensor)
         step_size, root = tl.load(table_ptr + 3 * tensor + 1), tl.load(table_ptr + 3 * tensor + 2)
+        size = tl.where(root == root, size, 0)  # a row of NaN: this tensor is left as it is
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
+        param_ptr, grad_ptr = tl.multiple_of(param_ptr, 16), tl.multiple_of(grad_ptr, 16)
     block, column = first + tl.arange(0, R), tl.arange(0, P)
     offsets = block[:, None] * B + column[None, :]
     inside = (column[None, :] < B) & (offsets < size)

@@ -15,7 +15,12 @@ __all__ = ["build_optimizer", "describe_optimizer"]
 
 
 def build_optimizer(
-    params: Iterable[Any], lr: float, config: COATConfig, optimizer_params: Mapping[str, Any] | None = None
+    params: Iterable[Any],
+    lr: float,
+    config: COATConfig,
+    optimizer_params: Mapping[str, Any] | None = None,
+    *,
+    capturable: bool = False,
 ) -> FP8AdamW:
     """Build FP8AdamW from the `coat:` block and the job's `train.optimizer_params`.
 
@@ -28,6 +33,7 @@ def build_optimizer(
         lr: learning rate of groups without one of their own.
         config: the `coat:` block; its `optimizer` part counts.
         optimizer_params: `betas`, `eps`, `weight_decay`, and keys of `coat.optimizer`, which override the block.
+        capturable: of FP8AdamW.
 
     Raises:
         ConfigError: unknown keys or refused values in `optimizer_params`.
@@ -36,7 +42,7 @@ def build_optimizer(
     fp8_config, adamw = config.optimizer_config(optimizer_params)
     if not config.enabled:
         fp8_config = replace(fp8_config, use_fp8_m1=False, use_fp8_m2=False, stochastic_rounding=False)
-    return FP8AdamW(params, lr=lr, fp8_config=fp8_config, **adamw)
+    return FP8AdamW(params, lr=lr, capturable=capturable, fp8_config=fp8_config, **adamw)
 
 
 def describe_optimizer(optimizer: FP8AdamW) -> str:

@@ -152,11 +152,20 @@ class RunGuard:
             DeadRunError: a parameter is not finite, or every lora_B still zero.
         """
         self.updates += 1
-        if not self._options.enabled:
-            return
-        born = self.updates == max(self._options.dead_lora_steps, FIRST_LIVING_UPDATE)
-        if born or self.updates % self._options.health_every == 0:
-            self._check(step, dead=born)
+        if self._options.enabled and self._is_checked(self.updates):
+            self._check(step, dead=self.updates == self._living_update)
+
+    @property
+    def checks_soon(self) -> bool:
+        """Whether `after_update` checks the parameters in one of the next two updates; one may be under way."""
+        return self._options.enabled and any(self._is_checked(self.updates + ahead) for ahead in (1, 2))
+
+    @property
+    def _living_update(self) -> int:
+        return max(self._options.dead_lora_steps, FIRST_LIVING_UPDATE)
+
+    def _is_checked(self, update: int) -> bool:
+        return update == self._living_update or update % self._options.health_every == 0
 
     def check_now(self, step: int) -> None:
         """Check every parameter, before a save: it does not happen where this raises.

@@ -125,6 +125,17 @@ class StepWatch:
 
     # -- a step, in the order of its moments ---------------------------------------------------------------------------
 
+    def reads_at_once(self, step: int) -> bool:
+        """Whether this step's loss and norm must be known before its update: something is read in it anyway.
+
+        That is so in the first step of a process, in health steps, and where the guard is about to check the
+        parameters. In all others they may be read, and given to `allows_update`, one step later.
+        """
+        return not self._began or self._is_health_step(step) or self._precision.pending or self.guard.checks_soon
+
+    def _is_health_step(self, step: int) -> bool:
+        return step == FIRST_OBSERVED or step % self._options.health_every == 0
+
     def casts(self, step: int) -> AbstractContextManager[None]:
         """Observe what casts to FP8 lose inside the block, at health steps; at others do nothing.
 
@@ -145,8 +156,7 @@ class StepWatch:
         first, self._began = not self._began, True
         if first:
             self._precision.begin()
-        due = step == FIRST_OBSERVED or step % self._options.health_every == 0
-        due = due and not first and self._options.enabled
+        due = self._is_health_step(step) and not first and self._options.enabled
         # a run that was stopped before its first observed step makes up for it where the whole run made it
         chooses = self._precision.pending and step >= FIRST_OBSERVED and (not first or step == FIRST_OBSERVED)
         if not (due or chooses):

@@ -68,7 +68,9 @@ def make_optimizer(
     """
     lowered = name.lower()
     if lowered == COAT_OPTIMIZER:
-        return build_optimizer(params, lr, config, dict(optimizer_params))
+        params = list(params)  # counted on a GPU, steps can be skipped there
+        on_gpu = all(param.is_cuda for param in params)
+        return build_optimizer(params, lr, config, dict(optimizer_params), capturable=on_gpu)
     if lowered not in CLASSES:
         raise ValueError(
             f"train.optimizer={name!r}: the stand-alone engine knows {COAT_OPTIMIZER}, {', '.join(CLASSES)}; "

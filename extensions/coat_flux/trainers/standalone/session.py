@@ -53,8 +53,9 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Session:
     """The parts of a run.
 
-    `step` counts optimizer steps done; `owes_save`: one was due while the guard was in doubt; `identity` and `record`
-    go into `state.json`; `report` is None without COAT.
+    `step` counts optimizer steps done; `outstanding` is the last one while its numbers are on the device; `owes_save`:
+    one was due while the guard was in doubt; `identity` and `record` go into `state.json`; `report` is None without
+    COAT.
     """
 
     job: JobConfig
@@ -76,6 +77,7 @@ class Session:
     live: LiveRun
     report: CoatReport | None = None
     step: int = 0
+    outstanding: Any = None  # a steps.Outstanding
     owes_save: bool = False
     record: dict[str, Any] = field(default_factory=dict)
 

@@ -40,7 +40,7 @@ from .progress import RunLog
 from .resume import check_same_run, find_resume_point, identity_of
 from .saving import lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name
 from .session import Session, open_session
-from .steps import train_step
+from .steps import settle, train_step
 from .workers import Workers
 
 __all__ = ["COATTrainer"]
@@ -216,8 +216,9 @@ def _train_steps(
     if observer is not None:
         observer(session)
     while session.step < job.train.steps:
-        stats, asked = train_step(session, batches, interrupts)
-        session.log.step(stats)
+        asked = train_step(session, batches, interrupts)
+        if asked or observer is not None or _anything_is_due(session):
+            settle(session)
         if session.step == first:
             for line in execution_changes(resumed.get("path", {}), execution_of(session.transformer, recomputed=True)):
                 session.log.info(line)
@@ -243,6 +244,12 @@ def _stop(session: Session) -> None:
         session.log.info(f"{where}, without a save: {doubt}; {kept}")
     session.log.info("To resume, start the same config again")
     raise KeyboardInterrupt
+
+
+def _anything_is_due(session: Session) -> bool:
+    job = session.job
+    every = (job.save.save_every, job.sample.sample_every, job.validation.every)
+    return session.owes_save or session.step == job.train.steps or any(_is_due(session, n) for n in every)
 
 
 def _is_due(session: Session, every: int) -> bool:

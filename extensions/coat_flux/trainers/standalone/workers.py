@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...base.errors import UserError
 
-__all__ = ["LaunchError", "Workers"]
+__all__ = ["LaunchError", "Reading", "Workers"]
 
 MAX_WAIT_HOURS = 12  # the others wait while the main process fills the caches or draws samples
 logger = logging.getLogger(__name__)
@@ -76,6 +76,13 @@ class Workers:
         """The mean of a tensor over all processes."""
         return self._accelerator.reduce(value, "mean") if self.world_size > 1 else value
 
+    def agree(self, loss: Tensor, asked: Sequence[bool]) -> tuple[Tensor, list[bool]]:
+        """The mean loss of all processes, on the device, and which flags are set in any of them."""
+        if self.world_size == 1:
+            return loss, list(asked)
+        mean, *shares = self.mean(torch.cat([loss[None], torch.tensor(asked).to(loss)]))
+        return mean, [share > 0 for share in torch.stack(shares).tolist()]
+
     @torch.no_grad()
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
         """Replace every gradient by its mean over all processes, in one all-reduce; a missing one counts as zero."""
@@ -98,6 +105,32 @@ class Workers:
         """End the process group; accelerate forgets its device, so that a next run may take another."""
         self._accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Reading:
+    """A few numbers on their way from the device; nothing waits for them until they are read.
+
+    Args:
+        values: fp32 [n].
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._copy, self._copied = values, values, None
+        if values.is_cuda:
+            self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._copy.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def not_finite(self) -> Tensor:
+        """fp32 [] on the device: 1 where one of them is not finite, else 0."""
+        return 1.0 - self._values.isfinite().all().to(torch.float32)
+
+    def read(self) -> list[float]:
+        """Wait for them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy.tolist()
 
 
 def _check_launch(world_size: int) -> None:

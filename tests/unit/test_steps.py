@@ -1,0 +1,136 @@
+"""`train_step` where the device decides alone: the same run, each step judged and reported under its own number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_core.optim import FP8AdamW
+from coat_flux.trainers.standalone import steps
+from coat_flux.trainers.standalone.ema import LoraEMA
+from coat_flux.trainers.standalone.steps import settle, train_step
+from coat_flux.trainers.standalone.workers import Workers
+from coat_flux.watch.guard import DeadRunError
+from coat_flux.watch.run_tables import StepStats
+from tests.helpers.operators import bits
+from tests.helpers.step_watch import step_watch
+
+NAMES = ("transformer.a.lora_A.weight", "transformer.a.lora_B.weight")
+COAT = "{guard: {health_every: 50, dead_lora_steps: 40, nonfinite_steps: 3}, memory: {log_memory_stats: false}}"
+
+
+@dataclass
+class Batch:
+    draw: int
+
+
+class Run:
+    """The parts of a session that a step touches, around two matrices; the loss of a draw is changed by `spoil`.
+
+    Args:
+        late: read numbers one step late.
+        spoil: draw → what its loss is multiplied by.
+    """
+
+    def __init__(self, late: bool, spoil: dict[int, float]) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.lora = {name: nn.Parameter(torch.randn(4, 4, generator=draw)) for name in NAMES}
+        self.watch, self.lines = step_watch(COAT, lora=self.lora)
+        self.rows: list[StepStats] = []
+        self.read_at: list[int] = []  # steps done when each row came
+        optimizer = FP8AdamW(self.lora.values(), lr=1e-3, capturable=True)
+        self.session: Any = SimpleNamespace(
+            job=SimpleNamespace(train=SimpleNamespace(gradient_accumulation=2, max_grad_norm=1.0), training_seed=3),
+            workers=Workers("cpu"),
+            watch=self.watch,
+            lora=self.lora,
+            dataset=SimpleNamespace(batch=lambda batch: {}),
+            objective=lambda tensors, draw: self._loss(draw) * spoil.get(draw, 1.0),
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
+            ema=LoraEMA(self.lora, 0.9),
+            live=SimpleNamespace(poll=frozenset),
+            log=SimpleNamespace(step=self._record),
+            epoch=0,
+            step=0,
+            outstanding=None,
+        )
+        self.late = late
+
+    def _loss(self, draw: int) -> Tensor:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(draw))
+        down, up = self.lora.values()
+        return (x @ down.t() @ up.t() - x).square().mean()
+
+    def _record(self, stats: StepStats) -> None:
+        self.rows.append(stats)
+        self.read_at.append(self.session.step)
+
+    def train(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(steps, "_skips_on_device", lambda session: self.late)
+
+        def batches() -> Iterator[Batch]:
+            yield from map(Batch, range(self.session.step * 2, 1000))
+
+        given = batches()
+        for _ in range(count):
+            train_step(self.session, given, SimpleNamespace(asked=False))
+
+    def tensors(self) -> list[Tensor]:
+        states = [value for one in self.lora.values() for value in self.session.optimizer.state[one].values()]
+        return [*self.lora.values(), *states, *self.session.ema.shadow.values()]
+
+
+@pytest.mark.parametrize("spoil", [{}, {9: math.nan}, {8: math.inf, 10: math.nan, 15: math.inf}], ids=str)
+def test_a_late_run_is_the_same_run(spoil: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    late, prompt = Run(True, spoil), Run(False, spoil)
+    for run in (late, prompt):
+        run.train(9, monkeypatch)
+    assert late.session.outstanding.step == 9
+    assert late.read_at == [1, 2, 4, 5, 6, 7, 8, 9]  # the first two at once, the others when the next is under way
+    settle(late.session)
+    assert late.session.outstanding is None
+    for mine, other in zip(late.tensors(), prompt.tensors(), strict=True):
+        assert torch.equal(bits(mine), bits(other))
+    exact = [
+        [(row.step, repr(row.loss), repr(row.grad_norm), row.skipped) for row in run.rows] for run in (late, prompt)
+    ]
+    assert exact[0] == exact[1]
+    assert late.lines.said == prompt.lines.said
+    assert late.watch.state_dict() == prompt.watch.state_dict()
+    assert len(late.lines.said) == len(spoil)
+
+
+def test_a_dead_run_ends_under_the_right_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(True, {10: math.nan, 12: math.nan, 14: math.nan})
+    with pytest.raises(DeadRunError, match=r"step 8: loss=nan.* for 3 steps in a row") as error:
+        run.train(12, monkeypatch)
+    assert (error.value.since, run.session.step) == (6, 9)
+    assert run.watch.guard.doubt is not None
+
+
+def test_what_is_outstanding_is_judged_before_anything_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(True, {10: math.nan, 12: math.nan})
+    run.train(7, monkeypatch)
+    assert run.watch.guard.doubt is None  # only step 6 is known
+    settle(run.session)
+    assert run.watch.guard.doubt == "the last 2 steps were not finite"
+
+
+def test_parameters_are_checked_under_the_step_that_broke_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for late in (True, False):
+        run = Run(late, {})
+        with suppress(DeadRunError):
+            run.train(38, monkeypatch)
+        monkeypatch.setattr(run.watch.guard, "_check", lambda step, dead: found.append((step, dead)))
+        run.train(4, monkeypatch)
+    assert found == [(40, True)] * 2
