@@ -124,7 +124,7 @@ def scaled_mm_on_cuda(
     # TN GEMMs want the rows of b in one piece
     b = transpose_codes(b.t()) if b.t().is_contiguous() and not b.is_contiguous() else b.contiguous()
     out: Tensor = torch._scaled_mm(
-        a.contiguous(),
+        a.contiguous().view(-1).view(a.shape),  # one row is contiguous with any strides, and torch looks at them
         b.t(),
         scale_a=a_scale,
         scale_b=b_scale,
