@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from coat_flux.config.coat import OPTIONS
 from coat_flux.config.options import Option
 
 pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
+from coat_core.kernels import scaled_mm
 from coat_core.kernels.gpu import gate, norm
 from tests.helpers.dry_gpu import DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
+from tests.helpers.dry_gpu.card import CARD
 
 pytestmark = [
     pytest.mark.triton,
@@ -229,3 +232,45 @@ def test_a_launch_that_cannot_be_right(change: Any, message: str, monkeypatch: p
     gate_launch(lambda given: None, monkeypatch)
     with pytest.raises(LaunchError, match=message):
         gate_launch(change, monkeypatch)
+
+
+# -- FP8 GEMMs --------------------------------------------------------------------------------------------------------
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+LAYOUTS = {
+    "rows": lambda m, k, dtype: torch.empty(m, k, dtype=dtype, device="cuda"),
+    "columns": lambda m, k, dtype: torch.empty(k, m, dtype=dtype, device="cuda").t(),
+    "a slice of rows": lambda m, k, dtype: torch.empty(m, 2 * k, dtype=dtype, device="cuda")[:, k:],
+    "every other row": lambda m, k, dtype: torch.empty(m, 2, k, dtype=dtype, device="cuda")[:, 0],
+}
+
+
+def scale(rows: int, row_wise: bool) -> Tensor:
+    return torch.empty((rows, 1) if row_wise else (), device="cuda")
+
+
+@pytest.mark.parametrize("rows_b", [False, True], ids=["b per tensor", "b per row"])
+@pytest.mark.parametrize("rows_a", [False, True], ids=["a per tensor", "a per row"])
+@pytest.mark.parametrize(("a", "b"), [*itertools.product(DTYPES, DTYPES)])
+def test_every_fp8_gemm_of_a_config_is_one_that_torch_takes(
+    a: str, b: str, rows_a: bool, rows_b: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On fake CUDA tensors, by the strictest of torch's kernels; those that no GPU has are refused by the config."""
+    k, n = 3072, 12288
+    exists = (a, b) != ("e5m2", "e5m2") and not ((rows_a or rows_b) and b == "e5m2")
+    with dry_gpu(monkeypatch) as gpu:
+        for m, of_a, of_b, out, bias in itertools.product(
+            (1, 512, 4608), LAYOUTS, LAYOUTS, (torch.bfloat16, torch.float16, torch.float32), (None, torch.bfloat16)
+        ):
+            x, w = LAYOUTS[of_a](m, k, DTYPES[a]), LAYOUTS[of_b](n, k, DTYPES[b])
+            given = (x, scale(m, rows_a), w, scale(n, rows_b))
+            addend = None if bias is None else torch.empty(n, dtype=bias, device="cuda")
+            if exists:
+                y = torch.ops.coat.fp8_mm(*given, addend, out, True)
+                assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), out, True)
+            else:
+                with pytest.raises(RuntimeError, match=r"not supported|row-wise scaling"):
+                    torch.ops.coat.fp8_mm(*given, addend, out, True)
+        reason = scaled_mm.unsupported_reason(CARD, DTYPES[a], DTYPES[b], rows_a or rows_b)
+    assert gpu.operators.calls["coat::fp8_mm"] > 0
+    assert (reason is None) == exists
