@@ -35,7 +35,6 @@ __all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "dry_gpu", "dry_
 # Where the host waits inside a step, and the number it reads there.
 # In every step: to be emptied (issue 15, part 3).
 KNOWN = {
-    "coat_flux/trainers/standalone/steps.py:train_step": 1.0,  # loss and gradient norm; commands, copied to the GPU
     "coat_flux/data/loader.py:batch": 0.0,  # latents and embeddings, copied to the GPU
     "coat_flux/trainers/standalone/flow_matching.py:__call__": 0.0,  # noise and sigmas, copied to the GPU
     "coat_flux/trainers/standalone/flow_matching.py:predict_velocity": 0.0,  # ids of the image's tokens, likewise
@@ -47,6 +46,7 @@ FIRST = {
 }
 # In steps that look closer: health steps, and the guard's look at the weights.
 CLOSER = {
+    "coat_flux/trainers/standalone/workers.py:read": 1.0,  # loss and gradient norm, else read a step late
     "coat_flux/watch/casts.py:_read": 0.0,
     "coat_flux/watch/guard.py:_check": 1.0,
     "coat_flux/watch/guard.py:_norm": 1.0,

@@ -28,21 +28,33 @@ MEMORY = 80 << 30
 ALLOCATION = 512  # bytes that torch's CUDA allocator aligns to
 
 
-class _Event:
-    """torch.cuda.Event of a GPU on which everything takes a millisecond."""
+class Event:
+    """torch.cuda.Event of a GPU on which everything takes a millisecond; a step's work is done when the step is.
 
-    def __init__(self, **_: Any) -> None: ...
+    Attributes:
+        step: the number of the step under way.
+        on_wait: called where the host waits for work of this very step.
+    """
 
-    def record(self, *_: Any) -> None: ...
+    step = 0
+    on_wait: Callable[[str], Any] = staticmethod(lambda what: None)
+
+    def __init__(self, **_: Any) -> None:
+        self._recorded = -1
+
+    def record(self, *_: Any) -> None:
+        self._recorded = Event.step
 
     def wait(self, *_: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        if self._recorded == Event.step:
+            Event.on_wait("waits for an event of the same step")
 
     def query(self) -> bool:
-        return True
+        return self._recorded != Event.step
 
-    def elapsed_time(self, _: _Event) -> float:
+    def elapsed_time(self, _: Event) -> float:
         return 1.0
 
 
@@ -68,7 +80,7 @@ CUDA: dict[str, Any] = {
     "is_current_stream_capturing": lambda: False,
     "get_sync_debug_mode": lambda: 0,
     "set_sync_debug_mode": lambda _: None,
-    "Event": _Event,
+    "Event": Event,
 }
 
 

@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import coat_core
 import coat_flux
 
-from .card import CARD, CardView
+from .card import CARD, CardView, Event
 
 aten = torch.ops.aten
 ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+LATE_NUMBER = 1.0  # what the host reads of a copy that it did not wait for
 COPIES = (aten._to_copy.default, aten.copy_.default)
 BY_VALUE = (
     aten.nonzero.default, aten.equal.default, aten.masked_select.default, aten._unique2.default,
@@ -73,6 +74,7 @@ class GPUOperators(TorchDispatchMode):
     def step(self, allowed: Mapping[str, float]) -> Iterator[None]:
         """A step: inside it the host may wait only at the places of `allowed`, where it reads these numbers."""
         self._allowed = allowed
+        Event.step, Event.on_wait = Event.step + 1, self._wait
         try:
             yield
         finally:
@@ -102,7 +104,7 @@ class GPUOperators(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A copy between CPU and GPU: the host waits, unless it is from pinned memory and may be late."""
+        """A copy between CPU and GPU: the host waits, unless the CPU's memory is pinned and the copy may be late."""
         if func is aten.copy_.default:
             to_gpu, source = args[0].is_meta, args[1]
             late = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
@@ -116,7 +118,9 @@ class GPUOperators(TorchDispatchMode):
             if not (late and self._view.is_pinned(source)):
                 self._wait("copies from memory that is not pinned")
             return func(*args, **kwargs)
-        found = torch.full(source.shape, self._wait("copies to the CPU"), dtype=kwargs.get("dtype") or source.dtype)
+        no_wait = func is aten.copy_.default and late and self._view.is_pinned(args[0])
+        number = LATE_NUMBER if no_wait else self._wait("copies to the CPU")
+        found = torch.full(source.shape, number, dtype=kwargs.get("dtype") or source.dtype)
         return args[0].copy_(found) if func is aten.copy_.default else found
 
     def _wait(self, what: str) -> float:
