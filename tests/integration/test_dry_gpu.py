@@ -15,7 +15,7 @@ from coat_flux.config.options import Option
 pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
 from coat_core.kernels import scaled_mm
 from coat_core.kernels.gpu import gate, norm
-from tests.helpers.dry_gpu import DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
+from tests.helpers.dry_gpu import KNOWN, DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
 from tests.helpers.dry_gpu.card import CARD
 
 pytestmark = [
@@ -103,14 +103,24 @@ def test_two_steps_with_every_option_of_the_run(monkeypatch: pytest.MonkeyPatch)
     assert gpu.operators.waits["coat_flux/watch/guard.py:_check"] > 0
 
 
+def test_a_plain_step_waits_at_known_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step: the first finds out about the run, the second is a health step."""
+    with dry_gpu(monkeypatch) as gpu:
+        session = dry_session(nested(BASE), monkeypatch, blocks=(1, 1))
+        gpu.steps(session, 2)
+        gpu.operators.waits.clear()
+        gpu.steps(session, 1, closer={})
+    assert set(gpu.operators.waits) == set(KNOWN), "a place where no step waits any more leaves the list"
+
+
 @pytest.mark.slow
 def test_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLUX.1-dev with all 57 blocks; in the second step the host waits at known places only."""
+    """FLUX.1-dev with all 57 blocks."""
     with dry_gpu(monkeypatch) as gpu:
         session = dry_session(nested(BASE), monkeypatch)
         gpu.steps(session, 1)
         before = gpu.launches.copy()
-        gpu.steps(session, 1, closer={})
+        gpu.steps(session, 1)
     step = gpu.launches - before
     assert len(session.lora) == 2 * (19 * 14 + 38 * 6)
     assert step["_fp8_adamw_step_kernel"] == 1
