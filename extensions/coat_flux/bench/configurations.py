@@ -113,7 +113,7 @@ CONFIGURATIONS = (
     _coat("coat", "COAT, fused flow, nothing recomputed", COUNTED_LEVELS, memory=KEPT),
     _coat("coat_recomputed", "COAT, every block recomputed", memory=RECOMPUTED),
     _coat("coat_per_row", "COAT, scaled per row", COUNTED_LEVELS, memory=KEPT, activation=PER_ROW),
-    _coat("coat_weight_only", "COAT, FP8 weights only", COUNTED_LEVELS, memory=KEPT, activation={"use_fp8": False}),
+    _coat("coat_weight_only", "COAT, FP8 weights only", ALL_MODEL_LEVELS, memory=KEPT, activation={"use_fp8": False}),
     _coat("coat_transposed", "COAT, with transposed weights", (*MODEL_LEVELS, COUNT), memory=COPIED),
     _coat("coat_compiled", "COAT, blocks compiled", memory=COPIED, speed=COMPILED),
     _coat(

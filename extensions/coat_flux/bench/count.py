@@ -92,11 +92,9 @@ CATEGORIES = (
 KINDS = {"FluxTransformerBlock": "double", "FluxSingleTransformerBlock": "single"}
 ONLY_METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # where the first factor is among arguments
-ATTENTIONS = {  # kernels of cuDNN's forward and backward, and operations over 4·B·H·S²·d
-    "_scaled_dot_product_flash_attention": (1, 1.0),
-    "_scaled_dot_product_flash_attention_backward": (3, 2.5),
-}
-OVERWRITING = {"copy_", "fill_", "zero_"}  # do not read what they write
+ATTENTION_PREFIX = "_scaled_dot_product_"
+ATTENTION_KERNELS = {False: (1, 1.0), True: (3, 2.5)}  # backward: kernels of cuDNN's, and operations over 4·B·H·S²·d
+OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # do not read what they write
 FOREACH_TENSORS, FOREACH_CHUNKS, FOREACH_CHUNK = (110, 64, 48, 36, 30), 320, 65536  # of a launch, by number of lists
 
 
@@ -163,19 +161,21 @@ class Recorder(TorchDispatchMode):
         made = list(_tensors((result,)))
         if not (on_device or any(x.device == META for x in made)) or name in ONLY_METADATA or _is_view(func):
             return result
-        if name.startswith("_foreach"):
+        if name.startswith(("_foreach", "_fused")):
             lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
             count = _foreach_launches(lists) + ("norm" in name)  # partial norms are added up by one more
-            self._add(name, given, [*made, *(lists[0] if name.endswith("_") else ())], count=count)
+            reads = list(_tensors(lists[1:])) if name in OVERWRITING else given
+            self._add(name, reads, [*made, *(lists[0] if name.endswith("_") else ())], count=count)
         elif name in PRODUCTS:
             a, b = given[PRODUCTS[name] : PRODUCTS[name] + 2]
             shape = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
             kind = "fp8" if name == "_scaled_mm" else "bf16"
             self._add(name, given, made, 2.0 * math.prod(shape), kind, shape)
-        elif name in ATTENTIONS:
-            count, share = ATTENTIONS[name]
+        elif name.startswith(ATTENTION_PREFIX):
+            backward = name.endswith("_backward")
+            count, share = ATTENTION_KERNELS[backward]
             batch, heads, length, width = given[0].shape
-            kind = "attention" if count == 1 else "attention_backward"
+            kind = "attention_backward" if backward else "attention"
             self._add(name, given, made, share * 4.0 * batch * heads * length**2 * width, kind, count=count)
         else:
             self._add(name, given[1:] if name in OVERWRITING else given, made)
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
     def _category(self, operator: str, part: str, shape: tuple[int, int, int] | None) -> str:
         if self.region in (UPDATE, OUTSIDE):
             return self.region
-        if part in ATTENTIONS:
+        if part.startswith(ATTENTION_PREFIX):
             return ATTENTION
         if shape is not None:
             if part == "_scaled_mm":
@@ -330,7 +330,7 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
             objective(batch, 0)
         others = {choice.flow for choice in runner.plan.blocks} - {"fused"}
         if others:
-            raise UserError(f"the blocks take the {others.pop()} flow, which is not counted: {runner.plan.blocks[0]}")
+            raise UserError(f"blocks would run in the {others.pop()} flow: only the fused flow is counted")
         if config.memory.transposed_weights != "never":
             set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
     model.enable_gradient_checkpointing(run)

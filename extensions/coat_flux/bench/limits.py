@@ -36,8 +36,8 @@ DEVICE_NAMES = {
 }
 MULTIPROCESSORS = {"H100": 132, "H200": 132, "RTX 4090": 128, "RTX 5090": 170}  # NVIDIA's architecture papers
 
-# What large kernels reach of the peak: published for H200 (3.95 of 4.8 TB/s; bf16 740, FP8 1380 TFLOPS, cuDNN attention
-# 609 forward and 499 backward), taken over to the other cards. Nobody has measured them with this project's shapes.
+# What large kernels are assumed to reach of the peak: on an H200 3.95 of 4.8 TB/s and, in TFLOPS, bf16 740, FP8 1380,
+# cuDNN attention 609 forward and 499 backward; the same shares on other cards. To be replaced by what a GPU measures.
 BANDWIDTH_SHARE = 3950.0 / 4800.0
 RATE_SHARES = {
     "bf16": 740.0 / 989.4,
@@ -46,8 +46,8 @@ RATE_SHARES = {
     "attention_backward": 499.0 / 989.4,
 }
 LAUNCH_MS = 0.0022  # from the end of a kernel to the start of the next, in one stream
-# tiles of a matrix product that one multiprocessor computes at a time, and their speed; an estimate, as is the share of
-# the bandwidth that products with fewer rows or columns than a tile reach: too few multiprocessors have work
+# Tiles of a matrix product that one multiprocessor computes at a time, and their speed. An assumption, as is the share of
+# the bandwidth that products with fewer rows or columns than a tile reach: too few multiprocessors have work.
 TILES = (((128, 256), 1.0), ((128, 128), 0.9))
 NARROW = 128
 NARROW_SHARE = 0.55
