@@ -1,10 +1,10 @@
 """How many launches, bytes and operations a training step of FLUX.1-dev is: counted on the meta device, without a GPU.
 
-A transformer with one double and one single block at full width, converted and adapted as a run does it, goes forward
-and backward in the flow of its `coat:` block. A dispatch mode sees every operator with its shapes. Operators of
-`coat_core` run their CUDA launchers, whose kernels are recorded and not started: no list of launches has to follow the
-code. Blocks count as often as the model has them; gradient clipping, optimizer and EMA run over as many parameters as
-the whole model trains.
+A transformer with a few blocks at full width, converted and adapted as a run does it, goes forward and backward in the
+flow of its `coat:` block. A dispatch mode sees every operator with its shapes. Operators of `coat_core` run their CUDA
+launchers, whose kernels are recorded and not started: no list of launches has to follow the code. The first and last
+block of a kind count once, one between them as often as the model has such; gradient clipping, optimizer and EMA run
+over as many parameters as the whole model trains.
 """
 
 from __future__ import annotations
@@ -85,11 +85,12 @@ GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA = "FP8 GEMM", "bf16 GEMM", "attention"
 FUSED = "norm, GELU, gate, rotary"
 QUANTIZE, MOVE, PACK, CAST = "quantize for GEMM", "cat, add, zero", "pack and unpack", "casts of LoRA"
 MODULATION, UPDATE, OUTSIDE = "modulation", "clip, optimizer, EMA", "embedders and loss"
-NEIGHBOUR = "neighbour"  # blocks before and after the single block that is counted
 CATEGORIES = (
     *(GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA, FUSED, QUANTIZE, MOVE, PACK, CAST, MODULATION, UPDATE, OUTSIDE),
 )
-KINDS = {"FluxTransformerBlock": "double", "FluxSingleTransformerBlock": "single"}
+BLOCK_LISTS = {"transformer_blocks": "double", "single_transformer_blocks": "single"}
+# blocks of a kind that are run, by their place; "" stands for all between
+PLACES = {"double": ("first ", ""), "single": ("first ", "", "last ")}
 ONLY_METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # where the first factor is among arguments
 ATTENTION_PREFIX = "_scaled_dot_product_"
@@ -103,6 +104,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         region: that what comes belongs to; set by whoever runs the step.
+        times: region → how often a step has it; 1 where it is not given.
         launches: in order.
         host: region → calls of the dispatcher.
         waits: region → how often the host waits for the device (`.item()`, `.tolist()`).
@@ -111,6 +113,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, region: str) -> None:
         super().__init__()
         self.region = region
+        self.times: dict[str, int] = {}
         self.launches: list[Launch] = []
         self.host: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
@@ -135,13 +138,6 @@ class Recorder(TorchDispatchMode):
                 return run(*args, **kwargs)
         finally:
             self._operator, self._args = outer
-
-    def forget(self, kind: str) -> None:
-        """Drop what was recorded in the regions of one kind of block."""
-        self.launches = [launch for launch in self.launches if not launch.region.startswith(kind)]
-        for counts in (self.host, self.waits):
-            for region in [region for region in counts if region.startswith(kind)]:
-                del counts[region]
 
     def _of_triton(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: Any) -> None:
         """A kernel reads or writes each of its tensors; which of both is the same for the bytes."""
@@ -248,20 +244,22 @@ class _Boundary(torch.autograd.Function):
     """Hands tensors on; in backward, what comes next belongs to `region`."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, region: str, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, recorder: Recorder, region: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.recorder, ctx.region = recorder, region
         with _disable_current_modes():
-            return tuple(x.view_as(x) for x in tensors)
+            return tuple(x.detach() for x in tensors)  # a view might get other strides where the batch is 1
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ctx.recorder.region = ctx.region
-        return None, None, None, *grads
+        return None, None, *grads
 
 
 def make_model(config: COATConfig, geometry: Geometry) -> Any:
-    """A transformer with a double block and three single ones on the meta device, as a run prepares it."""
-    sizes = {"num_layers": 1, "num_single_layers": 3, "num_attention_heads": geometry.heads}
+    """A transformer with the blocks of `PLACES` on the meta device, as a run prepares it."""
+    double, single = (min(getattr(geometry, kind), len(places)) for kind, places in PLACES.items())
+    sizes = {"num_layers": double, "num_single_layers": single, "num_attention_heads": geometry.heads}
     model = make_flux_dev_geometry("meta", torch.bfloat16, **sizes)
     targets = lora_targets(model)
     apply_coat(model, config, device=META)
@@ -298,25 +296,23 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
         resolution: pixels along a side.
 
     Returns:
-        What was recorded, in the regions "<kind> forward" and "<kind> backward" of one block each, `OUTSIDE`, `UPDATE`.
+        What was recorded, in the regions "double forward", "first single backward" and so on, `OUTSIDE` and `UPDATE`.
     """
     model = make_model(config, geometry)
-    runner, recorder = BlockRunner.of(model), Recorder(OUTSIDE)
-    anchor = torch.zeros((), device=META, requires_grad=True)  # lets the first block have something before it to train
-
-    neighbours = model.single_transformer_blocks[::2]  # what a block hands over costs the next one less
+    runner, recorder, names = BlockRunner.of(model), Recorder(OUTSIDE), _places(model, geometry)
+    recorder.times = {f"{name} {way}": n for name, n in names.values() for way in ("forward", "backward")}
 
     def run(block: nn.Module, *args: Any) -> Any:
-        kind = NEIGHBOUR if block in neighbours else KINDS[type(block).__name__]
-        args = (*_Boundary.apply(recorder, OUTSIDE, anchor, *args[:2]), *args[2:])
-        recorder.region = f"{kind} forward"
+        name = names[block][0]
+        args = (*_Boundary.apply(recorder, OUTSIDE, *args[:2]), *args[2:])
+        recorder.region = f"{name} forward"
         if runner is None:
             with _Autocast(), AsOnGPU():
                 outputs = block(*args)
         else:
             outputs = runner(block, *args)
         recorder.region = OUTSIDE
-        return _Boundary.apply(recorder, f"{kind} backward", anchor, *outputs)
+        return _Boundary.apply(recorder, f"{name} backward", *outputs)
 
     side, sizes = resolution // PIXELS_PER_LATENT, FLUX_DEV_TRANSFORMER_CONFIG
     batch = {
@@ -337,9 +333,19 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
     with recorder:
         loss = objective(batch, 0)
         loss.backward()
-    recorder.forget(NEIGHBOUR)
     _update(recorder, model, config, geometry, loss.detach())
     return recorder
+
+
+def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
+    """Block → its name as a region, and how many blocks of the whole model it stands for."""
+    found = {}
+    for blocks, kind in BLOCK_LISTS.items():
+        places, number = PLACES[kind], getattr(geometry, kind)
+        run = getattr(model, blocks)
+        for place, block in zip(places if len(run) == len(places) else places[:1] + places[2:], run, strict=False):
+            found[block] = f"{place}{kind}", 1 if place else number - len(places) + 1
+    return found
 
 
 def _update(recorder: Recorder, model: Any, config: COATConfig, geometry: Geometry, loss: Tensor) -> None:
@@ -347,12 +353,11 @@ def _update(recorder: Recorder, model: Any, config: COATConfig, geometry: Geomet
 
     The optimizer makes its state in a step of its own, which is not recorded.
     """
-    repeats = {"transformer_blocks": geometry.double, "single_transformer_blocks": geometry.single}
     lora = {
         f"{name}.{i}": nn.Parameter(torch.empty_like(parameter))
         for name, parameter in lora_parameters(model).items()
         if name.split(".")[2] == "0"
-        for i in range(repeats[name.split(".")[1]])
+        for i in range(getattr(geometry, BLOCK_LISTS[name.split(".")[1]]))
     }
     optimizer, guard = build_optimizer(lora.values(), 1e-4, config), RunGuard(config.guard, lora, print)
     ema = LoraEMA(lora)

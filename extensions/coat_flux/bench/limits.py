@@ -46,8 +46,8 @@ RATE_SHARES = {
     "attention_backward": 499.0 / 989.4,
 }
 LAUNCH_MS = 0.0022  # from the end of a kernel to the start of the next, in one stream
-# Tiles of a matrix product that one multiprocessor computes at a time, and their speed. An assumption, as is the share of
-# the bandwidth that products with fewer rows or columns than a tile reach: too few multiprocessors have work.
+# Tiles of a matrix product that one multiprocessor computes at a time, and their speed. An assumption, as is the share
+# of the bandwidth that products with fewer rows or columns than a tile reach: too few multiprocessors have work.
 TILES = (((128, 256), 1.0), ((128, 128), 0.9))
 NARROW = 128
 NARROW_SHARE = 0.55

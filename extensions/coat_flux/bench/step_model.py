@@ -44,22 +44,17 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
         plain.launches = as_compiled(plain.launches)
         for card, model in cost_models().items():
             both = zip(NAMES, (coat, plain), strict=True)
-            found[card][str(resolution)] = {name: _costed(recorder, geometry, model) for name, recorder in both}
+            found[card][str(resolution)] = {name: _costed(recorder, model) for name, recorder in both}
     return found
 
 
-def times(region: str, geometry: Geometry) -> int:
-    """How often a region happens in a step."""
-    return {"double": geometry.double, "single": geometry.single}.get(region.split()[0], 1)
-
-
-def _costed(recorder: Recorder, geometry: Geometry, model: CostModel) -> dict[str, Any]:
+def _costed(recorder: Recorder, model: CostModel) -> dict[str, Any]:
     per_category = {category: _Sum() for category in (*CATEGORIES, POINTWISE)}
     per_region: dict[str, _Sum] = {}
     operators: dict[str, Counter[tuple[str, str, str]]] = {}
     for launch in recorder.launches:
         ms = model.milliseconds(launch.bytes, launch.flops, launch.kind, launch.shape, launch.count)
-        per_category[launch.category].add(launch, ms, times(launch.region, geometry))
+        per_category[launch.category].add(launch, ms, recorder.times.get(launch.region, 1))
         per_region.setdefault(launch.region, _Sum()).add(launch, ms, 1)
         lines = operators.setdefault(launch.region, Counter())
         lines[launch.category, launch.operator, launch.part] += launch.count
@@ -70,7 +65,7 @@ def _costed(recorder: Recorder, geometry: Geometry, model: CostModel) -> dict[st
             blocks.include(part)
     return {
         **vars(total),
-        "host_ops": sum(calls * times(region, geometry) for region, calls in recorder.host.items()),
+        "host_ops": sum(calls * recorder.times.get(region, 1) for region, calls in recorder.host.items()),
         "host_waits": sum(recorder.waits.values()),
         "blocks": vars(blocks),
         "by_category": {name: vars(part) for name, part in per_category.items() if part.launches},
