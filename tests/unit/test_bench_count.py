@@ -29,11 +29,12 @@ pytestmark = pytest.mark.triton
 HELD = {
     "double forward": 118,
     "double backward": 218,
-    "single forward": 44,
+    "single forward": 43,
     "single backward": 84,
     OUTSIDE: 130,
-    UPDATE: 3015,
+    UPDATE: 115,
 }
+HELD_STEP = 11_450
 PRODUCTS = {"double": 12, "single": 5}  # FP8 GEMMs of a block in each direction
 
 
@@ -47,22 +48,30 @@ def test_a_step_has_no_more_launches_than_before(step: Recorder) -> None:
     found: Counter[str] = Counter()
     for launch in step.launches:
         found[launch.region] += launch.count
-    assert set(found) == set(HELD)
-    more = {region: (count, HELD[region]) for region, count in found.items() if count > HELD[region]}
+    assert set(HELD) < set(found)
+    more = {region: (found[region], held) for region, held in HELD.items() if found[region] > held}
     assert not more, f"launches (found, held): {more}"
+    assert sum(count * step.times.get(region, 1) for region, count in found.items()) <= HELD_STEP
+
+
+def test_the_whole_model_is_counted(step: Recorder) -> None:
+    blocks: Counter[str] = Counter()
+    for region, number in step.times.items():
+        blocks[" ".join(region.split()[-2:])] += number
+    geometry, ways = Geometry(), ("forward", "backward")
+    assert blocks == {f"{kind} {way}": getattr(geometry, kind) for kind in ("double", "single") for way in ways}
 
 
 def test_every_linear_multiplies_in_fp8_once_in_each_direction(step: Recorder) -> None:
     found = Counter(launch.region for launch in step.launches if launch.part == "_scaled_mm")
-    assert found == {f"{kind} {way}": n for kind, n in PRODUCTS.items() for way in ("forward", "backward")}
+    assert found == {region: PRODUCTS[region.split()[-2]] for region in step.times}
     d, rows = Geometry().hidden, 1024 + 512
     single = sum(x.flops for x in step.launches if x.part == "_scaled_mm" and x.region == "single forward")
     assert single == 2 * rows * 12 * d * d
 
 
-def test_the_host_waits_for_the_loss_and_the_norm(step: Recorder) -> None:
-    assert set(step.waits) <= {UPDATE}
-    assert step.waits[UPDATE] <= 3
+def test_the_host_reads_loss_and_norm_and_nothing_else(step: Recorder) -> None:
+    assert step.reads == {UPDATE: 1}
 
 
 def test_an_operator_more_is_seen() -> None:
@@ -135,10 +144,7 @@ def test_the_command_writes_count_json(tmp_path: Path, capsys: pytest.CaptureFix
         assert row["launches"] == sum(part["launches"] for part in row["by_category"].values())
         assert row["modelled_ms"] == pytest.approx(sum(part["modelled_ms"] for part in row["by_category"].values()))
         assert row["host_ops"] > 0
-    assert found["coat"]["blocks"]["launches"] == sum(
-        part["launches"]
-        for region, part in found["coat"]["by_region"].items()
-        if region.startswith(("double", "single"))
-    )
+    once = sum(found["coat"]["by_category"][name]["launches"] for name in (OUTSIDE, UPDATE))
+    assert found["coat"]["blocks"]["launches"] == found["coat"]["launches"] - once
     assert found["coat"]["by_category"]["FP8 GEMM"]["launches"] == 2 * (12 + 5)
     assert "FP8 GEMM" not in found["bf16_compile"]["by_category"]

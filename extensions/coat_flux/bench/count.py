@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import repeat
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -39,8 +41,8 @@ from ..trainers.optimizer import build_optimizer
 from ..trainers.standalone.ema import LoraEMA
 from ..trainers.standalone.flow_matching import Objective
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
+from ..trainers.standalone.steps import train_step
 from ..watch.guard import RunGuard
-from ..watch.live import COMMANDS
 from .limits import NARROW, TEXT_TOKENS, Geometry
 
 META = torch.device("meta")
@@ -107,7 +109,7 @@ class Recorder(TorchDispatchMode):
         times: region → how often a step has it; 1 where it is not given.
         launches: in order.
         host: region → calls of the dispatcher.
-        waits: region → how often the host waits for the device (`.item()`, `.tolist()`).
+        reads: region → tensors that the host reads from the device (`.item()`, `.tolist()`); it waits for what is new.
     """
 
     def __init__(self, region: str) -> None:
@@ -116,9 +118,10 @@ class Recorder(TorchDispatchMode):
         self.times: dict[str, int] = {}
         self.launches: list[Launch] = []
         self.host: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
         self._operator, self._args = "", ()  # of ours, that runs
         self._storages: dict[int, Any] = {}  # kept, so that no other gets the same number
+        self._read: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -147,10 +150,12 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         given = list(_tensors((*args, *kwargs.values())))
         on_device = any(x.device == META for x in given)
-        waits = name == "_local_scalar_dense" or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu"))
-        if on_device and waits:  # answered with zeros in place of a tensor without memory
-            self.waits[self.region] += 1
-            self._add("copy to the host", given, [])
+        is_read = name == "_local_scalar_dense" or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu"))
+        if on_device and is_read:  # answered with zeros in place of a tensor without memory
+            if given[0].untyped_storage()._cdata not in self._read:
+                self.reads[self.region] += 1
+                self._add("copy to the host", given, [])
+                self._read.update(self.launches[-1].reads)
             values = torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
             return values if name == "_to_copy" else values.item()
         result = func(*args, **kwargs)
@@ -321,20 +326,75 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
         "pooled": torch.empty(1, sizes["pooled_projection_dim"], device=META),
     }
     objective = Objective(model, TrainSection(), None, 0, torch.bfloat16)  # type: ignore[arg-type]
-    if runner is not None:  # decides, and compares each kind of block with diffusers' own code
-        with Recorder(OUTSIDE):
-            objective(batch, 0)
-        others = {choice.flow for choice in runner.plan.blocks} - {"fused"}
-        if others:
-            raise UserError(f"blocks would run in the {others.pop()} flow: only the fused flow is counted")
-        if config.memory.transposed_weights != "never":
-            set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
-    model.enable_gradient_checkpointing(run)
-    with recorder:
-        loss = objective(batch, 0)
-        loss.backward()
-    _update(recorder, model, config, geometry, loss.detach())
+
+    def loss_of(tensors: Any, draw: int) -> Tensor:
+        model.zero_grad()  # its parameters stand for those of the whole model, which the session has
+        return objective(batch, draw)
+
+    session = _session(config, _parameters(model, geometry), loss_of, recorder)
+    batches, nothing_asked = repeat(SimpleNamespace(draw=0)), SimpleNamespace(asked=False)
+    # as a GPU, which has such kernels
+    foreach = mock.patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", return_value=["meta"])
+    with foreach:
+        with Recorder(OUTSIDE):  # blocks are decided on, and compared with diffusers' own code; the optimizer's state
+            train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
+        if runner is not None:
+            others = {choice.flow for choice in runner.plan.blocks} - {"fused"}
+            if others:
+                raise UserError(f"blocks would run in the {others.pop()} flow: only the fused flow is counted")
+            if config.memory.transposed_weights != "never":
+                set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
+        model.enable_gradient_checkpointing(run)
+        recorder.region = OUTSIDE
+        with recorder:
+            train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
     return recorder
+
+
+def _session(
+    config: COATConfig, lora: dict[str, nn.Parameter], objective: Callable[..., Tensor], recorder: Recorder
+) -> Any:
+    """What a step touches of a session, in a run that nobody watches closely at this step, with one process."""
+    optimizer, guard = (
+        build_optimizer(lora.values(), 1e-4, config, capturable=True),
+        RunGuard(config.guard, lora, print),
+    )
+    with Recorder(UPDATE):
+        guard.allows_update(0, 1.0, 1.0)  # at the start of a run it measures the parameters
+
+    def after_backward(parameters: Sequence[nn.Parameter]) -> None:
+        recorder.region = UPDATE
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+
+    workers = SimpleNamespace(
+        device=META, average_gradients=after_backward, agree=lambda loss, asked: (loss, list(asked))
+    )
+    watch = SimpleNamespace(
+        guard=guard,
+        allows_update=guard.allows_update,
+        reads_at_once=lambda step: False,
+        casts=lambda step: nullcontext(),
+        retry=lambda step, attempt, reset: attempt(),
+        mark=lambda moment, step: None,
+        end_step=lambda step, seconds: None,
+    )
+    return SimpleNamespace(
+        job=SimpleNamespace(train=TrainSection(), training_seed=0),
+        workers=workers,
+        watch=watch,
+        lora=lora,
+        dataset=SimpleNamespace(batch=lambda drawn: {}),
+        objective=objective,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
+        ema=LoraEMA(lora),
+        live=SimpleNamespace(poll=frozenset),
+        log=SimpleNamespace(step=lambda stats: None),
+        epoch=0,
+        step=0,
+        outstanding=None,
+    )
 
 
 def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
@@ -348,28 +408,11 @@ def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:
     return found
 
 
-def _update(recorder: Recorder, model: Any, config: COATConfig, geometry: Geometry, loss: Tensor) -> None:
-    """What `trainers.standalone.steps.train_step` does after the backward pass, for the adapters of all blocks.
-
-    The optimizer makes its state in a step of its own, which is not recorded.
-    """
-    lora = {
+def _parameters(model: Any, geometry: Geometry) -> dict[str, nn.Parameter]:
+    """Adapters of the whole model, as the first block of each kind has them."""
+    return {
         f"{name}.{i}": nn.Parameter(torch.empty_like(parameter))
         for name, parameter in lora_parameters(model).items()
         if name.split(".")[2] == "0"
         for i in range(getattr(geometry, BLOCK_LISTS[name.split(".")[1]]))
     }
-    optimizer, guard = build_optimizer(lora.values(), 1e-4, config), RunGuard(config.guard, lora, print)
-    ema = LoraEMA(lora)
-    recorder.region = UPDATE
-    for parameter in lora.values():
-        parameter.grad = torch.empty_like(parameter)
-    with Recorder(UPDATE):
-        optimizer.step()
-    foreach = mock.patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", return_value=["meta"])
-    with foreach, recorder:  # as a GPU, which has such kernels
-        norm = clip_grad_norm_(lora.values(), 1.0).item()
-        mean_loss = torch.cat([loss[None], torch.zeros(len(COMMANDS)).to(loss)]).tolist()[0]
-        guard.allows_update(1, mean_loss, norm)
-        optimizer.step()
-        ema.update()

@@ -33,9 +33,10 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
 
     Returns:
         Card ("h200") → resolution ("1024") → "coat" or "bf16_compile" → `launches`, `modelled_ms`, `host_ops` (calls of
-        torch's dispatcher, within our operators too), `host_waits`, `bytes`, `flops`; the same of each category in
-        `by_category`, of all blocks in `blocks`, of one block and of what a step does once in `by_region`; and
-        `operators`: region → lines of (count, category, operator, part), the most frequent first.
+        torch's dispatcher, within our operators too), `host_reads` (tensors that the host reads from the device),
+        `bytes`, `flops`; the same of each category in `by_category`, of all blocks in `blocks`, of one block and of
+        what a step does once in `by_region`; and `operators`: region → lines of (count, category, operator, part),
+        the most frequent first.
     """
     found: dict[str, Any] = {card: {} for card in cost_models()}
     for resolution in resolutions:
@@ -66,7 +67,7 @@ def _costed(recorder: Recorder, model: CostModel) -> dict[str, Any]:
     return {
         **vars(total),
         "host_ops": sum(calls * recorder.times.get(region, 1) for region, calls in recorder.host.items()),
-        "host_waits": sum(recorder.waits.values()),
+        "host_reads": sum(recorder.reads.values()),
         "blocks": vars(blocks),
         "by_category": {name: vars(part) for name, part in per_category.items() if part.launches},
         "by_region": {region: {**vars(part), "host_ops": recorder.host[region]} for region, part in per_region.items()},
@@ -186,7 +187,7 @@ def report(found: dict[str, Any], verbose: bool) -> str:
     """What the console shows."""
     rows = [(size, names["coat"]) for size, names in found[SHOWN].items()]
     host = "; ".join(
-        f"{size} px: {row['host_ops']:,} calls of torch's dispatcher, {row['host_waits']} waits for the device"
+        f"{size} px: {row['host_ops']:,} calls of torch's dispatcher, {row['host_reads']} tensors read from the device"
         for size, row in rows
     )
     parts = [f"modelled for {SHOWN}, not measured:", table(found, SHOWN), f"host, {host}", cards_table(found)]
