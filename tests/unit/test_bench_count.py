@@ -16,7 +16,8 @@ from coat_core.kernels.gpu.norm import layer_norm_modulate_backward, layer_norm_
 from coat_core.kernels.gpu.quantize import quantize
 from coat_core.kernels.gpu.runtime import recorded_launches
 from coat_flux.bench.configurations import COUNT, named
-from coat_flux.bench.count import OUTSIDE, UPDATE, Launch, Recorder, count_step
+from coat_flux.bench.count import OUTSIDE, UPDATE, Launch, Recorder
+from coat_flux.bench.counted_step import count_step
 from coat_flux.bench.limits import LAUNCH_MS, CostModel, Geometry, cost_models
 from coat_flux.bench.step_model import as_compiled
 from coat_flux.cli import main

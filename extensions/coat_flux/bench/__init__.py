@@ -6,5 +6,8 @@ levels           what one process builds and times; optimizers.py without any mo
 timing           how a call is timed
 worker           that process
 runner           the tests that must pass first, then the processes in interleaved rounds
+count            launches, bytes and operations of what runs on the meta device: `--level count`
+counted_step     a whole training step, run so
+step_model       what a step's launches would take on known cards; count.json
 report           medians, spread, share of the limit; JSON, Markdown, picture
 """

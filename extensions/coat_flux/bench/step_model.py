@@ -1,6 +1,6 @@
 """From counted launches to modelled milliseconds of a whole step: a table for the console, and count.json.
 
-What is counted: `count`; what a launch costs: `limits.CostModel`. COAT is compared with bf16 and torch.compile by the
+What is counted: `counted_step`; what a launch costs: `limits.CostModel`. COAT is compared with bf16 and torch.compile by the
 same costs: matrix products and attention as they are, everything between them fused as far as dependencies allow.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 
 from ..base.files import write_file
 from ..config.coat import COATConfig
-from .count import CATEGORIES, MOVE, OUTSIDE, UPDATE, Launch, Recorder, count_step
+from .count import CATEGORIES, MOVE, OUTSIDE, UPDATE, Launch, Recorder
+from .counted_step import count_step
 from .limits import CostModel, Geometry, cost_models
 
 POINTWISE = "fused pointwise"
