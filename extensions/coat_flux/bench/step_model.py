@@ -1,7 +1,7 @@
 """From counted launches to modelled milliseconds of a whole step: a table for the console, and count.json.
 
-What is counted: `counted_step`; what a launch costs: `limits.CostModel`. COAT is compared with bf16 and torch.compile by the
-same costs: matrix products and attention as they are, everything between them fused as far as dependencies allow.
+What is counted: `counted_step`; what a launch costs: `limits.CostModel`. COAT is compared with bf16 and torch.compile
+by the same costs: matrix products and attention as they are, everything between fused as far as dependencies allow.
 """
 
 from __future__ import annotations
