@@ -30,7 +30,7 @@ from .engine import dry_session
 from .launches import LaunchError, check_launch, compiled_for, launcher_modules
 from .operators import DeviceError, GPUOperators, HostWaits
 
-__all__ = ["KNOWN", "DeviceError", "DryGPU", "HostWaits", "LaunchError", "dry_gpu", "dry_session"]
+__all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "dry_gpu", "dry_session"]
 
 # Where the host waits inside a step, and the number it reads there.
 # In every step: to be emptied (issue 15, part 3).
