@@ -179,6 +179,8 @@ def operators(found: dict[str, Any]) -> str:
     first = next(iter(found[SHOWN].values()))["coat"]["operators"]
     lines = []
     for region, rows in first.items():
+        if region.removeprefix("first ").removeprefix("last ") in first.keys() - {region}:
+            continue  # a block between them is much the same
         lines.append(f"\n{region}: {sum(row[0] for row in rows)} launches")
         lines += [f"{n:6}  {category:26} {operator} {part}".rstrip() for n, category, operator, part in rows]
     return "\n".join(lines)
@@ -188,7 +190,7 @@ def report(found: dict[str, Any], verbose: bool) -> str:
     """What the console shows."""
     rows = [(size, names["coat"]) for size, names in found[SHOWN].items()]
     host = "; ".join(
-        f"{size} px: {row['host_ops']:,} calls of torch's dispatcher, {row['host_reads']} tensors read from the device"
+        f"{size} px: {row['host_ops']:,} calls of torch's dispatcher, {row['host_reads']} reads from the device"
         for size, row in rows
     )
     parts = [f"modelled for {SHOWN}, not measured:", table(found, SHOWN), f"host, {host}", cards_table(found)]
