@@ -175,9 +175,9 @@ class LatentDataset:
         texts = [self.text(sample.dataset_index, prompt) for sample, prompt in rows]
         images = [self._image(sample) for sample, _ in rows]
         return {
-            **{name: torch.stack([image[name] for image in images]).to(self.device) for name in images[0]},
-            "prompt_embeds": torch.stack([embeds for embeds, _ in texts]).to(self.device),
-            "pooled": torch.stack([pooled for _, pooled in texts]).to(self.device),
+            **{name: to_device(torch.stack([image[name] for image in images]), self.device) for name in images[0]},
+            "prompt_embeds": to_device(torch.stack([embeds for embeds, _ in texts]), self.device),
+            "pooled": to_device(torch.stack([pooled for _, pooled in texts]), self.device),
             "indices": torch.tensor(batch.indices),
         }
 
@@ -216,6 +216,11 @@ class LatentDataset:
         cache = self._texts[dataset_index]
         entry = cache.load(text_key(prompt, self._text_identity)) if cache.enabled else None
         return None if entry is None else (entry["prompt_embeds"], entry["pooled"])
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device without waiting for what that is doing."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def cache_all(

@@ -32,13 +32,7 @@ from .operators import DeviceError, GPUOperators, HostWaits
 
 __all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "dry_gpu", "dry_session"]
 
-# Where the host waits inside a step, and the number it reads there.
-# In every step: to be emptied (issue 15, part 3).
-KNOWN = {
-    "coat_flux/data/loader.py:batch": 0.0,  # latents and embeddings, copied to the GPU
-    "coat_flux/trainers/standalone/flow_matching.py:__call__": 0.0,  # noise and sigmas, copied to the GPU
-    "coat_flux/trainers/standalone/flow_matching.py:predict_velocity": 0.0,  # ids of the image's tokens, likewise
-}
+# Where the host may wait inside a step, and the number it reads there.
 # In the first step of a process.
 FIRST = {
     "coat_flux/blocks/fused/chooser.py:relative_difference": 0.0,  # fused blocks against diffusers' own
@@ -85,7 +79,7 @@ class DryGPU:
         """
         batches = iter(session.sampler)
         for _ in range(count):
-            allowed = {**KNOWN, **closer, **({} if session.step else FIRST)}
+            allowed = {**closer, **({} if session.step else FIRST)}
             with Interrupts(lambda _: None) as interrupts, self.operators.step(allowed):
                 train_step(session, batches, interrupts)
 

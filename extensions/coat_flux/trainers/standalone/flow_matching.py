@@ -12,6 +12,7 @@ Source: ai-toolkit's set_train_timesteps and calculate_loss (behaviour), diffuse
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
@@ -22,6 +23,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from ...config.job_sections import TrainSection
+from ...data.loader import to_device
 from .seeding import Stream, generator_for, seed_global
 
 __all__ = [
@@ -221,6 +223,14 @@ def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
     return (1.0 - sigma) * latents + sigma * noise
 
 
+@functools.lru_cache(maxsize=64)  # the same for all steps of a bucket
+@torch.inference_mode(False)
+def _position_ids(text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return positions of the text's tokens [L, 3], zeros, and of the image's [T, 3], fp32."""
+    image = FluxPipeline._prepare_latent_image_ids(1, rows, columns, torch.device("cpu"), torch.float32)
+    return torch.zeros(text, 3, device=device), to_device(image, device)
+
+
 def predict_velocity(
     transformer: nn.Module,
     x_t: Tensor,
@@ -247,14 +257,15 @@ def predict_velocity(
     """
     batch, channels, height, width = x_t.shape
     device = x_t.device
+    text_ids, image_ids = _position_ids(prompt_embeds.shape[1], height // 2, width // 2, device)
     packed = FluxPipeline._pack_latents(x_t.to(dtype), batch, channels, height, width)
     out = transformer(
         hidden_states=packed,
         timestep=sigmas,
         encoder_hidden_states=prompt_embeds.to(device, dtype),
         pooled_projections=pooled_embeds.to(device, dtype),
-        txt_ids=torch.zeros(prompt_embeds.shape[1], 3, device=device),
-        img_ids=FluxPipeline._prepare_latent_image_ids(batch, height // 2, width // 2, device, torch.float32),
+        txt_ids=text_ids,
+        img_ids=image_ids,
         guidance=torch.full((batch,), guidance, device=device) if transformer.config.guidance_embeds else None,
         return_dict=False,
     )[0]
@@ -333,10 +344,10 @@ class Objective:
         """
         latents = batch["latents"]
         generator = generator_for(self._seed, Stream.NOISE, draw)
-        seed_global(self._seed, Stream.MODEL, draw)
         indices, sigmas = self._sigmas(latents.shape, generator)
-        noise = torch.randn(latents.shape, generator=generator).to(latents.device)
-        sigmas = sigmas.to(latents.device)
+        noise = self._noise(latents, generator, draw)
+        sigmas = to_device(sigmas, latents.device)
+        seed_global(self._seed, Stream.MODEL, draw)
         x_t = noisy_latents(latents, noise, sigmas)
         bypass = self._train.bypass_guidance_embedding
         with bypassed_guidance(self._transformer) if bypass else nullcontext():
@@ -344,9 +355,16 @@ class Objective:
                 self._transformer, x_t, sigmas, batch["prompt_embeds"], batch["pooled"], dtype=self._dtype
             )
         weights = self._weights(indices)
-        weights = None if weights is None else weights.to(latents.device)
+        weights = None if weights is None else to_device(weights, latents.device)
         kind = self._train.loss_type
         return sample_losses(prediction, latents, noise, weights, batch.get("mask"), kind).mean()
+
+    def _noise(self, latents: Tensor, generator: torch.Generator, draw: int) -> Tensor:
+        """Noise like the latents, fp32: by the generator, or on a GPU drawn there, from the same counter."""
+        if latents.device.type != "cuda":
+            return torch.randn(latents.shape, generator=generator).to(latents.device)
+        seed_global(self._seed, Stream.NOISE, draw)
+        return torch.randn(latents.shape, device=latents.device)
 
     def _sigmas(self, shape: torch.Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         train = self._train

@@ -52,7 +52,7 @@ def derived_seed(seed: int, stream: Stream, index: int) -> int:
 
 
 def generator_for(seed: int, stream: Stream, index: int) -> torch.Generator:
-    """A CPU generator for one draw; noise drawn on the CPU is the same on every device."""
+    """A CPU generator for one draw; what it draws is the same on every device."""
     return torch.Generator("cpu").manual_seed(derived_seed(seed, stream, index))
 
 
