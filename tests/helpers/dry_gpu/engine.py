@@ -71,6 +71,7 @@ def dry_session(
         train: further keys of `train`.
     """
     folder = Path(tempfile.mkdtemp())
+    patch.setenv("XDG_CACHE_HOME", str(folder))  # what the first step measures is kept there
     wanted = {"ema_config": {"use_ema": True}, "gradient_checkpointing": True, **(train or {})}
     if not coat.get("enabled", True):
         wanted = {"optimizer": "adamw", **wanted}
