@@ -35,6 +35,7 @@ __all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "dry_gpu", "dry_
 # Where the host may wait inside a step, and the number it reads there.
 # In the first step of a process.
 FIRST = {
+    "coat_flux/blocks/measure.py:_timed": 0.0,  # how long a block takes
     "coat_flux/blocks/fused/chooser.py:relative_difference": 0.0,  # fused blocks against diffusers' own
     "coat_flux/watch/guard.py:_norm": 1.0,  # of the weights at the start
 }
