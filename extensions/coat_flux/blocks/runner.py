@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint
+from coat_core.linear.function import compute_dtype
 from coat_core.linear.module import drop_transposed
 from coat_core.optim.state import state_bytes
 
@@ -190,6 +191,8 @@ class BlockRunner:
     def _update_plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide again where what was given has changed."""
         place = self._places.get(id(block))
+        if place is not None and args and self._plan.execution.compile == "none":
+            self._forms.on_block(place, compute_dtype(args[0]))
         if self._pick is not None and torch.is_grad_enabled() and not kwargs:
             picked, self._pick = self._pick.choose(args), None
             self._decide(picked=picked, picks_later=False)

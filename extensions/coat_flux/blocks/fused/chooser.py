@@ -19,6 +19,7 @@ from coat_core.linear.function import compute_dtype
 from ..architectures import READ_BLOCKS
 from .linears import NotFusable
 from .reading import FusedBlock, Reader, active_backend, read_with
+from .shadow import LoraShadow
 from .unchanged import Unchanged
 
 # of a block's output between the fused flow and diffusers' code, relative, in norms; on a CPU it is that of rounding
@@ -45,6 +46,8 @@ class FusedForms:
     def __init__(self) -> None:
         self._differs: dict[type, str] = {}  # kind of block → how its output differs; empty where it does not
         self._read: dict[int, _Read] = {}  # by id of the block, which `Unchanged` keeps alive
+        self._shadow = LoraShadow((), torch.float32)
+        self._place = 0  # of the block that ran last
 
     def form_of(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], packing: PackingConfig | None
@@ -80,6 +83,21 @@ class FusedForms:
         unchanged = Unchanged(block, lambda: self._read.pop(key, None))
         self._read[key] = _Read(fused, packing, active_backend(), unchanged)
         return fused
+
+    def on_block(self, place: int, dtype: torch.dtype) -> None:
+        """Copy the adapters of all blocks that have been read, as they are now, where a forward pass begins.
+
+        Args:
+            place: of the block that is about to run, in forward order.
+            dtype: that the blocks multiply in.
+        """
+        begins, self._place = place <= self._place, place
+        if not begins:
+            return
+        forms = [read.fused for read in self._read.values()]
+        if not self._shadow.is_of(forms, dtype):
+            self._shadow = LoraShadow(forms, dtype)
+        self._shadow.refresh()
 
     def _as_read(self, block: nn.Module, args: tuple[Any, ...], packing: PackingConfig | None) -> FusedBlock | None:
         read = self._read.get(id(block))

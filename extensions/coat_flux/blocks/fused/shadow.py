@@ -8,7 +8,8 @@ FLUX.1-dev; one buffer for all of them is filled by nine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -29,7 +30,8 @@ class LoraShadow:
         dtype: that the blocks multiply in.
     """
 
-    def __init__(self, forms: Iterable[Any], dtype: torch.dtype) -> None:
+    def __init__(self, forms: Sequence[Any], dtype: torch.dtype) -> None:
+        self._forms, self._dtype = list(forms), dtype
         groups = [group for form in forms for group in _groups(form)]
         adapters = [[adapter for linear in group for adapter in linear.adapters] for group in groups]
         self._pairs: list[tuple[Tensor, Tensor]] = []  # copy, what it is of
@@ -51,6 +53,11 @@ class LoraShadow:
             self._pairs += zip(ups, (adapter.up for adapter in found), strict=True)
             rows = sum(len(down) for down in downs)
             found[0].copies = Copies(downs[0].as_strided((rows, downs[0].shape[1]), downs[0].stride()), ups)
+
+    def is_of(self, forms: Sequence[Any], dtype: torch.dtype) -> bool:
+        """Whether these very forms were given, and this dtype."""
+        same = len(forms) == len(self._forms) and all(map(operator.is_, forms, self._forms))
+        return same and dtype == self._dtype
 
     @torch.no_grad()
     def refresh(self) -> None:
