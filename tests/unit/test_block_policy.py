@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from coat_core.optim.state import state_bytes
 from coat_flux.blocks import runner as runner_module
 from coat_flux.blocks.block_bytes import FP8_INPUT, UNKNOWN
 from coat_flux.blocks.report import checkpointing_line
@@ -136,7 +137,7 @@ def test_auto_chooses_again_when_images_grow_and_not_when_they_shrink(monkeypatc
 def test_auto_chooses_again_when_gradients_are_accumulated(monkeypatch, caplog) -> None:
     """The gradients of the first micro-batch are there while the second one runs: 6 x 64 x 4 bytes."""
     monkeypatch.setattr(runner_module, "held_bytes", lambda device: 0.0)
-    states = 2 * runner_module.FP8_STATE * BLOCKS * WIDTH
+    states = state_bytes(COATConfig().optimizer_config()[0], [WIDTH] * BLOCKS)
     exact = budget_for(3) - (ELEMENTS - states - 1000) / 1e9  # 1000 bytes to spare without them
     model = make(budget_gb=exact)
     with caplog.at_level(logging.INFO):

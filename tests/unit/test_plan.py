@@ -121,7 +121,8 @@ def test_phases_of_flux_dev():
     assert sample["vae"] == 83_819_683 * 2
     assert sample["gradients"] == save["gradients"] == load["lora"]
     assert sample["workspace"] > 1024 * 1024 * 2 * 3 * 256
-    assert save["saved activations"] == save["workspace"] == 0
+    assert save["saved activations"] == 0
+    assert save["workspace"] == load["lora"] // 2  # bf16 copies of the adapters
     assert prediction.peak == prediction.phase("step").total
     assert prediction.peak < 24e9  # no recomputation at 1024 px: the project's aim
     assert prediction.recomputed == ()

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.errors import UserError
 from ..blocks.apply import apply_coat
+from ..blocks.fused.chooser import FusedForms
 from ..blocks.gemms import set_transposed
 from ..blocks.held import AsOnGPU
 from ..blocks.lora import attach_lora
@@ -127,11 +128,16 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
     }
     objective = Objective(model, TrainSection(), None, 0, torch.bfloat16)  # type: ignore[arg-type]
 
+    lora = _parameters(model, geometry)
+    copies = [torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in lora.values()]
+
     def loss_of(tensors: Any, draw: int) -> Tensor:
         model.zero_grad()  # its parameters stand for those of the whole model, which the session has
+        if runner is not None:
+            torch._foreach_copy_(copies, list(lora.values()))  # in place of `LoraShadow.refresh`
         return objective(batch, draw)
 
-    session = _session(config, _parameters(model, geometry), loss_of, recorder)
+    session = _session(config, lora, loss_of, recorder)
     batches, nothing_asked = repeat(SimpleNamespace(draw=0)), SimpleNamespace(asked=False)
     # as a GPU, which has such kernels
     foreach = mock.patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", return_value=["meta"])
@@ -144,9 +150,12 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
                 raise UserError(f"blocks would run in the {others.pop()} flow: only the fused flow is counted")
             if config.memory.transposed_weights != "never":
                 set_transposed([*model.transformer_blocks, *model.single_transformer_blocks], True)
+            with Recorder(OUTSIDE):
+                for _ in range(2):  # blocks are read as they are now, then their adapters are copied
+                    train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
         model.enable_gradient_checkpointing(run)
         recorder.region = OUTSIDE
-        with recorder:
+        with mock.patch.object(FusedForms, "on_block"), recorder:
             train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
     return recorder
 

@@ -36,6 +36,7 @@ from .fused.chooser import FusedForms, attention_kernel
 from .fused.compiled import CompiledBlocks
 from .fused.linears import NotFusable
 from .fused.reading import FusedBlock
+from .fused.shadow import copied_bytes
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .lora import trained_parameters
 from .measure import SpeedPick, Unavailable
@@ -222,7 +223,9 @@ class BlockRunner:
         self._size = max(size, self._size)
         if self._held is None:
             self._trained = [p for block in self._modules for p in trained_parameters(block)]
-            self._held = held_bytes(device) + self._optimizer_bytes()
+            sizes = [p.numel() for p in self._trained]  # states and copies come after the first pass
+            later = copied_bytes(self._config, sum(sizes), args[0].element_size()) if self._fusable else 0
+            self._held = held_bytes(device) + later + state_bytes(self._config.optimizer_config()[0], sizes)
         facts, budget = self._facts(args), budget_bytes(self._config, usable_bytes(device))
         copied = facts["device"] == "cuda" and self._config.memory.transposed_weights != "never"
         self._decide(
@@ -275,10 +278,6 @@ class BlockRunner:
         """Index of each block that cannot be fused, as far as it shows without running it → why."""
         found = ((i, self._forms.obstacle(block, args)) for i, block in enumerate(self._modules))
         return {i: reason for i, reason in found if reason is not None}
-
-    def _optimizer_bytes(self) -> int:
-        """What `coat_fp8_adamw` will hold: it makes its states after the first backward pass."""
-        return state_bytes(self._config.optimizer_config()[0], (p.numel() for p in self._trained))
 
     def _run(self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block as its part of the plan has it."""

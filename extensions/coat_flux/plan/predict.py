@@ -20,6 +20,7 @@ from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.block_bytes import Moment
 from ..blocks.decide import USABLE_FRACTION, BlockPlan, budget_bytes, decide
+from ..blocks.fused.shadow import copied_bytes
 from ..blocks.sizes import FP32, forward_bytes
 from ..config.job import JobConfig
 from .job import JobFacts, job_facts
@@ -136,7 +137,8 @@ def _resident(facts: JobFacts) -> dict[str, int]:
 def _held(facts: JobFacts) -> dict[str, int]:
     """What is on the device in every step, whatever its moment."""
     ema = facts.lora_bytes if facts.job.train.ema_config.use_ema else 0
-    return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema}
+    copies = copied_bytes(facts.job.coat, facts.lora_bytes // FP32, facts.value_bytes)
+    return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema, "workspace": copies}
 
 
 def _vae(facts: JobFacts) -> int:

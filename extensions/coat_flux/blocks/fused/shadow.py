@@ -12,14 +12,23 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .linears import AdaptedLinear, Copies, scaled_down
 
-__all__ = ["LoraShadow"]
+if TYPE_CHECKING:
+    from ...config.coat import COATConfig
+
+__all__ = ["LoraShadow", "copied_bytes"]
+
+
+def copied_bytes(config: COATConfig, lora_elements: int, value_bytes: int) -> int:
+    """What the adapters' copies in the blocks' dtype take; see `LoraShadow`."""
+    fused = config.enabled and config.activation.use_fp8 and config.activation.flow == "fused"
+    return lora_elements * value_bytes if fused else 0
 
 
 class LoraShadow:

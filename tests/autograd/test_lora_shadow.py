@@ -1,0 +1,66 @@
+"""With copies of the adapters' matrices made once a pass, a step has the bits it has with casts at each use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_flux.blocks.fused.chooser import FusedForms
+from coat_flux.blocks.fused.linears import PlainAdapter
+from coat_flux.blocks.runner import BlockRunner
+from coat_flux.trainers.standalone.network import lora_parameters
+from tests.helpers.flux import coat_flux_model, lora_gradients, predict
+
+
+def lora_model(dtype: torch.dtype) -> Any:
+    """FLUX whose adapters multiply by 2, those of one linear by 1."""
+    model: Any = coat_flux_model(dtype=dtype)[0]
+    for name, module in model.named_modules():
+        if hasattr(module, "scaling"):
+            module.scaling["default"] = 1.0 if name.endswith("to_k") else 2.0
+    return model
+
+
+def gradients_of_three_passes(model: Any) -> list[dict[str, Tensor]]:
+    """Parameters change between passes, in a way that their version counters do not show; adapters come and go."""
+    found = []
+    for step in range(3):
+        found.append(lora_gradients(model))
+        for parameter in lora_parameters(model).values():
+            parameter.data.mul_(1.0 + 0.25 * step)
+        model.disable_adapters()
+        with torch.no_grad():
+            predict(model)
+        model.enable_adapters()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_have_the_bits_of_casts_at_each_use(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_copies = gradients_of_three_passes(lora_model(dtype))
+    monkeypatch.setattr(FusedForms, "on_block", lambda *_: None)
+    expected = gradients_of_three_passes(lora_model(dtype))
+    for pass_expected, found in zip(expected, with_copies, strict=True):
+        assert all(torch.equal(pass_expected[name], gradient) for name, gradient in found.items())
+
+
+def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
+    model = lora_model(torch.bfloat16)
+    for _ in range(2):  # the second pass copies what the first one has read
+        lora_gradients(model)
+    forms = BlockRunner.of(model)._forms  # type: ignore[union-attr]
+    block = model.single_transformer_blocks[0]
+    adapters: list[PlainAdapter] = [
+        adapter for linear in forms._read[id(block)].fused.inputs for adapter in linear.adapters
+    ]
+    copies = adapters[0].copies
+    with torch.no_grad():
+        adapters[0].down.fill_(3.0)
+    lora_gradients(model)
+    assert adapters[0].copies is copies
+    assert torch.equal(copies.down[: len(adapters[0].down)], torch.full_like(adapters[0].down, 6.0).bfloat16())
+    buffers = {x.untyped_storage().data_ptr() for x in (copies.down, *copies.ups)}
+    assert len(buffers) == 1
