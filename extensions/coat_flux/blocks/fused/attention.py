@@ -82,6 +82,7 @@ class _Attention(torch.autograd.Function):
         ctx.heads, ctx.norms, ctx.rotary, ctx.config, ctx.lengths = heads, norms, rotary, config, lengths
         ctx.kernel, ctx.sizes, ctx.dtype = context.kernel, context.sizes, streams[0].dtype
         ctx.mark_non_differentiable(*(tensor for packed in kept_parts for tensor in packed if len(packed) > 1))
+        ctx.set_materialize_grads(False)  # of codes there are none
         flat = [tensor for packed in kept_parts for tensor in packed] if store else []
         return *parts, *flat
 
@@ -89,13 +90,15 @@ class _Attention(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         count = len(ctx.lengths)
-        with without_autocast(grads[0].device):
+        with without_autocast(ctx.saved_tensors[0].device):
             kept = Kept.of(ctx)
             streams = [unpack(kept[f"stream{i}"], ctx.config, ctx.dtype) for i in range(3 * count)]
             outs = [unpack(kept[f"out{i}"], ctx.config, ctx.dtype) for i in range(count)]
             q, k, v, _ = _joined(ctx.heads, ctx.norms, ctx.rotary, streams)
             context = AttentionContext(ctx.kernel, kept["attention"], ctx.sizes)
-            out, grad = (_by_head(_together(parts), ctx.heads) for parts in (outs, list(grads[:count])))
+            pairs = zip(outs, grads[:count], strict=True)
+            of_outs = [torch.zeros_like(out) if grad is None else grad for out, grad in pairs]
+            out, grad = (_by_head(_together(parts), ctx.heads) for parts in (outs, of_outs))
             joint = attention_backward(grad.to(q.dtype), q, k, v, out.to(q.dtype), context)
             gradients = _split_back(joint, ctx.norms, ctx.rotary, streams, ctx.lengths)
         return None, None, None, None, *gradients
