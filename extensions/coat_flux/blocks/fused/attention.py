@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         count = len(ctx.lengths)
-        with without_autocast(ctx.saved_tensors[0].device):
+        with without_autocast(next(grad for grad in grads if grad is not None).device):
             kept = Kept.of(ctx)
             streams = [unpack(kept[f"stream{i}"], ctx.config, ctx.dtype) for i in range(3 * count)]
             outs = [unpack(kept[f"out{i}"], ctx.config, ctx.dtype) for i in range(count)]
