@@ -32,7 +32,7 @@ HELD = {
     "double backward": 166,
     "single forward": 34,
     "single backward": 64,
-    OUTSIDE: 130,
+    OUTSIDE: 138,
     UPDATE: 115,
 }
 HELD_STEP = 8_840

@@ -314,6 +314,7 @@ def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=64)
+@_disable_current_modes()  # its casts are none of a step that is watched
 def _module(block: Block, settings: FlowSettings) -> nn.Module:
     """Diffusers' block on the meta device, with FP8 linears and PEFT's adapters."""
     from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
