@@ -32,6 +32,7 @@ def _entry(**train: Any) -> dict[str, Any]:
     )
     entry["datasets"][0].update(caption_dropout_rate=0.5, num_workers=2)
     entry["coat"]["guard"] = {"nonfinite_steps": 2}
+    entry["logging"] = {**entry.get("logging", {}), "verbose": True}  # memory lines are printed, too
     return entry
 
 
@@ -44,8 +45,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 
 def _set(checkout: Checkout, name: str) -> Path:
-    (found,) = (checkout.folder(name) / "coat").glob("state-*")
-    return found
+    """The newest save."""
+    return max((checkout.folder(name) / "coat").glob("state-*"))
 
 
 def _assert_same_end(checkout: Checkout, name: str) -> None:
