@@ -64,13 +64,14 @@ class LoraShadow:
             found[0].copies = Copies(downs[0].as_strided((rows, downs[0].shape[1]), downs[0].stride()), ups)
 
     def is_of(self, forms: Sequence[Any], dtype: torch.dtype) -> bool:
-        """Whether these very forms were given, and this dtype."""
+        """Whether these very forms were given, and this dtype, and the adapters are still on the same device."""
         same = len(forms) == len(self._forms) and all(map(operator.is_, forms, self._forms))
-        return same and dtype == self._dtype
+        stayed = all(copy.device == matrix.device for copy, matrix in self._pairs[:1])
+        return same and stayed and dtype == self._dtype
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the matrices as they are now; a backward pass must not lie between this and its forward pass."""
+        """Copy the matrices as they are now; not between a forward and its backward pass, if they have changed."""
         if self._pairs:
             copies, matrices = zip(*self._pairs, strict=True)
             torch._foreach_copy_(copies, matrices)
