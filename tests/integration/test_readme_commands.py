@@ -45,6 +45,7 @@ ELSEWHERE = {  # command: what runs it
 }
 ONLY_PARSED = {  # command: what runs it in full
     "coat-flux bench --level step --resolution 512 1024": "tests/integration/test_bench_runs.py",
+    "coat-flux bench --level count --resolution 512 1024 --verbose": "tests/unit/test_bench_count.py",
     "coat-flux verify configs/flux_clothing_coat.yaml --seeds 5 --steps 500": "tests/integration/test_verify_runs.py",
 }
 SAYS = {  # command: how its output shows that it did its work

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from coat_flux.blocks import runner as runner_module
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.decide import BlockPlan
-from coat_flux.blocks.fused.shadow import copied_bytes
 from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.job import JobConfig
@@ -83,17 +82,11 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def later(facts: JobFacts) -> int:
-    """Bytes that the run foresees and does not hold yet."""
-    copies = copied_bytes(facts.job.coat, facts.lora_bytes // 4, facts.value_bytes)
-    return optimizer_bytes(facts) + copies
-
-
 def planned(job: JobConfig, room: float) -> tuple[JobFacts, BlockPlan]:
     """The job within a budget that has this share of what a step without recomputation needs, and its plan."""
     facts = job_facts(job)
     needs = block_plan(facts, recomputed=()).peak_bytes + facts.given.transposed_bytes // 2
-    budget = HELD + later(facts) + needs * room + 0.5  # no whole byte: floats round
+    budget = HELD + optimizer_bytes(facts) + needs * room + 0.5  # no whole byte: floats round
     memory = replace(job.coat.memory, budget_gb=budget / 1e9)
     facts = job_facts(replace(job, coat=replace(job.coat, memory=memory)), facts)
     return facts, block_plan(facts)
@@ -168,7 +161,7 @@ def test_the_plan_is_the_run(folder: Path, drawn: dict[str, Any], room: float, d
     raw["config"]["process"][0]["device"] = device
     facts_of = BlockRunner._facts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coat_flux.plan.predict._held", lambda facts: {"all": HELD, "later": later(facts)})
+        patch.setattr("coat_flux.plan.predict._held", lambda facts: {"all": HELD, "optimizer": optimizer_bytes(facts)})
         patch.setattr("coat_flux.plan.predict._library", lambda facts: 0)
         patch.setattr(runner_module, "held_bytes", lambda device: float(HELD))
         patch.setattr(runner_module, "CompiledBlocks", AsItIs)

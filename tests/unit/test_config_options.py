@@ -172,7 +172,10 @@ def test_the_dataclasses_have_exactly_the_table_s_keys_and_defaults():
 
 @pytest.mark.parametrize(("key", "value"), cases(good_values))
 def test_every_allowed_value_lands_in_its_field(key, value):
-    parsed = value_at(COATConfig.from_dict(block_with(key, value)), key)
+    block = block_with(key, value)
+    if (key, value) == ("weight.format", "e5m2"):
+        block["activation"] = {"grad_format": "e4m3"}  # no GPU multiplies e5m2 by e5m2
+    parsed = value_at(COATConfig.from_dict(block), key)
     assert parsed == (tuple(value) if isinstance(value, list) else value)
     assert not isinstance(value, bool) or parsed is value
 

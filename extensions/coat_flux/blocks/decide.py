@@ -7,6 +7,7 @@ the plan out, `report.py` puts it into words. Bytes come from `block_bytes`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,6 +84,7 @@ class Given:
         accumulates: the gradients of an earlier micro-batch are there all along.
         unfused: index of each block that cannot be fused → why.
         transposed_bytes: what transposed copies of the weights take.
+        shadow_bytes: what copies of the adapters' matrices in the blocks' dtype take.
         picks_later: the first step still has to pick GEMMs and compilation.
         picked: what it picked.
         compile_failed: torch.compile failed.
@@ -104,6 +106,7 @@ class Given:
     accumulates: bool = False
     unfused: Mapping[int, str] = field(default_factory=dict)
     transposed_bytes: int = 0
+    shadow_bytes: int = 0
     picks_later: bool = False
     picked: Picked | None = None
     compile_failed: bool = False
@@ -153,6 +156,7 @@ class BlockPlan:
         around_bytes: what the model keeps outside its blocks.
         copies: transposed copies of the weights are kept.
         transposed_bytes: of the transposed copies; 0 without.
+        shadow_bytes: of the adapters' copies (`fused.shadow`); 0 without.
         spare_bytes: what a step leaves free, where `auto` recomputes nothing; else below 0.
         given: what it was decided by.
     """
@@ -166,6 +170,7 @@ class BlockPlan:
     around_bytes: int
     copies: bool
     transposed_bytes: int
+    shadow_bytes: int
     spare_bytes: float = field(compare=False)
     given: Given = field(compare=False, repr=False)
 
@@ -204,11 +209,14 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         around = around_bytes(last, given.tokens, settings[-1]) if isinstance(last, Block) else 0
     recomputed = _recomputed(config, given, checkpointing, sizes, around)
 
-    moment, spare = None, -1.0
+    moment, spare, shadow = None, -1.0, 0
     if sizes:
         moment = largest_moment(sizes, recomputed or (), given.accumulates)
+        left = math.inf if given.free_bytes is None else given.free_bytes - moment.total - around
+        if execution.compile == "none" and given.shadow_bytes <= left:  # no block recomputes for them
+            shadow = given.shadow_bytes
         if checkpointing == "auto" and not recomputed and given.free_bytes is not None:
-            spare = given.free_bytes - moment.total - around
+            spare = left - shadow
     copies = _keeps_transposed(config, given, spare)
 
     def choice(index: int | None, again: bool | None) -> BlockChoice:
@@ -224,6 +232,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         around_bytes=around,
         copies=copies,
         transposed_bytes=given.transposed_bytes if copies else 0,
+        shadow_bytes=shadow,
         spare_bytes=spare,
         given=given,
     )

@@ -192,8 +192,8 @@ class BlockRunner:
     def _update_plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide again where what was given has changed."""
         place = self._places.get(id(block))
-        if place is not None and args and self._plan.execution.compile == "none":
-            self._forms.on_block(place, compute_dtype(args[0]))
+        if place is not None and args:
+            self._forms.on_block(place, compute_dtype(args[0]), bool(self._plan.shadow_bytes))
         if self._pick is not None and torch.is_grad_enabled() and not kwargs:
             picked, self._pick = self._pick.choose(args), None
             self._decide(picked=picked, picks_later=False)
@@ -223,10 +223,10 @@ class BlockRunner:
         self._size = max(size, self._size)
         if self._held is None:
             self._trained = [p for block in self._modules for p in trained_parameters(block)]
-            sizes = [p.numel() for p in self._trained]  # states and copies come after the first pass
-            later = copied_bytes(self._config, sum(sizes), args[0].element_size()) if self._fusable else 0
-            self._held = held_bytes(device) + later + state_bytes(self._config.optimizer_config()[0], sizes)
+            states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in self._trained])
+            self._held = held_bytes(device) + states  # made after the first backward pass
         facts, budget = self._facts(args), budget_bytes(self._config, usable_bytes(device))
+        trained = sum(p.numel() for p in self._trained) if self._fusable else 0
         copied = facts["device"] == "cuda" and self._config.memory.transposed_weights != "never"
         self._decide(
             blocks=read_blocks(self._modules, args, self._size),
@@ -236,6 +236,7 @@ class BlockRunner:
             accumulates=accumulates or self._given.accumulates,
             unfused=self._obstacles(args),
             transposed_bytes=transposed_bytes(self._modules) if copied else 0,
+            shadow_bytes=copied_bytes(self._config, trained, args[0].element_size()),
             **facts,
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..blocks.architectures import FLUX
 from ..blocks.decide import Given, block_settings, high_precision_reason
+from ..blocks.fused.shadow import copied_bytes
 from ..blocks.lora import DROPOUT
 from ..blocks.sizes import FP32, Block, FlowSettings, Tokens
 from ..config.job import JobConfig
@@ -82,6 +83,7 @@ class JobFacts:
             allow_recompute=train.gradient_checkpointing,
             accumulates=train.gradient_accumulation > 1,
             unfused={i: DROPOUT for i, block in enumerate(self.blocks) if block.ranks} if dropout else {},
+            shadow_bytes=copied_bytes(coat, sum(self.adapter_sizes), self.value_bytes),
             transposed_bytes=sum(copied) if in_fp8 and not self.on_cpu else 0,
         )
 

@@ -20,7 +20,6 @@ from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.block_bytes import Moment
 from ..blocks.decide import USABLE_FRACTION, BlockPlan, budget_bytes, decide
-from ..blocks.fused.shadow import copied_bytes
 from ..blocks.sizes import FP32, forward_bytes
 from ..config.job import JobConfig
 from .job import JobFacts, job_facts
@@ -108,7 +107,7 @@ def predict_facts(
     """`predict` for gathered facts; `recomputed` are the blocks that do, where it is not the config that says it."""
     plan = block_plan(facts, device_bytes, recomputed)
     phases = [_load(facts), _cache(facts), _sample(facts), _step(facts, plan), _save(facts)]
-    found = [_with_transposed(phase, plan) for phase in phases if phase is not None]
+    found = [_with_copies(phase, plan) for phase in phases if phase is not None]
     return Prediction(
         phases=found,
         ram_bytes=_ram(facts, max(phase.total for phase in found)),
@@ -137,8 +136,7 @@ def _resident(facts: JobFacts) -> dict[str, int]:
 def _held(facts: JobFacts) -> dict[str, int]:
     """What is on the device in every step, whatever its moment."""
     ema = facts.lora_bytes if facts.job.train.ema_config.use_ema else 0
-    copies = copied_bytes(facts.job.coat, facts.lora_bytes // FP32, facts.value_bytes)
-    return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema, "workspace": copies}
+    return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema}
 
 
 def _vae(facts: JobFacts) -> int:
@@ -159,12 +157,12 @@ def block_plan(
     return decide(facts.job.coat, replace(facts.given, free_bytes=free, recomputed=chosen))
 
 
-def _with_transposed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
-    """The phase with transposed copies of weights, which the first step makes and the rest of the run keeps."""
+def _with_copies(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
+    """The phase with copies of weights and adapters, which the first steps make and the rest of the run keeps."""
     if phase.name in ("load", "cache"):
         return phase
-    parts = {**phase.parts, "transformer": phase.parts["transformer"] + plan.transposed_bytes}
-    return PhasePrediction(phase.name, parts)
+    made = {"transformer": plan.transposed_bytes, "workspace": plan.shadow_bytes}
+    return _phase(phase.name, phase.parts, made)
 
 
 def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:

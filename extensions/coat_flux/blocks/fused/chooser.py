@@ -84,18 +84,20 @@ class FusedForms:
         self._read[key] = _Read(fused, packing, active_backend(), unchanged)
         return fused
 
-    def on_block(self, place: int, dtype: torch.dtype) -> None:
+    def on_block(self, place: int, dtype: torch.dtype, copies: bool) -> None:
         """Copy the adapters of all blocks that have been read, as they are now, where a forward pass begins.
 
         Args:
             place: of the block that is about to run, in forward order.
             dtype: that the blocks multiply in.
+            copies: False drops the copies.
         """
         begins, self._place = place <= self._place, place
         if not begins:
             return
-        forms = [read.fused for read in self._read.values()]
+        forms = [read.fused for read in self._read.values()] if copies else []
         if not self._shadow.is_of(forms, dtype):
+            self._shadow.drop()
             self._shadow = LoraShadow(forms, dtype)
         self._shadow.refresh()
 

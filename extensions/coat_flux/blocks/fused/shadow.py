@@ -45,13 +45,14 @@ class LoraShadow:
         adapters = [[adapter for linear in group for adapter in linear.adapters] for group in groups]
         self._pairs: list[tuple[Tensor, Tensor]] = []  # copy, what it is of
         self._scaled: list[tuple[Tensor, Any]] = []  # copy of A·f with f other than 1, its adapter
+        adapters = [found for found in adapters if found]
         matrices = [[*(a.down for a in found), *(a.up for a in found)] for found in adapters]
         sizes = [matrix.numel() for found in matrices for matrix in found]
         if not sizes:
             return
         buffer = torch.empty(sum(sizes), dtype=dtype, device=matrices[0][0].device)
         pieces = (buffer[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0)))
-        for found in filter(None, adapters):
+        for found in adapters:
             downs = [next(pieces).view_as(adapter.down) for adapter in found]
             ups = tuple(next(pieces).view_as(adapter.up) for adapter in found)
             for adapter, copy in zip(found, downs, strict=True):
@@ -62,6 +63,13 @@ class LoraShadow:
             self._pairs += zip(ups, (adapter.up for adapter in found), strict=True)
             rows = sum(len(down) for down in downs)
             found[0].copies = Copies(downs[0].as_strided((rows, downs[0].shape[1]), downs[0].stride()), ups)
+
+    def drop(self) -> None:
+        """Let the adapters be cast at each use again."""
+        for form in self._forms:
+            for group in _groups(form):
+                for adapter in (adapter for linear in group for adapter in linear.adapters):
+                    adapter.copies = None
 
     def is_of(self, forms: Sequence[Any], dtype: torch.dtype) -> bool:
         """Whether these very forms were given, and this dtype, and the adapters are still on the same device."""
