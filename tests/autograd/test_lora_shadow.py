@@ -12,7 +12,7 @@ from coat_flux.blocks.fused.chooser import FusedForms
 from coat_flux.blocks.fused.linears import PlainAdapter
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.trainers.standalone.network import lora_parameters
-from tests.helpers.flux import coat_flux_model, lora_gradients, predict
+from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict
 
 
 def lora_model(dtype: torch.dtype) -> Any:
@@ -64,3 +64,27 @@ def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
     assert torch.equal(copies.down[: len(adapters[0].down)], torch.full_like(adapters[0].down, 6.0).bfloat16())
     buffers = {x.untyped_storage().data_ptr() for x in (copies.down, *copies.ups)}
     assert len(buffers) == 1
+
+
+def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
+    model = lora_model(torch.bfloat16)
+    forms = BlockRunner.of(model)._forms  # type: ignore[union-attr]
+    for _ in range(2):
+        lora_gradients(model)
+    (read, *_) = forms._read.values()
+    adapters = [adapter for linear in read.fused.image.inputs for adapter in linear.adapters]
+    assert adapters[0].copies is not None
+    forms.on_block(0, torch.bfloat16, False)
+    assert adapters[0].copies is None
+
+
+def test_the_first_block_may_have_no_adapters() -> None:
+    model = lora_model(torch.bfloat16)
+    for module in model.transformer_blocks[0].modules():
+        if hasattr(module, "lora_A"):
+            module.enable_adapters(False)
+    for _ in range(2):
+        loss_of(predict(model)).backward()
+    forms = BlockRunner.of(model)._forms  # type: ignore[union-attr]
+    assert len(forms._read) == 4
+    assert forms._shadow._pairs
