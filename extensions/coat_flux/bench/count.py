@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from coat_core.kernels import scaled_mm
 from coat_core.kernels.dispatch import launcher_of
 from coat_core.kernels.gpu.runtime import recorded_launches
 
+from ..blocks.held import tensors_in
 from .limits import NARROW
 
 META = torch.device("meta")
@@ -115,11 +116,11 @@ class Recorder(TorchDispatchMode):
 
     def _of_triton(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: Any) -> None:
         """A kernel reads or writes each of its tensors; which of both is the same for the bytes."""
-        self._add(kernel.__name__, list(_tensors(args)), [])
+        self._add(kernel.__name__, list(tensors_in(args)), [])
 
     def _of_torch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        given = list(_tensors((*args, *kwargs.values())))
+        given = list(tensors_in((*args, *kwargs.values())))
         on_device = any(x.device == META for x in given)
         is_read = name == "_local_scalar_dense" or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu"))
         if on_device and is_read:  # answered with zeros in place of a tensor without memory
@@ -130,13 +131,13 @@ class Recorder(TorchDispatchMode):
             values = torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
             return values if name == "_to_copy" else values.item()
         result = func(*args, **kwargs)
-        made = list(_tensors((result,)))
+        made = list(tensors_in((result,)))
         if not (on_device or any(x.device == META for x in made)) or name in ONLY_METADATA or _is_view(func):
             return result
         if name.startswith(("_foreach", "_fused")):
             lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
             count = _foreach_launches(lists) + ("norm" in name)  # partial norms are added up by one more
-            reads = list(_tensors(lists[1:])) if name in OVERWRITING else given
+            reads = list(tensors_in(lists[1:])) if name in OVERWRITING else given
             self._add(name, reads, [*made, *(lists[0] if name.endswith("_") else ())], count=count)
         elif name in PRODUCTS:
             a, b = given[PRODUCTS[name] : PRODUCTS[name] + 2]
@@ -187,14 +188,6 @@ class Recorder(TorchDispatchMode):
         if operator == "coat::weight_only_linear":
             return MODULATION
         return FUSED if self._operator else CAST if part == "_to_copy" else MOVE
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (x for x in value if isinstance(x, Tensor))
 
 
 def _is_view(func: Any) -> bool:

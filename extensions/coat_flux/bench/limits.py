@@ -163,7 +163,7 @@ class CostModel:
 
         Args:
             moved: bytes read and written.
-            flops: operations; 0 where there is no matrix product.
+            flops: operations; 0 without a matrix product.
             kind: of `tflops`; not read without operations.
             shape: (M, N, K) of a matrix product, else None.
             kernels: that it takes.

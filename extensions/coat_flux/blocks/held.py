@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 __all__ = [
     "PARTS", "SAVED", "AsOnGPU", "HeldParts", "HeldTensors", "gradients", "largest_held", "module_tensors",
-    "state_tensors", "trained",
+    "state_tensors", "tensors_in", "trained",
 ]  # fmt: skip
 
 SAVED = "saved activations"
@@ -102,8 +102,8 @@ class HeldTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in _tensors(args)}  # of a view, or changed in place
-        for x in _tensors((result,)):
+        given = {x.untyped_storage()._cdata for x in tensors_in(args)}  # of a view, or changed in place
+        for x in tensors_in((result,)):
             storage = x.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._living:
                 self._add(storage)
@@ -121,7 +121,7 @@ class HeldTensors(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """What an operator takes or returns: tensors, and lists of them."""
     for value in values:
         if isinstance(value, Tensor):

@@ -194,7 +194,7 @@ def _adapter_gradients(
     adapters = [adapter for _, adapter in pairs]
     ranks = _ranks(adapters)
     parts = [dy @ up for (dy, _), up in zip(pairs, _copies(adapters, h.dtype).ups, strict=True)]
-    dh = _times_strengths(_rows_of(parts, dim=1).view(h.shape), adapters).flatten(0, -2)
+    dh = _times_strengths(_joined(parts, dim=1).view(h.shape), adapters).flatten(0, -2)
     downs = _product(dh.t(), make_x().to(h.dtype).flatten(0, -2), adapters[0].down.dtype).split(ranks)
     gradients = []
     for (dy, adapter), down, part in zip(pairs, downs, h.flatten(0, -2).split(ranks, dim=1), strict=True):
@@ -227,11 +227,11 @@ def _copies(adapters: Sequence[PlainAdapter], dtype: torch.dtype) -> Copies:
     kept: Copies | None = adapters[0].copies
     if kept is not None and kept.down.dtype == dtype:
         return kept
-    down = _rows_of([scaled_down(adapter) for adapter in adapters], dim=0)
+    down = _joined([scaled_down(adapter) for adapter in adapters], dim=0)
     return Copies(down.to(dtype), tuple(adapter.up.to(dtype) for adapter in adapters))
 
 
-def _rows_of(parts: Sequence[Tensor], dim: int) -> Tensor:
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 

@@ -1,7 +1,7 @@
 """What every reader of a block family shares: the form of a reader, and the checks of a block's parts.
 
-What a block does beyond what its reader knows (IP adapters, dropout, other attention backends, a
-norm that is trained) makes it `NotFusable`, and the caller runs diffusers' own code with packed saved tensors instead.
+What a block does beyond what its reader knows (IP adapters, dropout, other attention backends, a norm that is trained)
+makes it `NotFusable`, and the caller runs diffusers' own code with packed saved tensors instead.
 """
 
 from __future__ import annotations

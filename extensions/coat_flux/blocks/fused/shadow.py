@@ -26,7 +26,16 @@ __all__ = ["LoraShadow", "copied_bytes"]
 
 
 def copied_bytes(config: COATConfig, lora_elements: int, value_bytes: int) -> int:
-    """What the adapters' copies in the blocks' dtype take; see `LoraShadow`."""
+    """What the adapters' copies in the blocks' dtype take; see `LoraShadow`.
+
+    Args:
+        config: the `coat:` block; without the fused flow nothing is copied.
+        lora_elements: of all adapters' matrices.
+        value_bytes: of an element in the blocks' dtype.
+
+    Returns:
+        Bytes.
+    """
     fused = config.enabled and config.activation.use_fp8 and config.activation.flow == "fused"
     return lora_elements * value_bytes if fused else 0
 
