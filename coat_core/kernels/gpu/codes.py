@@ -9,17 +9,22 @@ import itertools
 import math
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from coat_core.formats import get_format
+from coat_core.granularity import per_group
 from coat_core.kernels.codes import check_granularity, no_codes
 from coat_core.kernels.gpu.quantize import cast_by_amax
-from coat_core.kernels.gpu.runtime import blocks, empty, empty_codes, finished
+from coat_core.kernels.gpu.runtime import blocks, empty, empty_codes, finished, power_of_two
 
 WIDEST_ROW = 16384  # beyond 8192 the kernels that also hold sums over rows spill registers: slower, still right
 TILE_ELEMENTS = 2048
 ELEMENTS_A_THREAD = 16
 WARPS_MAX = 16
+RANKS_AT_ONCE = 64
+LOW_RANK_ROWS = 16  # what a tile of tl.dot has at least
+TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PROGRAMS = 512  # that share the rows where each leaves column sums: two or more for each multiprocessor of a large GPU
 
 
@@ -46,6 +51,43 @@ class RowCodes:
         if self.codes is None:
             return cast_by_amax(values, self.scale.amax(0, keepdim=True), self._fmt.name)
         return finished(self.codes, self._fmt.dtype), self.scale.view(*self._shape[:-1], 1)
+
+
+class GroupCodes:
+    """Buffers for what is kept of values [..., K] for backward, as arguments of `common.store_group_codes`.
+
+    Attributes:
+        codes: what the kernel writes codes to; None where nothing is kept.
+        scale: fp32 [..., ceil(K / G)]; likewise.
+        format_max: of the format; 0 where nothing is kept.
+    """
+
+    def __init__(self, shape: tuple[int, ...], saved_format: str, group_size: int, device: torch.device) -> None:
+        self._device, self._kept = device, saved_format != "none"
+        self._fmt = get_format(saved_format if self._kept else "e4m3")
+        self.format_max = self._fmt.max if self._kept else 0.0
+        self.codes = empty_codes(shape, self._fmt, device) if self._kept else None
+        scale_shape = per_group(group_size).scale_shape(shape)
+        self.scale = empty(scale_shape, torch.float32, device) if self._kept else None
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return codes and scale once the kernel has run."""
+        if self.codes is None or self.scale is None:
+            return no_codes(torch.empty(0, device=self._device), self._fmt.name)
+        return finished(self.codes, self._fmt.dtype), self.scale
+
+
+def rank_options(up: Tensor | None, dim: int = -1) -> dict[str, int]:
+    """Return the constants of `common.add_low_rank`; zeros without an adapter.
+
+    Args:
+        up: an adapter's matrix.
+        dim: which of its dimensions is the rank.
+    """
+    if up is None:
+        return {"RANK": 0, "RANK_BLOCK": 0}
+    rank = up.shape[dim]
+    return {"RANK": rank, "RANK_BLOCK": min(max(power_of_two(rank), 16), RANKS_AT_ONCE)}
 
 
 def with_row_stride(x: Tensor) -> tuple[Tensor, int]:

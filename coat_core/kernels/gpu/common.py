@@ -1,4 +1,4 @@
-"""Pieces of kernels: scaling to FP8 as `coat_core.quantize` defines it."""
+"""Pieces of kernels: scaling to FP8 as `coat_core.quantize` defines it, reading it back, and adapters."""
 
 from __future__ import annotations
 
@@ -55,3 +55,104 @@ def store_row_codes(values, codes_ptr, scale_ptr, rows, are_rows, offsets, insid
             tl.store(scale_ptr + rows, scale, mask=are_rows)
             codes = saturated(tl.div_rn(values, scale[:, None]), FORMAT_MAX)
             tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_group_codes(
+    values,
+    codes_ptr,
+    scale_ptr,
+    rows,
+    are_rows,
+    first,
+    end,
+    width,
+    FORMAT_MAX: tl.constexpr,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Quantize a tile of rows in groups of G; the last group may be shorter.
+
+    Args:
+        values: fp32 [R, BLOCK], 0 where nothing is inside.
+        codes_ptr: of the codes [rows, width].
+        scale_ptr: of the scales [rows, ceil(width / G)].
+        rows: index of each row [R], int64.
+        are_rows: which of them exist [R].
+        first: column of the tile's first element, a multiple of G.
+        end: column after its last.
+        width: of a row.
+        FORMAT_MAX: of the codes.
+        G: a power of two, at most BLOCK.
+        R: rows.
+        BLOCK: columns, a power of two.
+    """
+    groups = tl.reshape(values, (R, BLOCK // G, G))
+    scale = scale_from_amax(tl.max(finite_abs(groups), axis=2), FORMAT_MAX)
+    places = first // G + tl.arange(0, BLOCK // G)[None, :]
+    tl.store(scale_ptr + rows[:, None] * tl.cdiv(width, G) + places, scale, mask=are_rows[:, None] & (places * G < end))
+    codes = tl.reshape(saturated(tl.div_rn(groups, scale[:, :, None]), FORMAT_MAX), (R, BLOCK))
+    columns = first + tl.arange(0, BLOCK)[None, :]
+    inside = are_rows[:, None] & (columns < end)
+    tl.store(codes_ptr + rows[:, None] * width + columns, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_saved(x_ptr, scale_ptr, offsets, groups, inside, DTYPE: tl.constexpr):
+    """Read values, or codes and their scales.
+
+    Args:
+        x_ptr: of the values, or of the codes.
+        scale_ptr: of the scales; None where x is values.
+        offsets: of x, any shape.
+        groups: offsets of the scales, of the same shape.
+        inside: which of them exist.
+        DTYPE: what code · scale is rounded to.
+
+    Returns:
+        fp32, 0 where nothing is inside.
+    """
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if scale_ptr is not None:
+        x = (x * tl.load(scale_ptr + groups, mask=inside, other=0.0)).to(DTYPE).to(tl.float32)
+    return x
+
+
+@triton.jit
+def add_low_rank(
+    y,
+    h_ptr,
+    up_ptr,
+    h_rows,
+    up_columns,
+    up_stride,
+    are_rows,
+    are_columns,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
+    """Return y + h·upᵀ, summed in fp32; the caller rounds. For every product K is RANK, in blocks of RANK_BLOCK.
+
+    Args:
+        y: fp32 [R, BLOCK], R at least 16.
+        h_ptr: of h, whose rows have neighbours side by side.
+        up_ptr: of up, in h's dtype.
+        h_rows: offset of each row of h [R].
+        up_columns: offset of each column's first number in up [BLOCK].
+        up_stride: from one of a column's numbers to its next: 1 where up is [BLOCK, r], a row where it is [r, BLOCK].
+        are_rows: which rows exist [R].
+        are_columns: which columns exist [BLOCK].
+        RANK: r, at least 1.
+        RANK_BLOCK: a power of two of at least 16 (`gpu.codes.rank_options`).
+    """
+    for start in tl.static_range(0, RANK, RANK_BLOCK):
+        rank = start + tl.arange(0, RANK_BLOCK)
+        h = tl.load(h_ptr + h_rows[:, None] + rank, mask=are_rows[:, None] & (rank < RANK), other=0.0)
+        up = tl.load(
+            up_ptr + up_columns[None, :] + rank[:, None] * up_stride,
+            mask=are_columns[None, :] & (rank < RANK)[:, None],
+            other=0.0,
+        )
+        y = tl.dot(h, up, acc=y, input_precision="ieee")
+    return y

@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.kernels.gpu.codes import RowCodes, check_width, shared_rows, tile_rows, warps, with_row_stride
+from coat_core.kernels.gpu.codes import TL_DTYPES, RowCodes, check_width, shared_rows, tile_rows, warps, with_row_stride
 from coat_core.kernels.gpu.common import rounded, store_row_codes
 from coat_core.kernels.gpu.runtime import blocks, empty, empty_values, finished, launch, power_of_two
 
 WIDEST_BLOCK = 1024
-TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
