@@ -1,8 +1,9 @@
 """What operators cast to 8 bits, declared next to each of them for a probe that observes a step.
 
 A declaration takes the result and the arguments of a call, as the operator does, and returns a record of what that
-call cast or multiplied. It is kept under the operator's name and called by the probe alone (`coat_flux.watch.casts`, a
-dispatch mode), so a step that nobody observes pays nothing for it, compiled or not.
+call cast or multiplied: several where it cast several tensors. It is kept under the operator's name and called by the
+probe alone (`coat_flux.watch.casts`, a dispatch mode), so a step that nobody observes pays nothing for it, compiled or
+not.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class MomentUpdate(NamedTuple):
     maximize: bool
 
 
-Declaration = Callable[..., Cast | Product | MomentUpdate | None]
+Declared = Cast | tuple[Cast, ...] | Product | MomentUpdate | None
+Declaration = Callable[..., Declared]
 declarations: dict[str, Declaration] = {}  # name of the operator → its declaration
 
 

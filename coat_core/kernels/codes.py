@@ -1,10 +1,16 @@
-"""Codes along with values: what operators return that quantize what they make.
+"""Codes along with values: what operators return that quantize what they make, and how they read it again.
 
 Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale) with
 
     codes, code_scale = quantize(values, fmt, granularity)
 
 to the bit: the values that are quantized are those that are returned. With granularity "none" both have shape [0].
+
+One that saves a tensor x for backward in passing takes `saved_format` and `group_size` and returns (x_codes, x_scale)
+of 1×G groups, likewise to the bit; with saved_format "none" both have shape [0]. Operators of the backward pass take x
+as values, in their dtype, or as such codes with their scale.
+
+One that completes the result y of a linear adds its LoRA: y + h upᵀ, h [..., r], up [N, r], rounded once.
 """
 
 from __future__ import annotations
@@ -12,10 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coat_core.autograd import without_autocast
 from coat_core.casts import Cast
-from coat_core.formats import get_format
-from coat_core.granularity import Granularity
-from coat_core.quantize import quantize
+from coat_core.formats import E4M3, get_format
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
+from coat_core.quantize import dequantize, quantize
 
 GRANULARITIES = ("none", "per_row", "per_tensor")
 
@@ -36,8 +43,9 @@ def codes_of(values: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor
 
 
 def no_codes(values: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Return the placeholders for codes and scale where none were asked for."""
-    return values.new_empty(0, dtype=get_format(fmt).dtype), values.new_empty(0, dtype=torch.float32)
+    """Return the placeholders for codes and scale where none were asked for; in E4M3 where the format is "none"."""
+    form = E4M3 if fmt == "none" else get_format(fmt)
+    return values.new_empty(0, dtype=form.dtype), values.new_empty(0, dtype=torch.float32)
 
 
 def fake_codes_of(values: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
@@ -54,3 +62,48 @@ def cast_of(kind: str, out: tuple[Tensor, ...], granularity: str) -> Cast | None
     """What such an operator declares to have cast; None where no codes were asked for."""
     values, codes, scale = out[:3]
     return None if granularity == "none" else Cast(kind, values, codes, scale, Granularity(granularity))
+
+
+def saved_codes_of(values: Tensor, saved_format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return the codes and scale of values [..., K] as they are saved, both of shape [0] where the format is "none"."""
+    if saved_format == "none":
+        return no_codes(values, saved_format)
+    codes, scale, _ = quantize(values, saved_format, per_group(group_size))
+    return codes.contiguous(), scale.contiguous()
+
+
+def fake_saved_codes_of(values: Tensor, saved_format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return tensors with the shapes and dtypes of `saved_codes_of`."""
+    if saved_format == "none":
+        return no_codes(values, saved_format)
+    scale_shape = per_group(group_size).scale_shape(tuple(values.shape))
+    codes = values.new_empty(values.shape, dtype=get_format(saved_format).dtype)
+    return codes, values.new_empty(scale_shape, dtype=torch.float32)
+
+
+def saved_cast_of(values: Tensor, saved: tuple[Tensor, ...], group_size: int) -> tuple[Cast, ...]:
+    """What an operator declares that saved `values` as these codes and scale; nothing where they have shape [0]."""
+    codes, scale = saved
+    return (Cast(None, values, codes, scale, per_group(group_size)),) if codes.numel() else ()
+
+
+def values_of(x: Tensor, scale: Tensor | None, group_size: int, dtype: torch.dtype) -> Tensor:
+    """Return x [..., K] in `dtype`: as it is, or from codes where it has a scale, of the shape of any granularity."""
+    if scale is None:
+        return x.to(dtype)
+    return dequantize(x, scale, granularity_of(scale, group_size), dtype)
+
+
+def granularity_of(scale: Tensor, group_size: int) -> Granularity:
+    """Return the granularity of a scale of this shape; one group per row is per_row."""
+    if scale.ndim == 0:
+        return PER_TENSOR
+    return PER_ROW if scale.shape[-1] == 1 else per_group(group_size)
+
+
+def with_adapter(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
+    """Return y + h upᵀ in the dtype of y [..., N], all in that dtype; y itself without an adapter."""
+    if h is None or up is None:
+        return y
+    with without_autocast(y.device):
+        return torch.addmm(y.reshape(-1, y.shape[-1]), h.reshape(-1, h.shape[-1]), up.t()).view(y.shape)

@@ -1,14 +1,19 @@
 """LayerNorm with adaLN modulation, and QK-RMSNorm with rotary embedding: forward and backward, as operators.
 
-    layer_norm_modulate            n = LayerNorm(x)·(1 + scale) + shift            one scale and shift per image
-    layer_norm_modulate_quantize   n, and its codes                                what the linears after it read
+    norm_modulate_quantize         n = LayerNorm(x)·(1 + scale) + shift, its codes, which the linears after it read,
+                                   and those of x, saved for backward              one scale and shift per image
+    norm_modulate                  n again, from x or its codes
+    norm_modulate_backward         the gradients of x, with that of the residual, and of the modulation
     rms_norm_rope                  y = rotate(RMSNorm(x)·weight)                   per head
+
+`layer_norm_modulate`, `_quantize` and `_backward` are the first three without codes of x and without a residual.
 
 The bodies are the reference. The forward passes round where diffusers' FLUX blocks round, so that both give the same
 bits; the backward passes are computed in fp32 from x alone (row statistics are recomputed) and rounded once.
 
 Shapes: x [B, S, D] tokens; [B, S, H, d] heads of d; scale, shift [B, D]; weight [d]; cos, sin [S, d], each rotary angle
-repeated for its pair of neighbours.
+repeated for its pair of neighbours. `fmt`, `granularity`, `saved_format` and `group_size` as in
+`coat_core.kernels.codes`.
 """
 
 from __future__ import annotations
@@ -18,9 +23,175 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.casts import INPUT, Cast, declares
-from coat_core.kernels.codes import cast_of, codes_of, fake_codes_of
+from coat_core.kernels.codes import (
+    cast_of,
+    codes_of,
+    fake_codes_of,
+    fake_saved_codes_of,
+    saved_cast_of,
+    saved_codes_of,
+    values_of,
+)
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.operators import operator
+
+
+def _modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """LayerNorm(x)·(1 + scale) + shift, with the bits of diffusers' AdaLayerNormZero on a CPU."""
+    with without_autocast(x.device):
+        normed = torch.nn.functional.layer_norm(x, (x.shape[-1],), eps=eps)
+        return (normed * (1 + scale[:, None]) + shift[:, None]).contiguous()
+
+
+@operator("coat::norm_modulate_quantize")
+def norm_modulate_quantize(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return n = LayerNorm(x)·(1 + scale) + shift and its codes, and x as it is saved.
+
+    Args:
+        x: floating [B, S, D].
+        scale: [B, D].
+        shift: [B, D].
+        eps: added to the variance.
+        fmt: of the codes of n, "e4m3" or "e5m2".
+        granularity: of the codes of n, "none", "per_row" or "per_tensor".
+        saved_format: of the saved codes of x, "e4m3", "e5m2" or "none".
+        group_size: G of the saved codes.
+
+    Returns:
+        n [B, S, D], in the dtype x and scale promote to; its codes; their scale; codes of x [B, S, D]; their scale
+        [B, S, ceil(D/G)].
+
+    Raises:
+        ValueError: unknown format, granularity or group size.
+
+    Numerics: bit-equal to diffusers' AdaLayerNormZero on a CPU.
+    Source: FLUX's adaLN-Zero, diffusers models/normalization.py; saved codes: arXiv 2410.19313, section 5.1.
+    """
+    n = _modulated(x, scale, shift, eps)
+    return n, *codes_of(n, fmt, granularity), *saved_codes_of(x, saved_format, group_size)
+
+
+@norm_modulate_quantize.register_fake
+def _(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype))
+    return n, *fake_codes_of(n, fmt, granularity), *fake_saved_codes_of(x, saved_format, group_size)
+
+
+@declares(norm_modulate_quantize)
+def _(
+    out: tuple[Tensor, ...],
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+) -> tuple[Cast, ...]:
+    cast = cast_of(INPUT, out, granularity)
+    return *(() if cast is None else (cast,)), *saved_cast_of(x, out[3:], group_size)
+
+
+@operator("coat::norm_modulate")
+def norm_modulate(
+    x: Tensor, x_scale: Tensor | None, group_size: int, scale: Tensor, shift: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Return the n of `norm_modulate_quantize`, from x or its saved codes.
+
+    Args:
+        x: of `dtype` or FP8 codes [B, S, D].
+        x_scale: fp32 of the codes, of the shape of any granularity; None where x is not codes.
+        group_size: elements that share a scale where each row has several.
+        scale: [B, D].
+        shift: [B, D].
+        eps: added to the variance.
+        dtype: of x when it was made: what x from its codes is rounded to.
+
+    Returns:
+        n [B, S, D], in the dtype `dtype` and scale promote to.
+    """
+    return _modulated(values_of(x, x_scale, group_size, dtype), scale, shift, eps)
+
+
+@norm_modulate.register_fake
+def _(
+    x: Tensor, x_scale: Tensor | None, group_size: int, scale: Tensor, shift: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(dtype, scale.dtype))
+
+
+@operator("coat::norm_modulate_backward")
+def norm_modulate_backward(
+    grad: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    group_size: int,
+    scale: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x, which the residual's is added to, and that of the modulation.
+
+        z = (x - mean)·rstd,   dz = grad·(1 + scale)
+        dx = rstd·(dz - mean(dz) - z·mean(dz·z)) + residual,   dshift = Σ_S grad,   dscale = Σ_S grad·z
+
+    Args:
+        grad: of n [B, S, D].
+        x: of `dtype` or FP8 codes [B, S, D].
+        x_scale: fp32 of the codes, of the shape of any granularity; None where x is not codes.
+        group_size: elements that share a scale where each row has several.
+        scale: [B, D].
+        eps: as in the forward pass.
+        residual: gradient of x by the path around the norm [B, S, D]; None for zeros.
+        dtype: of x when it was made.
+
+    Returns:
+        dx [B, S, D] of `dtype`, added up in fp32 and rounded once; fp32 [B, 2, D]: dshift, dscale.
+    """
+    values, g = values_of(x, x_scale, group_size, dtype).to(torch.float32), grad.to(torch.float32)
+    centred = values - values.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    z = centred * rstd
+    dz = g * (1 + scale.to(torch.float32)[:, None])
+    dx = rstd * (dz - dz.mean(-1, keepdim=True) - z * (dz * z).mean(-1, keepdim=True))
+    if residual is not None:
+        dx = dx + residual.to(torch.float32)
+    return dx.to(dtype).contiguous(), torch.stack([g.sum(1), (g * z).sum(1)], dim=1)
+
+
+@norm_modulate_backward.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    group_size: int,
+    scale: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    b, _, d = x.shape
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((b, 2, d), dtype=torch.float32)
 
 
 @operator("coat::layer_norm_modulate")
@@ -39,9 +210,7 @@ def layer_norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> 
     Numerics: bit-equal to diffusers' AdaLayerNormZero on a CPU.
     Source: FLUX's adaLN-Zero, diffusers models/normalization.py.
     """
-    with without_autocast(x.device):
-        normed = torch.nn.functional.layer_norm(x, (x.shape[-1],), eps=eps)
-        return (normed * (1 + scale[:, None]) + shift[:, None]).contiguous()
+    return _modulated(x, scale, shift, eps)
 
 
 @layer_norm_modulate.register_fake
@@ -102,13 +271,9 @@ def layer_norm_modulate_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: fl
     Returns:
         dx like x; dscale and dshift like scale.
     """
-    values, g = x.to(torch.float32), grad.to(torch.float32)
-    centred = values - values.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    z = centred * rstd
-    dz = g * (1 + scale.to(torch.float32)[:, None])
-    dx = rstd * (dz - dz.mean(-1, keepdim=True) - z * (dz * z).mean(-1, keepdim=True))
-    return dx.to(x.dtype).contiguous(), (g * z).sum(1).to(scale.dtype), g.sum(1).to(scale.dtype)
+    dx, dmodulation = norm_modulate_backward._init_fn(grad, x, None, 0, scale, eps, None, x.dtype)
+    dshift, dscale = (part.to(scale.dtype, copy=True) for part in dmodulation.unbind(1))
+    return dx, dscale, dshift
 
 
 @layer_norm_modulate_backward.register_fake

@@ -1,4 +1,4 @@
-"""Quantize, dequantize and transpose as operators; the references of the first two are `coat_core.quantize`.
+"""Quantize, dequantize and transpose as operators; the references of the first ones are `coat_core.quantize`.
 
 Shapes: x [..., K]; codes like x; scale as `Granularity.scale_shape` says.
 """
@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coat_core.casts import Cast, declares
 from coat_core.formats import Format, get_format
 from coat_core.granularity import PER_TENSOR, Granularity
+from coat_core.kernels.codes import fake_saved_codes_of, no_codes, saved_cast_of, saved_codes_of
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.operators import operator
 from coat_core.quantize import Quantized, check_input
@@ -39,6 +40,63 @@ def _(
     out: tuple[Tensor, Tensor], x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None = None
 ) -> Cast:
     return Cast(None, x, *out, Granularity(granularity, group_size), factors)
+
+
+@operator("coat::quantize_and_save")
+def quantize_and_save(
+    x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the codes of x that a linear reads, and those that are saved for backward, with one reading of x.
+
+    Args:
+        x: floating [..., K], rows of at most 16384, at any stride.
+        fmt: of the linear's codes, "e4m3" or "e5m2"; any where there are none.
+        granularity: of the linear's codes, or "none".
+        group_size_in: G of the linear's codes where they are per_group.
+        saved_format: of the saved codes, "e4m3", "e5m2" or "none".
+        group_size: G of the saved codes.
+
+    Returns:
+        codes, like x, and their scale; saved codes, like x, and their scale [..., ceil(K/G)]; those that were not asked
+        for have shape [0].
+
+    Raises:
+        ValueError: unknown format, granularity or group size.
+
+    Numerics: the codes and scales of `coat_core.quantize.quantize`, to the bit.
+    """
+    if granularity == "none":
+        return *no_codes(x, fmt), *saved_codes_of(x, saved_format, group_size)
+    codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size_in))
+    return codes.contiguous(), scale.contiguous(), *saved_codes_of(x, saved_format, group_size)
+
+
+@quantize_and_save.register_fake
+def _(
+    x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    saved = fake_saved_codes_of(x, saved_format, group_size)
+    if granularity == "none":
+        return *no_codes(x, fmt), *saved
+    scale_shape = Granularity(granularity, group_size_in).scale_shape(tuple(x.shape))
+    codes = x.new_empty(x.shape, dtype=get_format(fmt).dtype)
+    return codes, x.new_empty(scale_shape, dtype=torch.float32), *saved
+
+
+@declares(quantize_and_save)
+def _(
+    out: tuple[Tensor, ...],
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    group_size_in: int,
+    saved_format: str,
+    group_size: int,
+) -> tuple[Cast, ...]:
+    saved = saved_cast_of(x, out[2:], group_size)
+    if granularity == "none":
+        return saved
+    return Cast(None, x, out[0], out[1], Granularity(granularity, group_size_in)), *saved
 
 
 @operator("coat::dequantize")

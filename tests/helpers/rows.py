@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from coat_core.formats import get_format
-from coat_core.granularity import Granularity
+from coat_core.granularity import Granularity, per_group
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
 
@@ -40,6 +40,19 @@ def assert_codes_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: str, gran
         return
     expected = quantize(values.cpu(), fmt, Granularity(granularity))
     assert_bitwise(scale.cpu(), expected.scale)
+    assert_bitwise(codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
+
+
+def assert_saved(values: Tensor, codes: Tensor, scale: Tensor, saved_format: str, group_size: int) -> None:
+    """Assert that these are the values' codes as they are saved for backward, to the bit; empty without a format."""
+    assert codes.is_contiguous()
+    assert scale.is_contiguous()
+    if saved_format == "none":
+        assert codes.shape == scale.shape == (0,)
+        return
+    expected = quantize(values.cpu(), saved_format, per_group(group_size))
+    assert_bitwise(scale.cpu(), expected.scale)
+    assert codes.dtype == expected.codes.dtype
     assert_bitwise(codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
 
 

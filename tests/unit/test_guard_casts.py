@@ -13,8 +13,8 @@ from coat_core import FP8AdamW, FP8Linear, FP8QuantizationConfig
 from coat_core.casts import declarations
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, PER_TENSOR, Granularity
-from coat_core.kernels.dispatch import launchers
 from coat_core.kernels.gelu import gelu_concat_quantize
+from coat_core.kernels.norm import norm_modulate_quantize
 from coat_core.kernels.quantize import quantize
 from coat_core.metrics import cast_losses
 from coat_flux.config.coat import GuardOptions
@@ -115,10 +115,24 @@ def test_fused_operators_are_seen_and_those_that_quantize_nothing_are_not() -> N
     assert probe.health().kinds[INPUTS].most_saturated.saturation == 1 / 128
 
 
+def test_an_operator_may_declare_several_casts() -> None:
+    x = torch.ones(1, 4, 64)
+    x[0, 1] = math.inf
+    modulation = torch.zeros(1, 64)
+    with CastProbe(None, {}) as probe:
+        norm_modulate_quantize(x, modulation, modulation, 1e-6, "e4m3", "per_row", "e4m3", 16)
+    kinds = probe.health().kinds
+    assert {name: kind.casts for name, kind in kinds.items()} == {INPUTS: 1, SAVED: 1}
+    assert kinds[SAVED].most_saturated.saturation == 0.25  # x itself; of n that row is nan
+
+
 def test_every_operator_that_makes_codes_declares_what_it_casts() -> None:
-    quantizing = {name for name in launchers if "quantize" in name and "dequantize" not in name}
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("coat::")]
+    schemas = {name: getattr(torch.ops.coat, name.removeprefix("coat::")).default._schema for name in names}
+    formats = {"fmt", "saved_format"}
+    making = {name for name, schema in schemas.items() if formats & {given.name for given in schema.arguments}}
     products = {"coat::fp8_mm", "coat::weight_only_linear"}
-    assert set(declarations) == quantizing | products | {"coat::gate_residual_backward", "coat::fp8_adamw_step"}
+    assert set(declarations) == making | products | {"coat::fp8_adamw_step"}
 
 
 @pytest.mark.parametrize("expansion", [True, False])

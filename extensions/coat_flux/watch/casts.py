@@ -87,10 +87,11 @@ class CastProbe(TorchDispatchMode):
             return out
         out = func(*args, **kwargs)
         declared = declare(out, *args, **kwargs)
-        if isinstance(declared, Cast):
-            self._add(declared)
-        elif isinstance(declared, Product):
+        if isinstance(declared, Product):
             self._add_reader(declared)
+        elif declared is not None:
+            for cast in (declared,) if isinstance(declared, Cast) else declared:
+                self._add(cast)
         return out
 
     def health(self) -> CastHealth | None:
