@@ -1,9 +1,12 @@
 """GELU-tanh between the linears of an MLP, forward (quantizing what the next linear reads) and backward, as operators.
 
-    gelu_concat_quantize     [attention | GELU(mlp)]
-    gelu_backward            grad·GELU'(mlp)
+    gelu_concat_quantize       [attention | GELU(mlp)]
+    gelu_backward              grad·GELU'(mlp)
+    mlp_activation             the same with mlp's adapter, and with what is kept for backward; from codes too
+    mlp_activation_backward    the same with the adapter of the linear after it
 
-Shapes: attention [..., D]; mlp [..., F]; `fmt` and `granularity` as in `coat_core.kernels.codes`.
+Shapes: attention [..., D]; mlp [..., F]; `fmt`, `granularity`, `saved_format` and `group_size` as in
+`coat_core.kernels.codes`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,17 @@ import torch
 from torch import Tensor
 
 from coat_core.casts import INPUT, Cast, declares
-from coat_core.kernels.codes import cast_of, codes_of, fake_codes_of
+from coat_core.kernels.codes import (
+    cast_of,
+    codes_of,
+    fake_codes_of,
+    fake_saved_codes_of,
+    no_codes,
+    saved_cast_of,
+    saved_codes_of,
+    values_of,
+    with_adapter,
+)
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.operators import operator
 
@@ -80,6 +93,150 @@ def gelu_backward(grad: Tensor, mlp: Tensor) -> Tensor:
 @gelu_backward.register_fake
 def _(grad: Tensor, mlp: Tensor) -> Tensor:
     return mlp.new_empty(mlp.shape)
+
+
+@operator("coat::mlp_activation")
+def mlp_activation(
+    attention: Tensor | None,
+    attention_scale: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return [attention | GELU(mlp + h upᵀ)] along the features, its codes, and what is kept for backward.
+
+        GELU(x) = x/2·(1 + tanh(u)),   u = sqrt(2/π)·(x + 0.044715·x³)      in fp32, rounded once
+
+    Args:
+        attention: [B, S, D], values or codes of 1×G groups; None for GELU alone.
+        attention_scale: of the codes, fp32 [B, S, ceil(D / G)]; None where attention is values.
+        mlp: [B, S, F], values or codes.
+        mlp_scale: likewise.
+        h: [B, S, r]; None without an adapter, and for codes.
+        up: [F, r]; likewise.
+        fmt: of the codes, "e4m3" or "e5m2"; "none" with the granularity "none".
+        granularity: of the codes, "none", "per_row" or "per_tensor".
+        saved_format: of what is kept, "e4m3", "e5m2" or "none".
+        group_size: G of the codes that are read, or kept.
+        dtype: of the values.
+
+    Returns:
+        values [B, S, D + F] of `dtype`; their codes; the scale of the codes; attention's codes as kept, of shape [0]
+        without attention, and their scale; the codes as kept of mlp + h upᵀ, and their scale.
+
+    Raises:
+        ValueError: unknown format, granularity or group size.
+
+    Numerics: as `gelu_concat_quantize`.
+    Source: FLUX's single blocks, diffusers models/transformers/transformer_flux.py; what is kept: arXiv 2410.19313,
+    section 5.
+    """
+    mlp = with_adapter(values_of(mlp, mlp_scale, group_size, dtype), h, up)
+    values = torch.nn.functional.gelu(mlp, approximate="tanh").contiguous()
+    attention_saved = no_codes(mlp, saved_format)
+    if attention is not None:
+        attention = values_of(attention, attention_scale, group_size, dtype)
+        values = torch.cat([attention, values], dim=-1)
+        attention_saved = saved_codes_of(attention, saved_format, group_size)
+    codes = codes_of(values, fmt, granularity)
+    return values, *codes, *attention_saved, *saved_codes_of(mlp, saved_format, group_size)
+
+
+@mlp_activation.register_fake
+def _(
+    attention: Tensor | None,
+    attention_scale: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    width = mlp.shape[-1] + (0 if attention is None else attention.shape[-1])
+    values = mlp.new_empty((*mlp.shape[:-1], width), dtype=dtype)
+    codes = fake_codes_of(values, fmt, granularity)
+    attention_saved = no_codes(mlp, saved_format)
+    if attention is not None:
+        attention_saved = fake_saved_codes_of(attention, saved_format, group_size)
+    return values, *codes, *attention_saved, *fake_saved_codes_of(mlp, saved_format, group_size)
+
+
+@declares(mlp_activation)
+def _(
+    out: tuple[Tensor, ...],
+    attention: Tensor | None,
+    attention_scale: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> tuple[Cast, ...]:
+    cast = cast_of(INPUT, out, granularity)
+    casts = [] if cast is None else [cast]
+    if saved_format != "none":
+        casts += () if attention is None else saved_cast_of(attention, out[3:5], group_size)
+        casts += saved_cast_of(with_adapter(mlp, h, up), out[5:], group_size)
+    return tuple(casts)
+
+
+@operator("coat::mlp_activation_backward")
+def mlp_activation_backward(
+    grad: Tensor,
+    dh: Tensor | None,
+    down: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of mlp + h upᵀ.
+
+        g = grad + dh·down,   dmlp = g·(s + x·s·(1 - s)·2u')      as `gelu_backward`
+
+    Args:
+        grad: of GELU(mlp) without the adapter of the linear that reads it [B, S, F].
+        dh: of that adapter [B, S, r], in grad's dtype; None without one.
+        down: that adapter's down-projection [r, F]; a slice of a wider one is read in place.
+        mlp: what GELU read [B, S, F], values or codes of 1×G groups.
+        mlp_scale: of the codes, fp32 [B, S, ceil(F / G)]; None where mlp is values.
+        group_size: G.
+        dtype: of the values.
+
+    Returns:
+        dmlp [B, S, F] of `dtype`, computed in fp32 and rounded once; g is rounded to grad's dtype.
+    """
+    mlp = values_of(mlp, mlp_scale, group_size, dtype).to(torch.float32)
+    g = with_adapter(grad, dh, None if down is None else down.t()).to(torch.float32)
+    values: Tensor = torch.ops.aten.gelu_backward(g, mlp, approximate="tanh").to(dtype).contiguous()
+    return values
+
+
+@mlp_activation_backward.register_fake
+def _(
+    grad: Tensor,
+    dh: Tensor | None,
+    down: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return mlp.new_empty(mlp.shape, dtype=dtype)
 
 
 run_by_triton(gelu_concat_quantize, "gelu.gelu_concat_quantize")

@@ -19,12 +19,12 @@ WITHOUT_SCHEMA = (
 def check_operator(op: Any, args: tuple[Any, ...]) -> None:
     """Run opcheck on a functional operator; its schema's promise, that no input is changed or returned, apart."""
     torch.library.opcheck(op._opoverload, args, test_utils=WITHOUT_SCHEMA)
-    inputs = [arg for arg in args if isinstance(arg, Tensor)]
+    inputs = tensors_in(args)
     before = [bits(x).clone() for x in inputs]
     results = op(*args)
     assert all(torch.equal(bits(x), copy) for x, copy in zip(inputs, before, strict=True)), "an input was changed"
     storages = {x.untyped_storage()._cdata for x in inputs}
-    found = results if isinstance(results, tuple) else (results,)
+    found = tensors_in(results)
     assert all(x.untyped_storage()._cdata not in storages for x in found), "an output shares an input's memory"
 
 
@@ -33,22 +33,33 @@ def reference(op: Any, *args: Any) -> Any:
 
     (A tensor divided by a number is multiplied by the number's reciprocal there.)
     """
-    return op._init_fn(*(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
+    return op._init_fn(*(moved(arg, "cpu") for arg in args))
 
 
 def check_layout(op: Any, args: tuple[Any, ...], results: Any) -> None:
-    """Assert that results are laid out as the operator's fake says, and share no memory with each other or arguments.
-
-    `args` hold tensors, no lists of them.
-    """
-    found = results if isinstance(results, tuple) else (results,)
-    promised = op._abstract_fn(*(x.to("meta") if isinstance(x, Tensor) else x for x in args))
-    for x, wanted in zip(found, promised if isinstance(promised, tuple) else (promised,), strict=True):
+    """Assert that results are laid out as the fake says, and share no memory with each other or with arguments."""
+    found = tensors_in(results)
+    promised = op._abstract_fn(*(moved(x, "meta") for x in args))
+    for x, wanted in zip(found, tensors_in(promised), strict=True):
         assert (x.dtype, x.shape, _steps(x)) == (wanted.dtype, wanted.shape, _steps(wanted)), op
-    given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor) and x.numel()}
+    given = {x.untyped_storage()._cdata for x in tensors_in(args) if x.numel()}
     made = [x.untyped_storage()._cdata for x in found if x.numel()]
     assert len(set(made)) == len(made), f"{op}: results share memory"
     assert not set(made) & given, f"{op}: a result is an argument"
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """Every tensor of an argument, of a result, or of a list or tuple of them."""
+    if isinstance(x, (list, tuple)):
+        return [tensor for element in x for tensor in tensors_in(element)]
+    return [x] if isinstance(x, Tensor) else []
+
+
+def moved(x: Any, device: Any) -> Any:
+    """An operator's argument on another device."""
+    if isinstance(x, list):
+        return [moved(element, device) for element in x]
+    return x.to(device) if isinstance(x, Tensor) else x
 
 
 def _steps(x: Tensor) -> list[int]:

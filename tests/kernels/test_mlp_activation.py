@@ -1,0 +1,118 @@
+"""[attention | GELU(mlp)] with mlp's adapter and its gradient: operators, and their Triton kernels against torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_core.casts import declarations
+from coat_core.granularity import per_group
+from coat_core.kernels.gelu import mlp_activation, mlp_activation_backward
+from coat_core.quantize import dequantize, quantize
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.operators import check_operator
+from tests.helpers.rows import SPECS, assert_codes_of, assert_saved
+
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+# a huge negative x: exp overflows to inf, and sigmoid is 0 as it should be
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+def gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def low_rank(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
+    """y + h upᵀ as linears add their adapters, in place on contiguous rows."""
+    y = y.contiguous().clone()
+    if h is not None:
+        y.view(-1, y.shape[-1]).addmm_(h.flatten(0, 1), up.t())
+    return y
+
+
+def adapter(s: int, f: int, rank: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """h [2, S, r], the end of wider rows, and up [F, r]."""
+    if not rank:
+        return None, None
+    return torch.randn(2, s, rank + 8).to(dtype)[..., 8:], torch.randn(f, rank).to(dtype)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 24])
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
+def test_the_operator_is_torchs_linear_and_gelu(rank: int, dtype: torch.dtype) -> None:
+    attention, mlp = torch.randn(2, 7, 48).to(dtype), 3 * torch.randn(2, 7, 200).to(dtype)[..., 70:]
+    pair = adapter(7, 130, rank, dtype)
+    complete = low_rank(mlp, *pair)
+    values, codes, scale, *saved = mlp_activation(
+        attention, None, mlp, None, *pair, "e5m2", "per_row", "e4m3", 32, dtype
+    )
+    assert_bitwise(values, torch.cat([attention, gelu(complete)], dim=-1))
+    assert_codes_of(values, codes, scale, "e5m2", "per_row")
+    assert_saved(attention, *saved[:2], "e4m3", 32)
+    assert_saved(complete, *saved[2:], "e4m3", 32)
+    alone = mlp_activation(None, None, mlp, None, *pair, "none", "none", "none", 32, dtype)
+    assert_bitwise(alone[0], gelu(complete).contiguous())
+    assert all(x.shape == (0,) for x in alone[1:])
+
+
+def kept(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale, and what they stand for in bf16."""
+    codes, scale, granularity = quantize(x, "e5m2", per_group(group))
+    return codes, scale, dequantize(codes, scale, granularity, BF16)
+
+
+@pytest.mark.parametrize("group", [16, 256])
+def test_from_codes_it_is_that_of_the_values_they_stand_for(group: int) -> None:
+    *attention, attention_values = kept(torch.randn(2, 7, 48), group)
+    *mlp, mlp_values = kept(torch.randn(2, 7, 130), group)
+    rest = (None, None, "none", "none", "none", group, BF16)
+    values = mlp_activation(*attention, *mlp, *rest)[0]
+    assert_bitwise(values, mlp_activation(attention_values, None, mlp_values, None, *rest)[0])
+    grad = (torch.randn(2, 7, 130), None, None)
+    found = mlp_activation_backward(*grad, *mlp, group, BF16)
+    assert_bitwise(found, mlp_activation_backward(*grad, mlp_values, None, group, BF16))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_backward_is_the_gradient(rank: int) -> None:
+    mlp, grad = 3 * torch.randn(2, 7, 130), torch.randn(2, 7, 200)[..., 70:]
+    dh, down = (torch.randn(2, 7, 4), torch.randn(4, 200)[:, 70:]) if rank else (None, None)
+    leaf = mlp.double().requires_grad_()
+    complete = low_rank(grad, dh, None if down is None else down.t())
+    (expected,) = torch.autograd.grad(gelu(leaf), leaf, complete.double())
+    for dtype in (FP32, BF16):
+        found = mlp_activation_backward(grad, dh, down, mlp.to(dtype).float(), None, 128, dtype)
+        assert found.dtype == dtype
+        if dtype == FP32:
+            torch.testing.assert_close(found, expected.to(dtype))
+
+
+def test_a_gradient_in_half_precision_is_rounded_after_the_adapter() -> None:
+    grad, dh = torch.full((1, 1, 2), 256.0, dtype=BF16), torch.ones(1, 1, 2, dtype=BF16)
+    down = torch.full((2, 2), 0.5, dtype=BF16)
+    found = mlp_activation_backward(grad, dh, down, torch.full((1, 1, 2), 50.0), None, 128, FP32)
+    assert found.tolist() == [[[256.0, 256.0]]]  # 257 is between two numbers of bf16
+
+
+def test_what_is_cast_is_declared() -> None:
+    attention, mlp, pair = torch.randn(2, 7, 48), torch.randn(2, 7, 130), adapter(7, 130, 4, FP32)
+    arguments: tuple[Any, ...] = (attention, None, mlp, None, *pair, "e4m3", "per_row", "e4m3", 16, FP32)
+    out = mlp_activation(*arguments)
+    casts = declarations["coat::mlp_activation"](out, *arguments)
+    assert [cast.kind for cast in casts] == ["input", None, None]
+    for cast, wanted in zip(casts, (out[0], attention, low_rank(mlp, *pair)), strict=True):
+        assert_bitwise(cast.values, wanted)
+        assert_bitwise(quantize(wanted, "e4m3", cast.granularity).scale, cast.scale)
+    nothing = (attention, None, mlp, None, *pair, "none", "none", "none", 16, FP32)
+    assert declarations["coat::mlp_activation"](mlp_activation(*nothing), *nothing) == ()
+
+
+def test_operators_keep_torch_library_rules() -> None:
+    attention, mlp, pair = torch.randn(2, 3, 16), torch.randn(2, 3, 64)[..., 24:], adapter(3, 40, 4, FP32)
+    for spec in SPECS:
+        check_operator(mlp_activation, (attention, None, mlp, None, *pair, *spec, "e4m3", 16, FP32))
+    check_operator(mlp_activation, (None, None, mlp, None, None, None, "e4m3", "per_row", "none", 16, FP32))
+    check_operator(mlp_activation_backward, (mlp, pair[0], pair[1].t(), mlp.contiguous(), None, 16, BF16))

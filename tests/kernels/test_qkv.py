@@ -1,0 +1,205 @@
+"""From the linears' [q|k|v] to attention's q, k, v and back: operators, and their Triton kernels against them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from diffusers.models.embeddings import apply_rotary_emb
+from torch import Tensor
+
+from coat_core.casts import declarations
+from coat_core.granularity import per_group
+from coat_core.kernels.gelu import mlp_activation_backward
+from coat_core.kernels.qkv import qkv_mlp_backward, qkv_rope, qkv_rope_backward
+from coat_core.quantize import dequantize, quantize
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.operators import check_operator
+from tests.tolerances import NORM_BACKWARD_BF16_FLOOR_DB, NORM_BACKWARD_FP32_FLOOR_DB
+
+EPS = 1e-6
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+FLOOR = {FP32: NORM_BACKWARD_FP32_FLOOR_DB, BF16: NORM_BACKWARD_BF16_FLOOR_DB}
+
+
+class Streams(NamedTuple):
+    """One or two streams of tokens, as the operators take them."""
+
+    ys: list[Tensor]
+    hs: list[Tensor]
+    ups: list[Tensor]
+    weights: list[Tensor]
+    cos: Tensor
+    sin: Tensor
+
+    def adapted(self) -> list[Tensor]:
+        """Complete [q|k|v] of each stream, by the linears' own arithmetic."""
+        found = []
+        for y, h, up in zip(self.ys, self.hs or [None] * 2, self.ups or [None] * 2, strict=False):
+            y = y.contiguous().clone()
+            for part in range(3) if h is not None else ():
+                third, r = y.shape[-1] // 3, up.shape[1]
+                rows = y.view(-1, y.shape[-1])[:, part * third : (part + 1) * third].clone()
+                rows.addmm_(h.flatten(0, 1)[:, part * r : (part + 1) * r], up[part * third : (part + 1) * third].t())
+                y[..., part * third : (part + 1) * third] = rows.view(*y.shape[:-1], third)
+            found.append(y)
+        return found
+
+
+def streams(
+    lengths: tuple[int, ...],
+    heads: int,
+    d: int,
+    rank: int = 0,
+    dtype: torch.dtype = FP32,
+    device: torch.device | None = None,
+    *,
+    wider: int = 0,
+    images: int = 2,
+    whole: bool = False,
+) -> Streams:
+    """Streams of these lengths.
+
+    Args:
+        lengths: tokens of each.
+        heads: H.
+        d: of a head.
+        rank: of the adapters; 0 has none.
+        dtype: of all but the angles.
+        device: the CPU where None.
+        wider: columns after each row of y, and before each of h.
+        images: B.
+        whole: small whole numbers, of which products and sums are exact in any order.
+    """
+
+    def numbers(*shape: int) -> Tensor:
+        found = torch.randint(-4, 5, shape).float() if whole else torch.randn(shape)
+        return found.to(device, dtype)
+
+    width, both = 3 * heads * d, range(len(lengths))
+    angles = torch.randn(sum(lengths), d // 2).repeat_interleave(2, dim=1)
+    return Streams(
+        [numbers(images, s, width + wider)[..., :width] for s in lengths],
+        [numbers(images, s, 3 * rank + wider)[..., wider:] for s in lengths] if rank else [],
+        [numbers(width, rank) for _ in both] if rank else [],
+        [torch.randn(d).to(device, dtype) for _ in 2 * lengths],
+        angles.cos().to(device),
+        angles.sin().to(device),
+    )
+
+
+def forward_arguments(x: Streams, saved: str = "none", group: int = 16) -> tuple[Any, ...]:
+    return x.ys, [], x.hs, x.ups, x.weights, x.cos, x.sin, EPS, saved, group, x.ys[0].dtype
+
+
+def attention_inputs(ys: list[Tensor], x: Streams) -> list[Tensor]:
+    """q, k, v as FLUX's attention makes them of complete [q|k|v], by torch and diffusers."""
+    parts: list[list[Tensor]] = [[], [], []]
+    start, d = 0, x.weights[0].shape[0]
+    for i, y in enumerate(ys):
+        angles = (x.cos[start : start + y.shape[1]], x.sin[start : start + y.shape[1]])
+        start += y.shape[1]
+        for part, (third, found) in enumerate(zip(y.chunk(3, dim=-1), parts, strict=True)):
+            heads = third.unflatten(-1, (-1, d))
+            if part < 2:
+                heads = torch.nn.functional.rms_norm(heads, (d,), x.weights[2 * i + part].to(y.dtype), EPS)
+                heads = apply_rotary_emb(heads, tuple(table.to(FP32) for table in angles), sequence_dim=1)
+            found.append(heads)
+    return [torch.cat(part, dim=1) for part in parts]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 24])
+@pytest.mark.parametrize("lengths", [(7,), (3, 5)], ids=["one stream", "two"])
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
+def test_qkv_rope_has_the_bits_of_linear_norm_and_rotary(
+    rank: int, lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x = streams(lengths, 3, 16, rank, dtype, wider=32)
+    q, k, v, *saved = qkv_rope(*forward_arguments(x, "e4m3", 32))
+    complete = x.adapted()
+    for found, expected in zip((q, k, v), attention_inputs(complete, x), strict=True):
+        assert found.is_contiguous()
+        assert_bitwise(found, expected.contiguous())
+    for y, codes, scale in zip(complete, saved[::2], saved[1::2], strict=True):
+        expected = quantize(y, "e4m3", per_group(32))
+        assert_bitwise(scale, expected.scale)
+        assert_bitwise(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert len(qkv_rope(*forward_arguments(x))) == 3
+
+
+@pytest.mark.parametrize("group", [16, 64])
+def test_qkv_rope_from_codes_is_that_of_the_values_they_stand_for(group: int) -> None:
+    x = streams((3, 5), 3, 16, dtype=BF16)
+    kept = [quantize(y, "e5m2", per_group(group)) for y in x.ys]
+    values = [dequantize(codes, scale, per_group(group), BF16) for codes, scale, _ in kept]
+    rest = (x.weights, x.cos, x.sin, EPS)
+    found = qkv_rope([k.codes for k in kept], [k.scale for k in kept], [], [], *rest, "none", group, BF16)
+    for a, b in zip(found, qkv_rope(values, [], [], [], *rest, "none", group, BF16), strict=True):
+        assert_bitwise(a, b)
+    grads = [torch.randn(2, 8, 3, 16) for _ in range(3)]
+    found = qkv_rope_backward(grads, [k.codes for k in kept], [k.scale for k in kept], *rest, group, BF16)
+    for a, b in zip(found, qkv_rope_backward(grads, values, [], *rest, group, BF16), strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("lengths", [(7,), (3, 5)], ids=["one stream", "two"])
+def test_qkv_rope_backward_is_the_gradient(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = streams(lengths, 3, 16, dtype=dtype, wider=32)
+    grads = [torch.randn(2, 3, sum(lengths), 16).transpose(1, 2) for _ in range(3)]  # as attention returns them
+    leaves = [y.double().requires_grad_() for y in x.ys]
+    outputs = attention_inputs(leaves, x)
+    expected = torch.autograd.grad(outputs, leaves, [grad.double() for grad in grads])
+    found = qkv_rope_backward(grads, x.ys, [], x.weights, x.cos, x.sin, EPS, 128, dtype)
+    for y, dy, wanted in zip(x.ys, found, expected, strict=True):
+        assert (dy.dtype, dy.shape, dy.is_contiguous()) == (dtype, y.shape, True)
+        assert_sqnr(wanted, dy, FLOOR[dtype])
+
+
+def mlp_arguments(s: int, f: int, rank: int, dtype: torch.dtype = FP32) -> tuple[Any, ...]:
+    """grad_mlp, dh, down and mlp, as `qkv_mlp_backward` takes them."""
+    adapter = (torch.randn(2, s, rank, dtype=dtype), torch.randn(rank, f + 48, dtype=dtype)[:, 48:])
+    return torch.randn(2, s, f + 48, dtype=dtype)[..., 48:], *(adapter if rank else (None, None)), torch.randn(2, s, f)
+
+
+def test_qkv_mlp_backward_is_both_side_by_side() -> None:
+    x = streams((7,), 3, 16, wider=96)
+    grads, mlp = [torch.randn(2, 7, 3, 16) for _ in range(3)], mlp_arguments(7, 96, 4)
+    rest = (x.weights, x.cos, x.sin, EPS)
+    found = qkv_mlp_backward(grads, x.ys[0], None, *rest, *mlp, None, 16, FP32)
+    (dy,) = qkv_rope_backward(grads, x.ys, [], *rest, 16, FP32)
+    assert_bitwise(found, torch.cat([dy, mlp_activation_backward(*mlp, None, 16, FP32)], dim=-1))
+
+
+def test_autocast_changes_nothing() -> None:
+    x = streams((3, 5), 3, 16, rank=4)
+    plain = qkv_rope(*forward_arguments(x))
+    with torch.autocast("cpu", BF16):
+        cast = qkv_rope(*forward_arguments(x))
+    for expected, found in zip(plain, cast, strict=True):
+        assert_bitwise(found, expected)
+
+
+def test_what_is_kept_is_declared() -> None:
+    x = streams((3, 5), 3, 16, rank=4)
+    arguments = forward_arguments(x, "e4m3", 16)
+    out = qkv_rope(*arguments)
+    casts = declarations["coat::qkv_rope"](out, *arguments)
+    for cast, y, codes in zip(casts, x.adapted(), out[3::2], strict=True):
+        assert (cast.kind, cast.codes is codes, cast.granularity) == (None, True, per_group(16))
+        assert_bitwise(cast.values, y)
+    assert declarations["coat::qkv_rope"](out[:3], *forward_arguments(x)) == ()
+
+
+def test_operators_keep_torch_library_rules() -> None:
+    x = streams((3, 5), 3, 16, rank=4, dtype=BF16, wider=32)
+    grads = [torch.randn(2, 3, 8, 16).transpose(1, 2) for _ in range(3)]
+    rest = (x.weights, x.cos, x.sin, EPS)
+    check_operator(qkv_rope, forward_arguments(x, "e4m3", 32))
+    check_operator(qkv_rope, forward_arguments(x._replace(hs=[], ups=[])))
+    check_operator(qkv_rope_backward, (grads, x.ys, [], *rest, 16, BF16))
+    one = streams((8,), 3, 16)
+    rest = (one.weights, one.cos, one.sin, EPS)
+    check_operator(qkv_mlp_backward, (grads, one.ys[0], None, *rest, *mlp_arguments(8, 96, 4), None, 16, BF16))
+    check_operator(qkv_rope, forward_arguments(one))  # v is q, k, v's own memory in no case
