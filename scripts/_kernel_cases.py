@@ -68,7 +68,7 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _row_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu import gate, gelu, norm, rope
+    from coat_core.kernels.gpu import gate, gelu, rope
 
     x, wide, modulation = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, MLP), _empty(1, HIDDEN)
     grad = _empty(1, TOKENS, HIDDEN + MLP, dtype=torch.float32)
@@ -77,8 +77,6 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
     codes = _empty(1, TOKENS, HIDDEN, dtype=FORMATS["e4m3"].dtype)
     scale = _empty(1, TOKENS, HIDDEN // 128, dtype=torch.float32)
     cases: dict[str, Callable[[], Any]] = {
-        "layer norm backward": partial(norm.layer_norm_modulate_backward, dx, x, modulation, 1e-6),
-        "layer norm backward bf16": partial(norm.layer_norm_modulate_backward, x, x, modulation, 1e-6),
         "rms norm and rope": partial(rope.rms_norm_rope, heads, weight, angles, angles, 1e-6),
         "rms norm and rope backward": partial(rope.rms_norm_rope_backward, heads, heads, weight, angles, angles, 1e-6),
         "gate": partial(gate.gate_residual, x, modulation, x),
@@ -91,9 +89,6 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
     )
     for spec in (("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor")):
         label = " ".join(spec)
-        cases[f"layer norm {label}"] = partial(
-            norm.layer_norm_modulate_quantize, x, modulation, modulation, 1e-6, *spec
-        )
         cases[f"gelu {label}"] = partial(gelu.gelu_concat_quantize, x, wide, *spec)
         results = (
             {"from codes": (codes, scale)} if spec[1] != "none" else {"from values": (x, None), "alone": (None, None)}
@@ -103,6 +98,32 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
                 gate.gate_residual_backward, dx, modulation, *result, 128, dtype, *spec
             )
     cases["gelu alone"] = partial(gelu.gelu_concat_quantize, None, wide, "e4m3", "per_row")
+    return cases
+
+
+def _norm_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.kernels.gpu.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
+
+    x, modulation, eps, bf16 = _empty(1, TOKENS, HIDDEN), _empty(1, 6 * HIDDEN)[:, :HIDDEN], 1e-6, torch.bfloat16
+    grad = _empty(1, TOKENS, HIDDEN, dtype=torch.float32)
+    cases: dict[str, Callable[[], Any]] = {
+        f"norm {fmt} {granularity}, saved {saved} 1x{group}": partial(
+            norm_modulate_quantize, x, modulation, modulation, eps, fmt, granularity, saved, group
+        )
+        for fmt, granularity, saved, group in (
+            ("e4m3", "none", "none", 0),
+            ("e4m3", "per_row", "none", 0),
+            ("e4m3", "per_row", "e4m3", 128),
+            ("e5m2", "per_row", "e5m2", 16),
+            ("e4m3", "per_tensor", "e4m3", 256),
+        )
+    }
+    cases["norm backward"] = partial(norm_modulate_backward, grad, x, None, 0, modulation, eps, None, bf16)
+    cases["norm backward bf16"] = partial(norm_modulate_backward, x, x, None, 0, modulation, eps, x, bf16)
+    for name, fmt in FORMATS.items():
+        saved = _empty(1, TOKENS, HIDDEN, dtype=fmt.dtype), _empty(1, TOKENS, HIDDEN // 128, dtype=torch.float32), 128
+        cases[f"norm from codes {name}"] = partial(norm_modulate, *saved, modulation, modulation, eps, bf16)
+        cases[f"norm backward from codes {name}"] = partial(norm_modulate_backward, x, *saved, modulation, eps, x, bf16)
     return cases
 
 
@@ -146,4 +167,10 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
     }
 
 
-CASES: dict[str, Callable[[], Any]] = {**_quantize_cases(), **_weight_only_cases(), **_row_cases(), **_adamw_cases()}
+CASES: dict[str, Callable[[], Any]] = {
+    **_quantize_cases(),
+    **_weight_only_cases(),
+    **_norm_cases(),
+    **_row_cases(),
+    **_adamw_cases(),
+}

@@ -346,6 +346,9 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: fl
     return x.new_empty(x.shape)
 
 
+run_by_triton(norm_modulate_quantize, "norm.norm_modulate_quantize")
+run_by_triton(norm_modulate, "norm.norm_modulate")
+run_by_triton(norm_modulate_backward, "norm.norm_modulate_backward")
 run_by_triton(layer_norm_modulate, "norm.layer_norm_modulate")
 run_by_triton(layer_norm_modulate_quantize, "norm.layer_norm_modulate_quantize")
 run_by_triton(layer_norm_modulate_backward, "norm.layer_norm_modulate_backward")

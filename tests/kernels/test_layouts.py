@@ -22,6 +22,7 @@ from tests.helpers.rows import SPECS
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 Case = tuple[Any, tuple[Any, ...]]
+SAVED = [("none", 0), ("e4m3", 128), ("e5m2", 16), ("e4m3", 32), ("none", 0)]  # one for each of SPECS
 
 
 def turned(*shape: int) -> Tensor:
@@ -41,14 +42,26 @@ def quantize_cases() -> Iterator[Case]:
         yield quantizing.transpose_codes, (torch.randn(shape).to(torch.float8_e4m3fn),)
 
 
+def read_cases(x: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
+    """x as an operator of the backward pass reads it: as it is, and as codes with their scale; and the group size."""
+    yield x, None, 16
+    if x.numel():
+        yield *quantize(x, "e4m3", per_group(16))[:2], 16
+
+
 def norm_cases() -> Iterator[Case]:
     for tokens in (7, 1, 0):
         for dtype, scale_dtype in ((BF16, BF16), (BF16, FP32), (FP32, BF16), (FP16, BF16)):
             x, scale = turned(2, tokens, 48).to(dtype), torch.randn(2, 144).to(scale_dtype)[:, 48:96]
             yield norm.layer_norm_modulate, (x, scale, scale, 1e-6)
             yield norm.layer_norm_modulate_backward, (torch.randn(x.shape), x, scale, 1e-6)
-            for spec in SPECS if tokens else SPECS[:1]:
+            for spec, saved in zip(SPECS, SAVED, strict=True) if tokens else [(SPECS[0], SAVED[0])]:
                 yield norm.layer_norm_modulate_quantize, (x, scale, scale, 1e-6, *spec)
+                yield norm.norm_modulate_quantize, (x, scale, scale, 1e-6, *spec, *saved)
+            for given in read_cases(x):
+                yield norm.norm_modulate, (*given, scale, scale, 1e-6, dtype)
+                for residual in (None, torch.randn(x.shape)):
+                    yield norm.norm_modulate_backward, (torch.randn(x.shape), *given, scale, 1e-6, residual, dtype)
         heads, tables = torch.randn(2, 3, tokens, 16).transpose(1, 2), (torch.randn(16), *torch.randn(2, tokens, 16))
         yield norm.rms_norm_rope, (heads.bfloat16(), *tables, 1e-6)
         yield norm.rms_norm_rope_backward, (heads, turned(2, tokens, 3, 16).to(BF16), *tables, 1e-6)

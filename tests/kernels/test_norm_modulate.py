@@ -6,18 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.kernels.norm import layer_norm_modulate, norm_modulate, norm_modulate_backward, norm_modulate_quantize
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.helpers.operators import check_operator
-from tests.helpers.rows import SPECS, assert_codes_of, assert_saved, rows_of_kind
-from tests.tolerances import NORM_BACKWARD_FP32_FLOOR_DB
+from tests.helpers.operators import check_operator, reference
+from tests.helpers.rows import CASES, KINDS, SPECS, assert_codes_of, assert_rows_close, assert_saved, rows_of_kind
+from tests.tolerances import BF16_ULP_RTOL, KERNEL_ROW_RTOL, NORM_BACKWARD_FP32_FLOOR_DB
 
 EPS = 1e-6
 FP32, BF16 = torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
 SAVED = [("none", 128), ("e4m3", 128), ("e5m2", 16)]
+SHAPES = [(2, 7, 48), (1, 7, 40), (3, 5, 130), (1, 3, 2100)]
+GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128)]
 
 
 def rows(
@@ -38,7 +40,7 @@ def test_the_operators_are_those_they_consist_of() -> None:
             assert_bitwise(n, layer_norm_modulate(x, scale, shift, EPS))
             assert_codes_of(n, codes, code_scale, *spec)
             assert_saved(x, *x_codes, *saved)
-    for granularity in (PER_TENSOR, PER_ROW, per_group(16)):
+    for granularity in GRANULARITIES[:3]:
         saved_codes, saved_scale, _ = quantize(x, "e4m3", granularity)
         again = norm_modulate(saved_codes, saved_scale, 16, scale, shift, EPS, BF16)
         assert_bitwise(
@@ -82,3 +84,112 @@ def test_operators_keep_torch_library_rules() -> None:
         check_operator(norm_modulate, (*given, 16, scale, shift, EPS, BF16))
         for residual in (None, x):
             check_operator(norm_modulate_backward, (x, *given, 16, scale, EPS, residual, BF16))
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("saved", [("e4m3", 128), ("e5m2", 16), ("e4m3", 256), ("none", 0)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_norm_modulate_quantize_kernel(
+    case: tuple[str, str, str], saved: tuple[str, int], device: torch.device
+) -> None:
+    from coat_core.kernels.gpu.norm import norm_modulate_quantize as kernel
+
+    kind, *spec = case
+    for shape in SHAPES:
+        x, scale, shift = rows(kind, shape, device)
+        n, codes, code_scale, *x_codes = kernel(x, scale, shift, EPS, *spec, *saved)
+        assert_rows_close(n, reference(layer_norm_modulate, x, scale, shift, EPS), KERNEL_ROW_RTOL)
+        assert_codes_of(n, codes, code_scale, *spec)
+        assert_saved(x, *x_codes, *saved)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_modulate_kernels_in_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    from coat_core.kernels.gpu import norm as kernels
+
+    x, scale, shift = rows("outlier", (2, 7, 48), device, dtype)
+    for modulation in ((scale, shift), (scale.float(), shift.float())):
+        n, codes, code_scale, *x_codes = kernels.norm_modulate_quantize(
+            x, *modulation, EPS, "e4m3", "per_row", "e4m3", 16
+        )
+        assert_codes_of(n, codes, code_scale, "e4m3", "per_row")
+        assert_saved(x, *x_codes, "e4m3", 16)
+        # the interpreter truncates where a GPU rounds, three times
+        assert_rows_close(n, reference(layer_norm_modulate, x, *modulation, EPS), 3 * BF16_ULP_RTOL)
+        again = kernels.norm_modulate(x, None, 0, *modulation, EPS, dtype)
+        assert_bitwise(again, n)
+        args = (*x_codes, 16, *modulation, EPS, dtype)
+        assert_rows_close(kernels.norm_modulate(*args), reference(norm_modulate, *args), 4 * BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_norm_modulate_kernels_read_codes(fmt: str, granularity: Granularity, device: torch.device) -> None:
+    from coat_core.kernels.gpu import norm as kernels
+
+    for shape in SHAPES:
+        x, scale, shift = rows("heavy tails", shape, device)
+        saved = (*quantize(x, fmt, granularity)[:2], granularity.group_size)
+        args = (*saved, scale, shift, EPS, FP32)
+        assert_rows_close(kernels.norm_modulate(*args), reference(norm_modulate, *args), KERNEL_ROW_RTOL)
+        args = (torch.randn_like(x), *saved, scale, EPS, None, FP32)
+        for found, expected in zip(
+            kernels.norm_modulate_backward(*args), reference(norm_modulate_backward, *args), strict=True
+        ):
+            assert_rows_close(found, expected, KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_modulate_backward_kernel(kind: str, device: torch.device) -> None:
+    from coat_core.kernels.gpu.norm import norm_modulate_backward as kernel
+
+    for shape in SHAPES:
+        x, scale, _ = rows(kind, shape, device)
+        grad = rows_of_kind("strided", shape).to(device)
+        for residual in (None, rows_of_kind("slice", shape).to(device)):
+            args = (grad, x, None, 0, scale, EPS, residual, FP32)
+            for found, expected in zip(kernel(*args), reference(norm_modulate_backward, *args), strict=True):
+                assert_rows_close(found, expected, KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_norm_modulate_backward_kernel_in_half_precision(device: torch.device) -> None:
+    from coat_core.kernels.gpu.norm import norm_modulate_backward as kernel
+
+    x, scale, _ = rows("plain", (2, 7, 48), device, BF16)
+    saved, groups, _ = quantize(x, "e4m3", per_group(16))
+    for grad_dtype in (BF16, FP32):
+        grad, residual = torch.randn(x.shape).to(device, grad_dtype), torch.randn(x.shape).to(device, grad_dtype)
+        for given in ((x, None), (saved, groups)):
+            args = (grad, *given, 16, scale, EPS, residual, BF16)
+            dx, modulation = kernel(*args)
+            expected_dx, expected_modulation = reference(norm_modulate_backward, *args)
+            # codes are rounded to bf16 once more: the interpreter truncates
+            assert_rows_close(dx, expected_dx, 3 * BF16_ULP_RTOL)
+            assert_rows_close(modulation, expected_modulation, BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_norm_modulates_backward_shares_rows_among_programs(
+    programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coat_core.kernels.gpu import codes
+    from coat_core.kernels.gpu.norm import norm_modulate_backward as kernel
+
+    monkeypatch.setattr(codes, "PROGRAMS", programs)
+    monkeypatch.setattr(codes, "TILE_ELEMENTS", 128)  # two rows at once
+    x, scale, _ = rows("plain", (2, 13, 48), device)
+    grad = torch.randn_like(x)
+    args = (grad, *quantize(x, "e4m3", per_group(16))[:2], 16, scale, EPS, x, FP32)
+    for found, expected in zip(kernel(*args), reference(norm_modulate_backward, *args), strict=True):
+        assert_rows_close(found, expected, KERNEL_ROW_RTOL)

@@ -67,8 +67,7 @@ class GroupCodes:
         self._fmt = get_format(saved_format if self._kept else "e4m3")
         self.format_max = self._fmt.max if self._kept else 0.0
         self.codes = empty_codes(shape, self._fmt, device) if self._kept else None
-        scale_shape = per_group(group_size).scale_shape(shape)
-        self.scale = empty(scale_shape, torch.float32, device) if self._kept else None
+        self.scale = empty(per_group(group_size).scale_shape(shape), torch.float32, device) if self._kept else None
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return codes and scale once the kernel has run."""
@@ -88,6 +87,23 @@ def rank_options(up: Tensor | None, dim: int = -1) -> dict[str, int]:
         return {"RANK": 0, "RANK_BLOCK": 0}
     rank = up.shape[dim]
     return {"RANK": rank, "RANK_BLOCK": min(max(power_of_two(rank), 16), RANKS_AT_ONCE)}
+
+
+def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Tensor | None, int, int]:
+    """Return the scale of codes [..., width] as kernels read it with `common.load_saved`.
+
+    Args:
+        scale: of the shape of any granularity; None where there are values in place of codes.
+        group_size: elements that share a scale where each row has several.
+        width: elements of a row.
+
+    Returns:
+        scale, contiguous; how many of them a row has, 0 where one serves all; elements of a row that share one.
+    """
+    if scale is None:
+        return None, 0, width
+    per_row = scale.shape[-1] if scale.ndim else 0
+    return scale.contiguous(), per_row, group_size if per_row > 1 else width
 
 
 def with_row_stride(x: Tensor) -> tuple[Tensor, int]:

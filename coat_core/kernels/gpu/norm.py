@@ -1,7 +1,8 @@
-"""LayerNorm with adaLN modulation, forward (and quantized) and backward.
+"""LayerNorm with adaLN modulation, forward (quantized, and saving x in passing) and backward.
 
-Shapes: x [B, S, D], read as B·S rows; scale, shift [B, D]. A program holds whole rows: several where D is small. In the
-backward pass each program takes a share of one image's rows and leaves its part of the sums over S, added up by torch.
+Shapes: x [B, S, D], values or codes, read as B·S rows; scale, shift [B, D]. A program holds whole rows: several where
+D is small. In the backward pass each program takes a share of one image's rows and leaves its part of the sums over S,
+added up by torch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.kernels.gpu.codes import RowCodes, check_width, shared_rows, tile_rows, warps, with_row_stride
-from coat_core.kernels.gpu.common import rounded, store_row_codes
+from coat_core.kernels.gpu.codes import (
+    TL_DTYPES,
+    GroupCodes,
+    RowCodes,
+    check_width,
+    saved_groups,
+    shared_rows,
+    tile_rows,
+    warps,
+    with_row_stride,
+)
+from coat_core.kernels.gpu.common import load_saved, rounded, store_group_codes, store_row_codes
 from coat_core.kernels.gpu.runtime import blocks, empty, empty_values, finished, launch, power_of_two
 
 
@@ -29,37 +40,47 @@ def _normalized(x, inside, D, eps):
 @triton.jit
 def _layer_norm_modulate_fwd_kernel(
     x_ptr,
+    x_scale_ptr,
     scale_ptr,
     shift_ptr,
     n_ptr,
     codes_ptr,
     code_scale_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    scales_per_row,
     scale_stride,
     shift_stride,
     total,
     S,
     D,
     eps,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    SAVED_GROUP: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """R rows a program; rounds where eager PyTorch does."""
+    """R rows a program; rounds where eager PyTorch does. x is of DTYPE, or was before it became codes."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows[:, None] < total) & (columns < D)
     offsets = rows[:, None] * D + columns
     image = (rows // S)[:, None]
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = load_saved(x_ptr, x_scale_ptr, offsets, rows[:, None] * scales_per_row + columns // GROUP, inside, DTYPE)
+    if saved_ptr is not None:
+        store_group_codes(x, saved_ptr, saved_scale_ptr, rows, rows < total, 0, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK)
     scale = tl.load(scale_ptr + image * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(shift_ptr + image * shift_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = rounded(_normalized(x, inside, D, eps)[0], x_ptr)
+    normed = _normalized(x, inside, D, eps)[0].to(DTYPE).to(tl.float32)
     n = normed * rounded(1.0 + scale, scale_ptr)
-    if x_ptr.dtype.element_ty == scale_ptr.dtype.element_ty:
-        n = rounded(n, x_ptr)
+    if scale_ptr.dtype.element_ty == DTYPE:
+        n = rounded(n, scale_ptr)
     n += shift
-    if x_ptr.dtype.element_ty == scale_ptr.dtype.element_ty:
-        n = rounded(n, x_ptr)
+    if scale_ptr.dtype.element_ty == DTYPE:
+        n = rounded(n, scale_ptr)
     tl.store(n_ptr + offsets, n.to(n_ptr.dtype.element_ty), mask=inside)
     store_row_codes(n, codes_ptr, code_scale_ptr, rows, rows < total, offsets, inside, FORMAT_MAX)
 
@@ -68,28 +89,33 @@ def _layer_norm_modulate_fwd_kernel(
 def _layer_norm_modulate_bwd_kernel(
     grad_ptr,
     x_ptr,
+    x_scale_ptr,
     scale_ptr,
+    residual_ptr,
     dx_ptr,
-    dscale_ptr,
-    dshift_ptr,
+    dmodulation_ptr,
+    scales_per_row,
     scale_stride,
     S,
     D,
     eps,
     rounds,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """rounds·R rows of one image a program."""
+    """rounds·R rows of one image a program; of dmodulation, dshift comes first."""
     image, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     dscale = tl.zeros([R, BLOCK], tl.float32)
     dshift = tl.zeros([R, BLOCK], tl.float32)
     for turn in range(rounds):
-        rows = ((share * rounds + turn) * R + tl.arange(0, R))[:, None]
-        inside = (rows < S) & (columns < D)
-        offsets = (image * S + rows) * D + columns
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        places = ((share * rounds + turn) * R + tl.arange(0, R))[:, None]
+        inside = (places < S) & (columns < D)
+        rows = image * S + places
+        offsets = rows * D + columns
+        x = load_saved(x_ptr, x_scale_ptr, offsets, rows * scales_per_row + columns // GROUP, inside, DTYPE)
         g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         z, rstd = _normalized(x, inside, D, eps)
         scale = tl.load(scale_ptr + image * scale_stride + columns, mask=columns < D, other=0.0)
@@ -97,80 +123,149 @@ def _layer_norm_modulate_bwd_kernel(
         mean_dz = tl.div_rn(tl.sum(dz, axis=1), D * 1.0)[:, None]
         mean_dz_z = tl.div_rn(tl.sum(dz * z, axis=1), D * 1.0)[:, None]
         dx = rstd[:, None] * (dz - mean_dz - z * mean_dz_z)
+        if residual_ptr is not None:
+            dx += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         dscale += g * z
         dshift += g
-    part = (image * tl.num_programs(1) + share) * D + columns
-    tl.store(dscale_ptr + part, tl.sum(dscale, axis=0)[None, :], mask=columns < D)
-    tl.store(dshift_ptr + part, tl.sum(dshift, axis=0)[None, :], mask=columns < D)
+    part = dmodulation_ptr + (image * tl.num_programs(1) + share) * 2 * D + columns
+    tl.store(part, tl.sum(dshift, axis=0)[None, :], mask=columns < D)
+    tl.store(part + D, tl.sum(dscale, axis=0)[None, :], mask=columns < D)
+
+
+def norm_modulate_quantize(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launcher of `coat::norm_modulate_quantize`."""
+    return _forward(x, None, 0, scale, shift, eps, x.dtype, (fmt, granularity), (saved_format, group_size))
+
+
+def norm_modulate(
+    x: Tensor, x_scale: Tensor | None, group_size: int, scale: Tensor, shift: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Launcher of `coat::norm_modulate`."""
+    return _forward(x, x_scale, group_size, scale, shift, eps, dtype, ("e4m3", "none"), ("none", 0))[0]
 
 
 def layer_norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Launcher of `coat::layer_norm_modulate`."""
-    return layer_norm_modulate_quantize(x, scale, shift, eps, "e4m3", "none")[0]
+    return norm_modulate(x, None, 0, scale, shift, eps, x.dtype)
 
 
 def layer_norm_modulate_quantize(
     x: Tensor, scale: Tensor, shift: Tensor, eps: float, fmt: str, granularity: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launcher of `coat::layer_norm_modulate_quantize`."""
+    return norm_modulate_quantize(x, scale, shift, eps, fmt, granularity, "none", 0)[:3]
+
+
+def _forward(
+    x: Tensor,
+    x_scale: Tensor | None,
+    group_size: int,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    code_spec: tuple[str, str],
+    saved_spec: tuple[str, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """n, its codes as (fmt, granularity) has them, and codes of x as (saved_format, group_size) has them."""
     check_width(x.shape[-1])
     x, (scale, scale_stride), (shift, shift_stride) = x.contiguous(), with_row_stride(scale), with_row_stride(shift)
     (_, s, d), shape = x.shape, tuple(x.shape)
+    x_scale, per_row, group = saved_groups(x_scale, group_size, d)
     rows, block = x.numel() // d, power_of_two(d)
     tile = tile_rows(block)
-    dtype = torch.promote_types(x.dtype, scale.dtype)
-    n, codes = empty_values(shape, dtype, x.device), RowCodes(shape, fmt, granularity, x.device)
+    n_dtype = torch.promote_types(dtype, scale.dtype)
+    n, codes = empty_values(shape, n_dtype, x.device), RowCodes(shape, *code_spec, x.device)
+    saved = GroupCodes(shape, *saved_spec, x.device)
     launch(
         _layer_norm_modulate_fwd_kernel,
         (blocks(rows, tile),),
         x,
+        x_scale,
         scale,
         shift,
         n,
         codes.codes,
         codes.scale,
+        saved.codes,
+        saved.scale,
+        per_row,
         scale_stride,
         shift_stride,
         rows,
         s,
         d,
         eps,
+        GROUP=group,
+        DTYPE=TL_DTYPES[dtype],
         FORMAT_MAX=codes.format_max,
+        SAVED_MAX=saved.format_max,
+        SAVED_GROUP=min(saved_spec[1], block),
         R=tile,
         BLOCK=block,
         num_warps=warps(tile * block),
     )
-    n = finished(n, dtype)
-    return n, *codes.results(n)
+    n = finished(n, n_dtype)
+    return n, *codes.results(n), *saved.results()
 
 
-def layer_norm_modulate_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Launcher of `coat::layer_norm_modulate_backward`."""
+def norm_modulate_backward(
+    grad: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    group_size: int,
+    scale: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of `coat::norm_modulate_backward`."""
     check_width(x.shape[-1])
     grad, x, (scale, scale_stride) = grad.contiguous(), x.contiguous(), with_row_stride(scale)
     images, s, d = x.shape
+    x_scale, per_row, group = saved_groups(x_scale, group_size, d)
     block = power_of_two(d)
     tile = tile_rows(block)
     programs, rounds = shared_rows(images, s, tile)
-    dx = empty_values(tuple(x.shape), x.dtype, x.device)
-    dscale, dshift = (empty((images, programs, d), torch.float32, x.device) for _ in range(2))
+    dx = empty_values(tuple(x.shape), dtype, x.device)
+    dmodulation = empty((images, programs, 2, d), torch.float32, x.device)
     launch(
         _layer_norm_modulate_bwd_kernel,
         (images, programs),
         grad,
         x,
+        x_scale,
         scale,
+        None if residual is None else residual.contiguous(),
         dx,
-        dscale,
-        dshift,
+        dmodulation,
+        per_row,
         scale_stride,
         s,
         d,
         eps,
         rounds,
+        GROUP=group,
+        DTYPE=TL_DTYPES[dtype],
         R=tile,
         BLOCK=block,
         num_warps=warps(tile * block),
     )
-    return finished(dx, x.dtype), dscale.sum(1).to(scale.dtype), dshift.sum(1).to(scale.dtype)
+    return finished(dx, dtype), dmodulation.sum(1)
+
+
+def layer_norm_modulate_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Launcher of `coat::layer_norm_modulate_backward`."""
+    dx, dmodulation = norm_modulate_backward(grad, x, None, 0, scale, eps, None, x.dtype)
+    dshift, dscale = (part.to(scale.dtype, copy=True) for part in dmodulation.unbind(1))
+    return dx, dscale, dshift
