@@ -79,13 +79,17 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
     cases: dict[str, Callable[[], Any]] = {
         "rms norm and rope": partial(rope.rms_norm_rope, heads, weight, angles, angles, 1e-6),
         "rms norm and rope backward": partial(rope.rms_norm_rope_backward, heads, heads, weight, angles, angles, 1e-6),
-        "gate": partial(gate.gate_residual, x, modulation, x),
+        "gate": partial(gate.gated_sum, x, modulation, x, None, None, "none", 0),
+        "gate, saved": partial(gate.gated_sum, x, modulation, x, None, None, "e4m3", 128),
     }
+    for rank, saved in ((16, ("e4m3", 128)), (64, ("e5m2", 16)), (256, ("e4m3", 256)), (16, ("none", 0))):
+        h, up = _empty(1, TOKENS, 4 * rank)[..., :rank], _empty(HIDDEN, rank)
+        cases[f"gate, rank {rank}, saved {saved[0]}"] = partial(gate.gated_sum, x, modulation, x, h, up, *saved)
     cases["gelu backward"] = partial(gelu.gelu_backward, dwide, wide)
     cases["gelu backward bf16"] = partial(gelu.gelu_backward, wide, wide)
     e5m2_codes = _empty(1, TOKENS, HIDDEN, dtype=FORMATS["e5m2"].dtype)
     cases["gate backward bf16 from codes e5m2 per_tensor"] = partial(
-        gate.gate_residual_backward, x, modulation, e5m2_codes, scale, 128, dtype, "e5m2", "per_tensor"
+        gate.gated_sum_backward, x, modulation, e5m2_codes, scale, 128, dtype, "e5m2", "per_tensor"
     )
     for spec in (("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor")):
         label = " ".join(spec)
@@ -95,7 +99,7 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
         )
         for name, result in results.items():
             cases[f"gate backward {name} {label}"] = partial(
-                gate.gate_residual_backward, dx, modulation, *result, 128, dtype, *spec
+                gate.gated_sum_backward, dx, modulation, *result, 128, dtype, *spec
             )
     cases["gelu alone"] = partial(gelu.gelu_concat_quantize, None, wide, "e4m3", "per_row")
     return cases

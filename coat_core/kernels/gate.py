@@ -255,5 +255,7 @@ def _(
     return cast_of(GRADIENT, out, granularity)
 
 
+run_by_triton(gated_sum, "gate.gated_sum")
+run_by_triton(gated_sum_backward, "gate.gated_sum_backward")
 run_by_triton(gate_residual, "gate.gate_residual")
 run_by_triton(gate_residual_backward, "gate.gate_residual_backward")

@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from coat_core.casts import declarations
-from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.kernels.gate import gate_residual, gated_sum, gated_sum_backward
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.operators import check_operator
-from tests.helpers.rows import SPECS, assert_codes_of, assert_rows_close, assert_saved, rows_of_kind
-from tests.tolerances import KERNEL_ROW_RTOL
+from tests.helpers.operators import check_operator, reference
+from tests.helpers.rows import CASES, KINDS, SPECS, assert_codes_of, assert_rows_close, assert_saved, rows_of_kind
+from tests.tolerances import BF16_ULP_RTOL, KERNEL_ROW_RTOL
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
 SAVED = [("none", 128), ("e4m3", 128), ("e5m2", 16)]
+SHAPES = [(2, 7, 48), (1, 19, 40), (3, 5, 130), (1, 3, 2100)]
 GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128)]
 
 
@@ -82,3 +83,105 @@ def test_operators_keep_torch_library_rules() -> None:
     codes, scale, _ = quantize(result, "e4m3", per_group(16))
     for given in ((None, None), (result, None), (codes, scale)):
         check_operator(gated_sum_backward, (grad, gate, *given, 16, BF16, "e5m2", "per_row"))
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("saved", [("none", 0), ("e4m3", 128), ("e5m2", 16), ("e4m3", 256)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_sum_kernel_has_the_references_bits(kind: str, saved: tuple[str, int], device: torch.device) -> None:
+    from coat_core.kernels.gpu.gate import gated_sum as kernel
+
+    for shape in SHAPES:
+        residual, gate, result = tensors(kind, shape, device)
+        y, *codes = kernel(residual, gate, result, None, None, *saved)
+        assert_bitwise(y, residual + gate[:, None] * result)
+        assert_saved(result, *codes, *saved)
+    y, *codes = kernel(residual, gate.bfloat16(), result.bfloat16(), None, None, *saved)
+    assert y.dtype == FP32
+    assert_saved(result.bfloat16(), *codes, *saved)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 100, 256])
+def test_gated_sum_kernel_completes_the_result(rank: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu.gate import gated_sum as kernel
+
+    for kind, shape in (
+        ("plain", (2, 17, 48)),
+        ("slice", (1, 7, 40)),
+        ("outlier", (3, 5, 130)),
+        ("strided", (1, 3, 600)),
+    ):
+        residual, gate, result = tensors(kind, shape, device)
+        h, up = adapter(shape, rank, device)
+        complete = result + h @ up.t()
+        y, codes, scale = kernel(residual, gate, result, h, up, "e4m3", 16)
+        expected = residual + gate[:, None] * complete
+        assert_rows_close(y, expected, KERNEL_ROW_RTOL)
+        ones, zeros = torch.ones_like(gate), torch.zeros_like(residual)
+        kernels_own = kernel(zeros, ones, result, h, up, "none", 0)[0]
+        assert_rows_close(kernels_own, complete, KERNEL_ROW_RTOL)
+        assert_saved(kernels_own, codes, scale, "e4m3", 16)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated_sum_kernel_in_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    from coat_core.kernels.gpu.gate import gated_sum as kernel
+
+    residual, gate, result = tensors("plain", (2, 17, 48), device, dtype)
+    h, up = adapter((2, 17, 48), 16, device, dtype)
+    args = (residual, gate, result, h, up, "e4m3", 16)
+    y, codes, scale = kernel(*args)
+    # the result, the product and the sum are rounded: the interpreter truncates
+    assert_rows_close(y, reference(gated_sum, *args)[0], 6 * BF16_ULP_RTOL)
+    complete = kernel(torch.zeros_like(residual), torch.ones_like(gate), *args[2:])[0]
+    assert_saved(complete, codes, scale, "e4m3", 16)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_gated_sum_backward_kernel(case: tuple[str, str, str], device: torch.device) -> None:
+    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+
+    kind, *spec = case
+    for shape in SHAPES:
+        result, gate, grad = tensors(kind, shape, device)
+        args = (grad, gate, result, None, 128, FP32, *spec)
+        dy, codes, scale, dgate = kernel(*args)
+        assert_bitwise(dy, grad * gate[:, None])
+        assert_codes_of(dy, codes, scale, *spec)
+        assert_rows_close(dgate, reference(gated_sum_backward, *args)[-1], KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_sum_backward_kernel_reads_codes(
+    dtype: torch.dtype, granularity: Granularity, device: torch.device
+) -> None:
+    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+
+    for shape in SHAPES:
+        grad, gate, result = tensors("heavy tails", shape, device, dtype)
+        codes, scale, _ = quantize(result, "e5m2", granularity)
+        args = (grad, gate, codes, scale, granularity.group_size, dtype, "e5m2", "per_row")
+        dgate = kernel(*args)[-1]
+        assert dgate.dtype == FP32
+        # the interpreter truncates the values to bf16
+        allowed = KERNEL_ROW_RTOL if dtype == FP32 else 2 * BF16_ULP_RTOL
+        assert_rows_close(dgate, reference(gated_sum_backward, *args)[-1], allowed)
+
+
+@pytest.mark.triton
+def test_rows_too_wide_for_a_program_are_refused(device: torch.device) -> None:
+    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+
+    wide = torch.zeros(1, 1, 16385, device=device)
+    with pytest.raises(ValueError, match="rows of 16385: the Triton kernel holds at most 16384"):
+        kernel(wide, wide[0], None, None, 128, FP32, "e5m2", "none")

@@ -72,9 +72,16 @@ def gate_cases() -> Iterator[Case]:
         x, scale = turned(2, tokens, 48), torch.randn(2, 144)[:, 48:96]
         for dtype in (BF16, FP32):
             yield gate.gate_residual, (x.bfloat16(), scale.to(dtype), x.to(dtype))
+            h, up = torch.randn(2, tokens, 12).to(dtype)[..., 4:], torch.randn(48, 8).to(dtype)
+            for saved in SAVED[: 3 if tokens else 1]:
+                for adapter in ((None, None), (h, up)):
+                    yield gate.gated_sum, (x.bfloat16(), scale.to(dtype), x.to(dtype), *adapter, *saved)
             for spec in SPECS if tokens else SPECS[:1]:
                 for result in (None, x.bfloat16()):
                     yield gate.gate_residual_backward, (x, scale.to(dtype), result, None, 128, BF16, *spec)
+                    yield gate.gated_sum_backward, (x, scale.to(dtype), result, None, 128, BF16, *spec)
+            for given in read_cases(x.bfloat16()):
+                yield gate.gated_sum_backward, (x, scale.to(dtype), *given, BF16, *SPECS[0])
 
 
 def gelu_cases() -> Iterator[Case]:

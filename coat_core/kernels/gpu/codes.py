@@ -25,7 +25,9 @@ WARPS_MAX = 16
 RANKS_AT_ONCE = 64
 LOW_RANK_ROWS = 16  # what a tile of tl.dot has at least
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-PROGRAMS = 512  # that share the rows where each leaves column sums: two or more for each multiprocessor of a large GPU
+# that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
+# large GPU, as many as fit there at once with the registers of LayerNorm's backward
+PROGRAMS = 256
 
 
 class RowCodes:

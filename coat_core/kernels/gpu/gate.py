@@ -1,7 +1,7 @@
-"""Gate and residual, forward and backward (with the gate's gradient, and quantized).
+"""Gate and residual, forward (with the result's adapter, and saving it in passing) and backward (quantized).
 
-Shapes: residual, result, grad [B, S, D], gate [B, D]. In the backward pass a program holds whole rows, takes a share of
-one image's and leaves its part of the sum over S, added up by torch.
+Shapes: residual, result, grad [B, S, D], gate [B, D], h [B, S, r], up [D, r]. In the backward pass a program holds
+whole rows, takes a share of one image's and leaves its part of the sum over S, added up by torch.
 """
 
 from __future__ import annotations
@@ -11,24 +11,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.kernels.gpu.codes import TL_DTYPES, RowCodes, check_width, shared_rows, tile_rows, warps, with_row_stride
-from coat_core.kernels.gpu.common import rounded, store_row_codes
-from coat_core.kernels.gpu.runtime import blocks, empty, empty_values, finished, launch, power_of_two
+from coat_core.kernels.gpu.codes import (
+    LOW_RANK_ROWS,
+    TL_DTYPES,
+    GroupCodes,
+    RowCodes,
+    check_width,
+    rank_options,
+    saved_groups,
+    shared_rows,
+    tile_rows,
+    warps,
+    with_row_stride,
+)
+from coat_core.kernels.gpu.common import add_low_rank, load_saved, rounded, store_group_codes, store_row_codes
+from coat_core.kernels.gpu.runtime import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
 
 WIDEST_BLOCK = 1024
+WIDEST_LOW_RANK_BLOCK = 256  # also the largest group
 
 
 @triton.jit
 def _gate_residual_fwd_kernel(
-    residual_ptr, gate_ptr, result_ptr, y_ptr, gate_stride, total, S, D, R: tl.constexpr, BLOCK: tl.constexpr
+    residual_ptr,
+    gate_ptr,
+    result_ptr,
+    h_ptr,
+    up_ptr,
+    y_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    gate_stride,
+    h_stride,
+    S,
+    D,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    SAVED_GROUP: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """A tile of R rows a program; rounds where eager PyTorch does."""
-    rows = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]
-    columns = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    inside = (rows < total) & (columns < D)
-    offsets = rows * D + columns
-    gate = tl.load(gate_ptr + rows // S * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    product = gate * tl.load(result_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    """A tile of R rows of one image a program; rounds where eager PyTorch does."""
+    image, place = tl.program_id(2).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
+    rows, first = image * S + place, tl.program_id(1) * BLOCK
+    columns = first + tl.arange(0, BLOCK)
+    inside = (place < S)[:, None] & (columns < D)[None, :]
+    offsets = rows[:, None] * D + columns[None, :]
+    result = tl.load(result_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if h_ptr is not None:
+        result = add_low_rank(
+            result, h_ptr, up_ptr, rows * h_stride, columns * RANK, 1, place < S, columns < D, RANK, RANK_BLOCK
+        )
+        result = rounded(result, result_ptr)
+    if saved_ptr is not None:
+        store_group_codes(
+            result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
+        )
+    gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
+    product = gate[None, :] * result
     if gate_ptr.dtype.element_ty == result_ptr.dtype.element_ty:
         product = rounded(product, gate_ptr)
     y = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + product
@@ -56,10 +97,7 @@ def _gate_residual_bwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """rounds·R rows of one image a program.
-
-    result is codes where it has scales, one for each GROUP of a row; scales_per_row is 0 where one serves all rows.
-    """
+    """rounds·R rows of one image a program."""
     image, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
@@ -76,30 +114,108 @@ def _gate_residual_bwd_kernel(
         dy = dy.to(DTYPE).to(tl.float32)
         tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
         if result_ptr is not None:
-            result = tl.load(result_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-            if result_scale_ptr is not None:
-                groups = rows[:, None] * scales_per_row + columns // GROUP
-                result = result * tl.load(result_scale_ptr + groups, mask=inside, other=0.0)
-                result = result.to(DTYPE).to(tl.float32)
-            dgate += g * result
+            groups = rows[:, None] * scales_per_row + columns // GROUP
+            dgate += g * load_saved(result_ptr, result_scale_ptr, offsets, groups, inside, DTYPE)
         store_row_codes(dy, codes_ptr, code_scale_ptr, rows, place < S, offsets, inside, FORMAT_MAX)
     if result_ptr is not None:
         part = (image * tl.num_programs(1) + share) * D + columns
         tl.store(dgate_ptr + part, tl.sum(dgate, axis=0)[None, :], mask=columns < D)
 
 
+def gated_sum(
+    residual: Tensor,
+    gate: Tensor,
+    result: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    saved_format: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launcher of `coat::gated_sum`."""
+    residual, result, (gate, gate_stride) = residual.contiguous(), result.contiguous(), with_row_stride(gate)
+    (images, s, d), shape = residual.shape, tuple(residual.shape)
+    dtype = torch.promote_types(residual.dtype, torch.promote_types(gate.dtype, result.dtype))
+    h, h_stride = (None, 0) if h is None else with_row_stride(dot_operand(h))
+    block = min(power_of_two(d), WIDEST_BLOCK if h is None else WIDEST_LOW_RANK_BLOCK)
+    tile = tile_rows(block) if h is None else max(tile_rows(block), LOW_RANK_ROWS)
+    y, saved = empty_values(shape, dtype, residual.device), GroupCodes(shape, saved_format, group_size, residual.device)
+    launch(
+        _gate_residual_fwd_kernel,
+        (blocks(s, tile), blocks(d, block), images),
+        residual,
+        gate,
+        result,
+        h,
+        None if up is None else dot_operand(up).contiguous(),
+        y,
+        saved.codes,
+        saved.scale,
+        gate_stride,
+        h_stride,
+        s,
+        d,
+        **rank_options(up),
+        SAVED_MAX=saved.format_max,
+        SAVED_GROUP=min(group_size, block),
+        R=tile,
+        BLOCK=block,
+        num_warps=warps(tile * block),
+    )
+    return finished(y, dtype), *saved.results()
+
+
 def gate_residual(residual: Tensor, gate: Tensor, result: Tensor) -> Tensor:
     """Launcher of `coat::gate_residual`."""
-    residual, result, (gate, gate_stride) = residual.contiguous(), result.contiguous(), with_row_stride(gate)
-    _, s, d = residual.shape
-    dtype = torch.promote_types(residual.dtype, torch.promote_types(gate.dtype, result.dtype))
-    y = empty_values(tuple(residual.shape), dtype, residual.device)
-    rows, block = residual.numel() // d, min(power_of_two(d), WIDEST_BLOCK)
+    return gated_sum(residual, gate, result, None, None, "none", 0)[0]
+
+
+def gated_sum_backward(
+    grad: Tensor,
+    gate: Tensor,
+    result: Tensor | None,
+    result_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    fmt: str,
+    granularity: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launcher of `coat::gated_sum_backward`."""
+    check_width(grad.shape[-1])
+    grad, (gate, gate_stride) = grad.contiguous(), with_row_stride(gate)
+    (images, s, d), shape = grad.shape, tuple(grad.shape)
+    result = None if result is None else result.contiguous()
+    result_scale, per_row, group = saved_groups(result_scale, group_size, d)
+    block = power_of_two(d)
     tile = tile_rows(block)
-    options = {"R": tile, "BLOCK": block, "num_warps": warps(tile * block)}
-    grid = (blocks(rows, tile), blocks(d, block))
-    launch(_gate_residual_fwd_kernel, grid, residual, gate, result, y, gate_stride, rows, s, d, **options)
-    return finished(y, dtype)
+    programs, rounds = shared_rows(images, s, tile)
+    dy, codes = empty_values(shape, dtype, grad.device), RowCodes(shape, fmt, granularity, grad.device)
+    dgate = None if result is None else empty((images, programs, d), torch.float32, grad.device)
+    launch(
+        _gate_residual_bwd_kernel,
+        (images, programs),
+        grad,
+        gate,
+        result,
+        result_scale,
+        dy,
+        codes.codes,
+        codes.scale,
+        dgate,
+        gate_stride,
+        per_row,
+        s,
+        d,
+        rounds,
+        GROUP=group,
+        DTYPE=TL_DTYPES[dtype],
+        FORMAT_MAX=codes.format_max,
+        R=tile,
+        BLOCK=block,
+        num_warps=warps(tile * block),
+    )
+    dy = finished(dy, dtype)
+    found = gate.new_empty(0, dtype=torch.float32) if dgate is None else dgate.sum(1)
+    return dy, *codes.results(dy), found
 
 
 def gate_residual_backward(
@@ -113,39 +229,5 @@ def gate_residual_backward(
     granularity: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launcher of `coat::gate_residual_backward`."""
-    check_width(grad.shape[-1])
-    grad, (gate, gate_stride) = grad.contiguous(), with_row_stride(gate)
-    (images, s, d), shape = grad.shape, tuple(grad.shape)
-    result = None if result is None else result.contiguous()
-    per_row = 0 if result_scale is None or result_scale.ndim == 0 else result_scale.shape[-1]
-    block = power_of_two(d)
-    tile = tile_rows(block)
-    programs, rounds = shared_rows(images, s, tile)
-    dy, codes = empty_values(shape, dtype, grad.device), RowCodes(shape, fmt, granularity, grad.device)
-    dgate = None if result is None else empty((images, programs, d), torch.float32, grad.device)
-    launch(
-        _gate_residual_bwd_kernel,
-        (images, programs),
-        grad,
-        gate,
-        result,
-        None if result_scale is None else result_scale.contiguous(),
-        dy,
-        codes.codes,
-        codes.scale,
-        dgate,
-        gate_stride,
-        per_row,
-        s,
-        d,
-        rounds,
-        GROUP=group_size if per_row > 1 else d,
-        DTYPE=TL_DTYPES[dtype],
-        FORMAT_MAX=codes.format_max,
-        R=tile,
-        BLOCK=block,
-        num_warps=warps(tile * block),
-    )
-    dy = finished(dy, dtype)
-    found = gate.new_empty(0) if dgate is None else dgate.sum(1).to(gate.dtype)
-    return dy, *codes.results(dy), found
+    found = gated_sum_backward(grad, gate, result, result_scale, group_size, dtype, fmt, granularity)
+    return *found[:3], found[3].to(gate.dtype)

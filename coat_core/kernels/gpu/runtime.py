@@ -1,7 +1,8 @@
 """Launching kernels and allocating what they write.
 
 Triton's interpreter truncates on stores to bf16 and FP8 (triton issue 8322), so on the CPU kernels write fp32, which
-`finished` casts. On CUDA the buffers have their own dtype from the start and `finished` returns them as they are.
+`finished` casts. On CUDA the buffers have their own dtype from the start and `finished` returns them as they are. Its
+tl.dot multiplies the bits of bf16 as integers: on the CPU kernels get factors in fp32, from `dot_operand`.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
         return buffer
     is_fp8 = any(dtype == fmt.dtype for fmt in FORMATS.values())
     return saturating_cast(buffer, format_of(dtype)) if is_fp8 else buffer.to(dtype)
+
+
+def dot_operand(x: Tensor) -> Tensor:
+    """Return a matrix as a kernel's tl.dot reads it."""
+    return x.to(torch.float32) if x.device.type == "cpu" else x
 
 
 @contextmanager
