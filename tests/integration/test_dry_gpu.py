@@ -227,8 +227,8 @@ def gate_launch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda given: given.update(BLOCKS=1), r"BLOCKS: neither an argument of the kernel nor an option of Triton"),
         (lambda given: given["args"].pop(), r"missing a required argument"),
         (lambda given: given["args"].append(1), r"multiple values|too many"),
-        (lambda given: given["args"].__setitem__(4, torch.ones(())), r"gate_stride is a Tensor"),
-        (lambda given: given["args"].__setitem__(4, 7), r"gate_ptr has strides .* is read by \[7\]"),
+        (lambda given: given["args"].__setitem__(8, torch.ones(())), r"gate_stride is a Tensor"),
+        (lambda given: given["args"].__setitem__(8, 7), r"gate_ptr has strides .* is read by \[7\]"),
         (lambda given: given["args"].__setitem__(0, torch.ones(2).bfloat16()), r"residual_ptr is on the cpu"),
         (lambda given: given["args"].__setitem__(0, None), r"residual_ptr is None: compiled for torch.bfloat16"),
         (
