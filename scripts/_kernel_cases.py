@@ -131,6 +131,72 @@ def _norm_cases() -> dict[str, Callable[[], Any]]:
     return cases
 
 
+def _qkv_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.kernels.gpu import gelu, qkv
+
+    fp8, bf16 = FORMATS["e4m3"].dtype, torch.bfloat16
+    wide = _empty(1, TOKENS, 3 * HIDDEN + MLP)
+    y, mlp, heads = wide[..., : 3 * HIDDEN], wide[..., 3 * HIDDEN :], _empty(1, TOKENS, 24, 128)
+    y_codes, y_scale = _empty(*y.shape, dtype=fp8), _empty(1, TOKENS, 72, dtype=torch.float32)
+    mlp_codes, mlp_scale = _empty(*mlp.shape, dtype=fp8), _empty(1, TOKENS, 96, dtype=torch.float32)
+    out, out_codes, out_scale = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, HIDDEN, dtype=fp8), y_scale[..., :24]
+    weights, angles = [_empty(128)] * 4, _empty(TOKENS, 128, dtype=torch.float32)
+    norm = (weights, angles, angles, 1e-6)
+    streams = [_empty(1, 512, 3 * HIDDEN), _empty(1, 4096, 3 * HIDDEN)]
+    cases: dict[str, Callable[[], Any]] = {}
+    for rank, form in ((16, "e4m3"), (24, "e5m2"), (64, "e4m3"), (128, "e4m3")):
+        hs, ups = [_empty(1, x.shape[1], 3 * rank) for x in streams], [_empty(3 * HIDDEN, rank)] * 2
+        cases[f"qkv, double block, rank {rank}, {form}"] = partial(
+            qkv.qkv_rope, streams, [], hs, ups, *norm, form, 128, bf16
+        )
+        h, up, down = _empty(1, TOKENS, 4 * rank), _empty(MLP, rank), _empty(rank, HIDDEN + MLP)[:, HIDDEN:]
+        h, dh = h[..., 3 * rank :], h[..., :rank]
+        how = (form, 128, bf16)
+        cases[f"qkv, single block, rank {rank}, {form}"] = partial(
+            qkv.qkv_rope, [y], [], [_empty(1, TOKENS, 4 * rank)[..., : 3 * rank]], ups[:1], *norm, *how
+        )
+        cases[f"mlp, rank {rank}, {form}"] = partial(
+            gelu.mlp_activation, out, None, mlp, None, h, up, "e4m3", "per_row", *how
+        )
+        cases[f"mlp backward, rank {rank}"] = partial(
+            gelu.mlp_activation_backward, mlp, dh, down, mlp_codes, mlp_scale, 128, bf16
+        )
+    for group in (16, 256):
+        cases[f"qkv, groups of {group}"] = partial(qkv.qkv_rope, [y], [], [], [], *norm, "e4m3", group, bf16)
+        cases[f"mlp, groups of {group}"] = partial(
+            gelu.mlp_activation, out, None, mlp, None, None, None, "e4m3", "per_tensor", "e4m3", group, bf16
+        )
+    no_adapter, nothing = (None, None), ("none", "none", "none", 128, bf16)
+    cases["qkv from codes"] = partial(qkv.qkv_rope, [y_codes], [y_scale], [], [], *norm, "none", 128, bf16)
+    cases["qkv backward from codes"] = partial(
+        qkv.qkv_rope_backward, [heads] * 3, [y_codes], [y_scale], *norm, 128, bf16
+    )
+    cases["qkv backward"] = partial(qkv.qkv_rope_backward, [heads] * 3, streams, [], *norm, 128, bf16)
+    cases["qkv and mlp backward"] = partial(
+        qkv.qkv_mlp_backward,
+        [heads] * 3,
+        y_codes,
+        y_scale,
+        weights[:2],
+        *norm[1:],
+        mlp,
+        dh,
+        down,
+        mlp_codes,
+        mlp_scale,
+        128,
+        bf16,
+    )
+    cases["mlp from codes"] = partial(
+        gelu.mlp_activation, out_codes, out_scale, mlp_codes, mlp_scale, *no_adapter, *nothing
+    )
+    cases["mlp alone, no adapter"] = partial(
+        gelu.mlp_activation, None, None, mlp, None, *no_adapter, "e4m3", "per_row", "e4m3", 128, bf16
+    )
+    cases["mlp backward, no adapter"] = partial(gelu.mlp_activation_backward, mlp, *no_adapter, mlp, None, 128, bf16)
+    return cases
+
+
 def _adamw_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu.adamw import fp8_adamw_step
 
@@ -176,5 +242,6 @@ CASES: dict[str, Callable[[], Any]] = {
     **_weight_only_cases(),
     **_norm_cases(),
     **_row_cases(),
+    **_qkv_cases(),
     **_adamw_cases(),
 }

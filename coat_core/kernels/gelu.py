@@ -241,3 +241,5 @@ def _(
 
 run_by_triton(gelu_concat_quantize, "gelu.gelu_concat_quantize")
 run_by_triton(gelu_backward, "gelu.gelu_backward")
+run_by_triton(mlp_activation, "gelu.mlp_activation")
+run_by_triton(mlp_activation_backward, "gelu.mlp_activation_backward")

@@ -22,6 +22,7 @@ from torch import Tensor
 from coat_core.autograd import without_autocast
 from coat_core.casts import Cast, declares
 from coat_core.kernels.codes import fake_saved_codes_of, saved_cast_of, saved_codes_of, values_of, with_adapter
+from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.gelu import mlp_activation_backward
 from coat_core.kernels.operators import operator
 
@@ -311,3 +312,8 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     return y.new_empty((*y.shape[:-1], y.shape[-1] + mlp.shape[-1]), dtype=dtype)
+
+
+run_by_triton(qkv_rope, "qkv.qkv_rope")
+run_by_triton(qkv_rope_backward, "qkv.qkv_rope_backward")
+run_by_triton(qkv_mlp_backward, "qkv.qkv_mlp_backward")

@@ -57,8 +57,8 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 def moved(x: Any, device: Any) -> Any:
     """An operator's argument on another device."""
-    if isinstance(x, list):
-        return [moved(element, device) for element in x]
+    if isinstance(x, (list, tuple)):
+        return type(x)(moved(element, device) for element in x)
     return x.to(device) if isinstance(x, Tensor) else x
 
 

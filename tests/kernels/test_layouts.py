@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.kernels import dispatch, gate, gelu, norm, weight_only
+from coat_core.kernels import dispatch, gate, gelu, norm, qkv, weight_only
 from coat_core.kernels import quantize as quantizing
 from coat_core.quantize import quantize
-from tests.helpers.operators import check_layout
+from tests.helpers.operators import check_layout, moved, tensors_in
 from tests.helpers.rows import SPECS
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -93,6 +93,20 @@ def gelu_cases() -> Iterator[Case]:
         yield gelu.gelu_backward, (torch.randn(2, tokens, 178)[..., 48:], mlp.bfloat16())
 
 
+def qkv_cases() -> Iterator[Case]:
+    for tokens in (7, 1):
+        for dtype in (BF16, FP32):
+            y, h, up = torch.randn(2, tokens, 200)[..., :144].to(dtype), torch.randn(2, tokens, 12), torch.randn(144, 4)
+            norm = ([torch.randn(16).to(dtype)] * 2, *torch.randn(2, tokens, 16), 1e-6)
+            for saved in ("none", "e5m2"):
+                yield qkv.qkv_rope, ([y], [], [], [], *norm, saved, 32, dtype)
+                yield qkv.qkv_rope, ([y], [], [h.to(dtype)], [up.to(dtype)], *norm, saved, 16, dtype)
+            grads = [torch.randn(2, 3, tokens, 16).transpose(1, 2) for _ in range(3)]
+            yield qkv.qkv_rope_backward, (grads, [y], [], *norm, 16, dtype)
+            mlp, dh, down = turned(2, tokens, 130).to(dtype), torch.randn(2, tokens, 4), torch.randn(4, 130)
+            yield qkv.qkv_mlp_backward, (grads, y, None, *norm, mlp.float(), dh, down, mlp, None, 16, dtype)
+
+
 def weight_only_cases() -> Iterator[Case]:
     for granularity in (PER_TENSOR, PER_ROW):
         codes, scale, _ = quantize(torch.randn(48, 32), "e4m3", granularity)
@@ -103,18 +117,14 @@ def weight_only_cases() -> Iterator[Case]:
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("cases", [quantize_cases, norm_cases, gate_cases, gelu_cases, weight_only_cases])
+@pytest.mark.parametrize("cases", [quantize_cases, norm_cases, gate_cases, gelu_cases, qkv_cases, weight_only_cases])
 def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.device) -> None:
     for op, args in cases():
         module, function = dispatch.launchers[op._qualname][1].split(".")
         launch = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), function)
-        given = tuple(arg.to(device) if isinstance(arg, Tensor) else arg for arg in args)
+        given = moved(args, device)
         results = launch(*given)
         check_layout(op, given, results)
         check_layout(op, given, op._init_fn(*given))
-        for found, expected in zip(as_tuple(results), as_tuple(op._init_fn(*given)), strict=True):
+        for found, expected in zip(tensors_in(results), tensors_in(op._init_fn(*given)), strict=True):
             assert (found.float().isnan() == expected.float().isnan()).all(), op
-
-
-def as_tuple(results: Any) -> tuple[Tensor, ...]:
-    return results if isinstance(results, tuple) else (results,)

@@ -10,13 +10,19 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 
 from coat_core.casts import declarations
-from coat_core.granularity import per_group
+from coat_core.granularity import PER_TENSOR, per_group
 from coat_core.kernels.gelu import mlp_activation_backward
 from coat_core.kernels.qkv import qkv_mlp_backward, qkv_rope, qkv_rope_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.helpers.operators import check_operator
-from tests.tolerances import NORM_BACKWARD_BF16_FLOOR_DB, NORM_BACKWARD_FP32_FLOOR_DB
+from tests.helpers.operators import check_operator, moved, reference
+from tests.helpers.rows import KINDS, assert_rows_close, assert_saved, rows_of_kind
+from tests.tolerances import (
+    BF16_ULP_RTOL,
+    KERNEL_ROW_RTOL,
+    NORM_BACKWARD_BF16_FLOOR_DB,
+    NORM_BACKWARD_FP32_FLOOR_DB,
+)
 
 EPS = 1e-6
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -58,6 +64,7 @@ def streams(
     wider: int = 0,
     images: int = 2,
     whole: bool = False,
+    kind: str = "plain",
 ) -> Streams:
     """Streams of these lengths.
 
@@ -71,16 +78,22 @@ def streams(
         wider: columns after each row of y, and before each of h.
         images: B.
         whole: small whole numbers, of which products and sums are exact in any order.
+        kind: of y, see `rows_of_kind`.
     """
 
     def numbers(*shape: int) -> Tensor:
         found = torch.randint(-4, 5, shape).float() if whole else torch.randn(shape)
         return found.to(device, dtype)
 
+    def rows(tokens: int) -> Tensor:
+        if kind != "plain":
+            return rows_of_kind(kind, (images, tokens, width)).to(device, dtype)
+        return numbers(images, tokens, width + wider)[..., :width]
+
     width, both = 3 * heads * d, range(len(lengths))
     angles = torch.randn(sum(lengths), d // 2).repeat_interleave(2, dim=1)
     return Streams(
-        [numbers(images, s, width + wider)[..., :width] for s in lengths],
+        [rows(s) for s in lengths],
         [numbers(images, s, 3 * rank + wider)[..., wider:] for s in lengths] if rank else [],
         [numbers(width, rank) for _ in both] if rank else [],
         [torch.randn(d).to(device, dtype) for _ in 2 * lengths],
@@ -122,9 +135,7 @@ def test_qkv_rope_has_the_bits_of_linear_norm_and_rotary(
         assert found.is_contiguous()
         assert_bitwise(found, expected.contiguous())
     for y, codes, scale in zip(complete, saved[::2], saved[1::2], strict=True):
-        expected = quantize(y, "e4m3", per_group(32))
-        assert_bitwise(scale, expected.scale)
-        assert_bitwise(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert_saved(y, codes, scale, "e4m3", 32)
     assert len(qkv_rope(*forward_arguments(x))) == 3
 
 
@@ -160,7 +171,8 @@ def test_qkv_rope_backward_is_the_gradient(lengths: tuple[int, ...], dtype: torc
 def mlp_arguments(s: int, f: int, rank: int, dtype: torch.dtype = FP32) -> tuple[Any, ...]:
     """grad_mlp, dh, down and mlp, as `qkv_mlp_backward` takes them."""
     adapter = (torch.randn(2, s, rank, dtype=dtype), torch.randn(rank, f + 48, dtype=dtype)[:, 48:])
-    return torch.randn(2, s, f + 48, dtype=dtype)[..., 48:], *(adapter if rank else (None, None)), torch.randn(2, s, f)
+    grad = torch.randn(2, s, f + 48, dtype=dtype)[..., 48:]
+    return grad, *(adapter if rank else (None, None)), torch.randn(2, s, f)
 
 
 def test_qkv_mlp_backward_is_both_side_by_side() -> None:
@@ -203,3 +215,128 @@ def test_operators_keep_torch_library_rules() -> None:
     rest = (one.weights, one.cos, one.sin, EPS)
     check_operator(qkv_mlp_backward, (grads, one.ys[0], None, *rest, *mlp_arguments(8, 96, 4), None, 16, BF16))
     check_operator(qkv_rope, forward_arguments(one))  # v is q, k, v's own memory in no case
+
+
+# -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("kind", "heads", "d", "form", "group"),
+    [
+        *((kind, 3, 16, "e4m3", 16) for kind in KINDS),
+        ("plain", 2, 48, "e5m2", 16),
+        ("plain", 5, 64, "e4m3", 32),
+        ("outlier", 3, 24, "e5m2", 32),  # groups that reach over heads
+        ("plain", 1, 16, "e4m3", 128),
+    ],
+)
+def test_qkv_rope_kernels_without_adapters(
+    kind: str, heads: int, d: int, form: str, group: int, device: torch.device
+) -> None:
+    from coat_core.kernels.gpu import qkv as kernels
+
+    x = streams((3, 20), heads, d, device=device, kind=kind)
+    q, k, v, *saved = kernels.qkv_rope(*forward_arguments(x, form, group))
+    expected = reference(qkv_rope, *forward_arguments(x))
+    for found, wanted in zip((q, k), expected, strict=False):
+        assert found.is_contiguous()
+        assert_rows_close(found, wanted, KERNEL_ROW_RTOL)
+    assert_bitwise(v.cpu(), expected[2])
+    for y, codes, scale in zip(x.ys, saved[::2], saved[1::2], strict=True):
+        assert_saved(y, codes, scale, form, group)
+    grads = [torch.randn(2, heads, 23, d, device=device).transpose(1, 2) for _ in range(3)]
+    grads[1] = grads[1].contiguous()
+    arguments = (grads, x.ys, [], x.weights, x.cos, x.sin, EPS, 16, FP32)
+    for dy, wanted in zip(kernels.qkv_rope_backward(*arguments), reference(qkv_rope_backward, *arguments), strict=True):
+        found, wanted = (part.unflatten(-1, (3, heads, d)) for part in (dy, wanted))
+        assert dy.is_contiguous()
+        assert_rows_close(found, wanted, KERNEL_ROW_RTOL)
+        assert_bitwise(found[:, :, 2].cpu(), wanted[:, :, 2])
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 72, 128])
+def test_qkv_rope_kernel_adds_the_adapters(rank: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu import qkv as kernels
+
+    x = streams((3, 20), 3, 16, rank, device=device, wider=8, whole=True)
+    q, k, v, *saved = kernels.qkv_rope(*forward_arguments(x, "e4m3", 16))
+    complete = x.adapted()
+    expected = attention_inputs(complete, x)
+    assert_rows_close(q, expected[0], KERNEL_ROW_RTOL)
+    assert_rows_close(k, expected[1], KERNEL_ROW_RTOL)
+    assert_bitwise(v, expected[2].contiguous())
+    for y, codes, scale in zip(complete, saved[::2], saved[1::2], strict=True):
+        assert_saved(y, codes, scale, "e4m3", 16)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_qkv_rope_kernels_in_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    from coat_core.kernels.gpu import qkv as kernels
+
+    x = streams((3, 20), 3, 16, 4, dtype, device, wider=32)
+    q, k, v, *saved = kernels.qkv_rope(*forward_arguments(x, "e4m3", 16))
+    for found, wanted in zip((q, k, v), reference(qkv_rope, *forward_arguments(x)), strict=True):
+        # three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
+        assert_rows_close(found, wanted, 3 * BF16_ULP_RTOL)
+    for part, codes, scale in zip(v.split((3, 20), dim=1), saved[::2], saved[1::2], strict=True):
+        assert_saved(part.flatten(2), codes[..., 96:].contiguous(), scale[..., 6:].contiguous(), "e4m3", 16)
+    grads = [torch.randn(2, 23, 3, 16, device=device).to(dtype) for _ in range(3)]
+    arguments = (grads, x.ys, [], x.weights, x.cos, x.sin, EPS, 16, dtype)
+    for dy, wanted in zip(kernels.qkv_rope_backward(*arguments), reference(qkv_rope_backward, *arguments), strict=True):
+        assert_rows_close(dy.unflatten(-1, (9, 16)), wanted.unflatten(-1, (9, 16)), BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("group", [16, 64, 0], ids=["groups in a head", "groups over heads", "per tensor"])
+def test_qkv_rope_kernels_read_codes(group: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu import qkv as kernels
+
+    x = streams((3, 20), 3, 16)
+    granularity = per_group(group) if group else PER_TENSOR
+    kept = [quantize(y, "e4m3", granularity) for y in x.ys]
+    values = [dequantize(codes, scale, granularity, FP32) for codes, scale, _ in kept]
+    rest = moved([x.weights, x.cos, x.sin], device)
+    codes, scales = moved([k.codes for k in kept], device), moved([k.scale for k in kept], device)
+    expected = qkv_rope(values, [], [], [], x.weights, x.cos, x.sin, EPS, "none", 16, FP32)
+    for found, wanted in zip(
+        kernels.qkv_rope(codes, scales, [], [], *rest, EPS, "none", group or 16, FP32), expected, strict=True
+    ):
+        assert_rows_close(found, wanted, KERNEL_ROW_RTOL)
+    grads = [torch.randn(2, 23, 3, 16) for _ in range(3)]
+    expected = qkv_rope_backward(grads, values, [], x.weights, x.cos, x.sin, EPS, 16, FP32)
+    found = kernels.qkv_rope_backward(moved(grads, device), codes, scales, *rest, EPS, group or 16, FP32)
+    for dy, wanted in zip(found, expected, strict=True):
+        assert_rows_close(dy, wanted, KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("rank", [0, 4])
+def test_qkv_mlp_backward_kernels_write_one_tensor(rank: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu import qkv as kernels
+
+    x = streams((20,), 3, 16, device=device, wider=96)
+    grads = [torch.randn(2, 3, 20, 16, device=device).transpose(1, 2) for _ in range(3)]
+    rest = (x.weights, x.cos, x.sin, EPS, *moved(mlp_arguments(20, 300, rank), device), None, 16, FP32)
+    expected = reference(qkv_mlp_backward, grads, x.ys[0], None, *rest)
+    found = kernels.qkv_mlp_backward(grads, x.ys[0], None, *rest)
+    assert found.is_contiguous()
+    for part, wanted in zip(found.split([96, 48, 300], -1), expected.split([96, 48, 300], -1), strict=True):
+        assert_rows_close(part, wanted, KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+def test_two_launches_agree(device: torch.device) -> None:
+    from coat_core.kernels.gpu import qkv as kernels
+
+    x = streams((3, 20), 3, 16, 4, device=device)
+    first, second = (kernels.qkv_rope(*forward_arguments(x, "e4m3", 16)) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert_bitwise(a, b)

@@ -41,6 +41,7 @@ class RowCodes:
 
     def __init__(self, shape: tuple[int, ...], fmt: str, granularity: str, device: torch.device) -> None:
         check_granularity(granularity)
+        fmt = "e4m3" if fmt == "none" else fmt
         self._fmt, self._shape, self._granularity = get_format(fmt), shape, granularity
         self.format_max = self._fmt.max
         self.codes = empty_codes(shape, self._fmt, device) if granularity == "per_row" else None

@@ -146,7 +146,7 @@ def add_low_rank(
         RANK: r, at least 1.
         RANK_BLOCK: a power of two of at least 16 (`gpu.codes.rank_options`).
     """
-    for start in tl.static_range(0, RANK, RANK_BLOCK):
+    for start in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
         rank = start + tl.arange(0, RANK_BLOCK)
         h = tl.load(h_ptr + h_rows[:, None] + rank, mask=are_rows[:, None] & (rank < RANK), other=0.0)
         up = tl.load(

@@ -13,22 +13,10 @@ from torch import Tensor
 
 from coat_core.kernels.gpu.codes import warps
 from coat_core.kernels.gpu.common import rounded
+from coat_core.kernels.gpu.qkv import rstd_of, turned
 from coat_core.kernels.gpu.runtime import blocks, empty_values, finished, launch, power_of_two
 
 HEADS = 8
-
-
-@triton.jit
-def _turned(x, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """(a, b) → (-b, a) for each pair of neighbours."""
-    a, b = tl.split(tl.reshape(x, (HEADS, BLOCK // 2, 2)))
-    return tl.reshape(tl.join(-b, a), (HEADS, BLOCK))
-
-
-@triton.jit
-def _rstd(x, d, eps):
-    """1 / sqrt(mean square + eps) of each row."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=1), d * 1.0) + eps))[:, None]
 
 
 @triton.jit
@@ -59,8 +47,8 @@ def _rms_norm_rope_fwd_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + token * d + columns, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * d + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = rounded(x * _rstd(x, d, eps) * weight, x_ptr)
-    y = normed * cos + _turned(normed, HEADS, BLOCK) * sin
+    normed = rounded(x * rstd_of(x, d, eps) * weight, x_ptr)
+    y = normed * cos + turned(normed, HEADS, BLOCK) * sin
     tl.store(y_ptr + (row * H + heads) * d + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -98,8 +86,8 @@ def _rms_norm_rope_bwd_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + token * d + columns, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * d + columns, mask=inside, other=0.0).to(tl.float32)
-    weighted = (g * cos - _turned(g * sin, HEADS, BLOCK)) * weight
-    rstd = _rstd(x, d, eps)
+    weighted = (g * cos - turned(g * sin, HEADS, BLOCK)) * weight
+    rstd = rstd_of(x, d, eps)
     z = x * rstd
     dx = rstd * (weighted - z * tl.div_rn(tl.sum(weighted * z, axis=1), d * 1.0)[:, None])
     tl.store(dx_ptr + (row * H + heads) * d + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
