@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from coat_core.casts import declarations
-from coat_core.granularity import per_group
+from coat_core.granularity import PER_TENSOR, per_group
 from coat_core.kernels.gelu import mlp_activation, mlp_activation_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.operators import check_operator
-from tests.helpers.rows import SPECS, assert_codes_of, assert_saved
+from tests.helpers.operators import check_operator, moved, reference
+from tests.helpers.rows import CASES, KINDS, SPECS, assert_codes_of, assert_rows_close, assert_saved, rows_of_kind
+from tests.tolerances import BF16_ULP_RTOL, GELU_RTOL, KERNEL_ROW_RTOL
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 # a huge negative x: exp overflows to inf, and sigmoid is 0 as it should be
@@ -38,6 +39,22 @@ def adapter(s: int, f: int, rank: int, dtype: torch.dtype) -> tuple[Tensor | Non
     if not rank:
         return None, None
     return torch.randn(2, s, rank + 8).to(dtype)[..., 8:], torch.randn(f, rank).to(dtype)
+
+
+def whole(*shape: int) -> Tensor:
+    """Small whole numbers, of which products and sums are exact in any order."""
+    return torch.randint(-4, 5, shape).float()
+
+
+def slope(x: Tensor) -> Tensor:
+    """GELU' by autograd in float64."""
+    leaf = x.detach().double().requires_grad_()
+    return torch.autograd.grad(gelu(leaf).sum(), leaf)[0]
+
+
+def assert_gelu(found: Tensor, x: Tensor) -> None:
+    """Assert GELU of x within the kernel's tolerance."""
+    assert bool(((found.cpu() - gelu(x.cpu().double())).abs() <= GELU_RTOL * x.cpu().abs()).all())
 
 
 @pytest.mark.parametrize("rank", [0, 1, 24])
@@ -116,3 +133,110 @@ def test_operators_keep_torch_library_rules() -> None:
         check_operator(mlp_activation, (attention, None, mlp, None, *pair, *spec, "e4m3", 16, FP32))
     check_operator(mlp_activation, (None, None, mlp, None, None, None, "e4m3", "per_row", "none", 16, FP32))
     check_operator(mlp_activation_backward, (mlp, pair[0], pair[1].t(), mlp.contiguous(), None, 16, BF16))
+
+
+# -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_kernel_without_an_adapter(case: tuple[str, str, str], device: torch.device) -> None:
+    from coat_core.kernels.gpu.gelu import mlp_activation as kernel
+
+    kind, *spec = case
+    for b, s, d, f, group in ((2, 7, 48, 200, 16), (1, 1, 130, 1100, 256)):
+        attention, mlp = rows_of_kind(kind, (b, s, d)).to(device), 3 * rows_of_kind(kind, (b, s, f)).to(device)
+        for out in (attention, None):
+            values, codes, scale, *saved = kernel(out, None, mlp, None, None, None, *spec, "e5m2", group, FP32)
+            if out is not None:
+                assert_bitwise(values[..., :d], attention)
+                assert_saved(attention, *saved[:2], "e5m2", group)
+            assert_gelu(values[..., -f:], mlp)
+            assert_codes_of(values, codes, scale, *spec)
+            assert_saved(mlp, *saved[2:], "e5m2", group)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 72, 128])
+def test_kernel_adds_the_adapter(rank: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu.gelu import mlp_activation as kernel
+
+    wide, attention = whole(2, 19, 350).to(device), torch.randn(2, 19, 48, device=device)
+    mlp, h, up = wide[..., 50:], whole(2, 19, 4 * rank)[..., rank : 2 * rank].to(device), whole(300, rank).to(device)
+    spec = ("e4m3", "per_tensor" if rank == 4 else "per_row")
+    values, codes, scale, *saved = kernel(attention, None, mlp, None, h, up, *spec, "e4m3", 32, FP32)
+    complete = low_rank(mlp, h, up)
+    assert_bitwise(values[..., :48], attention)
+    assert_gelu(values[..., 48:], complete)
+    assert_codes_of(values, codes, scale, *spec)
+    assert_saved(attention, *saved[:2], "e4m3", 32)
+    assert_saved(complete, *saved[2:], "e4m3", 32)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_kernels_in_half_precision(dtype: torch.dtype, rank: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu import gelu as kernels
+
+    attention, mlp = torch.randn(2, 7, 48).to(dtype), torch.randn(2, 7, 130).to(dtype)
+    arguments = moved((attention, None, mlp, None, *adapter(7, 130, rank, dtype)), device)
+    values, codes, scale, *_ = kernels.mlp_activation(*arguments, "e4m3", "per_row", "none", 16, dtype)
+    expected = reference(mlp_activation, *arguments, "e4m3", "per_row", "none", 16, dtype)
+    # two roundings, each to a neighbour that the interpreter's truncation may choose otherwise
+    assert_rows_close(values, expected[0], 2 * BF16_ULP_RTOL)
+    assert_codes_of(values, codes, scale, "e4m3", "per_row")
+    dh, down = adapter(7, 4, rank, dtype)[0], torch.randn(rank, 200).to(dtype)[:, 70:] if rank else None
+    gradient = moved((torch.randn(2, 7, 130).to(dtype), dh, down, mlp, None), device)
+    expected = reference(mlp_activation_backward, *gradient, 16, dtype)
+    assert_rows_close(kernels.mlp_activation_backward(*gradient, 16, dtype), expected, 2 * BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("group", [16, 256, 0], ids=["1x16", "wider than a row", "per tensor"])
+def test_kernels_read_codes(group: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu import gelu as kernels
+
+    granularity = per_group(group) if group else PER_TENSOR
+    (attention, mlp), found = (torch.randn(2, 7, 48), 3 * torch.randn(2, 7, 130)), []
+    for x in (attention, mlp):
+        codes, scale, _ = quantize(x, "e4m3", granularity)
+        found.append((codes.to(device), scale.to(device), dequantize(codes, scale, granularity, FP32)))
+    how = (None, None, "none", "none", "none", group, FP32)
+    values, *rest = kernels.mlp_activation(*found[0][:2], *found[1][:2], *how)
+    assert_bitwise(values[..., :48].cpu(), found[0][2])
+    assert_gelu(values[..., 48:], found[1][2])
+    assert all(x.shape == (0,) for x in rest)
+    grad = torch.randn(2, 7, 130, device=device)
+    dmlp = kernels.mlp_activation_backward(grad, None, None, *found[1][:2], group, FP32)
+    expected = reference(mlp_activation_backward, grad, None, None, found[1][2], None, group, FP32)
+    assert_rows_close(dmlp, expected, KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_kernel(kind: str, device: torch.device) -> None:
+    from coat_core.kernels.gpu.gelu import mlp_activation_backward as kernel
+
+    for s, f, rank in ((7, 200, 0), (19, 300, 24), (1, 1100, 128)):
+        mlp, grad = 3 * rows_of_kind(kind, (2, s, f)), whole(2, s, f + 40)[..., 40:]
+        dh, down = (whole(2, s, 3 * rank)[..., rank : 2 * rank], whole(rank, f + 40)[:, 40:]) if rank else (None, None)
+        g = low_rank(grad, dh, None if down is None else down.t())
+        dmlp = kernel(*moved((grad, dh, down, mlp), device), None, 128, FP32).cpu()
+        assert dmlp.is_contiguous()
+        assert bool(((dmlp - g * slope(mlp)).abs() <= GELU_RTOL * g.abs() * (1 + mlp.abs())).all())
+
+
+@pytest.mark.triton
+def test_two_launches_agree(device: torch.device) -> None:
+    from coat_core.kernels.gpu.gelu import mlp_activation as kernel
+
+    arguments = moved((torch.randn(2, 7, 48), None, torch.randn(2, 7, 130), None, *adapter(7, 130, 4, FP32)), device)
+    first, second = (kernel(*arguments, "e4m3", "per_row", "e4m3", 16, FP32) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert_bitwise(a, b)
