@@ -68,7 +68,7 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _row_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu import gate, gelu, rope
+    from coat_core.kernels.gpu import gate, rope
 
     x, wide, modulation = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, MLP), _empty(1, HIDDEN)
     grad = _empty(1, TOKENS, HIDDEN + MLP, dtype=torch.float32)
@@ -85,15 +85,15 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
     for rank, saved in ((16, ("e4m3", 128)), (64, ("e5m2", 16)), (256, ("e4m3", 256)), (16, ("none", 0))):
         h, up = _empty(1, TOKENS, 4 * rank)[..., :rank], _empty(HIDDEN, rank)
         cases[f"gate, rank {rank}, saved {saved[0]}"] = partial(gate.gated_sum, x, modulation, x, h, up, *saved)
-    cases["gelu backward"] = partial(gelu.gelu_backward, dwide, wide)
-    cases["gelu backward bf16"] = partial(gelu.gelu_backward, wide, wide)
+    cases["gelu backward"] = partial(gelu_concat.gelu_backward, dwide, wide)
+    cases["gelu backward bf16"] = partial(gelu_concat.gelu_backward, wide, wide)
     e5m2_codes = _empty(1, TOKENS, HIDDEN, dtype=FORMATS["e5m2"].dtype)
     cases["gate backward bf16 from codes e5m2 per_tensor"] = partial(
         gate.gated_sum_backward, x, modulation, e5m2_codes, scale, 128, dtype, "e5m2", "per_tensor"
     )
     for spec in (("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor")):
         label = " ".join(spec)
-        cases[f"gelu {label}"] = partial(gelu.gelu_concat_quantize, x, wide, *spec)
+        cases[f"gelu {label}"] = partial(gelu_concat.gelu_concat_quantize, x, wide, *spec)
         results = (
             {"from codes": (codes, scale)} if spec[1] != "none" else {"from values": (x, None), "alone": (None, None)}
         )
@@ -101,7 +101,7 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
             cases[f"gate backward {name} {label}"] = partial(
                 gate.gated_sum_backward, dx, modulation, *result, 128, dtype, *spec
             )
-    cases["gelu alone"] = partial(gelu.gelu_concat_quantize, None, wide, "e4m3", "per_row")
+    cases["gelu alone"] = partial(gelu_concat.gelu_concat_quantize, None, wide, "e4m3", "per_row")
     return cases
 
 

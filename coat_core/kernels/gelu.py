@@ -239,7 +239,7 @@ def _(
     return mlp.new_empty(mlp.shape, dtype=dtype)
 
 
-run_by_triton(gelu_concat_quantize, "gelu.gelu_concat_quantize")
-run_by_triton(gelu_backward, "gelu.gelu_backward")
+run_by_triton(gelu_concat_quantize, "gelu_concat.gelu_concat_quantize")
+run_by_triton(gelu_backward, "gelu_concat.gelu_backward")
 run_by_triton(mlp_activation, "gelu.mlp_activation")
 run_by_triton(mlp_activation_backward, "gelu.mlp_activation_backward")

@@ -31,7 +31,7 @@ def slope(x: Tensor) -> Tensor:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_gelu_concat_kernel(case: tuple[str, str, str], device: torch.device) -> None:
-    from coat_core.kernels.gpu.gelu import gelu_concat_quantize as kernel
+    from coat_core.kernels.gpu.gelu_concat import gelu_concat_quantize as kernel
 
     kind, *spec = case
     for b, s, d, f in SHAPES:
@@ -50,7 +50,7 @@ def test_gelu_concat_kernel(case: tuple[str, str, str], device: torch.device) ->
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("kind", KINDS)
 def test_gelu_backward_kernel(kind: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu.gelu import gelu_backward as kernel
+    from coat_core.kernels.gpu.gelu_concat import gelu_backward as kernel
 
     for b, s, d, f in SHAPES:
         grad, mlp = torch.randn(b, s, d + f, device=device)[..., d:], 3 * rows_of_kind(kind, (b, s, f)).to(device)
@@ -62,7 +62,7 @@ def test_gelu_backward_kernel(kind: str, device: torch.device) -> None:
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_gelu_kernel_keeps_its_relative_precision_at_negative_x(device: torch.device) -> None:
-    from coat_core.kernels.gpu.gelu import gelu_concat_quantize as kernel
+    from coat_core.kernels.gpu.gelu_concat import gelu_concat_quantize as kernel
 
     x = torch.linspace(-5.0, 5.0, 1000, device=device).view(1, 1, -1)
     cubic = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
@@ -74,7 +74,7 @@ def test_gelu_kernel_keeps_its_relative_precision_at_negative_x(device: torch.de
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", ["per_row", "per_tensor"])
 def test_gelu_kernels_quantize_half_precision_as_it_is_returned(granularity: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu import gelu as kernels
+    from coat_core.kernels.gpu import gelu_concat as kernels
 
     attention, mlp = torch.randn(1, 5, 48, device=device).bfloat16(), torch.randn(1, 5, 96, device=device).bfloat16()
     values, codes, scale = kernels.gelu_concat_quantize(attention, mlp, "e4m3", granularity)
@@ -86,7 +86,7 @@ def test_gelu_kernels_quantize_half_precision_as_it_is_returned(granularity: str
 @pytest.mark.gpu
 @pytest.mark.triton
 def test_gelu_kernels_match_the_reference_in_bf16() -> None:
-    from coat_core.kernels.gpu import gelu as kernels
+    from coat_core.kernels.gpu import gelu_concat as kernels
 
     mlp = 3 * torch.randn(2, 64, 12288, device="cuda").bfloat16()
     attention, grad = torch.randn(2, 64, 3072, device="cuda").bfloat16(), torch.randn(2, 64, 12288, device="cuda")
@@ -100,7 +100,7 @@ def test_gelu_kernels_match_the_reference_in_bf16() -> None:
 
 @pytest.mark.triton
 def test_two_launches_agree(device: torch.device) -> None:
-    from coat_core.kernels.gpu import gelu as kernels
+    from coat_core.kernels.gpu import gelu_concat as kernels
 
     attention, mlp = torch.randn(2, 7, 48, device=device), torch.randn(2, 7, 192, device=device)
     first, second = (kernels.gelu_concat_quantize(attention, mlp, "e4m3", "per_tensor") for _ in range(2))
