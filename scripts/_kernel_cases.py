@@ -68,7 +68,7 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _row_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu import gate, rope
+    from coat_core.kernels.gpu import gate, gelu_concat, rope
 
     x, wide, modulation = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, MLP), _empty(1, HIDDEN)
     grad = _empty(1, TOKENS, HIDDEN + MLP, dtype=torch.float32)
