@@ -28,6 +28,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def _quantize_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu.quantize import cast_by_amax, dequantize, quantize, transpose_codes
+    from coat_core.kernels.gpu.quantize_and_save import quantize_and_save
 
     cases: dict[str, Callable[[], Any]] = {}
     x, wide, row_scale = _empty(TOKENS, HIDDEN), _empty(TOKENS, MLP), _empty(TOKENS, 1, dtype=torch.float32)
@@ -47,10 +48,22 @@ def _quantize_cases() -> dict[str, Callable[[], Any]]:
         cases[f"quantize fp32 {granularity} e4m3"] = partial(quantize, narrow, "e4m3", granularity, 128, None)
     one_scale = _empty(dtype=torch.float32)
     cases["dequantize to fp32"] = partial(dequantize, codes, one_scale, "per_tensor", 128, torch.float32)
-    cases["quantize with factors per row e5m2"] = partial(quantize, x, "e5m2", "per_row", 128, factors)
+    joined = _empty(TOKENS, 3 * HIDDEN + MLP), _empty(3 * HIDDEN + MLP, dtype=torch.float32)  # q, k, v and the MLP
+    cases["quantize with factors per row e5m2"] = partial(quantize, joined[0], "e5m2", "per_row", 128, joined[1])
     cases["quantize with factors per tensor e5m2"] = partial(quantize, x, "e5m2", "per_tensor", 128, factors)
     cases["cast by amax e4m3"] = partial(cast_by_amax, x, row_scale.view(-1), "e4m3")
     cases["transpose"] = partial(transpose_codes, codes)
+    joint = _empty(1, TOKENS, HIDDEN + 16)[:, 512:, :HIDDEN]  # a stream's rows
+    for *how, saved, group in (
+        ("e4m3", "per_row", 128, "e4m3", 128),
+        ("e5m2", "per_tensor", 128, "e5m2", 16),
+        ("e4m3", "per_group", 128, "e4m3", 256),
+        ("none", "none", 128, "e4m3", 128),
+        ("e4m3", "per_row", 128, "none", 128),
+    ):
+        cases[f"quantize {' '.join(map(str, how))} and save {saved}"] = partial(
+            quantize_and_save, joint, *how, saved, group
+        )
     return cases
 
 

@@ -164,5 +164,6 @@ def dequantize(
 
 
 run_by_triton(_quantize, "quantize.quantize")
+run_by_triton(quantize_and_save, "quantize_and_save.quantize_and_save")
 run_by_triton(_dequantize, "quantize.dequantize")
 run_by_triton(transpose_codes, "quantize.transpose_codes")

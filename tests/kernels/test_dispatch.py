@@ -31,9 +31,7 @@ def test_the_launcher_takes_what_the_operator_takes(name: str) -> None:
 
 def test_every_operator_of_ours_is_launched_by_triton_or_by_torch() -> None:
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("coat::")}
-    by_torch = {"coat::fp8_mm"}  # torch._scaled_mm on CUDA
-    without_kernel = {"quantize_and_save"}
-    assert ours - set(dispatch.launchers) == by_torch | {f"coat::{name}" for name in without_kernel}
+    assert ours - set(dispatch.launchers) == {"coat::fp8_mm"}  # torch._scaled_mm on CUDA
 
 
 def test_without_triton_the_reference_runs_with_one_warning(

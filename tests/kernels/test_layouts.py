@@ -38,6 +38,10 @@ def quantize_cases() -> Iterator[Case]:
             yield quantizing._quantize, (x, "e5m2", *how, torch.rand(x.shape[-1]))
         codes, scale, _ = quantize(torch.randn(3, 40), "e4m3", granularity)
         yield quantizing._dequantize, (codes.t().contiguous().t(), scale, *how, BF16)
+    for how in (("e4m3", "per_row", 16), ("e5m2", "per_tensor", 16), ("e4m3", "per_group", 16), ("none", "none", 16)):
+        for saved in SAVED[:2]:
+            for x in (turned(3, 40).bfloat16(), torch.randn(2, 5, 48, dtype=FP16)[:, 2:, 8:], torch.randn(1, 1)):
+                yield quantizing.quantize_and_save, (x, *how, *saved)
     for shape in ((1, 32), (32, 1), (16, 48)):
         yield quantizing.transpose_codes, (torch.randn(shape).to(torch.float8_e4m3fn),)
 
