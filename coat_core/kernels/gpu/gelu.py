@@ -1,10 +1,9 @@
 """GELU-tanh of an MLP with its adapter, forward (next to attention's output, quantized and kept) and backward.
 
 GELU(x) = x·s(x) with s(x) = sigmoid(2u), u = sqrt(2/π)·(x + 0.044715·x³): the same as x/2·(1 + tanh u) without its
-cancellation at large negative x. Rows are wide: a program passes over one in blocks, and once more over the values it
-has just written to cast them.
-
-With an adapter a program passes over LOW_RANK_ROWS rows together, so that tl.dot multiplies.
+cancellation at large negative x. A program takes a tile of LOW_RANK_ROWS rows, so that tl.dot multiplies the adapter,
+and leaves each row's amax over its columns: the cast is a second launch. (Programs that went over whole rows could cast
+them too, but there would be few, 288 at 1024 px and 32 for the text, too few to keep a GPU's memory busy.)
 
 Shapes: attention [B, S, D], mlp [..., F], each read as rows.
 """
@@ -16,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_core.kernels.codes import check_granularity, no_codes
 from coat_core.kernels.gpu.codes import (
     LOW_RANK_ROWS,
     TL_DTYPES,
     GroupCodes,
-    RowCodes,
     rank_options,
     saved_groups,
     warps,
@@ -31,15 +30,12 @@ from coat_core.kernels.gpu.common import (
     finite_abs,
     load_saved,
     rounded,
-    saturated,
-    scale_from_amax,
     store_group_codes,
 )
-from coat_core.kernels.gpu.runtime import blocks, dot_operand, empty_values, finished, launch, power_of_two
+from coat_core.kernels.gpu.quantize import cast_by_amax, cast_rows_by_amax
+from coat_core.kernels.gpu.runtime import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
 
-WIDEST_BLOCK = 1024
-LOW_RANK_BLOCK = 256  # columns of LOW_RANK_ROWS rows
-WARPS = 4
+LOW_RANK_BLOCK = 128  # columns of LOW_RANK_ROWS rows
 
 
 @triton.jit
@@ -49,30 +45,67 @@ def gate_of_gelu(x):
 
 
 @triton.jit
-def _cast_rows(
+def _store_tile(
+    x,
     values_ptr,
-    codes_ptr,
-    scale_ptr,
+    amax_ptr,
     rows,
     are_rows,
+    first,
+    end,
     width,
-    amax,
-    FORMAT_MAX: tl.constexpr,
+    part,
+    parts,
     BLOCK: tl.constexpr,
 ):
-    """Cast rows [R] that this program has written; without codes, leave their amax."""
-    if codes_ptr is None:
-        tl.store(scale_ptr + rows, amax, mask=are_rows)
-    else:
-        scale = scale_from_amax(amax, FORMAT_MAX)
-        tl.store(scale_ptr + rows, scale, mask=are_rows)
-        tl.debug_barrier()  # other threads wrote what this one reads
-        for start in range(0, width, BLOCK):
-            columns = (start + tl.arange(0, BLOCK))[None, :]
-            offsets, inside = rows[:, None] * width + columns, are_rows[:, None] & (columns < width)
-            values = tl.load(values_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-            codes = saturated(tl.div_rn(values, scale[:, None]), FORMAT_MAX)
-            tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+    """Store a tile [R, BLOCK] of rows of `width` in columns first to end, and the amax of each row's part."""
+    columns = first + tl.arange(0, BLOCK)[None, :]
+    inside = are_rows[:, None] & (columns < end)
+    tl.store(values_ptr + rows[:, None] * width + columns, x.to(values_ptr.dtype.element_ty), mask=inside)
+    if amax_ptr is not None:
+        tl.store(amax_ptr + rows * parts + part, tl.max(finite_abs(x), axis=1), mask=are_rows)
+
+
+@triton.jit
+def _complete_tile(
+    x_ptr,
+    scale_ptr,
+    h_ptr,
+    up_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    row,
+    rows,
+    are_rows,
+    first,
+    stride,
+    h_stride,
+    scales_per_row,
+    width,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Read a tile [R, BLOCK] of rows of `width` from column `first` on, with its adapter, and keep it."""
+    in_row = first + tl.arange(0, BLOCK)
+    columns = in_row[None, :]
+    inside = are_rows[:, None] & (columns < width)
+    groups = (row + rows[:, None]) * scales_per_row + columns // GROUP
+    x = load_saved(x_ptr + row * stride, scale_ptr, rows[:, None] * stride + columns, groups, inside, DTYPE)
+    if h_ptr is not None:
+        h_row, h_rows, up_rows = h_ptr + row * h_stride, rows * h_stride, in_row * RANK
+        x = add_low_rank(x, h_row, up_ptr, h_rows, up_rows, 1, are_rows, in_row < width, RANK, RANK_BLOCK)
+    x = x.to(DTYPE).to(tl.float32)
+    if saved_ptr is not None:
+        store_group_codes(
+            x, saved_ptr, saved_scale_ptr, row + rows, are_rows, first, width, width, SAVED_MAX, G, R, BLOCK
+        )
+    return x
 
 
 @triton.jit
@@ -84,8 +117,7 @@ def _mlp_activation_fwd_kernel(
     h_ptr,
     up_ptr,
     values_ptr,
-    codes_ptr,
-    scale_ptr,
+    amax_ptr,
     saved_attention_ptr,
     saved_attention_scale_ptr,
     saved_mlp_ptr,
@@ -101,7 +133,6 @@ def _mlp_activation_fwd_kernel(
     DTYPE: tl.constexpr,
     ATTENTION_GROUP: tl.constexpr,
     MLP_GROUP: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
@@ -109,43 +140,71 @@ def _mlp_activation_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """R rows a program; D is 0 without attention."""
-    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    are_rows = rows < total
-    out = values_ptr + rows[:, None] * (D + F)
-    largest = tl.zeros([R, BLOCK], tl.float32)
-    if attention_ptr is not None:
-        for start in range(0, D, BLOCK):
-            columns = (start + tl.arange(0, BLOCK))[None, :]
-            inside = are_rows[:, None] & (columns < D)
-            offsets = rows[:, None] * attention_stride + columns
-            groups = rows[:, None] * attention_scales_per_row + columns // ATTENTION_GROUP
-            x = load_saved(attention_ptr, attention_scale_ptr, offsets, groups, inside, DTYPE)
-            x = x.to(DTYPE).to(tl.float32)
-            tl.store(out + columns, x.to(values_ptr.dtype.element_ty), mask=inside)
-            largest = tl.maximum(largest, finite_abs(x))
-            if saved_attention_ptr is not None:
-                saved = (saved_attention_ptr, saved_attention_scale_ptr)
-                store_group_codes(x, saved[0], saved[1], rows, are_rows, start, D, D, SAVED_MAX, G, R, BLOCK)
-    for start in range(0, F, BLOCK):
-        in_row = start + tl.arange(0, BLOCK)
-        columns = in_row[None, :]
-        inside = are_rows[:, None] & (columns < F)
-        groups = rows[:, None] * mlp_scales_per_row + columns // MLP_GROUP
-        x = load_saved(mlp_ptr, mlp_scale_ptr, rows[:, None] * mlp_stride + columns, groups, inside, DTYPE)
-        if h_ptr is not None:
-            h_rows, up_rows = rows * h_stride, in_row * RANK
-            x = add_low_rank(x, h_ptr, up_ptr, h_rows, up_rows, 1, are_rows, in_row < F, RANK, RANK_BLOCK)
-        x = x.to(DTYPE).to(tl.float32)
-        if saved_mlp_ptr is not None:
-            saved = (saved_mlp_ptr, saved_mlp_scale_ptr)
-            store_group_codes(x, saved[0], saved[1], rows, are_rows, start, F, F, SAVED_MAX, G, R, BLOCK)
+    """A tile of R rows of attention or of mlp a program; D is 0 without attention.
+
+    Offsets within the tile fit 32 bits, which takes fewer registers.
+    """
+    row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
+    rows = tl.arange(0, R)
+    are_rows, before = row + rows < total, tl.cdiv(D, BLOCK)
+    values_ptr += row * (D + F)
+    if amax_ptr is not None:
+        amax_ptr += row * parts
+    if part < before:
+        if attention_ptr is not None:
+            x = _complete_tile(
+                attention_ptr,
+                attention_scale_ptr,
+                None,
+                None,
+                saved_attention_ptr,
+                saved_attention_scale_ptr,
+                row,
+                rows,
+                are_rows,
+                part * BLOCK,
+                attention_stride,
+                0,
+                attention_scales_per_row,
+                D,
+                DTYPE,
+                ATTENTION_GROUP,
+                SAVED_MAX,
+                G,
+                0,
+                0,
+                R,
+                BLOCK,
+            )
+            _store_tile(x, values_ptr, amax_ptr, rows, are_rows, part * BLOCK, D, D + F, part, parts, BLOCK)
+    else:
+        first = (part - before) * BLOCK
+        x = _complete_tile(
+            mlp_ptr,
+            mlp_scale_ptr,
+            h_ptr,
+            up_ptr,
+            saved_mlp_ptr,
+            saved_mlp_scale_ptr,
+            row,
+            rows,
+            are_rows,
+            first,
+            mlp_stride,
+            h_stride,
+            mlp_scales_per_row,
+            F,
+            DTYPE,
+            MLP_GROUP,
+            SAVED_MAX,
+            G,
+            RANK,
+            RANK_BLOCK,
+            R,
+            BLOCK,
+        )
         x = (x * gate_of_gelu(x)).to(DTYPE).to(tl.float32)
-        tl.store(out + D + columns, x.to(values_ptr.dtype.element_ty), mask=inside)
-        largest = tl.maximum(largest, finite_abs(x))
-    if scale_ptr is not None:
-        amax = tl.max(largest, axis=1)
-        _cast_rows(values_ptr, codes_ptr, scale_ptr, rows, are_rows, D + F, amax, FORMAT_MAX, BLOCK)
+        _store_tile(x, values_ptr + D, amax_ptr, rows, are_rows, first, F, D + F, part, parts, BLOCK)
 
 
 @triton.jit
@@ -205,9 +264,12 @@ def mlp_activation(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launcher of `coat::mlp_activation`."""
+    check_granularity(granularity)
     device, f, d = mlp.device, mlp.shape[-1], 0 if attention is None else attention.shape[-1]
     rows, shape = mlp.numel() // f, (*mlp.shape[:-1], d + f)
-    values, codes = empty_values(shape, dtype, device), RowCodes(shape, fmt, granularity, device)
+    block = max(LOW_RANK_BLOCK, group_size)
+    parts, values = blocks(d, block) + blocks(f, block), empty_values(shape, dtype, device)
+    amax = None if granularity == "none" else empty((rows, parts), torch.float32, device)
     saved_mlp = GroupCodes(tuple(mlp.shape), saved_format, group_size, device)
     saved_attention = GroupCodes((*shape[:-1], d), saved_format if d else "none", group_size, device)
     mlp, mlp_stride = with_row_stride(mlp)
@@ -216,11 +278,9 @@ def mlp_activation(
     up = None if up is None else dot_operand(up).contiguous()
     attention_scale, attention_scales, attention_group = saved_groups(attention_scale, group_size, max(d, 1))
     mlp_scale, mlp_scales, mlp_group = saved_groups(mlp_scale, group_size, f)
-    tile, widest = (1, WIDEST_BLOCK) if up is None else (LOW_RANK_ROWS, LOW_RANK_BLOCK)
-    block = max(min(power_of_two(f), widest), group_size)
     launch(
         _mlp_activation_fwd_kernel,
-        (blocks(rows, tile),),
+        (blocks(rows, LOW_RANK_ROWS), parts),
         attention,
         attention_scale,
         mlp,
@@ -228,8 +288,7 @@ def mlp_activation(
         h,
         up,
         values,
-        codes.codes,
-        codes.scale,
+        amax,
         saved_attention.codes,
         saved_attention.scale,
         saved_mlp.codes,
@@ -245,16 +304,25 @@ def mlp_activation(
         DTYPE=TL_DTYPES[dtype],
         ATTENTION_GROUP=attention_group,
         MLP_GROUP=mlp_group,
-        FORMAT_MAX=codes.format_max,
         SAVED_MAX=saved_mlp.format_max,
         G=group_size,
         **rank_options(up),
-        R=tile,
+        R=LOW_RANK_ROWS,
         BLOCK=block,
-        num_warps=max(warps(tile * block), WARPS),
+        num_warps=warps(LOW_RANK_ROWS * block),
+        num_stages=1,
     )
     values = finished(values, dtype)
-    return values, *codes.results(values), *saved_attention.results(), *saved_mlp.results()
+    return values, *_codes_of(values, amax, fmt, granularity), *saved_attention.results(), *saved_mlp.results()
+
+
+def _codes_of(values: Tensor, amax: Tensor | None, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
+    """Quantize values [..., K] whose rows have left the amax of their parts, fp32 [rows, parts]."""
+    if amax is None:
+        return no_codes(values, fmt)
+    if granularity == "per_tensor":
+        return cast_by_amax(values, amax.view(-1).amax(0, keepdim=True), fmt)
+    return cast_rows_by_amax(values, amax, fmt)
 
 
 def mlp_activation_backward(

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from coat_core.kernels.gpu.codes import RowCodes, with_row_stride
 from coat_core.kernels.gpu.common import finite_abs, rounded, saturated, scale_from_amax
-from coat_core.kernels.gpu.gelu import WARPS, WIDEST_BLOCK, gate_of_gelu
+from coat_core.kernels.gpu.gelu import gate_of_gelu
 from coat_core.kernels.gpu.runtime import blocks, empty_values, finished, launch, power_of_two
+
+WIDEST_BLOCK = 1024
+WARPS = 4
 
 
 @triton.jit

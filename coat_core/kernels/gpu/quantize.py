@@ -130,6 +130,32 @@ def _cast_by_amax_fwd_kernel(
     tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _cast_rows_by_amax_fwd_kernel(
+    x_ptr,
+    amax_ptr,
+    codes_ptr,
+    scale_ptr,
+    K,
+    parts,
+    FORMAT_MAX: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The cast of one row a program, from the amax of its parts."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PARTS_BLOCK)
+    amax = tl.max(tl.load(amax_ptr + row * parts + place, mask=place < parts, other=0.0), axis=0)
+    scale = scale_from_amax(amax, FORMAT_MAX)
+    tl.store(scale_ptr + row, scale)
+    for start in range(0, K, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        offsets, inside = row * K + columns, columns < K
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
+        tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
 def quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Launcher of `coat::quantize`."""
     x, form = x.contiguous(), get_format(fmt)
@@ -165,6 +191,24 @@ def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     form = get_format(fmt)
     codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((), torch.float32, x.device)
     _cast_by_amax(x, None, amax, codes, scale, form.max)
+    return finished(codes, form.dtype), scale
+
+
+def cast_rows_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Quantize x per row where a fused producer has left the amax of each row's parts.
+
+    Args:
+        x: floating [..., K], contiguous.
+        amax: fp32 [rows, parts].
+        fmt: name of the format.
+
+    Returns:
+        codes FP8 like x, scale fp32 [..., 1].
+    """
+    form, k, (rows, parts) = get_format(fmt), x.shape[-1], amax.shape
+    codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((*x.shape[:-1], 1), torch.float32, x.device)
+    options = {"FORMAT_MAX": form.max, "PARTS_BLOCK": power_of_two(parts), "BLOCK": _row_block(k)}
+    launch(_cast_rows_by_amax_fwd_kernel, (rows,), x, amax, codes, scale, k, parts, **options)
     return finished(codes, form.dtype), scale
 
 
