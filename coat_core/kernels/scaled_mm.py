@@ -35,6 +35,14 @@ def _check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: 
         raise ValueError(f"bias {tuple(bias.shape)}: must be [{n}]")
 
 
+def row_scale(scale: Tensor, rows: int) -> Tensor:
+    """Return a scale [] or [rows, 1] as [rows, 1] in one piece, as row-wise GEMMs read it.
+
+    Of a weight that is multiplied many times, keep it: from another shape each product launches a copy.
+    """
+    return scale.reshape(-1, 1).expand(rows, 1).contiguous()
+
+
 # a new signature takes a new name: torch.compile's cache on disk calls an operator as it was
 @operator("coat::fp8_mm")
 def scaled_mm(
@@ -52,7 +60,7 @@ def scaled_mm(
         a: FP8 [M, K].
         a_scale: fp32 [] or [M, 1].
         b: FP8 [N, K].
-        b_scale: fp32 [] or [N, 1].
+        b_scale: fp32 [] or [N, 1]; see `row_scale` where a_scale is [M, 1].
         bias: floating [N] or None.
         out_dtype: bf16, fp16 or fp32.
         forward: a is the input of a linear (fprop), and not a gradient: Hopper's tensor cores may then accumulate with
@@ -116,8 +124,7 @@ def scaled_mm_on_cuda(
     _check_shapes(a, a_scale, b, b_scale, bias)
     row_wise = a_scale.ndim == 2 or b_scale.ndim == 2
     if row_wise:
-        a_scale = a_scale.expand(a.shape[0], 1).contiguous()
-        b_scale = b_scale.reshape(1, -1).expand(1, b.shape[0]).contiguous()
+        a_scale, b_scale = row_scale(a_scale, a.shape[0]), row_scale(b_scale, b.shape[0]).view(1, -1)
     # row-wise kernels write bf16 only; tensor-wise ones take a bias of their own output type
     kernel_dtype = torch.bfloat16 if row_wise else out_dtype
     kernel_bias = None if bias is None or kernel_dtype == torch.float32 else bias.to(kernel_dtype)

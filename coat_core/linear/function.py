@@ -129,6 +129,7 @@ def dgrad(
     in_fp8: bool,
     transposed: Tensor | None = None,
     quantized: Quantized | None = None,
+    unit: Tensor | None = None,
 ) -> Tensor:
     """Return dx = dy · W.
 
@@ -140,6 +141,7 @@ def dgrad(
         in_fp8: False multiplies by the dequantized weight.
         transposed: the codes as a contiguous [K, N], where there is such a copy.
         quantized: dy in `grad_format`, where its maker has quantized it; of a weight scaled per tensor.
+        unit: the weight's part of the product's scale, as `unit_scale` returns it, where the caller keeps that.
 
     Returns:
         Tensor [..., K] in dy's dtype.
@@ -147,12 +149,20 @@ def dgrad(
     if not in_fp8 or config.grad_format == "bf16":
         weight = dequantize(codes, scale, dtype=grad.dtype)
         return grad @ weight
-    per_row = scale.ndim == 2
-    factors = scale.reshape(-1) if per_row else None
+    factors = scale.reshape(-1) if scale.ndim == 2 else None
     if quantized is None:
         quantized = quantize(grad, config.grad_format, input_granularity(config), factors)
-    unit = scale.new_ones(()) if per_row else scale
+    unit = unit_scale(scale) if unit is None else unit
     return multiply(quantized, codes.t() if transposed is None else transposed, unit, None, grad.dtype)
+
+
+def unit_scale(scale: Tensor) -> Tensor:
+    """Return what is left of a weight's scale [] or [N, 1] in dgrad: one per row goes into dy before the cast.
+
+    Returns:
+        fp32 []. Kept for row-wise GEMMs, it is kept as [K, 1]: `coat_core.kernels.scaled_mm.row_scale`.
+    """
+    return scale.new_ones(()) if scale.ndim == 2 else scale
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -18,7 +18,9 @@ from coat_core.activation import fp8_checkpoint
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Granularity
 from coat_core.kernels.quantize import _copies, quantize
+from coat_core.kernels.scaled_mm import row_scale
 from coat_core.linear import FP8Linear, fp8_linear
+from coat_core.linear.function import dgrad, fprop, quantize_weight, unit_scale
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import BF16_ORDER_FLOOR_DB, FP32_ORDER_FLOOR_DB, product_floor_db
 
@@ -99,6 +101,19 @@ def test_is_the_product_of_the_dequantized_operands(config: FP8LinearConfig) -> 
     layer = layer_of(weight, None, config)
     x_hat = quantize(x, config.input_format, Granularity(config.input_granularity, GROUP)).dequantize()
     assert_sqnr(x_hat.double() @ layer.weight.double().t(), layer(x), FP32_ORDER_FLOOR_DB)
+
+
+@pytest.mark.parametrize("weight_granularity", ["per_tensor", "per_row"])
+def test_scales_that_a_caller_keeps_change_nothing(weight_granularity: str) -> None:
+    config = FP8LinearConfig(input_granularity="per_row", weight_granularity=weight_granularity)
+    x, dy, weight = torch.randn(5, K), torch.randn(5, N), torch.randn(N, K)
+    codes, scale = quantize_weight(weight, config)[:2]
+    quantized = quantize(x, "e4m3", Granularity("per_row"))
+    kept = row_scale(scale, N), row_scale(unit_scale(scale), K)
+    assert [tuple(part.shape) for part in kept] == [(N, 1), (K, 1)]
+    y = fprop(x, quantized, codes, scale, None, torch.float32)
+    assert_bitwise(fprop(x, quantized, codes, kept[0], None, torch.float32), y)
+    assert_bitwise(dgrad(dy, codes, scale, config, True, unit=kept[1]), dgrad(dy, codes, scale, config, True))
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 5), (2, 3, 4)], ids=str)

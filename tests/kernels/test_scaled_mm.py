@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR
-from coat_core.kernels.scaled_mm import scaled_mm, scaled_mm_on_cuda, unsupported_reason
+from coat_core.kernels.scaled_mm import row_scale, scaled_mm, scaled_mm_on_cuda, unsupported_reason
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import SCALED_MM_BF16_FLOOR_DB, SCALED_MM_FP32_FLOOR_DB
@@ -86,6 +89,37 @@ def test_gpu_path_calls_torchs_operator_rightly(
         pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
     assert ours.dtype == dtype
     assert_sqnr(scaled_mm(a, a_scale, b, b_scale, bias_N, dtype), ours, SCALED_MM_BF16_FLOOR_DB)
+
+
+class _Kernels(TorchDispatchMode):
+    """Records every operator but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("weight", ["tensor", "row"])
+def test_a_row_wise_product_is_one_launch_where_the_weights_scale_is_kept(weight: str) -> None:
+    a, a_scale, *_ = operands(torch.device("cpu"), m=7, scaling="row")
+    *_, b, b_scale = operands(torch.device("cpu"), scaling=weight)
+    bias = torch.randn(b.shape[0], dtype=torch.bfloat16)
+    kept = row_scale(b_scale, b.shape[0])
+    assert kept.shape == (32, 1)
+    args = (a, a_scale, b), (bias, torch.bfloat16, True)
+    try:
+        expected = scaled_mm_on_cuda(*args[0], b_scale, *args[1])
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
+    with _Kernels() as kernels:
+        found = scaled_mm_on_cuda(*args[0], kept, *args[1])
+    assert kernels.names == ["aten::_scaled_mm"]
+    assert_bitwise(found, expected)
 
 
 def test_bias_is_added_before_the_only_rounding() -> None:
