@@ -152,7 +152,7 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
     y, mlp, heads = wide[..., : 3 * HIDDEN], wide[..., 3 * HIDDEN :], _empty(1, TOKENS, 24, 128)
     y_codes, y_scale = _empty(*y.shape, dtype=fp8), _empty(1, TOKENS, 72, dtype=torch.float32)
     mlp_codes, mlp_scale = _empty(*mlp.shape, dtype=fp8), _empty(1, TOKENS, 96, dtype=torch.float32)
-    out, out_codes, out_scale = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, HIDDEN, dtype=fp8), y_scale[..., :24]
+    out, out_scale = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, 24, dtype=torch.float32)
     weights, angles = [_empty(128)] * 4, _empty(TOKENS, 128, dtype=torch.float32)
     norm = (weights, angles, angles, 1e-6)
     streams = [_empty(1, 512, 3 * HIDDEN), _empty(1, 4096, 3 * HIDDEN)]
@@ -180,10 +180,18 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
             gelu.mlp_activation, out, None, mlp, None, None, None, "e4m3", "per_tensor", "e4m3", group, bf16
         )
     no_adapter, nothing = (None, None), ("none", "none", "none", 128, bf16)
-    cases["qkv from codes"] = partial(qkv.qkv_rope, [y_codes], [y_scale], [], [], *norm, "none", 128, bf16)
-    cases["qkv backward from codes"] = partial(
-        qkv.qkv_rope_backward, [heads] * 3, [y_codes], [y_scale], *norm, 128, bf16
-    )
+    for name, fmt in FORMATS.items():
+        y_codes, mlp_codes, out_codes = (_empty(*x.shape, dtype=fmt.dtype) for x in (y, mlp, out))
+        cases[f"qkv from codes {name}"] = partial(qkv.qkv_rope, [y_codes], [y_scale], [], [], *norm, "none", 128, bf16)
+        cases[f"qkv backward from codes {name}"] = partial(
+            qkv.qkv_rope_backward, [heads] * 3, [y_codes], [y_scale], *norm, 128, bf16
+        )
+        cases[f"mlp from codes {name}"] = partial(
+            gelu.mlp_activation, out_codes, out_scale, mlp_codes, mlp_scale, *no_adapter, *nothing
+        )
+        cases[f"mlp backward from codes {name}"] = partial(
+            gelu.mlp_activation_backward, mlp, *no_adapter, mlp_codes, mlp_scale, 128, bf16
+        )
     cases["qkv backward"] = partial(qkv.qkv_rope_backward, [heads] * 3, streams, [], *norm, 128, bf16)
     cases["qkv and mlp backward"] = partial(
         qkv.qkv_mlp_backward,
@@ -200,11 +208,8 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
         128,
         bf16,
     )
-    cases["mlp from codes"] = partial(
-        gelu.mlp_activation, out_codes, out_scale, mlp_codes, mlp_scale, *no_adapter, *nothing
-    )
     cases["mlp alone, no adapter"] = partial(
-        gelu.mlp_activation, None, None, mlp, None, *no_adapter, "e4m3", "per_row", "e4m3", 128, bf16
+        gelu.mlp_activation, None, None, mlp, None, *no_adapter, "e5m2", "per_row", "e4m3", 128, bf16
     )
     cases["mlp backward, no adapter"] = partial(gelu.mlp_activation_backward, mlp, *no_adapter, mlp, None, 128, bf16)
     return cases
