@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.bench import worker
+from coat_flux.bench import models, worker
 from coat_flux.bench.configurations import named
+from coat_flux.blocks.gemms import set_transposed
 from coat_flux.cli.entry import main
 from tests.tolerances import BENCH_LOSS_RTOL
 
@@ -60,6 +61,60 @@ def test_blocks_and_linears_of_every_own_configuration() -> None:
                 for k, n in ((256, 256), (256, 1024), (1024, 256), (1280, 256))
                 for what in ("forward", "dX")
             ]
+
+
+@pytest.mark.slow
+def test_rows_that_share_a_model_measure_what_they_would_alone() -> None:
+    """Recomputation, flow and copies of the row before are gone, and the LoRA starts over."""
+    kept: dict[str, Any] = {}
+    spec = {"level": "step", "sizes": [[64, 1]], "geometry": GEOMETRY, "device": "cpu", "repeats": 2}
+    weights, losses, runners = set(), {}, {}
+    for name in ("coat_transposed", "coat_recomputed", "coat", "bf16_checkpointed", "bf16"):
+        if name == "coat":  # a GPU's run before it has made copies
+            set_transposed(kept["model"].transformer_blocks, True)
+        found = worker.run({**spec, "configuration": name}, kept)
+        assert found["status"] == "ok", found["traceback"]
+        assert not any("transposed" in buffer for buffer, _ in kept["model"].named_buffers())
+        weights.add(kept["key"])
+        runners[name] = models.runner_of(kept["model"])
+        losses[name] = found["measurements"][1]["figures"]["loss"]
+    assert len(weights) == 2
+    assert runners["bf16"] is models.run_plainly is not runners["bf16_checkpointed"]
+    assert runners["coat"] is not runners["coat_recomputed"]
+    for name in ("coat", "bf16"):
+        assert losses[name] == work("step", name)["step"]["figures"]["loss"]
+
+
+def test_kernels_alone_and_their_rates() -> None:
+    from coat_flux.bench.limits import Geometry, Limit
+    from coat_flux.bench.report import measured_rates, summarize
+
+    runs = []
+    for name in named("rates"):
+        spec = {"level": "rates", "configuration": name, "sizes": [[64, 1]], "geometry": GEOMETRY, "device": "cpu"}
+        runs.append({"round": 1, **spec, **worker.run({**spec, "repeats": 2})})
+    status = {run["configuration"]: run["status"] for run in runs}
+    assert {name for name, value in status.items() if value != "ok"} == {"attention_cudnn", "launches"}
+    fp8 = next(run for run in runs if run["configuration"] == "gemm_fp8")["measurements"][0]
+    assert (fp8["what"], fp8["figures"]["flops"]) == ("256 -> 256 forward", 2 * 528 * 256 * 256)
+    rows = summarize(runs, Geometry(**GEOMETRY), Limit(100.0, 200.0, 1000.0, "test"))
+    lines, table = measured_rates(rows, Limit(100.0, 200.0, 1000.0, "test"))[1:]
+    product = next(row for row in rows if row.configuration == "gemm_bf16")
+    assert product.limit_ms == pytest.approx(2 * 528 * 256 * 256 / 100.0 / 1e9)
+    best = max(100 * row.limit_ms / row.median_ms for row in rows if row.configuration == "gemm_bf16")
+    assert f"* RATE_SHARES bf16: {best / 100:.3f}" in lines
+    assert "| launches |  | cannot: needs a GPU (round 1) |" in table
+
+
+@pytest.mark.slow
+def test_the_trainers_own_steps() -> None:
+    spec = {"level": "engine", "sizes": [[64, 1]], "geometry": GEOMETRY, "device": "cpu", "repeats": 2}
+    for name in ("bf16", "coat_recomputed"):
+        found = worker.run({**spec, "configuration": name})
+        assert found["status"] == "ok", found["traceback"]
+        (step,) = found["measurements"]
+        assert step["figures"]["steps_per_second"] == pytest.approx(1e3 / step["samples_ms"][0])
+        assert 0 < step["figures"]["predicted_peak_bytes"] < step["peak_bytes"]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,72 @@ def test_every_configuration_is_complete() -> None:
         "bf16_checkpointed",
         "bf16_compiled_checkpointed",
         "toolkit_default",
+        "toolkit_convrot8",
         "coat_recomputed",
         "coat_compiled_recomputed",
     ]
+
+
+def test_every_row_is_as_its_trainer_runs_it() -> None:
+    for row in CONFIGURATIONS:
+        if row.coat is not None:
+            assert COATConfig.from_dict(dict(row.coat)).fallback == "error", row.name
+        without = row.coat is not None or row.name.startswith("toolkit") or row.adapters == "bf16"
+        assert row.autocast is not without, row.name
+    assert {row.name for row in CONFIGURATIONS if row.gpu_only} == {
+        *("bf16_cudagraphs", "bf16_max_autotune", "coat_cudagraphs", "launches"),
+    }
+    shared = {row.weights for row in CONFIGURATIONS if row.name in ("coat", "coat_compiled", "coat_cudagraphs")}
+    assert len(shared) == 1
+    assert len({row.weights for row in CONFIGURATIONS if row.name in ("bf16", "bf16_adapters", "coat_per_row")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("level", "configuration"), [("op", "coat"), ("step", "coat_weight_only"), ("optimizer", "coat_fp8_adamw")]
+)
+def test_references_are_never_timed_as_our_kernels(
+    monkeypatch: pytest.MonkeyPatch, level: str, configuration: str
+) -> None:
+    monkeypatch.setattr(worker, "current", lambda device: device)
+    monkeypatch.setattr(worker, "triton_obstacle", lambda device: "a trial gave wrong codes")
+    found = worker.run(spec(level, configuration, device="cuda"))
+    assert found["status"] == "failed"
+    assert found["reason"].startswith("KernelsRefused: a trial gave wrong codes")
+    assert "measurements" not in found
+
+
+def test_what_needs_a_gpu_says_so() -> None:
+    found = worker.run(spec("step", "bf16_cudagraphs"))
+    assert (found["status"], found["reason"]) == ("cannot", "needs a GPU")
+
+
+def test_ai_toolkits_own_code_is_reported_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_is_installed", lambda package: True)
+    monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
+    found = worker.run(spec("step", "toolkit_convrot8"))
+    assert found["status"] == "cannot"
+    assert found["reason"] == "ImportError: convrot8 is ai-toolkit's own code: set AI_TOOLKIT_ROOT to its folder"
+
+
+def test_rows_of_one_process_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU a failure ends the process: what comes after a broken kernel says nothing."""
+    statuses = {"a": "ok", "b": "cannot", "c": "failed", "d": "ok"}
+    written: list[list[str]] = []
+
+    def run(asked: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+        kept.setdefault("seen", []).append(asked["configuration"])
+        if (tmp_path / "out").exists():
+            written.append(list(json.loads((tmp_path / "out").read_text())))
+        assert kept["seen"][0] == "a"
+        return {"status": statuses[asked["configuration"]], "traceback": ""}
+
+    monkeypatch.setattr(worker, "run", run)
+    for device, names in (("cpu", "abcd"), ("cuda", "abc")):
+        written.clear()
+        worker.run_together({"configurations": list("abcd"), "device": device}, tmp_path / "out")
+        assert "".join(json.loads((tmp_path / "out").read_text())) == names
+        (tmp_path / "out").unlink()
+    assert written == [["a"], ["a", "b"]]
 
 
 def test_what_gives_no_figures_is_kept_and_not_tried_again() -> None:
@@ -115,13 +179,13 @@ def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_become_results(
     monkeypatch: pytest.MonkeyPatch, configuration: str, error: Exception, status: str, reason: str
 ) -> None:
-    from coat_flux.bench import levels
+    from coat_flux.bench import models
 
     def fail(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(worker, "_is_installed", lambda package: True)
-    monkeypatch.setattr(levels, "make_model", fail)
+    monkeypatch.setattr(models, "_make_model", fail)
     found = worker.run(spec("step", configuration))
     assert (found["status"], found["reason"]) == (status, reason)
     assert reason[:40].split(": ")[1] in found["traceback"]

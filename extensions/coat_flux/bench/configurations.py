@@ -1,7 +1,8 @@
 """What is compared, and at which sizes. A new row in `CONFIGURATIONS` is all that a new configuration takes.
 
-All rows train the same LoRA (PEFT, fp32 adapters on every linear of the blocks) under bf16 autocast, as accelerate runs
-it; those of the level "optimizer" are optimizers alone. Nothing heavy is imported here.
+Rows of a model train the same LoRA (PEFT, on every linear of the blocks), each as its trainer runs it: bf16 and torchao
+under bf16 autocast, as accelerate's scripts do, COAT and ai-toolkit's recipes without, as these two trainers do. Rows
+of the level "optimizer" are optimizers alone, those of "rates" single kernels. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from ..base.names import COAT_OPTIMIZER
 from .limits import Geometry
 
 OK, CANNOT, OUT_OF_MEMORY, FAILED = "ok", "cannot", "out of memory", "failed"  # how a process ends; see worker
-LEVELS = ("op", "block", "step", "optimizer")
+RATES, ENGINE = "rates", "engine"
+LEVELS = (RATES, "op", "block", "step", ENGINE, "optimizer")
 COUNT = "count"  # of operators, on no device: `step_model`
 MODEL_LEVELS = ("block", "step")
 ALL_MODEL_LEVELS = ("op", *MODEL_LEVELS)
@@ -32,9 +34,13 @@ class Configuration:
         coat: the `coat:` block; None is a baseline.
         checkpointing: torch's recomputation of every block (baselines; COAT's is in its block).
         compiled: "blocks" compiles each block by itself, "model" the whole transformer, "" nothing.
-        quantizer: "quanto" (qfloat8 weights) or "torchao" (float8 training) converts the linears of the blocks.
+        compile_mode: of torch.compile; "" is its default.
+        quantizer: a key of `levels.QUANTIZERS`, which converts linears; "" none.
+        adapters: dtype of the LoRA, "fp32" or "bf16".
+        autocast: bf16 autocast around the forward pass.
         optimizer: the name of a row of that level.
         needs: packages, as they are imported.
+        gpu_only: it does not exist on a CPU.
     """
 
     name: str
@@ -43,9 +49,13 @@ class Configuration:
     coat: Mapping[str, Any] | None = None
     checkpointing: bool = False
     compiled: str = ""
+    compile_mode: str = ""
     quantizer: str = ""
+    adapters: str = "fp32"
+    autocast: bool = True
     optimizer: str = "adamw_fused"
     needs: tuple[str, ...] = ()
+    gpu_only: bool = False
 
     @property
     def recomputes(self) -> bool:
@@ -57,12 +67,28 @@ class Configuration:
         """Whether the linears multiply in FP8 where the card does."""
         if self.coat is not None:
             return bool(self.coat.get("activation", {}).get("use_fp8", True))
-        return self.quantizer == "torchao"
+        return self.quantizer.startswith("torchao")
 
     @property
     def may_be_missing(self) -> bool:
         """Whether an error means that others' code cannot run on this machine, rather than that ours is broken."""
-        return bool(self.needs or (self.compiled and self.coat is None))
+        return bool(self.needs or (self.compiled and self.coat is None) or RATES in self.levels)
+
+    @property
+    def runs_our_kernels(self) -> bool:
+        """Whether what it times are kernels of ours, which must not have been replaced by their references."""
+        return self.coat is not None or self.name == COAT_OPTIMIZER
+
+    @property
+    def replays(self) -> bool:
+        """Whether torch.compile records CUDA graphs, which must be given the start of each step."""
+        return self.compile_mode in ("reduce-overhead", "max-autotune")
+
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        """What a built model is like: rows in which it is the same can take turns with one model."""
+        coat = None if self.coat is None else {k: v for k, v in self.coat.items() if k not in ("memory", "speed")}
+        return self.quantizer, self.adapters, repr(coat)
 
 
 KEPT = {"checkpointing": "none", "transposed_weights": "never"}
@@ -78,12 +104,19 @@ PER_ROW = {"linear_granularity": "per_row"}
 def _coat(
     name: str, about: str, levels: tuple[str, ...] = MODEL_LEVELS, speed: Mapping[str, Any] = AS_WRITTEN, **coat: Any
 ) -> Configuration:
-    return Configuration(name, about, levels, coat={**coat, "speed": speed}, optimizer=COAT_OPTIMIZER)
+    block = {**coat, "speed": speed, "fallback": "error"}
+    return Configuration(
+        *(name, about, levels),
+        coat=block,
+        autocast=False,
+        optimizer=COAT_OPTIMIZER,
+        gpu_only=speed.get("compile") == "cudagraphs",
+    )
 
 
 CONFIGURATIONS = (
     Configuration("bf16_checkpointed", "bf16, every block recomputed", checkpointing=True),
-    Configuration("bf16", "bf16", ALL_MODEL_LEVELS),
+    Configuration("bf16", "bf16", (*ALL_MODEL_LEVELS, ENGINE)),
     Configuration(
         "bf16_compiled_checkpointed",
         "bf16, blocks compiled, every block recomputed",
@@ -93,12 +126,43 @@ CONFIGURATIONS = (
     Configuration("bf16_compiled", "bf16, blocks compiled", compiled="blocks"),
     Configuration("bf16_compiled_model", "bf16, whole model compiled", ("step",), compiled="model"),
     Configuration(
+        "bf16_cudagraphs",
+        "bf16, blocks compiled and recorded as CUDA graphs (reduce-overhead)",
+        compiled="blocks",
+        compile_mode="reduce-overhead",
+        gpu_only=True,
+    ),
+    Configuration(
+        "bf16_max_autotune",
+        "bf16, blocks compiled by max-autotune, with CUDA graphs",
+        compiled="blocks",
+        compile_mode="max-autotune",
+        gpu_only=True,
+    ),
+    Configuration(
+        "bf16_adapters",
+        "bf16 in the LoRA too, blocks compiled",
+        compiled="blocks",
+        adapters="bf16",
+        autocast=False,
+    ),
+    Configuration(
         "toolkit_default",
         "optimum-quanto qfloat8 weights, every block recomputed, bitsandbytes AdamW8bit: ai-toolkit's default",
         checkpointing=True,
         quantizer="quanto",
+        autocast=False,
         optimizer="adamw8bit",
         needs=("optimum.quanto", "bitsandbytes"),
+    ),
+    Configuration(
+        "toolkit_convrot8",
+        "ai-toolkit's convrot8 (int8 GEMM forward), every block recomputed, bitsandbytes AdamW8bit",
+        checkpointing=True,
+        quantizer="convrot8",
+        autocast=False,
+        optimizer="adamw8bit",
+        needs=("bitsandbytes",),
     ),
     Configuration(
         "torchao_float8", "torchao float8 training", ALL_MODEL_LEVELS, quantizer="torchao", needs=("torchao",)
@@ -110,17 +174,39 @@ CONFIGURATIONS = (
         quantizer="torchao",
         needs=("torchao",),
     ),
+    Configuration(
+        "torchao_rowwise",
+        "torchao float8 training, scaled per row",
+        ALL_MODEL_LEVELS,
+        quantizer="torchao_rowwise",
+        needs=("torchao",),
+    ),
+    Configuration(
+        "torchao_rowwise_compiled",
+        "torchao float8 training, scaled per row, blocks compiled",
+        compiled="blocks",
+        quantizer="torchao_rowwise",
+        needs=("torchao",),
+    ),
     _coat("coat", "COAT, fused flow, nothing recomputed", COUNTED_LEVELS, memory=KEPT),
-    _coat("coat_recomputed", "COAT, every block recomputed", memory=RECOMPUTED),
+    _coat("coat_recomputed", "COAT, every block recomputed", (*MODEL_LEVELS, ENGINE), memory=RECOMPUTED),
     _coat("coat_per_row", "COAT, scaled per row", COUNTED_LEVELS, memory=KEPT, activation=PER_ROW),
     _coat("coat_weight_only", "COAT, FP8 weights only", ALL_MODEL_LEVELS, memory=KEPT, activation={"use_fp8": False}),
-    _coat("coat_transposed", "COAT, with transposed weights", (*MODEL_LEVELS, COUNT), memory=COPIED),
-    _coat("coat_compiled", "COAT, blocks compiled", memory=COPIED, speed=COMPILED),
+    _coat("coat_transposed", "COAT, with transposed weights", (*MODEL_LEVELS, ENGINE, COUNT), memory=COPIED),
+    _coat("coat_compiled", "COAT, blocks compiled", (*MODEL_LEVELS, ENGINE), memory=COPIED, speed=COMPILED),
     _coat(
         "coat_compiled_recomputed", "COAT, blocks compiled, every block recomputed", memory=RECOMPUTED, speed=COMPILED
     ),
     _coat("coat_cudagraphs", "COAT, blocks as CUDA graphs", memory=COPIED, speed=REPLAYED),
-    _coat("coat_picked", "COAT, what its start-up measurement picks", ("step",), memory=COPIED, speed={}),
+    _coat("coat_picked", "COAT, what its start-up measurement picks", ("step", ENGINE), memory=COPIED, speed={}),
+    Configuration("gemm_bf16", "bf16 matrix products of a step", (RATES,)),
+    Configuration("gemm_fp8", "FP8 matrix products, one scale for each tensor", (RATES,)),
+    Configuration("gemm_fp8_per_row", "FP8 matrix products, one scale for each row", (RATES,)),
+    Configuration("attention", "attention by the kernel that torch chooses", (RATES,)),
+    Configuration("attention_cudnn", "attention by cuDNN", (RATES,)),
+    Configuration("attention_flash", "attention by torch's flash kernel", (RATES,)),
+    Configuration("copy", "a large copy", (RATES,)),
+    Configuration("launches", "one of many small kernels in a CUDA graph", (RATES,), gpu_only=True),
     Configuration("adamw_fused", "torch AdamW, fused, fp32 moments", ("optimizer",)),
     Configuration("adamw8bit", "bitsandbytes AdamW8bit", ("optimizer",), needs=("bitsandbytes",)),
     Configuration("adamw_fp8_torchao", "torchao AdamWFp8", ("optimizer",), needs=("torchao",)),
@@ -135,7 +221,9 @@ def named(level: str) -> dict[str, Configuration]:
 
 def rivals(level: str, name: str) -> dict[str, str]:
     """What a row is compared with: column title to the name of the baseline at the same level."""
-    if level == "op":
+    if level == RATES:
+        return {}
+    if level in ("op", ENGINE):
         return {"bf16": "bf16"}
     if level == "optimizer":
         return {"torch fused": "adamw_fused"}
@@ -189,6 +277,6 @@ class BenchOptions:
     def _sizes(self, level: str) -> list[tuple[tuple[int, int], ...]]:
         if level == "optimizer":
             return [()]
-        if level == "op":
+        if level in ("op", RATES):
             return [tuple((resolution, 1) for resolution in self.resolutions)]
         return [((resolution, batch),) for batch in self.batches for resolution in self.resolutions]

@@ -11,78 +11,18 @@ from torch import Tensor, nn
 
 from coat_core.linear import FP8Linear
 
-from ..blocks.apply import apply_coat
 from ..blocks.architectures import FLUX
-from ..blocks.lora import attach_lora
 from ..config.coat import COATConfig
-from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
-from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
-from .configurations import Configuration
+from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG
+from .configurations import ENGINE, RATES, Configuration
+from .engine import measure_engine
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry, token_count
+from .models import QUANTIZERS, model_of, runner_of
 from .optimizers import make_optimizer, state_bytes
+from .rates import measure_rates
 from .timing import SEED, Measurement, Setting
 
-B_STD = 0.02  # of the adapters' B, which training leaves zero after the first step
-BUILD_ROOM = 1.3  # a model is made on the GPU when so many times its bytes are free there
 OP_SHAPES = ((1, 1), (1, 4), (4, 1), (5, 1))  # in and out features over d: q k v and output; MLP in, out; single output
-
-
-def make_model(geometry: Geometry, device: torch.device) -> Any:
-    """A frozen bf16 transformer; on the device if it fits there with room, else on the CPU, to be converted first."""
-    sizes = {
-        "num_layers": geometry.double,
-        "num_single_layers": geometry.single,
-        "num_attention_heads": geometry.heads,
-    }
-    place = device
-    if device.type == "cuda":
-        plain = make_flux_dev_geometry("meta", **sizes)
-        needed = 2 * sum(parameter.numel() for parameter in plain.parameters())
-        if BUILD_ROOM * needed > torch.cuda.mem_get_info(device)[0]:
-            place = torch.device("cpu")
-    return make_flux_dev_geometry(place, torch.bfloat16, seed=SEED, **sizes)
-
-
-def prepare(model: Any, configuration: Configuration, geometry: Geometry, device: torch.device) -> list[nn.Parameter]:
-    """Convert the model as the configuration says, in place, and add the LoRA.
-
-    Returns:
-        The trained parameters, fp32.
-    """
-    config = None if configuration.coat is None else COATConfig.from_dict(dict(configuration.coat))
-    targets = lora_targets(model)
-    if config is not None:
-        apply_coat(model, config, device=device)
-    elif configuration.quantizer == "quanto":
-        from optimum.quanto import freeze, qfloat8, quantize
-
-        for blocks in map(model.get_submodule, FLUX.blocks):
-            quantize(blocks, weights=qfloat8)
-            freeze(blocks)
-    elif configuration.quantizer == "torchao":
-        from torchao.float8 import convert_to_float8_training
-
-        def sees_tokens(_: nn.Module, name: str) -> bool:
-            """Linears of the blocks, but for modulation: torchao's GEMM takes no batch of fewer than 16 rows."""
-            return not name or ("transformer_blocks." in name and ".norm" not in name)
-
-        convert_to_float8_training(model, module_filter_fn=sees_tokens)
-    model.to(device)
-    add_lora(model, targets, geometry.rank, seed=SEED)
-    if config is not None:
-        attach_lora(model, config)
-    elif configuration.checkpointing:
-        model.enable_gradient_checkpointing()
-    draw = torch.Generator(device).manual_seed(SEED + 1)
-    for name, parameter in lora_parameters(model).items():
-        if ".lora_B." in name:  # with B = 0 half of the backward pass would multiply zeros
-            nn.init.normal_(parameter, 0.0, B_STD, generator=draw)
-    if configuration.compiled == "blocks":
-        model.compile_repeated_blocks()
-    elif configuration.compiled == "model":
-        model.compile()
-    model.train()
-    return list(lora_parameters(model).values())
 
 
 def make_linear(configuration: Configuration, k: int, n: int, device: torch.device) -> nn.Module:
@@ -93,10 +33,8 @@ def make_linear(configuration: Configuration, k: int, n: int, device: torch.devi
     holder[0].bias.data.normal_(0.0, 1.0, generator=draw)
     if configuration.coat is not None:
         FP8Linear.from_linear(holder[0], COATConfig.from_dict(dict(configuration.coat)).linear_config())
-    elif configuration.quantizer == "torchao":
-        from torchao.float8 import convert_to_float8_training
-
-        convert_to_float8_training(holder)
+    elif configuration.quantizer:
+        QUANTIZERS[configuration.quantizer](holder)
     return holder[0]
 
 
@@ -159,9 +97,8 @@ def measure_ops(configuration: Configuration, setting: Setting) -> Iterator[Meas
 def measure_blocks(configuration: Configuration, setting: Setting) -> Iterator[Measurement]:
     """One double and one single block: forward alone, and forward with backward to input and adapters."""
     geometry, device = Geometry(1, 1, setting.geometry.heads, setting.geometry.rank), setting.device
-    model = make_model(geometry, device)
-    trained = prepare(model, configuration, geometry, device)
-    run = getattr(model, "_gradient_checkpointing_func", None) or (lambda block, *args: block(*args))
+    model, trained = model_of(configuration, geometry, device, setting.kept)
+    run = runner_of(model)
     blocks = {each.kind: model.get_submodule(each.pattern)[0] for each in FLUX.lists}
     for resolution, batch in setting.sizes:
         draw = torch.Generator(device).manual_seed(SEED + 4)
@@ -178,11 +115,11 @@ def measure_blocks(configuration: Configuration, setting: Setting) -> Iterator[M
         for kind, block in blocks.items():
 
             def forward(block: nn.Module = block, inputs: list[Any] = inputs) -> object:
-                with torch.no_grad(), setting.autocast():
+                with torch.no_grad(), setting.autocast(configuration):
                     return block(*inputs)
 
             def both(block: nn.Module = block, inputs: list[Any] = inputs, gradients: list[Tensor] = gradients) -> None:
-                with setting.autocast():
+                with setting.autocast(configuration):
                     text, image = run(block, *inputs)
                 torch.autograd.backward((image, text), gradients)
                 for tensor in (*trained, *inputs[:2]):
@@ -194,15 +131,14 @@ def measure_blocks(configuration: Configuration, setting: Setting) -> Iterator[M
 
 def measure_steps(configuration: Configuration, setting: Setting) -> Iterator[Measurement]:
     """The whole transformer: forward alone, and a training step (forward, loss, backward, optimizer)."""
-    model = make_model(setting.geometry, setting.device)
-    trained = prepare(model, configuration, setting.geometry, setting.device)
+    model, trained = model_of(configuration, setting.geometry, setting.device, setting.kept)
     optimizer = make_optimizer(configuration.optimizer, trained)
     for resolution, batch in setting.sizes:
         inputs, target = model_inputs(resolution, batch, setting.device)
         losses: list[Tensor] = []
 
         def forward(inputs: dict[str, Tensor] = inputs) -> Tensor:
-            with setting.autocast():
+            with setting.autocast(configuration):
                 return model(**inputs, return_dict=False)[0]
 
         def step(target: Tensor = target, losses: list[Tensor] = losses) -> None:
@@ -224,7 +160,9 @@ def measure_steps(configuration: Configuration, setting: Setting) -> Iterator[Me
 
 
 MEASURE: dict[str, Callable[[Any, Setting], Iterator[Measurement]]] = {
+    RATES: measure_rates,
     "op": measure_ops,
     "block": measure_blocks,
     "step": measure_steps,
+    ENGINE: measure_engine,
 }

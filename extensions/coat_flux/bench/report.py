@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from ..base.files import write_file
-from .configurations import FAILED, OK, BenchOptions, named, rivals
+from .configurations import ENGINE, FAILED, OK, RATES, BenchOptions, named, rivals
 from .limits import Geometry, Limit, forward_work, product_work, step_work
 
 BAR_INCHES, PANEL_COLUMNS, PANEL_INCHES = 0.2, 2, 7.0
@@ -104,6 +104,12 @@ def limit_ms(row: Result, geometry: Geometry, limit: Limit) -> float:
         traffic = row.figures["parameters"] * OTHER_TRAFFIC_BYTES + MOMENTS_TRAFFIC * row.figures["state_bytes"]
         return float(traffic / limit.gb_per_second / 1e6)
     configuration = named(row.level)[row.configuration]
+    if row.level == RATES:
+        flops, kind = (
+            row.figures.get("flops", 0.0),
+            limit.fp8_tflops if "fp8" in row.configuration else limit.bf16_tflops,
+        )
+        return float(flops / kind / 1e9 + row.figures.get("bytes", 0.0) / limit.gb_per_second / 1e6)
     if row.level == "block":
         double = row.what.startswith("double")
         geometry = replace(geometry, double=int(double), single=int(not double))
@@ -152,7 +158,7 @@ def _heading(options: BenchOptions, head: Mapping[str, Any]) -> str:
         f"# Benchmark\n\n* {head['date']}: `{head['command']}`\n"
         f"* {machine['device']}, {machine['system']}, Python {machine['python']}, {versions}\n"
         f"* {size.double} double and {size.single} single blocks, {size.heads} heads of 128, rank {size.rank}, "
-        f"random weights; {options.rounds} rounds, each case in its own process\n"
+        f"random weights; {options.rounds} rounds, processes: {head.get('processes', 'one for each case')}\n"
         f"* limit: {limit['bf16_tflops']:.4g} TFLOPS bf16, {limit['fp8_tflops']:.4g} FP8, "
         f"{limit['gb_per_second']:.4g} GB/s ({limit['source']}); peak memory: {machine['memory']}\n"
         f"* tests: {head['tests']}"
@@ -184,6 +190,71 @@ def _cells(row: Result, titles: Sequence[str]) -> list[str]:
         f"{row.peak_bytes / 1e9:.2f}",
         *(f"{row.speedup[title]:.2f}" if title in row.speedup else "–" for title in titles),
     ]
+
+
+def measured_rates(rows: Sequence[Result], limit: Limit) -> list[str]:
+    """What replaces the assumptions in `limits`, from rows of the level "rates"; nothing where there are none.
+
+    Shares of the peak are the best of all shapes, attention's that of the largest.
+    """
+    rows = [row for row in rows if row.level == RATES]
+    found = [row for row in rows if row.status == OK]
+    if not found:
+        return []
+
+    def rate(row: Result) -> float:
+        return float(row.figures["flops"] / row.median_ms / 1e9)
+
+    def best(name: str, what: str, peak: float) -> float | None:
+        mine = [row for row in found if row.configuration == name and row.what.endswith(what)]
+        if name == "attention":
+            mine = sorted(mine, key=lambda row: row.figures["flops"])[-1:]
+        return max((rate(row) / peak for row in mine), default=None)
+
+    shares = {
+        "bf16": best("gemm_bf16", "", limit.bf16_tflops),
+        "fp8": best("gemm_fp8", "forward", limit.fp8_tflops),
+        "attention": best("attention", "forward", limit.bf16_tflops),
+        "attention_backward": best("attention", "backward", limit.bf16_tflops),
+    }
+    lines = [f"RATE_SHARES {name}: {share:.3f}" for name, share in shares.items() if share is not None]
+    for row in found:
+        if "bytes" in row.figures:
+            share = row.figures["bytes"] / row.median_ms / 1e6 / limit.gb_per_second
+            lines.append(f"BANDWIDTH_SHARE: {share:.3f}")
+        if "kernels" in row.figures:
+            lines.append(f"LAUNCH_MS: {row.median_ms / row.figures['kernels']:.5f}")
+    cells = [
+        (row.configuration, row.what + size_label(row), f"{rate(row):.0f}") for row in found if "flops" in row.figures
+    ]
+    cells += [(row.configuration, "", f"{row.status}: {row.reason}") for row in rows if row.status != OK]
+    table = ["| kernel | shape | TFLOP/s |", "|---|---|---|", *(f"| {' | '.join(cell)} |" for cell in cells)]
+    head = "## For bench/limits.py, measured"
+    return [head, "\n".join(f"* {line}" for line in lines), "\n".join(table)]
+
+
+def peaks_against_plan(rows: Sequence[Result]) -> list[str]:
+    """Peak memory of the trainer's steps next to what `coat-flux plan` predicts; nothing where there are none."""
+    found = [row for row in rows if row.level == ENGINE and row.status == OK]
+    lines = [
+        f"| {row.configuration}{size_label(row)} | {row.peak_bytes / 1e9:.2f} | "
+        f"{row.figures['predicted_peak_bytes'] / 1e9:.2f} | {row.figures['steps_per_second']:.3f} |"
+        for row in found
+    ]
+    head = ["| trainer's steps | peak GB | planned GB | steps a second |", "|---|---|---|---|"]
+    return ["## Plan against peak\n\n" + "\n".join(head + lines)] if lines else []
+
+
+def operators_table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Every kernel of `operators.measure_operators`, the slowest first, as Markdown."""
+    head = ["| operator | us | of bandwidth | host us | launches |", "|---|---|---|---|---|"]
+    lines = [
+        f"| {name} | {row['us']:.1f} | {row['percent_of_bandwidth']:.0f} % | {row['host_us']:.1f} | {row['launches']} |"
+        for name, row in sorted(found.items(), key=lambda item: -item[1].get("us", 0.0))
+        if "error" not in row
+    ]
+    wrong = [f"| {name} | {row['error'].replace('|', '/')} | | | |" for name, row in found.items() if "error" in row]
+    return "## Each kernel\n\n" + "\n".join(head + lines + wrong)
 
 
 def size_label(row: Result) -> str:

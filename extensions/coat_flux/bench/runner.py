@@ -24,9 +24,11 @@ __all__ = ["MachineError", "TestResult", "describe", "run_cases", "run_tests", "
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TESTS = {
+    "rates": ("tests/kernels",),
     "op": ("tests/kernels", "tests/autograd"),
     "block": ("tests/kernels", "tests/autograd"),
     "step": ("tests/kernels", "tests/autograd", "tests/optim"),
+    "engine": ("tests/kernels", "tests/autograd", "tests/optim"),
     "optimizer": ("tests/kernels", "tests/optim"),
 }
 NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}  # module: package

@@ -10,17 +10,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from .configurations import Configuration
 from .limits import Geometry
 
 SEED = 0
 CALLS = {  # (warm-up, timed) by level
-    "cuda": {"op": (10, 50), "block": (5, 20), "step": (3, 10), "optimizer": (5, 20)},
-    "cpu": {"op": (1, 3), "block": (1, 3), "step": (1, 3), "optimizer": (1, 3)},
+    "cuda": dict.fromkeys(("op", "rates"), (10, 50))
+    | dict.fromkeys(("block", "operator", "engine", "optimizer"), (5, 20))
+    | {"step": (3, 10)},
+    "cpu": dict.fromkeys(("op", "rates", "block", "operator", "engine", "optimizer", "step"), (1, 3)),
 }
 FLUSHED_BYTES = 1 << 28
 RESIDENT, ALLOCATED = "resident set of the process", "allocated on the device"
@@ -34,11 +37,13 @@ class Timing:
         samples_ms: of each timed call.
         peak_bytes: GPU: most memory allocated while they ran; CPU: most the process has ever held.
         first_ms: the first warm-up call, with compilation and memory allocation.
+        host_ms: the shortest time after which a call returned, on a GPU with its work still queued.
     """
 
     samples_ms: list[float]
     peak_bytes: int
     first_ms: float
+    host_ms: float
 
 
 def time_calls(
@@ -60,24 +65,26 @@ def time_calls(
     for _ in range(warmup - 1):
         call()
     wait(device)
-    samples = []
+    samples, host = [], []
     if device.type != "cuda":
         for _ in range(repeats):
             started = time.perf_counter()
             call()
             samples.append(1e3 * (time.perf_counter() - started))
-        return Timing(samples, peak_bytes(device), first_ms)
+        return Timing(samples, peak_bytes(device), first_ms, min(samples))
     flushed = torch.empty(FLUSHED_BYTES if cold else 0, dtype=torch.uint8, device=device)
     torch.cuda.reset_peak_memory_stats(device)
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, stop in pairs:
         flushed.fill_(1)
         start.record()
+        started = time.perf_counter()
         call()
+        host.append(1e3 * (time.perf_counter() - started))
         stop.record()
     wait(device)
     samples = [start.elapsed_time(stop) for start, stop in pairs]
-    return Timing(samples, peak_bytes(device) - flushed.numel(), first_ms)
+    return Timing(samples, peak_bytes(device) - flushed.numel(), first_ms, min(host))
 
 
 def wait(device: torch.device) -> None:
@@ -128,18 +135,26 @@ class Setting:
         sizes: (resolution, batch) pairs.
         device: CPU or a GPU.
         repeats: timed calls; None takes `CALLS`.
+        kept: between the rows that one process measures; see `models.model_of`.
     """
 
     geometry: Geometry
     sizes: tuple[tuple[int, int], ...]
     device: torch.device
     repeats: int | None
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def calls(self, level: str) -> tuple[int, int]:
+        """Calls of this level for warm-up, and timed ones."""
+        warmup, repeats = CALLS[self.device.type][level]
+        return warmup, self.repeats or repeats
 
     def timed(self, level: str, call: Callable[[], object], *, cold: bool = False) -> Timing:
         """Time `call` as often as this level asks."""
-        warmup, repeats = CALLS[self.device.type][level]
-        return time_calls(call, self.device, warmup, self.repeats or repeats, cold=cold)
+        return time_calls(call, self.device, *self.calls(level), cold=cold)
 
-    def autocast(self) -> torch.autocast:
-        """Bf16 autocast, as accelerate's mixed precision runs the model."""
-        return torch.autocast(self.device.type, torch.bfloat16)
+    def autocast(self, row: Configuration) -> torch.autocast:
+        """Bf16 autocast as accelerate's mixed precision has it, for a row that is run so; and its start of a pass."""
+        if row.replays:
+            torch.compiler.cudagraph_mark_step_begin()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=row.autocast)

@@ -1,7 +1,9 @@
 """One configuration in a process of its own: `python -m coat_flux.bench.worker SPEC RESULT`, both JSON files.
 
 SPEC: {"level", "configuration", "sizes": [[resolution, batch], ...], "geometry": {...}, "device", "repeats"}, or
-{"level": "machine", "device"}. RESULT: {"status", ...} with status
+{"level": "machine", "device"}. With "configurations", several by name, RESULT is {name: result} and written after each;
+those with the same weights share a model, and a GPU's process ends with the first that fails, since nothing that
+follows could be trusted. RESULT: {"status", ...} with status
 
     ok              "measurements", and "said": what the libraries logged
     cannot          "reason": a baseline that does not run on this machine
@@ -27,8 +29,13 @@ from typing import Any
 
 import torch
 
+from coat_core.kernels.attention import chosen_kernel
+from coat_core.kernels.dispatch import triton_obstacle
+from coat_core.kernels.scaled_mm import unsupported_reason
+
+from ..base.files import write_file
 from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY, named
-from .limits import Geometry, Limit, known_limit
+from .limits import HEAD_DIM, Geometry, Limit, known_limit, token_count
 from .timing import ALLOCATED, RESIDENT, Setting, time_calls
 
 REASON_LENGTH = 300
@@ -56,11 +63,20 @@ class _LogLines(logging.Handler):
 
 
 class _Missing(Exception):
-    """A package that a baseline needs is not installed."""
+    """A package that a baseline needs is not installed, or the GPU."""
 
 
-def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Do what the specification asks for; every error becomes a result."""
+class KernelsRefused(Exception):
+    """Our kernels failed their self-test here: their references would be timed in their place."""
+
+
+def run(spec: dict[str, Any], kept: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Do what the specification asks for; every error becomes a result.
+
+    Args:
+        spec: of one configuration, or of the machine.
+        kept: what configurations of one process share; see `models.model_of`.
+    """
     log = _LogLines()
     for package in ("coat_core", __package__.rsplit(".", 1)[0]):
         logging.getLogger(package).addHandler(log)
@@ -71,25 +87,48 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.set_device(device)
         if spec["level"] == "machine":
             return {"status": OK, "machine": _machine(device)}
-        return {"status": OK, "measurements": _measured(spec, device), "said": log.lines}
+        return {"status": OK, "measurements": _measured(spec, device, kept), "said": log.lines}
     except Exception as error:
         kind, reason = type(error).__name__, str(error).strip().partition("\n")[0]
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():  # other allocators' too
             status = OUT_OF_MEMORY
-        elif spec["level"] != "machine" and named(spec["level"])[spec["configuration"]].may_be_missing:
+        elif isinstance(error, _Missing) or _may_be_missing(spec):
             status = CANNOT
         else:
             status = FAILED
         text = reason if isinstance(error, _Missing) else f"{kind}: {reason}"
+        tail = "" if isinstance(error, _Missing) else traceback.format_exc()
         text = text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
-        return {"status": status, "reason": text, "traceback": traceback.format_exc(), "said": log.lines}
+        return {"status": status, "reason": text, "traceback": tail, "said": log.lines}
 
 
-def _measured(spec: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+def run_together(spec: dict[str, Any], result_file: Path) -> None:
+    """Measure "configurations" one after the other, and write what is known after each."""
+    kept: dict[str, Any] = {}
+    results: dict[str, Any] = {}
+    for name in spec["configurations"]:
+        found = results[name] = run({**spec, "configuration": name}, kept)
+        write_file(result_file, json.dumps(results))
+        broken = found["status"] == FAILED or (found["status"] == CANNOT and found["traceback"])
+        if broken and torch.device(spec["device"]).type == "cuda":
+            return
+
+
+def _may_be_missing(spec: dict[str, Any]) -> bool:
+    return spec["level"] != "machine" and named(spec["level"])[spec["configuration"]].may_be_missing
+
+
+def _measured(spec: dict[str, Any], device: torch.device, kept: dict[str, Any] | None) -> list[dict[str, Any]]:
     row = named(spec["level"])[spec["configuration"]]
+    if row.gpu_only and device.type != "cuda":
+        raise _Missing("needs a GPU")
     for package in row.needs:
         if not _is_installed(package):
             raise _Missing(f"needs the package {package}, which is not installed")
+    if row.runs_our_kernels and device.type == "cuda":
+        reason = triton_obstacle(current(device))
+        if reason is not None:
+            raise KernelsRefused(f"{reason}; their references would be timed as COAT")
     if spec["level"] == "optimizer":
         from .optimizers import measure_optimizer as measure
     else:
@@ -98,7 +137,7 @@ def _measured(spec: dict[str, Any], device: torch.device) -> list[dict[str, Any]
         measure = MEASURE[spec["level"]]
     torch.manual_seed(0)
     sizes = tuple((resolution, batch) for resolution, batch in spec["sizes"])
-    setting = Setting(Geometry(**spec["geometry"]), sizes, device, spec["repeats"])
+    setting = Setting(Geometry(**spec["geometry"]), sizes, device, spec["repeats"], {} if kept is None else kept)
     plain = [asdict(found) for found in measure(row, setting)]
     return [{**found.pop("timing"), **found} for found in plain]
 
@@ -135,7 +174,43 @@ def _machine(device: torch.device) -> dict[str, Any]:
         about["device_memory_bytes"] = properties.total_memory
         about["capability"] = f"sm_{properties.major}{properties.minor}"
         about["cuda"] = torch.version.cuda
+        about["cudnn"] = torch.backends.cudnn.version()
+        about |= _choices(current(device))
     return about
+
+
+def _choices(device: torch.device) -> dict[str, Any]:
+    """What is decided on this GPU: whether our kernels and FP8 products run, which kernel attention takes."""
+    shapes = {str(resolution): (1, Geometry().heads, token_count(resolution), HEAD_DIM) for resolution in (512, 1024)}
+    heads = {name: torch.empty(shape, device=device, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    products = {
+        f"{a} x {b}, {'per_row' if rows else 'per_tensor'}": unsupported_reason(device, a, b, rows)
+        for a, b in ((e4m3, e4m3), (e5m2, e4m3))
+        for rows in (False, True)
+    }
+    refused = triton_obstacle(device)
+    return {
+        "attention": {name: chosen_kernel(x, x, x) for name, x in heads.items()},
+        "fp8_products": {name.replace("torch.", ""): reason or "ok" for name, reason in products.items()},
+        "kernels_refused": refused,
+        "self_test": "" if refused is None else _self_test(device),
+    }
+
+
+def _self_test(device: torch.device) -> str:
+    """The whole of the self-test's error, of which `triton_obstacle` keeps a line."""
+    try:
+        from coat_core.kernels.gpu.quantize import agrees_with_reference
+
+        return f"agrees with the reference: {agrees_with_reference(device)}"
+    except Exception:  # as `triton_obstacle`
+        return traceback.format_exc()
+
+
+def current(device: torch.device) -> torch.device:
+    """The device with its index."""
+    return torch.device(device.type, torch.cuda.current_device()) if device.index is None else device
 
 
 def _measured_limit(device: torch.device) -> Limit:
@@ -157,7 +232,11 @@ def _measured_limit(device: torch.device) -> Limit:
 def main() -> None:
     """Read the specification, run it, write the result."""
     spec_file, result_file = (Path(argument) for argument in sys.argv[1:3])
-    result = run(json.loads(spec_file.read_text(encoding="utf-8")))
+    spec = json.loads(spec_file.read_text(encoding="utf-8"))
+    if "configurations" in spec:
+        run_together(spec, result_file)
+        return
+    result = run(spec)
     result_file.write_text(json.dumps(result), encoding="utf-8")
 
 

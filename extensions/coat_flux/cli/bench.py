@@ -52,8 +52,9 @@ def _pixels(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Measure linears, blocks, training steps and optimizers at FLUX.1-dev's size with random weights.
 
-    COAT, bf16, torch.compile, optimum-quanto, torchao and bitsandbytes, each in a process of its own, in interleaved
-    rounds; the matching tests run first, without them green there are no figures. Downloads nothing. Writes
+    Also single kernels (`--level rates`) and the stand-alone trainer's own loop (`--level engine`). COAT, bf16,
+    torch.compile, optimum-quanto, torchao, bitsandbytes and ai-toolkit's convrot8, each in a process of its own, in
+    interleaved rounds; the matching tests run first, without them green there are no figures. Downloads nothing. Writes
     results.json, .md and .png. `--level count` times nothing: it counts the operators of a step on shapes alone, models
     what they take on known cards, and writes count.json.
     """

@@ -1,0 +1,161 @@
+"""Steps of the stand-alone trainer itself: its session and `train_step`, latents and text embeddings cached.
+
+The transformer has FLUX.1-dev's geometry and random weights, encoders and VAE are those of the embedded tiny model, the
+photos are noise. Sampling, validation and saves are left out; guard, EMA and the files of a step are not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ..base.names import COAT_OPTIMIZER
+from ..config.job import JobConfig
+from ..mini_flux.folder import make_tiny_flux
+from ..mini_flux.geometry import make_flux_dev_geometry
+from ..plan.predict import predict
+from ..saves.interrupts import Interrupts
+from ..trainers.standalone import session as engine
+from ..trainers.standalone.progress import RunLog
+from ..trainers.standalone.resume import identity_of
+from ..trainers.standalone.steps import settle, train_step
+from ..trainers.standalone.workers import Workers
+from ..watch.live import LiveRun
+from ..watch.phases import PhaseTracker
+from .configurations import ENGINE, Configuration
+from .limits import Geometry
+from .models import TORCHS_PRECISION, release
+from .timing import SEED, Measurement, Setting, Timing, peak_bytes, wait
+
+NAME, STEP = "bench", "step"
+BATCHES = 2  # of photos: a pass over them ends, and the next begins, while steps are timed
+
+
+def measure_engine(row: Configuration, setting: Setting) -> Iterator[Measurement]:
+    """Optimizer steps of the stand-alone trainer, from data to EMA, after those of the warm-up."""
+    for resolution, batch in setting.sizes:
+        release(setting.device)
+        torch.set_float32_matmul_precision(TORCHS_PRECISION)  # the session changes it, for a run of its own
+        with tempfile.TemporaryDirectory() as folder:
+            yield _measured(row, setting, resolution, batch, Path(folder))
+
+
+def _measured(row: Configuration, setting: Setting, resolution: int, batch: int, folder: Path) -> Measurement:
+    sizes = _write_model(folder / "model", setting.geometry)
+    _write_photos(folder / "photos", BATCHES * batch, resolution)
+    job = JobConfig.from_dict(_job(row, setting, resolution, batch, folder))
+    on_gpu = setting.device.type == "cuda"
+    total = torch.cuda.get_device_properties(setting.device).total_memory if on_gpu else None
+    predicted = next(phase.total for phase in predict(job, device_bytes=total).phases if phase.name == STEP)
+    workers = Workers(job.device)
+    log, phases = RunLog(job, workers.device, active=True), PhaseTracker(workers.device, None)
+    live = LiveRun(job.folder, 0, job.train.steps, samples=False)
+
+    def transformer(_: str, dtype: torch.dtype) -> Any:
+        return make_flux_dev_geometry(setting.device, dtype, seed=SEED, **sizes)
+
+    try:
+        with mock.patch.object(engine, "load_transformer", transformer):
+            session = engine.open_session(job, workers, log, phases, None, identity_of(job, workers.world_size), live)
+        log.open(0)
+        with live:
+            log.start(0)
+            phases.enter(STEP)
+            timing = _timed(session, *setting.calls(ENGINE))
+    finally:
+        phases.close()
+        log.close()
+        workers.close()
+    figures = {"steps_per_second": 1e3 / timing.samples_ms[0], "predicted_peak_bytes": predicted}
+    return Measurement(STEP, resolution, batch, timing, figures)
+
+
+def _timed(session: engine.Session, warmup: int, steps: int) -> Timing:
+    """Time whole steps, also those whose numbers are read late; one sample, their mean."""
+    batches, interrupts, device = iter(session.sampler), Interrupts(session.log.info), session.workers.device
+
+    def run(count: int) -> float:
+        started = time.perf_counter()
+        for _ in range(count):
+            train_step(session, batches, interrupts)
+        called = time.perf_counter() - started
+        settle(session)
+        wait(device)
+        taken.append((time.perf_counter() - started, called))
+        return 1e3 * taken[-1][0]
+
+    taken: list[tuple[float, float]] = []
+    first_ms = run(1)
+    if warmup > 1:
+        run(warmup - 1)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    mean_ms = run(steps) / steps
+    return Timing([mean_ms], peak_bytes(device), first_ms, 1e3 * taken[-1][1] / steps)
+
+
+def _write_model(folder: Path, geometry: Geometry) -> dict[str, int]:
+    """Make a model folder, without the weights of its transformer; return how that differs from FLUX.1-dev's."""
+    tiny = make_tiny_flux(folder.parent / "tiny")
+    shutil.copytree(tiny, folder, ignore=lambda _, names: [name for name in names if name == "transformer"])
+    clip, t5 = (json.loads((folder / part / "config.json").read_text()) for part in ("text_encoder", "text_encoder_2"))
+    sizes = {
+        "num_layers": geometry.double,
+        "num_single_layers": geometry.single,
+        "num_attention_heads": geometry.heads,
+        "joint_attention_dim": t5["d_model"],
+        "pooled_projection_dim": clip["hidden_size"],
+    }
+    make_flux_dev_geometry("meta", **sizes).save_config(folder / "transformer")
+    return sizes
+
+
+def _write_photos(folder: Path, count: int, side: int) -> None:
+    folder.mkdir()
+    draw = np.random.default_rng(SEED)
+    for i in range(count):
+        pixels = draw.integers(0, 255, (side, side, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        (folder / f"{i}.txt").write_text(f"noise, number {i}", encoding="utf-8")
+
+
+def _job(row: Configuration, setting: Setting, resolution: int, batch: int, folder: Path) -> dict[str, Any]:
+    warmup, steps = setting.calls(ENGINE)
+    process = {
+        "type": "coat_flux_trainer",
+        "training_folder": str(folder / "output"),
+        "device": str(setting.device),
+        "training_seed": SEED,
+        "network": {"type": "lora", "linear": setting.geometry.rank},
+        "datasets": [
+            {
+                "folder_path": str(folder / "photos"),
+                "resolution": resolution,
+                "cache_latents": True,
+                "cache_text_embeddings": True,
+            }
+        ],
+        "train": {
+            "steps": warmup + steps,
+            "batch_size": batch,
+            "lr": 1e-4,
+            "dtype": "bf16",
+            "optimizer": COAT_OPTIMIZER if row.coat is not None else "adamw",
+            "gradient_checkpointing": row.recomputes,
+            "ema_config": {"use_ema": True},
+            "disable_sampling": True,
+        },
+        "model": {"name_or_path": str(folder / "model"), "is_flux": True},
+        "coat": {"enabled": False} if row.coat is None else dict(row.coat),
+    }
+    return {"job": "extension", "config": {"name": NAME, "process": [process]}}

@@ -1,0 +1,98 @@
+"""Launchers of our kernels one by one: time on the device, time of the host, share of the bandwidth.
+
+What is called comes from outside as calls on tensors without memory (`scripts/_kernel_cases.py` has them, at FLUX.1's
+shapes); here they get memory. Every argument and every result counts once: what a kernel reads twice, or writes for
+another of the same launcher, lowers the share.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from coat_core import kernels
+from coat_core.kernels.dispatch import launchers
+from coat_core.kernels.gpu.runtime import recorded_launches
+
+from .limits import Limit
+from .timing import CALLS, SEED, time_calls
+
+LEVEL = "operator"
+Case = functools.partial[Any]
+
+
+def calls(spec: Mapping[str, Any]) -> tuple[int, int]:
+    """Calls for warm-up, and timed ones, of a worker's specification."""
+    warmup, repeats = CALLS[torch.device(spec["device"]).type][LEVEL]
+    return warmup, spec["repeats"] or repeats
+
+
+def uncovered(cases: Mapping[str, Case]) -> list[str]:
+    """Operators with a launcher that none of these calls calls."""
+    for found in pkgutil.iter_modules(kernels.__path__):  # operators register themselves when they are imported
+        importlib.import_module(f"{kernels.__name__}.{found.name}")
+    called = {f"{case.func.__module__.rpartition('.')[2]}.{case.func.__name__}" for case in cases.values()}
+    return sorted(name for name, (_, launcher) in launchers.items() if launcher not in called)
+
+
+def measure_operators(
+    cases: Mapping[str, Case], device: torch.device, calls: tuple[int, int], limit: Limit
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Time each call; one that fails has "error" and no figures.
+
+    Args:
+        cases: name → launcher with its arguments on the meta device.
+        device: where it runs.
+        calls: for warm-up, and timed.
+        limit: the device's.
+
+    Yields:
+        (name, {"us": median, "host_us": shortest call, "launches", "bytes", "percent_of_bandwidth"}).
+    """
+    draw = torch.Generator(device).manual_seed(SEED)
+    for name, case in cases.items():
+        try:
+            yield name, _measured(case, device, draw, calls, limit)
+        except Exception as error:  # of a kernel or its compiler; the others are still worth their time
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            yield name, {"error": f"{type(error).__name__}: {first}"}
+
+
+def _measured(
+    case: Case, device: torch.device, draw: torch.Generator, calls: tuple[int, int], limit: Limit
+) -> dict[str, Any]:
+    launched: list[Any] = []
+    with recorded_launches(lambda kernel, *_: launched.append(kernel)):
+        results = case()
+    tensors = {id(x): x for x in tree_leaves((case.args, case.keywords, results)) if isinstance(x, Tensor)}
+    moved = sum(x.nbytes for x in tensors.values())
+    given = case.args, case.keywords
+    args, keywords = tree_map(lambda x: _filled(x, device, draw) if isinstance(x, Tensor) else x, given)
+    call: Callable[[], Any] = functools.partial(case.func, *args, **keywords)
+    timing = time_calls(call, device, *calls, cold=True)
+    ms = median(timing.samples_ms)
+    return {
+        "us": 1e3 * ms,
+        "host_us": 1e3 * timing.host_ms,
+        "launches": len(launched),
+        "bytes": moved,
+        "percent_of_bandwidth": 100 * moved / limit.gb_per_second / 1e6 / ms,
+    }
+
+
+def _filled(x: Tensor, device: torch.device, draw: torch.Generator) -> Tensor:
+    """A tensor like `x` on the device: numbers from 0.5 to 1.5, or small integers."""
+    found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    if x.dtype.is_floating_point:
+        values = torch.rand(x.shape, device=device, generator=draw) + 0.5
+    else:
+        values = torch.randint(0, 100, x.shape, device=device, generator=draw)
+    return found.copy_(values)

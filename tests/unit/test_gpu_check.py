@@ -1,0 +1,252 @@
+"""`scripts/gpu_check.py`: what is recorded of stages that end well, badly or not at all, and where a rerun goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTE = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
+# stands for the benchmark's worker: writes a result for each row, in order; "die" ends the process, "hang" waits
+ROWS = """
+import json, sys, time
+spec, results = json.load(open(sys.argv[1])), {}
+for row in spec["configurations"]:
+    open(sys.argv[3], "a").write(row + " ")
+    if row.startswith("die"):
+        sys.exit("the last words of " + row)
+    if row.startswith("hang"):
+        time.sleep(60)
+    status = "cannot" if row.startswith("no") else "failed" if row.startswith("bad") else "ok"
+    results[row] = {"status": status, "reason": "of " + row, "measurements": []}
+    open(sys.argv[2], "w").write(json.dumps(results))
+    if status == "failed":
+        break
+"""
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
+    module = sys.modules["gpu_check"] = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    sys.path.insert(0, str(ROOT / "scripts"))
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    yield module
+    del sys.modules["gpu_check"]
+
+
+class Bench:
+    """Stages that note that they ran, in a folder."""
+
+    def __init__(self, script: ModuleType, folder: Path) -> None:
+        self.script, self.out, self.ran = script, folder / "out", folder / "ran"
+
+    def note(self, name: str, code: str = "", **settings: Any) -> Any:
+        command = ("-c", f"{NOTE}; {code}", str(self.ran), f"{name} ", "{result}")
+        return self.script.Stage(name, "", settings.pop("seconds", 30), command=command, **settings)
+
+    def rows(self, name: str, rows: str, seconds: float = 30) -> Any:
+        command = ("-c", ROWS, "{spec}", "{result}", str(self.ran))
+        return self.script.Stage(name, "", seconds, level="step", rows=tuple(rows.split()), command=command)
+
+    def run(self, *stages: Any, again: tuple[str, ...] = (), minutes: float = 5.0, dry: bool = False) -> int:
+        self.ran.write_text("")
+        code: int = self.script.run(self.script.open_check(self.out, dry, minutes, stages), again)
+        return code
+
+    @property
+    def order(self) -> list[str]:
+        return self.ran.read_text().split()
+
+    @property
+    def stages(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.out / "gpu_check.json").read_text())["stages"]
+        return found
+
+
+@pytest.fixture
+def bench(script: ModuleType, tmp_path: Path) -> Bench:
+    return Bench(script, tmp_path)
+
+
+def test_the_most_informative_stage_comes_first(script: ModuleType) -> None:
+    assert [stage.name for stage in script.STAGES] == [
+        *("versions", "tests", "rates", "operators", "blocks", "fp8", "bf16", "peers", "engine", "plan", "optimizer"),
+    ]
+    assert [stage.name for stage in script.STAGES if stage.needed] == ["versions"]
+
+
+def test_every_row_is_one_of_the_benchmarks(script: ModuleType) -> None:
+    from coat_flux.bench.configurations import named
+
+    for stage in script.STAGES:
+        if stage.rows:
+            assert {*stage.rows, *stage.toy_rows} <= named(stage.level).keys(), stage.name
+
+
+def test_stages_run_in_order_and_once(bench: Bench) -> None:
+    stages = [bench.note(name) for name in ("one", "two", "three")]
+    assert bench.run(*stages) == 0
+    assert bench.order == ["one", "two", "three"]
+    assert bench.run(*stages) == 0
+    assert bench.order == []
+    assert bench.run(*stages, again=("two",)) == 0
+    assert bench.order == ["two"]
+
+
+def test_a_broken_stage_is_recorded_and_the_others_run(bench: Bench) -> None:
+    stages = [bench.note("one"), bench.note("two", "sys.exit('what went wrong')"), bench.note("three")]
+    assert bench.run(*stages) == 1
+    assert bench.order == ["one", "two", "three"]
+    found = bench.stages
+    assert [found[name]["status"] for name in ("one", "two", "three")] == ["ok", "failed", "ok"]
+    assert found["two"]["reason"] == "exit code 1"
+    assert found["two"]["tail"].strip() == "what went wrong"
+    assert "| two | failed |" in (bench.out / "gpu_check.md").read_text()
+    assert bench.run(*stages) == 1  # what failed is not tried again by itself
+    assert bench.order == []
+    mended = [stages[0], bench.note("two"), stages[2]]
+    assert bench.run(*mended, again=("failed",)) == 0
+    assert bench.order == ["two"]
+
+
+def test_a_stage_that_hangs_is_ended_with_what_it_started(bench: Bench, tmp_path: Path) -> None:
+    child = "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(50)']); "
+    child += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); child.wait()"
+    assert bench.run(bench.note("hangs", child, seconds=1), bench.note("next", seconds=1)) == 1
+    assert bench.order == ["hangs", "next"]
+    assert (bench.stages["hangs"]["status"], bench.stages["next"]["status"]) == ("failed", "ok")
+    assert bench.stages["hangs"]["reason"] == "took longer than its time"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+def test_where_our_kernels_are_refused_nothing_else_runs(bench: Bench) -> None:
+    machine = {"limit": {"bf16_tflops": 1.0, "fp8_tflops": 1.0, "gb_per_second": 1.0, "source": ""}}
+    machine |= {"kernels_refused": "a trial gave wrong codes", "device_type": "cuda", "versions": {}, "memory": ""}
+    machine |= {"device": "a card", "system": "", "python": ""}
+    result = {"status": "ok", "machine": machine}
+
+    def versions(result: Any) -> Any:
+        code = f"open(sys.argv[3], 'w').write({json.dumps(result)!r})"
+        return bench.note("versions", code, level="machine", needed=True)
+
+    assert bench.run(versions(result), bench.note("tests")) == 1
+    assert bench.order == ["versions"]
+    assert list(bench.stages) == ["versions"]
+    assert bench.stages["versions"]["reason"] == "our kernels do not run here: a trial gave wrong codes"
+    machine["kernels_refused"] = None
+    assert bench.run(versions(result), bench.note("tests")) == 0  # tried again without being asked
+    assert bench.order == ["versions", "tests"]
+
+
+def test_a_row_that_ends_its_process_costs_itself_alone(bench: Bench) -> None:
+    assert bench.run(bench.rows("step", "a die b bad c no")) == 1
+    assert bench.order == ["a", "die", "b", "bad", "c", "no"]  # three processes
+    results = bench.stages["step"]["results"]
+    assert [results[row]["status"] for row in ("a", "die", "b", "bad", "c", "no")] == [
+        *("ok", "failed", "ok", "failed", "ok", "cannot"),
+    ]
+    assert bench.stages["step"]["reason"] == "die: exit code 1; bad: of bad"
+    assert "the last words of die" in bench.stages["step"]["tail"]
+
+
+def test_what_a_machine_lacks_is_no_failure(bench: Bench) -> None:
+    assert bench.run(bench.rows("step", "a no1 no2")) == 0
+    assert bench.stages["step"]["results"]["no1"]["reason"] == "of no1"
+
+
+def test_rows_that_minutes_were_too_short_for_come_in_the_next_run(
+    bench: Bench, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "LEAST_SECONDS", 0.5)
+    assert bench.run(bench.rows("step", "a hang"), bench.note("next"), minutes=1.5 / 60) == 1
+    assert bench.stages["step"]["status"] == "cut"
+    assert bench.run(bench.rows("step", "a b"), bench.note("next")) == 0
+    assert bench.order == ["b", "next"]
+
+
+def test_a_row_over_the_stages_own_time_has_failed(bench: Bench) -> None:
+    stage = bench.rows("step", "a hang b", seconds=1.5)
+    check = bench.script.open_check(bench.out, False, 5.0, [stage])
+    bench.script.run_stage(check, stage, stage.seconds)
+    found = bench.stages["step"]
+    assert (found["status"], found["results"]["a"]["status"]) == ("failed", "ok")
+    assert found["reason"] == "hang: took longer than its time; b: took longer than its time"
+
+
+def test_rows_of_a_killed_run_are_kept(bench: Bench) -> None:
+    bench.out.mkdir()
+    kept = {"a": {"status": "ok", "reason": "", "measurements": []}}
+    (bench.out / "running-step.json").write_text(json.dumps(kept))
+    (bench.out / ".writing-0123-gpu_check.json").write_text("half a file")
+    assert bench.run(bench.rows("step", "a b")) == 0
+    assert bench.order == ["b"]
+    assert sorted(path.name for path in bench.out.iterdir()) == ["gpu_check.json", "gpu_check.md"]
+
+
+def test_the_file_is_whole_at_every_moment(bench: Bench, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash while it is written leaves the one before."""
+    assert bench.run(bench.note("one"), bench.note("two")) == 0
+    before = (bench.out / "gpu_check.json").read_bytes()
+
+    def crash(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("coat_flux.base.files.os.replace", crash)
+    with pytest.raises(OSError, match="the disk is full"):
+        bench.run(bench.note("one"), bench.note("two"), again=("one",))
+    assert (bench.out / "gpu_check.json").read_bytes() == before
+
+
+def test_few_files_and_no_others(bench: Bench, script: ModuleType) -> None:
+    pytest_stage = script.Stage("tests", "", 60, command=(*script.PYTEST, "--version"))
+    assert bench.run(pytest_stage, bench.rows("step", "a"), *(bench.note(f"n{i}") for i in range(9))) == 0
+    assert sorted(path.name for path in bench.out.iterdir()) == ["gpu_check.json", "gpu_check.md", "tests.txt"]
+    assert "pytest" in bench.stages["tests"]["results"]["summary"]
+    for i in range(5):
+        (bench.out / f"mine{i}").write_text("")
+    with pytest.raises(ValueError, match="holds other files"):
+        bench.run()
+
+
+def test_a_dry_run_and_a_real_one_do_not_mix(bench: Bench) -> None:
+    assert bench.run(bench.note("one"), dry=True) == 0
+    with pytest.raises(ValueError, match="holds a run with --dry-run"):
+        bench.run(bench.note("one"))
+
+
+@pytest.mark.slow
+@pytest.mark.triton
+def test_a_dry_run_executes_every_stage(script: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    state = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert {name: found["status"] for name, found in state["stages"].items()} == {
+        stage.name: "ok" for stage in script.STAGES
+    }
+    results = {name: found["results"] for name, found in state["stages"].items()}
+    assert results["operators"]["quantize per row e4m3"]["launches"] == 1
+    for stage, row in (("blocks", "bf16_compiled"), ("fp8", "coat_transposed"), ("engine", "bf16")):
+        assert min(results[stage][row]["measurements"][0]["samples_ms"]) > 0
+    assert results["plan"]["coat_recomputed"]["measurements"][0]["figures"]["predicted_peak_bytes"] > 0
+    text = (tmp_path / "gpu_check.md").read_text()
+    for part in (
+        "RATE_SHARES attention_backward: 0.",
+        "## Plan against peak",
+        "## Each kernel",
+        "nothing here is a mea",
+    ):
+        assert part in text
