@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from torch import Tensor
 from coat_core.formats import FORMATS
 from coat_core.kernels import gpu
 
-TOKENS, HIDDEN, MLP = map(int, os.environ.get("COAT_CASE_SIZES", "4608 3072 12288").split())
+TOKENS, HIDDEN, MLP = 4608, 3072, 12288
 
 
 def launcher_modules() -> list[Any]:

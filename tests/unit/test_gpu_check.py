@@ -227,6 +227,27 @@ def test_a_dry_run_and_a_real_one_do_not_mix(bench: Bench) -> None:
         bench.run(bench.note("one"))
 
 
+@pytest.mark.triton
+def test_every_listed_kernel_is_timed(script: ModuleType, tmp_path: Path) -> None:
+    """On the meta device: the launchers run at FLUX.1's shapes, their kernels do not."""
+    spec = {"device": "cpu", "limit": {"bf16_tflops": 1, "fp8_tflops": 1, "gb_per_second": 1e6, "source": ""}}
+    (tmp_path / "spec").write_text(json.dumps(spec))
+    path = list(sys.path)
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        script.time_operators(tmp_path / "spec", tmp_path / "result")
+        from _kernel_cases import CASES
+    finally:
+        sys.path[:] = path
+    found = json.loads((tmp_path / "result").read_text())
+    assert {name for name, figures in found.items() if "us" in figures} == set(CASES)
+    quantized = found["quantize per row e4m3"]
+    assert quantized["bytes"] == 4608 * (12288 * 3 + 4)  # bf16 read, codes and a scale for each row written
+    assert quantized["percent_of_bandwidth"] == pytest.approx(quantized["bytes"] / 1e7 / (quantized["us"] / 1e3))
+    noted = [name for name, figures in found.items() if "us" not in figures]
+    assert all(name.startswith("coat::") for name in noted)
+
+
 @pytest.mark.slow
 @pytest.mark.triton
 def test_a_dry_run_executes_every_stage(script: ModuleType, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 What is called comes from outside as calls on tensors without memory (`scripts/_kernel_cases.py` has them, at FLUX.1's
 shapes); here they get memory. Every argument and every result counts once: what a kernel reads twice, or writes for
-another of the same launcher, lowers the share.
+another of the same launcher, lowers the share. On the meta device the launchers run and their kernels do not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -23,16 +23,9 @@ from coat_core.kernels.dispatch import launchers
 from coat_core.kernels.gpu.runtime import recorded_launches
 
 from .limits import Limit
-from .timing import CALLS, SEED, time_calls
+from .timing import time_calls
 
-LEVEL = "operator"
 Case = functools.partial[Any]
-
-
-def calls(spec: Mapping[str, Any]) -> tuple[int, int]:
-    """Calls for warm-up, and timed ones, of a worker's specification."""
-    warmup, repeats = CALLS[torch.device(spec["device"]).type][LEVEL]
-    return warmup, spec["repeats"] or repeats
 
 
 def uncovered(cases: Mapping[str, Case]) -> list[str]:
@@ -57,42 +50,42 @@ def measure_operators(
     Yields:
         (name, {"us": median, "host_us": shortest call, "launches", "bytes", "percent_of_bandwidth"}).
     """
-    draw = torch.Generator(device).manual_seed(SEED)
     for name, case in cases.items():
         try:
-            yield name, _measured(case, device, draw, calls, limit)
+            yield name, _measured(case, device, calls, limit)
         except Exception as error:  # of a kernel or its compiler; the others are still worth their time
             first = (str(error).strip().splitlines() or ["no message"])[0]
             yield name, {"error": f"{type(error).__name__}: {first}"}
 
 
-def _measured(
-    case: Case, device: torch.device, draw: torch.Generator, calls: tuple[int, int], limit: Limit
-) -> dict[str, Any]:
+def _measured(case: Case, device: torch.device, calls: tuple[int, int], limit: Limit) -> dict[str, Any]:
     launched: list[Any] = []
     with recorded_launches(lambda kernel, *_: launched.append(kernel)):
         results = case()
-    tensors = {id(x): x for x in tree_leaves((case.args, case.keywords, results)) if isinstance(x, Tensor)}
+    number, given = len(launched), (case.args, case.keywords)
+    tensors = {id(x): x for x in tree_leaves((given, results)) if isinstance(x, Tensor)}
     moved = sum(x.nbytes for x in tensors.values())
-    given = case.args, case.keywords
-    args, keywords = tree_map(lambda x: _filled(x, device, draw) if isinstance(x, Tensor) else x, given)
-    call: Callable[[], Any] = functools.partial(case.func, *args, **keywords)
-    timing = time_calls(call, device, *calls, cold=True)
+    if device.type == "meta":
+        with recorded_launches(lambda *_: None):
+            timing = time_calls(case, device, *calls)
+    else:
+        args, keywords = tree_map(lambda x: _filled(x, device) if isinstance(x, Tensor) else x, given)
+        timing = time_calls(functools.partial(case.func, *args, **keywords), device, *calls, cold=True)
     ms = median(timing.samples_ms)
     return {
         "us": 1e3 * ms,
         "host_us": 1e3 * timing.host_ms,
-        "launches": len(launched),
+        "launches": number,
         "bytes": moved,
         "percent_of_bandwidth": 100 * moved / limit.gb_per_second / 1e6 / ms,
     }
 
 
-def _filled(x: Tensor, device: torch.device, draw: torch.Generator) -> Tensor:
+def _filled(x: Tensor, device: torch.device) -> Tensor:
     """A tensor like `x` on the device: numbers from 0.5 to 1.5, or small integers."""
     found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     if x.dtype.is_floating_point:
-        values = torch.rand(x.shape, device=device, generator=draw) + 0.5
+        values = torch.rand(x.shape, device=device) + 0.5
     else:
-        values = torch.randint(0, 100, x.shape, device=device, generator=draw)
+        values = torch.randint(0, 100, x.shape, device=device)
     return found.copy_(values)

@@ -251,10 +251,11 @@ def operators_table(found: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
         f"| {name} | {row['us']:.1f} | {row['percent_of_bandwidth']:.0f} % | {row['host_us']:.1f} | {row['launches']} |"
         for name, row in sorted(found.items(), key=lambda item: -item[1].get("us", 0.0))
-        if "error" not in row
+        if "us" in row
     ]
-    wrong = [f"| {name} | {row['error'].replace('|', '/')} | | | |" for name, row in found.items() if "error" in row]
-    return "## Each kernel\n\n" + "\n".join(head + lines + wrong)
+    wrong = {name: row.get("error") or row["note"] for name, row in found.items() if "us" not in row}
+    lines += [f"| {name} | {why.replace('|', '/')} | | | |" for name, why in wrong.items()]
+    return "## Each kernel\n\n" + "\n".join(head + lines)
 
 
 def size_label(row: Result) -> str:

@@ -21,9 +21,9 @@ from .limits import Geometry
 SEED = 0
 CALLS = {  # (warm-up, timed) by level
     "cuda": dict.fromkeys(("op", "rates"), (10, 50))
-    | dict.fromkeys(("block", "operator", "engine", "optimizer"), (5, 20))
+    | dict.fromkeys(("block", "engine", "optimizer"), (5, 20))
     | {"step": (3, 10)},
-    "cpu": dict.fromkeys(("op", "rates", "block", "operator", "engine", "optimizer", "step"), (1, 3)),
+    "cpu": dict.fromkeys(("op", "rates", "block", "engine", "optimizer", "step"), (1, 3)),
 }
 FLUSHED_BYTES = 1 << 28
 RESIDENT, ALLOCATED = "resident set of the process", "allocated on the device"
