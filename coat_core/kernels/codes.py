@@ -107,3 +107,11 @@ def with_adapter(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
         return y
     with without_autocast(y.device):
         return torch.addmm(y.reshape(-1, y.shape[-1]), h.reshape(-1, h.shape[-1]), up.t()).view(y.shape)
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product of two matrices in `dtype`; on a GPU straight from its fp32 sums."""
+    with without_autocast(a.device):
+        if a.device.type == "cpu" or dtype != torch.float32 or a.dtype == dtype:
+            return (a @ b).to(dtype)
+        return torch.mm(a, b, out_dtype=dtype)
