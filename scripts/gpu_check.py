@@ -12,15 +12,18 @@ code of every stage on a CPU at toy size. Exit code 0: all stages are done; 1: o
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -47,6 +50,18 @@ LEAST_SECONDS = 20.0  # a stage is not begun with less
 MOST_TIMES = 2.0  # its own seconds that a stage may have where --minutes leave more
 OK, FAILED, CUT = "ok", "failed", "cut"  # of a stage; cut: --minutes were over
 TOY, TOY_SIZES = Geometry(1, 1, 2, 4), [[64, 1]]
+KILLED_SECONDS = 10.0
+NEEDED = (
+    "torch",
+    "triton",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "pytest",
+    "pytest_timeout",
+    "hypothesis",
+)
 OPERATOR_CALLS = 5, 20  # of each kernel: for warm-up, and timed
 
 
@@ -194,9 +209,15 @@ def process(check: Check, stage: Stage, until: float, **spec: Any) -> tuple[str,
     Returns:
         (how it ended badly, else nothing; its output).
     """
-    size = {"geometry": asdict(TOY), "sizes": TOY_SIZES, "repeats": 1, "device": "cpu"}
+    size: dict[str, Any] = {
+        "geometry": asdict(TOY),
+        "sizes": TOY_SIZES,
+        "repeats": 1,
+        "device": "cpu",
+        "training_only": True,
+    }
     if not check.dry:
-        size = {"geometry": asdict(Geometry()), "sizes": stage.sizes, "repeats": None, "device": "cuda"}
+        size |= {"geometry": asdict(Geometry()), "sizes": stage.sizes, "repeats": None, "device": "cuda"}
     paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT), str(ROOT / "extensions")]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if check.dry:
@@ -216,7 +237,8 @@ def process(check: Check, stage: Stage, until: float, **spec: Any) -> tuple[str,
             if started.is_running():
                 for one in [*started.children(recursive=True), started]:
                     one.kill()
-                started.wait()
+                with suppress(psutil.TimeoutExpired):  # a driver may keep it
+                    started.wait(KILLED_SECONDS)
         output.seek(0)
         text = output.read().decode(errors="replace")
     return ended, text if stage.command[: len(PYTEST)] == PYTEST else text[-TAIL_LENGTH:]
@@ -284,6 +306,8 @@ def time_operators(spec_file: Path, result_file: Path) -> None:
 
 
 def _commit() -> str:
+    if shutil.which("git") is None:
+        return ""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
@@ -326,6 +350,9 @@ def main() -> int:
         check = open_check(options.out, options.dry_run, options.minutes)
     except ValueError as error:
         parser.error(str(error))
+    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        parser.error(f"these packages are missing: {', '.join(missing)}; pip install -e '{ROOT}[bench]'")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the process of the stage is ended, too
     return run(check, options.again)
 

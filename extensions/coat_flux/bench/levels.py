@@ -17,7 +17,7 @@ from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG
 from .configurations import ENGINE, RATES, Configuration
 from .engine import measure_engine
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry, token_count
-from .models import QUANTIZERS, model_of, runner_of
+from .models import QUANTIZERS, model_of, release, runner_of
 from .optimizers import make_optimizer, state_bytes
 from .rates import measure_rates
 from .timing import SEED, Measurement, Setting
@@ -101,6 +101,7 @@ def measure_blocks(configuration: Configuration, setting: Setting) -> Iterator[M
     run = runner_of(model)
     blocks = {each.kind: model.get_submodule(each.pattern)[0] for each in FLUX.lists}
     for resolution, batch in setting.sizes:
+        release(device)  # each size is compiled for itself
         draw = torch.Generator(device).manual_seed(SEED + 4)
 
         def normal(*shape: int, draw: torch.Generator = draw) -> Tensor:
@@ -125,7 +126,8 @@ def measure_blocks(configuration: Configuration, setting: Setting) -> Iterator[M
                 for tensor in (*trained, *inputs[:2]):
                     tensor.grad = None
 
-            yield Measurement(f"{kind} forward", resolution, batch, setting.timed("block", forward), {})
+            if not setting.training_only:
+                yield Measurement(f"{kind} forward", resolution, batch, setting.timed("block", forward), {})
             yield Measurement(f"{kind} forward + backward", resolution, batch, setting.timed("block", both), {})
 
 
@@ -134,6 +136,7 @@ def measure_steps(configuration: Configuration, setting: Setting) -> Iterator[Me
     model, trained = model_of(configuration, setting.geometry, setting.device, setting.kept)
     optimizer = make_optimizer(configuration.optimizer, trained)
     for resolution, batch in setting.sizes:
+        release(setting.device)
         inputs, target = model_inputs(resolution, batch, setting.device)
         losses: list[Tensor] = []
 
@@ -148,9 +151,10 @@ def measure_steps(configuration: Configuration, setting: Setting) -> Iterator[Me
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
 
-        with torch.no_grad():
-            timing = setting.timed("step", forward)
-        yield Measurement("forward", resolution, batch, timing, {})
+        if not setting.training_only:
+            with torch.no_grad():
+                timing = setting.timed("step", forward)
+            yield Measurement("forward", resolution, batch, timing, {})
         timing = setting.timed("step", step)
         loss = torch.stack(losses).tolist()
         if not all(map(math.isfinite, loss)):

@@ -75,7 +75,8 @@ def _attention(name: str, setting: Setting) -> Iterator[Measurement]:
     backend = ATTENTION.get(name)
     for resolution, batch in setting.sizes:
         length = token_count(resolution)
-        q, k, v = (_normal(setting, batch, heads, length, HEAD_DIM).requires_grad_() for _ in range(3))
+        shape = batch, length, heads, HEAD_DIM  # in memory; the kernels see heads before tokens
+        q, k, v = (_normal(setting, *shape).transpose(1, 2).requires_grad_() for _ in range(3))
         flops = 4.0 * batch * heads * length**2 * HEAD_DIM
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
@@ -84,7 +85,7 @@ def _attention(name: str, setting: Setting) -> Iterator[Measurement]:
         with nullcontext() if backend is None else sdpa_kernel(backend):
             timing = setting.timed(RATES, forward)
             yield Measurement("forward", resolution, batch, timing, {"flops": flops})
-            out, grad = forward(), _normal(setting, batch, heads, length, HEAD_DIM)
+            out, grad = forward(), _normal(setting, *shape).transpose(1, 2)
 
             def backward(out: Tensor = out, leaves: tuple[Tensor, ...] = (q, k, v), grad: Tensor = grad) -> object:
                 return torch.autograd.grad(out, leaves, grad, retain_graph=True)

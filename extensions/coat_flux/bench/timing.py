@@ -135,6 +135,7 @@ class Setting:
         sizes: (resolution, batch) pairs.
         device: CPU or a GPU.
         repeats: timed calls; None takes `CALLS`.
+        training_only: leave out blocks and models without gradients, which are compiled another time.
         kept: between the rows that one process measures; see `models.model_of`.
     """
 
@@ -142,6 +143,7 @@ class Setting:
     sizes: tuple[tuple[int, int], ...]
     device: torch.device
     repeats: int | None
+    training_only: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
 
     def calls(self, level: str) -> tuple[int, int]:

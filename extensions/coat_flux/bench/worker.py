@@ -1,9 +1,9 @@
 """One configuration in a process of its own: `python -m coat_flux.bench.worker SPEC RESULT`, both JSON files.
 
 SPEC: {"level", "configuration", "sizes": [[resolution, batch], ...], "geometry": {...}, "device", "repeats"}, or
-{"level": "machine", "device"}. With "configurations", several by name, RESULT is {name: result} and written after each;
-those with the same weights share a model, and a GPU's process ends with the first that fails, since nothing that
-follows could be trusted. RESULT: {"status", ...} with status
+{"level": "machine", "device"}; and "training_only" as in `Setting`. RESULT: {"status", ...}. With "configurations",
+several by name, RESULT is {name: result}, written after each; those with the same weights share a model, and on a GPU
+the process ends with the first that fails, since nothing after it could be trusted. Status is
 
     ok              "measurements", and "said": what the libraries logged
     cannot          "reason": a baseline that does not run on this machine
@@ -137,7 +137,14 @@ def _measured(spec: dict[str, Any], device: torch.device, kept: dict[str, Any] |
         measure = MEASURE[spec["level"]]
     torch.manual_seed(0)
     sizes = tuple((resolution, batch) for resolution, batch in spec["sizes"])
-    setting = Setting(Geometry(**spec["geometry"]), sizes, device, spec["repeats"], {} if kept is None else kept)
+    setting = Setting(
+        Geometry(**spec["geometry"]),
+        sizes,
+        device,
+        spec["repeats"],
+        spec.get("training_only", False),
+        {} if kept is None else kept,
+    )
     plain = [asdict(found) for found in measure(row, setting)]
     return [{**found.pop("timing"), **found} for found in plain]
 
@@ -181,8 +188,10 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 def _choices(device: torch.device) -> dict[str, Any]:
     """What is decided on this GPU: whether our kernels and FP8 products run, which kernel attention takes."""
-    shapes = {str(resolution): (1, Geometry().heads, token_count(resolution), HEAD_DIM) for resolution in (512, 1024)}
-    heads = {name: torch.empty(shape, device=device, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    shapes = {str(resolution): (1, token_count(resolution), Geometry().heads, HEAD_DIM) for resolution in (512, 1024)}
+    heads = {
+        name: torch.empty(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for name, shape in shapes.items()
+    }
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     products = {
         f"{a} x {b}, {'per_row' if rows else 'per_tensor'}": unsupported_reason(device, a, b, rows)
