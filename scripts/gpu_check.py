@@ -73,8 +73,8 @@ class Check:
         out: the folder it writes to.
         dry: on a CPU at toy size.
         deadline: of `time.monotonic`.
-        state: what `STATE` holds: when, command, commit, machine, and of each stage status, reason, seconds, tail of
-            the output and results.
+        state: what `STATE` holds: when, command, commit, machine, and of each stage status, reason, commit, seconds,
+            tail of the output and results.
         stages: in order.
     """
 
@@ -95,7 +95,8 @@ class Check:
 
     def record(self, stage: Stage, status: str, reason: str, **found: Any) -> None:
         """Put what is known of a stage into the files."""
-        self.state["stages"][stage.name] = {"status": status, "reason": reason, **found}
+        known = {"status": status, "reason": reason, "commit": self.state["commit"], **found}
+        self.state["stages"][stage.name] = known
         write_file(self.out / STATE, json.dumps(self.state, indent=1) + "\n")
         write_file(self.out / TABLES, tables(self))
 
@@ -197,8 +198,8 @@ def run_command(check: Check, stage: Stage, until: float, cut: str) -> tuple[str
         check.state["machine"] = results.get("machine")
         refused = (results.get("machine") or {}).get("kernels_refused")
         ended = ended or results.get("reason", "") or (f"our kernels do not run here: {refused}" if refused else "")
-    wrong = [f"{name}: {found['error']}" for name, found in results.items() if "error" in found]
-    ended = ended or "; ".join(wrong)
+    wrong = {name: found["error"] for name, found in results.items() if isinstance(found, dict) and "error" in found}
+    ended = ended or "; ".join(f"{name}: {error}" for name, error in wrong.items())
     status = OK if not ended else cut if time.monotonic() >= until else FAILED
     return status, ended, output[-TAIL_LENGTH:] if ended else "", results
 
@@ -328,6 +329,7 @@ def open_check(out: Path, dry: bool, minutes: float, stages: Sequence[Stage] = S
         state = json.loads((out / STATE).read_text(encoding="utf-8"))
     if state["dry"] != dry:
         raise ValueError(f"--out {out}: holds a run {'with' if state['dry'] else 'without'} --dry-run; give another")
+    out = out.resolve()  # processes run in the repository
     state |= {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": shlex.join(sys.argv)}
     state["commit"] = _commit()
     return Check(out, dry, time.monotonic() + 60 * minutes, state, stages)

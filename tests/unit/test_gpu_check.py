@@ -151,6 +151,21 @@ def test_where_our_kernels_are_refused_nothing_else_runs(bench: Bench) -> None:
     assert bench.order == ["versions", "tests"]
 
 
+def test_a_kernel_that_fails_is_named_and_a_summary_is_only_text(bench: Bench) -> None:
+    found = {"one": {"us": 1.0, "percent_of_bandwidth": 2.0, "host_us": 3.0, "launches": 1}, "summary": "1 error"}
+    found["two"] = {"error": "CompilationError: no"}
+    code = f"open(sys.argv[3], 'w').write({json.dumps(found)!r})"
+    assert bench.run(bench.note("kernels", code)) == 1
+    assert bench.stages["kernels"]["reason"] == "two: CompilationError: no"
+
+
+def test_the_folder_may_be_relative(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    bench.out = Path("out")
+    assert bench.run(bench.rows("step", "a")) == 0
+    assert [path.name for path in tmp_path.glob("out/*.json")] == ["gpu_check.json"]
+
+
 def test_a_row_that_ends_its_process_costs_itself_alone(bench: Bench) -> None:
     assert bench.run(bench.rows("step", "a die b bad c no")) == 1
     assert bench.order == ["a", "die", "b", "bad", "c", "no"]  # three processes
