@@ -139,7 +139,7 @@ def mlp_activation(
     """
     mlp = with_adapter(values_of(mlp, mlp_scale, group_size, dtype), h, up)
     values = torch.nn.functional.gelu(mlp, approximate="tanh").contiguous()
-    attention_saved = no_codes(mlp, saved_format)
+    attention_saved = no_codes(mlp, "none")
     if attention is not None:
         attention = values_of(attention, attention_scale, group_size, dtype)
         values = torch.cat([attention, values], dim=-1)
@@ -165,7 +165,7 @@ def _(
     width = mlp.shape[-1] + (0 if attention is None else attention.shape[-1])
     values = mlp.new_empty((*mlp.shape[:-1], width), dtype=dtype)
     codes = fake_codes_of(values, fmt, granularity)
-    attention_saved = no_codes(mlp, saved_format)
+    attention_saved = no_codes(mlp, "none")
     if attention is not None:
         attention_saved = fake_saved_codes_of(attention, saved_format, group_size)
     return values, *codes, *attention_saved, *fake_saved_codes_of(mlp, saved_format, group_size)

@@ -98,6 +98,8 @@ def gelu_cases() -> Iterator[Case]:
         for spec in SPECS if tokens else ():
             yield gelu.mlp_activation, (None, None, mlp.bfloat16(), None, None, None, *spec, "none", 0, BF16)
             yield gelu.mlp_activation, (attention, None, mlp, None, *pair, *spec, "e4m3", 16, FP32)
+        if tokens:
+            yield gelu.mlp_activation, (None, None, mlp, None, None, None, "none", "none", "e5m2", 16, FP32)
         yield gelu.mlp_activation_backward, (mlp, pair[0], pair[1].t(), mlp, None, 0, BF16)
         yield gelu.gelu_backward, (torch.randn(2, tokens, 178)[..., 48:], mlp.bfloat16())
 

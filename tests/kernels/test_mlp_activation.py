@@ -107,11 +107,25 @@ def test_backward_is_the_gradient(rank: int) -> None:
             torch.testing.assert_close(found, expected.to(dtype))
 
 
-def test_a_gradient_in_half_precision_is_rounded_after_the_adapter() -> None:
-    grad, dh = torch.full((1, 1, 2), 256.0, dtype=BF16), torch.ones(1, 1, 2, dtype=BF16)
-    down = torch.full((2, 2), 0.5, dtype=BF16)
-    found = mlp_activation_backward(grad, dh, down, torch.full((1, 1, 2), 50.0), None, 128, FP32)
-    assert found.tolist() == [[[256.0, 256.0]]]  # 257 is between two numbers of bf16
+def kernel_of(op: Any) -> Any:
+    """The launcher, which is interpreted on a CPU."""
+    from coat_core.kernels.gpu import gelu as kernels
+
+    return getattr(kernels, op.__name__)
+
+
+@pytest.mark.parametrize(
+    "by", [pytest.param(lambda op: op, id="operator"), pytest.param(kernel_of, marks=pytest.mark.triton, id="kernel")]
+)
+def test_half_precision_is_rounded_after_the_adapter(by: Any, device: torch.device) -> None:
+    """257 is between two numbers of bf16, and becomes 256 before all else."""
+    y, h = torch.full((1, 1, 16), 256.0, dtype=BF16, device=device), torch.ones(1, 1, 2, dtype=BF16, device=device)
+    matrix = torch.full((16, 2), 0.5, dtype=BF16, device=device)
+    saved_scale = by(mlp_activation)(None, None, y, None, h, matrix, "none", "none", "e4m3", 16, BF16)[-1]
+    assert saved_scale.item() * 448 == pytest.approx(256)
+    flat = torch.full((1, 1, 16), 50.0, device=device)  # GELU' is 1
+    found = by(mlp_activation_backward)(y, h, matrix.t().contiguous(), flat, None, 128, FP32)
+    assert found.unique().tolist() == [256.0]
 
 
 def test_what_is_cast_is_declared() -> None:

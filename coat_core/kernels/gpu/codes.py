@@ -22,7 +22,7 @@ WIDEST_ROW = 16384  # beyond 8192 the kernels that also hold sums over rows spil
 TILE_ELEMENTS = 2048
 ELEMENTS_A_THREAD = 16
 WARPS_MAX = 16
-RANKS_AT_ONCE = 64
+RANKS_AT_ONCE, FP32_RANKS_AT_ONCE = 64, 16  # fp32 is multiplied without tensor cores, from registers
 LOW_RANK_ROWS = 16  # what a tile of tl.dot has at least
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
@@ -88,8 +88,8 @@ def rank_options(up: Tensor | None, dim: int = -1) -> dict[str, int]:
     """
     if up is None:
         return {"RANK": 0, "RANK_BLOCK": 0}
-    rank = up.shape[dim]
-    return {"RANK": rank, "RANK_BLOCK": min(max(power_of_two(rank), 16), RANKS_AT_ONCE)}
+    rank, at_once = up.shape[dim], FP32_RANKS_AT_ONCE if up.dtype == torch.float32 else RANKS_AT_ONCE
+    return {"RANK": rank, "RANK_BLOCK": min(max(power_of_two(rank), 16), at_once)}
 
 
 def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Tensor | None, int, int]:
