@@ -116,7 +116,7 @@ class FP8LinearConfig:
     weight_granularity: str = "per_tensor"
     input_format: str = "e4m3"
     grad_format: str = "e5m2"
-    input_granularity: str = "per_tensor"
+    input_granularity: str = "per_row"
     group_size: int = 128
     use_fp8_gemm: bool = True
     fallback: str = "bf16"

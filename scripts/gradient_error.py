@@ -26,6 +26,7 @@ OUTLIERS = (1.0, 30.0)
 BOUNDS = {"cosine": 0.99, "gradient_db": 18.0, "output_db": 27.0}
 KEEP = {"memory": {"checkpointing": "none"}}
 ROWS = {"linear_granularity": "per_row"}
+TENSOR = {"linear_granularity": "per_tensor"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fused, per_row": {**KEEP, "activation": ROWS, "weight": {"granularity": "per_row"}},
     "generic, per_row": {**KEEP, "activation": {**ROWS, "flow": "generic"}, "weight": {"granularity": "per_row"}},
@@ -40,9 +41,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "activation": {**ROWS, "grad_format": "e4m3"},
         "weight": {"granularity": "per_row"},
     },
-    "fused, per_tensor": KEEP,
-    "generic, per_tensor": {**KEEP, "activation": {"flow": "generic"}},
-    "fused, per_tensor, dy e4m3": {**KEEP, "activation": {"grad_format": "e4m3"}},
+    "fused, per_tensor": {**KEEP, "activation": TENSOR},
+    "generic, per_tensor": {**KEEP, "activation": {**TENSOR, "flow": "generic"}},
+    "fused, per_tensor, dy e4m3": {**KEEP, "activation": {**TENSOR, "grad_format": "e4m3"}},
     "recomputed, per_row": {
         "memory": {"checkpointing": "all"},
         "activation": ROWS,

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import FP8InputLinear
 from coat_core.config import FP8LinearConfig
-from coat_core.granularity import PER_TENSOR, Granularity
+from coat_core.granularity import PER_ROW, Granularity
 from coat_core.kernels.quantize import _copies, quantize
 from coat_core.linear import FP8Linear, FP8TrainableLinear
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
@@ -23,7 +23,7 @@ from tests.tolerances import product_floor_db
 K, N, R = 64, 48, 8
 
 
-def adapter(base: nn.Module | None = None, granularity: Granularity = PER_TENSOR, fmt: str = "e4m3") -> FP8InputLinear:
+def adapter(base: nn.Module | None = None, granularity: Granularity = PER_ROW, fmt: str = "e4m3") -> FP8InputLinear:
     return FP8InputLinear.from_linear(nn.Linear(K, R, bias=False), fmt, granularity, base)
 
 
@@ -39,7 +39,7 @@ def saved_codes(forward) -> list[Tensor]:
     return [t for t in saved if t.element_size() == 1 and t.shape[0] != N]
 
 
-def grad_from(x: Tensor, dh: Tensor, granularity: Granularity = PER_TENSOR, fmt: str = "e4m3") -> Tensor:
+def grad_from(x: Tensor, dh: Tensor, granularity: Granularity = PER_ROW, fmt: str = "e4m3") -> Tensor:
     """dA = dhᵀ x_q."""
     x_hat = quantize(x, fmt, granularity).dequantize(dh.dtype)
     return dh.reshape(-1, R).t() @ x_hat.reshape(-1, K)
@@ -63,9 +63,9 @@ def test_gradients(device: torch.device, fmt: str, name: str) -> None:
 
 def test_bias_and_unknown_format_are_refused() -> None:
     with pytest.raises(ValueError, match="Linear with a bias: an adapter's down projection must have none"):
-        FP8InputLinear.from_linear(nn.Linear(K, R), "e4m3", PER_TENSOR)
+        FP8InputLinear.from_linear(nn.Linear(K, R), "e4m3", PER_ROW)
     with pytest.raises(ValueError, match="format='e3m4'"):
-        FP8InputLinear.from_linear(nn.Linear(K, R, bias=False), "e3m4", PER_TENSOR)
+        FP8InputLinear.from_linear(nn.Linear(K, R, bias=False), "e3m4", PER_ROW)
 
 
 @pytest.mark.parametrize("use_fp8_gemm", [True, False])

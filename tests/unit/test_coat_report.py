@@ -17,7 +17,7 @@ from coat_flux.config.coat import COATConfig
 from coat_flux.watch.oom import recompute_more
 from tests.helpers.flux import coat_flux_model, lora_gradients
 
-GEMM = "W e4m3/per_tensor, x e4m3/per_tensor, dy e5m2"
+GEMM = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
 WEIGHT_ONLY = "W e4m3/per_tensor, high precision GEMM"
 ONE_ROW = "one row per image: reading the weight is all the time there is"
 KEPT = {"memory": {"checkpointing": "none"}}
@@ -127,7 +127,7 @@ def test_after_the_first_step_everything_is_known() -> None:
     )
     assert rows["checkpointing"].got == "0 of 4 blocks recompute from FP8 inputs"
     assert rows["transposed weights"] == TableRow("transposed weights", "auto", "none", "not needed on a cpu")
-    assert rows["execution"].got == "per_tensor GEMM, eager"
+    assert rows["execution"].got == "per_row GEMM, eager"
 
 
 def test_metadata_is_flat_text_and_the_same_for_the_same_run() -> None:

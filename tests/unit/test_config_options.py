@@ -29,7 +29,7 @@ SPEC_DEFAULTS = {
     "activation.use_fp8": True,
     "activation.format": "e4m3",
     "activation.grad_format": "e5m2",
-    "activation.linear_granularity": "per_tensor",
+    "activation.linear_granularity": "per_row",
     "activation.nonlinear_granularity": "per_group",
     "activation.group_size": 128,
     "activation.attention": "fp8",

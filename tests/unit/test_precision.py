@@ -110,7 +110,7 @@ def test_evenly_spaced_elements_meet_every_column() -> None:
 
 
 def test_rows_name_every_layer_that_reads_a_cast() -> None:
-    config = FP8LinearConfig()
+    config = FP8LinearConfig(input_granularity="per_tensor")
     model = nn.ModuleDict({name: FP8Linear(32, 32, config=config) for name in ("to_q", "to_k", "out")})
     x = gaussian(8, 32).requires_grad_()
     with CastProbe(model, {}) as probe:

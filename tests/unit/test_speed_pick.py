@@ -95,8 +95,8 @@ def test_candidates_are_at_least_as_precise_as_asked() -> None:
     def gemms(**activation: Any) -> list[str]:
         return [path.gemm for path in pick.candidates(config_of(activation=activation, speed={"compile": "none"}))]
 
-    assert gemms() == ["per_tensor", "per_row", "bf16"]
-    assert gemms(linear_granularity="per_row") == ["per_row", "bf16"]
+    assert gemms() == ["per_row", "bf16"]
+    assert gemms(linear_granularity="per_tensor") == ["per_tensor", "per_row", "bf16"]
     assert gemms(linear_granularity="per_group") == ["per_group"]
     assert gemms(use_fp8=False) == ["bf16"]
 
@@ -110,7 +110,7 @@ def test_compile_is_measured_only_where_it_is_left_open(asked: str, expected: li
 
 
 def test_the_fastest_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, config_of(), table())
+    bench = Bench(monkeypatch, config_of(activation={"linear_granularity": "per_tensor"}), table())
     picked = bench.pick.choose(bench.args)
     assert picked.execution == ExecutionMode("per_row", "blocks")
     assert bench.gemm() == "per_row"
@@ -148,8 +148,8 @@ def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of two seconds: one candidate uses up the budget, compilation is not begun after half of it."""
     bench = Bench(monkeypatch, config_of(), table(), pass_s=4.0)
     picked = bench.pick.choose(bench.args)
-    assert list(picked.milliseconds) == [ExecutionMode("per_tensor", "none")]
-    assert picked.execution == ExecutionMode("per_tensor", "none")
+    assert list(picked.milliseconds) == [ExecutionMode("per_row", "none")]
+    assert picked.execution == ExecutionMode("per_row", "none")
 
 
 def test_a_path_that_does_not_run_here_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_as_written_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_a_cached_answer_of_another_config_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    coats = ({}, {"activation": {"linear_granularity": "per_row"}}, {"weight": {"granularity": "per_row"}})
+    coats = ({}, {"activation": {"linear_granularity": "per_tensor"}}, {"weight": {"granularity": "per_row"}})
     benches = [Bench(monkeypatch, config_of(**coat), table()) for coat in coats]
     keys = [
         cache.key_of(bench.args, bench.blocks.values(), config_of(**coat))

@@ -30,13 +30,13 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import FP8InputLinear, PackedSavedTensors, PackingConfig, fp8_checkpoint
 from coat_core.config import FP8LinearConfig
-from coat_core.granularity import PER_GROUP, PER_TENSOR, Granularity
+from coat_core.granularity import PER_GROUP, PER_ROW, Granularity
 from coat_core.kernels.dispatch import launchers
 from coat_core.linear.function import input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 
 from .fused.chooser import fused_block
-from .fused.linears import NotFusable
+from .fused.frozen import NotFusable
 from .held import AsOnGPU, HeldTensors
 from .kinds import KINDS, saved_tensors
 
@@ -146,7 +146,7 @@ class FlowSettings:
     flow: str = "fused"
     attention: str = "fp8"
     packing: Granularity = PER_GROUP
-    inputs: Granularity = PER_TENSOR
+    inputs: Granularity = PER_ROW
     fp8_adapters: bool = True
     fp8_checkpoint: bool = True
     value_bytes: int = 2

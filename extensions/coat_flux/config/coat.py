@@ -64,7 +64,7 @@ class ActivationOptions:
     use_fp8: bool = switch(True, "FP8 GEMM inputs and FP8 tensors saved for backward")
     format: str = choice(FORMATS, "FP8 format of the forward input")
     grad_format: str = choice(("e5m2", "e4m3", "bf16"), "format of the backward gradient")
-    linear_granularity: str = choice(("per_tensor", "per_row", "per_group"), "scaling of GEMM inputs")
+    linear_granularity: str = choice(("per_row", "per_tensor", "per_group"), "scaling of GEMM inputs")
     nonlinear_granularity: str = choice(
         ("per_group", "per_tensor"), "scaling of what norms, GELU, gates and attention save"
     )

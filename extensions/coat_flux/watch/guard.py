@@ -130,8 +130,8 @@ class RunGuard:
         if self._options.enabled and self.nonfinite >= limit:
             raise DeadRunError(
                 f"step {step}: {found}, not finite for {limit} steps in a row (coat.guard.nonfinite_steps): the run "
-                "diverged, or values overflow; lower train.lr, or set coat.activation.linear_granularity: per_row "
-                f"(and coat.activation.grad_format: e5m2); {KEPT}",
+                "diverged, or values overflow; lower train.lr, or set coat.activation.linear_granularity: per_row and "
+                f"grad_format: e5m2 where they are not; {KEPT}",
                 step - limit + 1,
             )
         self._log(f"step {step}: {found}: not finite, the update is skipped ({self.skipped} so far)")

@@ -17,7 +17,7 @@ KINDS = (INPUTS, GRADIENTS, SAVED, EXP_AVG, EXP_AVG_SQ)
 
 _EXPANSION = "set coat.optimizer.use_dynamic_range_expansion: true, or {key}: e5m2"
 REMEDIES = {
-    INPUTS: "set coat.activation.linear_granularity: per_row or coat.activation.format: e5m2",
+    INPUTS: "set coat.activation.linear_granularity: per_row, or where it is so already coat.activation.format: e5m2",
     GRADIENTS: "set coat.activation.grad_format: e5m2 or bf16, or coat.activation.linear_granularity: per_row",
     SAVED: "set coat.activation.format: e5m2, or nonlinear_granularity: per_group with a smaller group_size",
     EXP_AVG: _EXPANSION.format(key="coat.optimizer.m1_format"),
