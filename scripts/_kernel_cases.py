@@ -60,6 +60,7 @@ def _quantize_cases() -> dict[str, Callable[[], Any]]:
         ("e4m3", "per_group", 128, "e4m3", 256),
         ("none", "none", 128, "e4m3", 128),
         ("e4m3", "per_row", 128, "none", 128),
+        ("e5m2", "per_row", 128, "e5m2", 128),
     ):
         cases[f"quantize {' '.join(map(str, how))} and save {saved}"] = partial(
             quantize_and_save, joint, *how, saved, group

@@ -41,7 +41,7 @@ def gradients_of_three_passes(model: Any) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_have_the_bits_of_casts_at_each_use(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     with_copies = gradients_of_three_passes(lora_model(dtype))
-    monkeypatch.setattr(FusedForms, "on_block", lambda *_: None)
+    monkeypatch.setattr(FusedForms, "prepare", lambda *_: None)
     expected = gradients_of_three_passes(lora_model(dtype))
     for pass_expected, found in zip(expected, with_copies, strict=True):
         assert all(torch.equal(pass_expected[name], gradient) for name, gradient in found.items())
@@ -53,16 +53,14 @@ def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
         lora_gradients(model)
     forms = BlockRunner.of(model)._forms  # type: ignore[union-attr]
     block = model.single_transformer_blocks[0]
-    adapters: list[PlainAdapter] = [
-        adapter for linear in forms._read[id(block)].fused.inputs for adapter in linear.adapters
-    ]
+    adapters: list[PlainAdapter] = forms._read[id(block)].fused.inputs.linears.all_adapters
     copies = adapters[0].copies
     with torch.no_grad():
         adapters[0].down.fill_(3.0)
     lora_gradients(model)
     assert adapters[0].copies is copies
     assert torch.equal(copies.down[: len(adapters[0].down)], torch.full_like(adapters[0].down, 6.0).bfloat16())
-    buffers = {x.untyped_storage().data_ptr() for x in (copies.down, *copies.ups)}
+    buffers = {x.untyped_storage().data_ptr() for x in copies}
     assert len(buffers) == 1
 
 
@@ -72,9 +70,9 @@ def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
     for _ in range(2):
         lora_gradients(model)
     (read, *_) = forms._read.values()
-    adapters = [adapter for linear in read.fused.image.inputs for adapter in linear.adapters]
+    adapters = read.fused.image.inputs.linears.all_adapters
     assert adapters[0].copies is not None
-    forms.on_block(0, torch.bfloat16, False)
+    forms.prepare((torch.empty(1, dtype=torch.bfloat16),), copies=False, kept=())
     assert adapters[0].copies is None
 
 

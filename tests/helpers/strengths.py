@@ -74,8 +74,10 @@ def _outputs_and_gradients(run: Any, args: tuple[Any, ...], leaves: list[Tensor]
 def strengths_in(fused: SingleBlock | DoubleBlock) -> set[bool]:
     """Whether adapters of a fused block have strengths per image."""
     streams = [fused] if isinstance(fused, SingleBlock) else [fused.text, fused.image]
-    linears = [linear for stream in streams for linear in (stream.modulation, *stream.inputs, stream.output)]
-    return {adapter.strengths is not None for linear in linears for adapter in linear.adapters}
+    groups = [
+        group for stream in streams for group in (stream.modulation.linear, stream.inputs.linears, stream.output.linear)
+    ]
+    return {adapter.strengths is not None for group in groups for adapter in group.all_adapters}
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     step = gpu.launches - before
     assert len(session.lora) == 2 * (19 * 14 + 38 * 6)
     assert step["_fp8_adamw_step_kernel"] == 1
-    assert step["_rms_norm_rope_bwd_kernel"] == 19 * 4 + 38 * 2
+    assert step["_qkv_rope_bwd_kernel"] == 19 * 2 + 38
     assert step["_layer_norm_modulate_bwd_kernel"] == step["_gate_residual_bwd_kernel"] == 19 * 4 + 38
 
 
@@ -131,7 +131,7 @@ def test_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_other_attention_kernels(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with dry_gpu(monkeypatch, attention) as gpu:
         gpu.steps(dry_session(nested(BASE), monkeypatch, blocks=(1, 0)), 2)
-    assert gpu.launches["_rms_norm_rope_bwd_kernel"] > 0
+    assert gpu.launches["_qkv_rope_bwd_kernel"] > 0
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -141,12 +141,12 @@ def run_with(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in which LayerNorm's backward launcher is another one."""
     with dry_gpu(monkeypatch) as gpu:
         session = dry_session(nested(BASE), monkeypatch, blocks=(0, 1))
-        monkeypatch.setattr(norm, "layer_norm_modulate_backward", launcher)
+        monkeypatch.setattr(norm, "norm_modulate_backward", launcher)
         gpu.steps(session, 1)
 
 
 def test_an_item_in_a_launcher_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = norm.layer_norm_modulate_backward
+    right = norm.norm_modulate_backward
 
     def reads(grad: Tensor, *rest: Any) -> Any:
         return right(grad * grad.sum().item(), *rest)
@@ -156,7 +156,7 @@ def test_an_item_in_a_launcher_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_dtype_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = norm.layer_norm_modulate_backward
+    right = norm.norm_modulate_backward
 
     def in_fp64(grad: Tensor, *rest: Any) -> Any:
         return right(grad.double(), *rest)
@@ -166,7 +166,7 @@ def test_a_wrong_dtype_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pointer_that_is_not_one_piece_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, allocate = norm.layer_norm_modulate_backward, norm.empty_values
+    right, allocate = norm.norm_modulate_backward, norm.empty_values
 
     def with_gaps(grad: Tensor, *rest: Any) -> Any:
         every_other = lambda shape, *how: allocate((*shape[:-1], 2 * shape[-1]), *how)[..., ::2]  # noqa: E731

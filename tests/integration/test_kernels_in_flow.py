@@ -64,11 +64,13 @@ class Kernels:
 @pytest.mark.parametrize(
     ("kind", "activation"),
     [
-        ("double", {}),
-        ("single", {"format": "e5m2", "nonlinear_granularity": "per_tensor"}),
+        ("double", {"linear_granularity": "per_tensor"}),
+        ("single", {"linear_granularity": "per_tensor", "format": "e5m2", "nonlinear_granularity": "per_tensor"}),
+        ("double", {"format": "e5m2"}),
+        ("single", {}),
         ("single", {"linear_granularity": "per_row", "attention": "bf16", "grad_format": "e4m3"}),
     ],
-    ids=["per_tensor", "e5m2, packed per tensor", "per_row, attention bf16"],
+    ids=["per_tensor", "e5m2, packed per tensor", "double", "single", "per_row, attention bf16"],
 )
 def test_a_block_by_kernels_is_the_block_by_references(kind: str, activation: dict[str, Any]) -> None:
     coat = {"memory": {"checkpointing": "none"}, "activation": activation}
@@ -83,7 +85,8 @@ def test_a_block_by_kernels_is_the_block_by_references(kind: str, activation: di
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
         assert_sqnr(wanted, found[name], KERNEL_FLOW_FLOOR_DB)
-    for name in ("layer_norm_modulate_quantize", "rms_norm_rope_backward", "gelu_concat_quantize", "gate_residual"):
+    own = "qkv_rope_backward" if kind == "double" else "qkv_mlp_backward"
+    for name in ("norm_modulate_quantize", "qkv_rope", own, "mlp_activation", "gated_sum"):
         assert kernels.calls[name] > 0
 
 

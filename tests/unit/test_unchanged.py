@@ -16,7 +16,7 @@ from torch import nn
 
 from coat_core.linear.module import drop_transposed, keep_transposed, store_weight
 from coat_flux.blocks.fused.chooser import FusedForms
-from coat_flux.blocks.fused.linears import NotFusable
+from coat_flux.blocks.fused.frozen import NotFusable
 from coat_flux.blocks.gemms import multiply_in_bf16
 from scripts._toolkit_lora import Network
 from tests.helpers.flux import coat_flux_model, tiny_flux
@@ -106,13 +106,13 @@ def test_a_change_is_noticed(coat: Any, name: str) -> None:
 
 def test_a_dropped_copy_an_attention_backend_and_another_packing_are_noticed(coat: Any) -> None:
     _, block, args, forms = coat
-    base = block.attn.to_q.base_layer
+    base = block.proj_out.base_layer
     keep_transposed(base, base.config)
     before = _form(forms, block, args)
     drop_transposed(base)
     after = _form(forms, block, args)
-    assert before.inputs[0].base.transposed is not None
-    assert after.inputs[0].base.transposed is None
+    assert before.output.linear.bases[0].transposed is not None
+    assert after.output.linear.bases[0].transposed is None
     with attention_backend("_native_math"):
         assert "attention backend _native_math" in _form(forms, block, args)
     assert callable(_form(forms, block, args))
@@ -167,7 +167,7 @@ def test_a_strength_changed_in_its_list_is_noticed() -> None:
     before = _form(forms, block, args)
     network._multiplier[0] = 0.25
     after = _form(forms, block, args)
-    assert [form.inputs[0].adapters[0].factors[1] for form in (before, after)] == [1.0, 0.25]
+    assert [form.inputs.linears.all_adapters[0].factors[1] for form in (before, after)] == [1.0, 0.25]
 
 
 def test_training_steps_change_nothing(coat: Any) -> None:

@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _category(self, operator: str, part: str, shape: tuple[int, int, int] | None) -> str:
-        if self.region in (UPDATE, OUTSIDE):
+        if self.region in (UPDATE, OUTSIDE, MODULATION):
             return self.region
         if part.startswith(ATTENTION_PREFIX):
             return ATTENTION

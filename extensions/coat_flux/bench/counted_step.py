@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..base.errors import UserError
 from ..blocks.apply import apply_coat
 from ..blocks.fused.chooser import FusedForms
+from ..blocks.fused.modulation import Modulation, modulate_ahead
 from ..blocks.gemms import set_transposed
 from ..blocks.held import AsOnGPU
 from ..blocks.lora import attach_lora
@@ -37,7 +39,7 @@ from ..trainers.standalone.flow_matching import Objective
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from ..trainers.standalone.steps import train_step
 from ..watch.guard import RunGuard
-from .count import META, OUTSIDE, UPDATE, Recorder
+from .count import META, MODULATION, OUTSIDE, UPDATE, Recorder
 from .limits import TEXT_TOKENS, Geometry
 
 LATENT_CHANNELS, PIXELS_PER_LATENT = 16, 8
@@ -60,6 +62,23 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ctx.recorder.region = ctx.region
         return None, None, *grads
+
+
+class _Modulated(torch.autograd.Function):
+    """Hands the vectors of all modulations on; of those whose blocks are not run the gradients are made up."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, *vectors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.recorder, ctx.like = recorder, [(x.shape, x.dtype) for x in vectors]
+        with _disable_current_modes():
+            return tuple(x.detach() for x in vectors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.recorder.region = MODULATION
+        made = (torch.empty(shape, dtype=dtype, device=META) for shape, dtype in ctx.like)
+        return None, *(empty if grad is None else grad for grad, empty in zip(grads, made, strict=True))
 
 
 def make_model(config: COATConfig, geometry: Geometry) -> Any:
@@ -120,6 +139,11 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
         recorder.region = OUTSIDE
         return _Boundary.apply(recorder, f"{name} backward", *outputs)
 
+    def prepare(forms: FusedForms, args: tuple[Any, ...], copies: bool, kept: Sequence[nn.Module]) -> None:
+        region, recorder.region = recorder.region, MODULATION
+        _modulate(forms, names, recorder, args[2])  # adapters are copied before the step, see below
+        recorder.region = region
+
     side, sizes = resolution // PIXELS_PER_LATENT, FLUX_DEV_TRANSFORMER_CONFIG
     batch = {
         "latents": torch.empty(1, LATENT_CHANNELS, side, side, device=META),
@@ -155,7 +179,7 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
                     train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
         model.enable_gradient_checkpointing(run)
         recorder.region = OUTSIDE
-        with mock.patch.object(FusedForms, "on_block"), recorder:
+        with mock.patch.object(FusedForms, "prepare", prepare), recorder:
             train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
     return recorder
 
@@ -204,6 +228,30 @@ def _session(
         step=0,
         outstanding=None,
     )
+
+
+def _modulate(forms: FusedForms, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
+    """Make as many modulations ahead as the whole model has."""
+    modulations: list[Modulation] = []
+    for block, (_, number) in names.items():
+        own = forms.modulations_of(block)
+        modulations += own
+        for _ in range(number - 1):
+            modulations += [_like(modulation) for modulation in own]
+    modulate_ahead(modulations, temb)
+    vectors = _Modulated.apply(recorder, *(modulation.ahead.vectors for modulation in modulations))
+    for modulation, found in zip(modulations, vectors, strict=True):
+        modulation.ahead.vectors = found
+
+
+def _like(modulation: Modulation) -> Modulation:
+    """Another one with the same weight and adapters of its own."""
+    linear = modulation.linear
+    adapters = tuple(
+        tuple(replace(x, down=nn.Parameter(x.down.detach()), up=nn.Parameter(x.up.detach())) for x in found)
+        for found in linear.adapters
+    )
+    return Modulation(replace(linear, adapters=adapters))
 
 
 def _places(model: Any, geometry: Geometry) -> dict[nn.Module, tuple[str, int]]:

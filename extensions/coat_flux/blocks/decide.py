@@ -124,7 +124,7 @@ class BlockChoice:
         recomputed: it is run again in backward; else what it saves is kept. None: decided at the first step.
         inputs: how a recomputed block's inputs are stored; None: as they are.
         saved: how what a kept block saves is stored; None: as it is.
-        flow: "fused" (autograd functions of `fused/`), "generic" (diffusers' code, saved tensors packed) or
+        flow: "fused" (the written-out passes of `fused/`), "generic" (diffusers' code, saved tensors packed) or
             "diffusers" (its code alone).
         obstacle: why it is not fused, where it should be.
         gemm: of `GEMMS`, or the config's own.
@@ -180,6 +180,11 @@ class BlockPlan:
         if any(choice.recomputed is None for choice in self.blocks):
             return None
         return [i for i, choice in enumerate(self.blocks) if choice.recomputed]
+
+    @property
+    def eager_and_kept(self) -> list[int]:
+        """Indices of the blocks whose fused form runs eager, and once a step."""
+        return [i for i, x in enumerate(self.blocks) if x.flow == "fused" and x.compiled == "none" and not x.recomputed]
 
     @property
     def peak_bytes(self) -> int:

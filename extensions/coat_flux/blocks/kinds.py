@@ -15,7 +15,15 @@ KINDS = (
     "MLP before GELU", "weights cast at each use",
 )  # fmt: skip
 MODULATION, NORMS, INPUTS, MIDDLES, ATTENTION, STATISTICS, GATES, MLP, WEIGHTS = KINDS
-FUSED_KINDS = {"x": NORMS, "h": MIDDLES, "mlp": MLP, "result": GATES, "stream": ATTENTION, "out": ATTENTION}
+FUSED_KINDS = {
+    "x": NORMS,
+    "h": MIDDLES,
+    "mlp": MLP,
+    "result": GATES,
+    "qkv": ATTENTION,
+    "out": ATTENTION,
+    "statistics": STATISTICS,
+}  # by the last part of the name
 NODE_KINDS = {"Gelu": MLP, "_LinearWithFP8Input": INPUTS, "NativeDropout": INPUTS, "_FrozenLinear": WEIGHTS}
 
 
@@ -44,10 +52,8 @@ def _kind_of(node: Any, name: str, i: int, shape: torch.Size, rank: int) -> str:
     """What a tensor is, by the operator that keeps it and its name or place there."""
     operator = node.name().removesuffix("0").removesuffix("Backward")
     if hasattr(node, "kept_places"):
-        kept = next(kept for kept, (start, stop) in node.kept_places.items() if start <= i < stop).rstrip("01234567")
-        if kept == "attention":
-            return STATISTICS if operator == "_Attention" else ATTENTION
-        return FUSED_KINDS.get(kept, MODULATION)
+        kept = next(kept for kept, (start, stop) in node.kept_places.items() if start <= i < stop)
+        return FUSED_KINDS.get(kept.split("_")[-1].rstrip("01"), MODULATION)
     if operator == "ScaledDotProductFlashAttention":
         return ATTENTION if name in ("query", "key", "value", "output") else STATISTICS
     if operator in ("NativeLayerNorm", "_RMSNorm"):

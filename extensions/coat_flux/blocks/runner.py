@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint
-from coat_core.linear.function import compute_dtype
 from coat_core.linear.module import drop_transposed
 from coat_core.optim.state import state_bytes
 
@@ -34,7 +33,7 @@ from .block_bytes import read_blocks
 from .decide import USABLE_FRACTION, BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
 from .fused.chooser import FusedForms, attention_kernel
 from .fused.compiled import CompiledBlocks
-from .fused.linears import NotFusable
+from .fused.frozen import NotFusable
 from .fused.reading import FusedBlock
 from .fused.shadow import copied_bytes
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
@@ -192,8 +191,9 @@ class BlockRunner:
     def _update_plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide again where what was given has changed."""
         place = self._places.get(id(block))
-        if place is not None and args:
-            self._forms.on_block(place, compute_dtype(args[0]), bool(self._plan.shadow_bytes))
+        if place is not None and args and self._forms.begins(place):
+            kept = [self._modules[i] for i in self._plan.eager_and_kept]
+            self._forms.prepare(args, bool(self._plan.shadow_bytes), kept)
         if self._pick is not None and torch.is_grad_enabled() and not kwargs:
             picked, self._pick = self._pick.choose(args), None
             self._decide(picked=picked, picks_later=False)
@@ -245,10 +245,8 @@ class BlockRunner:
         before = self._plan
         self._given = replace(self._given, **changed)
         plan = self._plan = decide(self._config, self._given)
-        self._table = {
-            id(block): functools.partial(self._run, choice)
-            for block, choice in zip(self._modules, plan.blocks, strict=True)
-        }
+        choices = zip(self._modules, plan.blocks, strict=True)
+        self._table = {id(block): functools.partial(self._run, choice) for block, choice in choices}
         if plan.copies != (before is not None and before.copies):
             set_transposed(self._modules, plan.copies)
             made = "kept next to the weights" if plan.copies else "dropped, memory is needed otherwise"

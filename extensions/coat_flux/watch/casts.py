@@ -66,6 +66,7 @@ class CastProbe(TorchDispatchMode):
         super().__init__()
         self._casts: list[_Observed] = []
         self._latest: dict[int, _Observed] = {}  # by the address of the codes
+        self._model = model
         self._layers = {} if model is None else _weight_addresses(model)
         self._parameters = {param.data_ptr(): name for name, param in lora.items()}
         self._block = ""
@@ -128,25 +129,29 @@ class CastProbe(TorchDispatchMode):
         if cast.factors is not None:
             rows = rows.to(torch.float32) * cast.factors
         measures = measure_cast(rows, codes, scale, cast.granularity)
-        where = "" if cast.kind else self._layers.get(_address(cast.values), "")  # a weight that is cast at each use
+        own = () if cast.kind else self._layers.get(_address(cast.values), ())  # a weight that is cast at each use
+        where = own[0] if own else ""
         observed = _Observed(HEALTH_KINDS[cast.kind], measures, cast.values.numel(), where)
         observed.block = self._block
         self._casts.append(observed)
         self._latest[_address(cast.codes)] = observed
 
     def _add_reader(self, product: Product) -> None:
-        """Take from a product which layer reads the codes, and as what."""
+        """Take from a product which layers read the codes, and as what."""
         address = _address(product.weight)
-        layer = self._layers.get(address, "")
+        if address not in self._layers and self._model is not None:
+            self._layers |= _weight_addresses(self._model)  # weights are joined in the first forward pass
+        layers = self._layers.get(address, ())
         if product.codes is not None:
             cast, weight = self._latest.get(_address(product.codes)), self._latest.get(address)
             if weight is not None:
-                weight.kind, layer = WEIGHTS, weight.where
+                weight.kind, layers = WEIGHTS, (weight.where,)
             if cast is not None:
                 cast.kind = HEALTH_KINDS[product.kind]
-                cast.where = cast.where or layer
-                cast.layers += [layer] * (layer not in ("", *cast.layers))
-        self._block = ".".join(layer.split(".")[:2]) or self._block
+                cast.where = cast.where or (layers[0] if layers else "")
+                cast.layers += [layer for layer in layers if layer not in ("", *cast.layers)]
+        if layers and layers[0]:
+            self._block = ".".join(layers[0].split(".")[:2])
 
     def _add_moments(self, update: MomentUpdate, precision: Tensor) -> None:
         for kind, moment, measured in zip(
@@ -237,12 +242,16 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _weight_addresses(model: nn.Module) -> dict[int, str]:
-    """Address of each frozen FP8 weight, of its transposed copy, and of weights that are cast at each use → layer."""
-    found = {}
+def _weight_addresses(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Address of each frozen FP8 weight, of its transposed copy, and of weights that are cast at each use → layers.
+
+    Those that multiply as one matrix have the same address.
+    """
+    found: dict[int, tuple[str, ...]] = {}
     for name, module in model.named_modules():
         held = [module._buffers.get(buffer) for buffer in WEIGHT_BUFFERS]
         if isinstance(module, FP8TrainableLinear):
             held.append(module.weight)
-        found.update((_address(weight), name.removesuffix(".base_layer")) for weight in held if weight is not None)
+        for address in (_address(weight) for weight in held if weight is not None):
+            found[address] = (*found.get(address, ()), name.removesuffix(".base_layer"))
     return found

@@ -1,11 +1,15 @@
-"""The fused FP8 flow: FLUX's blocks as autograd functions that save in FP8 only what cannot be recomputed.
+"""The fused FP8 flow: each FLUX block is one autograd function that saves in FP8 only what cannot be recomputed.
 
 reading.py         what the readers of all block families share
-flux1.py           FLUX's double and single blocks, put together from
+flux1.py           FLUX's double and single blocks, forward and backward, put together from
 norm_linears.py    LayerNorm, modulation, linears         keeps x
-attention.py       QK norm, rotary embedding, attention   keeps q, k, v, out
-gated_linear.py    GELU, linear, gate, residual           keeps what GELU reads, the result for the gate's gradient
-linears.py         a frozen linear with LoRA              keeps h = x Aᵀ
+attention.py       QK norm, rotary embedding, attention   keeps q, k, v; out is kept by who reads it
+gated_linear.py    a linear, its gate and the residual    keeps the linear's result for the gate's gradient
+linears.py         linears that read the same x, LoRA     keeps h = x Aᵀ
+frozen.py          their frozen weights, as one matrix
+modulation.py      adaLN's vectors of all blocks, made where a pass begins
+block.py           the autograd function
+kept.py            what it keeps, and in which format
 compiled.py        a block through torch.compile
 chooser.py         which blocks take it
 """

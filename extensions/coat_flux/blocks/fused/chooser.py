@@ -6,18 +6,20 @@ and merge them, between steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
 from coat_core.kernels.attention import chosen_kernel
 from coat_core.linear.function import compute_dtype
 
 from ..architectures import READ_BLOCKS
-from .linears import NotFusable
+from .frozen import NotFusable
+from .modulation import Modulation, modulate_ahead
 from .reading import FusedBlock, Reader, active_backend, read_with
 from .shadow import LoraShadow
 from .unchanged import Unchanged
@@ -84,22 +86,34 @@ class FusedForms:
         self._read[key] = _Read(fused, packing, active_backend(), unchanged)
         return fused
 
-    def on_block(self, place: int, dtype: torch.dtype, copies: bool) -> None:
-        """Copy the adapters of all blocks that have been read, as they are now, where a forward pass begins.
+    def begins(self, place: int) -> bool:
+        """Whether a forward pass begins with the block that is about to run, at this place in forward order."""
+        before, self._place = self._place, place
+        return place <= before
+
+    def prepare(self, args: tuple[Any, ...], copies: bool, kept: Sequence[nn.Module]) -> None:
+        """Do what all blocks share at the beginning of a forward pass, for those that have been read.
+
+        Their adapters are copied as they are now, and their modulations made.
 
         Args:
-            place: of the block that is about to run, in forward order.
-            dtype: that the blocks multiply in.
-            copies: False drops the copies.
+            args: what the first block is about to be called with.
+            copies: False drops the adapters' copies.
+            kept: blocks that run eager, and not again in the backward pass: those whose modulations are made.
         """
-        begins, self._place = place <= self._place, place
-        if not begins:
-            return
+        dtype = compute_dtype(args[0])
         forms = [read.fused for read in self._read.values()] if copies else []
         if not self._shadow.is_of(forms, dtype):
             self._shadow.drop()
             self._shadow = LoraShadow(forms, dtype)
         self._shadow.refresh()
+        if len(args) > 2 and isinstance(args[2], Tensor):
+            modulate_ahead([each for block in kept for each in self.modulations_of(block)], args[2])
+
+    def modulations_of(self, block: nn.Module) -> list[Modulation]:
+        """What makes a block's adaLN vectors; none before it has been read."""
+        read = self._read.get(id(block))
+        return [] if read is None else read.fused.modulations
 
     def _as_read(self, block: nn.Module, args: tuple[Any, ...], packing: PackingConfig | None) -> FusedBlock | None:
         read = self._read.get(id(block))
@@ -118,15 +132,17 @@ class FusedForms:
         if self._differs.get(type(block)):
             return self._differs[type(block)]
         try:
-            fused_block(block, args, None)
+            fused_block(block, args, None, join=False)
         except NotFusable as error:
             return str(error)
         return None
 
 
-def fused_block(block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None) -> FusedBlock:
+def fused_block(
+    block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None, join: bool = True
+) -> FusedBlock:
     """Return the block's fused form by the reader of its class; arguments and errors as `read_with`."""
-    return read_with(_reader_of(block), block, args, config)
+    return read_with(_reader_of(block), block, args, config, join)
 
 
 def _reader_of(block: nn.Module) -> Reader:

@@ -53,7 +53,7 @@ class CompiledBlocks:
             self._lacks_graphs = True
             self._warn(f"there are no CUDA graphs on a {device}; set coat.speed.compile: blocks", None)
 
-    def form_of(self, fused: FusedBlock, replayable: bool) -> FusedBlock:
+    def form_of(self, fused: FusedBlock, replayable: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         """Return the fused block's compiled form, with the same arguments and results.
 
         Args:

@@ -1,7 +1,9 @@
-"""What one autograd function keeps for backward: named tensors, the large ones in FP8."""
+"""What a block keeps for backward: named tensors, the large ones in FP8."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,40 +15,92 @@ from coat_core.kernels.quantize import dequantize, quantize
 Packed = tuple[Tensor, ...]  # (codes, scale), or (values,) where a tensor is kept as it is
 
 
-def pack(x: Tensor, config: PackingConfig | None) -> Packed:
-    """Return x as FP8 codes and scales, or (None) x itself; `unpack` reverses it."""
-    if config is None:
-        return (x,)
-    quantized = quantize(x, config.format, config.granularity)
-    return quantized.codes, quantized.scale
+@dataclass(frozen=True)
+class Saving:
+    """How tensors are kept.
 
+    Attributes:
+        config: None keeps them as they are.
+    """
 
-def unpack(packed: Packed, config: PackingConfig | None, dtype: torch.dtype) -> Tensor:
-    """Return what `pack` was given, in `dtype`."""
-    if config is None or len(packed) == 1:
-        return packed[0]
-    return dequantize(packed[0], packed[1], config.granularity, dtype)
+    config: PackingConfig | None
+
+    @property
+    def in_passing(self) -> tuple[str, int]:
+        """`saved_format` and `group_size` of the kernels that make what is kept; "none" where they cannot pack it."""
+        if self.config is None or self.config.granularity.name != "per_group":
+            return "none", 0
+        return self.config.format, self.config.granularity.group_size
+
+    @property
+    def of_attention(self) -> Saving:
+        """How q, k, v and out are kept."""
+        return self if self.config is not None and self.config.attention == "fp8" else Saving(None)
+
+    def keep(self, x: Tensor, codes: Tensor, scale: Tensor) -> Packed:
+        """Return what is kept of x; `codes` and `scale` are those that its kernel made, where it did."""
+        if self.config is None:
+            return (x,)
+        if self.in_passing[0] != "none":
+            return codes, scale
+        quantized = quantize(x, self.config.format, self.config.granularity)
+        return quantized.codes, quantized.scale
+
+    def read(self, packed: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return what `keep` returned as kernels read it: codes and their scales, or values and None."""
+        if len(packed) == 2 and self.in_passing[0] != "none":
+            return packed
+        return self.unpack(packed, dtype), None
+
+    def unpack(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """Return the values, in `dtype`."""
+        if self.config is None or len(packed) == 1:
+            return packed[0]
+        return dequantize(packed[0], packed[1], self.config.granularity, dtype)
 
 
 class Kept:
-    """Collects tensors by name for `ctx.save_for_backward`, and finds them again in backward."""
+    """Collects tensors by name for `ctx.save_for_backward`, and finds them again in backward.
 
-    def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
+    Args:
+        wanted: False keeps nothing: no backward pass follows.
+
+    Attributes:
+        facts: what is kept besides tensors.
+    """
+
+    def __init__(self, wanted: bool = True) -> None:
+        self._wanted = wanted
+        self._tensors: Sequence[Tensor] = []
         self._places: dict[str, tuple[int, int]] = {}
+        self.facts: dict[str, Any] = {}
 
-    def add(self, name: str, *tensors: Tensor) -> None:
-        """Keep these tensors under one name."""
-        self._places[name] = (len(self._tensors), len(self._tensors) + len(tensors))
-        self._tensors.extend(tensors)
+    def add(self, name: str, *tensors: Tensor | None) -> None:
+        """Keep these tensors under one name; those that are None are left out."""
+        found = [tensor for tensor in tensors if tensor is not None and self._wanted]
+        self._places[name] = (len(self._tensors), len(self._tensors) + len(found))
+        self._tensors = [*self._tensors, *found]
+
+    def saving(self, asked: Saving) -> Saving:
+        """How tensors are kept here: as asked, or not at all."""
+        return asked if self._wanted else Saving(None)
+
+    def __getitem__(self, name: str) -> Packed:
+        start, stop = self._places[name]
+        return tuple(self._tensors[start:stop])
+
+    def first(self, name: str) -> Tensor | None:
+        """The first tensor of that name; None where there is none."""
+        return next(iter(self[name]), None)
 
     def save(self, ctx: Any) -> None:
         """Hand everything to autograd, which also watches over in-place changes."""
         ctx.save_for_backward(*self._tensors)
-        ctx.kept_places = self._places
+        ctx.kept_places, ctx.kept_facts = self._places, self.facts
 
-    @staticmethod
-    def of(ctx: Any) -> dict[str, Packed]:
-        """Return name → tensors, in backward."""
-        saved = ctx.saved_tensors
-        return {name: saved[start:stop] for name, (start, stop) in ctx.kept_places.items()}
+    @classmethod
+    def of(cls, ctx: Any) -> Kept:
+        """What was saved, in backward."""
+        kept = cls()
+        kept._tensors, kept._places, kept.facts = ctx.saved_tensors, ctx.kept_places, ctx.kept_facts
+        return kept

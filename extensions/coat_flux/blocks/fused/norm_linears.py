@@ -1,101 +1,94 @@
-"""LayerNorm, adaLN modulation and the linears that read the result, as one autograd function that keeps x alone.
+"""LayerNorm, adaLN modulation and the linears that read the result; x alone is kept, and the adapters' h.
 
-    n = LayerNorm(x)·(1 + scale) + shift,   y_i = linear_i(n)
+    n = LayerNorm(x)·(1 + scale) + shift,   y = n Wᵀ + b
 
-n is quantized as it is made. Backward recomputes n from the FP8 x, for the adapters' dA and LayerNorm's own gradient.
-The adapters' h is kept.
+n is quantized as it is made. Backward makes it again from the FP8 x for the adapters' dA and LayerNorm's own gradient.
 Source: arXiv 2410.19313, section 5, carried over to FLUX's blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from coat_core.activation import PackingConfig
-from coat_core.autograd import first_order_only, without_autocast
-from coat_core.kernels.norm import (
-    layer_norm_modulate,
-    layer_norm_modulate_backward,
-    layer_norm_modulate_quantize,
-)
-from coat_core.kernels.quantize import quantize
-from coat_core.quantize import Quantized
+from coat_core.kernels.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 
-from .kept import Kept, pack, unpack
-from .linears import AdaptedLinear, Spec, linears_backward, run_linears
+from .frozen import in_passing, quantized_by
+from .kept import Kept, Saving
+from .linears import LinearGroup
 
 
-def norm_linears(
-    x: Tensor, scale: Tensor, shift: Tensor, eps: float, linears: Sequence[AdaptedLinear], config: PackingConfig | None
-) -> tuple[Tensor, ...]:
-    """LayerNorm, modulation and the linears that read the result.
+@dataclass(frozen=True)
+class NormLinears:
+    """LayerNorm with its eps, and all linears that read its modulated result."""
 
-    Args:
-        x: [B, S, D].
-        scale: [B, D].
-        shift: [B, D].
-        eps: LayerNorm's.
-        linears: all that read n = LayerNorm(x)·(1 + scale) + shift.
-        config: how x is kept; None keeps it as it is.
+    eps: float
+    linears: LinearGroup
 
-    Returns:
-        Each linear's y [B, S, N].
-    """
-    parameters = [parameter for linear in linears for parameter in linear.parameters]
-    outputs: tuple[Tensor, ...] = _NormLinears.apply(x, scale, shift, eps, linears, config, *parameters)
-    return outputs
-
-
-class _NormLinears(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
+        self, kept: Kept, name: str, x: Tensor, scale: Tensor, shift: Tensor, saving: Saving
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run them.
+
+        Args:
+            kept: takes what backward needs.
+            name: under which.
+            x: [B, S, D].
+            scale: [B, D].
+            shift: [B, D].
+            saving: of x.
+
+        Returns:
+            As `LinearGroup.forward`.
+        """
+        spec = self.linears.input_spec
+        n, codes, code_scale, *saved = norm_modulate_quantize(
+            x, scale, shift, self.eps, *in_passing(spec), *saving.in_passing
+        )
+        kept.facts[f"{name}x"] = x.dtype
+        kept.add(f"{name}x", *saving.keep(x, saved[0], saved[1]))
+        y, h = self.linears.forward(n, quantized_by(spec, n, codes, code_scale))
+        kept.add(f"{name}h", h)
+        return y, h
+
+    def backward(
+        self,
+        kept: Kept,
+        name: str,
+        dy: Tensor,
+        residual: Tensor | None,
         scale: Tensor,
         shift: Tensor,
-        eps: float,
-        linears: Sequence[AdaptedLinear],
-        config: PackingConfig | None,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
-        spec = next((linear.base.input_spec for linear in linears if linear.base.input_spec), None)
-        outputs, h = run_linears(*_normed(x, scale, shift, eps, spec), linears)
-        if any(ctx.needs_input_grad):
-            kept = Kept()
-            kept.add("x", *pack(x, config))
-            kept.add("h", *(() if h is None else (h,)))
-            kept.add("modulation", scale, shift)
-            kept.add("parameters", *parameters)
-            kept.save(ctx)
-        ctx.eps, ctx.linears, ctx.config, ctx.dtype = eps, linears, config, x.dtype
-        return tuple(outputs)
+        saving: Saving,
+        needs_dx: bool,
+    ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
+        """Return gradients.
 
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        with without_autocast(grads[0].device):
-            kept = Kept.of(ctx)
-            x, (scale, shift) = unpack(kept["x"], ctx.config, ctx.dtype), kept["modulation"]
-            needs_dn = any(ctx.needs_input_grad[:3])
-            h = next(iter(kept["h"]), None)
-            dn, parameter_grads = linears_backward(
-                grads, lambda: layer_norm_modulate(x, scale, shift, ctx.eps), h, ctx.linears, needs_dn
-            )
-            gradients = (None, None, None) if dn is None else layer_norm_modulate_backward(dn, x, scale, ctx.eps)
-        return *gradients, None, None, None, *parameter_grads
+        Args:
+            kept: from forward.
+            name: likewise.
+            dy: of y, with the adapters' part in it [B, S, ΣN].
+            residual: another gradient of x, which is added [B, S, D].
+            scale: as in forward.
+            shift: likewise.
+            saving: likewise.
+            needs_dx: False where x and the modulation have no gradient.
 
+        Returns:
+            dx [B, S, D] in the dtype of x; of shift and scale, fp32 [B, 2, D]; [dA, dB] of each adapter.
+        """
+        dtype = kept.facts[f"{name}x"]
+        x, x_scale = saving.read(kept[f"{name}x"], dtype)
+        group_size, h = saving.in_passing[1], kept.first(f"{name}h")
 
-def _normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float, spec: Spec | None) -> tuple[Tensor, Quantized | None]:
-    """LayerNorm and modulation, and the result in FP8."""
-    if spec is None:
-        return layer_norm_modulate(x, scale, shift, eps), None
-    fmt, granularity = spec
-    if granularity.name == "per_group":
-        n = layer_norm_modulate(x, scale, shift, eps)
-        return n, quantize(n, fmt, granularity)
-    n, codes, code_scale = layer_norm_modulate_quantize(x, scale, shift, eps, fmt, granularity.name)
-    return n, Quantized(codes, code_scale, granularity)
+        def down_gradient(dh: Tensor) -> Tensor:
+            n = norm_modulate(x, x_scale, group_size, scale, shift, self.eps, dtype)
+            return self.linears.down_gradient(dh, n)
+
+        dh, gradients = self.linears.adapter_gradients(dy, down_gradient, h)
+        if not needs_dx:
+            return None, None, gradients
+        dn = self.linears.complete_dx(self.linears.dgrad(dy), dh)
+        dx, dmodulation = norm_modulate_backward(dn, x, x_scale, group_size, scale, self.eps, residual, dtype)
+        return dx, dmodulation, gradients

@@ -10,19 +10,29 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
 
-from .attention import HeadNorms
-from .linears import AdaptedLinear, NotFusable, adapted_linear, read_linear
+from .frozen import NotFusable
+from .linears import read_linear
+from .modulation import Modulation
 
 FP16_LIMIT = 65504
 
-FusedBlock = Callable[..., tuple[Tensor, Tensor]]
+
+class FusedBlock(Protocol):
+    """A block as it was read."""
+
+    @property
+    def modulations(self) -> list[Modulation]:
+        """What makes its adaLN vectors from temb, its third argument."""
+
+    def __call__(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """Run it, with the arguments and results of the block itself."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +42,17 @@ class Reader:
     Attributes:
         arguments: of the class's forward, by name; of another diffusers version they may differ.
         check_arguments: raises NotFusable for arguments that the fused form does not take.
-        read: (block, how kept tensors are stored; None: as they are) → the block's fused form; raises NotFusable.
+        read: (block, how kept tensors are stored; None: as they are, whether weights that go together are joined) →
+            the block's fused form; raises NotFusable.
     """
 
     arguments: tuple[str, ...]
     check_arguments: Callable[[tuple[Any, ...]], None]
-    read: Callable[[Any, PackingConfig | None], FusedBlock]
+    read: Callable[[Any, PackingConfig | None, bool], FusedBlock]
 
 
 def read_with(
-    reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None
+    reader: Reader, block: nn.Module, args: tuple[Any, ...] | None, config: PackingConfig | None, join: bool
 ) -> FusedBlock:
     """Return a function with the block's arguments and results that keeps for backward what the fused flow lists.
 
@@ -50,6 +61,7 @@ def read_with(
         block: with or without LoRA.
         args: what it is about to be called with; None before that is known.
         config: how kept tensors are stored; None keeps them as they are.
+        join: make one matrix of the weights of linears that read the same tensor.
 
     Raises:
         NotFusable: a block that does more than the fused functions; the message says what.
@@ -64,7 +76,7 @@ def read_with(
         raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
     if args is not None:
         reader.check_arguments(args)
-    return reader.read(block, config)
+    return reader.read(block, config, join)
 
 
 @functools.cache
@@ -92,15 +104,17 @@ def check_dropout(module: nn.Module) -> None:
         raise NotFusable("dropout")
 
 
-def qk_norm(norm_q: Any, norm_k: Any) -> HeadNorms:
-    """Return weight and eps of the RMSNorms of q and k."""
-    found: list[Any] = []
-    for norm in (norm_q, norm_k):
+def qk_norm(*norms: Any) -> tuple[float, tuple[Tensor, ...]]:
+    """Return the eps and the weights of RMSNorms of q and k, which have the same eps."""
+    weights, found = [], set()
+    for norm in norms:
         if type(norm) is not nn.RMSNorm or norm.weight is None or norm.weight.requires_grad:
             raise NotFusable(f"its QK norm is a {type(norm).__name__} that is trained or has no weight")
-        eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
-        found += [norm.weight, eps]
-    return tuple(found)  # type: ignore[return-value]
+        found.add(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps)
+        weights.append(norm.weight)
+    if len(found) > 1:
+        raise NotFusable("QK norms with different eps")
+    return found.pop(), tuple(weights)
 
 
 def check_attention(attn: Any, expected: str) -> None:
@@ -123,16 +137,11 @@ def active_backend() -> str:
     return str(getattr(name, "value", name))
 
 
-def read_modulation(norm: Any) -> AdaptedLinear:
+def read_modulation(norm: Any) -> Modulation:
     """Return the linear of an adaLN."""
     if getattr(norm, "emb", None) is not None or type(norm.silu) is not nn.SiLU:
         raise NotFusable("class embeddings or another activation in adaLN")
-    return read_linear(norm.linear)
-
-
-def modulate(linear: AdaptedLinear, temb: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The adaLN vectors [B, D]."""
-    return adapted_linear(torch.nn.functional.silu(temb), linear).chunk(count, dim=1)
+    return Modulation(read_linear(norm.linear))
 
 
 def clipped(x: Tensor) -> Tensor:

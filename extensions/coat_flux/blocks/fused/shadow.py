@@ -3,21 +3,22 @@
 LoRA matrices are kept in fp32 and multiply in bf16. Cast where they are used, that is 2,500 small kernels a step of
 FLUX.1-dev; one buffer for all of them is filled by nine.
 
-    buffer    [A₁·f₁; A₂·f₂; …] of the linears that read one x, then B₁, B₂, …; then those of the next x
+    buffer    D = [A₁·f₁; A₂·f₂; …] of the linears that read one x, then U = [B₁; B₂; …]; then those of the next x
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .linears import AdaptedLinear, Copies, scaled_down
+from ..lora import PlainAdapter
+from .linears import Copies, LinearGroup, scaled_down
 
 if TYPE_CHECKING:
     from ...config.coat import COATConfig
@@ -50,34 +51,35 @@ class LoraShadow:
 
     def __init__(self, forms: Sequence[Any], dtype: torch.dtype) -> None:
         self._forms, self._dtype = list(forms), dtype
-        groups = [group for form in forms for group in _groups(form)]
-        adapters = [[adapter for linear in group for adapter in linear.adapters] for group in groups]
+        groups = [group for form in forms for group in _groups(form) if group.rank]
         self._pairs: list[tuple[Tensor, Tensor]] = []  # copy, what it is of
-        self._scaled: list[tuple[Tensor, Any]] = []  # copy of A·f with f other than 1, its adapter
-        adapters = [found for found in adapters if found]
-        matrices = [[*(a.down for a in found), *(a.up for a in found)] for found in adapters]
-        sizes = [matrix.numel() for found in matrices for matrix in found]
-        if not sizes:
+        self._scaled: list[tuple[Tensor, PlainAdapter]] = []  # copy of A·f with f other than 1, its adapter
+        shapes = [shape for group in groups for shape in _shapes(group)]
+        if not shapes:
             return
-        buffer = torch.empty(sum(sizes), dtype=dtype, device=matrices[0][0].device)
-        pieces = (buffer[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0)))
-        for found in adapters:
-            downs = [next(pieces).view_as(adapter.down) for adapter in found]
-            ups = tuple(next(pieces).view_as(adapter.up) for adapter in found)
-            for adapter, copy in zip(found, downs, strict=True):
-                if scaled_down(adapter) is adapter.down:
-                    self._pairs.append((copy, adapter.down))
-                else:
-                    self._scaled.append((copy, adapter))
-            self._pairs += zip(ups, (adapter.up for adapter in found), strict=True)
-            rows = sum(len(down) for down in downs)
-            found[0].copies = Copies(downs[0].as_strided((rows, downs[0].shape[1]), downs[0].stride()), ups)
+        buffer = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=groups[0].parameters[0].device)
+        pieces = buffer.split([math.prod(shape) for shape in shapes])
+        matrices = iter([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+        for group in groups:
+            down, up = next(matrices), next(matrices)
+            group.all_adapters[0].copies = Copies(down, up)
+            parts = zip(down.split(group.rank), up.split(group.widths), group.adapters, strict=True)
+            for of_downs, of_ups, found in parts:
+                start = 0
+                for adapter in found:
+                    stop = start + len(adapter.down)
+                    if scaled_down(adapter) is adapter.down:
+                        self._pairs.append((of_downs[start:stop], adapter.down))
+                    else:
+                        self._scaled.append((of_downs[start:stop], adapter))
+                    self._pairs.append((of_ups[:, start:stop], adapter.up))
+                    start = stop
 
     def drop(self) -> None:
         """Let the adapters be cast at each use again."""
         for form in self._forms:
             for group in _groups(form):
-                for adapter in (adapter for linear in group for adapter in linear.adapters):
+                for adapter in group.all_adapters:
                     adapter.copies = None
 
     def is_of(self, forms: Sequence[Any], dtype: torch.dtype) -> bool:
@@ -96,13 +98,17 @@ class LoraShadow:
             copy.copy_(scaled_down(adapter))
 
 
-def _groups(form: Any) -> Iterator[Sequence[AdaptedLinear]]:
-    """Yield the linears of a fused form, those that read the same tensor together."""
+def _groups(form: Any) -> Iterator[LinearGroup]:
+    """Yield the groups of linears of a fused form."""
     for field in fields(form):
         value = getattr(form, field.name)
-        if isinstance(value, AdaptedLinear):
-            yield (value,)
-        elif isinstance(value, tuple) and value and isinstance(value[0], AdaptedLinear):
+        if isinstance(value, LinearGroup):
             yield value
         elif is_dataclass(value):
             yield from _groups(value)
+
+
+def _shapes(group: LinearGroup) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Those of D and U."""
+    width = group.all_adapters[0].down.shape[1]
+    return (len(group.widths) * group.rank, width), (sum(group.widths), group.rank)

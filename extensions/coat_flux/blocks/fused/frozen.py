@@ -1,0 +1,219 @@
+"""Frozen linears, alone or as one: the FP8 weights of those that read the same x become one matrix.
+
+One GEMM then makes q, k, v (and what the MLP reads) at once, and one makes the gradient of x: its K is all their
+outputs, so it is summed in fp32 and x's gradient is written once. Each linear's own weight becomes a view of the
+matrix, so nothing is in memory twice. Weights that moved apart again (to another device and back) are joined where they
+are next read.
+
+Shapes: weights [N_i, K], joined [ΣN, K]; transposed copies [K, N_i], joined [K, ΣN].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_core.config import FP8LinearConfig
+from coat_core.granularity import Granularity
+from coat_core.kernels.quantize import quantize
+from coat_core.kernels.scaled_mm import row_scale
+from coat_core.linear.function import (
+    compute_dtype,
+    dgrad,
+    fp8_gemm_obstacle,
+    fprop,
+    input_granularity,
+    quantize_weight,
+    unit_scale,
+    wants_fp8_gemm,
+)
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear, load_transposed, load_weight
+from coat_core.quantize import Quantized
+
+Spec = tuple[str, Granularity]
+CODES = ("weight_codes", "weight_codes_transposed")  # buffers of FP8 linears, by the dimension that outputs are in
+
+
+class NotFusable(Exception):
+    """A block cannot run through the fused flow; the message says why."""
+
+
+@dataclass(frozen=True)
+class FrozenLinear:
+    """The base: an FP8 linear of ours, in either trainer's shape, or a plain frozen nn.Linear; or several as one.
+
+    Attributes:
+        weight: FP8 codes, or values [N, K].
+        scale: of the codes, fp32 [] or [N, 1]; None where `weight` has values.
+        bias: [N] or None.
+        config: how it multiplies; None for a plain nn.Linear. Values with a config are quantized at each use.
+        in_fp8: whether this device multiplies so; False multiplies by the dequantized weight.
+        transposed: the codes as a contiguous [K, N] for dgrad, where there is such a copy.
+        row_scales: `scale` for a row-wise GEMM, and what dgrad has in its place, fp32 [N, 1] and [K, 1]; None where
+            the GEMMs are not row-wise.
+    """
+
+    weight: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+    config: FP8LinearConfig | None = None
+    in_fp8: bool = False
+    transposed: Tensor | None = None
+    row_scales: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
+        """Return x Wᵀ + b.
+
+        Args:
+            x: [..., K].
+            quantized: x in FP8 by `input_spec`; None where that is.
+        """
+        if self.config is None:
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+        codes, scale = self._codes(self.config)
+        if quantized is not None and self.row_scales is not None:
+            scale = self.row_scales[0]
+        return fprop(x, quantized, codes, scale, self.bias, compute_dtype(x))
+
+    def dgrad(self, grad: Tensor, quantized: Quantized | None = None) -> Tensor:
+        """Return dy W.
+
+        Args:
+            grad: dy [..., N].
+            quantized: dy in FP8, where whoever made it has quantized it by `grad_spec`.
+        """
+        if self.config is None:
+            return grad @ self.weight.to(grad.dtype)
+        unit = None if self.row_scales is None else self.row_scales[1]
+        return dgrad(grad, *self._codes(self.config), self.config, self.in_fp8, self.transposed, quantized, unit)
+
+    @property
+    def input_spec(self) -> Spec | None:
+        """Format and scaling of x in the GEMM; None where it multiplies in high precision."""
+        if self.config is None or not self.in_fp8:
+            return None
+        return self.config.input_format, input_granularity(self.config)
+
+    @property
+    def grad_spec(self) -> Spec | None:
+        """The same of dy; None also where dy is multiplied by the weight's scales before the cast."""
+        if self.config is None or not self.in_fp8 or self.config.grad_format == "bf16":
+            return None
+        if self.config.weight_granularity == "per_row" or (self.scale is not None and self.scale.ndim):
+            return None
+        return self.config.grad_format, input_granularity(self.config)
+
+    def _codes(self, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
+        return (self.weight, self.scale) if self.scale is not None else quantize_weight(self.weight, config)[:2]
+
+
+def read_frozen(base: Any) -> FrozenLinear:
+    """Read a linear; NotFusable where it is trained itself or quantized by someone else."""
+    bias = base.bias
+    if bias is not None and bias.requires_grad:
+        raise NotFusable("a linear whose bias is trained")
+    config = base.config if isinstance(base, FP8Linear) else getattr(base, "coat_linear_config", None)
+    if config is not None:
+        codes, scale = load_weight(base, config)
+        in_fp8 = wants_fp8_gemm(codes.device, config)
+        rows = _row_scales(codes, scale, config, in_fp8)
+        return FrozenLinear(codes, scale, bias, config, in_fp8, load_transposed(base, config), rows)
+    if not isinstance(base, nn.Linear) or type(base.weight.data) is not Tensor:
+        raise NotFusable(f"a {type(base).__name__} of another quantization")
+    if base.weight.requires_grad:
+        raise NotFusable("a linear whose weight is trained")
+    if isinstance(base, FP8TrainableLinear):
+        in_fp8 = wants_fp8_gemm(base.weight.device, base.config)
+        return FrozenLinear(base.weight, None, bias, base.config if in_fp8 else None, in_fp8)
+    return FrozenLinear(base.weight, None, bias)
+
+
+def joinable(bases: Sequence[FrozenLinear]) -> bool:
+    """Whether linears can multiply by one matrix: FP8 weights of one config, in one place, with a row-wise GEMM."""
+    first = bases[0].config
+    if first is None or any(base.config != first or base.scale is None for base in bases):
+        return False
+    if len({(base.weight.device, base.in_fp8, base.bias is None) for base in bases}) > 1:
+        return False
+    row_wise = replace(first, weight_granularity="per_row")  # each linear's scale is that of its rows
+    return not bases[0].in_fp8 or fp8_gemm_obstacle(bases[0].weight.device, row_wise) is None
+
+
+def join_frozen(modules: Sequence[Any], bases: Sequence[FrozenLinear]) -> FrozenLinear:
+    """One base for several: weights and transposed copies in place, scales and biases copied."""
+    config = bases[0].config
+    assert config is not None
+    kind = bases[0].weight.dtype
+    codes, transposed = (join_buffers(modules, name, dim) for dim, name in enumerate(CODES))
+    assert codes is not None
+    scales = [base.scale.reshape(-1, 1).expand(len(base.weight), 1) for base in bases if base.scale is not None]
+    biases = [base.bias for base in bases if base.bias is not None]
+    scale = torch.cat(scales)
+    return FrozenLinear(
+        codes.view(kind),
+        scale,
+        torch.cat(biases) if biases else None,
+        config,
+        bases[0].in_fp8,
+        None if transposed is None else transposed.view(kind),
+        _row_scales(codes, scale, config, bases[0].in_fp8),
+    )
+
+
+def _row_scales(codes: Tensor, scale: Tensor, config: FP8LinearConfig, in_fp8: bool) -> tuple[Tensor, Tensor] | None:
+    if not in_fp8 or config.input_granularity != "per_row":
+        return None
+    rows, width = codes.shape
+    return row_scale(scale, rows), row_scale(unit_scale(scale), width)
+
+
+def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | None:
+    """Return the buffers of that name as one, each module's a view of it; None where one has none.
+
+    Args:
+        modules: of one group, in order.
+        name: of a buffer, two-dimensional.
+        dim: along which they follow each other.
+    """
+    parts = [module._buffers.get(name) for module in modules]
+    if any(part is None for part in parts):
+        return None
+    tensors: list[Any] = parts
+    whole = _whole(tensors, dim)
+    if whole is None:
+        whole = torch.cat(tensors, dim=dim)
+        for module, view in zip(modules, whole.split([part.shape[dim] for part in tensors], dim=dim), strict=True):
+            module._buffers[name] = view
+    return whole
+
+
+def _whole(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The contiguous matrix that all parts are views of, side by side; None where there is none."""
+    first, shape = parts[0], list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    stride, offset = (shape[1], 1), first.storage_offset()
+    for part in parts:
+        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not same or part.stride() != stride or part.storage_offset() != offset:
+            return None
+        offset += part.shape[dim] * stride[dim]
+    return first.as_strided(tuple(shape), stride)
+
+
+def in_passing(spec: Spec | None, fmt: str = "e4m3") -> tuple[str, str]:
+    """`fmt` and `granularity` of a kernel that quantizes what it makes; "none" where it is not to."""
+    if spec is None or spec[1].name == "per_group":
+        return fmt, "none"
+    return spec[0], spec[1].name
+
+
+def quantized_by(spec: Spec | None, x: Tensor, codes: Tensor, scale: Tensor) -> Quantized | None:
+    """X in FP8 by `spec`: the codes that its kernel has made in passing, or made here."""
+    if spec is None:
+        return None
+    fmt, granularity = spec
+    return quantize(x, fmt, granularity) if granularity.name == "per_group" else Quantized(codes, scale, granularity)

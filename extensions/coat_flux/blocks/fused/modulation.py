@@ -1,0 +1,149 @@
+"""adaLN's linears: a few rows, one for each image, which are kept as they are.
+
+What modulates a block depends on the time step and the prompt alone, so where a forward pass begins that of all blocks
+is made together: the frozen weights one after the other, the adapters of equal shape as one batched product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_core.autograd import first_order_only, without_autocast
+from coat_core.kernels.quantize import quantize
+
+from .kept import Kept
+from .linears import LinearGroup, product, times_factors
+
+__all__ = ["Modulation", "modulate_ahead"]
+
+
+@dataclass
+class Ahead:
+    """What was made where the pass began, and of which temb."""
+
+    temb: Tensor | None = None
+    vectors: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """The linear of an adaLN.
+
+    Attributes:
+        linear: to its vectors.
+        ahead: what `modulate_ahead` has made.
+    """
+
+    linear: LinearGroup
+    ahead: Ahead = field(default_factory=Ahead)
+
+    def __call__(self, temb: Tensor) -> Tensor:
+        """Return the adaLN vectors of a block, side by side [B, n·D], for temb [B, D]."""
+        if not torch.compiler.is_compiling():
+            found, made_of = self.ahead.vectors, self.ahead.temb
+            self.ahead.vectors = self.ahead.temb = None
+            if found is not None and made_of is temb:
+                return found
+        result: Tensor = _Rows.apply(torch.nn.functional.silu(temb), self.linear, *self.linear.parameters)
+        return result
+
+    def _key(self) -> tuple[int, int, torch.dtype] | None:
+        """Modulations with the same one go together; None: by itself."""
+        adapters = self.linear.all_adapters
+        alone = len(adapters) != 1 or adapters[0].strengths is not None or self.linear.input_spec is not None
+        return None if alone else (self.linear.widths[0], self.linear.rank, adapters[0].down.dtype)
+
+
+def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
+    """Make the vectors of these modulations, which their next call returns if it is for this temb [B, D].
+
+    Args:
+        modulations: of blocks that are not recomputed: their graph is built here.
+        temb: without a gradient, else nothing is done.
+    """
+    groups: dict[Any, list[Modulation]] = {}
+    if not temb.requires_grad:
+        for modulation in modulations:
+            groups.setdefault(modulation._key(), []).append(modulation)
+    x = torch.nn.functional.silu(temb) if groups else temb
+    for key, found in groups.items():
+        if key is None:
+            continue
+        linears = [modulation.linear for modulation in found]
+        parameters = [parameter for linear in linears for parameter in linear.parameters]
+        for modulation, vectors in zip(found, _Together.apply(x, linears, *parameters), strict=True):
+            modulation.ahead.temb, modulation.ahead.vectors = temb, vectors
+
+
+class _Rows(torch.autograd.Function):
+    """One modulation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: LinearGroup, *parameters: Tensor) -> Tensor:
+        spec = linear.input_spec
+        y, h = linear.forward(x, quantize(x, *spec) if spec else None)
+        kept = Kept()
+        kept.add("rows", x)
+        kept.add("h", h)
+        kept.add("parameters", *parameters)
+        kept.save(ctx)
+        ctx.linear = linear
+        return linear.complete(y, h)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with without_autocast(grad.device):
+            kept, linear, dx = Kept.of(ctx), ctx.linear, None
+            (x,) = kept["rows"]
+            dh, parameter_grads = linear.adapter_gradients(
+                grad, lambda dh: linear.down_gradient(dh, x), kept.first("h")
+            )
+            if ctx.needs_input_grad[0]:
+                dx = linear.complete_dx(linear.dgrad(grad), dh).to(x.dtype)
+        return dx, None, *parameter_grads
+
+
+class _Together(torch.autograd.Function):
+    """Modulations of one shape, each with one adapter; x [B, D] has no gradient.
+
+    Shapes: n modulations; h [n, B, r], U [n, N, r], D [n·r, D].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linears: Sequence[LinearGroup], *parameters: Tensor) -> tuple[Tensor, ...]:
+        y = torch.stack([linear.bases[0].forward(x, None) for linear in linears])
+        copies = [linear.copies(y.dtype) for linear in linears]
+        rows, rank = x.to(y.dtype), linears[0].rank
+        h = (rows @ torch.cat([copy.down for copy in copies]).t()).unflatten(1, (-1, rank)).transpose(0, 1)
+        kept = Kept()
+        kept.add("rows", x)
+        kept.add("h", h)
+        kept.add("parameters", *parameters)
+        kept.save(ctx)
+        ctx.linears = linears
+        ups = torch.stack([copy.up for copy in copies])
+        return torch.baddbmm(y, h, ups.transpose(1, 2)).unbind()
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        with without_autocast(grads[0].device):
+            kept, linears = Kept.of(ctx), ctx.linears
+            (x,), (h,) = kept["rows"], kept["h"]
+            dtype = linears[0].all_adapters[0].down.dtype
+            dy = torch.stack(grads).to(h.dtype)
+            ups = torch.stack([linear.copies(h.dtype).up for linear in linears])
+            dh = (dy @ ups).transpose(0, 1).flatten(1)
+            downs = product(dh.t(), x.to(h.dtype), dtype).split(linears[0].rank)
+            of_ups = product(dy.transpose(1, 2), h, dtype)
+            found = []
+            for linear, down, up in zip(linears, downs, of_ups, strict=True):
+                (adapter,) = linear.all_adapters
+                found += [times_factors(down.to(adapter.down.dtype), adapter), up.to(adapter.up.dtype)]
+        return None, None, *found
