@@ -216,6 +216,28 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
     return cases
 
 
+def _mlp_gradient_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient
+
+    fp32, bf16 = torch.float32, torch.bfloat16
+    cases: dict[str, Callable[[], Any]] = {}
+    for rank, name, group in ((16, "e4m3", 128), (24, "e5m2", 128), (64, "e4m3", 256), (256, "e5m2", 16)):
+        saved = [
+            (_empty(1, TOKENS, width, dtype=FORMATS[name].dtype), _empty(1, TOKENS, width // group, dtype=fp32))
+            for width in (HIDDEN, MLP)
+        ]
+        dh, how = _empty(1, TOKENS, rank), (group, bf16, fp32)
+        label = f"mlp down gradient, rank {rank}, {name} 1x{group}"
+        cases[label] = partial(mlp_down_gradient, dh, *saved[0], *saved[1], *how)
+        cases[f"{label}, alone"] = partial(mlp_down_gradient, dh, None, None, *saved[1], *how)
+    values = _empty(1, TOKENS, HIDDEN), None, _empty(1, TOKENS, MLP), None
+    cases["mlp down gradient from values"] = partial(mlp_down_gradient, dh[..., :16], *values, 128, bf16, bf16)
+    cases["mlp down gradient, attention's values"] = partial(
+        mlp_down_gradient, dh[..., :16], *values[:2], *saved[1], 16, bf16, fp32
+    )
+    return cases
+
+
 def _adamw_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu.adamw import fp8_adamw_step
 
@@ -262,5 +284,6 @@ CASES: dict[str, Callable[[], Any]] = {
     **_norm_cases(),
     **_row_cases(),
     **_qkv_cases(),
+    **_mlp_gradient_cases(),
     **_adamw_cases(),
 }

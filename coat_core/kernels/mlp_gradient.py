@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from coat_core.kernels.codes import product
+from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.gelu import mlp_activation
 from coat_core.kernels.norm import norm_modulate
 from coat_core.kernels.operators import operator
@@ -117,3 +118,7 @@ def _(
     dtype_down: torch.dtype,
 ) -> Tensor:
     return dh.new_empty((dh.shape[-1], x.shape[-1]), dtype=dtype_down)
+
+
+run_by_triton(mlp_down_gradient, "mlp_gradient.mlp_down_gradient")
+run_by_triton(norm_down_gradient, "mlp_gradient.norm_down_gradient")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.kernels import dispatch, gate, gelu, norm, qkv, weight_only
+from coat_core.kernels import dispatch, gate, gelu, mlp_gradient, norm, qkv, weight_only
 from coat_core.kernels import quantize as quantizing
 from coat_core.quantize import quantize
 from tests.helpers.operators import check_layout, moved, tensors_in
@@ -118,6 +118,17 @@ def qkv_cases() -> Iterator[Case]:
             yield qkv.qkv_mlp_backward, (grads, y, None, *norm, mlp.float(), dh, down, mlp, None, 16, dtype)
 
 
+def mlp_gradient_cases() -> Iterator[Case]:
+    for tokens in (7, 1, 0):
+        for dtype, dtype_down in ((BF16, FP32), (FP32, BF16), (FP16, FP16)):
+            attention, mlp = torch.randn(2, tokens, 88)[..., 48:], turned(2, tokens, 130)
+            dh, scale = torch.randn(2, tokens, 12).to(dtype)[..., 4:], torch.randn(2, 120)[:, 40:80].to(dtype)
+            for a, b in zip(read_cases(attention.to(dtype)), read_cases(mlp.to(dtype)), strict=True):
+                yield mlp_gradient.mlp_down_gradient, (dh, *a[:2], *b, dtype, dtype_down)
+                yield mlp_gradient.mlp_down_gradient, (dh, None, None, *b, dtype, dtype_down)
+                yield mlp_gradient.norm_down_gradient, (dh, *a, scale, scale, 1e-6, dtype, dtype_down)
+
+
 def weight_only_cases() -> Iterator[Case]:
     for granularity in (PER_TENSOR, PER_ROW):
         codes, scale, _ = quantize(torch.randn(48, 32), "e4m3", granularity)
@@ -128,7 +139,9 @@ def weight_only_cases() -> Iterator[Case]:
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("cases", [quantize_cases, norm_cases, gate_cases, gelu_cases, qkv_cases, weight_only_cases])
+@pytest.mark.parametrize(
+    "cases", [quantize_cases, norm_cases, gate_cases, gelu_cases, qkv_cases, mlp_gradient_cases, weight_only_cases]
+)
 def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.device) -> None:
     for op, args in cases():
         module, function = dispatch.launchers[op._qualname][1].split(".")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from coat_core.granularity import per_group
+from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
 from coat_core.kernels.gelu import mlp_activation
 from coat_core.kernels.mlp_gradient import mlp_down_gradient, norm_down_gradient
 from coat_core.kernels.norm import norm_modulate
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
-from tests.helpers.operators import check_operator
+from tests.helpers.operators import check_operator, moved, reference
+from tests.helpers.rows import assert_rows_close
+from tests.tolerances import BF16_ULP_RTOL, KERNEL_ROW_RTOL
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+# a huge negative x: exp overflows to inf, and sigmoid is 0 as it should be
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 
 def saved(x: Tensor, group: int, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
@@ -68,3 +73,105 @@ def test_operators_keep_torch_library_rules() -> None:
         check_operator(mlp_down_gradient, (dh, *mlp_arguments(3, 16, 40, group), group, FP32, BF16))
         check_operator(norm_down_gradient, (dh, *norm_arguments(3, 40, group), FP32, FP32))
     check_operator(mlp_down_gradient, (dh, *mlp_arguments(3, 0, 40, 0), 16, FP32, FP32))
+
+
+# -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
+
+
+def gradient_rows(s: int, rank: int, dtype: torch.dtype = FP32) -> Tensor:
+    """dh [2, S, r], the end of wider rows."""
+    return torch.randn(2, s, 2 * rank + 3).to(dtype)[..., -rank:]
+
+
+@pytest.fixture(params=[1, 3], ids=["one share", "three shares"])
+def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Rows are shared among so many programs, whatever their number."""
+    kernels = pytest.importorskip("coat_core.kernels.gpu.mlp_gradient")
+    monkeypatch.setattr(kernels, "_shared", lambda rows, *_: (request.param, -(-rows // (32 * request.param))))
+    return request.param
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned", "shares")
+@pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 128, 200])
+def test_mlp_kernel(rank: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+
+    for d, f, group in ((48, 200, 0), (0, 70, 128), (130, 65, 16)):
+        arguments = moved((gradient_rows(97, rank), *mlp_arguments(97, d, f, group), group, FP32, FP32), device)
+        found = kernel(*arguments)
+        assert found.is_contiguous()
+        assert_rows_close(found, reference(mlp_down_gradient, *arguments), KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_mlp_kernel_reads_codes_of_every_group(fmt: str, group: int, device: torch.device) -> None:
+    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+
+    x = torch.randn(2, 7, 300) * torch.logspace(-3, 3, 300)  # a scale of another group would show
+    dh = gradient_rows(7, 4)
+    arguments = moved((dh, *saved(x, group, fmt), *saved(x, group, fmt), group, FP32, FP32), device)
+    found, expected = kernel(*arguments), reference(mlp_down_gradient, *arguments)
+    for start in range(0, 600, 60):
+        assert_rows_close(found[:, start : start + 60], expected[:, start : start + 60], KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_mlp_kernel_reads_scales_per_row_and_per_tensor(device: torch.device) -> None:
+    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+
+    x = torch.randn(2, 7, 150) * torch.logspace(-2, 2, 14).view(2, 7, 1)
+    for granularity in (PER_ROW, PER_TENSOR):
+        codes, scale, _ = quantize(x, "e5m2", granularity)
+        arguments = moved((gradient_rows(7, 4), codes, scale, codes, scale, 16, FP32, FP32), device)
+        assert_rows_close(kernel(*arguments), reference(mlp_down_gradient, *arguments), KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned", "shares")
+@pytest.mark.parametrize("dtype_down", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_mlp_kernel_in_half_precision(dtype: torch.dtype, dtype_down: torch.dtype, device: torch.device) -> None:
+    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+
+    for group in (0, 64):
+        given = mlp_arguments(97, 48, 130, group, dtype)
+        arguments = moved((gradient_rows(97, 16, dtype), *given, group, dtype, dtype_down), device)
+        # on the CPU the reference multiplies in half precision, and the interpreter truncates the values
+        expected = reference(mlp_down_gradient, arguments[0].float(), *arguments[1:])
+        assert_rows_close(kernel(*arguments), expected, 2 * BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_mlp_kernel_rounds_values_before_it_multiplies(device: torch.device) -> None:
+    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+
+    dh, x = torch.ones(1, 1, 1, device=device), torch.full((1, 1, 1), 257.0, device=device)
+    assert kernel(dh, x, None, x, None, 16, BF16, FP32).tolist() == [[256.0, 256.0]]  # 257 is between two of bf16
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_mlp_kernel_shares_rows_and_adds_the_parts_up_in_one_order(device: torch.device) -> None:
+    from coat_core.kernels.gpu.mlp_gradient import _shared
+    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+
+    assert _shared(194, 1, 4) == (3, 3)
+    arguments = moved((gradient_rows(97, 1), *mlp_arguments(97, 48, 130, 16), 16, FP32, FP32), device)
+    assert_bitwise(kernel(*arguments), kernel(*arguments))
+    assert_rows_close(kernel(*arguments), reference(mlp_down_gradient, *arguments), KERNEL_ROW_RTOL)
+
+
+def test_shares_of_rows() -> None:
+    shared = pytest.importorskip("coat_core.kernels.gpu.mlp_gradient")._shared
+    for rows, rank, programs in itertools.product((0, 1, 64, 512, 1536, 4608, 70000), (1, 16, 128), (1, 192, 240, 999)):
+        shares, rounds = shared(rows, rank, programs)
+        assert (shares - 1) * rounds * 32 < max(rows, 1) <= max(shares * rounds * 32, 1)
+        assert shares == 1 or (shares * programs <= 512 and rows // shares >= 64 * rank - 32)
+    assert shared(4608, 16, 240)[0] == 2
+    assert shared(4096, 16, 192)[0] == 2
