@@ -4,6 +4,7 @@
     gelu_backward              grad·GELU'(mlp)
     mlp_activation             the same with mlp's adapter, and with what is kept for backward; from codes too
     mlp_activation_backward    the same with the adapter of the linear after it
+    mlp_activation_down        mlp_activation's codes, and the values times the next linear's down-projection
 
 Shapes: attention [..., D]; mlp [..., F]; `fmt`, `granularity`, `saved_format` and `group_size` as in
 `coat_core.kernels.codes`.
@@ -14,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coat_core.casts import INPUT, Cast, declares
+from coat_core.autograd import without_autocast
+from coat_core.casts import INPUT, Cast, Declared, declarations, declares
 from coat_core.kernels.codes import (
     cast_of,
     codes_of,
@@ -237,6 +239,100 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     return mlp.new_empty(mlp.shape, dtype=dtype)
+
+
+@operator("coat::mlp_activation_down")
+def mlp_activation_down(
+    attention: Tensor | None,
+    mlp: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    down: Tensor,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what the linear after an MLP's activation reads: the codes of the values, and their down-projection.
+
+        values = [attention | GELU(mlp + h upᵀ)],   h_next = values downᵀ
+
+    Args:
+        attention: floating [B, S, D]; None for GELU alone.
+        mlp: floating [B, S, F].
+        h: [B, S, r]; None without an adapter of mlp.
+        up: [F, r]; likewise.
+        down: of the next linear's adapters [R, D + F], R from 1 to 256, in `dtype`.
+        fmt: of the codes, "e4m3" or "e5m2".
+        granularity: of the codes, "per_row" or "per_tensor".
+        saved_format: of what is kept, "e4m3", "e5m2" or "none".
+        group_size: G of what is kept.
+        dtype: of the values.
+
+    Returns:
+        h_next [B, S, R] of `dtype`; then as `mlp_activation` without its values.
+
+    Raises:
+        ValueError: unknown format or group size, another granularity, or a down-projection of another width.
+
+    Numerics: codes as `mlp_activation`. The kernel sums h_next in fp32 in an order that depends on the shapes alone and
+    rounds once; the reference has the bits of torch's linear.
+    """
+    check_down(attention, mlp, down, granularity)
+    found = mlp_activation._init_fn(
+        attention, None, mlp, None, h, up, fmt, granularity, saved_format, group_size, dtype
+    )
+    with without_autocast(mlp.device):
+        return torch.nn.functional.linear(found[0], down), *found[1:]
+
+
+@mlp_activation_down.register_fake
+def _(
+    attention: Tensor | None,
+    mlp: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    down: Tensor,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_down(attention, mlp, down, granularity)
+    how = (fmt, granularity, saved_format, group_size, dtype)
+    found = mlp_activation._abstract_fn(attention, None, mlp, None, h, up, *how)
+    return mlp.new_empty((*mlp.shape[:-1], len(down)), dtype=dtype), *found[1:]
+
+
+@declares(mlp_activation_down)
+def _(
+    out: tuple[Tensor, ...],
+    attention: Tensor | None,
+    mlp: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    down: Tensor,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Declared:
+    given = (attention, None, mlp, None, h, up)
+    values = mlp_activation._init_fn(*given, "none", "none", "none", group_size, dtype)[0]
+    how = (fmt, granularity, saved_format, group_size, dtype)
+    return declarations["coat::mlp_activation"]((values, *out[1:]), *given, *how)
+
+
+def check_down(attention: Tensor | None, mlp: Tensor, down: Tensor, granularity: str) -> None:
+    """Raise ValueError unless `mlp_activation_down` takes such a down-projection and granularity."""
+    if granularity not in ("per_row", "per_tensor"):
+        raise ValueError(f"granularity={granularity!r}: must be per_row or per_tensor; mlp_activation makes values")
+    width = mlp.shape[-1] + (0 if attention is None else attention.shape[-1])
+    if down.shape[-1] != width:
+        raise ValueError(f"down of shape {tuple(down.shape)}: must have a column for each of {width} values of a row")
 
 
 run_by_triton(gelu_concat_quantize, "gelu_concat.gelu_concat_quantize")
