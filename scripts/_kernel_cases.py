@@ -238,6 +238,27 @@ def _mlp_gradient_cases() -> dict[str, Callable[[], Any]]:
     return cases
 
 
+def _lora_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.kernels.gpu.lora import lora_up_gradients
+
+    joined, bf16, fp32 = [HIDDEN] * 3 + [MLP], torch.bfloat16, torch.float32  # q, k, v and the MLP
+    cases: dict[str, Callable[[], Any]] = {}
+    for rank, widths, dtype, dtype_up in (
+        (4, [HIDDEN], bf16, fp32),
+        (16, [HIDDEN], bf16, fp32),
+        (16, joined, bf16, fp32),
+        (16, joined, bf16, bf16),
+        (16, joined, fp32, fp32),
+        (24, joined[:3], bf16, fp32),
+        (32, joined, fp32, fp32),
+    ):
+        dy, h = _empty(1, TOKENS, sum(widths), dtype=dtype), _empty(1, TOKENS, len(widths) * rank, dtype=dtype)
+        cases[f"lora up, rank {rank}, {len(widths)} linears, {dtype} to {dtype_up}"] = partial(
+            lora_up_gradients, dy, h, _empty(sum(widths), rank, dtype=dtype), widths, dtype_up
+        )
+    return cases
+
+
 def _adamw_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu.adamw import fp8_adamw_step
 
@@ -285,5 +306,6 @@ CASES: dict[str, Callable[[], Any]] = {
     **_row_cases(),
     **_qkv_cases(),
     **_mlp_gradient_cases(),
+    **_lora_cases(),
     **_adamw_cases(),
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coat_core.autograd import without_autocast
+from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.operators import operator
 
 
@@ -77,3 +78,6 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.device.type == "cpu" or dtype != torch.float32 or a.dtype == dtype:
         return (a @ b).to(dtype)
     return torch.bmm(a, b, out_dtype=dtype) if a.ndim == 3 else torch.mm(a, b, out_dtype=dtype)
+
+
+run_by_triton(lora_up_gradients, "lora.lora_up_gradients")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.kernels import dispatch, gate, gelu, mlp_gradient, norm, qkv, weight_only
+from coat_core.kernels import dispatch, gate, gelu, lora, mlp_gradient, norm, qkv, weight_only
 from coat_core.kernels import quantize as quantizing
 from coat_core.quantize import quantize
 from tests.helpers.operators import check_layout, moved, tensors_in
@@ -129,6 +129,15 @@ def mlp_gradient_cases() -> Iterator[Case]:
                 yield mlp_gradient.norm_down_gradient, (dh, *a, scale, scale, 1e-6, dtype, dtype_down)
 
 
+def lora_cases() -> Iterator[Case]:
+    for tokens in (7, 1, 0):
+        for dtype, dtype_up in ((BF16, FP32), (FP32, FP32), (FP16, BF16)):
+            for rank in (4, 40):
+                dy, h = torch.randn(2, tokens, 64)[..., 8:], torch.randn(2, tokens, 3 * rank)[..., rank:]
+                dy[:1, :, 50] = float("nan")
+                yield lora.lora_up_gradients, (dy, h.to(dtype), torch.randn(56, rank).to(dtype), [48, 8], dtype_up)
+
+
 def weight_only_cases() -> Iterator[Case]:
     for granularity in (PER_TENSOR, PER_ROW):
         codes, scale, _ = quantize(torch.randn(48, 32), "e4m3", granularity)
@@ -140,7 +149,17 @@ def weight_only_cases() -> Iterator[Case]:
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    "cases", [quantize_cases, norm_cases, gate_cases, gelu_cases, qkv_cases, mlp_gradient_cases, weight_only_cases]
+    "cases",
+    [
+        quantize_cases,
+        norm_cases,
+        gate_cases,
+        gelu_cases,
+        qkv_cases,
+        mlp_gradient_cases,
+        lora_cases,
+        weight_only_cases,
+    ],
 )
 def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.device) -> None:
     for op, args in cases():
