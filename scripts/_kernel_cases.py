@@ -82,17 +82,14 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _row_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu import gate, gelu_concat, rope
+    from coat_core.kernels.gpu import gate, gelu_concat
 
     x, wide, modulation = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, MLP), _empty(1, HIDDEN)
     grad = _empty(1, TOKENS, HIDDEN + MLP, dtype=torch.float32)
     dx, dwide, dtype = grad[..., :HIDDEN].contiguous(), grad[..., HIDDEN:], torch.bfloat16
-    heads, weight, angles = _empty(1, TOKENS, 24, 128), _empty(128), _empty(TOKENS, 128, dtype=torch.float32)
     codes = _empty(1, TOKENS, HIDDEN, dtype=FORMATS["e4m3"].dtype)
     scale = _empty(1, TOKENS, HIDDEN // 128, dtype=torch.float32)
     cases: dict[str, Callable[[], Any]] = {
-        "rms norm and rope": partial(rope.rms_norm_rope, heads, weight, angles, angles, 1e-6),
-        "rms norm and rope backward": partial(rope.rms_norm_rope_backward, heads, heads, weight, angles, angles, 1e-6),
         "gate": partial(gate.gated_sum, x, modulation, x, None, None, "none", 0),
         "gate, saved": partial(gate.gated_sum, x, modulation, x, None, None, "e4m3", 128),
     }

@@ -124,7 +124,7 @@ def test_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(session.lora) == 2 * (19 * 14 + 38 * 6)
     assert step["_fp8_adamw_step_kernel"] == 1
     assert step["_qkv_rope_bwd_kernel"] == 19 * 2 + 38
-    assert step["_layer_norm_modulate_bwd_kernel"] == step["_gate_residual_bwd_kernel"] == 19 * 4 + 38
+    assert step["_norm_modulate_bwd_kernel"] == step["_gated_sum_bwd_kernel"] == 19 * 4 + 38
 
 
 @pytest.mark.parametrize("attention", ["flash", "efficient", "plain"])
@@ -161,7 +161,7 @@ def test_a_wrong_dtype_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_fp64(grad: Tensor, *rest: Any) -> Any:
         return right(grad.double(), *rest)
 
-    with pytest.raises(LaunchError, match=r"_layer_norm_modulate_bwd_kernel: grad_ptr is torch.float64: compiled for"):
+    with pytest.raises(LaunchError, match=r"_norm_modulate_bwd_kernel: grad_ptr is torch.float64: compiled for"):
         run_with(in_fp64, monkeypatch)
 
 
@@ -173,7 +173,7 @@ def test_a_pointer_that_is_not_one_piece_is_seen(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(norm, "empty_values", every_other)
         return right(grad, *rest)
 
-    message = r"_layer_norm_modulate_bwd_kernel: dx_ptr has strides .* read as one piece"
+    message = r"_norm_modulate_bwd_kernel: dx_ptr has strides .* read as one piece"
     with pytest.raises(LaunchError, match=message):
         run_with(with_gaps, monkeypatch)
 
@@ -213,8 +213,8 @@ def gate_launch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(gate, "launch", launch)
         x, y = (torch.empty(1, 64, 3072, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        torch.ops.coat.gate_residual(x, x[:, 0], y)
-        assert gpu.launches == {"_gate_residual_fwd_kernel": 1}
+        torch.ops.coat.gated_sum(x, x[:, 0], y, None, None, "none", 0)
+        assert gpu.launches == {"_gated_sum_fwd_kernel": 1}
 
 
 @pytest.mark.parametrize(

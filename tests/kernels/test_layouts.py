@@ -57,32 +57,24 @@ def norm_cases() -> Iterator[Case]:
     for tokens in (7, 1, 0):
         for dtype, scale_dtype in ((BF16, BF16), (BF16, FP32), (FP32, BF16), (FP16, BF16)):
             x, scale = turned(2, tokens, 48).to(dtype), torch.randn(2, 144).to(scale_dtype)[:, 48:96]
-            yield norm.layer_norm_modulate, (x, scale, scale, 1e-6)
-            yield norm.layer_norm_modulate_backward, (torch.randn(x.shape), x, scale, 1e-6)
             for spec, saved in zip(SPECS, SAVED, strict=True) if tokens else [(SPECS[0], SAVED[0])]:
-                yield norm.layer_norm_modulate_quantize, (x, scale, scale, 1e-6, *spec)
                 yield norm.norm_modulate_quantize, (x, scale, scale, 1e-6, *spec, *saved)
             for given in read_cases(x):
                 yield norm.norm_modulate, (*given, scale, scale, 1e-6, dtype)
                 for residual in (None, torch.randn(x.shape)):
                     yield norm.norm_modulate_backward, (torch.randn(x.shape), *given, scale, 1e-6, residual, dtype)
-        heads, tables = torch.randn(2, 3, tokens, 16).transpose(1, 2), (torch.randn(16), *torch.randn(2, tokens, 16))
-        yield norm.rms_norm_rope, (heads.bfloat16(), *tables, 1e-6)
-        yield norm.rms_norm_rope_backward, (heads, turned(2, tokens, 3, 16).to(BF16), *tables, 1e-6)
 
 
 def gate_cases() -> Iterator[Case]:
     for tokens in (7, 1, 0):
         x, scale = turned(2, tokens, 48), torch.randn(2, 144)[:, 48:96]
         for dtype in (BF16, FP32):
-            yield gate.gate_residual, (x.bfloat16(), scale.to(dtype), x.to(dtype))
             h, up = torch.randn(2, tokens, 12).to(dtype)[..., 4:], torch.randn(48, 8).to(dtype)
             for saved in SAVED[: 3 if tokens else 1]:
                 for adapter in ((None, None), (h, up)):
                     yield gate.gated_sum, (x.bfloat16(), scale.to(dtype), x.to(dtype), *adapter, *saved)
             for spec in SPECS if tokens else SPECS[:1]:
                 for result in (None, x.bfloat16()):
-                    yield gate.gate_residual_backward, (x, scale.to(dtype), result, None, 128, BF16, *spec)
                     yield gate.gated_sum_backward, (x, scale.to(dtype), result, None, 128, BF16, *spec)
             for given in read_cases(x.bfloat16()):
                 yield gate.gated_sum_backward, (x, scale.to(dtype), *given, BF16, *SPECS[0])

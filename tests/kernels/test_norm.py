@@ -1,29 +1,22 @@
-"""LayerNorm+modulate and RMSNorm+rotary: against diffusers' modules to the bit, against autograd in float64.
+"""LayerNorm+modulate that saves x as codes and reads them again: against diffusers to the bit, against autograd in
+float64.
 
-Their Triton kernels, in the interpreter, against the operators in fp32: the interpreter truncates to bf16.
+Its Triton kernels, in the interpreter, against the operators in fp32: the interpreter truncates to bf16.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import AdaLayerNormZero
 from torch import Tensor
 
-from coat_core.kernels.norm import (
-    layer_norm_modulate,
-    layer_norm_modulate_backward,
-    layer_norm_modulate_quantize,
-    rms_norm_rope,
-    rms_norm_rope_backward,
-)
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
+from coat_core.kernels.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
+from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.operators import check_operator, reference
-from tests.helpers.rows import CASES, SPECS, assert_codes_of, assert_rows_close, rows_of_kind
-from tests.helpers.rows import KINDS as ROW_KINDS
+from tests.helpers.rows import CASES, KINDS, SPECS, assert_codes_of, assert_rows_close, assert_saved, rows_of_kind
 from tests.tolerances import (
     BF16_ULP_RTOL,
     KERNEL_ROW_RTOL,
@@ -32,293 +25,230 @@ from tests.tolerances import (
 )
 
 EPS = 1e-6
-FLOOR = {torch.float32: NORM_BACKWARD_FP32_FLOOR_DB, torch.bfloat16: NORM_BACKWARD_BF16_FLOOR_DB}
-TOKENS, HIDDEN, HEADS, HEAD_DIM = 7, 48, 3, 16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FLOOR = {FP32: NORM_BACKWARD_FP32_FLOOR_DB, BF16: NORM_BACKWARD_BF16_FLOOR_DB}
+CPU = torch.device("cpu")
+SAVED = [("none", 128), ("e4m3", 128), ("e5m2", 16)]
+SHAPES = [(2, 7, 48), (1, 7, 40), (3, 5, 130), (1, 3, 2100)]
+GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128)]
 
 
-def modulated(kind: str, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """x [2, 7, 48], scale and shift [2, 48]; rows of zeros, one huge channel, heavy tails, not contiguous."""
-    x = torch.randn(2, TOKENS, HIDDEN)
-    if kind == "zero row":
-        x[0, 3] = 0
-    elif kind == "outlier":
-        x[..., 5] *= 1000
-    elif kind == "heavy tails":
-        x = x / torch.rand_like(x).clamp_min(1e-3)
-    elif kind == "strided":
-        x = torch.randn(2, HIDDEN, TOKENS).transpose(1, 2)
-    scale, shift = torch.randn(2, HIDDEN), torch.randn(2, HIDDEN)
-    return x.to(device, dtype), scale.to(device, dtype), shift.to(device, dtype)
-
-
-KINDS = ["plain", "zero row", "outlier", "heavy tails", "strided"]
+def rows(
+    kind: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = FP32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, S, D]; scale and shift, chunks of the modulations of many blocks."""
+    b, _, d = shape
+    scale, shift = torch.randn(b, 6 * d).chunk(6, dim=1)[1:3]
+    x, scale, shift = (x.to(device, dtype) for x in (rows_of_kind(kind, shape), scale, shift))
+    return x, scale, shift
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_layer_norm_modulate_has_diffusers_bits(kind: str, dtype: torch.dtype) -> None:
-    x, _, _ = modulated(kind, dtype, torch.device("cpu"))
-    norm = AdaLayerNormZero(HIDDEN).to(dtype)
-    emb = torch.randn(2, HIDDEN).to(dtype)
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
+def test_norm_modulate_has_diffusers_bits(kind: str, dtype: torch.dtype) -> None:
+    x = rows_of_kind(kind, (2, 7, 48)).to(dtype)
+    norm, emb = AdaLayerNormZero(48).to(dtype), torch.randn(2, 48).to(dtype)
     with torch.no_grad():
         expected = norm(x, emb=emb)[0]
         shift, scale, *_ = norm.linear(norm.silu(emb)).chunk(6, dim=1)
-        assert_bitwise(layer_norm_modulate(x, scale, shift, EPS), expected)
+    assert_bitwise(norm_modulate(x, None, 0, scale, shift, EPS, dtype), expected)
+    assert_bitwise(norm_modulate_quantize(x, scale, shift, EPS, "e4m3", "none", "none", 0)[0], expected)
 
 
-def exact_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return torch.nn.functional.layer_norm(x, (HIDDEN,), eps=EPS) * (1 + scale[:, None]) + shift[:, None]
-
-
-def gradients(function: Any, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of `function(*leaves)` in float64."""
-    doubled = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    return torch.autograd.grad(function(*doubled), doubled, grad.double())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero row"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_layer_norm_modulate_backward(kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    x, scale, shift = modulated(kind, dtype, device)
-    grad = torch.randn_like(x)
-    found = layer_norm_modulate_backward(grad, x, scale, EPS)
-    for expected, gradient in zip(gradients(exact_layer_norm, [x, scale, shift], grad), found, strict=True):
-        assert gradient.dtype == dtype
-        assert_sqnr(expected, gradient, FLOOR[dtype])
-
-
-def test_a_row_of_zeros_gets_a_finite_gradient(device: torch.device) -> None:
-    x, scale, _ = modulated("zero row", torch.float32, device)
-    grad = torch.randn_like(x)
-    dx, dscale, dshift = layer_norm_modulate_backward(grad, x, scale, EPS)
-    dz = grad[0, 3] * (1 + scale[0])
-    assert_rows_close(dx[0, 3], EPS**-0.5 * (dz - dz.mean()), KERNEL_ROW_RTOL)
-    assert dscale.isfinite().all()
-    assert_rows_close(dshift, grad.sum(1), KERNEL_ROW_RTOL)
-
-
-def rotary(device: torch.device) -> tuple[Tensor, Tensor]:
-    angles = (torch.arange(TOKENS)[:, None] * torch.logspace(0, -2, HEAD_DIM // 2)).repeat_interleave(2, dim=1)
-    return angles.cos().to(device), angles.sin().to(device)
-
-
-def heads(kind: str, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """x [2, 7, 3, 16], weight [16]."""
-    x = torch.randn(2, TOKENS, HEADS, HEAD_DIM)
-    if kind == "zero row":
-        x[0, 3, 1] = 0
-    elif kind == "outlier":
-        x[..., 5] *= 1000
-    elif kind == "heavy tails":
-        x = x / torch.rand_like(x).clamp_min(1e-3)
-    elif kind == "strided":
-        x = torch.randn(2, HEADS, TOKENS, HEAD_DIM).transpose(1, 2)
-    return x.to(device, dtype), torch.randn(HEAD_DIM).to(device, dtype)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_rms_norm_rope_has_diffusers_bits(kind: str, dtype: torch.dtype) -> None:
-    x, weight = heads(kind, dtype, torch.device("cpu"))
-    norm = torch.nn.RMSNorm(HEAD_DIM, eps=EPS).to(dtype)
-    cos, sin = rotary(torch.device("cpu"))
-    with torch.no_grad():
-        norm.weight.copy_(weight)
-        expected = apply_rotary_emb(norm(x), (cos, sin), sequence_dim=1)
-    assert_bitwise(rms_norm_rope(x, weight, cos, sin, EPS), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rms_norm_rope_backward(kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    x, weight = heads(kind, dtype, device)
-    cos, sin = rotary(device)
-
-    def exact(values: Tensor) -> Tensor:
-        normed = torch.nn.functional.rms_norm(values, (HEAD_DIM,), weight.double(), EPS)
-        return apply_rotary_emb(normed.double(), (cos.double(), sin.double()), sequence_dim=1)
-
-    grad = torch.randn_like(x)
-    found = rms_norm_rope_backward(grad, x, weight, cos, sin, EPS)
-    assert found.dtype == dtype
-    # apply_rotary_emb goes through fp32; its gradient is exact to that
-    assert_sqnr(gradients(exact, [x], grad)[0], found, FLOOR[dtype])
+def test_n_comes_with_its_codes_and_those_of_x_give_it_again() -> None:
+    x, scale, shift = rows("outlier", (2, 7, 48), CPU, BF16)
+    for spec in SPECS:
+        for saved in SAVED:
+            n, codes, code_scale, *x_codes = norm_modulate_quantize(x, scale, shift, EPS, *spec, *saved)
+            assert_bitwise(n, norm_modulate(x, None, 0, scale, shift, EPS, BF16))
+            assert_codes_of(n, codes, code_scale, *spec)
+            assert_saved(x, *x_codes, *saved)
+    for granularity in GRANULARITIES[:3]:
+        saved_codes, saved_scale, _ = quantize(x, "e4m3", granularity)
+        again = norm_modulate(saved_codes, saved_scale, 16, scale, shift, EPS, BF16)
+        values = dequantize(saved_codes, saved_scale, granularity, BF16)
+        assert_bitwise(again, norm_modulate(values, None, 0, scale, shift, EPS, BF16))
 
 
 def test_autocast_changes_nothing() -> None:
-    x, scale, shift = modulated("plain", torch.float32, torch.device("cpu"))
-    y, weight = heads("plain", torch.float32, torch.device("cpu"))
-    cos, sin = rotary(torch.device("cpu"))
-    plain = layer_norm_modulate(x, scale, shift, EPS), rms_norm_rope(y, weight, cos, sin, EPS)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = layer_norm_modulate(x, scale, shift, EPS), rms_norm_rope(y, weight, cos, sin, EPS)
-    for expected, found in zip(plain, cast, strict=True):
-        assert_bitwise(found, expected)
+    x, scale, shift = rows("plain", (2, 7, 48), CPU)
+    plain = norm_modulate(x, None, 0, scale, shift, EPS, FP32)
+    with torch.autocast("cpu", BF16):
+        cast = norm_modulate(x, None, 0, scale, shift, EPS, FP32)
+    assert_bitwise(cast, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_operators_keep_torch_library_rules(dtype: torch.dtype, device: torch.device) -> None:
-    x, scale, shift = modulated("strided", dtype, device)
-    y, weight = heads("strided", dtype, device)
-    cos, sin = rotary(device)
-    torch.library.opcheck(layer_norm_modulate._opoverload, (x, scale, shift, EPS))
-    torch.library.opcheck(layer_norm_modulate_backward._opoverload, (x, x, scale, EPS))
-    torch.library.opcheck(rms_norm_rope._opoverload, (y, weight, cos, sin, EPS))
-    torch.library.opcheck(rms_norm_rope_backward._opoverload, (y, y, weight, cos, sin, EPS))
-    for spec in SPECS:
-        check_operator(layer_norm_modulate_quantize, (x, scale, shift, EPS, *spec))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero row"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("from_codes", [True, False])
+def test_the_gradients_are_autograds(from_codes: bool, dtype: torch.dtype, kind: str) -> None:
+    x, scale, shift = rows(kind, (2, 7, 48), CPU, dtype)
+    grad, residual = torch.randn_like(x), torch.randn_like(x)
+    codes, code_scale, groups = quantize(x, "e4m3", per_group(16))
+    if from_codes:
+        x = dequantize(codes, code_scale, groups, dtype)
+    leaves = [leaf.double().requires_grad_() for leaf in (x, shift, scale)]
+    n = torch.nn.functional.layer_norm(leaves[0], (48,), eps=EPS) * (1 + leaves[2][:, None]) + leaves[1][:, None]
+    dx, dshift, dscale = torch.autograd.grad(n, leaves, grad.double())
+    saved = (codes, code_scale) if from_codes else (x, None)
+    for added in (None, residual):
+        found, modulation = norm_modulate_backward(grad, *saved, 16, scale, EPS, added, dtype)
+        assert found.dtype == dtype
+        assert_sqnr(dx if added is None else dx + added, found, FLOOR[dtype])
+        assert_sqnr(torch.stack([dshift, dscale], dim=1), modulation, NORM_BACKWARD_FP32_FLOOR_DB)
 
 
-def test_layer_norm_modulate_quantize_is_the_two_operators() -> None:
-    x, scale, shift = modulated("plain", torch.bfloat16, torch.device("cpu"))
-    for spec in SPECS:
-        n, codes, code_scale = layer_norm_modulate_quantize(x, scale, shift, EPS, *spec)
-        assert_bitwise(n, layer_norm_modulate(x, scale, shift, EPS))
-        assert_codes_of(n, codes, code_scale, *spec)
+def test_a_row_of_zeros_gets_a_finite_gradient() -> None:
+    x, scale, _ = rows("zero row", (2, 7, 48), CPU)
+    grad = torch.randn_like(x)
+    dx, modulation = norm_modulate_backward(grad, x, None, 0, scale, EPS, None, FP32)
+    dz = grad[0, -1] * (1 + scale[0])
+    assert_rows_close(dx[0, -1], EPS**-0.5 * (dz - dz.mean()), KERNEL_ROW_RTOL)
+    assert modulation.isfinite().all()
 
 
-ROW_SHAPES = [(2, 7, 48), (1, 7, 40), (3, 5, 130), (1, 3, 2100)]
+def test_the_residuals_gradient_is_added_before_the_one_rounding() -> None:
+    x, scale, _ = rows("plain", (2, 7, 48), CPU, BF16)
+    grad, residual = torch.randn_like(x), torch.randn_like(x)
+    dx, modulation = norm_modulate_backward(grad, x, None, 0, scale, EPS, residual, BF16)
+    exact, _ = norm_modulate_backward(grad, x.float(), None, 0, scale, EPS, residual, FP32)
+    assert_bitwise(dx, exact.bfloat16())
+    assert modulation.dtype == FP32
 
 
-def rows(kind: str, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """x [B, S, D]; scale and shift, chunks of the modulation of a whole block."""
-    b, _, d = shape
-    scale, shift = torch.randn(b, 6 * d, device=device).chunk(6, dim=1)[1:3]
-    return rows_of_kind(kind, shape).to(device), scale, shift
+def test_operators_keep_torch_library_rules() -> None:
+    x, scale, shift = rows("strided", (2, 3, 48), CPU, BF16)
+    for spec, saved in zip(SPECS, [*SAVED, *SAVED], strict=False):
+        check_operator(norm_modulate_quantize, (x, scale, shift, EPS, *spec, *saved))
+    codes, code_scale, _ = quantize(x, "e4m3", per_group(16))
+    for given in ((x, None), (codes, code_scale)):
+        check_operator(norm_modulate, (*given, 16, scale, shift, EPS, BF16))
+        for residual in (None, x):
+            check_operator(norm_modulate_backward, (x, *given, 16, scale, EPS, residual, BF16))
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("saved", [("e4m3", 128), ("e5m2", 16), ("e4m3", 256), ("none", 0)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_layer_norm_modulate_kernel(case: tuple[str, str, str], device: torch.device) -> None:
-    from coat_core.kernels.gpu import norm as kernels
+def test_norm_modulate_quantize_kernel(
+    case: tuple[str, str, str], saved: tuple[str, int], device: torch.device
+) -> None:
+    from coat_core.kernels.gpu.norm import norm_modulate as norm_modulate_kernel
+    from coat_core.kernels.gpu.norm import norm_modulate_quantize as kernel
 
     kind, *spec = case
-    for shape in ROW_SHAPES:
+    for shape in SHAPES:
         x, scale, shift = rows(kind, shape, device)
-        n, codes, code_scale = kernels.layer_norm_modulate_quantize(x, scale, shift, EPS, *spec)
-        assert_rows_close(n, reference(layer_norm_modulate, x, scale, shift, EPS), KERNEL_ROW_RTOL)
+        n, codes, code_scale, *x_codes = kernel(x, scale, shift, EPS, *spec, *saved)
+        plain = (x, None, 0, scale, shift, EPS, FP32)
+        assert_rows_close(n, reference(norm_modulate, *plain), KERNEL_ROW_RTOL)
         assert_codes_of(n, codes, code_scale, *spec)
-        assert_bitwise(kernels.layer_norm_modulate(x, scale, shift, EPS), n)
+        assert_saved(x, *x_codes, *saved)
+        assert_bitwise(norm_modulate_kernel(*plain), n)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", ["per_row", "per_tensor"])
-@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
-def test_layer_norm_modulate_kernel_in_half_precision(
-    scale_dtype: torch.dtype, granularity: str, device: torch.device
-) -> None:
-    from coat_core.kernels.gpu.norm import layer_norm_modulate_quantize as kernel
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_norm_modulate_kernels_in_half_precision(dtype: torch.dtype, granularity: str, device: torch.device) -> None:
+    from coat_core.kernels.gpu import norm as kernels
 
-    x, scale, shift = (x.to(scale_dtype) for x in rows("plain", (2, 7, 48), device))
-    x = x.to(torch.bfloat16)
-    n, codes, code_scale = kernel(x, scale, shift, EPS, "e4m3", granularity)
-    assert_codes_of(n, codes, code_scale, "e4m3", granularity)
-    # three roundings, each to a neighbour that the interpreter's truncation may choose otherwise
-    assert_rows_close(n, reference(layer_norm_modulate, x, scale, shift, EPS), 3 * BF16_ULP_RTOL)
+    x, scale, shift = rows("outlier", (2, 7, 48), device, dtype)
+    for modulation in ((scale, shift), (scale.float(), shift.float())):
+        n, codes, code_scale, *x_codes = kernels.norm_modulate_quantize(
+            x, *modulation, EPS, "e4m3", granularity, "e4m3", 16
+        )
+        assert_codes_of(n, codes, code_scale, "e4m3", granularity)
+        assert_saved(x, *x_codes, "e4m3", 16)
+        # the interpreter truncates where a GPU rounds, three times
+        plain = (x, None, 0, *modulation, EPS, dtype)
+        assert_rows_close(n, reference(norm_modulate, *plain), 3 * BF16_ULP_RTOL)
+        assert_rows_close(kernels.norm_modulate(*plain), n, 3 * BF16_ULP_RTOL)
+        args = (*x_codes, 16, *modulation, EPS, dtype)
+        assert_rows_close(kernels.norm_modulate(*args), reference(norm_modulate, *args), 4 * BF16_ULP_RTOL)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("kind", ROW_KINDS)
-def test_layer_norm_modulate_backward_kernel(kind: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu.norm import layer_norm_modulate_backward as kernel
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_norm_modulate_kernels_read_codes(fmt: str, granularity: Granularity, device: torch.device) -> None:
+    from coat_core.kernels.gpu import norm as kernels
 
-    for shape in ROW_SHAPES:
+    for shape in SHAPES:
+        x, scale, shift = rows("heavy tails", shape, device)
+        saved = (*quantize(x, fmt, granularity)[:2], granularity.group_size)
+        args = (*saved, scale, shift, EPS, FP32)
+        assert_rows_close(kernels.norm_modulate(*args), reference(norm_modulate, *args), KERNEL_ROW_RTOL)
+        args = (torch.randn_like(x), *saved, scale, EPS, None, FP32)
+        for found, expected in zip(
+            kernels.norm_modulate_backward(*args), reference(norm_modulate_backward, *args), strict=True
+        ):
+            assert_rows_close(found, expected, KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_modulate_backward_kernel(kind: str, device: torch.device) -> None:
+    from coat_core.kernels.gpu.norm import norm_modulate_backward as kernel
+
+    for shape in SHAPES:
         x, scale, _ = rows(kind, shape, device)
         grad = rows_of_kind("strided", shape).to(device)
-        expected = reference(layer_norm_modulate_backward, grad, x, scale, EPS)
-        for found, gradient in zip(kernel(grad, x, scale, EPS), expected, strict=True):
-            assert_rows_close(found, gradient, KERNEL_ROW_RTOL)
+        for residual in (None, rows_of_kind("slice", shape).to(device)):
+            args = (grad, x, None, 0, scale, EPS, residual, FP32)
+            for found, expected in zip(kernel(*args), reference(norm_modulate_backward, *args), strict=True):
+                assert_rows_close(found, expected, KERNEL_ROW_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_norm_modulate_backward_kernel_in_half_precision(device: torch.device) -> None:
+    from coat_core.kernels.gpu.norm import norm_modulate_backward as kernel
+
+    x, scale, _ = rows("plain", (2, 7, 48), device, BF16)
+    saved, groups, _ = quantize(x, "e4m3", per_group(16))
+    for grad_dtype in (BF16, FP32):
+        grad, residual = torch.randn(x.shape).to(device, grad_dtype), torch.randn(x.shape).to(device, grad_dtype)
+        for given in ((x, None), (saved, groups)):
+            args = (grad, *given, 16, scale, EPS, residual, BF16)
+            dx, modulation = kernel(*args)
+            expected_dx, expected_modulation = reference(norm_modulate_backward, *args)
+            # codes are rounded to bf16 once more: the interpreter truncates
+            assert_rows_close(dx, expected_dx, (1 if given[1] is None else 3) * BF16_ULP_RTOL)
+            assert_rows_close(modulation, expected_modulation, BF16_ULP_RTOL)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("programs", [1, 2, 5])
-def test_layer_norms_backward_shares_rows_among_programs(
+def test_norm_modulates_backward_shares_rows_among_programs(
     programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from coat_core.kernels.gpu import codes
-    from coat_core.kernels.gpu.norm import layer_norm_modulate_backward as kernel
+    from coat_core.kernels.gpu.norm import norm_modulate_backward as kernel
 
     monkeypatch.setattr(codes, "PROGRAMS", programs)
     monkeypatch.setattr(codes, "TILE_ELEMENTS", 128)  # two rows at once
     x, scale, _ = rows("plain", (2, 13, 48), device)
     grad = torch.randn_like(x)
-    expected = reference(layer_norm_modulate_backward, grad, x, scale, EPS)
-    for found, gradient in zip(kernel(grad, x, scale, EPS), expected, strict=True):
-        assert_rows_close(found, gradient, KERNEL_ROW_RTOL)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-def test_layer_norms_backward_kernel_reads_half_precision(device: torch.device) -> None:
-    from coat_core.kernels.gpu.norm import layer_norm_modulate_backward as kernel
-
-    x, scale, _ = (x.to(torch.bfloat16) for x in rows("plain", (2, 7, 48), device))
-    for dtype in (torch.bfloat16, torch.float32):
-        grad = torch.randn(x.shape, device=device).to(dtype)
-        expected = reference(layer_norm_modulate_backward, grad, x, scale, EPS)
-        for found, gradient in zip(kernel(grad, x, scale, EPS), expected, strict=True):
-            assert_rows_close(found, gradient, BF16_ULP_RTOL)
-
-
-def angles(tokens: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    table = torch.randn(tokens, d // 2, device=device).repeat_interleave(2, dim=1)
-    return table.cos(), table.sin()
-
-
-def per_head(kind: str, heads: int, d: int, device: torch.device) -> Tensor:
-    """[2, 7, H, d] as callers have it: a view of [B, S, H·d], of [B, H, S, d], or with neighbours apart."""
-    x = rows_of_kind(kind if kind in ROW_KINDS else "plain", (2, heads, 7, d)).to(device)
-    if kind == "tokens first":
-        return x.transpose(1, 2).contiguous().view(2, 7, heads * d)[:, 2:].unflatten(-1, (heads, d))
-    return x.transpose(1, 2)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("kind", [*ROW_KINDS, "tokens first"])
-@pytest.mark.parametrize(("heads", "d"), [(3, 16), (2, 24), (9, 128), (1, 2)])
-def test_rms_norm_rope_kernels(kind: str, heads: int, d: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu import rope as kernels
-
-    x = per_head(kind, heads, d, device)
-    grad = per_head("plain", heads, d, device)[:, -x.shape[1] :]
-    tables = (torch.randn(d, device=device), *angles(x.shape[1], d, device), EPS)
-    y, dx = kernels.rms_norm_rope(x, *tables), kernels.rms_norm_rope_backward(grad, x, *tables)
-    assert y.is_contiguous()
-    assert dx.is_contiguous()
-    assert_rows_close(y, reference(rms_norm_rope, x, *tables), KERNEL_ROW_RTOL)
-    assert_rows_close(dx, reference(rms_norm_rope_backward, grad, x, *tables), KERNEL_ROW_RTOL)
-
-
-@pytest.mark.triton
-@pytest.mark.usefixtures("poisoned")
-def test_rms_norm_rope_kernels_read_half_precision(device: torch.device) -> None:
-    from coat_core.kernels.gpu import rope as kernels
-
-    x, grad = per_head("plain", 3, 16, device).bfloat16(), per_head("plain", 3, 16, device)
-    tables = (torch.randn(16, device=device).bfloat16(), *angles(7, 16, device), EPS)
-    assert_rows_close(kernels.rms_norm_rope(x, *tables), reference(rms_norm_rope, x, *tables), 2 * BF16_ULP_RTOL)
-    expected = reference(rms_norm_rope_backward, grad, x, *tables)
-    assert_rows_close(kernels.rms_norm_rope_backward(grad, x, *tables), expected, BF16_ULP_RTOL)
+    args = (grad, *quantize(x, "e4m3", per_group(16))[:2], 16, scale, EPS, x, FP32)
+    for found, expected in zip(kernel(*args), reference(norm_modulate_backward, *args), strict=True):
+        assert_rows_close(found, expected, KERNEL_ROW_RTOL)
 
 
 @pytest.mark.triton
 def test_two_launches_agree(device: torch.device) -> None:
     from coat_core.kernels.gpu import norm as kernels
-    from coat_core.kernels.gpu import rope
 
     x, scale, shift = rows("heavy tails", (2, 40, 48), device)
-    y, tables = x.unflatten(-1, (3, 16)), (scale[0, :16], *angles(40, 16, device), EPS)
     first, second = (
         (
-            *kernels.layer_norm_modulate_backward(x, x, scale, EPS),
-            kernels.layer_norm_modulate_quantize(x, scale, shift, EPS, "e4m3", "per_tensor")[2],
-            rope.rms_norm_rope(y, *tables),
-            rope.rms_norm_rope_backward(y, y, *tables),
+            *kernels.norm_modulate_backward(x, x, None, 0, scale, EPS, x, FP32),
+            kernels.norm_modulate_quantize(x, scale, shift, EPS, "e4m3", "per_tensor", "none", 0)[2],
         )
         for _ in range(2)
     )
@@ -328,8 +258,10 @@ def test_two_launches_agree(device: torch.device) -> None:
 
 @pytest.mark.triton
 def test_a_row_too_wide_for_a_program_is_refused(device: torch.device) -> None:
-    from coat_core.kernels.gpu.norm import layer_norm_modulate as kernel
+    from coat_core.kernels.gpu import norm as kernels
 
     wide = torch.zeros(1, 1, 16385, device=device)
     with pytest.raises(ValueError, match="rows of 16385: the Triton kernel holds at most 16384"):
-        kernel(wide, wide[0], wide[0], EPS)
+        kernels.norm_modulate(wide, None, 0, wide[0], wide[0], EPS, FP32)
+    with pytest.raises(ValueError, match="rows of 16385: the Triton kernel holds at most 16384"):
+        kernels.norm_modulate_backward(wide, wide, None, 0, wide[0], EPS, None, FP32)

@@ -128,14 +128,15 @@ def attention_inputs(ys: list[Tensor], x: Streams) -> list[Tensor]:
 def test_qkv_rope_has_the_bits_of_linear_norm_and_rotary(
     rank: int, lengths: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    x = streams(lengths, 3, 16, rank, dtype, wider=32)
-    q, k, v, *saved = qkv_rope(*forward_arguments(x, "e4m3", 32))
-    complete = x.adapted()
-    for found, expected in zip((q, k, v), attention_inputs(complete, x), strict=True):
-        assert found.is_contiguous()
-        assert_bitwise(found, expected.contiguous())
-    for y, codes, scale in zip(complete, saved[::2], saved[1::2], strict=True):
-        assert_saved(y, codes, scale, "e4m3", 32)
+    for kind in KINDS:
+        x = streams(lengths, 3, 16, rank, dtype, wider=32, kind=kind)
+        q, k, v, *saved = qkv_rope(*forward_arguments(x, "e4m3", 32))
+        complete = x.adapted()
+        for found, expected in zip((q, k, v), attention_inputs(complete, x), strict=True):
+            assert found.is_contiguous()
+            assert_bitwise(found, expected.contiguous())
+        for y, codes, scale in zip(complete, saved[::2], saved[1::2], strict=True):
+            assert_saved(y, codes, scale, "e4m3", 32)
     assert len(qkv_rope(*forward_arguments(x))) == 3
 
 
@@ -154,10 +155,11 @@ def test_qkv_rope_from_codes_is_that_of_the_values_they_stand_for(group: int) ->
         assert_bitwise(a, b)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("lengths", [(7,), (3, 5)], ids=["one stream", "two"])
-def test_qkv_rope_backward_is_the_gradient(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = streams(lengths, 3, 16, dtype=dtype, wider=32)
+def test_qkv_rope_backward_is_the_gradient(lengths: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
+    x = streams(lengths, 3, 16, dtype=dtype, wider=32, kind=kind)
     grads = [torch.randn(2, 3, sum(lengths), 16).transpose(1, 2) for _ in range(3)]  # as attention returns them
     leaves = [y.double().requires_grad_() for y in x.ys]
     outputs = attention_inputs(leaves, x)
@@ -230,6 +232,8 @@ def test_operators_keep_torch_library_rules() -> None:
         ("plain", 5, 64, "e4m3", 32),
         ("outlier", 3, 24, "e5m2", 32),  # groups that reach over heads
         ("plain", 1, 16, "e4m3", 128),
+        ("plain", 3, 128, "e4m3", 128),
+        ("plain", 1, 2, "e4m3", 16),
     ],
 )
 def test_qkv_rope_kernels_without_adapters(
@@ -248,6 +252,7 @@ def test_qkv_rope_kernels_without_adapters(
         assert_saved(y, codes, scale, form, group)
     grads = [torch.randn(2, heads, 23, d, device=device).transpose(1, 2) for _ in range(3)]
     grads[1] = grads[1].contiguous()
+    grads[2] = torch.randn(2, 23, d, heads, device=device).transpose(2, 3)  # neighbours apart
     arguments = (grads, x.ys, [], x.weights, x.cos, x.sin, EPS, 16, FP32)
     for dy, wanted in zip(kernels.qkv_rope_backward(*arguments), reference(qkv_rope_backward, *arguments), strict=True):
         found, wanted = (part.unflatten(-1, (3, heads, d)) for part in (dy, wanted))
@@ -337,6 +342,9 @@ def test_two_launches_agree(device: torch.device) -> None:
     from coat_core.kernels.gpu import qkv as kernels
 
     x = streams((3, 20), 3, 16, 4, device=device)
-    first, second = (kernels.qkv_rope(*forward_arguments(x, "e4m3", 16)) for _ in range(2))
+    backward = ([torch.randn(2, 23, 3, 16, device=device)] * 3, x.ys, [], x.weights, x.cos, x.sin, EPS, 16, FP32)
+    first, second = (
+        (*kernels.qkv_rope(*forward_arguments(x, "e4m3", 16)), *kernels.qkv_rope_backward(*backward)) for _ in range(2)
+    )
     for a, b in zip(first, second, strict=True):
         assert_bitwise(a, b)

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from coat_core.kernels.gpu.norm import layer_norm_modulate_backward, layer_norm_modulate_quantize
+from coat_core.kernels.gpu.norm import norm_modulate_backward, norm_modulate_quantize
 from coat_core.kernels.gpu.quantize import quantize
 from coat_core.kernels.gpu.runtime import recorded_launches
 from coat_flux.bench.configurations import COUNT, named
@@ -86,8 +86,8 @@ LAUNCHERS = {
     "per tensor": (lambda x: quantize(x, "e4m3", "per_tensor", 128, None), 2),
     "per row": (lambda x: quantize(x, "e4m3", "per_row", 128, None), 1),
     "per group": (lambda x: quantize(x, "e4m3", "per_group", 128, None), 1),
-    "norm": (lambda x: layer_norm_modulate_quantize(x, x[:, 0], x[:, 0], 1e-6, "e4m3", "per_tensor"), 2),
-    "norm backward": (lambda x: layer_norm_modulate_backward(x, x, x[:, 0], 1e-6), 1),
+    "norm": (lambda x: norm_modulate_quantize(x, x[:, 0], x[:, 0], 1e-6, "e4m3", "per_tensor", "none", 0), 2),
+    "norm backward": (lambda x: norm_modulate_backward(x, x, None, 0, x[:, 0], 1e-6, None, x.dtype), 1),
 }
 
 

@@ -32,7 +32,7 @@ WIDEST_LOW_RANK_BLOCK = 256  # also the largest group
 
 
 @triton.jit
-def _gate_residual_fwd_kernel(
+def _gated_sum_fwd_kernel(
     residual_ptr,
     gate_ptr,
     result_ptr,
@@ -77,7 +77,7 @@ def _gate_residual_fwd_kernel(
 
 
 @triton.jit
-def _gate_residual_bwd_kernel(
+def _gated_sum_bwd_kernel(
     grad_ptr,
     gate_ptr,
     result_ptr,
@@ -140,7 +140,7 @@ def gated_sum(
     tile = tile_rows(block) if h is None else max(tile_rows(block), LOW_RANK_ROWS)
     y, saved = empty_values(shape, dtype, residual.device), GroupCodes(shape, saved_format, group_size, residual.device)
     launch(
-        _gate_residual_fwd_kernel,
+        _gated_sum_fwd_kernel,
         (blocks(s, tile), blocks(d, block), images),
         residual,
         gate,
@@ -162,11 +162,6 @@ def gated_sum(
         num_warps=warps(tile * block),
     )
     return finished(y, dtype), *saved.results()
-
-
-def gate_residual(residual: Tensor, gate: Tensor, result: Tensor) -> Tensor:
-    """Launcher of `coat::gate_residual`."""
-    return gated_sum(residual, gate, result, None, None, "none", 0)[0]
 
 
 def gated_sum_backward(
@@ -191,7 +186,7 @@ def gated_sum_backward(
     dy, codes = empty_values(shape, dtype, grad.device), RowCodes(shape, fmt, granularity, grad.device)
     dgate = None if result is None else empty((images, programs, d), torch.float32, grad.device)
     launch(
-        _gate_residual_bwd_kernel,
+        _gated_sum_bwd_kernel,
         (images, programs),
         grad,
         gate,
@@ -216,18 +211,3 @@ def gated_sum_backward(
     dy = finished(dy, dtype)
     found = gate.new_empty(0, dtype=torch.float32) if dgate is None else dgate.sum(1)
     return dy, *codes.results(dy), found
-
-
-def gate_residual_backward(
-    grad: Tensor,
-    gate: Tensor,
-    result: Tensor | None,
-    result_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    fmt: str,
-    granularity: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launcher of `coat::gate_residual_backward`."""
-    found = gated_sum_backward(grad, gate, result, result_scale, group_size, dtype, fmt, granularity)
-    return *found[:3], found[3].to(gate.dtype)

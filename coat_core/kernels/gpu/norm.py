@@ -38,7 +38,7 @@ def _normalized(x, inside, D, eps):
 
 
 @triton.jit
-def _layer_norm_modulate_fwd_kernel(
+def _norm_modulate_fwd_kernel(
     x_ptr,
     x_scale_ptr,
     scale_ptr,
@@ -86,7 +86,7 @@ def _layer_norm_modulate_fwd_kernel(
 
 
 @triton.jit
-def _layer_norm_modulate_bwd_kernel(
+def _norm_modulate_bwd_kernel(
     grad_ptr,
     x_ptr,
     x_scale_ptr,
@@ -154,18 +154,6 @@ def norm_modulate(
     return _forward(x, x_scale, group_size, scale, shift, eps, dtype, ("e4m3", "none"), ("none", 0))[0]
 
 
-def layer_norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """Launcher of `coat::layer_norm_modulate`."""
-    return norm_modulate(x, None, 0, scale, shift, eps, x.dtype)
-
-
-def layer_norm_modulate_quantize(
-    x: Tensor, scale: Tensor, shift: Tensor, eps: float, fmt: str, granularity: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launcher of `coat::layer_norm_modulate_quantize`."""
-    return norm_modulate_quantize(x, scale, shift, eps, fmt, granularity, "none", 0)[:3]
-
-
 def _forward(
     x: Tensor,
     x_scale: Tensor | None,
@@ -188,7 +176,7 @@ def _forward(
     n, codes = empty_values(shape, n_dtype, x.device), RowCodes(shape, *code_spec, x.device)
     saved = GroupCodes(shape, *saved_spec, x.device)
     launch(
-        _layer_norm_modulate_fwd_kernel,
+        _norm_modulate_fwd_kernel,
         (blocks(rows, tile),),
         x,
         x_scale,
@@ -240,7 +228,7 @@ def norm_modulate_backward(
     dx = empty_values(tuple(x.shape), dtype, x.device)
     dmodulation = empty((images, programs, 2, d), torch.float32, x.device)
     launch(
-        _layer_norm_modulate_bwd_kernel,
+        _norm_modulate_bwd_kernel,
         (images, programs),
         grad,
         x,
@@ -262,10 +250,3 @@ def norm_modulate_backward(
         num_warps=warps(tile * block),
     )
     return finished(dx, dtype), dmodulation.sum(1)
-
-
-def layer_norm_modulate_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Launcher of `coat::layer_norm_modulate_backward`."""
-    dx, dmodulation = norm_modulate_backward(grad, x, None, 0, scale, eps, None, x.dtype)
-    dshift, dscale = (part.to(scale.dtype, copy=True) for part in dmodulation.unbind(1))
-    return dx, dscale, dshift

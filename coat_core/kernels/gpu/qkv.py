@@ -30,13 +30,6 @@ HEADS = 2  # so few that the programs of 1536 tokens fill a large GPU evenly
 
 
 @triton.jit
-def turned(x, R: tl.constexpr, BLOCK: tl.constexpr):
-    """(a, b) → (-b, a) for each pair of neighbours."""
-    a, b = tl.split(tl.reshape(x, (R, BLOCK // 2, 2)))
-    return tl.reshape(tl.join(-b, a), (R, BLOCK))
-
-
-@triton.jit
 def rstd_of(x, d, eps):
     """1 / sqrt(mean square + eps) of each row."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=1), d * 1.0) + eps))[:, None]
