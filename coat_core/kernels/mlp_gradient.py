@@ -1,12 +1,11 @@
-"""Gradients of the down-projections of adapters, whose linears read what is computed again from what was saved.
+"""Gradient of the down-projection of an adapter whose linear reads an MLP's activation, as an operator.
 
-    mlp_down_gradient     dhᵀ [attention | GELU(mlp)]
-    norm_down_gradient    dhᵀ n,   n = LayerNorm(x)·(1 + scale) + shift
+    mlp_down_gradient    dhᵀ [attention | GELU(mlp)]
 
-A GPU makes the second factor tile by tile and never writes it.
+A GPU makes the second factor from what was saved, tile by tile, and never writes it.
 
-Shapes: dh [B, S, r]; attention [B, S, D]; mlp [B, S, F]; x [B, S, D]; scale, shift [B, D]. What was saved is read as
-values, or as codes of 1×G groups with their scale, as in `coat_core.kernels.codes`.
+Shapes: dh [B, S, r]; attention [B, S, D]; mlp [B, S, F], values or codes of 1×G groups, as in
+`coat_core.kernels.codes`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor
 from coat_core.kernels.codes import product
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.gelu import mlp_activation
-from coat_core.kernels.norm import norm_modulate
 from coat_core.kernels.operators import operator
 
 
@@ -71,54 +69,4 @@ def _(
     return dh.new_empty((dh.shape[-1], width), dtype=dtype_down)
 
 
-@operator("coat::norm_down_gradient")
-def norm_down_gradient(
-    dh: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    group_size: int,
-    scale: Tensor,
-    shift: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    dtype_down: torch.dtype,
-) -> Tensor:
-    """Return dhᵀ n, summed over all rows of all images.
-
-    Args:
-        dh: floating [B, S, r].
-        x: [B, S, D], values or codes.
-        x_scale: fp32 of the codes; None where x is values.
-        group_size: G of the codes.
-        scale: [B, D].
-        shift: [B, D].
-        eps: added to the variance.
-        dtype: of x when it was made.
-        dtype_down: of the gradient.
-
-    Returns:
-        [r, D] of `dtype_down`.
-
-    Numerics: n is that of `norm_modulate`, else as `mlp_down_gradient`.
-    """
-    n = norm_modulate._init_fn(x, x_scale, group_size, scale, shift, eps, dtype)
-    return product(dh.flatten(0, -2).t(), n.to(dh.dtype).flatten(0, -2), dtype_down)
-
-
-@norm_down_gradient.register_fake
-def _(
-    dh: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    group_size: int,
-    scale: Tensor,
-    shift: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    dtype_down: torch.dtype,
-) -> Tensor:
-    return dh.new_empty((dh.shape[-1], x.shape[-1]), dtype=dtype_down)
-
-
 run_by_triton(mlp_down_gradient, "mlp_gradient.mlp_down_gradient")
-run_by_triton(norm_down_gradient, "mlp_gradient.norm_down_gradient")

@@ -114,11 +114,10 @@ def mlp_gradient_cases() -> Iterator[Case]:
     for tokens in (7, 1, 0):
         for dtype, dtype_down in ((BF16, FP32), (FP32, BF16), (FP16, FP16)):
             attention, mlp = torch.randn(2, tokens, 88)[..., 48:], turned(2, tokens, 130)
-            dh, scale = torch.randn(2, tokens, 12).to(dtype)[..., 4:], torch.randn(2, 120)[:, 40:80].to(dtype)
+            dh = torch.randn(2, tokens, 12).to(dtype)[..., 4:]
             for a, b in zip(read_cases(attention.to(dtype)), read_cases(mlp.to(dtype)), strict=True):
                 yield mlp_gradient.mlp_down_gradient, (dh, *a[:2], *b, dtype, dtype_down)
                 yield mlp_gradient.mlp_down_gradient, (dh, None, None, *b, dtype, dtype_down)
-                yield mlp_gradient.norm_down_gradient, (dh, *a, scale, scale, 1e-6, dtype, dtype_down)
 
 
 def lora_cases() -> Iterator[Case]:

@@ -1,9 +1,8 @@
-"""Gradients of down-projections, of activations that are computed again: operators, and their kernels against torch."""
+"""The gradient of a down-projection that reads GELU, computed again: the operator, and its kernel against torch."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
 from coat_core.kernels.gelu import mlp_activation
-from coat_core.kernels.mlp_gradient import mlp_down_gradient, norm_down_gradient
-from coat_core.kernels.norm import norm_modulate
+from coat_core.kernels.mlp_gradient import mlp_down_gradient
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, moved, reference
@@ -40,17 +38,10 @@ def mlp_arguments(
     return *((None, None) if attention is None else saved(attention, group)), *saved(mlp, group)
 
 
-def norm_arguments(s: int, d: int, group: int, dtype: torch.dtype = FP32) -> tuple[Any, ...]:
-    """x [2, S, D], values where the group is 0, and scale and shift [2, D], slices of wider rows; eps."""
-    x, modulation = (0.5 + 2 * torch.randn(2, s, d)).to(dtype), torch.randn(2, 6 * d).to(dtype)
-    given = saved(x, group) if group else (x, None)
-    return *given, group, modulation[:, d : 2 * d], modulation[:, :d], 1e-6
-
-
 @pytest.mark.parametrize("group", [0, 16, 128])
 @pytest.mark.parametrize("width", [0, 48])
 @pytest.mark.parametrize("dtype_down", [FP32, BF16])
-def test_the_mlps_operator_is_torchs_product(dtype_down: torch.dtype, width: int, group: int) -> None:
+def test_the_operator_is_torchs_product(dtype_down: torch.dtype, width: int, group: int) -> None:
     dh, given = torch.randn(2, 7, 12).bfloat16()[..., 8:], mlp_arguments(7, width, 130, group, BF16)
     values = mlp_activation(*given, None, None, "none", "none", "none", group, BF16)[0]
     found = mlp_down_gradient(dh, *given, group, BF16, dtype_down)
@@ -58,20 +49,10 @@ def test_the_mlps_operator_is_torchs_product(dtype_down: torch.dtype, width: int
     assert_bitwise(found, (dh.flatten(0, 1).t() @ values.flatten(0, 1)).to(dtype_down))
 
 
-@pytest.mark.parametrize("group", [0, 16, 128])
-@pytest.mark.parametrize("dtype_down", [FP32, BF16])
-def test_the_norms_operator_is_torchs_product(dtype_down: torch.dtype, group: int) -> None:
-    dh, given = torch.randn(2, 7, 12).bfloat16()[..., 8:], norm_arguments(7, 130, group, BF16)
-    n = norm_modulate(*given, BF16)
-    found = norm_down_gradient(dh, *given, BF16, dtype_down)
-    assert_bitwise(found, (dh.flatten(0, 1).t() @ n.flatten(0, 1)).to(dtype_down))
-
-
-def test_operators_keep_torch_library_rules() -> None:
+def test_the_operator_keeps_torch_library_rules() -> None:
     dh = torch.randn(2, 3, 12)[..., 8:]
     for group in (0, 16):
         check_operator(mlp_down_gradient, (dh, *mlp_arguments(3, 16, 40, group), group, FP32, BF16))
-        check_operator(norm_down_gradient, (dh, *norm_arguments(3, 40, group), FP32, FP32))
     check_operator(mlp_down_gradient, (dh, *mlp_arguments(3, 0, 40, 0), 16, FP32, FP32))
 
 
@@ -94,7 +75,7 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned", "shares")
 @pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 128, 200])
-def test_mlp_kernel(rank: int, device: torch.device) -> None:
+def test_kernel(rank: int, device: torch.device) -> None:
     from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
 
     for d, f, group in ((48, 200, 0), (0, 70, 128), (130, 65, 16)):
@@ -108,7 +89,7 @@ def test_mlp_kernel(rank: int, device: torch.device) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_mlp_kernel_reads_codes_of_every_group(fmt: str, group: int, device: torch.device) -> None:
+def test_kernel_reads_codes_of_every_group(fmt: str, group: int, device: torch.device) -> None:
     from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
 
     x = torch.randn(2, 7, 300) * torch.logspace(-3, 3, 300)  # a scale of another group would show
@@ -121,7 +102,7 @@ def test_mlp_kernel_reads_codes_of_every_group(fmt: str, group: int, device: tor
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-def test_mlp_kernel_reads_scales_per_row_and_per_tensor(device: torch.device) -> None:
+def test_kernel_reads_scales_per_row_and_per_tensor(device: torch.device) -> None:
     from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
 
     x = torch.randn(2, 7, 150) * torch.logspace(-2, 2, 14).view(2, 7, 1)
@@ -135,7 +116,7 @@ def test_mlp_kernel_reads_scales_per_row_and_per_tensor(device: torch.device) ->
 @pytest.mark.usefixtures("poisoned", "shares")
 @pytest.mark.parametrize("dtype_down", [FP32, BF16])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_mlp_kernel_in_half_precision(dtype: torch.dtype, dtype_down: torch.dtype, device: torch.device) -> None:
+def test_kernel_in_half_precision(dtype: torch.dtype, dtype_down: torch.dtype, device: torch.device) -> None:
     from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
 
     for group in (0, 64):
@@ -148,7 +129,7 @@ def test_mlp_kernel_in_half_precision(dtype: torch.dtype, dtype_down: torch.dtyp
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-def test_mlp_kernel_rounds_values_before_it_multiplies(device: torch.device) -> None:
+def test_kernel_rounds_values_before_it_multiplies(device: torch.device) -> None:
     from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
 
     dh, x = torch.ones(1, 1, 1, device=device), torch.full((1, 1, 1), 257.0, device=device)
@@ -157,7 +138,7 @@ def test_mlp_kernel_rounds_values_before_it_multiplies(device: torch.device) -> 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
-def test_mlp_kernel_shares_rows_and_adds_the_parts_up_in_one_order(device: torch.device) -> None:
+def test_kernel_shares_rows_and_adds_the_parts_up_in_one_order(device: torch.device) -> None:
     from coat_core.kernels.gpu.mlp_gradient import _shared
     from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
 

@@ -1,4 +1,4 @@
-"""Gradients of down-projections: products of dhᵀ with values that each program makes, tile by tile, from what is saved.
+"""Gradient of a down-projection: the product of dhᵀ with values a program makes from what is saved, tile by tile.
 
 A program takes BLOCK columns and a share of the rows, and leaves its part of the gradient. Where there are several
 shares torch adds up the parts, always in the same order. Values are made once for up to 64 ranks.
@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.kernels.codes import product
 from coat_core.kernels.gpu.codes import TL_DTYPES, rank_options, saved_groups, with_row_stride
 from coat_core.kernels.gpu.gelu import gate_of_gelu
-from coat_core.kernels.gpu.norm import norm_modulate
 from coat_core.kernels.gpu.runtime import blocks, dot_operand, empty_values, finished, launch
 
 ROWS = 32
@@ -275,19 +273,3 @@ def mlp_down_gradient(
     )
     parts = finished(parts, parts_dtype)
     return parts[0] if shares == 1 else parts.sum(0).to(dtype_down)
-
-
-def norm_down_gradient(
-    dh: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    group_size: int,
-    scale: Tensor,
-    shift: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    dtype_down: torch.dtype,
-) -> Tensor:
-    """Launcher of `coat::norm_down_gradient`: n is written, and torch multiplies."""
-    n = norm_modulate(x, x_scale, group_size, scale, shift, eps, dtype)
-    return product(dh.flatten(0, -2).t(), n.to(dh.dtype).flatten(0, -2), dtype_down)
