@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coat_core.autograd import without_autocast
+from coat_core.kernels.codes import product
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.operators import operator
 
@@ -51,7 +52,7 @@ def lora_up_gradients(
             for i, (start, stop) in enumerate(columns)
         ]
     dh, dup = (dhs[0], dups[0]) if len(widths) == 1 else (torch.cat(dhs, dim=1), torch.cat(dups))
-    return dh.view(h.shape), dup.contiguous()
+    return dh.view(h.shape), dup
 
 
 @lora_up_gradients.register_fake
@@ -71,13 +72,6 @@ def check_shapes(dy: Tensor, h: Tensor, up: Tensor, widths: list[int]) -> None:
             f"h of shape {tuple(h.shape)}: must have the rows of dy {tuple(dy.shape)}, and {up.shape[1]} columns for "
             f"each of {len(widths)} linears"
         )
-
-
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of matrices, or of batches of them, in `dtype`; on a GPU straight from its fp32 sums."""
-    if a.device.type == "cpu" or dtype != torch.float32 or a.dtype == dtype:
-        return (a @ b).to(dtype)
-    return torch.bmm(a, b, out_dtype=dtype) if a.ndim == 3 else torch.mm(a, b, out_dtype=dtype)
 
 
 run_by_triton(lora_up_gradients, "lora.lora_up_gradients")

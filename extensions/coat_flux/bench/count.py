@@ -66,6 +66,7 @@ CATEGORIES = (
     *(GEMM_FP8, GEMM_BF16, ATTENTION, GEMM_LORA, FUSED, QUANTIZE, MOVE, PACK, CAST, MODULATION, UPDATE, OUTSIDE),
 )
 ONLY_METADATA = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+LORA_GRADIENTS = {"coat::lora_up_gradients", "coat::mlp_down_gradient"}
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_scaled_mm": 0}  # where the first factor is among arguments
 ATTENTION_PREFIX = "_scaled_dot_product_"
 ATTENTION_KERNELS = {False: (1, 1.0), True: (3, 2.5)}  # backward: kernels of cuDNN's, and operations over 4·B·H·S²·d
@@ -187,6 +188,8 @@ class Recorder(TorchDispatchMode):
             return QUANTIZE
         if operator == "coat::weight_only_linear":
             return MODULATION
+        if operator in LORA_GRADIENTS:
+            return GEMM_LORA
         return FUSED if self._operator else CAST if part == "_to_copy" else MOVE
 
 
