@@ -95,8 +95,9 @@ class Run:
 
     def fused_tensors(self) -> list[tuple[str, tuple[Tensor, ...]]]:
         """(name, tensors) of the token-sized tensors the fused flow keeps."""
-        named = ("x", "mlp", "result", "stream", "out")
-        return [(name, tensors) for name, tensors in self.kept if tensors and name.startswith(named)]
+        named = ("x", "mlp", "result", "qkv", "out")
+        kept = [(name.split("_")[-1].rstrip("01"), tensors) for name, tensors in self.kept]
+        return [(kind, tensors) for kind, tensors in kept if tensors and kind in named]
 
     @property
     def weight_dtypes(self) -> set[torch.dtype]:

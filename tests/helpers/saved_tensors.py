@@ -76,7 +76,8 @@ def recording_fused() -> Iterator[list[tuple[str, tuple[Tensor, ...]]]]:
         add = Kept.add
 
         def recorded(self, name, *tensors):
-            kept.append((name, tensors))
+            if self.wanted:
+                kept.append((name, tuple(tensor for tensor in tensors if tensor is not None)))
             add(self, name, *tensors)
 
         patch.setattr(Kept, "add", recorded)

@@ -163,7 +163,7 @@ def test_other_job_types_say_in_one_line_each_what_is_in_force(host: Host, capsy
     assert [line.partition(": ")[0] for line in lines] == ["[coat] qtype coat_fp8", "[coat] optimizer coat_fp8_adamw"]
     linears = sum(1 for name in host.lora("one") if "lora_A" in name) + 3  # around the blocks, and in the text encoder
     assert lines[0] == (
-        f"[coat] qtype coat_fp8: {linears} linears hold FP8, W e4m3/per_tensor, x e4m3/per_tensor, dy e5m2"
+        f"[coat] qtype coat_fp8: {linears} linears hold FP8, W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
     )
     assert "exp_avg e4m3 (block 128, expanded), exp_avg_sq e4m3 (block 128, expanded)" in lines[1]
     host.run("sd_trainer", training_folder=str(host.root / "two"), train={"optimizer": "adamw"})

@@ -88,7 +88,7 @@ def test_names_work_in_a_job_of_ai_toolkits_own_type(checkout: Checkout) -> None
     del entry["coat"]
     entry["train"]["optimizer_params"] = {"weight_decay": 1e-4, "m2_format": "e5m2", "block_size": 64}
     out = checkout.run("own_type", {**entry, "type": "sd_trainer"})
-    assert f"[coat] qtype coat_fp8: {AROUND + LINEARS} linears hold FP8, W e4m3/per_tensor, x e4m3/per_tensor" in out
+    assert f"[coat] qtype coat_fp8: {AROUND + LINEARS} linears hold FP8, W e4m3/per_tensor, x e4m3/per_row" in out
     assert "[coat] optimizer coat_fp8_adamw: FP8AdamW over" in out
     assert "exp_avg e4m3 (block 64, expanded), exp_avg_sq e5m2 (block 64, expanded)" in out
     state = checkout.optimizer("own_type")["state"][0]

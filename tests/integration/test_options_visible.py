@@ -51,6 +51,9 @@ def adapter_input(r: Run) -> Any:
     return (r.saved_for_layer[0].dtype, tuple(r.saved_for_layer[1].shape)) if r.saved_for_layer else None
 
 
+ROW_SCALES = {(n, 1) for n in (TOKENS, TEXT_TOKENS, TOKENS + TEXT_TOKENS)}
+
+
 def forward_gemms(r: Run) -> Any:
     return set(r.forward_gemms.calls)
 
@@ -115,7 +118,7 @@ def fused_elements_per_scale(r: Run) -> Any:
 
 def fused_attention(r: Run) -> Any:
     """How q, k, v and out are kept."""
-    return {tensors[0].dtype for name, tensors in r.fused_tensors() if name.startswith(("stream", "out"))}
+    return {tensors[0].dtype for name, tensors in r.fused_tensors() if name in ("qkv", "out")}
 
 
 def packed_by_hooks(r: Run) -> Any:
@@ -140,13 +143,8 @@ FUSED = [
     ("activation.attention", fused(", attention: bf16"), fused_attention, {BF16}),
     ("activation.grad_format", fused(), backward_gemm_dtypes, {E5M2}),
     ("activation.grad_format", fused(", grad_format: e4m3"), backward_gemm_dtypes, {E4M3}),
-    ("activation.linear_granularity", fused(), forward_gemms, {(E4M3, ())}),
-    (
-        "activation.linear_granularity",
-        fused(", linear_granularity: per_row"),
-        forward_gemms,
-        {(E4M3, (n, 1)) for n in (TOKENS, TEXT_TOKENS, TOKENS + TEXT_TOKENS)},
-    ),
+    ("activation.linear_granularity", fused(), forward_gemms, {(E4M3, shape) for shape in ROW_SCALES}),
+    ("activation.linear_granularity", fused(", linear_granularity: per_tensor"), forward_gemms, {(E4M3, ())}),
     ("weight.use_fp8", f"{{activation: {{flow: fused}}, weight: {{use_fp8: false}}, {KEPT}}}", float_weights, True),
 ]
 CASES = [
@@ -202,12 +200,14 @@ CASES = [
     Case("activation.use_fp8", f"{{activation: {{use_fp8: false}}, {KEPT}}}", forward_gemm_count, 0),
     Case("activation.use_fp8", f"{{activation: {{use_fp8: false}}, {KEPT}}}", adapter_input, None),
     Case("activation.use_fp8", f"{{activation: {{use_fp8: false}}, {KEPT}}}", packed_dtypes, set()),
-    Case("activation.format", KEPT, adapter_input, (E4M3, ())),
+    Case("activation.format", KEPT, adapter_input, (E4M3, (1, TOKENS, 1))),
     Case("activation.format", KEPT, packed_dtypes, {E4M3}),
-    Case("activation.format", KEPT, forward_gemms, {(E4M3, ())}),
-    Case("activation.format", f"{{activation: {{format: e5m2}}, {KEPT}}}", adapter_input, (E5M2, ())),
+    Case("activation.format", KEPT, forward_gemms, {(E4M3, shape) for shape in ROW_SCALES}),
+    Case("activation.format", f"{{activation: {{format: e5m2}}, {KEPT}}}", adapter_input, (E5M2, (1, TOKENS, 1))),
     Case("activation.format", f"{{activation: {{format: e5m2}}, {KEPT}}}", packed_dtypes, {E5M2}),
-    Case("activation.format", f"{{activation: {{format: e5m2}}, {KEPT}}}", forward_gemms, {(E5M2, ())}),
+    Case(
+        "activation.format", f"{{activation: {{format: e5m2}}, {KEPT}}}", forward_gemms, {(E5M2, x) for x in ROW_SCALES}
+    ),
     Case(
         "activation.format",
         "{activation: {format: e5m2}, memory: {checkpointing: all}}",
@@ -219,15 +219,15 @@ CASES = [
     Case("activation.grad_format", f"{{activation: {{grad_format: bf16}}, {KEPT}}}", backward_gemm_dtypes, set()),
     Case(
         "activation.linear_granularity",
-        f"{{activation: {{linear_granularity: per_row}}, {KEPT}}}",
+        f"{{activation: {{linear_granularity: per_tensor}}, {KEPT}}}",
         adapter_input,
-        (E4M3, (1, TOKENS, 1)),
+        (E4M3, ()),
     ),
     Case(
         "activation.linear_granularity",
-        f"{{activation: {{linear_granularity: per_row}}, {KEPT}}}",
+        f"{{activation: {{linear_granularity: per_tensor}}, {KEPT}}}",
         forward_gemms,
-        {(E4M3, (n, 1)) for n in (TOKENS, TEXT_TOKENS, TOKENS + TEXT_TOKENS)},
+        {(E4M3, ())},
     ),
     Case(
         "activation.linear_granularity",
@@ -299,7 +299,7 @@ CHANGES_GRADIENTS = [
     "{activation: {grad_format: bf16}, memory: {checkpointing: none}}",
     "{activation: {format: e5m2}, memory: {checkpointing: none}}",
     "{activation: {attention: bf16}, memory: {checkpointing: none}}",
-    "{activation: {linear_granularity: per_row}, memory: {checkpointing: none}}",
+    "{activation: {linear_granularity: per_tensor}, memory: {checkpointing: none}}",
     "{activation: {linear_granularity: per_group}, memory: {checkpointing: none}}",
     "{activation: {nonlinear_granularity: per_tensor}, memory: {checkpointing: none}}",
     "{weight: {format: e5m2}, activation: {grad_format: e4m3}, memory: {checkpointing: none}}",
@@ -379,8 +379,10 @@ def test_layers_below_the_minimum_leave_the_fp8_gemms(flow: str, weights: str) -
     assert 5 <= len(below) < N_GEMMS  # layers that read one x have one value
     watch = PrecisionWatch(made.model, minimum, made.report, said.append, lambda rows: None)
     watch.record(probe.rows(2))
-    made._step()
-    assert len(made.forward_gemms.calls) == N_GEMMS - len(below)
+    with CastProbe(made.model, made.lora) as probe:
+        made._step()
+    for kind in ("input", "gradient"):
+        assert {row.layer for row in probe.rows(3) if row.kind == kind} == rows.keys() - below
     assert {layer for layer, why in made.report.why.items() if "min_sqnr_db" in why} == below
     assert all(layer in said[-1] for layer in below)
     assert not watch.pending

@@ -242,6 +242,8 @@ class PhaseTracker:
             if self._steps == 2 and self._now is not None:  # libraries warm up in the first
                 self._phases[self._now].forget()
             self._stop_counting()
+            if self._steps == 2:  # weights were joined in the first
+                self._counted = 0
             if self._counts and self._steps <= COUNTED:
                 self._counter = HeldTensors()
                 self._counter.__enter__()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
 from coat_core.kernels.gelu import mlp_activation, mlp_activation_backward
+from coat_core.kernels.mlp_gradient import mlp_down_gradient
 from coat_core.kernels.qkv import qkv_mlp_backward, qkv_rope_backward
 from coat_core.kernels.quantize import quantize, quantize_and_save
 from coat_core.quantize import Quantized
@@ -96,6 +97,7 @@ class SingleBlock:
         projected = Projected(self.inputs.linears, y, h)
         out = self.attention.forward(kept, [projected], rotary, saving.of_attention)
         values, quantized = _activate(kept, projected, out, self.output.linear.input_spec, saving)
+        del y, projected, out  # not needed any more, and large
         kept.add("modulation", modulation)
         return (self.output.forward(kept, "out_", x, gate, values, quantized, saving, needs[1]),)
 
@@ -111,8 +113,7 @@ class SingleBlock:
         size = self.saving.in_passing[1]
 
         def down_gradient(dh: Tensor) -> Tensor:
-            parts = (attended, scale_of_it, mlp, mlp_scale, None, None, "e4m3", "none", "none", size, dtype)
-            return self.output.linear.down_gradient(dh, mlp_activation(*parts)[0])
+            return mlp_down_gradient(dh, attended, scale_of_it, mlp, mlp_scale, size, dtype, self.output.linear.dtype)
 
         found = self.output.backward(kept, "out_", grad, gate, down_gradient, self.saving)
         dout, dmlp, dh, down = found.dx[..., :-width], found.dx[..., -width:], found.dh, None
@@ -122,11 +123,12 @@ class SingleBlock:
             down = down[:, -width:]
         out = self.saving.of_attention.unpack(kept["out"], dtype)
         joint, ys, y_scales = self.attention.backward(kept, dout, out, rotary, self.saving.of_attention)
+        del out, dout
         y_scale = y_scales[0] if y_scales else None
         norms, eps = list(self.attention.norms), self.attention.eps
         dy = qkv_mlp_backward(joint, ys[0], y_scale, norms, *rotary, eps, dmlp, dh, down, mlp, mlp_scale, size, dtype)
         dgate, of_output = found.dgate, found.adapters
-        del found, dout, dmlp, joint
+        del found, dmlp, joint
         dx, dmodulation, of_inputs = self.inputs.backward(kept, "", dy, grad, scale, shift, self.saving, any(needs))
         return [dx, _of_modulation(modulation, dmodulation, dgate)], [*of_inputs, *of_output]
 
@@ -175,6 +177,7 @@ class DoubleBlock:
             projected.append(Projected(stream.inputs.linears, y, h))
         attends = saving.of_attention
         out = self.attention.forward(kept, projected, rotary, attends)
+        del y, projected
         spec = self.text.output.linear.input_spec
         by_row = spec is not None and spec[1].name == "per_row"
         how = (spec[0], "per_row", spec[1].group_size) if spec is not None and by_row else ("e4m3", "none", 0)
@@ -296,8 +299,7 @@ class Stream:
         mlp, mlp_scale = saving.read(kept[f"{name}mlp"], dtype)
 
         def down_gradient(dh: Tensor) -> Tensor:
-            parts = (None, None, mlp, mlp_scale, None, None, "e4m3", "none", "none", size, dtype)
-            return self.down.linear.down_gradient(dh, mlp_activation(*parts)[0])
+            return mlp_down_gradient(dh, None, None, mlp, mlp_scale, size, dtype, self.down.linear.dtype)
 
         dx, dh, dgate_mlp, of_down = self.down.backward(kept, f"{name}down_", grad, gate_mlp, down_gradient, saving)
         low_rank = (None, None) if dh is None else (dh, self.down.linear.copies(dh.dtype).down)

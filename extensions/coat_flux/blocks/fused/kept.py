@@ -66,24 +66,25 @@ class Kept:
         wanted: False keeps nothing: no backward pass follows.
 
     Attributes:
+        wanted: as given.
         facts: what is kept besides tensors.
     """
 
     def __init__(self, wanted: bool = True) -> None:
-        self._wanted = wanted
+        self.wanted = wanted
         self._tensors: Sequence[Tensor] = []
         self._places: dict[str, tuple[int, int]] = {}
         self.facts: dict[str, Any] = {}
 
     def add(self, name: str, *tensors: Tensor | None) -> None:
         """Keep these tensors under one name; those that are None are left out."""
-        found = [tensor for tensor in tensors if tensor is not None and self._wanted]
+        found = [tensor for tensor in tensors if tensor is not None and self.wanted]
         self._places[name] = (len(self._tensors), len(self._tensors) + len(found))
         self._tensors = [*self._tensors, *found]
 
     def saving(self, asked: Saving) -> Saving:
         """How tensors are kept here: as asked, or not at all."""
-        return asked if self._wanted else Saving(None)
+        return asked if self.wanted else Saving(None)
 
     def __getitem__(self, name: str) -> Packed:
         start, stop = self._places[name]

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from coat_core.kernels.codes import product
+from coat_core.kernels.lora import lora_up_gradients
 from coat_core.quantize import Quantized
 
 from ..lora import NotPlain, PlainAdapter, plain_adapters
@@ -74,6 +76,11 @@ class LinearGroup:
     def parameters(self) -> list[nn.Parameter]:
         """A and B of each adapter in turn."""
         return [matrix for adapter in self.all_adapters for matrix in (adapter.down, adapter.up)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the adapters' matrices."""
+        return self.parameters[0].dtype
 
     @property
     def rank(self) -> int:
@@ -134,25 +141,22 @@ class LinearGroup:
         """
         if h is None:
             return None, []
-        rows, flat_h, r = dy.to(h.dtype).flatten(0, -2), h.flatten(0, -2), h.shape[-1] // len(self.widths)
-        up, columns = self.copies(h.dtype).up, self._columns()
-        parts = [rows[:, start:stop] @ up[start:stop] for start, stop in columns]
-        dh = self._times_strengths(_joined(parts, dim=1).view(h.shape))
+        dh, ups = lora_up_gradients(dy, h, self.copies(h.dtype).up, list(self.widths), self.dtype)
+        dh = self._times_strengths(dh)
         downs, gradients = down_gradient(dh), []
-        for i, ((start, stop), found) in enumerate(zip(columns, self.adapters, strict=True)):
-            if not found:
-                continue
-            whole = product(rows[:, start:stop].t(), flat_h[:, i * r : (i + 1) * r], found[0].up.dtype)
-            ends = accumulate((len(adapter.down) for adapter in found), initial=0)
-            for adapter, (first, last) in zip(found, pairwise(ends), strict=True):
-                down = downs[i * r + first : i * r + last]
+        for i, ((start, stop), found) in enumerate(zip(self._columns(), self.adapters, strict=True)):
+            first = 0
+            for adapter in found:
+                last = first + len(adapter.down)
+                down = downs[i * self.rank + first : i * self.rank + last]
                 gradients.append(times_factors(down.to(adapter.down.dtype), adapter))
-                gradients.append(whole[:, first:last].to(adapter.up.dtype).contiguous())
+                gradients.append(ups[start:stop, first:last].to(adapter.up.dtype).contiguous())
+                first = last
         return dh, gradients
 
     def down_gradient(self, dh: Tensor, x: Tensor) -> Tensor:
         """Return dhᵀ x [n·r, K] in the dtype of the matrices, for x [..., K] that is there."""
-        return product(dh.flatten(0, -2).t(), x.to(dh.dtype).flatten(0, -2), self.parameters[0].dtype)
+        return product(dh.flatten(0, -2).t(), x.to(dh.dtype).flatten(0, -2), self.dtype)
 
     def dgrad(self, dy: Tensor, quantized: Quantized | None = None) -> Tensor:
         """Return dx [..., K] in the dtype of dy, without the adapters' part.
@@ -216,13 +220,6 @@ class LinearGroup:
             raise ValueError(f"{len(strengths)} LoRA strengths for a batch of {len(h)}: must be one per image")
         rows = strengths.float().repeat_interleave(len(h) // len(strengths))
         return (h * rows.view(-1, *[1] * (h.ndim - 1))).to(h.dtype)
-
-
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of matrices, or of batches of them, in `dtype`; on a GPU straight from its fp32 sums."""
-    if a.device.type == "cpu" or dtype != torch.float32 or a.dtype == dtype:
-        return (a @ b).to(dtype)
-    return torch.bmm(a, b, out_dtype=dtype) if a.ndim == 3 else torch.mm(a, b, out_dtype=dtype)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from coat_core.autograd import first_order_only, without_autocast
+from coat_core.kernels.codes import product
 from coat_core.kernels.quantize import quantize
 
 from .kept import Kept
-from .linears import LinearGroup, product, times_factors
+from .linears import LinearGroup, times_factors
 
 __all__ = ["Modulation", "modulate_ahead"]
 
