@@ -82,11 +82,10 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _row_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu import gate, gelu_concat
+    from coat_core.kernels.gpu import gate
 
-    x, wide, modulation = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, MLP), _empty(1, HIDDEN)
-    grad = _empty(1, TOKENS, HIDDEN + MLP, dtype=torch.float32)
-    dx, dwide, dtype = grad[..., :HIDDEN].contiguous(), grad[..., HIDDEN:], torch.bfloat16
+    x, modulation, dtype = _empty(1, TOKENS, HIDDEN), _empty(1, HIDDEN), torch.bfloat16
+    dx = _empty(1, TOKENS, HIDDEN, dtype=torch.float32)
     codes = _empty(1, TOKENS, HIDDEN, dtype=FORMATS["e4m3"].dtype)
     scale = _empty(1, TOKENS, HIDDEN // 128, dtype=torch.float32)
     cases: dict[str, Callable[[], Any]] = {
@@ -96,15 +95,12 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
     for rank, saved in ((16, ("e4m3", 128)), (64, ("e5m2", 16)), (256, ("e4m3", 256)), (16, ("none", 0))):
         h, up = _empty(1, TOKENS, 4 * rank)[..., :rank], _empty(HIDDEN, rank)
         cases[f"gate, rank {rank}, saved {saved[0]}"] = partial(gate.gated_sum, x, modulation, x, h, up, *saved)
-    cases["gelu backward"] = partial(gelu_concat.gelu_backward, dwide, wide)
-    cases["gelu backward bf16"] = partial(gelu_concat.gelu_backward, wide, wide)
     e5m2_codes = _empty(1, TOKENS, HIDDEN, dtype=FORMATS["e5m2"].dtype)
     cases["gate backward bf16 from codes e5m2 per_tensor"] = partial(
         gate.gated_sum_backward, x, modulation, e5m2_codes, scale, 128, dtype, "e5m2", "per_tensor"
     )
     for spec in (("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "per_tensor")):
         label = " ".join(spec)
-        cases[f"gelu {label}"] = partial(gelu_concat.gelu_concat_quantize, x, wide, *spec)
         results = (
             {"from codes": (codes, scale)} if spec[1] != "none" else {"from values": (x, None), "alone": (None, None)}
         )
@@ -112,7 +108,6 @@ def _row_cases() -> dict[str, Callable[[], Any]]:
             cases[f"gate backward {name} {label}"] = partial(
                 gate.gated_sum_backward, dx, modulation, *result, 128, dtype, *spec
             )
-    cases["gelu alone"] = partial(gelu_concat.gelu_concat_quantize, None, wide, "e4m3", "per_row")
     return cases
 
 

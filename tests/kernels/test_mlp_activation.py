@@ -15,7 +15,7 @@ from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, moved, reference
 from tests.helpers.rows import CASES, KINDS, SPECS, assert_codes_of, assert_rows_close, assert_saved, rows_of_kind
-from tests.tolerances import BF16_ULP_RTOL, GELU_RTOL, KERNEL_ROW_RTOL
+from tests.tolerances import BF16_ULP_RTOL, GELU_RELATIVE_RTOL, GELU_RTOL, KERNEL_ROW_RTOL
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 # a huge negative x: exp overflows to inf, and sigmoid is 0 as it should be
@@ -57,10 +57,11 @@ def assert_gelu(found: Tensor, x: Tensor) -> None:
     assert bool(((found.cpu() - gelu(x.cpu().double())).abs() <= GELU_RTOL * x.cpu().abs()).all())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rank", [0, 1, 24])
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
-def test_the_operator_is_torchs_linear_and_gelu(rank: int, dtype: torch.dtype) -> None:
-    attention, mlp = torch.randn(2, 7, 48).to(dtype), 3 * torch.randn(2, 7, 200).to(dtype)[..., 70:]
+def test_the_operator_is_torchs_linear_and_gelu(rank: int, dtype: torch.dtype, kind: str) -> None:
+    attention, mlp = rows_of_kind(kind, (2, 7, 48)).to(dtype), 3 * rows_of_kind(kind, (2, 7, 200)).to(dtype)[..., 70:]
     pair = adapter(7, 130, rank, dtype)
     complete = low_rank(mlp, *pair)
     values, codes, scale, *saved = mlp_activation(
@@ -93,18 +94,21 @@ def test_from_codes_it_is_that_of_the_values_they_stand_for(group: int) -> None:
     assert_bitwise(found, mlp_activation_backward(*grad, mlp_values, None, group, BF16))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rank", [0, 4])
-def test_backward_is_the_gradient(rank: int) -> None:
-    mlp, grad = 3 * torch.randn(2, 7, 130), torch.randn(2, 7, 200)[..., 70:]
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_backward_is_the_gradient(dtype: torch.dtype, rank: int, kind: str) -> None:
+    mlp, grad = 3 * rows_of_kind(kind, (2, 7, 130)).to(dtype), torch.randn(2, 7, 200)[..., 70:]
     dh, down = (torch.randn(2, 7, 4), torch.randn(4, 200)[:, 70:]) if rank else (None, None)
-    leaf = mlp.double().requires_grad_()
     complete = low_rank(grad, dh, None if down is None else down.t())
-    (expected,) = torch.autograd.grad(gelu(leaf), leaf, complete.double())
-    for dtype in (FP32, BF16):
-        found = mlp_activation_backward(grad, dh, down, mlp.to(dtype).float(), None, 128, dtype)
-        assert found.dtype == dtype
-        if dtype == FP32:
-            torch.testing.assert_close(found, expected.to(dtype))
+    found = mlp_activation_backward(grad, dh, down, mlp, None, 128, dtype)
+    torch.testing.assert_close(found, (complete * slope(mlp)).to(dtype))
+
+
+def test_another_granularity_is_refused() -> None:
+    given = (None, None, torch.randn(1, 2, 16), None, None, None)
+    with pytest.raises(ValueError, match="granularity='per_group': must be one of none, per_row, per_tensor"):
+        mlp_activation(*given, "e4m3", "per_group", "none", 16, FP32)
 
 
 def kernel_of(op: Any) -> Any:
@@ -191,22 +195,48 @@ def test_kernel_adds_the_adapter(rank: int, device: torch.device) -> None:
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("granularity", ["per_row", "per_tensor"])
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_kernels_in_half_precision(dtype: torch.dtype, rank: int, device: torch.device) -> None:
+def test_kernels_in_half_precision(dtype: torch.dtype, rank: int, granularity: str, device: torch.device) -> None:
     from coat_core.kernels.gpu import gelu as kernels
 
     attention, mlp = torch.randn(2, 7, 48).to(dtype), torch.randn(2, 7, 130).to(dtype)
     arguments = moved((attention, None, mlp, None, *adapter(7, 130, rank, dtype)), device)
-    values, codes, scale, *_ = kernels.mlp_activation(*arguments, "e4m3", "per_row", "none", 16, dtype)
-    expected = reference(mlp_activation, *arguments, "e4m3", "per_row", "none", 16, dtype)
+    values, codes, scale, *_ = kernels.mlp_activation(*arguments, "e4m3", granularity, "none", 16, dtype)
+    expected = reference(mlp_activation, *arguments, "e4m3", granularity, "none", 16, dtype)
     # two roundings, each to a neighbour that the interpreter's truncation may choose otherwise
     assert_rows_close(values, expected[0], 2 * BF16_ULP_RTOL)
-    assert_codes_of(values, codes, scale, "e4m3", "per_row")
+    assert_codes_of(values, codes, scale, "e4m3", granularity)
     dh, down = adapter(7, 4, rank, dtype)[0], torch.randn(rank, 200).to(dtype)[:, 70:] if rank else None
     gradient = moved((torch.randn(2, 7, 130).to(dtype), dh, down, mlp, None), device)
     expected = reference(mlp_activation_backward, *gradient, 16, dtype)
     assert_rows_close(kernels.mlp_activation_backward(*gradient, 16, dtype), expected, 2 * BF16_ULP_RTOL)
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+def test_kernel_keeps_its_relative_precision_at_negative_x(device: torch.device) -> None:
+    from coat_core.kernels.gpu.gelu import mlp_activation as kernel
+
+    x = torch.linspace(-5.0, 5.0, 1000, device=device).view(1, 1, -1)
+    cubic = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
+    found = kernel(None, None, x, None, None, None, "none", "none", "none", 16, FP32)[0].double()
+    torch.testing.assert_close(found, x * torch.sigmoid(2 * cubic), rtol=GELU_RELATIVE_RTOL, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.triton
+def test_kernels_match_the_reference_in_bf16() -> None:
+    from coat_core.kernels.gpu import gelu as kernels
+
+    mlp, grad = 3 * torch.randn(2, 64, 12288, device="cuda").bfloat16(), torch.randn(2, 64, 12288, device="cuda")
+    attention = torch.randn(2, 64, 3072, device="cuda").bfloat16()
+    values = kernels.mlp_activation(attention, None, mlp, None, None, None, "e4m3", "per_row", "none", 128, BF16)[0]
+    expected = torch.cat([attention, gelu(mlp.double()).to(BF16)], dim=-1)
+    torch.testing.assert_close(values, expected, rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 15)
+    dmlp = kernels.mlp_activation_backward(grad, None, None, mlp, None, 128, BF16)
+    torch.testing.assert_close(dmlp, (grad * slope(mlp)).to(BF16), rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 100)
 
 
 @pytest.mark.triton

@@ -13,7 +13,7 @@ from coat_core import FP8AdamW, FP8Linear, FP8QuantizationConfig
 from coat_core.casts import declarations
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, PER_TENSOR, Granularity
-from coat_core.kernels.gelu import gelu_concat_quantize
+from coat_core.kernels.gelu import mlp_activation
 from coat_core.kernels.norm import norm_modulate_quantize
 from coat_core.kernels.quantize import quantize
 from coat_core.metrics import cast_losses
@@ -105,13 +105,14 @@ def test_inputs_and_gradients_are_told_apart_and_the_worst_layer_is_named(weight
 
 
 def test_fused_operators_are_seen_and_those_that_quantize_nothing_are_not() -> None:
-    mlp = torch.full((2, 64), -30.0)  # GELU gives -0
-    mlp[0, 0] = math.inf
+    mlp = torch.full((1, 2, 64), -30.0)  # GELU gives -0
+    mlp[0, 0, 0] = math.inf
+    args, rest = (None, None, mlp, None, None, None), ("none", 16, torch.float32)
     with CastProbe(None, {}) as probe:
-        gelu_concat_quantize(None, mlp, "e4m3", "none")
+        mlp_activation(*args, "e4m3", "none", *rest)
     assert probe.health() is None
     with CastProbe(None, {}) as probe:
-        gelu_concat_quantize(None, mlp, "e4m3", "per_row")
+        mlp_activation(*args, "e4m3", "per_row", *rest)
     assert probe.health().kinds[INPUTS].most_saturated.saturation == 1 / 128
 
 
