@@ -139,6 +139,7 @@ def _norm_cases() -> dict[str, Callable[[], Any]]:
 
 def _qkv_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu import gelu, qkv
+    from coat_core.kernels.gpu.mlp_activation_down import mlp_activation_down
 
     fp8, bf16 = FORMATS["e4m3"].dtype, torch.bfloat16
     wide = _empty(1, TOKENS, 3 * HIDDEN + MLP)
@@ -164,6 +165,9 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
         cases[f"mlp, rank {rank}, {form}"] = partial(
             gelu.mlp_activation, out, None, mlp, None, h, up, "e4m3", "per_row", *how
         )
+        cases[f"mlp and down-projection, rank {rank}, {form}"] = partial(
+            mlp_activation_down, out, mlp, h, up, _empty(rank, HIDDEN + MLP), "e4m3", "per_row", *how
+        )
         cases[f"mlp backward, rank {rank}"] = partial(
             gelu.mlp_activation_backward, mlp, dh, down, mlp_codes, mlp_scale, 128, bf16
         )
@@ -172,6 +176,16 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
         cases[f"mlp, groups of {group}"] = partial(
             gelu.mlp_activation, out, None, mlp, None, None, None, "e4m3", "per_tensor", "e4m3", group, bf16
         )
+        cases[f"mlp and down-projection alone, groups of {group}"] = partial(
+            mlp_activation_down, *(None, mlp, None, None), _empty(256, MLP), "e5m2", "per_tensor", "e5m2", group, bf16
+        )
+    cases["mlp and down-projection, groups of 256"] = partial(
+        mlp_activation_down, out, mlp, h, up, _empty(16, HIDDEN + MLP), "e4m3", "per_row", "e4m3", 256, bf16
+    )
+    fp32 = [_empty(*x.shape, dtype=torch.float32) for x in (out, mlp, h, up, _empty(128, HIDDEN + MLP))]
+    cases["mlp and down-projection in fp32"] = partial(
+        mlp_activation_down, *fp32, "e4m3", "per_row", "e4m3", 128, torch.float32
+    )
     no_adapter, nothing = (None, None), ("none", "none", "none", 128, bf16)
     for name, fmt in FORMATS.items():
         y_codes, mlp_codes, out_codes = (_empty(*x.shape, dtype=fmt.dtype) for x in (y, mlp, out))

@@ -272,3 +272,4 @@ def check_down(attention: Tensor | None, mlp: Tensor, down: Tensor, granularity:
 
 run_by_triton(mlp_activation, "gelu.mlp_activation")
 run_by_triton(mlp_activation_backward, "gelu.mlp_activation_backward")
+run_by_triton(mlp_activation_down, "mlp_activation_down.mlp_activation_down")

@@ -87,6 +87,11 @@ def gelu_cases() -> Iterator[Case]:
         for spec in SPECS if tokens else ():
             yield gelu.mlp_activation, (None, None, mlp.bfloat16(), None, None, None, *spec, "none", 0, BF16)
             yield gelu.mlp_activation, (attention, None, mlp, None, *pair, *spec, "e4m3", 16, FP32)
+        for spec in SPECS[1:] if tokens else ():
+            down = torch.randn(5, 178)[:, 8:]
+            yield gelu.mlp_activation_down, (attention, mlp, *pair, down, *spec, "e4m3", 16, FP32)
+            half = down.bfloat16()[:, 40:]
+            yield gelu.mlp_activation_down, (None, mlp.bfloat16(), None, None, half, *spec, "none", 0, BF16)
         if tokens:
             yield gelu.mlp_activation, (None, None, mlp, None, None, None, "none", "none", "e5m2", 16, FP32)
         yield gelu.mlp_activation_backward, (mlp, pair[0], pair[1].t(), mlp, None, 0, BF16)
