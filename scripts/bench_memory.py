@@ -146,6 +146,8 @@ def measure(
 
     blocks = {"double": model.transformer_blocks[0], "single": model.single_transformer_blocks[0]}
     elements = batch * (text + image) * model.inner_dim
+    for block in [*blocks.values()] * 2:  # weights are joined and adapters copied, in memory of their own
+        run(block)
     alive = {kind: kept_bytes(lambda block=block: run(block)) / elements for kind, block in blocks.items()}
     if not row.hooked:
         return alive, None

@@ -233,8 +233,8 @@ BLOCK_GRADIENT_FLOOR_DB = 18.0
 SMALL_BLOCK_GRADIENT_FLOOR_DB = 15.0
 
 # Bytes kept for backward: what saved-tensor hooks see against the profiler's count of what is alive. Measured within
-# 7e-5.
-KEPT_TWO_COUNTS_RTOL = 1e-3
+# 3.2e-3: the modulations of both blocks are made with the first.
+KEPT_TWO_COUNTS_RTOL = 5e-3
 
 # --- memory report -------------------------------------------------------------------------------------------------
 # Saved activations of a tiny run, counted, against the plan: counted are also the batch's noise, inputs and loss.

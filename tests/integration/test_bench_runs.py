@@ -37,7 +37,7 @@ def work(level: str, configuration: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_steps_train_the_same_task() -> None:
-    names = ("bf16", "bf16_checkpointed", "coat", "coat_recomputed", "coat_per_row", "coat_weight_only")
+    names = ("bf16", "bf16_checkpointed", "coat", "coat_recomputed", "coat_per_tensor", "coat_weight_only")
     found = {name: work("step", name) for name in names}
     losses = {name: one["step"]["figures"]["loss"] for name, one in found.items()}
     assert losses["bf16_checkpointed"] == losses["bf16"]

@@ -86,7 +86,8 @@ def test_a_block_by_kernels_is_the_block_by_references(kind: str, activation: di
     for name, wanted in expected.items():
         assert_sqnr(wanted, found[name], KERNEL_FLOW_FLOOR_DB)
     own = "qkv_rope_backward" if kind == "double" else "qkv_mlp_backward"
-    for name in ("norm_modulate_quantize", "qkv_rope", own, "mlp_activation", "gated_sum"):
+    shared = ("norm_modulate_quantize", "qkv_rope", "mlp_activation_down", "gated_sum", "lora_up_gradients")
+    for name in (*shared, "mlp_down_gradient", own):
         assert kernels.calls[name] > 0
 
 

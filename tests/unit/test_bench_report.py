@@ -174,8 +174,8 @@ def test_share_of_the_limit_counts_the_configurations_own_work() -> None:
 
 
 def test_only_an_error_of_ours_is_incomplete() -> None:
-    rows = summarize([*RUNS, broke(2, "coat_per_row", "failed", "our mistake")], TINY, LIMIT)
-    assert [row.configuration for row in incomplete(rows)] == ["coat_per_row"]
+    rows = summarize([*RUNS, broke(2, "coat_per_tensor", "failed", "our mistake")], TINY, LIMIT)
+    assert [row.configuration for row in incomplete(rows)] == ["coat_per_tensor"]
     later = summarize([*RUNS, broke(4, "coat", "failed", "late")], TINY, LIMIT)
     assert [(row.configuration, row.reason) for row in incomplete(later)] == [("coat", "late (round 4)")]
     assert next(row for row in later if row.configuration == "coat").rounds_ms == [4.0, 6.5, 5.0]

@@ -78,7 +78,7 @@ def test_every_row_is_as_its_trainer_runs_it() -> None:
     }
     shared = {row.weights for row in CONFIGURATIONS if row.name in ("coat", "coat_compiled", "coat_cudagraphs")}
     assert len(shared) == 1
-    assert len({row.weights for row in CONFIGURATIONS if row.name in ("bf16", "bf16_adapters", "coat_per_row")}) == 3
+    assert len({row.weights for row in CONFIGURATIONS if row.name in ("bf16", "bf16_adapters", "coat_per_tensor")}) == 3
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ AS_WRITTEN = {"measure": "never", "compile": "none"}
 COMPILED = {"measure": "never", "compile": "blocks"}
 REPLAYED = {"measure": "never", "compile": "cudagraphs"}
 
-PER_ROW = {"linear_granularity": "per_row"}
+PER_TENSOR = {"linear_granularity": "per_tensor"}
 
 
 def _coat(
@@ -190,7 +190,7 @@ CONFIGURATIONS = (
     ),
     _coat("coat", "COAT, fused flow, nothing recomputed", COUNTED_LEVELS, memory=KEPT),
     _coat("coat_recomputed", "COAT, every block recomputed", (*MODEL_LEVELS, ENGINE), memory=RECOMPUTED),
-    _coat("coat_per_row", "COAT, scaled per row", COUNTED_LEVELS, memory=KEPT, activation=PER_ROW),
+    _coat("coat_per_tensor", "COAT, one scale for each tensor", COUNTED_LEVELS, memory=KEPT, activation=PER_TENSOR),
     _coat("coat_weight_only", "COAT, FP8 weights only", ALL_MODEL_LEVELS, memory=KEPT, activation={"use_fp8": False}),
     _coat("coat_transposed", "COAT, with transposed weights", (*MODEL_LEVELS, ENGINE, COUNT), memory=COPIED),
     _coat("coat_compiled", "COAT, blocks compiled", (*MODEL_LEVELS, ENGINE), memory=COPIED, speed=COMPILED),

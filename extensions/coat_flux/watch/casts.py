@@ -16,7 +16,7 @@ The operator changes them in place, so a sample of blocks is read before it, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class CastProbe(TorchDispatchMode):
         self._casts: list[_Observed] = []
         self._latest: dict[int, _Observed] = {}  # by the address of the codes
         self._model = model
-        self._layers = {} if model is None else _weight_addresses(model)
+        self._layers = {} if model is None else _weights(model)
         self._parameters = {param.data_ptr(): name for name, param in lora.items()}
         self._block = ""
         self._found: list[tuple[_Observed, Measures]] | None = None
@@ -129,8 +129,9 @@ class CastProbe(TorchDispatchMode):
         if cast.factors is not None:
             rows = rows.to(torch.float32) * cast.factors
         measures = measure_cast(rows, codes, scale, cast.granularity)
-        own = () if cast.kind else self._layers.get(_address(cast.values), ())  # a weight that is cast at each use
-        where = own[0] if own else ""
+        address = _address(cast.values)
+        own = [] if cast.kind else self._layers.get(address, [])  # a weight that is cast at each use
+        where = own[0].layer if own and own[0].is_at(address) else ""
         observed = _Observed(HEALTH_KINDS[cast.kind], measures, cast.values.numel(), where)
         observed.block = self._block
         self._casts.append(observed)
@@ -139,12 +140,10 @@ class CastProbe(TorchDispatchMode):
     def _add_reader(self, product: Product) -> None:
         """Take from a product which layers read the codes, and as what."""
         address = _address(product.weight)
-        if address not in self._layers and self._model is not None:
-            self._layers |= _weight_addresses(self._model)  # weights are joined in the first forward pass
-        layers = self._layers.get(address, ())
+        layers = self._layers_at(address)
         if product.codes is not None:
             cast, weight = self._latest.get(_address(product.codes)), self._latest.get(address)
-            if weight is not None:
+            if weight is not None and not layers:
                 weight.kind, layers = WEIGHTS, (weight.where,)
             if cast is not None:
                 cast.kind = HEALTH_KINDS[product.kind]
@@ -152,6 +151,14 @@ class CastProbe(TorchDispatchMode):
                 cast.layers += [layer for layer in layers if layer not in ("", *cast.layers)]
         if layers and layers[0]:
             self._block = ".".join(layers[0].split(".")[:2])
+
+    def _layers_at(self, address: int) -> tuple[str, ...]:
+        """Layers whose weight is at this address now: a run's first forward pass joins weights, in other memory."""
+        found = self._layers.get(address, [])
+        if self._model is not None and not (found and all(weight.is_at(address) for weight in found)):
+            self._layers = _weights(self._model)
+            found = self._layers.get(address, [])
+        return tuple(weight.layer for weight in found)
 
     def _add_moments(self, update: MomentUpdate, precision: Tensor) -> None:
         for kind, moment, measured in zip(
@@ -242,16 +249,28 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _weight_addresses(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Address of each frozen FP8 weight, of its transposed copy, and of weights that are cast at each use → layers.
+class _Weight(NamedTuple):
+    """Where a layer's frozen FP8 weight is held, its transposed copy, or a weight that is cast at each use."""
 
-    Those that multiply as one matrix have the same address.
-    """
-    found: dict[int, tuple[str, ...]] = {}
+    layer: str
+    held_by: Mapping[str, Tensor | None]
+    name: str
+
+    def is_at(self, address: int) -> bool:
+        """Whether it is still there."""
+        weight = self.held_by.get(self.name)
+        return weight is not None and _address(weight) == address
+
+
+def _weights(model: nn.Module) -> dict[int, list[_Weight]]:
+    """All of them by address; those that multiply as one matrix have the same."""
+    found: dict[int, list[_Weight]] = {}
     for name, module in model.named_modules():
-        held = [module._buffers.get(buffer) for buffer in WEIGHT_BUFFERS]
+        held = [_Weight(name.removesuffix(".base_layer"), module._buffers, buffer) for buffer in WEIGHT_BUFFERS]
         if isinstance(module, FP8TrainableLinear):
-            held.append(module.weight)
-        for address in (_address(weight) for weight in held if weight is not None):
-            found[address] = (*found.get(address, ()), name.removesuffix(".base_layer"))
+            held.append(_Weight(held[0].layer, module._parameters, "weight"))
+        for weight in held:
+            tensor = weight.held_by.get(weight.name)
+            if tensor is not None:
+                found.setdefault(_address(tensor), []).append(weight)
     return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
-from coat_core.kernels.gelu import mlp_activation, mlp_activation_backward
+from coat_core.kernels.gelu import mlp_activation_backward
 from coat_core.kernels.mlp_gradient import mlp_down_gradient
 from coat_core.kernels.qkv import qkv_mlp_backward, qkv_rope_backward
 from coat_core.kernels.quantize import quantize, quantize_and_save
@@ -21,8 +21,8 @@ from coat_core.quantize import Quantized
 
 from .attention import Attention, Projected, Rotary
 from .block import run_block
-from .frozen import NotFusable, Spec, in_passing, quantized_by
-from .gated_linear import GatedLinear
+from .frozen import NotFusable
+from .gated_linear import GatedLinear, activate
 from .kept import Kept, Saving
 from .linears import read_group, read_linear
 from .modulation import Modulation
@@ -96,10 +96,10 @@ class SingleBlock:
         y, h = self.inputs.forward(kept, "", x, scale, shift, saving)
         projected = Projected(self.inputs.linears, y, h)
         out = self.attention.forward(kept, [projected], rotary, saving.of_attention)
-        values, quantized = _activate(kept, projected, out, self.output.linear.input_spec, saving)
+        activated = activate(kept, projected, out, self.output.linear, saving)
         del y, projected, out  # not needed any more, and large
         kept.add("modulation", modulation)
-        return (self.output.forward(kept, "out_", x, gate, values, quantized, saving, needs[1]),)
+        return (self.output.forward(kept, "out_", x, gate, *activated, saving, needs[1]),)
 
     def backward(
         self, kept: Kept, rotary: Rotary, grads: Sequence[Tensor], needs: Sequence[bool]
@@ -284,11 +284,11 @@ class Stream:
     ) -> Tensor:
         """The stream after attention: projection, gate and residual, then the MLP with its own."""
         _, _, gate, shift, scale, gate_mlp = modulation
-        x = self.output.forward(kept, f"{name}out_", x, gate, out, quantized, saving, trains_gates)
+        x = self.output.forward(kept, f"{name}out_", x, gate, out, quantized, None, saving, trains_gates)
         y, h = self.up.forward(kept, f"{name}up_", x, scale, shift, saving)
-        projected = Projected(self.up.linears, y, h)
-        values, found = _activate(kept, projected, None, self.down.linear.input_spec, saving, name)
-        return self.down.forward(kept, f"{name}down_", x, gate_mlp, values, found, saving, trains_gates)
+        activated = activate(kept, Projected(self.up.linears, y, h), None, self.down.linear, saving, name)
+        del y
+        return self.down.forward(kept, f"{name}down_", x, gate_mlp, *activated, saving, trains_gates)
 
     def rest_backward(
         self, kept: Kept, name: str, grad: Tensor, out: Tensor, modulation: Sequence[Tensor], saving: Saving
@@ -313,26 +313,6 @@ class Stream:
         )
         dout = self.output.linear.complete_dx(dout, dh)
         return RestGradients(dx, dout, (dgate, dnorm, dgate_mlp), [*of_output, *of_up, *of_down])
-
-
-def _activate(
-    kept: Kept, projected: Projected, out: Tensor | None, spec: Spec | None, saving: Saving, name: str = ""
-) -> tuple[Tensor, Quantized | None]:
-    """[out | GELU(mlp)] of what the last of a group of linears made, and the same in FP8; keeps both for backward."""
-    linears, y, h = projected
-    last, attends = len(linears.widths) - 1, saving.of_attention
-    mlp, fmt = y[..., -linears.widths[last] :], saving.in_passing[0]
-    if fmt == "none":
-        linears.complete(y, h, last)
-    low_rank = (None, None) if h is None or fmt == "none" else linears.low_rank(h, last, last + 1, y.dtype)
-    values, codes, scale, *saved = mlp_activation(
-        out, None, mlp, None, *low_rank, *in_passing(spec), *saving.in_passing, y.dtype
-    )
-    if out is not None:
-        kept.add(f"{name}out", *attends.keep(out, saved[0], saved[1]))
-    kept.add(f"{name}mlp", *saving.keep(mlp.contiguous() if fmt == "none" else mlp, saved[2], saved[3]))
-    kept.facts[f"{name}mlp"] = y.dtype
-    return values, quantized_by(spec, values, codes, scale)
 
 
 def _of_modulation(modulation: Tensor, *parts: Tensor | None) -> Tensor | None:

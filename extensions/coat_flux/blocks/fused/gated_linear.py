@@ -15,8 +15,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from coat_core.kernels.gate import gated_sum, gated_sum_backward
+from coat_core.kernels.gelu import mlp_activation, mlp_activation_down
 from coat_core.quantize import Quantized
 
+from .attention import Projected
 from .frozen import in_passing, quantized_by
 from .kept import Kept, Saving
 from .linears import LinearGroup
@@ -52,6 +54,7 @@ class GatedLinear:
         gate: Tensor,
         x: Tensor,
         quantized: Quantized | None,
+        product: Tensor | None,
         saving: Saving,
         trains_gate: bool,
     ) -> Tensor:
@@ -62,15 +65,16 @@ class GatedLinear:
             name: under which.
             residual: [B, S, D].
             gate: [B, D].
-            x: [B, S, K].
+            x: [B, S, K]; like the next two as `LinearGroup.forward` takes it.
             quantized: x in FP8 by the linear's `input_spec`, or None.
+            product: x Dᵀ, where the maker of x has it.
             saving: of the linear's result.
             trains_gate: whether the gate has a gradient.
 
         Returns:
             Tensor [B, S, D].
         """
-        result, h = self.linear.forward(x, quantized)
+        result, h = self.linear.forward(x, quantized, product)
         fmt, group_size = saving.in_passing if trains_gate else ("none", 0)
         whole = h is None or (trains_gate and fmt == "none")  # what is kept as it is
         low_rank = (None, None) if whole else self.linear.low_rank(h, 0, 1, result.dtype)
@@ -111,3 +115,31 @@ class GatedLinear:
         quantized = quantized_by(spec, dy, codes, code_scale) if fused[1] != "none" else None
         dh, adapters = self.linear.adapter_gradients(dy, down_gradient, kept.first(f"{name}h"))
         return GatedGradients(self.linear.dgrad(dy, quantized), dh, dgate if packed else None, adapters)
+
+
+def activate(
+    kept: Kept, projected: Projected, out: Tensor | None, reader: LinearGroup, saving: Saving, name: str = ""
+) -> tuple[Tensor, Quantized | None, Tensor | None]:
+    """[out | GELU(mlp)] of what the last of a group of linears made, as `GatedLinear.forward` takes it.
+
+    Values are made only where its reader multiplies by them. Keeps out and mlp for backward.
+    """
+    linears, y, h = projected
+    last, attends, spec = len(linears.widths) - 1, saving.of_attention, reader.input_spec
+    mlp, fmt = y[..., -linears.widths[last] :], saving.in_passing[0]
+    if fmt == "none":
+        linears.complete(y, h, last)
+    low_rank = (None, None) if h is None or fmt == "none" else linears.low_rank(h, last, last + 1, y.dtype)
+    how = (*in_passing(spec), *saving.in_passing, y.dtype)
+    if how[1] != "none" and reader.rank:
+        found = mlp_activation_down(out, mlp, *low_rank, reader.copies(y.dtype).down, *how)
+        product, values = found[0], y.new_empty(0)
+    else:
+        found, product = mlp_activation(out, None, mlp, None, *low_rank, *how), None
+        values = found[0]
+    _, codes, scale, *saved = found
+    if out is not None:
+        kept.add(f"{name}out", *attends.keep(out, saved[0], saved[1]))
+    kept.add(f"{name}mlp", *saving.keep(mlp.contiguous() if fmt == "none" else mlp, saved[2], saved[3]))
+    kept.facts[f"{name}mlp"] = y.dtype
+    return values, quantized_by(spec, values, codes, scale), product

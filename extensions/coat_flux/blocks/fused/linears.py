@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coat_core.kernels.codes import product
 from coat_core.kernels.lora import lora_up_gradients
@@ -61,31 +61,26 @@ class LinearGroup:
         bases: one for all where their weights are joined, else one of each.
         widths: N of each linear.
         adapters: of each linear.
+        all_adapters: those of each linear in turn.
+        parameters: A and B of each adapter in turn.
+        dtype: of these; None without adapters.
+        rank: the largest of a linear's ranks, those of its adapters added up; 0 without adapters.
     """
 
     bases: tuple[FrozenLinear, ...]
     widths: tuple[int, ...]
     adapters: tuple[tuple[PlainAdapter, ...], ...]
 
-    @property
-    def all_adapters(self) -> list[PlainAdapter]:
-        """Those of each linear in turn."""
-        return [adapter for found in self.adapters for adapter in found]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """A and B of each adapter in turn."""
-        return [matrix for adapter in self.all_adapters for matrix in (adapter.down, adapter.up)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the adapters' matrices."""
-        return self.parameters[0].dtype
-
-    @property
-    def rank(self) -> int:
-        """The largest of a linear's ranks, those of its adapters added up; 0 without adapters."""
-        return max(sum(len(adapter.down) for adapter in found) for found in self.adapters)
+    def __post_init__(self) -> None:
+        found = [adapter for adapters in self.adapters for adapter in adapters]
+        ranks = [sum(len(adapter.down) for adapter in adapters) for adapters in self.adapters]
+        # asked for many times in each pass; no fields, since they follow from those
+        vars(self).update(
+            all_adapters=found,
+            parameters=[matrix for adapter in found for matrix in (adapter.down, adapter.up)],
+            dtype=found[0].down.dtype if found else None,
+            rank=max(ranks),
+        )
 
     @property
     def input_spec(self) -> Spec | None:
@@ -97,12 +92,15 @@ class LinearGroup:
         """As `FrozenLinear.grad_spec`; None where dy is cut up before its cast."""
         return self.bases[0].grad_spec if len(self.bases) == 1 else None
 
-    def forward(self, x: Tensor, quantized: Quantized | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, quantized: Quantized | None, product: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Multiply by the weights, and x by D.
 
         Args:
-            x: [..., K].
+            x: [..., K]; where both of the next are given, anything of its dtype.
             quantized: x in FP8 by `input_spec`, or None.
+            product: x Dᵀ [..., n·r], where the maker of x has it.
 
         Returns:
             y [..., ΣN] without the adapters' part, and h; None without adapters.
@@ -111,8 +109,9 @@ class LinearGroup:
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         if not self.rank:
             return y, None
-        down = self.copies(y.dtype).down
-        return y, self._times_strengths(torch.nn.functional.linear(x.to(y.dtype), down))
+        if product is None:
+            product = torch.nn.functional.linear(x.to(y.dtype), self.copies(y.dtype).down)
+        return y, self._times_strengths(product)
 
     def low_rank(self, h: Tensor, start: int, stop: int, dtype: torch.dtype) -> LowRank:
         """What is to be added to the columns of linears `start` to `stop`."""
