@@ -182,6 +182,10 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
     cases["mlp and down-projection, groups of 256"] = partial(
         mlp_activation_down, out, mlp, h, up, _empty(16, HIDDEN + MLP), "e4m3", "per_row", "e4m3", 256, bf16
     )
+    for form in FORMATS:  # images are drawn without saving anything
+        cases[f"mlp and down-projection, nothing saved, {form}"] = partial(
+            mlp_activation_down, out, mlp, None, None, _empty(16, HIDDEN + MLP), form, "per_row", "none", 128, bf16
+        )
     fp32 = [_empty(*x.shape, dtype=torch.float32) for x in (out, mlp, h, up, _empty(128, HIDDEN + MLP))]
     cases["mlp and down-projection in fp32"] = partial(
         mlp_activation_down, *fp32, "e4m3", "per_row", "e4m3", 128, torch.float32

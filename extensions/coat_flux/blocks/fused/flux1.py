@@ -23,7 +23,7 @@ from .attention import Attention, Projected, Rotary
 from .block import run_block
 from .frozen import NotFusable
 from .gated_linear import GatedLinear, activate
-from .kept import Kept, Saving
+from .kept import NOT_SAVED, Kept, Saving
 from .linears import read_group, read_linear
 from .modulation import Modulation
 from .norm_linears import NormLinears
@@ -180,7 +180,7 @@ class DoubleBlock:
         del y, projected
         spec = self.text.output.linear.input_spec
         by_row = spec is not None and spec[1].name == "per_row"
-        how = (spec[0], "per_row", spec[1].group_size) if spec is not None and by_row else ("e4m3", "none", 0)
+        how = (spec[0], "per_row", spec[1].group_size) if spec is not None and by_row else ("e4m3", *NOT_SAVED)
         codes, code_scale, *saved = quantize_and_save(out, *how, *attends.in_passing)
         kept.add("out", *attends.keep(out, saved[0], saved[1]))
         kept.add("modulation", *inputs[2:])

@@ -20,7 +20,7 @@ from coat_core.quantize import Quantized
 
 from .attention import Projected
 from .frozen import in_passing, quantized_by
-from .kept import Kept, Saving
+from .kept import NOT_SAVED, Kept, Saving
 from .linears import LinearGroup
 
 
@@ -75,7 +75,7 @@ class GatedLinear:
             Tensor [B, S, D].
         """
         result, h = self.linear.forward(x, quantized, product)
-        fmt, group_size = saving.in_passing if trains_gate else ("none", 0)
+        fmt, group_size = saving.in_passing if trains_gate else NOT_SAVED
         whole = h is None or (trains_gate and fmt == "none")  # what is kept as it is
         low_rank = (None, None) if whole else self.linear.low_rank(h, 0, 1, result.dtype)
         if whole:

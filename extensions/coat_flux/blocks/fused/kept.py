@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from coat_core.activation import PackingConfig
+from coat_core.granularity import PER_GROUP
 from coat_core.kernels.quantize import dequantize, quantize
 
+NOT_SAVED = ("none", PER_GROUP.group_size)  # `saved_format` and `group_size` of kernels that are to pack nothing
 Packed = tuple[Tensor, ...]  # (codes, scale), or (values,) where a tensor is kept as it is
 
 
@@ -29,7 +31,7 @@ class Saving:
     def in_passing(self) -> tuple[str, int]:
         """`saved_format` and `group_size` of the kernels that make what is kept; "none" where they cannot pack it."""
         if self.config is None or self.config.granularity.name != "per_group":
-            return "none", 0
+            return NOT_SAVED
         return self.config.format, self.config.granularity.group_size
 
     @property
