@@ -62,7 +62,7 @@ def test_which_linears_are_converted() -> None:
 def test_report_rows_and_table() -> None:
     report = apply_coat(tiny_flux(), config(weight={"granularity": "per_row"}))
     rows = report.rows()
-    gemm = "W e4m3/per_row, x e4m3/per_tensor, dy e5m2"
+    gemm = "W e4m3/per_row, x e4m3/per_row, dy e5m2"
     assert ("transformer_blocks.*", 24, gemm, "") in rows
     assert ("single_transformer_blocks.*", 10, gemm, "") in rows
     assert [count for part, count, got, _ in rows if got == "W e4m3/per_row, high precision GEMM"] == [4, 2]

@@ -40,6 +40,7 @@ ELSEWHERE = {  # command: what runs it
     'pip install -e ".[bench]"': "needs a download; tests/unit/test_bench_runner.py checks what is in it",
     "cd path/to/ai-toolkit": "a shell",
     "python run.py configs/flux_clothing_coat.yaml": "tests/integration/test_aitk_real.py, with a real ai-toolkit",
+    "python scripts/gpu_check.py --out DIR --minutes 30": "tests/unit/test_gpu_check.py; for a GPU",
     "python scripts/benchmark_coat.py --hidden_size 1024 --num_layers 8 --batch_size 4 --num_steps 50 "
     "--use_fp8_activation": "tests/integration/test_bench_runs.py",
 }
