@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UserError
+from .archs import archs_of
 from .build import OtherKeys, as_mapping
 from .findings import Findings, suggest_key
 from .options import Option
@@ -80,12 +81,14 @@ class Schema:
         source: where the keys come from, in words.
         classes: config class, `process` or `network_kwargs` → key → kind.
         drops_cached_captions: caption_dropout_rate works with cached text embeddings, too.
+        archs: of its model classes; empty where they are not known.
     """
 
     version: str
     source: str
     classes: Mapping[str, Mapping[str, str]]
     drops_cached_captions: bool = True
+    archs: frozenset[str] = frozenset()
 
 
 def read_table(path: Path = TABLE) -> tuple[str, list[dict[str, str]]]:
@@ -220,7 +223,8 @@ def read_schema(root: Path) -> Schema:
     for row in ROWS:
         if row["corrected"] and row["key"] in classes[row["block"]]:
             classes[row["block"]][row["key"]] = row["corrected"]
-    return Schema(version, str(root), classes, "get_dropout_caption" in _text(root / DATA_FILE))
+    drops = "get_dropout_caption" in _text(root / DATA_FILE)
+    return Schema(version, str(root), classes, drops, frozenset(archs_of(root)))
 
 
 def read_source(root: Path) -> tuple[str, dict[str, dict[str, Key]]]:
