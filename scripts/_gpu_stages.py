@@ -52,7 +52,7 @@ STAGES = (
         level="rates",
         rows=(
             *("gemm_bf16", "gemm_fp8", "gemm_fp8_per_row", "attention", "copy", "launches"),
-            *("attention_cudnn", "attention_flash"),
+            *("attention_cudnn", "attention_flash", "attention_efficient", "attention_fa3", "attention_fa4"),
         ),
     ),
     Stage("operators", "each kernel of ours", 240, command=(*OPERATORS, "{spec}", "{result}")),

@@ -268,7 +268,11 @@ def tables(check: Check) -> str:
     machine = check.state.get("machine")
     if machine is not None:
         limit, geometry = Limit(**machine["limit"]), TOY if check.dry else Geometry()
-        shown = {key: machine[key] for key in ("attention", "fp8_products", "kernels_refused") if key in machine}
+        shown = {
+            key: machine[key]
+            for key in ("attention", "attention_kernels", "fp8_products", "kernels_refused")
+            if key in machine
+        }
         parts += [f"* {key}: {value}" for key, value in shown.items()]
         rows = report.summarize(runs, geometry, limit)
         parts += report.measured_rates(rows, limit)

@@ -2,11 +2,16 @@
 
 The forward pass returns what torch's backward kernel wants besides q, k, v and out (log-sum-exp, random state), so that
 the four large tensors may be kept in FP8, or recomputed, by the caller. The kernel is the one that
-`torch.nn.functional.scaled_dot_product_attention` would choose. Where that is one without a backward of its own (the
-plain matrix products), nothing is kept and backward runs the forward pass again.
+`torch.nn.functional.scaled_dot_product_attention` would choose, or the one that `use_kernel` names. Where that is one
+without a backward of its own (the plain matrix products), nothing is kept and backward runs the forward pass again.
+
+    cudnn       cuDNN                    flash       FlashAttention 2, built into torch
+    efficient   from xFormers            fa3, fa4    FlashAttention 3 and 4, packages of their own
+
+torch calls FlashAttention 3 or 4 in place of 2, behind the same operators, once its registry has activated one.
 
 Shapes: q, k, v, out [B, H, S, d]; log-sum-exp fp32 [B, H, S] (cuDNN: [B, H, S, 1]).
-Source: torch's aten operators `_scaled_dot_product_*_attention` and their `_backward`.
+Source: torch's aten operators `_scaled_dot_product_*_attention` and their `_backward`; `torch.nn.attention`.
 """
 
 from __future__ import annotations
@@ -15,16 +20,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import attention as registry
 from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
+
+LIBRARIES = {"fa3": "FA3", "fa4": "FA4"}  # as torch's registry names them
+GPU_KERNELS = ("cudnn", "flash", "efficient", *LIBRARIES)
+
+_in_use: tuple[str, str, torch.dtype, int] | None = None  # kernel; type of device, dtype and head size it is used for
 
 
 class AttentionContext(NamedTuple):
     """What backward needs besides q, k, v and out.
 
     Attributes:
-        kernel: "flash_cpu", "flash", "efficient", "cudnn", or "plain" for the one that runs forward again.
+        kernel: of `GPU_KERNELS`, "flash_cpu", or "plain" for the one that runs forward again.
         tensors: log-sum-exp first, then small tensors; empty for "plain".
         sizes: what is not a tensor: the longest query and key length of the flash kernels.
     """
@@ -35,7 +46,9 @@ class AttentionContext(NamedTuple):
 
 
 def chosen_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Name the kernel torch chooses for these tensors; see `AttentionContext.kernel`."""
+    """Name the kernel in use for these tensors, else the one torch chooses; see `AttentionContext.kernel`."""
+    if _in_use is not None and _in_use[1:] == (q.device.type, q.dtype, q.shape[-1]):
+        return _in_use[0]
     if q.device.type == "meta":  # where a GPU's memory is counted
         return "flash"
     if torch.compiler.is_dynamo_compiling():
@@ -59,6 +72,30 @@ def _chosen_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
     return chosen_kernel(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2))
 
 
+def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
+    """Let `attention_forward` run this kernel for tensors like this one, in the whole process.
+
+    FlashAttention 3 or 4 then also runs wherever else torch's attention takes FlashAttention 2: its registry holds one.
+
+    Args:
+        kernel: as in `AttentionContext`; None leaves the choice to torch.
+        like: q, whose device, dtype and head size count.
+
+    Raises:
+        Exception: of any kind, from a library that is not installed, or that this torch or GPU cannot use.
+    """
+    global _in_use
+    exchanges, wanted = hasattr(registry, "restore_flash_attention_impl"), LIBRARIES.get(kernel or "")
+    if wanted is not None and not exchanges:
+        raise RuntimeError(f"torch {torch.__version__} cannot exchange its FlashAttention 2")
+    if exchanges and wanted != registry.current_flash_attention_impl():
+        if wanted is None:
+            registry.restore_flash_attention_impl()
+        else:
+            registry.activate_flash_attention_impl(wanted)
+    _in_use = None if kernel is None or like is None else (kernel, like.device.type, like.dtype, like.shape[-1])
+
+
 def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, AttentionContext]:
     """Return softmax(q kᵀ / sqrt(d)) v and what `attention_backward` needs of it.
 
@@ -74,7 +111,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Attentio
     if kernel == "flash_cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
         return out, AttentionContext(kernel, (lse,))
-    if kernel == "flash":
+    if kernel == "flash" or kernel in LIBRARIES:
         out, lse, _, _, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(q, k, v)
         return out, AttentionContext(kernel, (lse, seed, offset), (int(max_q), int(max_k)))
     if kernel == "efficient":
@@ -121,7 +158,7 @@ def attention_backward(
         mask = [True, True, True, False]
         return _three(backward(grad, q, k, v, None, out, lse, seed, offset, 0.0, mask)[:3])
     (max_q, max_k) = context.sizes
-    if context.kernel == "flash":
+    if context.kernel == "flash" or context.kernel in LIBRARIES:
         backward = aten._scaled_dot_product_flash_attention_backward
         return _three(backward(grad, q, k, v, out, lse, None, None, max_q, max_k, 0.0, False, seed, offset))
     backward = aten._scaled_dot_product_cudnn_attention_backward

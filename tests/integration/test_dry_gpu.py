@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from coat_flux.config.coat import OPTIONS
 from coat_flux.config.options import Option
+from coat_flux.saves.state import execution_of
 
 pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
 from coat_core.kernels import scaled_mm
@@ -132,6 +134,20 @@ def test_the_other_attention_kernels(attention: str, monkeypatch: pytest.MonkeyP
     with dry_gpu(monkeypatch, attention) as gpu:
         gpu.steps(dry_session(nested(BASE), monkeypatch, blocks=(1, 0)), 2)
     assert gpu.launches["_qkv_rope_bwd_kernel"] > 0
+
+
+def test_the_first_step_tries_and_times_attention(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every kernel at the run's shape; all take a millisecond, so that torch's own stays."""
+    flat = {**BASE, "speed.measure": "auto", "speed.compile": "none", "activation.linear_granularity": "per_group"}
+    with dry_gpu(monkeypatch) as gpu, caplog.at_level(logging.INFO):
+        session = dry_session(nested(flat), monkeypatch, blocks=(1, 0))
+        gpu.steps(session, 1)
+    lines = [line for line in caplog.messages if line.startswith("attention: ")]
+    others = "; ".join(f"{kernel} 1.00 ms" for kernel in ("flash", "efficient", "fa3", "fa4"))
+    assert lines == [f"attention: cudnn 1.00 ms (fastest at 4608 tokens; {others})"]
+    assert execution_of(session.transformer)["attention"] == "cudnn"
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_the_run_goes_on_with_the_path_that_was_fastest(
     current: list[str] = []
     set_gemm = pick.BlockGemms.set
     monkeypatch.setattr(pick.BlockGemms, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
-    monkeypatch.setattr(pick, "_timed", lambda once, device: (once(), 1.0 if current[-1] == fastest else 2.0)[1])
+    monkeypatch.setattr(pick, "timed", lambda once, device: (once(), 1.0 if current[-1] == fastest else 2.0)[1])
     with caplog.at_level(logging.INFO, logger="coat_flux"):
         asked = {"activation": {"linear_granularity": "per_tensor"}}
         found, blocks = gradients({"speed": {"measure": "always", "compile": "none"}, **asked})

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import coat_core.kernels.attention as attention
 from coat_core.granularity import PER_GROUP
-from coat_core.kernels.attention import attention_backward, attention_forward, chosen_kernel
+from coat_core.kernels import attention_trial
+from coat_core.kernels.attention import GPU_KERNELS, attention_backward, attention_forward, chosen_kernel, use_kernel
+from coat_core.kernels.attention_trial import AttentionTrial, kernel_obstacles
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.rows import assert_rows_close
 from tests.tolerances import ATTENTION_FP8_FLOOR_DB, BF16_ULP_RTOL, KERNEL_ROW_RTOL
 
-GPU_KERNELS = ["flash", "efficient", "cudnn"]
+OF_TORCH = ["flash", "efficient", "cudnn"]
+
+
+@pytest.fixture(autouse=True)
+def _torch_chooses_again() -> Iterator[None]:
+    yield
+    attention.use_kernel(None)
+
+
+class Registry:
+    """torch's registry of FlashAttention libraries, with those that are installed."""
+
+    def __init__(self, *installed: str) -> None:
+        self.installed, self.active = installed, None
+
+    def current_flash_attention_impl(self) -> str | None:
+        return self.active
+
+    def restore_flash_attention_impl(self) -> None:
+        self.active = None
+
+    def activate_flash_attention_impl(self, name: str) -> None:
+        self.active = None
+        if name not in self.installed:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        self.active = name
 
 
 def qkv(device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 32) -> list[Tensor]:
@@ -94,8 +124,108 @@ def test_gpu_kernels_take_these_arguments(kernel: str, monkeypatch: pytest.Monke
     assert [g.shape for g in gradients] == [x.shape for x in inputs]
 
 
+# -- by name ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_in_use_is_taken_for_tensors_like_those_it_was_named_for() -> None:
+    q, k, v = qkv(torch.device("cpu"))
+    assert chosen_kernel(q, k, v) == "flash_cpu"
+    use_kernel("plain", q)
+    assert chosen_kernel(q, k, v) == "plain" == attention_forward(q, k, v)[1].kernel
+    assert chosen_kernel(*qkv(torch.device("cpu"), torch.float32)) == "flash_cpu"
+    assert chosen_kernel(*qkv(torch.device("cpu"), head_dim=64)) == "flash_cpu"
+    use_kernel(None)
+    assert chosen_kernel(q, k, v) == "flash_cpu"
+
+
+def test_libraries_are_exchanged_in_torchs_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, (q, _, _) = Registry("FA3", "FA4"), qkv(torch.device("cpu"))
+    monkeypatch.setattr(attention, "registry", registry)
+    seen = []
+    for kernel in ("fa3", "fa4", "flash", "fa3", None):
+        use_kernel(kernel, q)
+        seen.append(registry.active)
+    assert seen == ["FA3", "FA4", None, "FA3", None]
+
+
+def test_a_torch_without_the_registry_refuses_libraries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, _, _ = qkv(torch.device("cpu"))
+    monkeypatch.setattr(attention, "registry", object())
+    use_kernel("cudnn", q)
+    with pytest.raises(RuntimeError, match="cannot exchange its FlashAttention 2"):
+        use_kernel("fa3", q)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 300, 32), (2, 3, 65, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_right_kernels_pass_the_trial_and_are_in_use(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    batch, heads, tokens, head_dim = shape
+    like = torch.empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
+    state, trial = torch.get_rng_state(), AttentionTrial(like)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (trial.qkv[0].shape, trial.qkv[0].stride()) == (like.shape, like.stride())
+    for kernel in ("flash_cpu", "plain"):
+        assert trial.obstacle(kernel) is None
+        assert chosen_kernel(like, like, like) == kernel
+
+
+def test_rounding_alone_is_far_from_the_limit_of_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_trial, "LARGEST_ERROR", attention_trial.LARGEST_ERROR / 5)
+    assert AttentionTrial(qkv(torch.device("cpu"))[0]).obstacle("flash_cpu") is None
+
+
+def wrong(part: int, change: Any) -> Any:
+    """An attention that gets one of its results wrong: out, dq, dk or dv."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, context = attention_forward(q, k, v)
+        return change(out) if part == 0 else out, context
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        found = attention_backward(*args)
+        return tuple(change(x) if i + 1 == part else x for i, x in enumerate(found))
+
+    return forward, backward
+
+
+CHANGES = {
+    "another scale": lambda x: x * 1.05,
+    "not finite in one place": lambda x: x.index_put((torch.tensor(0),) * 4, torch.tensor(torch.nan, dtype=x.dtype)),
+    "heads mixed up": lambda x: x.roll(1, 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("part", range(4), ids=["out", "dq", "dk", "dv"])
+def test_a_wrong_kernel_is_refused(part: int, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = wrong(part, CHANGES[change])
+    monkeypatch.setattr(attention_trial, "attention_forward", forward)
+    monkeypatch.setattr(attention_trial, "attention_backward", backward)
+    q, k, v = qkv(torch.device("cpu"))
+    reason = AttentionTrial(q).obstacle("plain")
+    assert str(reason).startswith("differs from plain matrix products by")
+    assert chosen_kernel(q, k, v) == "flash_cpu"
+
+
+def test_what_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "registry", Registry("FA3"))
+    q, k, v = qkv(torch.device("cpu"))
+    found = kernel_obstacles(q)
+    assert list(found) == list(GPU_KERNELS)
+    assert found.pop("fa4") == "not installed (No module named 'FA4')"
+    assert all(str(reason).startswith("NotImplementedError: Could") for reason in found.values())
+    assert chosen_kernel(q, k, v) == "flash_cpu"
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [*GPU_KERNELS, "plain"])
+def test_torchs_kernels_pass_the_trial_at_the_size_of_flux() -> None:
+    like = torch.empty(1, 4608, 24, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    found = kernel_obstacles(like)
+    assert {kernel: found[kernel] for kernel in ("flash", "efficient")} == {"flash": None, "efficient": None}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [*OF_TORCH, "plain"])
 def test_every_gpu_kernel_is_torchs(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backends = {
         "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "plain": "MATH",

@@ -147,7 +147,7 @@ def test_the_path_that_was_picked_shows_in_the_layers(monkeypatch: pytest.Monkey
     current: list[str] = []
     set_gemm = pick.BlockGemms.set
     monkeypatch.setattr(pick.BlockGemms, "set", lambda self, gemm: (current.append(gemm), set_gemm(self, gemm)))
-    monkeypatch.setattr(pick, "_timed", lambda once, device: 1.0 if current[-1] == "per_row" else 2.0)
+    monkeypatch.setattr(pick, "timed", lambda once, device: 1.0 if current[-1] == "per_row" else 2.0)
     found = after_a_step({**KEPT, "speed": {"measure": "always", "compile": "none"}}).metadata()
     per_row = "W e4m3/per_tensor, x e4m3/per_row, dy e5m2"
     assert found["coat.got.single_transformer_blocks"] == f"2 x {WEIGHT_ONLY}; 10 x {per_row}"

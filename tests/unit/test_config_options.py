@@ -46,6 +46,7 @@ SPEC_DEFAULTS = {
     "memory.log_every": 100,
     "speed.compile": "auto",
     "speed.measure": "auto",
+    "speed.attention": "auto",
     "data.background": "white",
     "data.transparency": "background",
     "data.prepare": "auto",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from coat_core.kernels import dispatch, scaled_mm
+from coat_core.kernels import attention_trial, dispatch, scaled_mm
 from coat_flux.doctor import gpu
 
 
@@ -94,6 +95,22 @@ def test_an_older_card_has_no_fp8(card):
         "- FP8 on GPU 0: compute capability 8.6 has no FP8 tensor cores (8.9 and up have): weights are kept in FP8, "
         "products run in bf16"
     ]
+
+
+def test_attention_kernels_by_name(card, monkeypatch):
+    """What is tried runs on a CPU here: the kernels of GPUs are refused, and one is made up to run."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **how: empty(*shape, **how))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(attention_trial, "GPU_KERNELS", ("plain", "fa3"))
+    (line,) = texts(gpu.attention())
+    start = "✓ attention on GPU 0: plain, torch chooses flash_cpu; fa3: not installed (No module named"
+    assert line.startswith(start)
+
+
+@pytest.mark.usefixtures("no_card")
+def test_attention_without_a_card():
+    assert texts(gpu.attention()) == ["- attention: no NVIDIA GPU here; torch's kernel for a CPU runs"]
 
 
 def test_rates_in_words(card, monkeypatch):

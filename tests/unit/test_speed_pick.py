@@ -68,7 +68,7 @@ class Bench:
         self.args = (torch.randn(1, 6, HIDDEN), torch.randn(1, 4, HIDDEN))
         self.pick = SpeedPick(self.blocks, config, self.run)
         self._times, self._pass_s = times, pass_s
-        monkeypatch.setattr(pick, "_timed", self.timed)
+        monkeypatch.setattr(pick, "timed", self.timed)
         monkeypatch.setattr(pick.time, "monotonic", lambda: self.now)
 
     def gemm(self) -> str:
@@ -195,7 +195,7 @@ def test_triton_under_its_windows_name_is_known(monkeypatch: pytest.MonkeyPatch)
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert cache._triton_version() == "3.5.0.post1"
+    assert cache.version_of("triton", "triton-windows") == "3.5.0.post1"
 
 
 def test_an_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: File) -> None:

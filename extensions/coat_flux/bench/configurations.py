@@ -203,8 +203,15 @@ CONFIGURATIONS = (
     Configuration("gemm_fp8", "FP8 matrix products, one scale for each tensor", (RATES,)),
     Configuration("gemm_fp8_per_row", "FP8 matrix products, one scale for each row", (RATES,)),
     Configuration("attention", "attention by the kernel that torch chooses", (RATES,)),
-    Configuration("attention_cudnn", "attention by cuDNN", (RATES,)),
-    Configuration("attention_flash", "attention by torch's flash kernel", (RATES,)),
+    Configuration("attention_cudnn", "attention by cuDNN", (RATES,), gpu_only=True),
+    Configuration("attention_flash", "attention by torch's FlashAttention 2", (RATES,), gpu_only=True),
+    Configuration("attention_efficient", "attention by torch's kernel from xFormers", (RATES,), gpu_only=True),
+    Configuration(
+        "attention_fa3", "attention by FlashAttention 3", (RATES,), needs=("flash_attn_interface",), gpu_only=True
+    ),
+    Configuration(
+        "attention_fa4", "attention by FlashAttention 4", (RATES,), needs=("flash_attn.cute",), gpu_only=True
+    ),
     Configuration("copy", "a large copy", (RATES,)),
     Configuration("launches", "one of many small kernels in a CUDA graph", (RATES,), gpu_only=True),
     Configuration("adamw_fused", "torch AdamW, fused, fp32 moments", ("optimizer",)),

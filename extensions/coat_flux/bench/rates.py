@@ -6,14 +6,13 @@ What they reach replaces the assumptions in `limits`: share of the peak, of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from coat_core.formats import E4M3
+from coat_core.kernels.attention import attention_backward, attention_forward, use_kernel
 from coat_core.kernels.scaled_mm import scaled_mm
 
 from .configurations import RATES, Configuration
@@ -24,7 +23,6 @@ from .timing import SEED, Measurement, Setting
 SHAPES = ((1, 1), (1, 3), (1, 4), (4, 1), (1, 7), (5, 1))
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 SMALL_KERNELS = 500
-ATTENTION = {"attention_cudnn": SDPBackend.CUDNN_ATTENTION, "attention_flash": SDPBackend.FLASH_ATTENTION}
 
 
 def measure_rates(row: Configuration, setting: Setting) -> Iterator[Measurement]:
@@ -36,7 +34,10 @@ def measure_rates(row: Configuration, setting: Setting) -> Iterator[Measurement]
     elif row.name.startswith("gemm"):
         yield from _products(row.name, setting)
     else:
-        yield from _attention(row.name, setting)
+        try:
+            yield from _attention(row.name, setting)
+        finally:
+            use_kernel(None)
 
 
 def _normal(setting: Setting, *shape: int) -> Tensor:
@@ -70,28 +71,23 @@ def _products(name: str, setting: Setting) -> Iterator[Measurement]:
                 yield Measurement(f"{k} -> {n}{label}", resolution, batch, timing, figures)
 
 
+@torch.no_grad()
 def _attention(name: str, setting: Setting) -> Iterator[Measurement]:
+    """Attention as the blocks call it: by the kernel that the row's name ends with, else by torch's choice."""
     heads = setting.geometry.heads
-    backend = ATTENTION.get(name)
     for resolution, batch in setting.sizes:
         length = token_count(resolution)
         shape = batch, length, heads, HEAD_DIM  # in memory; the kernels see heads before tokens
-        q, k, v = (_normal(setting, *shape).transpose(1, 2).requires_grad_() for _ in range(3))
+        q, k, v, grad = (_normal(setting, *shape).transpose(1, 2) for _ in range(4))
         flops = 4.0 * batch * heads * length**2 * HEAD_DIM
-
-        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return scaled_dot_product_attention(q, k, v)
-
-        with nullcontext() if backend is None else sdpa_kernel(backend):
-            timing = setting.timed(RATES, forward)
-            yield Measurement("forward", resolution, batch, timing, {"flops": flops})
-            out, grad = forward(), _normal(setting, *shape).transpose(1, 2)
-
-            def backward(out: Tensor = out, leaves: tuple[Tensor, ...] = (q, k, v), grad: Tensor = grad) -> object:
-                return torch.autograd.grad(out, leaves, grad, retain_graph=True)
-
-            timing = setting.timed(RATES, backward)
-            yield Measurement("backward", resolution, batch, timing, {"flops": (ATTENTION_STEP - 1) * flops})
+        use_kernel(name.partition("_")[2] or None, q)
+        out, context = attention_forward(q, k, v)
+        calls: dict[str, tuple[float, Callable[[], object]]] = {
+            "forward": (1.0, partial(attention_forward, q, k, v)),
+            "backward": (ATTENTION_STEP - 1, partial(attention_backward, grad, q, k, v, out, context)),
+        }
+        for label, (share, call) in calls.items():
+            yield Measurement(label, resolution, batch, setting.timed(RATES, call), {"flops": share * flops})
 
 
 def _copy(setting: Setting) -> Measurement:

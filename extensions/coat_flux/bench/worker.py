@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from coat_core.kernels.attention import chosen_kernel
+from coat_core.kernels.attention_trial import kernel_obstacles
 from coat_core.kernels.dispatch import triton_obstacle
 from coat_core.kernels.scaled_mm import unsupported_reason
 
@@ -201,6 +202,7 @@ def _choices(device: torch.device) -> dict[str, Any]:
     refused = triton_obstacle(device)
     return {
         "attention": {name: chosen_kernel(x, x, x) for name, x in heads.items()},
+        "attention_kernels": kernel_obstacles(heads["1024"]),
         "fp8_products": {name.replace("torch.", ""): reason or "ok" for name, reason in products.items()},
         "kernels_refused": refused,
         "self_test": "" if refused is None else _self_test(device),

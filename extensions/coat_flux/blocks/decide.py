@@ -88,7 +88,7 @@ class Given:
         picks_later: the first step still has to pick GEMMs and compilation.
         picked: what it picked.
         compile_failed: torch.compile failed.
-        attention_kernel: that torch chooses, of `coat_core.kernels.attention`; None where that is not known.
+        attention: the kernel of the fused blocks' attention, and why; None before the first step.
         recomputed: indices of the blocks that recompute, where it is not the config that says it.
         ran_out_with: how many blocks recomputed when memory ran out; None where it did not.
         without_copies: memory ran out with transposed copies.
@@ -110,7 +110,7 @@ class Given:
     picks_later: bool = False
     picked: Picked | None = None
     compile_failed: bool = False
-    attention_kernel: str | None = None
+    attention: tuple[str, str] | None = None
     recomputed: tuple[int, ...] | None = None
     ran_out_with: int | None = None
     without_copies: bool = False

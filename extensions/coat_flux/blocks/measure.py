@@ -107,12 +107,12 @@ class SpeedPick:
 
     def _measured(self, args: tuple[Any, ...], found: list[ExecutionMode]) -> Picked:
         key = key_of(args, self._blocks, self._config)
-        kept = _from_first_process(lambda: read_cache(key))
+        kept = from_first_process(lambda: read_cache(key))
         known = {ExecutionMode(*mode): ms for mode, ms in kept.items()} if kept else {}
         why = "measured earlier on this GPU, these shapes"
         if not set(known) & set(found):
             started = time.monotonic()
-            timed = _from_first_process(lambda: self._time_all(args, found))
+            timed = from_first_process(lambda: self._time_all(args, found))
             known = {ExecutionMode(*mode): ms for mode, ms in timed.items()}
             why = f"fastest, measured in {time.monotonic() - started:.1f} s"
             write_cache(key, known)
@@ -155,9 +155,9 @@ class SpeedPick:
 
         for _ in range(WARM_UP):
             once()
-        times = [_timed(once, args[0].device)]
+        times = [timed(once, args[0].device)]
         while len(times) < REPEATS and time.monotonic() - started < BUDGET_S:
-            times.append(_timed(once, args[0].device))
+            times.append(timed(once, args[0].device))
         return statistics.median(times)
 
 
@@ -165,8 +165,8 @@ def _leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_()
 
 
-def _timed(once: Callable[[], None], device: torch.device) -> float:
-    """Milliseconds of one call, by the device's clock."""
+def timed(once: Callable[[], None], device: torch.device) -> float:
+    """Return the milliseconds of one call, by the device's clock."""
     if device.type != "cuda":
         started = time.perf_counter()
         once()
@@ -179,8 +179,8 @@ def _timed(once: Callable[[], None], device: torch.device) -> float:
     return start.elapsed_time(stop)
 
 
-def _from_first_process(make: Callable[[], Any]) -> Any:
-    """What `make` returns in the first of several processes, in all of them; all must come here."""
+def from_first_process(make: Callable[[], Any]) -> Any:
+    """Return what `make` returns in the first of several processes, in all of them; all must come here."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -198,15 +198,10 @@ def cache_file() -> pathlib.Path:
 
 def key_of(args: tuple[Any, ...], blocks: Iterable[nn.Module], config: COATConfig) -> str:
     """Return a key of all that speed depends on: device, versions, shapes, blocks, adapters, config."""
-    from .. import __version__
-
     device = args[0].device
     blocks = list(blocks)
     facts = {
-        "coat_flux": __version__,
-        "torch": torch.__version__,
-        "triton": _triton_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "triton": version_of("triton", "triton-windows"),
         "autocast": torch.is_autocast_enabled(device.type),
         "inputs": [(list(x.shape), str(x.dtype)) for x in args if isinstance(x, Tensor)],
         "blocks": dict(Counter(type(block).__name__ for block in blocks)),
@@ -215,12 +210,21 @@ def key_of(args: tuple[Any, ...], blocks: Iterable[nn.Module], config: COATConfi
         "weight": asdict(config.weight),
         "compile": config.speed.compile,
     }
+    return key_on(device, facts)
+
+
+def key_on(device: torch.device, facts: Mapping[str, Any]) -> str:
+    """Return a key of plain facts, of the device and of the versions of torch and coat_flux."""
+    from .. import __version__
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    facts = {**facts, "coat_flux": __version__, "torch": torch.__version__, "device": name}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _triton_version() -> str | None:
-    """Version of triton under either of its names; None without it."""
-    for package in ("triton", "triton-windows"):
+def version_of(*packages: str) -> str | None:
+    """Return the version of the first of these packages that is installed; None without any."""
+    for package in packages:
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -230,14 +234,22 @@ def _triton_version() -> str | None:
 
 def read_cache(key: str) -> dict[tuple[str, str], float]:
     """Return (GEMM, compile) → milliseconds, empty where nothing is known."""
-    entry = _all().get(key, {})
-    return {(gemm, mode): ms for name, ms in entry.items() for gemm, _, mode in [name.partition("/")]}
+    return {(gemm, mode): ms for name, ms in read_times(key).items() for gemm, _, mode in [name.partition("/")]}
 
 
 def write_cache(key: str, milliseconds: Mapping[Any, float]) -> None:
     """Keep (GEMM, compile) → milliseconds."""
-    file = cache_file()
-    content = {**_all(), key: {f"{gemm}/{mode}": ms for (gemm, mode), ms in milliseconds.items()}}
+    write_times(key, {f"{gemm}/{mode}": ms for (gemm, mode), ms in milliseconds.items()})
+
+
+def read_times(key: str) -> dict[str, float]:
+    """Return name → milliseconds, empty where nothing is known."""
+    return _all().get(key, {})
+
+
+def write_times(key: str, milliseconds: Mapping[str, float]) -> None:
+    """Keep name → milliseconds."""
+    file, content = cache_file(), {**_all(), key: dict(milliseconds)}
     try:
         write_file(file, json.dumps(content, indent=1))
     except OSError as error:

@@ -327,12 +327,12 @@ def _saved(plan: BlockPlan, config: COATConfig) -> TableRow:
 
 def _attention(plan: BlockPlan, config: COATConfig) -> TableRow:
     kept = config.activation.attention if config.activation.use_fp8 else "high precision"
-    asked, kernel = f"q, k, v, out kept in {kept}", plan.given.attention_kernel
-    if kernel is None:
+    asked, picked = f"q, k, v, out kept in {kept}", plan.given.attention
+    if picked is None:
         later = LATER if _has_readers(plan) else "chosen by torch at each call"
         return TableRow("attention", asked, f"as asked; kernel {later}")
-    plain = "torch has no fused kernel for these tensors: backward runs it again"
-    return TableRow("attention", asked, f"as asked; kernel {kernel}", plain if kernel == "plain" else "torch's choice")
+    (kernel, why), plain = picked, "there is no fused kernel for these tensors: backward runs it again"
+    return TableRow("attention", asked, f"as asked; kernel {kernel}", plain if kernel == "plain" else why)
 
 
 def _checkpointing(plan: BlockPlan, config: COATConfig) -> TableRow:

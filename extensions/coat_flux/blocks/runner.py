@@ -29,9 +29,10 @@ from coat_core.optim.state import state_bytes
 
 from . import report
 from .architectures import READ_BLOCKS
+from .attention_pick import AttentionPick
 from .block_bytes import read_blocks
 from .decide import USABLE_FRACTION, BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
-from .fused.chooser import FusedForms, attention_kernel
+from .fused.chooser import FusedForms, attention_query
 from .fused.compiled import CompiledBlocks
 from .fused.frozen import NotFusable
 from .fused.reading import FusedBlock
@@ -55,6 +56,9 @@ class BlockRunner:
         config: the `coat:` block.
         allow_recompute: False forbids recomputation.
 
+    Attributes:
+        attention: chooses the kernel of the fused blocks' attention at the first step.
+
     Raises:
         ValueError: `memory.checkpointing` is all or every_n while recomputation is forbidden.
     """
@@ -73,6 +77,7 @@ class BlockRunner:
         self._fusable = all(type(block).__name__ in READ_BLOCKS for block in self._modules)
         measures = self._fusable and config.speed.measure != "never"
         self._pick = SpeedPick(blocks, config, self._run_kept) if measures else None
+        self.attention = AttentionPick(config)
         self._trials: dict[str, tuple[BlockChoice, ...]] = {}  # of the start-up measurement, by compilation
         self._forms = FusedForms()
         self._compiled = CompiledBlocks(config.fallback)
@@ -194,6 +199,9 @@ class BlockRunner:
         if place is not None and args and self._forms.begins(place):
             kept = [self._modules[i] for i in self._plan.eager_and_kept]
             self._forms.prepare(args, bool(self._plan.shadow_bytes), kept)
+        known = self._given.attention is not None or not (place == 0 and self._fusable and len(args) > 1)
+        if not known and torch.is_grad_enabled():
+            self._decide(attention=self.attention.choose(attention_query(block, args)).row)
         if self._pick is not None and torch.is_grad_enabled() and not kwargs:
             picked, self._pick = self._pick.choose(args), None
             self._decide(picked=picked, picks_later=False)
@@ -203,12 +211,8 @@ class BlockRunner:
         first = self._given.tokens is None and bool(hidden or (args and self._plan.checkpointing != "auto"))
         if first or size > self._size or accumulates > self._given.accumulates:
             self._start(args, hidden, size, accumulates)
-        if place == 0:
-            if any(choice.compiled == "cudagraphs" for choice in self._plan.blocks):
-                torch.compiler.cudagraph_mark_step_begin()  # what the pass before made may be overwritten
-            if self._given.attention_kernel is None and self._fusable and len(args) > 1 and torch.is_grad_enabled():
-                self._decide(attention_kernel=attention_kernel(block, args))
-                logger.info("attention: torch's kernel %r", self._given.attention_kernel)
+        if place == 0 and any(choice.compiled == "cudagraphs" for choice in self._plan.blocks):
+            torch.compiler.cudagraph_mark_step_begin()  # what the pass before made may be overwritten
         if place == len(self._modules) - 1:
             counts = report.treatments(self.plan)
             if counts != self._logged:

@@ -129,6 +129,11 @@ class SpeedOptions:
         ("auto", "always", "never"),
         "time the GEMMs (20 s at most) at the start, use the fastest that is as precise as configured; auto: on a GPU",
     )
+    attention: str = choice(
+        ("auto", "cudnn", "flash", "efficient", "fa3", "fa4"),
+        "the attention kernel of FLUX blocks on a GPU; fa3, fa4: FlashAttention 3 or 4, installed separately; "
+        "auto: the fastest by speed.measure, else torch's choice",
+    )
 
 
 @dataclass(frozen=True)

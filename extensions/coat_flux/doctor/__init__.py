@@ -21,6 +21,7 @@ PROBES = (  # subject, and module.function of this folder: imported alone too, f
     ("GPU", "gpu.cards"),
     ("FP8", "gpu.fp8_gemms"),
     ("Triton", "gpu.triton"),
+    ("attention", "gpu.attention"),
     ("memory", "system.memory"),
     ("disk", "system.disk"),
     ("FLUX.1-dev", "system.model"),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FIRST_FP8_GEMM = (8, 9)
 SIDE = {"cuda": 4096, "cpu": 64}  # of the square matrices
+ATTENTION_TOKENS, ATTENTION_HEADS, HEAD_DIM = 512, 4, 128
 SECONDS_EACH = 0.25  # of multiplying, for each of three kinds
 GRANULARITIES = ("per_tensor", "per_row")
 NO_GPU = "no NVIDIA GPU here"
@@ -173,6 +174,26 @@ def triton() -> Iterator[Line]:
             name = "triton-windows" if os.name == "nt" else "triton"
             remedy = f"pip install {name}" if version is None else f"use the {name} that belongs to this torch"
             yield bad(f"Triton on GPU {index}", text, remedy)
+
+
+def attention() -> Iterator[Line]:
+    """Which attention kernels run on every GPU, forward and backward, and agree with plain matrix products."""
+    import torch
+
+    from coat_core.kernels.attention import chosen_kernel
+    from coat_core.kernels.attention_trial import kernel_obstacles
+
+    if not torch.cuda.is_available():
+        yield absent("attention", f"{NO_GPU}; torch's kernel for a CPU runs")
+        return
+    for index in range(torch.cuda.device_count()):
+        shape = 1, ATTENTION_TOKENS, ATTENTION_HEADS, HEAD_DIM
+        q = torch.empty(shape, dtype=torch.bfloat16, device=torch.device("cuda", index)).transpose(1, 2)
+        with torch.cuda.device(index):
+            own, found = chosen_kernel(q, q, q), kernel_obstacles(q)
+        run = ", ".join(kernel for kernel, reason in found.items() if reason is None)
+        others = "".join(f"; {kernel}: {reason}" for kernel, reason in found.items() if reason is not None)
+        yield good(f"attention on GPU {index}", f"{run or 'plain matrix products'}, torch chooses {own}{others}")
 
 
 def _triton_version() -> str | None:

@@ -173,7 +173,7 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
 
 
 def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, Any]:
-    """GEMMs and compilation in force, plain JSON; empty before the first step, and without COAT.
+    """GEMMs, compilation and attention kernel in force, plain JSON; empty before the first step, and without COAT.
 
     Args:
         transformer: of the run.
@@ -183,6 +183,8 @@ def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[st
     if runner is None:
         return {}
     execution = {} if runner.picked is None else runner.picked.execution._asdict()
+    if runner.attention.kernel is not None:
+        execution["attention"] = runner.attention.kernel
     return {**execution, "recomputed": runner.plan.recomputed} if recomputed else execution
 
 
@@ -191,6 +193,8 @@ def keep_execution(transformer: nn.Module, saved: Mapping[str, str]) -> None:
     runner = BlockRunner.of(transformer)
     if runner is not None and "gemm" in saved:
         runner.keep_execution(ExecutionMode(saved["gemm"], saved["compile"]))
+    if runner is not None and "attention" in saved:
+        runner.attention.keep(saved["attention"])
 
 
 def execution_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

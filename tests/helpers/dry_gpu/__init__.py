@@ -9,7 +9,7 @@ launches.py     kernels are not launched: every launch is checked
 engine.py       a session of the stand-alone engine at FLUX.1-dev's geometry
 
 Stood in for: what kernels compute, what the host reads (the lists below), weights, photos and captions, the trial
-whether Triton works, and the first step's choice by time (everything takes one millisecond).
+whether Triton works, FlashAttention 3 and 4, and the first step's choice by time (everything takes one millisecond).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from coat_core.kernels import attention as attention_kernels
 from coat_core.kernels import dispatch, scaled_mm
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone.steps import train_step
@@ -35,7 +36,9 @@ __all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "dry_gpu", "dry_
 # Where the host may wait inside a step, and the number it reads there.
 # In the first step of a process.
 FIRST = {
-    "coat_flux/blocks/measure.py:_timed": 0.0,  # how long a block takes
+    "coat_core/kernels/attention_trial.py:__init__": 0.0,  # tensors to try attention with
+    "coat_core/kernels/attention_trial.py:_tried": 0.0,  # how far a kernel is from plain products
+    "coat_flux/blocks/measure.py:timed": 0.0,  # how long a block takes
     "coat_flux/blocks/fused/chooser.py:relative_difference": 0.0,  # fused blocks against diffusers' own
     "coat_flux/watch/guard.py:_norm": 1.0,  # of the weights at the start
 }
@@ -97,6 +100,7 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
 
     compiled_for()
     patch.setattr(quantize, "agrees_with_reference", lambda device: True)
+    patch.setattr(attention_kernels.registry, "activate_flash_attention_impl", lambda library: None)
     patch.setattr(tables, "_uploaded", OrderedDict())
     patch.setattr(tables, "_spares", {})
     with card_view(patch) as view, GPUOperators(view, attention) as operators:
@@ -108,6 +112,7 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
         try:
             yield gpu
         finally:
+            attention_kernels.use_kernel(None)
             _forget()
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
-from coat_core.kernels.attention import chosen_kernel
 from coat_core.linear.function import compute_dtype
 
 from ..architectures import READ_BLOCKS
@@ -152,8 +151,8 @@ def _reader_of(block: nn.Module) -> Reader:
     return known.reader
 
 
-def attention_kernel(block: nn.Module, args: tuple[Any, ...]) -> str:
-    """Name torch's choice for the attention of a block, as `coat_core.kernels.attention` names it.
+def attention_query(block: nn.Module, args: tuple[Any, ...]) -> Tensor:
+    """Return a tensor like q in the attention of a block [B, H, T + S, d], its values aside.
 
     Args:
         block: of a class that has a reader.
@@ -162,8 +161,7 @@ def attention_kernel(block: nn.Module, args: tuple[Any, ...]) -> str:
     attn: Any = block.attn
     image, text = args[0], args[1]
     shape = (image.shape[0], image.shape[1] + text.shape[1], attn.heads, attn.head_dim)
-    q = torch.empty(shape, dtype=compute_dtype(image), device=image.device).transpose(1, 2)
-    return chosen_kernel(q, q, q)
+    return torch.empty(shape, dtype=compute_dtype(image), device=image.device).transpose(1, 2)
 
 
 @torch.no_grad()
