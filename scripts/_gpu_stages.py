@@ -96,7 +96,7 @@ STAGES = (
         "steps of the stand-alone trainer",
         300,
         level="engine",
-        rows=("coat_transposed", "coat_compiled", "bf16"),
+        rows=("coat_transposed", "coat_cudagraphs", "bf16"),
         toy_rows=("coat_transposed", "bf16"),
     ),
     Stage(

@@ -62,6 +62,11 @@ class _Read(torch.autograd.Function):
         return grad, None
 
 
+def may_draw() -> bool:
+    """Whether recomputation must find the random state of the forward pass; a CUDA graph under capture cannot ask."""
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
 def fp8_checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -100,4 +105,4 @@ def fp8_checkpoint(
         return function(*read[:positional], **dict(zip(names, read[positional:], strict=True)))
 
     with saved_tensors_hooks(ExactTensor, unpack_saved):  # what is kept as it is, also inside PackedSavedTensors
-        return checkpoint(run, *inputs, use_reentrant=False)
+        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=may_draw())

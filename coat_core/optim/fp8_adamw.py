@@ -56,11 +56,11 @@ def _hyper(group: dict[str, Any], batch: Batch, found_inf: Tensor | None) -> tup
     """Return the scalars of a step: as floats where step and lr are in CPU memory, else as a table on the device."""
     lr, weight_decay = group["lr"], group["weight_decay"]
     betas = float(group["betas"][0]), float(group["betas"][1])
-    lr_on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
-    if batch.step is not None and not lr_on_device:
+    on_device = isinstance(lr, Tensor) and lr.device == batch.params[0].device
+    if batch.step is not None and not (on_device and lr.device.type != "cpu"):
         return hyper_of_step(lr, batch.step, betas, group["eps"], weight_decay), None
     hyper = Hyper(1 - betas[0], betas[1], 1 - betas[1], group["eps"], math.nan, math.nan, math.nan)
-    table = hyper_table(lr if lr_on_device else float(lr), batch.steps(), betas, weight_decay)
+    table = hyper_table(lr if on_device else float(lr), batch.steps(), betas, weight_decay)
     return hyper, table if found_inf is None else table.masked_fill(found_inf > 0, math.nan)
 
 

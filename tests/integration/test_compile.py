@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
-from coat_core.activation import PackingConfig
-from coat_flux.blocks.fused import chooser, compiled
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
@@ -260,38 +258,11 @@ def test_a_block_that_cannot_be_fused_runs_eager_and_says_so(caplog: pytest.LogC
         run.step()
 
 
-def test_cuda_graphs_want_cuda(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(torch, "compile", by_backend("eager"))
-    with caplog.at_level(logging.WARNING, logger="coat_flux"):
-        found = Single(KEPT, "cudagraphs", "bf16").step()
-    assert "blocks run compiled without CUDA graphs: there are no CUDA graphs on a cpu" in caplog.text
-    assert_same(found, Single(KEPT, "none").step())
-    with pytest.raises(RuntimeError, match="fallback='error': there are no CUDA graphs on a cpu"):
-        Single(KEPT, "cudagraphs").step()
-
-
-def test_a_block_made_ready_for_replay_is_the_same_block() -> None:
-    """Its gradients are copies, and nothing else changes."""
-    run = Single(KEPT, "none")
-    hidden, text, temb = run.inputs
-    args = (hidden, text, temb, run.rotary, None)
-    fused = chooser.fused_block(run.blocks[0], args, PackingConfig())
-    ready = compiled._ready_for_replay(fused)
-    assert type(ready) is type(fused)
-    for found, expected in zip(ready(*args), fused(*args), strict=True):
-        assert_bitwise(found, expected)
-    parameters = [p for p in run.blocks[0].parameters() if p.requires_grad]
-    wanted = torch.autograd.grad(loss_of(fused(*args)[0]), parameters)
-    for found, expected in zip(torch.autograd.grad(loss_of(ready(*args)[0]), parameters), wanted, strict=True):
-        assert_bitwise(found, expected)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["blocks", "cudagraphs"])
-def test_on_a_gpu(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four steps: with CUDA graphs a warm-up, the recording, replays; gradients of a step outlive the next one."""
+def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps; gradients of a step outlive the next one."""
     monkeypatch.setattr(torch, "compile", compile_for_real)
-    run, expected = Single(KEPT, mode, device="cuda"), Single(KEPT, "none", device="cuda").step()
+    run, expected = Single(KEPT, device="cuda"), Single(KEPT, "none", device="cuda").step()
     steps = [run.step() for _ in range(4)]
     for found in steps:
         assert_same(

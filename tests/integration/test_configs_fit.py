@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coat_flux.blocks.decide import USABLE_FRACTION
+from coat_flux.blocks.held import USABLE_FRACTION
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.predict import predict
 from tests.architecture.sources import ROOT

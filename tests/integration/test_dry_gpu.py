@@ -17,7 +17,7 @@ from coat_flux.saves.state import execution_of
 pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
 from coat_core.kernels import scaled_mm
 from coat_core.kernels.gpu import gate, norm
-from tests.helpers.dry_gpu import DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
+from tests.helpers.dry_gpu import COMPARED, DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
 from tests.helpers.dry_gpu.card import CARD
 
 pytestmark = [
@@ -112,6 +112,21 @@ def test_a_plain_step_waits_at_known_places_only(monkeypatch: pytest.MonkeyPatch
         gpu.steps(session, 2)
         gpu.steps(session, 1, closer={})
     assert session.step == 3
+
+
+@pytest.mark.parametrize("memory", [{}, {"memory.checkpointing": "all"}], ids=["kept", "recomputed"])
+def test_a_step_can_be_captured(memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 1 to 3 run eagerly, the 4th both ways; inside the capture the host waits nowhere. The 5th is a replay."""
+    with dry_gpu(monkeypatch) as gpu:
+        session = dry_session(nested({**BASE, **memory}), monkeypatch, blocks=(1, 1))
+        gpu.steps(session, 3)
+        before = gpu.launches.copy()
+        gpu.steps(session, 1, closer=COMPARED)
+        both = gpu.launches - before
+        gpu.steps(session, 1, closer={})
+    assert gpu.captures == 1
+    assert both["_fp8_adamw_step_kernel"] == 2
+    assert gpu.launches - before == both
 
 
 @pytest.mark.slow

@@ -289,7 +289,7 @@ def test_only_if_contains_limits_the_adapters(place: dict[str, Path]) -> None:
 
 
 def test_nan_stops_the_run_and_nothing_is_saved(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from coat_flux.trainers.standalone.flow_matching import Objective
+    from coat_flux.trainers.standalone.objective import Objective
 
     original = Objective.__call__
     monkeypatch.setattr(Objective, "__call__", lambda self, batch, draw: original(self, batch, draw) * float("nan"))

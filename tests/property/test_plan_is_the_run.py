@@ -66,7 +66,7 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
             "exclude": one([], ["*.to_k"]),
         },
         "weight": {"use_fp8": one(True, True, False)},
-        "speed": {"compile": one("auto", "none", *(("blocks", "cudagraphs") if flow == "fused" else ()))},
+        "speed": {"compile": one("auto", "none", "cudagraphs", *(("blocks",) if flow == "fused" else ()))},
     }
     network = {"linear": one(2, 16), "dropout": one(0, 0, 0.1), "transformer_only": one(True, False)}
     train = {

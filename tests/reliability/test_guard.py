@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_flux.blocks.decide import ExecutionMode, Picked
-from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
 from coat_flux.trainers.standalone.network import lora_parameters
@@ -177,13 +175,3 @@ def test_gradients_that_vanish_in_e4m3_name_their_layer_and_pass_in_e5m2() -> No
         spiked("e4m3")
     assert "grad_format: e5m2" in str(caught.value)
     assert "gradients" in spiked("e5m2").log.details[0]
-
-
-def test_cuda_graphs_are_not_observed_and_it_is_said_once() -> None:
-    run = Run(1e-3)
-    runner = BlockRunner.of(run.model)
-    runner._decide(picked=Picked(ExecutionMode("per_tensor", "cudagraphs"), {}, "as a GPU would"))
-    for step in range(1, 4):
-        with run.watch.casts(step * 100):
-            assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    assert run.log.said == ["FP8 casts are not observed with coat.speed.compile: cudagraphs; blocks observes them"]

@@ -182,7 +182,7 @@ class Constant(torch.nn.Module):
 def test_the_loss_counts_what_is_visible_only_and_keeps_its_size(tmp_path, vae):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    from coat_flux.trainers.standalone.flow_matching import Objective
+    from coat_flux.trainers.standalone.objective import Objective
 
     cut_out(tmp_path / "a.png")
     batch = dataset(tmp_path, vae, transparency="mask").batch(Batch((0,), 0))

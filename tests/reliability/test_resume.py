@@ -25,7 +25,7 @@ from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.saves.commit import newest_set
 from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone import trainer
-from coat_flux.trainers.standalone.flow_matching import Objective
+from coat_flux.trainers.standalone.objective import Objective
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images

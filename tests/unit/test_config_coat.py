@@ -232,7 +232,6 @@ def test_every_other_product_of_e5m2_is_allowed(block):
     [
         ({"activation": {"use_fp8": False}}, "only used with activation.use_fp8: true"),
         ({"activation": {"linear_granularity": "per_group"}}, "is not for linear_granularity: per_group"),
-        ({"speed": {"compile": "cudagraphs"}}, "replayed CUDA graphs do not allow"),
     ],
 )
 def test_a_minimum_sqnr_that_could_not_be_measured_is_refused(block, rule):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coat_flux.blocks.decide import USABLE_FRACTION
+from coat_flux.blocks.held import USABLE_FRACTION
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_mini_flux, make_tiny_flux

@@ -62,6 +62,8 @@ class Run:
             epoch=0,
             step=0,
             outstanding=None,
+            captures=False,
+            graphs=None,
         )
         self.late = late
 

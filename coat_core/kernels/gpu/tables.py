@@ -46,6 +46,8 @@ def device_table(content: Hashable, numbers: Callable[[], Iterable[int]], device
         _uploaded.move_to_end(key)
         if capturing:
             _read_by_graphs[key] = _uploaded[key]
+        else:
+            _keep_spare(_uploaded[key])
         return _uploaded[key]
     if capturing and key in _copied_by_graphs:
         return _copied_by_graphs[key].to(device, non_blocking=True)
@@ -53,12 +55,16 @@ def device_table(content: Hashable, numbers: Callable[[], Iterable[int]], device
     if capturing:
         _copied_by_graphs[key] = source = _source(values, device, _spares.pop(len(values), None))
         return source.to(device, non_blocking=True)
-    if device.type == "cuda" and len(values) not in _spares:
-        _spares[len(values)] = torch.empty_like(values, pin_memory=True)
     _uploaded[key] = _source(values, device, None).to(device, non_blocking=True)
+    _keep_spare(_uploaded[key])
     if len(_uploaded) > KEPT_TABLES:
         _uploaded.popitem(last=False)
     return _uploaded[key]
+
+
+def _keep_spare(table: Tensor) -> None:
+    if table.is_cuda and len(table) not in _spares:
+        _spares[len(table)] = torch.empty(len(table), dtype=table.dtype, pin_memory=True)
 
 
 def _source(values: Tensor, device: torch.device, spare: Tensor | None) -> Tensor:

@@ -85,6 +85,11 @@ class Configuration:
         return self.compile_mode in ("reduce-overhead", "max-autotune")
 
     @property
+    def captures(self) -> bool:
+        """Whether a whole step is one CUDA graph of ours."""
+        return bool((self.coat or {}).get("speed", {}).get("compile") == "cudagraphs")
+
+    @property
     def weights(self) -> tuple[Any, ...]:
         """What a built model is like: rows in which it is the same can take turns with one model."""
         coat = None if self.coat is None else {k: v for k, v in self.coat.items() if k not in ("memory", "speed")}
@@ -110,7 +115,7 @@ def _coat(
         coat=block,
         autocast=False,
         optimizer=COAT_OPTIMIZER,
-        gpu_only=speed.get("compile") == "cudagraphs",
+        gpu_only=speed is REPLAYED,
     )
 
 
@@ -197,7 +202,7 @@ CONFIGURATIONS = (
     _coat(
         "coat_compiled_recomputed", "COAT, blocks compiled, every block recomputed", memory=RECOMPUTED, speed=COMPILED
     ),
-    _coat("coat_cudagraphs", "COAT, blocks as CUDA graphs", memory=COPIED, speed=REPLAYED),
+    _coat("coat_cudagraphs", "COAT, the step as a CUDA graph", ("step", ENGINE), memory=COPIED, speed=REPLAYED),
     _coat("coat_picked", "COAT, what its start-up measurement picks", ("step", ENGINE), memory=COPIED, speed={}),
     Configuration("gemm_bf16", "bf16 matrix products of a step", (RATES,)),
     Configuration("gemm_fp8", "FP8 matrix products, one scale for each tensor", (RATES,)),

@@ -35,8 +35,8 @@ from ..config.job_sections import TrainSection
 from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG, make_flux_dev_geometry
 from ..trainers.optimizer import build_optimizer
 from ..trainers.standalone.ema import LoraEMA
-from ..trainers.standalone.flow_matching import Objective
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
+from ..trainers.standalone.objective import Objective
 from ..trainers.standalone.steps import train_step
 from ..watch.guard import RunGuard
 from .count import META, MODULATION, OUTSIDE, UPDATE, Recorder
@@ -201,7 +201,7 @@ def _session(
             parameter.grad = torch.empty_like(parameter)
 
     workers = SimpleNamespace(
-        device=META, average_gradients=after_backward, agree=lambda loss, asked: (loss, list(asked))
+        device=META, average_gradients=after_backward, agree=lambda numbers, asked: (numbers, list(asked))
     )
     watch = SimpleNamespace(
         guard=guard,
@@ -227,6 +227,8 @@ def _session(
         epoch=0,
         step=0,
         outstanding=None,
+        captures=False,
+        graphs=None,
     )
 
 

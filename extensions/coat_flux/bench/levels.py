@@ -14,6 +14,7 @@ from coat_core.linear import FP8Linear
 from ..blocks.architectures import FLUX
 from ..config.coat import COATConfig
 from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG
+from ..trainers.standalone.step_graph import capture
 from .configurations import ENGINE, RATES, Configuration
 from .engine import measure_engine
 from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry, token_count
@@ -134,7 +135,7 @@ def measure_blocks(configuration: Configuration, setting: Setting) -> Iterator[M
 def measure_steps(configuration: Configuration, setting: Setting) -> Iterator[Measurement]:
     """The whole transformer: forward alone, and a training step (forward, loss, backward, optimizer)."""
     model, trained = model_of(configuration, setting.geometry, setting.device, setting.kept)
-    optimizer = make_optimizer(configuration.optimizer, trained)
+    optimizer = make_optimizer(configuration.optimizer, trained, capturable=configuration.captures)
     for resolution, batch in setting.sizes:
         release(setting.device)
         inputs, target = model_inputs(resolution, batch, setting.device)
@@ -155,12 +156,21 @@ def measure_steps(configuration: Configuration, setting: Setting) -> Iterator[Me
             with torch.no_grad():
                 timing = setting.timed("step", forward)
             yield Measurement("forward", resolution, batch, timing, {})
-        timing = setting.timed("step", step)
+        timing = setting.timed("step", _captured(step) if configuration.captures else step)
         loss = torch.stack(losses).tolist()
         if not all(map(math.isfinite, loss)):
             raise FloatingPointError(f"loss={loss}: not finite; figures of a run that does not train are worth nothing")
         figures = {"loss": loss, "state_bytes": state_bytes(optimizer)}
         yield Measurement("step", resolution, batch, timing, figures)
+
+
+def _captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as a CUDA graph, after the first ones, which compile kernels and make the optimizer's state."""
+    for _ in range(3):
+        step()
+    graph, _ = capture(step)
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 MEASURE: dict[str, Callable[[Any, Setting], Iterator[Measurement]]] = {

@@ -47,11 +47,11 @@ def measure_optimizer(row: Configuration, setting: Setting) -> Iterator[Measurem
     yield Measurement("optimizer step", 0, 0, timing, figures)
 
 
-def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(name: str, parameters: list[nn.Parameter], *, capturable: bool = False) -> torch.optim.Optimizer:
     """The optimizer of this name in `configurations.CONFIGURATIONS`, with the same settings for all."""
     settings = {"lr": LEARNING_RATE, "eps": EPS}
     if name == COAT_OPTIMIZER:
-        return build_optimizer(parameters, LEARNING_RATE, COATConfig())
+        return build_optimizer(parameters, LEARNING_RATE, COATConfig(), capturable=capturable)
     if name == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
 

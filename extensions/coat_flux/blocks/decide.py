@@ -22,9 +22,8 @@ from .sizes import FP32, Block, FlowSettings, Tokens, around_bytes
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
 
-# of a GPU's memory; the rest is left to the driver, CUDA's context and fragmentation
-USABLE_FRACTION = 0.92
 GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
+NOT_CAPTURED = "only the stand-alone trainer captures steps"
 
 
 class ExecutionMode(NamedTuple):
@@ -34,7 +33,8 @@ class ExecutionMode(NamedTuple):
     compile: str
 
     def __str__(self) -> str:
-        return f"{self.gemm} GEMM, {'eager' if self.compile == 'none' else f'compiled {self.compile}'}"
+        how = {"none": "eager", "blocks": "compiled blocks", "cudagraphs": "steps as CUDA graphs"}
+        return f"{self.gemm} GEMM, {how[self.compile]}"
 
 
 class Picked(NamedTuple):
@@ -57,13 +57,19 @@ class Picked(NamedTuple):
         return f"execution: {self.execution}{own} ({self.why}{f'; {others}' if others else ''})"
 
 
-def candidates(config: COATConfig) -> list[ExecutionMode]:
-    """Return the execution modes that are at least as precise as the config asks, what it asks for first."""
+def candidates(config: COATConfig, graph_obstacle: str = NOT_CAPTURED) -> list[ExecutionMode]:
+    """Return the execution modes that are at least as precise as the config asks, what it asks for first.
+
+    Args:
+        config: the `coat:` block.
+        graph_obstacle: why steps cannot be CUDA graphs; where it is empty, `auto` makes them so and compiles no block.
+    """
     asked = config.activation.linear_granularity if config.activation.use_fp8 else "bf16"
     gemms: Iterable[str] = GEMMS[GEMMS.index(asked) :] if asked in GEMMS else (asked,)
     modes: tuple[str, ...] = (config.speed.compile,)
     if config.speed.compile == "auto":
-        modes = ("none", "blocks") if config.activation.flow == "fused" and config.activation.use_fp8 else ("none",)
+        fused = config.activation.flow == "fused" and config.activation.use_fp8
+        modes = ("cudagraphs",) if not graph_obstacle else ("none", "blocks") if fused else ("none",)
     return [ExecutionMode(gemm, mode) for mode in modes for gemm in gemms]
 
 
@@ -85,6 +91,7 @@ class Given:
         unfused: index of each block that cannot be fused → why.
         transposed_bytes: what transposed copies of the weights take.
         shadow_bytes: what copies of the adapters' matrices in the blocks' dtype take.
+        graph_obstacle: why whole steps cannot be CUDA graphs; empty where they can.
         picks_later: the first step still has to pick GEMMs and compilation.
         picked: what it picked.
         compile_failed: torch.compile failed.
@@ -107,6 +114,7 @@ class Given:
     unfused: Mapping[int, str] = field(default_factory=dict)
     transposed_bytes: int = 0
     shadow_bytes: int = 0
+    graph_obstacle: str = NOT_CAPTURED
     picks_later: bool = False
     picked: Picked | None = None
     compile_failed: bool = False
@@ -129,7 +137,7 @@ class BlockChoice:
         obstacle: why it is not fused, where it should be.
         gemm: of `GEMMS`, or the config's own.
         transposed: a transposed copy of its weights is kept for dgrad.
-        compiled: "none", "blocks" or "cudagraphs".
+        compiled: whether torch.compile compiles it.
     """
 
     recomputed: bool | None
@@ -139,7 +147,7 @@ class BlockChoice:
     obstacle: str
     gemm: str
     transposed: bool
-    compiled: str
+    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,7 @@ class BlockPlan:
     @property
     def eager_and_kept(self) -> list[int]:
         """Indices of the blocks whose fused form runs eager, and once a step."""
-        return [i for i, x in enumerate(self.blocks) if x.flow == "fused" and x.compiled == "none" and not x.recomputed]
+        return [i for i, x in enumerate(self.blocks) if x.flow == "fused" and not (x.compiled or x.recomputed)]
 
     @property
     def peak_bytes(self) -> int:
@@ -204,7 +212,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     Before the first step (`given.tokens` is None) sizes are not known: `auto` has not chosen, and nothing is copied.
     """
     checkpointing = checkpointing_mode(config, given.allow_recompute)
-    execution = candidates(config)[0] if given.picked is None else given.picked.execution
+    execution = candidates(config, given.graph_obstacle)[0] if given.picked is None else given.picked.execution
     sizes: list[BlockBytes] = []
     around = 0
     if given.tokens is not None:
@@ -218,7 +226,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     if sizes:
         moment = largest_moment(sizes, recomputed or (), given.accumulates)
         left = math.inf if given.free_bytes is None else given.free_bytes - moment.total - around
-        if execution.compile == "none" and given.shadow_bytes <= left:  # no block recomputes for them
+        if execution.compile != "blocks" and given.shadow_bytes <= left:  # no block recomputes for them
             shadow = given.shadow_bytes
         if checkpointing == "auto" and not recomputed and given.free_bytes is not None:
             spare = left - shadow
@@ -293,13 +301,9 @@ def _choice(
     if packs:
         wants_fused = config.activation.flow == "fused"
     else:  # in high precision blocks are fused only to be compiled
-        wants_fused = config.enabled and execution.compile != "none"
+        wants_fused = config.enabled and execution.compile == "blocks"
     obstacle = "a part of a block" if index is None else given.unfused.get(index, "")
     fused = wants_fused and not obstacle
-    compiled = "none"
-    if fused and execution.compile != "none" and not given.compile_failed:
-        graphs = execution.compile == "cudagraphs" and given.device == "cuda" and not again
-        compiled = "cudagraphs" if graphs else "blocks"
     return BlockChoice(
         recomputed=again,
         inputs=packing if again and config.enabled and config.memory.enable_efficient_checkpoint else None,
@@ -308,7 +312,7 @@ def _choice(
         obstacle=obstacle if wants_fused else "",
         gemm=execution.gemm if in_fp8 else "bf16",
         transposed=copies,
-        compiled=compiled,
+        compiled=fused and execution.compile == "blocks" and not given.compile_failed,
     )
 
 

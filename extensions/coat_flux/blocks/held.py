@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -13,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 __all__ = [
-    "PARTS", "SAVED", "AsOnGPU", "HeldParts", "HeldTensors", "gradients", "largest_held", "module_tensors",
-    "state_tensors", "tensors_in", "trained",
+    "PARTS", "SAVED", "USABLE_FRACTION", "AsOnGPU", "HeldParts", "HeldTensors", "gradients", "held_bytes",
+    "largest_held", "module_tensors", "state_tensors", "tensors_in", "trained", "usable_bytes",
 ]  # fmt: skip
 
+# of a GPU's memory; the rest is left to the driver, CUDA's context and fragmentation
+USABLE_FRACTION = 0.92
 SAVED = "saved activations"
 # adapters may be part of the transformer, so they are counted before it
 PARTS = ("lora", "gradients", "optimizer", "ema", "transformer", "text encoders", "vae", SAVED)
@@ -224,3 +227,17 @@ def state_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Everything an optimizer keeps per parameter."""
     for state in optimizer.state.values():
         yield from (x for x in tree_iter(state) if isinstance(x, Tensor))
+
+
+def usable_bytes(device: torch.device) -> float:
+    """What a run can use of the device's memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1] * USABLE_FRACTION
+    return float(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
+
+
+def held_bytes(device: torch.device) -> float:
+    """What this process holds now: CUDA tensors, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.memory_allocated(device))
+    return float(psutil.Process().memory_info().rss)

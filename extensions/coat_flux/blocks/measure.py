@@ -1,7 +1,7 @@
 """The fastest execution mode that is at least as precise as configured, measured on the run's first batch.
 
     GEMM       per_tensor, per_row (FP8) or bf16 (the FP8 weight dequantized at each use)
-    compile    none (eager) or blocks (torch.compile)
+    compile    none (eager) or blocks (torch.compile); where steps become CUDA graphs, those alone, measured eager
 
 A GEMM's scaling may become finer than asked for, never coarser. Each candidate runs one block of each kind forward and
 backward on detached copies of the first batch; no gradient, random state or saved tensor of the run is touched. Seconds
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.files import write_file
-from .decide import ExecutionMode, Picked, candidates
+from .decide import NOT_CAPTURED, ExecutionMode, Picked, candidates
 from .gemms import BlockGemms
 from .lora import trained_parameters
 
@@ -53,6 +53,9 @@ RunBlock = Callable[[str, nn.Module, tuple[Any, ...]], tuple[Tensor, ...]]
 class SpeedPick:
     """Chooses at the first forward pass.
 
+    Attributes:
+        graph_obstacle: why whole steps cannot be CUDA graphs; empty where they can.
+
     Args:
         blocks: full name → block; kinds are classes.
         config: the `coat:` block.
@@ -63,6 +66,7 @@ class SpeedPick:
         self._blocks, self._config, self._run = list(blocks.values()), config, run
         self._gemms = BlockGemms(self._blocks, config)
         self._kept: ExecutionMode | None = None
+        self.graph_obstacle = NOT_CAPTURED
 
     def keep_execution(self, mode: ExecutionMode) -> None:
         """Take the execution mode of the run being resumed instead of measuring: another one rounds otherwise.
@@ -70,7 +74,7 @@ class SpeedPick:
         Args:
             mode: of that run; one that the config no longer allows is logged and not taken.
         """
-        if mode in candidates(self._config):
+        if mode in (*candidates(self._config), *candidates(self._config, "")):
             self._kept = mode
         else:
             logger.warning("resume: the config no longer allows the saved execution mode, %s; choosing again", mode)
@@ -85,10 +89,12 @@ class SpeedPick:
         Args:
             args: what the first block is about to be called with.
         """
+        found = candidates(self._config, self.graph_obstacle)
         if self._kept is not None:
-            picked = Picked(self._kept, {}, "that of the resumed run")
+            kept, same = self._kept, ("none", "cudagraphs")  # they compute the same
+            kept = kept._replace(compile=found[0].compile) if {kept.compile, found[0].compile} <= {*same} else kept
+            picked = Picked(kept, {}, "that of the resumed run")
         else:
-            found = candidates(self._config)
             reason = self._reason_not_to_measure(args, found)
             picked = Picked(found[0], {}, reason) if reason else self._measured(args, found)
         self._gemms.set(picked.execution.gemm)

@@ -206,7 +206,7 @@ def checkpointing_line(plan: BlockPlan, config: COATConfig) -> str:
     stored = f"{_stored(config)}, attention {config.activation.attention}"
     flow = "fused" if config.activation.flow == "fused" and set(plan.given.classes) & READ_BLOCKS.keys() else "generic"
     kept = f"kept blocks save {stored}, {flow} flow" if config.activation.use_fp8 else "kept blocks save high precision"
-    kept += "" if plan.execution.compile == "none" else f"; compiled {plan.execution.compile}"
+    kept += "; compiled blocks" if plan.execution.compile == "blocks" else ""
     if plan.recomputed is None:
         recomputed = f"recomputed blocks keep {_inputs(config)} inputs"
         return f"checkpointing auto (chosen at the first step); {kept}; {recomputed}"
@@ -251,7 +251,7 @@ def generic_cost(config: COATConfig, given: Given) -> str:
 
 
 def _treatment(plan: BlockPlan, choice: BlockChoice) -> str:
-    compiled = "" if plan.execution.compile == "none" else ", eager" if choice.compiled == "none" else ", compiled"
+    compiled = "" if plan.execution.compile != "blocks" else ", compiled" if choice.compiled else ", eager"
     if choice.recomputed:
         return f"recomputed{compiled}"
     if choice.saved is None:
@@ -259,9 +259,9 @@ def _treatment(plan: BlockPlan, choice: BlockChoice) -> str:
     return f"kept in FP8, {choice.flow} flow, attention {choice.saved.attention}{compiled}"
 
 
-def not_compiled(kind: str, mode: str) -> str:
+def not_compiled(kind: str) -> str:
     """Why blocks of a class run eager."""
-    return f"speed.compile={mode!r}: a {kind} that cannot be fused is not compiled"
+    return f"speed.compile='blocks': a {kind} that cannot be fused is not compiled"
 
 
 def _has_readers(plan: BlockPlan) -> bool:
@@ -318,9 +318,7 @@ def _saved(plan: BlockPlan, config: COATConfig) -> TableRow:
     blocks = list(zip(plan.given.classes, plan.blocks, strict=True))
     obstacles = {f"{name}: {choice.obstacle}" for name, choice in blocks if choice.obstacle and name in READ_BLOCKS}
     eager = {
-        not_compiled(name, plan.execution.compile)
-        for name, choice in blocks
-        if plan.execution.compile != "none" and choice.flow != "fused"
+        not_compiled(name) for name, choice in blocks if plan.execution.compile == "blocks" and choice.flow != "fused"
     }
     return TableRow("saved tensors", asked, got, "; ".join([*sorted(obstacles), *sorted(eager)]))
 
@@ -382,6 +380,7 @@ def _execution(plan: BlockPlan, config: COATConfig, device: torch.device) -> Tab
         return TableRow("execution", asked, f"{gemm}eager", why)
     if plan.given.compile_failed:
         return TableRow("execution", asked, f"{gemm}eager", "torch.compile failed, the log has its reason")
-    if compile == "cudagraphs" and device.type != "cuda":
-        return TableRow("execution", asked, f"{gemm}compiled blocks", f"there are no CUDA graphs on a {device.type}")
-    return TableRow("execution", asked, f"{gemm}compiled {compile}", why)
+    if compile == "cudagraphs":
+        obstacle = plan.given.graph_obstacle
+        return TableRow("execution", asked, f"{gemm}{'eager' if obstacle else 'steps as CUDA graphs'}", obstacle or why)
+    return TableRow("execution", asked, f"{gemm}compiled blocks", why)

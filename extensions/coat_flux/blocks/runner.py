@@ -17,13 +17,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
-from coat_core.activation import PackedSavedTensors, fp8_checkpoint
+from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
 from coat_core.linear.module import drop_transposed
 from coat_core.optim.state import state_bytes
 
@@ -31,13 +30,14 @@ from . import report
 from .architectures import READ_BLOCKS
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks
-from .decide import USABLE_FRACTION, BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
+from .decide import BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
 from .fused.chooser import FusedForms, attention_query
 from .fused.compiled import CompiledBlocks
 from .fused.frozen import NotFusable
 from .fused.reading import FusedBlock
 from .fused.shadow import copied_bytes
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
+from .held import held_bytes, usable_bytes
 from .lora import trained_parameters
 from .measure import SpeedPick, Unavailable
 from .sizes import Tokens
@@ -88,6 +88,7 @@ class BlockRunner:
         self._logged: Counter[str] = Counter()
         self._table: dict[int, Callable[..., Any]] = {}
         self._plan: Any = None  # a BlockPlan, from the first decision on
+        self._decisions = 0
         classes = tuple(type(block).__name__ for block in self._modules)
         self._given = Given(
             read_blocks(self._modules, (), 0), classes, allow_recompute=allow_recompute, picks_later=measures
@@ -146,6 +147,26 @@ class BlockRunner:
         """What the first step picked; None before it, and where nothing is left to pick."""
         return self._given.picked
 
+    @property
+    def generation(self) -> tuple[int, int]:
+        """Another one whenever a block would run otherwise than before: what was captured earlier is out of date."""
+        return self._decisions, self._forms.readings
+
+    def allow_capture(self, obstacle: str) -> None:
+        """Take in, before the first step, whether the trainer can make steps CUDA graphs.
+
+        Args:
+            obstacle: why it cannot; empty where it can, and `speed.compile: auto` means that.
+
+        Raises:
+            RuntimeError: it cannot, CUDA graphs are asked for, and `fallback` is error.
+        """
+        if obstacle and self._config.speed.compile == "cudagraphs" and self._config.fallback == "error":
+            raise RuntimeError(f"fallback='error': {obstacle}; set coat.speed.compile: none, or fallback: bf16")
+        if self._pick is not None:
+            self._pick.graph_obstacle = obstacle
+        self._decide(graph_obstacle=obstacle)
+
     def keep_execution(self, mode: ExecutionMode) -> None:
         """Let the first step take this mode, where the config allows it: `SpeedPick.keep_execution`."""
         if self._pick is not None:
@@ -180,8 +201,6 @@ class BlockRunner:
         if before == len(every):
             return None
         self._decide(recomputed=every, ran_out_with=before)
-        if plan.execution.compile == "cudagraphs":
-            torch.compiler.reset()  # recordings keep the memory of what their blocks kept
         inputs = "FP8" if self._config.memory.enable_efficient_checkpoint else "exact"
         return (
             f"checkpointing auto: from here on all {len(every)} blocks recompute, before {before} did; "
@@ -211,8 +230,6 @@ class BlockRunner:
         first = self._given.tokens is None and bool(hidden or (args and self._plan.checkpointing != "auto"))
         if first or size > self._size or accumulates > self._given.accumulates:
             self._start(args, hidden, size, accumulates)
-        if place == 0 and any(choice.compiled == "cudagraphs" for choice in self._plan.blocks):
-            torch.compiler.cudagraph_mark_step_begin()  # what the pass before made may be overwritten
         if place == len(self._modules) - 1:
             counts = report.treatments(self.plan)
             if counts != self._logged:
@@ -247,6 +264,7 @@ class BlockRunner:
     def _decide(self, **changed: Any) -> None:
         """Decide by what has changed, and let the blocks follow."""
         before = self._plan
+        self._decisions += 1
         self._given = replace(self._given, **changed)
         plan = self._plan = decide(self._config, self._given)
         choices = zip(self._modules, plan.blocks, strict=True)
@@ -265,10 +283,6 @@ class BlockRunner:
                     "resolution",
                     plan.excess_bytes / 1e9,
                 )
-        wants_graphs = self._given.tokens is not None and plan.execution.compile == "cudagraphs"
-        kept = any(choice.flow == "fused" and not choice.recomputed for choice in plan.blocks)
-        if wants_graphs and kept and self._given.device != "cuda":
-            self._compiled.lacks_graphs(self._given.device)
 
     def _facts(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """What a block's arguments show: types of the device and of values."""
@@ -288,7 +302,7 @@ class BlockRunner:
         if choice.recomputed:
             run, packing = form or block, choice.inputs
             if packing is None:
-                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+                return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=may_draw(), **kwargs)
             return fp8_checkpoint(run, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
         if form is not None:
             return form(*args)
@@ -311,14 +325,12 @@ class BlockRunner:
             except NotFusable as error:
                 self._lose(choice, block, str(error), args)
         if fused is None:
-            if self._plan.execution.compile != "none":
+            if self._plan.execution.compile == "blocks":
                 self._warn_of_eager(block)
             return None
         if choice.obstacle:
             self._decide(unfused=self._obstacles(args))
-        if choice.compiled == "none":
-            return fused
-        return self._compiled.form_of(fused, replayable=choice.compiled == "cudagraphs")
+        return self._compiled.form_of(fused) if choice.compiled else fused
 
     def _lose(self, choice: BlockChoice, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
         """A block cannot be fused: decide by that, and warn once for each kind and reason."""
@@ -350,8 +362,7 @@ class BlockRunner:
 
     def _warn_of_eager(self, block: nn.Module) -> None:
         """Log once that a kind of block is not compiled, where compilation is asked for; `fallback: error` raises."""
-        mode = self._plan.execution.compile
-        reason = report.not_compiled(type(block).__name__, mode)
+        reason = report.not_compiled(type(block).__name__)
         if reason in self._warned:
             return
         if self._config.fallback == "error":
@@ -371,26 +382,12 @@ class BlockRunner:
     def _run_kept(self, compile: str, block: nn.Module, args: tuple[Any, ...]) -> Any:
         """Run a block that is not recomputed, for the start-up measurement."""
         if compile not in self._trials:
-            trial = Picked(ExecutionMode(self._plan.execution.gemm, "none" if compile == "none" else "blocks"), {}, "")
+            trial = Picked(ExecutionMode(self._plan.execution.gemm, compile), {}, "")
             self._trials[compile] = decide(self._config, replace(self._given, recomputed=(), picked=trial)).blocks
         outputs = self._run(self._trials[compile][self._places[id(block)]], block, args, {})
-        if compile != "none" and self._compiled.failed:
+        if compile == "blocks" and self._compiled.failed:
             raise Unavailable("torch.compile failed")
         return outputs
-
-
-def usable_bytes(device: torch.device) -> float:
-    """What a run can use of the device's memory."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1] * USABLE_FRACTION
-    return float(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
-
-
-def held_bytes(device: torch.device) -> float:
-    """What this process holds now: CUDA tensors, or resident memory on a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.memory_allocated(device))
-    return float(psutil.Process().memory_info().rss)
 
 
 def _frozen_tensors(block: nn.Module, args: tuple[Any, ...]) -> Iterator[Tensor]:

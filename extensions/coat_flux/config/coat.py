@@ -123,7 +123,8 @@ class SpeedOptions:
 
     compile: str = choice(
         ("auto", "none", "blocks", "cudagraphs"),
-        "torch.compile for each FLUX block; cudagraphs: as CUDA graphs; auto: the fastest by speed.measure, else none",
+        "blocks: torch.compile for each FLUX block; cudagraphs: whole steps as CUDA graphs (stand-alone trainer, on a "
+        "GPU); auto: cudagraphs where they can be, else the fastest by speed.measure, else none",
     )
     measure: str = choice(
         ("auto", "always", "never"),
@@ -314,7 +315,7 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
         rule = f"expands blocks of e4m3 and e5m2, not of {optimizer.m1_format} and {optimizer.m2_format}; remove it"
         findings.add(expansion, rule, True)
     _check_products(config, path, findings)
-    if config.speed.compile in ("blocks", "cudagraphs") and config.activation.flow == "generic":
+    if config.speed.compile == "blocks" and config.activation.flow == "generic":
         rule = "compiles the fused flow's blocks, and activation.flow is generic; write flow: fused or compile: none"
         findings.add(f"{path}.speed.compile", rule, config.speed.compile)
     if config.activation.min_sqnr_db is not None:
@@ -323,9 +324,6 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
             rule = "only used with activation.use_fp8: true; write null or use_fp8: true"
         elif config.activation.linear_granularity == "per_group":
             rule = "is not for linear_granularity: per_group; write null, or linear_granularity: per_row"
-        elif config.speed.compile == "cudagraphs":
-            rule = "needs to look into a step, which replayed CUDA graphs do not allow"
-            rule += "; write null or speed.compile: blocks"
         if rule:
             findings.add(f"{path}.activation.min_sqnr_db", rule, config.activation.min_sqnr_db)
     for part in config.resume.allow:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.decide import USABLE_FRACTION, checkpointing_mode
+from ..blocks.decide import checkpointing_mode
+from ..blocks.held import USABLE_FRACTION
 from ..config.job import JobConfig
 from .facts import Card
 from .job import JobFacts, job_facts

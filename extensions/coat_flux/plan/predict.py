@@ -7,7 +7,7 @@
     save      the optimizer's state is there, activations are not
 
 The engine's order of things: `engine/session.py`, `engine/trainer.py`. A GPU's own context and its allocator's gaps are
-not counted; `memory.budget.USABLE_FRACTION` of a card leaves room for them.
+not counted; `blocks.held.USABLE_FRACTION` of a card leaves room for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.block_bytes import Moment
-from ..blocks.decide import USABLE_FRACTION, BlockPlan, budget_bytes, decide
+from ..blocks.decide import BlockPlan, budget_bytes, decide
+from ..blocks.held import USABLE_FRACTION
 from ..blocks.sizes import FP32, forward_bytes
 from ..config.job import JobConfig
 from .job import JobFacts, job_facts

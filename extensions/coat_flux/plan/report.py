@@ -8,7 +8,7 @@ from typing import Any
 
 from ..base.text import GB, MB, columns
 from ..blocks.block_bytes import block_bytes
-from ..blocks.decide import USABLE_FRACTION
+from ..blocks.held import USABLE_FRACTION
 from ..blocks.sizes import kept_by_kind
 from ..config.job import JobConfig
 from .cards import CardFit, judge

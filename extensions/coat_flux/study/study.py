@@ -27,7 +27,7 @@ import yaml
 
 from ..base.files import write_file
 from ..base.names import COAT_TYPE
-from ..blocks.decide import USABLE_FRACTION
+from ..blocks.held import USABLE_FRACTION
 from ..config.check import require_packages
 from ..config.findings import ConfigError
 from ..config.job import JobConfig

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ..blocks.held import gradients, state_tensors, trained
 from ..blocks.report import CoatReport
-from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
 from .casts import CastProbe
@@ -121,7 +120,7 @@ class StepWatch:
         self._spill = SpillWatch()
         self._writes_lines = config.enabled and config.memory.log_memory_stats
         self._explained_lines = phases.device.type == "cuda"
-        self._began = self._warned_of_graphs = self._updating = False
+        self._began = self._updating = False
 
     # -- a step, in the order of its moments ---------------------------------------------------------------------------
 
@@ -140,9 +139,9 @@ class StepWatch:
         """Observe what casts to FP8 lose inside the block, at health steps; at others do nothing.
 
         Health steps are step 2 and every multiple of `guard.health_every`, except the first step of a process, which
-        measures which execution mode is fastest and how much blocks keep. With CUDA graphs there are none: an eager
-        step needs the memory that the recordings hold. What `allows_update`, called inside the block, found not to be
-        finite is logged but not judged here: infinities saturate, and such steps are counted already.
+        measures which execution mode is fastest and how much blocks keep. What `allows_update`, called inside the
+        block, found not to be finite is logged but not judged here: infinities saturate, and such steps are counted
+        already.
 
         Where `activation.min_sqnr_db` still has to choose layers, the next step from step 2 on is observed as well,
         also with `guard.enabled: false`, which then judges nothing.
@@ -161,12 +160,6 @@ class StepWatch:
         chooses = self._precision.pending and step >= FIRST_OBSERVED and (not first or step == FIRST_OBSERVED)
         if not (due or chooses):
             return nullcontext()
-        runner = BlockRunner.of(self._transformer)
-        if runner is not None and runner.plan.execution.compile == "cudagraphs":
-            if not self._warned_of_graphs:
-                self._warned_of_graphs = True
-                self._log.info("FP8 casts are not observed with coat.speed.compile: cudagraphs; blocks observes them")
-            return nullcontext()
         return self._observe(step)
 
     @contextmanager
@@ -184,13 +177,14 @@ class StepWatch:
         if verdict is not None and self._options.enabled and not self.guard.nonfinite:
             raise DeadRunError(f"step {step}: {verdict}; {KEPT}")
 
-    def retry(self, step: int, attempt: Callable[[], T], reset: Callable[[], None]) -> T:
+    def retry(self, step: int, attempt: Callable[[], T], reset: Callable[[], str | None]) -> T:
         """Do what needs the memory of a step; where it runs out, again with more recomputation.
 
         Args:
             step: the number the step gets when done.
             attempt: does it. Once `allows_update` has let its update begin, it is not tried again.
-            reset: puts back what an attempt that failed has changed, and drops its gradients.
+            reset: puts back what an attempt that failed has changed, and drops its gradients; returns what memory it
+                gave back besides, in words.
 
         Returns:
             What `attempt` returns.
@@ -207,12 +201,16 @@ class StepWatch:
                     raise
                 explanation = explain_oom(error, self.phases, self._job)
             # outside of the clause: nothing refers to the failed step any more
-            reset()
-            change = None if self._updating else recompute_more(self._transformer)
+            freed = reset()
+            change = None if self._updating else freed or recompute_more(self._transformer)
             if change is None:
                 raise OutOfMemory(explanation)
             self._log.info(explanation)
             self._log.info(f"Step {step} is tried again: {change}")
+
+    def measures_memory(self, step: int) -> bool:
+        """Whether memory lines are due at this step's moments, which a replayed step does not pass."""
+        return self._writes_lines and step % self._memory.log_every == 0
 
     def mark(self, moment: str, step: int) -> None:
         """Measure memory at a moment of a step, and write a line if this step is due.
@@ -222,7 +220,7 @@ class StepWatch:
             step: the number the step gets when done.
         """
         self.phases.mark(moment)
-        if not self._writes_lines or step % self._memory.log_every:
+        if not self.measures_memory(step):
             return
         if not self._explained_lines:
             self._log.detail(CPU_NOTE)

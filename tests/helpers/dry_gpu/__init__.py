@@ -15,11 +15,13 @@ whether Triton works, FlashAttention 3 and 4, and the first step's choice by tim
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from coat_core.kernels import attention as attention_kernels
 from coat_core.kernels import dispatch, scaled_mm
@@ -49,6 +51,12 @@ CLOSER = {
     "coat_flux/watch/guard.py:_check": 1.0,
     "coat_flux/watch/guard.py:_norm": 1.0,
 }
+# In the step that is run eagerly and by a replay, which are compared.
+COMPARED = {
+    "coat_flux/trainers/standalone/step_graph.py:_copied": 0.0,
+    "coat_flux/trainers/standalone/step_graph.py:_restore": 0.0,
+    "coat_flux/trainers/standalone/step_graph.py:_difference": 1.0,
+}
 CACHES = (dispatch.triton_obstacle, dispatch._launcher, scaled_mm.unsupported_reason)
 
 
@@ -58,11 +66,24 @@ class DryGPU:
     Attributes:
         operators: runs them.
         launches: of kernels so far, by name.
+        captures: CUDA graphs so far.
     """
 
     def __init__(self, operators: GPUOperators) -> None:
         self.operators = operators
         self.launches: Counter[str] = Counter()
+        self.captures = 0
+        self._captures_now = False
+
+    def capture(self, call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
+        """In place of `step_graph.capture`: the host may wait nowhere in it."""
+        self.captures += 1
+        self._captures_now = True
+        try:
+            with self.operators.capture():
+                return SimpleNamespace(pool=lambda: None, replay=lambda: None), call()
+        finally:
+            self._captures_now = False
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **keywords: Any) -> None:
         """In place of `coat_core.kernels.gpu.runtime.launch`."""
@@ -97,6 +118,7 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
         attention: the kernel that torch's attention chooses, a key of `operators.ATTENTION`.
     """
     from coat_core.kernels.gpu import quantize, tables
+    from coat_flux.trainers.standalone import step_graph
 
     compiled_for()
     patch.setattr(quantize, "agrees_with_reference", lambda device: True)
@@ -105,6 +127,10 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
     patch.setattr(tables, "_spares", {})
     with card_view(patch) as view, GPUOperators(view, attention) as operators:
         gpu = DryGPU(operators)
+        patch.setattr(step_graph, "capture", gpu.capture)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu._captures_now)
+        patch.setattr(tables, "_copied_by_graphs", {})
+        patch.setattr(tables, "_read_by_graphs", {})
         for module in launcher_modules():
             if hasattr(module, "launch"):
                 patch.setattr(module, "launch", gpu.launch)

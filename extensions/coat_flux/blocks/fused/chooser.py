@@ -42,6 +42,9 @@ class FusedForms:
 
     The first block of each kind is run both ways, so that a diffusers version whose blocks compute something else is
     noticed at the first step and trained through its own code.
+
+    Attributes:
+        readings: how often a block was read.
     """
 
     def __init__(self) -> None:
@@ -49,6 +52,7 @@ class FusedForms:
         self._read: dict[int, _Read] = {}  # by id of the block, which `Unchanged` keeps alive
         self._shadow = LoraShadow((), torch.float32)
         self._place = 0  # of the block that ran last
+        self.readings = 0
 
     def form_of(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], packing: PackingConfig | None
@@ -81,6 +85,7 @@ class FusedForms:
             self._differs[kind] = f"its output differs from diffusers' by {difference:.1%}" if differs else ""
             if differs:
                 raise NotFusable(self._differs[kind])
+        self.readings += 1
         unchanged = Unchanged(block, lambda: self._read.pop(key, None))
         self._read[key] = _Read(fused, packing, active_backend(), unchanged)
         return fused

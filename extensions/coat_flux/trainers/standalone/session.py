@@ -18,10 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from coat_core.optim import FP8AdamW
 
+from ...base.names import COAT_OPTIMIZER
 from ...blocks.apply import apply_coat
 from ...blocks.held import module_tensors
 from ...blocks.lora import attach_lora
 from ...blocks.report import CoatReport
+from ...blocks.runner import BlockRunner
 from ...config.job import JobConfig
 from ...data.dataset import BucketBatchSampler, scan
 from ...data.loader import LatentDataset, cache_all
@@ -33,9 +35,9 @@ from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch, watch_steps
 from ..optimizer import describe_optimizer
 from .ema import LoraEMA
-from .flow_matching import Objective
 from .loading import Encoders, load_encoders, load_transformer
 from .network import add_lora, lora_parameters, lora_targets
+from .objective import Objective
 from .optim import advance, make_optimizer, make_scheduler
 from .progress import RunLog
 from .resume import ResumePoint
@@ -55,7 +57,7 @@ class Session:
 
     `step` counts optimizer steps done; `outstanding` is the last one while its numbers are on the device; `owes_save`:
     one was due while the guard was in doubt; `identity` and `record` go into `state.json`; `report` is None without
-    COAT.
+    COAT; `captures`: steps are CUDA graphs, which `graphs` holds from the first one on.
     """
 
     job: JobConfig
@@ -77,6 +79,8 @@ class Session:
     live: LiveRun
     report: CoatReport | None = None
     step: int = 0
+    captures: bool = False
+    graphs: Any = None  # a step_graph.StepGraphs
     outstanding: Any = None  # a steps.Outstanding
     owes_save: bool = False
     record: dict[str, Any] = field(default_factory=dict)
@@ -141,6 +145,7 @@ def open_session(
     )
     if point is not None:
         watch.load_state_dict(point.record.get("guard", {}))
+    captures = _allow_capture(job, transformer, workers)
     _log_start(job, report, optimizer, len(lora) // 2, log)
     ema, asked = None, train.ema_config
     if asked.use_ema:
@@ -165,10 +170,35 @@ def open_session(
         identity=identity,
         live=live,
         report=report,
+        captures=captures,
     )
     if point is not None:
         continue_from(session, point)
     return session
+
+
+def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> bool:
+    """Tell the blocks whether steps can be CUDA graphs; returns whether they are to be."""
+    runner = BlockRunner.of(transformer)
+    if runner is None:
+        return False
+    runner.allow_capture(_capture_obstacle(job, workers))
+    return runner.plan.execution.compile == "cudagraphs" and not runner.plan.given.graph_obstacle
+
+
+def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
+    """Why steps of this run cannot be CUDA graphs; empty where they can."""
+    if workers.device.type != "cuda":
+        return f"there are no CUDA graphs on a {workers.device.type}"
+    if workers.world_size > 1:
+        return "gradients travel between processes"
+    if job.train.optimizer.lower() != COAT_OPTIMIZER:
+        return f"{job.train.optimizer} cannot skip a step on the device; {COAT_OPTIMIZER} can"
+    if job.network.dropout:
+        return "network.dropout draws in the step"
+    if job.coat.optimizer_config()[0].stochastic_rounding:
+        return "stochastic rounding draws in the step"
+    return ""
 
 
 def _log_start(job: JobConfig, report: CoatReport | None, optimizer: Optimizer, targets: int, log: RunLog) -> None:

@@ -5,6 +5,9 @@ the update happens is decided there, and loss and norm are read while the next s
 them then, under their own step's number. Steps that something reads (`StepWatch.reads_at_once`) wait as before, and
 `settle` brings in what is outstanding before anything is saved, measured or shown.
 
+Where `speed.compile` has steps run as CUDA graphs, those that nothing reads are replayed (`step_graph`); `_whole_step`
+is what is captured, and the same as an eager step that the device decides alone.
+
 Where memory runs out in forward or backward, `StepWatch.retry` tries the same micro-batches again with more
 recomputation: every draw follows from the number of the batch, so it is the same step.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from coat_core.optim import FP8AdamW
 
+from ...blocks.runner import BlockRunner
 from ...data.dataset import Batch
 from ...saves.interrupts import Interrupts
 from ...watch.live import COMMANDS
@@ -28,7 +33,8 @@ from ...watch.run_tables import StepStats
 from .optim import advance, learning_rate
 from .seeding import Stream, seed_global, seed_of
 from .session import Session
-from .workers import Reading
+from .step_graph import Drawn, StepGraphs
+from .workers import Reading, not_finite
 
 __all__ = ["settle", "train_step"]
 
@@ -62,28 +68,23 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
         OutOfMemory: and nothing is left to recompute.
     """
     started = time.perf_counter()
-    job, watch, params = session.job, session.watch, list(session.lora.values())
-    number = session.step + 1
+    watch, number = session.watch, session.step + 1
     late = _skips_on_device(session) and not watch.reads_at_once(number)
     if not late:
         settle(session)
     lr = learning_rate(session.optimizer)
-
-    def drop_gradients() -> None:
-        session.optimizer.zero_grad(set_to_none=True)
-
     with watch.casts(number):
-        drop_gradients()
-        micro_batches = [next(batches) for _ in range(job.train.gradient_accumulation)]
-        loss = watch.retry(number, lambda: _accumulate(session, micro_batches), drop_gradients)
-        session.workers.average_gradients(params)
-        norm = clip_grad_norm_(params, job.train.max_grad_norm)
+        micro_batches = [next(batches) for _ in range(session.job.train.gradient_accumulation)]
+        found = _replayed(session, number, micro_batches) if late else None
+        replayed = found is not None
+        if found is None:
+            found = _gradients(session, number, micro_batches)
         given = session.live.poll() | ({"stop"} if interrupts.asked else frozenset())
-        loss, asked = session.workers.agree(loss, [name in given for name in COMMANDS])
-        numbers = Reading(torch.stack([loss, norm.to(loss)]))
-        if late:
-            _update(session, numbers.not_finite())
-        elif watch.allows_update(number, *numbers.read()):
+        found, asked = session.workers.agree(found, [name in given for name in COMMANDS])
+        numbers = Reading(found)
+        if late and not replayed:
+            _update(session, not_finite(found))
+        elif not late and watch.allows_update(number, *numbers.read()):
             _update(session, None)
     watch.mark("after_optimizer_step", number)
     advance(session.lr_scheduler, 1)
@@ -111,6 +112,27 @@ def _skips_on_device(session: Session) -> bool:
     return isinstance(session.optimizer, FP8AdamW) and session.optimizer.defaults["capturable"]
 
 
+def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
+    """Make the gradients of a step, clipped; returns fp32 [2]: loss and norm."""
+    if session.graphs is not None:
+        session.graphs.make_room()
+
+    def drop() -> str | None:
+        session.optimizer.zero_grad(set_to_none=True)
+        dropped = session.graphs is not None and session.graphs.drop()
+        return "CUDA graphs: their memory was given back" if dropped else None
+
+    session.optimizer.zero_grad(set_to_none=True)
+    loss = session.watch.retry(number, lambda: _accumulate(session, batches), drop)
+    session.workers.average_gradients(list(session.lora.values()))
+    return _clipped(session, loss)
+
+
+def _clipped(session: Session, loss: Tensor) -> Tensor:
+    norm = clip_grad_norm_(list(session.lora.values()), session.job.train.max_grad_norm)
+    return torch.stack([loss, norm.to(loss)])
+
+
 def _update(session: Session, found_inf: Tensor | None) -> None:
     """Update parameters and average; where `found_inf` is 1 on the device, nothing changes."""
     seed_global(seed_of(session.job), Stream.OPTIMIZER, session.step)
@@ -119,6 +141,77 @@ def _update(session: Session, found_inf: Tensor | None) -> None:
     session.optimizer.step()
     if session.ema is not None:
         session.ema.update(found_inf)
+
+
+def _replayed(session: Session, number: int, batches: Sequence[Batch]) -> Tensor | None:
+    """Do a whole step as a CUDA graph; returns loss and norm, or None where nothing was done."""
+    if not session.captures or session.watch.measures_memory(number):
+        return None
+    if session.graphs is None:
+        runner = BlockRunner.of(session.transformer)
+        session.graphs = StepGraphs(
+            lambda drawn, rates: _whole_step(session, drawn, rates),
+            lambda: _state(session),
+            lambda: None if runner is None else runner.generation,
+            session.log.info,
+            strict=session.job.coat.fallback == "error",
+        )
+    drawn = [session.objective.draw(session.dataset.batch(batch), batch.draw) for batch in batches]
+
+    def eager() -> Tensor:
+        numbers = _gradients(session, number, batches)
+        _update(session, not_finite(numbers))
+        return numbers
+
+    rates = [float(group["lr"]) for group in session.optimizer.param_groups]
+    numbers: Tensor | None = session.graphs.run(drawn, rates, eager)
+    return numbers
+
+
+def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
+    """Forward, backward, clipping and update with everything that differs from step to step in tensors.
+
+    Args:
+        session: whose optimizer can skip a step on the device.
+        drawn: of each micro-batch.
+        rates: learning rate of each param group, fp64 on the device.
+
+    Returns:
+        fp32 [2]: loss and gradient norm.
+    """
+    optimizer: Any = session.optimizer
+    groups, given = optimizer.param_groups, [group["lr"] for group in optimizer.param_groups]
+    optimizer.zero_grad(set_to_none=True)
+    try:
+        total = torch.zeros((), device=session.workers.device)
+        for each in drawn:
+            loss = session.objective.loss(each)
+            (loss / len(drawn)).backward()
+            total += loss.detach() / len(drawn)
+        numbers = _clipped(session, total)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.found_inf = not_finite(numbers)
+        optimizer.step()
+        if session.ema is not None:
+            session.ema.update(optimizer.found_inf)
+    finally:
+        for group, rate in zip(groups, given, strict=True):
+            group["lr"] = rate
+        optimizer.found_inf = None
+        optimizer.zero_grad(set_to_none=True)
+    return numbers
+
+
+def _state(session: Session) -> dict[str, list[Tensor]]:
+    """Every tensor that a step changes."""
+    entries = [session.optimizer.state[parameter] for parameter in session.lora.values()]
+    return {
+        "parameters": list(session.lora.values()),
+        "average": [] if session.ema is None else list(session.ema.shadow.values()),
+        "counters": [entry["step"] for entry in entries],
+        "others": [x for entry in entries for name, x in entry.items() if name != "step"],
+    }
 
 
 def _judge(session: Session, done: Outstanding) -> None:

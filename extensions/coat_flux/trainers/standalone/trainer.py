@@ -344,6 +344,7 @@ def _metadata(session: Session) -> dict[str, str]:
 def _draw_samples(session: Session) -> None:
     if session.images is not None:
         folder = session.job.folder / "samples"
+        _drop_graphs(session)
         with session.watch.phases.during("sample"), session.averaged():
             try:
                 paths = session.images.draw(session.transformer, session.step, folder)
@@ -356,9 +357,16 @@ def _draw_samples(session: Session) -> None:
     session.workers.wait()
 
 
+def _drop_graphs(session: Session) -> None:
+    """Give back the memory of captured steps to what runs between steps."""
+    if session.graphs is not None:
+        session.graphs.drop()
+
+
 def _validate(session: Session) -> float:
     bypass = session.job.train.bypass_guidance_embedding
     guided = bypassed_guidance(session.transformer) if bypass else nullcontext()
+    _drop_graphs(session)
     with session.watch.phases.during("validate"), session.averaged(), guided:
         loss = session.validation.loss(
             session.transformer,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...base.errors import UserError
 
-__all__ = ["LaunchError", "Reading", "Workers"]
+__all__ = ["LaunchError", "Reading", "Workers", "not_finite"]
 
 MAX_WAIT_HOURS = 12  # the others wait while the main process fills the caches or draws samples
 logger = logging.getLogger(__name__)
@@ -76,12 +76,12 @@ class Workers:
         """The mean of a tensor over all processes."""
         return self._accelerator.reduce(value, "mean") if self.world_size > 1 else value
 
-    def agree(self, loss: Tensor, asked: Sequence[bool]) -> tuple[Tensor, list[bool]]:
-        """The mean loss of all processes, on the device, and which flags are set in any of them."""
+    def agree(self, numbers: Tensor, asked: Sequence[bool]) -> tuple[Tensor, list[bool]]:
+        """The mean of some numbers [n] over all processes, on the device, and which flags are set in any of them."""
         if self.world_size == 1:
-            return loss, list(asked)
-        mean, *shares = self.mean(torch.cat([loss[None], torch.tensor(asked).to(loss)]))
-        return mean, [share > 0 for share in torch.stack(shares).tolist()]
+            return numbers, list(asked)
+        means = self.mean(torch.cat([numbers, torch.tensor(asked).to(numbers)]))
+        return means[: len(numbers)], [share > 0 for share in means[len(numbers) :].tolist()]
 
     @torch.no_grad()
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
@@ -115,22 +115,23 @@ class Reading:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self._values, self._copy, self._copied = values, values, None
+        self._copy, self._copied = values, None
         if values.is_cuda:
             self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._copy.copy_(values, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def not_finite(self) -> Tensor:
-        """fp32 [] on the device: 1 where one of them is not finite, else 0."""
-        return 1.0 - self._values.isfinite().all().to(torch.float32)
-
     def read(self) -> list[float]:
         """Wait for them."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy.tolist()
+
+
+def not_finite(values: Tensor) -> Tensor:
+    """fp32 [] on the device: 1 where one of them is not finite, else 0."""
+    return 1.0 - values.isfinite().all().to(torch.float32)
 
 
 def _check_launch(world_size: int) -> None:

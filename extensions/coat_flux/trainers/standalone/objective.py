@@ -1,0 +1,127 @@
+"""The loss of a micro-batch under the settings of the `train` block, and everything that is drawn for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+from ...config.job_sections import TrainSection
+from ...data.loader import to_device
+from .flow_matching import (
+    bypassed_guidance,
+    draw_sigmas,
+    noisy_latents,
+    predict_velocity,
+    sample_losses,
+    sigma_table,
+    timestep_weights,
+    weighted_timesteps,
+)
+from .seeding import Stream, generator_for, seed_global
+
+__all__ = ["Objective"]
+
+
+class Objective:
+    """The loss of one micro-batch under the settings of the `train` block, with every draw tied to the batch's number.
+
+    The transformer runs without autocast in its own dtype, its LoRA in fp32, as in ai-toolkit's loop.
+
+    Args:
+        transformer: with adapters.
+        train: the `train` block.
+        scheduler: the model's, for the shifted sigma tables.
+        seed: the run's seed.
+        dtype: of the transformer's inputs.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        train: TrainSection,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        seed: int,
+        dtype: torch.dtype,
+    ):
+        self._transformer = transformer
+        self._train = train
+        self._scheduler = scheduler
+        self._seed = seed
+        self._dtype = dtype
+
+    def __call__(self, batch: Mapping[str, Tensor], draw: int) -> Tensor:
+        """The mean loss of a batch, with gradient.
+
+        Args:
+            batch: latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; and, where
+                transparent parts of photos do not count, mask (B, 1, H, W) with mean 1 over each sample.
+            draw: the number of the batch in the run's global order.
+
+        Returns:
+            A scalar, fp32.
+        """
+        drawn = self.draw(batch, draw)
+        seed_global(self._seed, Stream.MODEL, draw)
+        return self.loss(drawn)
+
+    def draw(self, batch: Mapping[str, Tensor], draw: int) -> dict[str, Tensor]:
+        """What a batch's loss is computed from; arguments as in a call.
+
+        Returns:
+            What is on the device of `batch`, and noise like the latents, sigmas (B,) and, where the loss is weighted,
+            weights (B,), fp32.
+        """
+        latents = batch["latents"]
+        generator = generator_for(self._seed, Stream.NOISE, draw)
+        indices, sigmas = self._sigmas(latents.shape, generator)
+        noise, weights = self._noise(latents, generator, draw), self._weights(indices)
+        drawn = {"noise": noise, "sigmas": to_device(sigmas, latents.device)}
+        if weights is not None:
+            drawn["weights"] = to_device(weights, latents.device)
+        return {**{name: x for name, x in batch.items() if name != "indices"}, **drawn}
+
+    def loss(self, drawn: Mapping[str, Tensor]) -> Tensor:
+        """The mean loss of what `draw` returned, with gradient; a scalar, fp32. Nothing here draws but dropout."""
+        latents, noise, sigmas = drawn["latents"], drawn["noise"], drawn["sigmas"]
+        x_t = noisy_latents(latents, noise, sigmas)
+        bypass = self._train.bypass_guidance_embedding
+        with bypassed_guidance(self._transformer) if bypass else nullcontext():
+            prediction = predict_velocity(
+                self._transformer, x_t, sigmas, drawn["prompt_embeds"], drawn["pooled"], dtype=self._dtype
+            )
+        kind = self._train.loss_type
+        return sample_losses(prediction, latents, noise, drawn.get("weights"), drawn.get("mask"), kind).mean()
+
+    def _noise(self, latents: Tensor, generator: torch.Generator, draw: int) -> Tensor:
+        """Noise like the latents, fp32: by the generator, or on a GPU drawn there, from the same counter."""
+        if latents.device.type != "cuda":
+            return torch.randn(latents.shape, generator=generator).to(latents.device)
+        seed_global(self._seed, Stream.NOISE, draw)
+        return torch.randn(latents.shape, device=latents.device)
+
+    def _sigmas(self, shape: torch.Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        train = self._train
+        bell = train.linear_timesteps or train.linear_timesteps2
+        kind = "linear" if bell else train.timestep_type
+        tokens = shape[2] * shape[3] // 4
+        table = sigma_table(kind, tokens=tokens, scheduler=self._scheduler, generator=generator)
+        return draw_sigmas(
+            table,
+            shape[0],
+            timestep_type=train.timestep_type,
+            content_or_style=train.content_or_style,
+            min_step=train.min_denoising_steps,
+            max_step=train.max_denoising_steps,
+            generator=generator,
+        )
+
+    def _weights(self, indices: Tensor) -> Tensor | None:
+        if self._train.timestep_type == "weighted":
+            return weighted_timesteps(indices)
+        if not (self._train.linear_timesteps or self._train.linear_timesteps2):
+            return None
+        return timestep_weights(indices, half_bell=self._train.linear_timesteps2)

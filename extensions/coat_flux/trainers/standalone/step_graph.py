@@ -1,0 +1,249 @@
+"""Whole steps as CUDA graphs, one for each shape of batch: a replay costs the CPU a few copies, not 3,700 launches.
+
+What is captured is everything from the forward pass to the moving average; batch, noise and timesteps are copied into
+the capture's inputs before a replay, the learning rates are set there, loss and gradient norm are read after it.
+
+    1st step of a shape    runs eagerly: kernels are compiled, blocks decided on
+    2nd                    runs eagerly; then the step is captured, replayed from the same state, and both are compared
+    after that             a replay
+
+Where both differ, or a capture fails, all further steps run eagerly, and one line says why. Graphs share one memory
+pool, which holds what a step of the largest shape needs. It is given back before anything else that may need the memory
+(`make_room`, `drop`); the next step of a shape is then captured again.
+
+Source: torch.cuda.graph; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["MOST_GRAPHS", "StepGraphs", "capture"]
+
+MOST_GRAPHS = 8  # captured shapes: the driver keeps every node of each
+ROOM = 1.05  # what an eager step needs, by what the pool holds
+# Between both, relative: of the loss; of an update, in norms. Attention's backward sums in any order.
+LARGEST_LOSS_DIFFERENCE, LARGEST_DIFFERENCE = 0.01, 0.1
+
+Drawn = Sequence[Mapping[str, Tensor]]  # of each micro-batch, by `Objective.draw`
+State = Mapping[str, Sequence[Tensor]]
+
+
+def capture(call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
+    """Capture what `call` does on the current device, which is not done now.
+
+    Args:
+        call: all it allocates and no longer refers to belongs to the graph.
+        pool: memory of another graph, `CUDAGraph.pool()`; None makes one.
+
+    Returns:
+        The graph, and what `call` returned, which holds its values after a replay.
+
+    Raises:
+        RuntimeError: something in it cannot be captured.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # other threads, which load the next batch, may do what this one may not
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        made = call()
+    return graph, made
+
+
+class StepGraphs:
+    """Captures and replays the steps of one run.
+
+    Args:
+        step: does a whole step with what was drawn, at learning rates fp64 [param groups] on the device, and returns
+            fp32 [2], loss and gradient norm. Nothing in it reads from the device, draws random numbers or depends on
+            the number of the step.
+        state: what a step changes: "parameters", "average" and "counters", which are compared, and "others".
+        generation: another value whenever the step would do something else than when it was captured.
+        info: takes one line for the user.
+        strict: raise where steps cannot be replayed.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Drawn, Tensor], Tensor],
+        state: Callable[[], State],
+        generation: Callable[[], Any],
+        info: Callable[[str], None],
+        strict: bool = False,
+    ) -> None:
+        self._step, self._state, self._generation, self._info, self._strict = step, state, generation, info, strict
+        self._graphs: dict[Any, _Graph] = {}
+        self._captured_in: Any = None
+        self._ran: set[Any] = set()
+        self._trusted: set[Any] = set()
+        self._failed = self._full = False
+
+    def run(self, drawn: Drawn, rates: Sequence[float], eager: Callable[[], Tensor]) -> Tensor | None:
+        """Do a step by a replay, if it can be.
+
+        Args:
+            drawn: what the step works on, on the device.
+            rates: learning rate of each param group.
+            eager: does the same step eagerly, and returns the same numbers.
+
+        Returns:
+            Loss and gradient norm, fp32 [2]; None: nothing was done, the step is to be run eagerly.
+
+        Raises:
+            RuntimeError: `strict`, and the step cannot be replayed; its state is that after an eager step.
+        """
+        if self._failed:
+            return None
+        shape = tuple(tuple((name, x.shape, x.dtype) for name, x in each.items()) for each in drawn)
+        if self._captured_in != self._generation():
+            self.drop()
+        if shape in self._graphs:
+            return self._graphs[shape].replay(drawn, rates)
+        if shape not in self._ran:
+            self._ran.add(shape)
+            return None
+        if len(self._graphs) == MOST_GRAPHS:
+            if not self._full:
+                self._info(f"CUDA graphs: {MOST_GRAPHS} shapes of batches are captured, further ones run eagerly")
+            self._full = True
+            return None
+        if shape in self._trusted:
+            return self._captured(shape, drawn, rates)
+        return self._compared(shape, drawn, rates, eager)
+
+    def make_room(self) -> None:
+        """Give the pool back if a step run eagerly would find no memory next to it."""
+        pool = sum(graph.bytes for graph in self._graphs.values())
+        if not pool:
+            return
+        unused = max(torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - pool, 0)
+        if torch.cuda.mem_get_info()[0] + unused < ROOM * pool:
+            self.drop()
+
+    def drop(self) -> bool:
+        """Forget all graphs and give their memory back; returns whether there was any."""
+        had = bool(self._graphs)
+        self._graphs.clear()
+        if had:
+            _release()
+        return had
+
+    def _captured(self, shape: Any, drawn: Drawn, rates: Sequence[float]) -> Tensor | None:
+        """Capture the step and replay it; None where it cannot be captured, and nothing was done."""
+        generation = self._generation()
+        try:
+            graph = _Graph(self._step, drawn, len(rates), next(iter(self._graphs.values()), None))
+        except Exception as error:
+            self._fail(f"a step cannot be captured: {next(iter(str(error).splitlines()), type(error).__name__)}", error)
+            return None
+        if self._generation() != generation:  # it ran otherwise than the steps before it
+            return None
+        self._graphs[shape], self._captured_in = graph, generation
+        return graph.replay(drawn, rates)
+
+    def _compared(self, shape: Any, drawn: Drawn, rates: Sequence[float], eager: Callable[[], Tensor]) -> Tensor:
+        """Do the step eagerly, then again by a replay, and compare what both made of the same state."""
+        before = _copied(self._state())
+        numbers = eager()
+        expected = _copied(self._state())
+        try:
+            self._restore(before)
+            replayed = self._captured(shape, drawn, rates)
+            if replayed is not None:
+                difference = _difference(before, expected, _copied(self._state()), numbers, replayed)
+                if not difference:
+                    if not self._trusted:
+                        self._info("CUDA graphs: from here on steps are replayed; the first agrees with an eager step")
+                    self._trusted.add(shape)
+                    return replayed
+                self._fail(f"a replayed step differs from the same step run eagerly: {difference}")
+        except BaseException:
+            self._restore(expected)
+            raise
+        self._restore(expected)
+        return numbers
+
+    @torch.no_grad()
+    def _restore(self, state: State) -> None:
+        for kind, tensors in self._state().items():
+            for tensor, value in zip(tensors, state[kind], strict=True):
+                tensor.copy_(value)
+
+    def _fail(self, reason: str, error: Exception | None = None) -> None:
+        self._failed = True
+        self.drop()
+        if self._strict:
+            raise RuntimeError(f"fallback='error': CUDA graphs: {reason}; set coat.speed.compile: none") from error
+        self._info(f"CUDA graphs: {reason}; steps run eagerly")
+
+
+class _Graph:
+    """A captured step, its inputs and its result.
+
+    Args:
+        step: as `StepGraphs` has it.
+        drawn: of the shapes and dtypes to capture.
+        groups: how many learning rates there are.
+        other: a graph whose memory is shared.
+
+    Attributes:
+        bytes: by which the pool grew.
+    """
+
+    def __init__(self, step: Callable[[Drawn, Tensor], Tensor], drawn: Drawn, groups: int, other: _Graph | None):
+        device = drawn[0]["latents"].device
+        self._inputs = [{name: torch.empty_like(x) for name, x in each.items()} for each in drawn]
+        self._rates = torch.full((groups,), math.nan, dtype=torch.float64, device=device)
+        _release()
+        before = torch.cuda.memory_reserved() if device.type == "cuda" else 0
+        pool = None if other is None else other._graph.pool()
+        self._graph, self._numbers = capture(lambda: step(self._inputs, self._rates), pool)
+        self.bytes = torch.cuda.memory_reserved() - before if device.type == "cuda" else 0
+
+    @torch.no_grad()
+    def replay(self, drawn: Drawn, rates: Sequence[float]) -> Tensor:
+        """Do a step with these inputs; returns its loss and gradient norm, fp32 [2]."""
+        for own, given in zip(self._inputs, drawn, strict=True):
+            for name, x in own.items():
+                x.copy_(given[name])
+        for own_rate, rate in zip(self._rates, rates, strict=True):
+            own_rate.fill_(rate)
+        self._graph.replay()
+        return self._numbers.clone()
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _copied(state: State) -> State:
+    """The state on the CPU: next to a captured step the device may have no room for it."""
+    return {kind: [x.detach().to("cpu", copy=True) for x in tensors] for kind, tensors in state.items()}
+
+
+def _difference(before: State, expected: State, found: State, numbers: Tensor, replayed: Tensor) -> str:
+    """How two steps from one state differ, in words; empty where they agree."""
+    wanted, got = numbers.tolist(), replayed.tolist()
+    finite = list(map(math.isfinite, (*wanted, *got)))
+    if not all(finite):
+        return "" if finite[:2] == finite[2:] else f"loss and gradient norm {got}, eagerly {wanted}"
+    if not math.isclose(got[0], wanted[0], rel_tol=LARGEST_LOSS_DIFFERENCE):
+        return f"loss {got[0]:.6g}, eagerly {wanted[0]:.6g}"
+    if not all(map(torch.equal, found["counters"], expected["counters"])):
+        return "the optimizer counted another number of steps"
+    for kind in ("parameters", "average"):
+        error, update = (_distance(a[kind], expected[kind]) for a in (found, before))
+        if error > LARGEST_DIFFERENCE * update:
+            return f"update of the {kind} by {error / update if update else math.inf:.1%}"
+    return ""
+
+
+def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    return math.hypot(*(float((x.float() - y.float()).norm()) for x, y in zip(a, b, strict=True)))
