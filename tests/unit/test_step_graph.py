@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_core.linear import FP8Linear
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.job import JobConfig
 from coat_flux.trainers.standalone import optim, step_graph
 from coat_flux.trainers.standalone import session as sessions
@@ -177,6 +179,20 @@ def test_what_cannot_be_replayed_runs_eagerly(
         return
     with pytest.raises(RuntimeError, match=r"fallback='error': CUDA graphs: .*set coat\.speed\.compile: none"):
         strict.train(captures=True)
+
+
+def test_what_changes_in_the_blocks_is_captured_again(run: Callable[..., Run]) -> None:
+    def exclude(session: Any) -> None:
+        if session.step == 5:
+            block = session.transformer.get_submodule("single_transformer_blocks.0")
+            linears = [module for module in block.modules() if isinstance(module, FP8Linear)]
+            assert linears
+            BlockRunner.of(session.transformer).multiply_in_bf16(linears)
+
+    eager, replayed = run("eager"), run("replayed")
+    expected, found = eager.train(captures=False, observer=exclude), replayed.train(captures=True, observer=exclude)
+    assert_same_run(found, expected)
+    assert len(replayed.graphs) == 2
 
 
 def test_a_step_that_is_not_finite_is_skipped_in_a_replay(run: Callable[..., Run]) -> None:

@@ -181,6 +181,7 @@ class BlockRunner:
         if self._pick is not None:
             self._pick.leave_out(linears)
         multiply_in_bf16(linears)
+        self._decisions += 1
         for module in linears:
             drop_transposed(module)
 
