@@ -109,6 +109,19 @@ def test_compile_is_measured_only_where_it_is_left_open(asked: str, expected: li
     assert list(dict.fromkeys(path.compile for path in found)) == expected
 
 
+def test_a_resumed_mode_follows_what_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps as CUDA graphs have the bits of eager ones; compiled blocks have not."""
+    for kept, obstacle, expected in (
+        ("none", "", "cudagraphs"),
+        ("cudagraphs", "no GPU", "none"),
+        ("blocks", "", "blocks"),
+    ):
+        bench = Bench(monkeypatch, config_of(), table())
+        bench.pick.graph_obstacle = obstacle
+        bench.pick.keep_execution(ExecutionMode("per_row", kept))
+        assert bench.pick.choose(bench.args).execution == ExecutionMode("per_row", expected)
+
+
 def test_the_fastest_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, config_of(activation={"linear_granularity": "per_tensor"}), table())
     picked = bench.pick.choose(bench.args)
