@@ -16,6 +16,8 @@ import torch
 from _toolkit_lora import attach_network, convert_linears, toolkit_is_real
 from torch import Tensor, nn
 
+from coat_flux.blocks.runner import BlockRunner
+
 __all__ = [
     "HEAD_DIM",
     "block_call",
@@ -104,8 +106,9 @@ def loop_context(loop: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def block_call(model: Any) -> Callable[..., Any]:
-    """The function the model calls around each block: COAT's policy, where it is installed."""
-    return getattr(model, "_gradient_checkpointing_func", None) or (lambda block, *args: block(*args))
+    """What runs each block: COAT's runner, where it is installed."""
+    own = getattr(model, "_gradient_checkpointing_func", None) or (lambda block, *args: block(*args))
+    return BlockRunner.of(model) or own
 
 
 def block_inputs(

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.autograd import refuse_second_order
 from coat_core.formats import FORMATS, get_format
@@ -144,7 +145,7 @@ class PackedSavedTensors:
 
     def __enter__(self) -> PackedSavedTensors:
         with ExitStack() as stack:
-            if not _checkpoint_records():
+            if not checkpoint_records():
                 outer: PackedSavedTensors | None = getattr(_thread, "innermost", None)
                 stack.callback(setattr, _thread, "innermost", outer)
                 if outer is None:
@@ -228,7 +229,7 @@ def _top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return top
 
 
-def _checkpoint_records() -> bool:
+def checkpoint_records() -> bool:
     """Whether we are inside a function under non-reentrant torch.utils.checkpoint, first time or recomputing."""
     top = _top_hooks()
     return top is not None and top[0].__module__ == "torch.utils.checkpoint"
@@ -257,8 +258,32 @@ class _AttentionMode(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention or not self._packing._is_on_top():
             return func(*args, **kwargs)
         shape = _attention_shape(*args, **kwargs)
+        args, kwargs = _with_shared_mask(*args, **kwargs)
         with saved_tensors_hooks(lambda tensor: self._packing._pack_attention(tensor, *shape), unpack_saved):
             return func(*args, **kwargs)
+
+
+_additive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # bool mask → what attention adds for it
+
+
+def _with_shared_mask(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of attention, a bool mask in them as what is added: 0 and −inf, as attention itself makes it.
+
+    Attention makes one for each layer and keeps it for backward. Here all layers that are given the same mask share
+    one, as small as the mask was before it was expanded.
+    """
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        made = _additive.setdefault(attn_mask, {})
+        as_now = query.dtype, 0 if attn_mask.is_inference() else attn_mask._version
+        if as_now not in made:
+            expanded = (step == 0 for step in attn_mask.stride()[:-1])
+            small = attn_mask[tuple(slice(0, 1 if each else None) for each in expanded)].detach()
+            zeros = torch.zeros(small.shape, dtype=query.dtype, device=small.device)
+            made[as_now] = zeros.masked_fill_(~small, -torch.inf)
+        attn_mask = made[as_now].expand(attn_mask.shape)
+    return (query, key, value, attn_mask, *args), kwargs
 
 
 def _attention_shape(

@@ -96,7 +96,9 @@ def multiply(
     lead = a.codes.shape[:-1]
     a_scale = a.scale.reshape(-1, 1) if a.scale.ndim else a.scale
     out = scaled_mm(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
-    return out.reshape(*lead, -1)
+    # no view, which could not be changed in place where an autograd.Function returns it
+    result: Tensor = torch.ops.aten._unsafe_view(out, (*lead, out.shape[-1]))
+    return result
 
 
 def fprop(

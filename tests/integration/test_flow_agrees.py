@@ -84,7 +84,7 @@ def test_shipped_config_does_what_is_said_of_it(config: Path, caplog: pytest.Log
     assert "flow in place of" not in caplog.text
     assert facts.settings.flow == "fused"
     assert _flows(model) == (set() if job.coat.memory.checkpointing == "all" else {"fused"})
-    assert before == "FP8 e4m3 per_group, fused flow"
+    assert before == "decided at the first step, expected: as asked"
     assert "generic" not in _saved(report)
 
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_fused_is_in_the_table_and_in_the_plan(caplog: pytest.Log
     dropped = replace(job, network=replace(job.network, dropout=0.1))
     kept = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
     model, report = _model(kept, 4, dropout=0.1)
-    assert _saved(report) == "FP8 e4m3 per_group, generic flow"
+    assert _saved(report) == "decided at the first step, expected: FP8 e4m3 per_group, generic flow"
     assert "LoRA dropout" in report.table()
     inputs = flux_inputs(Tokens(4, 32, 64))
     with caplog.at_level(logging.WARNING, logger="coat_flux"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from coat_core import FP8AdamW
 from coat_core.kernels.dispatch import triton_obstacle
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone.network import lora_parameters
 from coat_flux.trainers.standalone.trainer import COATTrainer
@@ -102,7 +103,7 @@ def test_the_start_up_measurement(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     training = Training("cuda", {"speed": {"measure": "auto", "compile": "auto"}})
     training.step()
-    picked = training.model._gradient_checkpointing_func.picked
+    picked = BlockRunner.of(training.model).picked
     assert picked is not None
     assert {path.gemm for path in picked.milliseconds} == {"per_tensor", "per_row", "bf16"}
     assert picked.milliseconds[picked.execution] == min(picked.milliseconds.values()) > 0

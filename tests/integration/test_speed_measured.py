@@ -12,6 +12,7 @@ import torch
 from coat_flux.blocks import measure as pick
 from coat_flux.blocks import runner as policy
 from coat_flux.blocks.decide import ExecutionMode
+from coat_flux.blocks.runner import BlockRunner
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import coat_flux_model, flux_inputs
@@ -27,7 +28,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def gradients(coat: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
     model, _, _ = coat_flux_model({**KEPT, **coat})
     model(**flux_inputs())[0].float().square().mean().backward()
-    return {n: p.grad for n, p in lora_parameters(model).items()}, model._gradient_checkpointing_func
+    return {n: p.grad for n, p in lora_parameters(model).items()}, BlockRunner.of(model)
 
 
 @pytest.mark.parametrize("fastest", ["per_tensor", "per_row", "bf16"])
@@ -51,7 +52,7 @@ def test_the_run_goes_on_with_the_path_that_was_fastest(
 
 def test_nothing_is_measured_while_an_image_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = coat_flux_model({**KEPT, "speed": {"measure": "always", "compile": "none"}})
-    blocks = model._gradient_checkpointing_func
+    blocks = BlockRunner.of(model)
     with torch.no_grad():
         model(**flux_inputs())
     assert blocks.picked is None

@@ -107,7 +107,7 @@ def ai_toolkit_configs() -> Iterator[BadConfig]:
     sdxl = ("model", {"name_or_path": "x", "is_xl": True, "quantize": True, "qtype": "coat_fp8"})
     yield case("SDXL in FP8", "model.qtype=", "write quantize: false", sdxl)
     music = ("model", {"name_or_path": "x", "arch": "ace_step_15"})
-    yield case("a model COAT does not train", "model.arch='ace_step_15'", "train one of auraflow", music)
+    yield case("a model COAT does not train", "model.arch='ace_step_15'", "train one of anima", music)
     yield case("poi", "datasets[0].poi=", "no longer", ("datasets.0.poi", "face"))
     yield case("nothing trained", "train.train_unet=", "nothing is left to train", ("train.train_unet", False))
     yield case("coat beside another type", "config.process[0].coat", "coat_flux_trainer", ("type", "sd_trainer"))

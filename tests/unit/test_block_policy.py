@@ -35,18 +35,15 @@ class Doubling(nn.Module):
 
 
 class Model(nn.Module):
-    """Diffusers' protocol: a function is called instead of each block."""
+    """Calls its blocks one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Doubling() for _ in range(BLOCKS))
 
-    def enable_gradient_checkpointing(self, function: Any) -> None:
-        self.run = function
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = self.run(block, x)
+            x = block(x)
         return x
 
 
@@ -169,31 +166,16 @@ def test_kept_blocks_pack_what_they_save(use_fp8: bool) -> None:
 
 def test_constants_given_to_blocks_are_not_packed() -> None:
     config = COATConfig.from_dict({"memory": {"checkpointing": "none"}})
-    block = Doubling()
-    runner = BlockRunner({"0": block}, config, True)
     cos, sin, mask = (torch.randn(TOKENS, WIDTH) for _ in range(3))
 
     class Rotated(nn.Module):
         def forward(self, x: Tensor, rotary: Any, options: Any) -> Tensor:
             return x * rotary[0] + x * rotary[1][:, :] * options["mask"].view(TOKENS, WIDTH)
 
+    block = Rotated()
+    runner = BlockRunner({"0": block}, config, True)
     x = torch.randn(TOKENS, WIDTH, requires_grad=True) * 1
     with recording() as saved:
-        runner(Rotated(), x, (cos, sin), {"mask": mask})
+        runner(block, x, (cos, sin), {"mask": mask})
     assert len(saved.tensors) >= 3
     assert saved.packed == []
-
-
-class TestPartsOfABlock:
-    """A model (a UNet) that checkpoints modules inside its blocks."""
-
-    @pytest.mark.parametrize(("mode", "expected"), [("none", 1), ("all", 2), ("auto", 2)])
-    def test_are_kept_or_recomputed_as_a_whole_mode(self, mode: str, expected: int) -> None:
-        model, part = make(checkpointing=mode), Doubling()
-        model.run(part, torch.randn(1, TOKENS, WIDTH)).sum().backward()
-        assert part.calls == expected
-
-    def test_cannot_be_counted(self) -> None:
-        model = make(checkpointing="every_n")
-        with pytest.raises(ValueError, match="checkpointing='every_n': this model checkpoints Doubling modules inside"):
-            model.run(Doubling(), torch.randn(1, TOKENS, WIDTH))

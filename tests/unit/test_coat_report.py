@@ -109,7 +109,8 @@ def test_at_the_start_it_says_what_the_first_step_decides() -> None:
         "GEMMs", "kernels", "saved tensors", "attention", "checkpointing", "transposed weights", "execution",
     ]  # fmt: skip
     later = {part for part, row in rows.items() if "decided at the first step" in row.got}
-    assert later == {"attention", "checkpointing", "transposed weights", "execution"}
+    assert later == {"saved tensors", "attention", "checkpointing", "transposed weights", "execution"}
+    assert rows["saved tensors"].got == "decided at the first step, expected: as asked"
     assert len(report.table().splitlines()) < 20
 
 
@@ -217,7 +218,7 @@ def rows_on(device: torch.device, coat: dict[str, Any] | None = None) -> dict[st
     model, _, _ = coat_flux_model({**KEPT, **(coat or {})})
     runner = BlockRunner.of(model)
     assert runner is not None
-    return {row.part: row for row in shared_rows(runner.plan, config, device)}
+    return {row.part: row for row in shared_rows(runner.plan, config, device, runner.ran)}
 
 
 def test_on_a_gpu_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from ..blocks.fused.chooser import FusedForms
 from ..blocks.fused.modulation import Modulation, modulate_ahead
 from ..blocks.gemms import set_transposed
 from ..blocks.held import AsOnGPU
+from ..blocks.hook import hook_of
 from ..blocks.lora import attach_lora
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
@@ -177,7 +178,10 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
             with Recorder(OUTSIDE):
                 for _ in range(2):  # blocks are read as they are now, then their adapters are copied
                     train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
-        model.enable_gradient_checkpointing(run)
+        for block in names if runner is not None else ():
+            hook_of(block).run = run
+        if runner is None:
+            model.enable_gradient_checkpointing(run)
         recorder.region = OUTSIDE
         with mock.patch.object(FusedForms, "prepare", prepare), recorder:
             train_step(session, batches, nothing_asked)  # type: ignore[arg-type]

@@ -67,8 +67,9 @@ def model_of(
 
 
 def runner_of(model: Any) -> Callable[..., Any]:
-    """What the model calls with each block and its arguments; diffusers has a function also where it is not used."""
-    return model._gradient_checkpointing_func if model.gradient_checkpointing else run_plainly
+    """What runs each block with its arguments; diffusers has a function also where it is not used."""
+    own = model._gradient_checkpointing_func if model.gradient_checkpointing else run_plainly
+    return BlockRunner.of(model) or own
 
 
 def run_plainly(block: nn.Module, *args: Any) -> Any:

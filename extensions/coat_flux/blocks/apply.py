@@ -41,8 +41,9 @@ def apply_coat(
     """Convert the linears of a diffusion transformer and take over what its blocks keep for backward, in place.
 
     Args:
-        model: a diffusers transformer (or UNet) that is not wrapped by PEFT yet. Layers that a trainer has already
-            quantized with our backend (attribute `coat_linear_config`) are recognized and configured.
+        model: a diffusion transformer (or UNet), of diffusers or not, that is not wrapped by PEFT yet. Layers that a
+            trainer has already quantized with our backend (attribute `coat_linear_config`) are recognized and
+            configured.
         config: the `coat:` block.
         allow_recompute: False (the job's `train.gradient_checkpointing: false`) forbids recomputation.
         device: where the model will run; default: where its parameters are.
@@ -73,7 +74,7 @@ def apply_coat(
     runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute)
     report.checkpointing = checkpointing_line(runner.plan, config)
     report.execution = execution_line(runner.plan, config, run_device)
-    report.shared = lambda: shared_rows(runner.plan, config, run_device)
+    report.shared = lambda: shared_rows(runner.plan, config, run_device, runner.ran)
     modules = dict(model.named_modules())
     report.linears = {name: modules[name] for name in report.converted}
     logger.info(
@@ -83,11 +84,6 @@ def apply_coat(
 
 
 def _check_model(model: nn.Module) -> None:
-    if not hasattr(model, "enable_gradient_checkpointing"):
-        raise ValueError(
-            f"{type(model).__name__}: has no enable_gradient_checkpointing, through which COAT reaches its blocks; "
-            "pass a diffusers model"
-        )
     wrapped = next((name for name, module in model.named_modules() if hasattr(module, "base_layer")), None)
     if wrapped is not None:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 An entry says which linears become FP8, where the blocks are, which class reads them for the fused flow, what their
 linears are called in the original checkpoint (and so in saved LoRAs), and which embedders lie before them. A class
-without an entry is treated cautiously: what stands in its top-level block lists is converted, and takes the generic
+without an entry is treated cautiously: what stands in its outermost block lists is converted, and takes the generic
 flow.
 
 To add Qwen-Image's block: write its reader, `fused/qwen_image.py`, after `fused/flux1.py` (`reading.py` has what
@@ -203,11 +203,57 @@ COGVIDEOX = Architecture(
     lists=(BlockList("transformer_blocks"),),
 )
 
+
+def _plain(*lists: str, one_row: tuple[str, ...] = ()) -> Architecture:
+    """A model of which no more is known than its block lists, and which linears run on one row per image."""
+    convert, weight_only = tuple(f"{name}.*" for name in lists), tuple(f"*.{name}" for name in one_row)
+    return Architecture(convert, weight_only, tuple(map(BlockList, lists)))
+
+
+# diffusers' and ai-toolkit's own classes, in the generic flow
+PLAIN = {
+    "AnimaTrainableModel": _plain("transformer.transformer_blocks", one_row=("norm[123].linear_[12]",)),
+    "AuraFlowTransformer2DModel": _plain(
+        "joint_transformer_blocks", "single_transformer_blocks", one_row=("norm1.linear", "norm1_context.linear")
+    ),
+    "BooguImageTransformer2DModel": _plain(
+        "context_refiner",
+        "noise_refiner",
+        "ref_image_refiner",
+        "double_stream_layers",
+        "single_stream_layers",
+        one_row=("*norm[123].linear",),
+    ),
+    "Chroma": _plain("double_blocks", "single_blocks"),
+    "CogView4Transformer2DModel": _plain("transformer_blocks", one_row=("norm1.linear",)),
+    "DiT": _plain("blocks", one_row=("adaLN_modulation.1",)),
+    "DualWanTransformer3DModel": _plain("transformer_1.blocks", "transformer_2.blocks"),
+    "ErnieImageTransformer2DModel": _plain("layers"),
+    "Flux2": _plain("double_blocks", "single_blocks"),
+    "Ideogram4Transformer2DModel": _plain("layers", one_row=("adaln_modulation",)),
+    "LTX2VideoTransformer3DModel": _plain("transformer_blocks"),
+    "Lumina2Transformer2DModel": _plain("context_refiner", "noise_refiner", "layers", one_row=("norm1.linear",)),
+    "MageFlow": _plain("transformer_blocks", one_row=("img_mod.1", "txt_mod.1")),
+    "MiniMaxH3Transformer": _plain("token_refiner.blocks", "blocks"),
+    "NucleusMoEImageTransformer2DModel": _plain("transformer_blocks", one_row=("img_mod.1",)),
+    "OmniGen2Transformer2DModel": _plain(
+        "context_refiner", "noise_refiner", "ref_image_refiner", "layers", one_row=("norm1.linear",)
+    ),
+    "PRXTransformer2DModel": _plain("blocks", one_row=("modulation.lin",)),
+    "PixArtTransformer2DModel": _plain("transformer_blocks"),
+    "QwenImageTransformer2DModel": _plain("transformer_blocks", one_row=("img_mod.1", "txt_mod.1")),
+    "SingleStreamDiT": _plain("txtfusion.layerwise_blocks", "txtfusion.refiner_blocks", "blocks"),
+    "WanTransformer3DModel": _plain("blocks"),
+    "ZImageDCT": _plain("noise_refiner", "context_refiner", "layers", one_row=("adaLN_modulation.0",)),
+    "ZImageTransformer2DModel": _plain("noise_refiner", "context_refiner", "layers", one_row=("adaLN_modulation.0",)),
+}
+
 ARCHITECTURES = {
     "FluxTransformer2DModel": FLUX,
     "UNet2DConditionModel": UNET,
     "SD3Transformer2DModel": SD3,
     "CogVideoXTransformer3DModel": COGVIDEOX,
+    **PLAIN,
 }
 
 
@@ -216,7 +262,7 @@ READ_BLOCKS = {found.block: found for entry in ARCHITECTURES.values() for found 
 
 
 def architecture_of(model: nn.Module) -> Architecture:
-    """Return the entry of this model's class, or a cautious one: what is in the model's top-level block lists.
+    """Return the entry of this model's class, or a cautious one: what is in the model's outermost lists with linears.
 
     Raises:
         ValueError: the class is unknown and the model has no block list.
@@ -224,13 +270,45 @@ def architecture_of(model: nn.Module) -> Architecture:
     for cls in type(model).__mro__:
         if cls.__name__ in ARCHITECTURES:
             return ARCHITECTURES[cls.__name__]
-    blocks = tuple(name for name, child in model.named_children() if isinstance(child, nn.ModuleList))
+    blocks = _outermost_lists(model)
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__}: no entry for this class and no top-level list of blocks to convert; "
+            f"{type(model).__name__}: no entry for this class and no list of blocks to convert; "
             f"known classes: {', '.join(ARCHITECTURES)}"
         )
     return Architecture(tuple(f"{name}.*" for name in blocks), (), tuple(map(BlockList, blocks)))
+
+
+def _outermost_lists(model: nn.Module) -> tuple[str, ...]:
+    """Names of the module lists with linears that the fewest modules are around."""
+    lists = [
+        name
+        for name, items in model.named_modules()
+        if isinstance(items, nn.ModuleList) and any(isinstance(module, nn.Linear) for module in items.modules())
+    ]
+    depth = min((name.count(".") for name in lists), default=0)
+    return tuple(name for name in lists if name.count(".") == depth)
+
+
+def listed_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+    """Full name → block, in forward order: the items of the module lists whose names match.
+
+    Raises:
+        ValueError: no module list matches.
+    """
+    blocks = {
+        f"{name}.{i}": block
+        for pattern in patterns
+        for name, items in model.named_modules()
+        if isinstance(items, nn.ModuleList) and fnmatchcase(name, pattern)
+        for i, block in enumerate(items)
+    }
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__}: has none of the block lists its entry names ({', '.join(patterns)}); "
+            "use a diffusers version that has them, or change coat_flux.blocks.architectures"
+        )
+    return blocks
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -158,7 +158,6 @@ class BlockPlan:
         checkpointing: `memory.checkpointing` in force.
         execution: GEMMs and compilation in force.
         blocks: in forward order.
-        part: what modules inside the blocks do, where a model checkpoints those.
         moment: the moment when blocks need most; None before the first step.
         kept_bytes: what all blocks keep from the forward to the backward pass.
         around_bytes: what the model keeps outside its blocks.
@@ -172,7 +171,6 @@ class BlockPlan:
     checkpointing: str
     execution: ExecutionMode
     blocks: tuple[BlockChoice, ...]
-    part: BlockChoice
     moment: Moment | None
     kept_bytes: int
     around_bytes: int
@@ -232,14 +230,13 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
             spare = left - shadow
     copies = _keeps_transposed(config, given, spare)
 
-    def choice(index: int | None, again: bool | None) -> BlockChoice:
+    def choice(index: int, again: bool | None) -> BlockChoice:
         return _choice(config, given, execution, again, copies, index)
 
     return BlockPlan(
         checkpointing=checkpointing,
         execution=execution,
         blocks=tuple(choice(i, None if recomputed is None else i in recomputed) for i in range(len(given.blocks))),
-        part=choice(None, checkpointing in ("all", "auto")),  # what a part saves is unknown to auto
         moment=moment,
         kept_bytes=sum(s.recomputed if i in (recomputed or ()) else s.kept for i, s in enumerate(sizes)),
         around_bytes=around,
@@ -293,16 +290,16 @@ def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
 
 
 def _choice(
-    config: COATConfig, given: Given, execution: ExecutionMode, again: bool | None, copies: bool, index: int | None
+    config: COATConfig, given: Given, execution: ExecutionMode, again: bool | None, copies: bool, index: int
 ) -> BlockChoice:
-    """What one block does; `index` None: a part of a block."""
+    """What one block does."""
     packing, in_fp8 = packing_of(config), config.enabled and config.activation.use_fp8
     packs = in_fp8 and not again
     if packs:
         wants_fused = config.activation.flow == "fused"
     else:  # in high precision blocks are fused only to be compiled
         wants_fused = config.enabled and execution.compile == "blocks"
-    obstacle = "a part of a block" if index is None else given.unfused.get(index, "")
+    obstacle = given.unfused.get(index, "")
     fused = wants_fused and not obstacle
     return BlockChoice(
         recomputed=again,

@@ -31,6 +31,7 @@ UNASKED = "-"
 NO_READER = "no FLUX.1 blocks"
 GENERIC = "generic flow in place of the fused one, which keeps less"
 EAGER = "runs eager, not compiled"
+NOT_REACHED = {"idle": "untouched, not called", "host": "untouched, in a checkpoint of the model's own"}
 LATER = "decided at the first step"
 DEQUANTIZED = "products of dequantized weights"
 HEADER = ("part", "count", "asked", "got", "why")
@@ -120,9 +121,13 @@ class CoatReport:
         ]
         return "\n".join(columns((HEADER, *cells), left=range(len(HEADER))))
 
-    def brief(self, width: int = 100) -> str:
-        """Return a table that fits `width` columns: parts, what they got, and after it what was asked, and why."""
-        rows = [(f"{row.part} ({row.count})" if row.count else row.part, _in_words(row)) for row in self.parts()]
+    def brief(self, width: int = 100, *, shared: bool = False) -> str:
+        """Return a table that fits `width` columns: parts, what they got, and after it what was asked, and why.
+
+        With `shared`, only what the blocks share, which the first step decides.
+        """
+        found = self.shared() if shared else self.parts()
+        rows = [(f"{row.part} ({row.count})" if row.count else row.part, _in_words(row)) for row in found]
         left = max((len(part) for part, _ in rows), default=0) + 2
         lines = []
         for part, text in rows:
@@ -182,7 +187,7 @@ def _part(name: str) -> str:
     return f"{part}.*" if rest else part
 
 
-def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device) -> list[TableRow]:
+def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device, ran: Mapping[int, str]) -> list[TableRow]:
     """Return asked, got and why of what all blocks share: GEMMs, kernels, saved tensors, attention and so on.
 
     They are made each time they are read: before the first step they say what it will decide, after it what it did.
@@ -192,8 +197,9 @@ def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device) -> li
         plan: of the model's blocks, as it is now.
         config: the `coat:` block.
         device: where the model runs.
+        ran: how each block ran that did, as `BlockRunner.ran`.
     """
-    rows = [_gemms(plan, config, device), _kernels(device), _saved(plan, config), _attention(plan, config)]
+    rows = [_gemms(plan, config, device), _kernels(device), _saved(plan, config, ran), _attention(plan, config)]
     rows.append(_checkpointing(plan, config))
     if config.weight.use_fp8 and config.activation.use_fp8:
         rows.append(_transposed(plan, config))
@@ -231,9 +237,11 @@ def auto_line(plan: BlockPlan) -> str:
     return f"checkpointing auto: {recomputed} ({sizes})"
 
 
-def treatments(plan: BlockPlan) -> Counter[str]:
-    """What the blocks do, in words → how many."""
-    return Counter(_treatment(plan, choice) for choice in plan.blocks)
+def treatments(plan: BlockPlan, ran: Mapping[int, str] | None = None) -> Counter[str]:
+    """What the blocks do, in words → how many; `ran` as of `shared_rows`, None for what is planned."""
+    done = [("fused" if choice.flow == "fused" else "own") for choice in plan.blocks]
+    ways = done if ran is None else [ran.get(i, "idle") for i in range(len(plan.blocks))]
+    return Counter(_treatment(plan, choice, way) for choice, way in zip(plan.blocks, ways, strict=True))
 
 
 def generic_cost(config: COATConfig, given: Given) -> str:
@@ -250,13 +258,16 @@ def generic_cost(config: COATConfig, given: Given) -> str:
     )
 
 
-def _treatment(plan: BlockPlan, choice: BlockChoice) -> str:
+def _treatment(plan: BlockPlan, choice: BlockChoice, way: str) -> str:
+    if way in NOT_REACHED:
+        return NOT_REACHED[way]
     compiled = "" if plan.execution.compile != "blocks" else ", compiled" if choice.compiled else ", eager"
     if choice.recomputed:
         return f"recomputed{compiled}"
     if choice.saved is None:
         return f"kept in high precision{compiled}"
-    return f"kept in FP8, {choice.flow} flow, attention {choice.saved.attention}{compiled}"
+    flow = "fused" if way == "fused" else "generic"
+    return f"kept in FP8, {flow} flow, attention {choice.saved.attention}{compiled}"
 
 
 def not_compiled(kind: str) -> str:
@@ -303,18 +314,17 @@ def _kernels(device: torch.device) -> TableRow:
     return TableRow("kernels", asked, asked if obstacle is None else reference, obstacle or "")
 
 
-def _saved(plan: BlockPlan, config: COATConfig) -> TableRow:
+def _saved(plan: BlockPlan, config: COATConfig, ran: Mapping[int, str]) -> TableRow:
     if not config.activation.use_fp8:
         return TableRow("saved tensors", "high precision", "high precision", "activation.use_fp8: false")
     asked = f"{_stored(config)}, {config.activation.flow} flow"
-    if plan.given.tokens is None:  # what is foreseen
+    if not ran:  # what is foreseen
         unfused = plan.given.unfused if config.activation.flow == "fused" else {}
-        if not unfused:
-            return TableRow("saved tensors", asked, asked)
         some = "" if len(unfused) == len(plan.blocks) else f" in {len(unfused)} of {len(plan.blocks)} blocks"
         why = "; ".join(dict.fromkeys(unfused.values())) if _has_readers(plan) else NO_READER
-        return TableRow("saved tensors", asked, f"{_stored(config)}, generic flow{some}", why)
-    got = "; ".join(f"{count} {what}" for what, count in treatments(plan).items())
+        expected = f"expected: {_stored(config)}, generic flow{some}" if unfused else "expected: as asked"
+        return TableRow("saved tensors", asked, f"{LATER}, {expected}", why if unfused else "")
+    got = "; ".join(f"{count} {what}" for what, count in treatments(plan, ran).items())
     blocks = list(zip(plan.given.classes, plan.blocks, strict=True))
     obstacles = {f"{name}: {choice.obstacle}" for name, choice in blocks if choice.obstacle and name in READ_BLOCKS}
     eager = {

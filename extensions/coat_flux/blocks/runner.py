@@ -1,10 +1,9 @@
 """Runs every block as its plan has it: recomputed or kept, fused or not, compiled or not.
 
-Works through the one function that every diffusers model calls around each of its blocks
-(`enable_gradient_checkpointing(function)`), so both trainers and all architectures share it. What each block does is
-decided by `decide`, at the first forward pass, when sizes are known, and again only when what it rests on changes: a
-larger batch comes, gradients turn out to be accumulated, a block turns out not to be fusable, torch.compile fails, or
-memory runs out.
+Calls reach it through a hook on each block (`hook.py`), so both trainers and all architectures share it. What each
+block does is decided by `decide`, at the first forward pass, when sizes are known, and again only when what it rests on
+changes: a larger batch comes, gradients turn out to be accumulated, a block turns out not to be fusable, torch.compile
+fails, or memory runs out.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
@@ -27,7 +24,7 @@ from coat_core.linear.module import drop_transposed
 from coat_core.optim.state import state_bytes
 
 from . import report
-from .architectures import READ_BLOCKS
+from .architectures import READ_BLOCKS, listed_blocks
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks
 from .decide import BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
@@ -38,6 +35,7 @@ from .fused.reading import FusedBlock
 from .fused.shadow import copied_bytes
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
+from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
 from .lora import trained_parameters
 from .measure import SpeedPick, Unavailable
 from .sizes import Tokens
@@ -49,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlockRunner:
-    """The function a diffusers model calls instead of each block: `runner(block, *args)`.
+    """What is called instead of each block: `runner(block, *args)`.
 
     Args:
         blocks: full name → block, in forward order.
@@ -58,6 +56,8 @@ class BlockRunner:
 
     Attributes:
         attention: chooses the kernel of the fused blocks' attention at the first step.
+        ran: how each block ran that did: index → "fused", "own" (its own code) or "host" (in a checkpoint of its
+            model's, where nothing of COAT is).
 
     Raises:
         ValueError: `memory.checkpointing` is all or every_n while recomputation is forbidden.
@@ -71,9 +71,11 @@ class BlockRunner:
                 "recomputation; set one of them differently (checkpointing: none, or gradient_checkpointing: true)"
             )
         self.blocks = blocks
+        self.ran: dict[int, str] = {}
         self._config = config
         self._modules = list(blocks.values())
-        self._places = {id(block): i for i, block in enumerate(self._modules)}
+        self._places = {block: i for i, block in enumerate(self._modules)}
+        self._reads = any(type(block).__name__ in READ_BLOCKS for block in self._modules)
         self._fusable = all(type(block).__name__ in READ_BLOCKS for block in self._modules)
         measures = self._fusable and config.speed.measure != "never"
         self._pick = SpeedPick(blocks, config, self._run_kept) if measures else None
@@ -85,8 +87,9 @@ class BlockRunner:
         self._held: float | None = None  # bytes, before anything of a step is there
         self._trained: list[nn.Parameter] = []
         self._warned: set[str] = set()
+        self._checked = False
         self._logged: Counter[str] = Counter()
-        self._table: dict[int, Callable[..., Any]] = {}
+        self._table: dict[nn.Module, Callable[..., Any]] = {}
         self._plan: Any = None  # a BlockPlan, from the first decision on
         self._decisions = 0
         classes = tuple(type(block).__name__ for block in self._modules)
@@ -99,39 +102,27 @@ class BlockRunner:
     def install(
         cls, model: Any, block_lists: tuple[str, ...], config: COATConfig, allow_recompute: bool
     ) -> BlockRunner:
-        """Make the runner for `model` and put it in place of its gradient checkpointing function.
+        """Make the runner for `model` and let it take over the calls of its blocks.
 
         Args:
-            model: a diffusers model.
-            block_lists: fnmatch patterns of the module lists whose items the model passes to that function, in
-                forward order.
+            model: of any class.
+            block_lists: fnmatch patterns of the module lists whose items are its blocks, in forward order.
             config: the `coat:` block.
             allow_recompute: False forbids recomputation.
 
         Raises:
             ValueError: no module list matches, or as the class.
         """
-        blocks = {
-            f"{name}.{i}": block
-            for pattern in block_lists
-            for name, items in model.named_modules()
-            if isinstance(items, nn.ModuleList) and fnmatchcase(name, pattern)
-            for i, block in enumerate(items)
-        }
-        if not blocks:
-            raise ValueError(
-                f"{type(model).__name__}: has none of the block lists its entry names ({', '.join(block_lists)}); "
-                "use a diffusers version that has them, or change coat_flux.blocks.architectures"
-            )
+        blocks = listed_blocks(model, block_lists)
         runner = cls(blocks, config, allow_recompute)
-        model.enable_gradient_checkpointing(runner)
+        take_over(model, blocks.values(), runner, runner._note)
         return runner
 
     @classmethod
     def of(cls, model: nn.Module) -> BlockRunner | None:
         """The runner that `install` put in place for a model, or for one inside it; None where there is none."""
-        found = (vars(module).get("_gradient_checkpointing_func") for module in model.modules())
-        return next((runner for runner in found if isinstance(runner, cls)), None)
+        hooks = filter(None, map(hook_of, model.modules()))
+        return next((hook.run for hook in hooks if isinstance(hook.run, cls)), None)
 
     @property
     def plan(self) -> BlockPlan:
@@ -211,12 +202,32 @@ class BlockRunner:
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run one block as the plan has it."""
         self._update_plan(block, args, kwargs)
-        return self._table.get(id(block), self._run_part)(block, args, kwargs)
+        outputs = self._table[block](block, args, kwargs)
+        if block is self._modules[-1]:
+            counts = report.treatments(self.plan, self.ran)
+            if counts != self._logged:
+                self._logged = counts
+                logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
+        return outputs
+
+    def _note(self, block: nn.Module, how: str = "host") -> None:
+        """Note how a block ran, as `ran` has it."""
+        self.ran[self._places[block]] = how
+
+    def check_step(self) -> None:
+        """After the first step: see to it that every block was run here.
+
+        Raises:
+            RuntimeError: none was; or, with `fallback: error`, some of a list were not.
+        """
+        if not self._checked:
+            self._checked = True
+            check_reached(list(self.blocks), self.ran, strict=self._config.fallback == "error")
 
     def _update_plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide again where what was given has changed."""
-        place = self._places.get(id(block))
-        if place is not None and args and self._forms.begins(place):
+        place = self._places[block]
+        if self._reads and args and self._forms.begins(place):
             kept = [self._modules[i] for i in self._plan.eager_and_kept]
             self._forms.prepare(args, bool(self._plan.shadow_bytes), kept)
         known = self._given.attention is not None or not (place == 0 and self._fusable and len(args) > 1)
@@ -231,15 +242,10 @@ class BlockRunner:
         first = self._given.tokens is None and bool(hidden or (args and self._plan.checkpointing != "auto"))
         if first or size > self._size or accumulates > self._given.accumulates:
             self._start(args, hidden, size, accumulates)
-        if place == len(self._modules) - 1:
-            counts = report.treatments(self.plan)
-            if counts != self._logged:
-                self._logged = counts
-                logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
 
     def _start(self, args: tuple[Any, ...], hidden: list[Tensor], size: int, accumulates: bool) -> None:
         """Decide by the sizes of the first, or of a larger, micro-batch."""
-        device, tokens = args[0].device, self._given.tokens or Tokens(0, 0, 0)
+        device, tokens = first_tensor(args).device, self._given.tokens or Tokens(0, 0, 0)
         if size > self._size and len(hidden) == 2:
             tokens = Tokens(hidden[0].shape[0], hidden[1].shape[1], hidden[0].shape[1])
         self._size = max(size, self._size)
@@ -258,7 +264,7 @@ class BlockRunner:
             accumulates=accumulates or self._given.accumulates,
             unfused=self._obstacles(args),
             transposed_bytes=transposed_bytes(self._modules) if copied else 0,
-            shadow_bytes=copied_bytes(self._config, trained, args[0].element_size()),
+            shadow_bytes=copied_bytes(self._config, trained, first_tensor(args).element_size()),
             **facts,
         )
 
@@ -269,7 +275,7 @@ class BlockRunner:
         self._given = replace(self._given, **changed)
         plan = self._plan = decide(self._config, self._given)
         choices = zip(self._modules, plan.blocks, strict=True)
-        self._table = {id(block): functools.partial(self._run, choice) for block, choice in choices}
+        self._table = {block: functools.partial(self._run, choice) for block, choice in choices}
         if plan.copies != (before is not None and before.copies):
             set_transposed(self._modules, plan.copies)
             made = "kept next to the weights" if plan.copies else "dropped, memory is needed otherwise"
@@ -287,10 +293,11 @@ class BlockRunner:
 
     def _facts(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """What a block's arguments show: types of the device and of values."""
-        kind = args[0].device.type
+        first = first_tensor(args)
+        kind = first.device.type
         autocasts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # meta has none
         lora = torch.get_autocast_dtype(kind) if autocasts else torch.float32
-        return {"device": kind, "value_bytes": args[0].element_size(), "lora_bytes": lora.itemsize}
+        return {"device": kind, "value_bytes": first.element_size(), "lora_bytes": lora.itemsize}
 
     def _obstacles(self, args: tuple[Any, ...] | None) -> dict[int, str]:
         """Index of each block that cannot be fused, as far as it shows without running it → why."""
@@ -300,17 +307,19 @@ class BlockRunner:
     def _run(self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block as its part of the plan has it."""
         form = self._form_of(choice, block, args, kwargs)
+        own = own_forward(block)
+        self._note(block, "own" if form is None else "fused")
         if choice.recomputed:
-            run, packing = form or block, choice.inputs
+            run, packing = form or own, choice.inputs
             if packing is None:
                 return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=may_draw(), **kwargs)
             return fp8_checkpoint(run, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
         if form is not None:
             return form(*args)
         if choice.saved is None:
-            return block(*args, **kwargs)
-        with PackedSavedTensors(choice.saved, keep=_frozen_tensors(block, (args, kwargs))):
-            return block(*args, **kwargs)
+            return own(*args, **kwargs)
+        with PackedSavedTensors(choice.saved, keep=frozen_tensors(block, (args, kwargs))):
+            return own(*args, **kwargs)
 
     def _form_of(
         self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -335,8 +344,8 @@ class BlockRunner:
 
     def _lose(self, choice: BlockChoice, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
         """A block cannot be fused: decide by that, and warn once for each kind and reason."""
-        place, kind = self._places.get(id(block)), type(block).__name__
-        if place is not None and self._given.unfused.get(place) != reason:
+        place, kind = self._places[block], type(block).__name__
+        if self._given.unfused.get(place) != reason:
             self._decide(unfused={**self._obstacles(args), place: reason})
         warning = f"{kind}: {report.EAGER if choice.saved is None else report.GENERIC}: {reason}"
         if kind not in READ_BLOCKS or warning in self._warned:
@@ -371,28 +380,12 @@ class BlockRunner:
         self._warned.add(reason)
         logger.warning("%s, it runs eager", reason)
 
-    def _run_part(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module inside a block, which some models checkpoint by themselves."""
-        if self._plan.checkpointing == "every_n":
-            raise ValueError(
-                f"coat.memory.checkpointing='every_n': this model checkpoints {type(block).__name__} modules inside "
-                "its blocks, which cannot be counted; set checkpointing: all or none"
-            )
-        return self._run(self._plan.part, block, args, kwargs)
-
     def _run_kept(self, compile: str, block: nn.Module, args: tuple[Any, ...]) -> Any:
         """Run a block that is not recomputed, for the start-up measurement."""
         if compile not in self._trials:
             trial = Picked(ExecutionMode(self._plan.execution.gemm, compile), {}, "")
             self._trials[compile] = decide(self._config, replace(self._given, recomputed=(), picked=trial)).blocks
-        outputs = self._run(self._trials[compile][self._places[id(block)]], block, args, {})
+        outputs = self._run(self._trials[compile][self._places[block]], block, args, {})
         if compile == "blocks" and self._compiled.failed:
             raise Unavailable("torch.compile failed")
         return outputs
-
-
-def _frozen_tensors(block: nn.Module, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Parameters and buffers of the block, and constants given to it that all blocks share (rotary tables)."""
-    yield from block.parameters()
-    yield from block.buffers()
-    yield from (x for x in tree_iter(args) if isinstance(x, Tensor) and not x.requires_grad)

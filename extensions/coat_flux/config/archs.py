@@ -14,9 +14,9 @@ from pathlib import Path
 
 from .findings import closest
 
-# how ai-toolkit itself calls the blocks, which leaves no place for ours yet
-OWN_CHECKPOINTING = "its blocks are recomputed by ai-toolkit's own code, which COAT does not reach yet"
-SPEECH = "it makes music, and COAT was tried on images and video only"
+MUSIC = "it makes music, and COAT was tried on images and video only"
+EXPERTS = "its experts get tokens by their values, so that a block recomputed from FP8 would route them differently"
+OTHER_ATTENTION = "it swaps its attention while a layer is called, so that a recomputed layer would be another one"
 
 TRANSFORMERS = {
     # FLUX.1 and what kept its class
@@ -29,8 +29,6 @@ TRANSFORMERS = {
     "cogview4": "CogView4Transformer2DModel",
     "ernie_image": "ErnieImageTransformer2DModel",
     "f-lite": "DiT",
-    "hidream": "HiDreamImageTransformer2DModel",
-    "hidream_e1": "HiDreamImageTransformer2DModel",
     "ltx2": "LTX2VideoTransformer3DModel",
     "ltx2.3": "LTX2VideoTransformer3DModel",
     "ltx2.5": "LTX2VideoTransformer3DModel",
@@ -47,6 +45,22 @@ TRANSFORMERS = {
     "wan22_5b": "WanTransformer3DModel",
     "zimage": "ZImageTransformer2DModel",
     "zimage_l2p": "ZImageTransformer2DModel",
+    # ai-toolkit's own classes
+    "anima": "AnimaTrainableModel",
+    "chroma": "Chroma",
+    "chroma_radiance": "Chroma",
+    "flux2": "Flux2",
+    "flux2_klein_4b": "Flux2",
+    "flux2_klein_9b": "Flux2",
+    "ideogram4": "Ideogram4Transformer2DModel",
+    "krea2": "SingleStreamDiT",
+    "mageflow": "MageFlow",
+    "mageflow_edit": "MageFlow",
+    "minimax_h3": "MiniMaxH3Transformer",
+    "minimax_h3_ref2va": "MiniMaxH3Transformer",
+    "wan22_14b": "DualWanTransformer3DModel",
+    "wan22_14b_i2v": "DualWanTransformer3DModel",
+    "zeta_chroma": "ZImageDCT",
     # older ones of ai-toolkit's own loader
     "auraflow": "AuraFlowTransformer2DModel",
     "pixart": "PixArtTransformer2DModel",
@@ -58,24 +72,11 @@ TRANSFORMERS = {
     "vega": "UNet2DConditionModel",
 }
 REFUSED = {
-    "ace_step_15": SPEECH,
-    "ace_step_15_xl": SPEECH,
-    "anima": OWN_CHECKPOINTING,
-    "chroma": OWN_CHECKPOINTING,
-    "chroma_radiance": OWN_CHECKPOINTING,
-    "flux2": OWN_CHECKPOINTING,
-    "flux2_klein_4b": OWN_CHECKPOINTING,
-    "flux2_klein_9b": OWN_CHECKPOINTING,
-    "hidream_o1": OWN_CHECKPOINTING,
-    "ideogram4": OWN_CHECKPOINTING,
-    "krea2": OWN_CHECKPOINTING,
-    "mageflow": OWN_CHECKPOINTING,
-    "mageflow_edit": OWN_CHECKPOINTING,
-    "minimax_h3": OWN_CHECKPOINTING,
-    "minimax_h3_ref2va": OWN_CHECKPOINTING,
-    "wan22_14b": OWN_CHECKPOINTING,
-    "wan22_14b_i2v": OWN_CHECKPOINTING,
-    "zeta_chroma": OWN_CHECKPOINTING,
+    "ace_step_15": MUSIC,
+    "ace_step_15_xl": MUSIC,
+    "hidream": EXPERTS,
+    "hidream_e1": EXPERTS,
+    "hidream_o1": OTHER_ATTENTION,
 }
 PLACES = ("extensions", "extensions_built_in", "toolkit/models")  # where ai-toolkit looks for classes with an `arch`
 _ARCH = re.compile(r"^[ \t]+arch\b[^=\n]*=\s*([\"'][^\"'\n]+[\"'])", re.MULTILINE)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..blocks.held import gradients, state_tensors, trained
 from ..blocks.report import CoatReport
+from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
 from .casts import CastProbe
@@ -113,14 +114,14 @@ class StepWatch:
     ) -> None:
         self.phases = phases
         self.guard = RunGuard(config.guard, lora, log.info)
-        self._options, self._memory = config.guard, config.memory
+        self._options, self._memory, self._report = config.guard, config.memory, report
         self._transformer, self._log, self._job = transformer, log, job
         minimum = config.activation.min_sqnr_db if config.enabled else None
         self._precision = PrecisionWatch(transformer, minimum, report, log.info, log.precision, mean=mean)
         self._spill = SpillWatch()
         self._writes_lines = config.enabled and config.memory.log_memory_stats
         self._explained_lines = phases.device.type == "cuda"
-        self._began = self._updating = False
+        self._began = self._updating = self._told = False
 
     # -- a step, in the order of its moments ---------------------------------------------------------------------------
 
@@ -235,13 +236,19 @@ class StepWatch:
     def end_step(self, step: int, seconds: float) -> None:
         """Check the parameters if they were updated, and warn where steps have become slow for lack of memory.
 
+        After the first step: what the blocks did in it.
+
         Args:
             step: the number of the step.
             seconds: it took.
 
         Raises:
             DeadRunError: a parameter is not finite, or every lora_B still zero.
+            RuntimeError: COAT was left out of blocks: `BlockRunner.check_step`.
         """
+        if not self._told:
+            self._told = True
+            self._tell_what_ran()
         if self._updating:
             self.guard.after_update(step)
         device = self.phases.device
@@ -250,6 +257,15 @@ class StepWatch:
             warning = self._spill.on_step(seconds, reserved, torch.cuda.get_device_properties(device).total_memory)
             if warning is not None:
                 self._log.info(f"WARNING: {warning}")
+
+    def _tell_what_ran(self) -> None:
+        """Check that every block was run by COAT, and log what the first step decided."""
+        runner = BlockRunner.of(self._transformer)
+        if runner is None:
+            return
+        runner.check_step()
+        if self._report is not None:
+            self._log.info(f"As the first step ran:\n{self._report.brief(shared=True)}")
 
     # -- a resume ------------------------------------------------------------------------------------------------------
 

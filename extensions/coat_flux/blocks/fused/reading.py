@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
 
+from ..hook import is_replaced
 from .frozen import NotFusable
 from .linears import read_linear
 from .modulation import Modulation
@@ -66,7 +67,7 @@ def read_with(
     Raises:
         NotFusable: a block that does more than the fused functions; the message says what.
     """
-    if "forward" in vars(block):
+    if is_replaced(block):
         raise NotFusable("its forward was replaced")
     if any(map(_has_hooks, block.modules())):  # names are made only where they are needed: this runs for every block
         hooked = next(name for name, module in block.named_modules() if _has_hooks(module))

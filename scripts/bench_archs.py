@@ -1,0 +1,240 @@
+"""What COAT does to every `arch` of ai-toolkit: `AI_TOOLKIT_ROOT=... python scripts/bench_archs.py [ARCH ...]`.
+
+Runs in ai-toolkit's environment, on a CPU. Each model is a small one of ai-toolkit's or diffusers' own class with
+random weights in bf16 and an fp32 LoRA of ai-toolkit's on the linears of its blocks, as COAT's process makes them.
+Compared with the same model without COAT: the cosine of the LoRA's gradients, all together and the lowest of one
+adapter, and the bytes that the blocks keep for backward, counted by the allocator. Prints a Markdown table, or with
+--json one object a line. Archs with the same model share their figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from _host_models import MODELS
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+RANK = 4
+COAT = {"memory": {"checkpointing": "none"}, "speed": {"measure": "never"}}
+SETTINGS = {"bf16": {"enabled": False}, "kept": COAT, "recomputed": {**COAT, "memory": {"checkpointing": "all"}}}
+
+
+def made(arch: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in bf16 and frozen, with drawn weights, and its inputs."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[arch]()
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=draw)
+        if parameter.ndim > 1:  # kaiming's for what is linear, so that activations keep their size
+            noise *= parameter[0].numel() ** -0.5
+        else:
+            noise = noise * 0.1 + parameter.data.nan_to_num().clamp(0, 1)  # of norms and biases
+        parameter.data = noise
+    nn.Module.to(model, torch.bfloat16)
+    return model.requires_grad_(False).train(), in_bf16(inputs)
+
+
+def in_bf16(value: Any) -> Any:
+    """Cast floating tensors, but for positions and rotary tables."""
+    if isinstance(value, dict):
+        exact = ("ids", "pos", "freqs")
+        return {key: x if any(word in key for word in exact) else in_bf16(x) for key, x in value.items()}
+    if isinstance(value, Tensor):
+        return value.to(torch.bfloat16) if value.is_floating_point() else value
+    return [in_bf16(x) for x in value] if isinstance(value, list) else value
+
+
+def with_lora(model: nn.Module, blocks: tuple[str, ...]) -> Any:
+    """ai-toolkit's fp32 LoRA on the linears of the blocks, drawn so that every gradient is there."""
+    from toolkit.lora_special import LoRASpecialNetwork
+
+    inside = None if "UNet" in type(model).__name__ else list(blocks)
+    network = LoRASpecialNetwork(
+        [],
+        model,
+        lora_dim=RANK,
+        alpha=RANK,
+        target_lin_modules=[type(model).__name__],
+        is_transformer=True,
+        train_text_encoder=False,
+        only_if_contains=inside,
+    )
+    network.force_to(torch.device("cpu"), torch.float32)
+    network._update_torch_multiplier()
+    network.apply_to([], model, False, True)
+    draw = torch.Generator().manual_seed(2)
+    for name, parameter in network.named_parameters():
+        spread = 0.05 if "lora_up" in name else parameter[0].numel() ** -0.5
+        parameter.data = torch.randn(parameter.shape, generator=draw) * spread
+        parameter.requires_grad_(True)
+    network.is_active = True
+    network.multiplier = 1.0
+    return network.train()
+
+
+def prepare(arch: str, setting: dict[str, Any]) -> tuple[nn.Module, dict[str, Any], Any, Any]:
+    """Model, inputs, network and COAT's report, as the process makes them."""
+    from coat_flux.blocks.apply import apply_coat
+    from coat_flux.blocks.architectures import architecture_of
+    from coat_flux.blocks.lora import attach_lora
+    from coat_flux.config.coat import COATConfig
+    from coat_flux.trainers.ai_toolkit.quantizer import convert, plain_linears
+
+    model, inputs = made(arch)
+    config, blocks = COATConfig.from_dict(setting), architecture_of(model).blocks
+    if config.enabled:
+        convert(model, plain_linears(model), config.linear_config())
+    if hasattr(model, "enable_gradient_checkpointing"):
+        model.enable_gradient_checkpointing()  # as ai-toolkit does before its hook
+    report = apply_coat(model, config)
+    network = with_lora(model, blocks)
+    if config.enabled:
+        attach_lora(network, config)
+    return model, inputs, network, report
+
+
+def output_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """The model's output, flat."""
+    parts = [x for x in tree_leaves(model(**inputs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    return torch.cat([x.float().flatten() for x in parts])
+
+
+def gradients(model: nn.Module, inputs: dict[str, Any], network: Any) -> dict[str, Tensor]:
+    """Of the mean square of the output against a fixed target."""
+    output = output_of(model, inputs)
+    target = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+    (output - target).square().mean().backward()
+    found = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    for parameter in network.parameters():
+        parameter.grad = None
+    return {name: gradient for name, gradient in found.items() if gradient.any()}
+
+
+@contextlib.contextmanager
+def skipped(blocks: list[nn.Module]) -> Iterator[list[int]]:
+    """Let blocks keep nothing for backward; yields a list that gets the elements of their outputs."""
+    elements: list[int] = []
+
+    def cut(block: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            outputs = own(*args, **kwargs)
+        elements.extend(x.numel() for x in tree_leaves(outputs) if isinstance(x, Tensor))
+        return tree_map_only(Tensor, lambda x: x.detach().requires_grad_(), outputs)
+
+    before = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
+        block.forward = functools.partial(cut, block, block.forward)  # type: ignore[method-assign]
+    yield elements
+    for block, forward in zip(blocks, before, strict=True):
+        del block.forward
+        if forward is not None:
+            block.forward = forward  # type: ignore[method-assign]
+
+
+def kept_bytes(model: nn.Module, inputs: dict[str, Any], blocks: list[nn.Module]) -> tuple[int, int]:
+    """Bytes that the blocks keep for backward where the model does not recompute them, and their outputs' elements."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    whole = alive_bytes(model, inputs)
+    with skipped(blocks) as elements:
+        output_of(model, inputs)
+        count = sum(elements)
+        return whole - alive_bytes(model, inputs), count
+
+
+def alive_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
+    """Bytes allocated in a forward pass and alive after it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    output_of(model, inputs)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        output = output_of(model, inputs)
+        gc.collect()
+    events = profiler.profiler.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]") - output.nbytes
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Of two tensors, flat."""
+    return float(nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
+
+
+def measure(arch: str) -> dict[str, Any]:
+    """Class, treatment as it ran, cosines and bytes."""
+    from coat_flux.blocks.architectures import architecture_of, listed_blocks
+    from coat_flux.blocks.runner import BlockRunner
+
+    found: dict[str, Any] = {}
+    exact: dict[str, Tensor] = {}
+    for name, setting in SETTINGS.items():
+        model, inputs, network, report = prepare(arch, setting)
+        got = gradients(model, inputs, network)
+        blocks = list(listed_blocks(model, architecture_of(model).blocks).values())
+        found[f"{name}_bytes"], found["elements"] = kept_bytes(model, inputs, blocks)
+        runner = BlockRunner.of(model)
+        if runner is None:
+            exact, found["class"] = got, type(model).__name__
+            continue
+        runner.check_step()
+        row = next(row for row in report.parts() if row.part == "saved tensors")
+        each = {key: cosine(got[key], exact[key]) for key in exact if key in got}
+        lowest = min(each, key=each.__getitem__)
+        found[name] = {
+            "treatment": row.got,
+            "cosine": cosine(*(torch.cat([x[key].flatten() for key in each]) for x in (got, exact))),
+            "lowest": each[lowest],
+            "lowest_of": lowest,
+            "gradients": [len(got), len(exact)],
+        }
+        found["blocks"] = len(runner.blocks)
+    found["per_token"] = found["kept_bytes"] / found["elements"]
+    return found
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archs", nargs="*", metavar="ARCH", help=f"of {', '.join(MODELS)} (default: all)")
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    args = parser.parse_args()
+    head = ("arch", "class", "treatment", "bf16 / COAT", "bf16 / recomputed", "cosine", "lowest")
+    if not args.json:
+        print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    sys.path.insert(0, os.environ["AI_TOOLKIT_ROOT"])
+    done: dict[Any, dict[str, Any]] = {}
+    for arch in args.archs or MODELS:
+        if MODELS[arch] not in done:
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):  # ai-toolkit prints what it makes
+                    done[MODELS[arch]] = measure(arch)
+            except Exception as error:
+                done[MODELS[arch]] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        found = {**done[MODELS[arch]], "arch": arch}
+        if args.json:
+            print(json.dumps(found), flush=True)
+        elif "error" in found:
+            print(f"| {arch} | {found['error']} |", flush=True)
+        else:
+            kept, again = found["kept"], found["recomputed"]
+            ratios = [f"{found['bf16_bytes'] / found[f'{name}_bytes']:.1f}" for name in ("kept", "recomputed")]
+            cosines = [f"{min(kept[key], again[key]):.4f}" for key in ("cosine", "lowest")]
+            print(f"| {' | '.join([arch, found['class'], kept['treatment'], *ratios, *cosines])} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""BlockHook: a block's call reaches the runner, and the model's own recomputation does not get in the way."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from coat_flux.blocks.hook import hook_of, is_replaced, release, take_over
+from coat_flux.blocks.report import shared_rows
+from coat_flux.blocks.runner import BlockRunner
+from coat_flux.config.coat import COATConfig
+from tests.helpers.asserts import assert_bitwise
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, shift: Tensor | None = None, **options: Any) -> Tensor:
+        return torch.tanh(x * self.gain) * scale + (0 if shift is None else shift)
+
+
+class Host(nn.Module):
+    """A model with a switch of its own: without arguments, or with a flag."""
+
+    def __init__(self, parts: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(parts))
+        self.tail = nn.ModuleList(Block() for _ in range(parts))
+        self.gradient_checkpointing = False
+
+    def enable_gradient_checkpointing(self) -> None:
+        self.gradient_checkpointing = True
+
+    def forward(self, x: Tensor, tail: bool = True) -> Tensor:
+        for block in [*self.blocks, *(self.tail if tail else ())]:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, 2.0, use_reentrant=False)
+            else:
+                x = block(x=x, scale=2.0)
+        return x
+
+
+def inputs() -> Tensor:
+    return torch.randn(1, 128, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def installed(fallback: str = "bf16", **memory: Any) -> tuple[Host, BlockRunner]:
+    torch.manual_seed(0)
+    model = Host()
+    model.enable_gradient_checkpointing()
+    config = COATConfig.from_dict({"memory": memory or {"checkpointing": "none"}, "fallback": fallback})
+    return model, BlockRunner.install(model, ("blocks", "tail"), config, True)
+
+
+def test_the_run_gets_what_forward_names_by_position() -> None:
+    block, seen = Block(), []
+    take_over(block, [block], lambda *args, **kwargs: seen.append((args, kwargs)), lambda _: None)
+    x, shift = inputs(), torch.zeros(1)
+    block(x)
+    block(x, 3.0)
+    block(scale=2.0, x=x, shift=shift, more=1)
+    block(x, more=1)
+    assert seen == [
+        ((block, x), {}),
+        ((block, x, 3.0), {}),
+        ((block, x, 2.0), {"shift": shift, "more": 1}),
+        ((block, x, 1.0), {"more": 1}),
+    ]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"), torch.no_grad():
+        block(scale=1.0)
+
+
+def test_without_gradients_and_after_release_a_block_is_as_it_was() -> None:
+    block, other = Block(), Block()
+    other.forward = lambda x: x + 1  # type: ignore[method-assign]
+    expected = block(inputs())
+    take_over(nn.ModuleList([block, other]), [block, other], lambda *_: None, lambda _: None)
+    assert block(inputs()) is None
+    assert [is_replaced(each) for each in (block, other)] == [False, True]
+    with torch.no_grad():
+        assert_bitwise(block(inputs()), expected)
+        assert_bitwise(other(inputs()), inputs() + 1)
+    for each in (block, other):
+        release(each)
+        release(each)
+        assert hook_of(each) is None
+    assert "forward" not in vars(block)
+    assert_bitwise(other(inputs()), inputs() + 1)
+
+
+@pytest.mark.parametrize("memory", [{"checkpointing": "none"}, {"checkpointing": "all"}], ids=str)
+def test_the_models_own_recomputation_stays_off(memory: dict[str, str]) -> None:
+    plain = installed()[0]
+    for block in (*plain.blocks, *plain.tail):
+        release(block)
+    expected = plain(inputs())
+    expected.sum().backward()
+    model, runner = installed(**memory)
+    assert not model.gradient_checkpointing
+    model.enable_gradient_checkpointing()  # as a trainer may again, later
+    assert not model.gradient_checkpointing
+    output = model(inputs())
+    output.sum().backward()
+    assert_bitwise(output, expected)
+    assert runner.ran == dict.fromkeys(range(4), "own")
+    runner.check_step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.cosine_similarity(mine.grad, theirs.grad, dim=0) > 0.99
+
+
+def saved_row(runner: BlockRunner) -> str:
+    rows = shared_rows(runner.plan, runner._config, torch.device("cpu"), runner.ran)
+    return next(row.got for row in rows if row.part == "saved tensors")
+
+
+def test_a_checkpoint_of_the_models_own_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model, runner = installed()
+    assert saved_row(runner).startswith("decided at the first step, expected: ")
+    model.gradient_checkpointing = True  # past the switch
+    model(inputs()).sum().backward()
+    assert saved_row(runner) == "4 untouched, in a checkpoint of the model's own"
+    with pytest.raises(RuntimeError, match=r"left COAT out of blocks.* 2 of 2 blocks are in a checkpoint of the model"):
+        runner.check_step()
+    assert not caplog.records
+
+
+def test_a_list_that_a_step_does_not_use_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """As Wan 2.2's second transformer, which other steps use."""
+    model, runner = installed("error")
+    with caplog.at_level(logging.WARNING, logger="coat_flux"):
+        model(inputs(), tail=False).sum().backward()
+        runner.check_step()
+        runner.check_step()
+    (warning,) = [line for line in caplog.messages if "left COAT out" in line]
+    assert warning.endswith("stay in high precision: 2 of 2 tail were not called")
+    assert saved_row(runner) == "2 kept in FP8, generic flow, attention fp8; 2 untouched, not called"
+    model(inputs()).sum().backward()
+    assert saved_row(runner) == "4 kept in FP8, generic flow, attention fp8"
+
+
+@pytest.mark.parametrize("fallback", ["bf16", "error"])
+def test_a_block_that_is_passed_by_is_an_error_or_a_warning(fallback: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, runner = installed(fallback)
+    model.tail[1] = Block()
+    model(inputs()).sum().backward()
+    if fallback == "error":
+        with pytest.raises(RuntimeError, match="1 of 2 tail were not called"):
+            runner.check_step()
+    else:
+        runner.check_step()
+        assert "1 of 2 tail were not called" in caplog.text
+
+
+def test_nothing_that_ran_is_an_error_whatever_is_configured() -> None:
+    _, runner = installed()
+    with pytest.raises(RuntimeError, match="2 of 2 blocks were not called, 2 of 2 tail were not called"):
+        runner.check_step()
+
+
+def test_a_second_installation_replaces_the_first() -> None:
+    model, first = installed()
+    second = BlockRunner.install(model, ("blocks",), COATConfig.from_dict({}), True)
+    assert BlockRunner.of(model) is second
+    model(inputs()).sum().backward()
+    assert second.ran.keys() == {0, 1}
+    assert first.ran == {}
+
+
+def test_a_copy_of_the_model_has_a_runner_of_its_own() -> None:
+    model, runner = installed()
+    copied = copy.deepcopy(model)
+    copied(inputs()).sum().backward()
+    assert runner.ran == {}
+    assert BlockRunner.of(copied).ran.keys() == {0, 1, 2, 3}
+    assert all(block.gain.grad is None for block in model.blocks)
