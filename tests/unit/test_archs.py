@@ -35,7 +35,9 @@ def test_what_coat_does_not_train_is_refused_with_what_works(arch: str) -> None:
     assert not warns
     assert text.startswith(REFUSED[arch])
     assert "; write coat: {enabled: false}, or train one of " in text
-    assert "flux_kontext" in text
+    assert text.endswith("wan21, wan22_14b, wan22_5b, zeta_chroma, zimage")
+    assert "qwen_image, " in text
+    assert "qwen_image_edit" not in text
 
 
 def test_a_new_arch_is_treated_cautiously_and_a_wrong_one_is_refused(tmp_path: Path) -> None:

@@ -101,13 +101,18 @@ def refusal(arch: str, host: frozenset[str]) -> tuple[str, bool]:
     if arch in TRANSFORMERS:
         return "", False
     if arch in REFUSED:
-        others = ", ".join(sorted(TRANSFORMERS))
-        return f"{REFUSED[arch]}; write coat: {{enabled: false}}, or train one of {others}", False
+        return f"{REFUSED[arch]}; write coat: {{enabled: false}}, or train one of {_families()}", False
     if arch in host or not host:
         text = (
             "not known here: its blocks are treated cautiously; look at the table after the first step, which says how"
         )
         return text, True
     near = closest(arch, {*host, *TRANSFORMERS})
-    remedy = f"did you mean '{near}'?" if near else f"write one of {', '.join(sorted(TRANSFORMERS))}"
+    remedy = f"did you mean '{near}'?" if near else f"write one of {_families()}"
     return f"not an arch of this ai-toolkit, which would load Stable Diffusion 1; {remedy}", False
+
+
+def _families() -> str:
+    """What COAT trains, without the variants of a name: qwen_image_edit is one of qwen_image."""
+    known = sorted(TRANSFORMERS)
+    return ", ".join(name for name in known if not any(name.startswith((f"{one}_", f"{one}.")) for one in known))
