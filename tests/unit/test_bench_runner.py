@@ -75,6 +75,7 @@ def test_every_row_is_as_its_trainer_runs_it() -> None:
         assert row.autocast is not without, row.name
     assert {row.name for row in CONFIGURATIONS if row.gpu_only} == {
         *("bf16_cudagraphs", "bf16_max_autotune", "coat_cudagraphs", "launches"),
+        *("attention_cudnn", "attention_flash", "attention_efficient", "attention_fa3", "attention_fa4"),
     }
     shared = {row.weights for row in CONFIGURATIONS if row.name in ("coat", "coat_compiled", "coat_cudagraphs")}
     assert len(shared) == 1
