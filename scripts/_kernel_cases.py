@@ -81,7 +81,7 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
     }
 
 
-def _row_cases() -> dict[str, Callable[[], Any]]:
+def _gate_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu import gate
 
     x, modulation, dtype = _empty(1, TOKENS, HIDDEN), _empty(1, HIDDEN), torch.bfloat16
@@ -313,7 +313,7 @@ CASES: dict[str, Callable[[], Any]] = {
     **_quantize_cases(),
     **_weight_only_cases(),
     **_norm_cases(),
-    **_row_cases(),
+    **_gate_cases(),
     **_qkv_cases(),
     **_mlp_gradient_cases(),
     **_lora_cases(),

@@ -104,9 +104,9 @@ def test_gated_sum_kernel_has_the_references_bits(kind: str, saved: tuple[str, i
     for shape in SHAPES:
         for dtype in kernel_dtypes(device):
             residual, gate, result = tensors(kind, shape, device, dtype)
-            for beside in (residual, residual.float()):
-                y, *codes = kernel(beside, gate, result, None, None, *saved)
-                assert_bitwise(y, beside + gate[:, None] * result)
+            for other in (residual, residual.float()):
+                y, *codes = kernel(other, gate, result, None, None, *saved)
+                assert_bitwise(y, other + gate[:, None] * result)
                 assert_saved(result, *codes, *saved)
     y, *codes = kernel(residual.float(), gate.bfloat16(), result.bfloat16(), None, None, *saved)
     assert y.dtype == FP32

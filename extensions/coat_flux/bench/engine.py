@@ -101,7 +101,8 @@ def _timed(session: engine.Session, warmup: int, steps: int) -> Timing:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     mean_ms = run(steps) / steps
-    return Timing([mean_ms], peak_bytes(device), first_ms, 1e3 * taken[-1][1] / steps)
+    pool = 0 if session.graphs is None else session.graphs.bytes
+    return Timing([mean_ms], peak_bytes(device) + pool, first_ms, 1e3 * taken[-1][1] / steps)
 
 
 def _write_model(folder: Path, geometry: Geometry) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry, token_count
 from .models import QUANTIZERS, model_of, release, runner_of
 from .optimizers import make_optimizer, state_bytes
 from .rates import measure_rates
-from .timing import SEED, Measurement, Setting
+from .timing import SEED, Measurement, Setting, peak_bytes
 
 OP_SHAPES = ((1, 1), (1, 4), (4, 1), (5, 1))  # in and out features over d: q k v and output; MLP in, out; single output
 
@@ -156,7 +157,9 @@ def measure_steps(configuration: Configuration, setting: Setting) -> Iterator[Me
             with torch.no_grad():
                 timing = setting.timed("step", forward)
             yield Measurement("forward", resolution, batch, timing, {})
-        timing = setting.timed("step", _captured(step) if configuration.captures else step)
+        call, held = _captured(step, setting.device) if configuration.captures else (step, 0)
+        timing = setting.timed("step", call)
+        timing = replace(timing, peak_bytes=max(timing.peak_bytes, held))
         loss = torch.stack(losses).tolist()
         if not all(map(math.isfinite, loss)):
             raise FloatingPointError(f"loss={loss}: not finite; figures of a run that does not train are worth nothing")
@@ -164,13 +167,17 @@ def measure_steps(configuration: Configuration, setting: Setting) -> Iterator[Me
         yield Measurement("step", resolution, batch, timing, figures)
 
 
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph, after the first ones, which compile kernels and make the optimizer's state."""
+def _captured(step: Callable[[], None], device: torch.device) -> tuple[Callable[[], None], int]:
+    """The step as a CUDA graph, after the first ones, which compile kernels and make the optimizer's state.
+
+    Returns:
+        A replay, and the peak of memory in bytes, which the allocator shows only while it is captured.
+    """
     for _ in range(3):
         step()
+    torch.cuda.reset_peak_memory_stats(device)
     graph, _ = capture(step)
-    replay: Callable[[], None] = graph.replay
-    return replay
+    return graph.replay, peak_bytes(device)
 
 
 MEASURE: dict[str, Callable[[Any, Setting], Iterator[Measurement]]] = {

@@ -116,9 +116,14 @@ class StepGraphs:
             return self._captured(shape, drawn, rates)
         return self._compared(shape, drawn, rates, eager)
 
+    @property
+    def bytes(self) -> int:
+        """What the graphs hold, which the allocator does not count as allocated."""
+        return sum(graph.bytes for graph in self._graphs.values())
+
     def make_room(self) -> None:
         """Give the pool back if a step run eagerly would find no memory next to it."""
-        pool = sum(graph.bytes for graph in self._graphs.values())
+        pool = self.bytes
         if not pool:
             return
         unused = max(torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - pool, 0)
