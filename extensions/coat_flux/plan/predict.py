@@ -6,10 +6,11 @@
     step      the moment when blocks, gradients and workspace need most, or the optimizer's
     save      the optimizer's state is there, activations are not
 
-The engine's order of things: `engine/session.py`, `engine/trainer.py`. A GPU's own context and its allocator's gaps are
-not counted; `blocks.held.USABLE_FRACTION` of a card leaves room for them, and for what the driver keeps of steps that
-are CUDA graphs: 10 KB a kernel (https://github.com/NVIDIA/cccl/pull/3768), 37 MB for each captured shape. The pool of these
-graphs is the step's memory itself, given back before a phase that needs other memory (`standalone.step_graph`).
+The engine's order of things: `standalone/session.py`, `standalone/trainer.py`. A GPU's own context and its allocator's
+gaps are not counted; `blocks.held.USABLE_FRACTION` of a card leaves room for them, and for what the driver keeps of
+steps that are CUDA graphs: 10 KB a kernel (https://github.com/NVIDIA/cccl/pull/3768), 37 MB for each captured shape.
+The pool of these graphs is the step's memory itself, given back before a phase that needs other memory
+(`standalone.step_graph`).
 """
 
 from __future__ import annotations
