@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -146,6 +148,24 @@ def test_libraries_are_exchanged_in_torchs_registry(monkeypatch: pytest.MonkeyPa
         use_kernel(kernel, q)
         seen.append(registry.active)
     assert seen == ["FA3", "FA4", None, "FA3", None]
+
+
+@pytest.mark.skipif(not hasattr(attention.registry, "_fa3"), reason="this torch does not know FlashAttention 3")
+def test_flash_attention_3_goes_through_torchs_own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that declares FlashAttention 3's operators is all that torch asks for on a CPU."""
+
+    def registered() -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_dot_product_flash_attention", "CUDA")
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    built_in, (q, _, _) = registered(), qkv(torch.device("cpu"))
+    with torch.library._scoped_library("flash_attn_3", "DEF") as library:
+        for name in ("fwd", "bwd"):
+            library.define(f"{name}(Tensor q) -> Tensor")
+        use_kernel("fa3", q)
+        assert (attention.registry.current_flash_attention_impl(), registered()) == ("FA3", True)
+        use_kernel("cudnn", q)
+        assert (attention.registry.current_flash_attention_impl(), registered()) == (None, built_in)
 
 
 def test_a_torch_without_the_registry_refuses_libraries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
