@@ -212,6 +212,10 @@ PACKED_GRADIENT_COSINE = 0.99
 # Bytes kept for backward in bf16 over COAT's, kept and recomputed. Measured 2.25 and 8.1 (UNet), 2.66 to 2.96 and at
 # least 14.6 (others); scripts/bench_architectures.py measures larger models.
 ARCHITECTURE_KEPT_RATIO = {"UNet": (2.1, 7.5), "transformer": (2.5, 13.0)}
+# Small models of every arch of ai-toolkit (scripts/bench_archs.py): cosine of all LoRA gradients together with bf16's;
+# and bytes that the blocks keep in bf16 over COAT's. Measured at least 0.9930, 2.5 and (UNets) 2.2: docs/models.md.
+ARCH_GRADIENT_COSINE = 0.99
+ARCH_FEWER_BYTES = {"UNet": 2.0, "transformer": 2.5}
 # Loss of the fourth step at lr 2e-2 over the first. Measured 0.87 (Wan) to 0.958 (CogVideoX).
 ARCHITECTURE_LOSS_FRACTION = 0.98
 

@@ -131,6 +131,25 @@ class TestAttention:
         for expected, gradient in zip(exact, torch.autograd.grad(y.sum(), (q, k, v)), strict=True):
             assert_sqnr(expected, gradient, ATTENTION_GRADIENT_FLOOR_DB)
 
+    def test_layers_with_the_same_mask_keep_one(self) -> None:
+        """Attention makes what it adds of a bool mask, [B, heads, T, T] again for each layer; here once, and small."""
+        q = draw(1, HEADS, T, 32)
+        rows = torch.rand(1, 1, 1, T) < 0.5
+        rows[..., 0] = True
+        whole = (torch.rand(1, HEADS, T, T) < 0.5) | rows
+        for mask, kept in ((rows.expand(1, HEADS, T, T), T), (whole, HEADS * T * T)):
+            y = packed(lambda mask=mask: [attend(q * 1, q * 1, q * 1, attn_mask=mask) for _ in range(2)])
+            first, second = (each.grad_fn._saved_attn_mask for each in y)
+            assert first.data_ptr() == second.data_ptr()
+            assert first.untyped_storage().nbytes() == kept * q.element_size()
+            assert torch.equal(first == 0, mask)
+            assert_bitwise(y[0], attend(q, q, q, attn_mask=mask))
+        changed = whole.clone()
+        packed(lambda: attend(q * 1, q * 1, q * 1, attn_mask=changed))
+        changed[..., 1] = True  # in place
+        y = packed(lambda: attend(q * 1, q * 1, q * 1, attn_mask=changed))
+        assert torch.equal(y.grad_fn._saved_attn_mask == 0, changed)
+
     def test_heads_folded_into_the_batch(self) -> None:
         """Three-dimensional q, k, v take torch's unfused path, whose probabilities are the largest tensor of all."""
         q, k, v = (draw(HEADS, T, 32) for _ in range(3))

@@ -118,6 +118,28 @@ def test_the_models_own_recomputation_stays_off(memory: dict[str, str]) -> None:
         assert torch.cosine_similarity(mine.grad, theirs.grad, dim=0) > 0.99
 
 
+def test_a_block_that_its_trainer_has_compiled_is_run_here_all_the_same() -> None:
+    """As ai-toolkit's block_compile does: the call is not traced, what runs is what the runner decides."""
+    model, runner = installed()
+    expected = model(inputs())
+    expected.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    seen: list[bool] = []
+    note = runner._note
+    runner._note = lambda block, how="host": (seen.append(torch.compiler.is_compiling()), note(block, how))[1]
+    for blocks in (model.blocks, model.tail):
+        for i, block in enumerate(blocks):
+            blocks[i] = torch.compile(block, backend="eager")
+    output = model(inputs())
+    output.sum().backward()
+    torch.compiler.reset()
+    assert seen == [False] * 4
+    assert_bitwise(output, expected)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert_bitwise(parameter.grad, gradient)
+
+
 def saved_row(runner: BlockRunner) -> str:
     rows = shared_rows(runner.plan, runner._config, torch.device("cpu"), runner.ran)
     return next(row.got for row in rows if row.part == "saved tensors")

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 SWITCHES = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
 FLAG = "gradient_checkpointing"
+# what compiles the frames that are called now: something inside a compiled module, None or False elsewhere
+_compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 class BlockHook:
@@ -52,6 +54,12 @@ class BlockHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
+        if (torch.compiler.is_dynamo_compiling() or _compiler()) and torch.is_grad_enabled():
+            # the host has compiled the block around us: a runner decides by what it is given, which none can trace
+            return torch.compiler.disable(self._call)(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
         if checkpoint_records():
@@ -62,9 +70,6 @@ class BlockHook:
                 break
             args += (kwargs.pop(name, default),)
         return self.run(self._block, *args, **kwargs)
-
-    # of torch.compile: a runner decides by what it is given, which is nothing to trace
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def take_over(

@@ -143,10 +143,12 @@ class CoatFluxTrainer(HostTrainer):
 
     def _choose_at_load(self) -> None:
         """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what is around them."""
-        if self._loads_fp8() and self.model_config.is_flux:
-            from ...blocks.architectures import FLUX
+        from ...blocks.architectures import ARCHITECTURES
+        from ...config.archs import TRANSFORMERS
 
-            self.model_config.quantize_kwargs.setdefault("include", list(FLUX.convert))
+        known = ARCHITECTURES.get(TRANSFORMERS.get(self.model_config.arch, ""))
+        if self._loads_fp8() and known is not None:
+            self.model_config.quantize_kwargs.setdefault("include", list(known.convert))
 
     def _loads_fp8(self) -> bool:
         return bool(self.model_config.quantize) and self.model_config.qtype == COAT_QTYPE

@@ -84,7 +84,13 @@ class BaseSDTrainProcess:
             random.seed(self.training_seed)
         self.trigger_word = self.get_conf("trigger_word")
         self.model_config = _config(
-            config.get("model"), quantize=False, qtype="half", is_flux=True, quantize_kwargs={}, compile=False
+            config.get("model"),
+            quantize=False,
+            qtype="half",
+            is_flux=True,
+            arch="flux",
+            quantize_kwargs={},
+            compile=False,
         )
         self.train_config = _config(
             config.get("train"),

@@ -1,0 +1,68 @@
+"""Every `arch` of the pinned ai-toolkit: refused before anything is loaded, or trained as the table says.
+
+Small models of ai-toolkit's own classes, made and measured by scripts/bench_archs.py in its environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coat_flux.blocks.architectures import ARCHITECTURES, READ_BLOCKS
+from coat_flux.config.archs import REFUSED, TRANSFORMERS, archs_of, refusal
+from tests.architecture.sources import ROOT
+from tests.tolerances import ARCH_FEWER_BYTES, ARCH_GRADIENT_COSINE
+from tests.unit.test_archs import LEGACY, NO_MODELS
+
+pytestmark = [pytest.mark.aitk, pytest.mark.slow]
+FUSED = {"FluxTransformer2DModel"}
+MODEL_OF_TWO_PARTS = {"wan22_14b", "wan22_14b_i2v"}  # the noise level chooses one
+HOST = Path(os.environ.get("AI_TOOLKIT_ROOT", "."))
+ALL = sorted(set(archs_of(HOST)) - NO_MODELS | LEGACY) if "AI_TOOLKIT_ROOT" in os.environ else []
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, Any]]:
+    """What the script found, by arch."""
+    command = [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), str(ROOT / "scripts" / "bench_archs.py"), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {found["arch"]: found for found in map(json.loads, done.stdout.splitlines())}
+
+
+def kind_of(arch: str) -> str:
+    return "UNet" if "UNet" in TRANSFORMERS[arch] else "transformer"
+
+
+def test_every_arch_is_in_the_table_and_every_class_has_its_block_lists() -> None:
+    assert set(ALL) == TRANSFORMERS.keys() | REFUSED.keys()
+    assert set(TRANSFORMERS.values()) <= ARCHITECTURES.keys()
+    assert {name for name, entry in ARCHITECTURES.items() if any(x.block in READ_BLOCKS for x in entry.lists)} == FUSED
+
+
+@pytest.mark.parametrize("arch", ALL)
+def test_each_is_refused_or_trained_as_the_table_says(arch: str, request: pytest.FixtureRequest) -> None:
+    if arch in REFUSED:
+        text, warns = refusal(arch, frozenset(ALL))
+        assert text
+        assert not warns
+        return
+    found = request.getfixturevalue("measured")[arch]
+    assert "error" not in found, found["trace"]
+    assert found["class"] == TRANSFORMERS[arch]
+    idle = 2 if arch in MODEL_OF_TWO_PARTS else 0
+    ran, rest = found["blocks"] - idle, f"; {idle} untouched, not called" if idle else ""
+    flow = "fused" if found["class"] in FUSED else "generic"
+    assert found["kept"]["treatment"] == f"{ran} kept in FP8, {flow} flow, attention fp8{rest}"
+    assert found["recomputed"]["treatment"] == f"{ran} recomputed{rest}"
+    for way in ("kept", "recomputed"):
+        own, exact = found[way]["gradients"]
+        assert own == exact > 0
+        assert found[way]["cosine"] >= ARCH_GRADIENT_COSINE, found[way]
+    assert found["bf16_bytes"] / found["kept_bytes"] >= ARCH_FEWER_BYTES[kind_of(arch)]
