@@ -59,6 +59,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
     Autocast would send LayerNorm through fp32 on CUDA only.
     """
-    if not torch.amp.is_autocast_available(device.type):
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -12,6 +12,7 @@ Source: arXiv 2410.19313, section 5.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 NAMES = ("per_tensor", "per_row", "per_group")
@@ -48,6 +49,7 @@ PER_TENSOR = Granularity("per_tensor")
 PER_ROW = Granularity("per_row")
 
 
+@functools.cache
 def per_group(group_size: int) -> Granularity:
     """Return the 1×G granularity."""
     return Granularity("per_group", group_size)

@@ -113,5 +113,6 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the product of two matrices, or of batches of them, in `dtype`; on a GPU straight from its fp32 sums."""
     with without_autocast(a.device):
         if a.device.type == "cpu" or dtype != torch.float32 or a.dtype == dtype:
-            return (a @ b).to(dtype)
+            found = a @ b
+            return found if found.dtype == dtype else found.to(dtype)
         return torch.bmm(a, b, out_dtype=dtype) if a.ndim == 3 else torch.mm(a, b, out_dtype=dtype)

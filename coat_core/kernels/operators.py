@@ -13,7 +13,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
 from torch._compile import _disable_dynamo
+from torch.nn import Parameter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,6 +30,7 @@ class Operator(Generic[P, R]):
         functools.update_wrapper(self, body)
         self._qualname, self._init_fn = qualname, body
         self._name = qualname.removeprefix("coat::")
+        self.kernels: dict[str, Callable[..., Any]] = {}  # what runs in place of the body, by type of device
         schema = torch.library.infer_schema(body, mutates_args=())
         _library.define(self._name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         self._opoverload = getattr(torch.ops.coat, self._name).default
@@ -40,8 +44,17 @@ class Operator(Generic[P, R]):
             if trained:
                 result: R = _WithoutGradient.apply(self._qualname, lambda: self._opoverload(*args, **kwargs), *trained)
                 return result
-        found: R = self._opoverload(*args, **kwargs)
-        return found
+        run: Callable[..., R] = self._opoverload
+        # what the dispatcher would call for plain tensors with nobody watching, called without it: 2 µs less, and a
+        # step has 1,900 such calls
+        if not (torch.compiler.is_compiling() or _len_torch_dispatch_stack() or _profiler_enabled()):
+            for arg in args:
+                x = arg[0] if type(arg) is list and arg else arg
+                if type(x) is Tensor or type(x) is Parameter:
+                    run = self.kernels.get(x.device.type, run)
+                if x is not None:
+                    break
+        return run(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<Operator {self._qualname}>"
@@ -56,6 +69,7 @@ class Operator(Generic[P, R]):
         """Decorator: this function runs in place of the body on such devices."""
 
         def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
+            self.kernels[device_type] = kernel
             _library.impl(self._name, kernel, device_type.upper())
             return kernel
 

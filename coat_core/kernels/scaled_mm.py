@@ -29,9 +29,9 @@ def _check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: 
     if k % ALIGNMENT or n % ALIGNMENT:
         raise ValueError(f"K={k}, N={n}: must be multiples of {ALIGNMENT}; leave this layer in bf16")
     for name, scale, rows in (("a_scale", a_scale, m), ("b_scale", b_scale, n)):
-        if scale.ndim != 0 and tuple(scale.shape) != (rows, 1):
+        if scale.ndim != 0 and scale.shape != (rows, 1):
             raise ValueError(f"{name} {tuple(scale.shape)}: must be [] or [{rows}, 1]")
-    if bias is not None and tuple(bias.shape) != (n,):
+    if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias {tuple(bias.shape)}: must be [{n}]")
 
 
@@ -40,6 +40,8 @@ def row_scale(scale: Tensor, rows: int) -> Tensor:
 
     Of a weight that is multiplied many times, keep it: from another shape each product launches a copy.
     """
+    if scale.ndim == 2 and scale.shape[0] == rows and scale.is_contiguous():
+        return scale
     return scale.reshape(-1, 1).expand(rows, 1).contiguous()
 
 
@@ -127,11 +129,16 @@ def scaled_mm_on_cuda(
         a_scale, b_scale = row_scale(a_scale, a.shape[0]), row_scale(b_scale, b.shape[0]).view(1, -1)
     # row-wise kernels write bf16 only; tensor-wise ones take a bias of their own output type
     kernel_dtype = torch.bfloat16 if row_wise else out_dtype
-    kernel_bias = None if bias is None or kernel_dtype == torch.float32 else bias.to(kernel_dtype)
-    # TN GEMMs want the rows of b in one piece
-    b = transpose_codes(b.t()) if b.t().is_contiguous() and not b.is_contiguous() else b.contiguous()
+    kernel_bias = None if kernel_dtype == torch.float32 else bias
+    if kernel_bias is not None and kernel_bias.dtype != kernel_dtype:
+        kernel_bias = kernel_bias.to(kernel_dtype)
+    if not b.is_contiguous():  # TN GEMMs want its rows in one piece
+        b = transpose_codes(b.t()) if b.t().is_contiguous() else b.contiguous()
+    a = a.contiguous()
+    if a.shape[0] == 1:  # one row is contiguous with any strides, and torch looks at them
+        a = a.view(-1).view(a.shape)
     out: Tensor = torch._scaled_mm(
-        a.contiguous().view(-1).view(a.shape),  # one row is contiguous with any strides, and torch looks at them
+        a,
         b.t(),
         scale_a=a_scale,
         scale_b=b_scale,
@@ -141,7 +148,7 @@ def scaled_mm_on_cuda(
     )
     if bias is not None and kernel_bias is None:
         out = out + bias
-    return out.to(out_dtype)
+    return out if out.dtype == out_dtype else out.to(out_dtype)
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
 
 def _rows(x: Tensor) -> Tensor:
     """View [..., K] as [M, K]."""
-    return x.reshape(-1, x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def multiply(
@@ -94,10 +94,12 @@ def multiply(
             out: Tensor = values @ weight.to(values.dtype).t() * scale.reshape(-1)
         return (out if bias is None else out + bias).to(dtype)
     lead = a.codes.shape[:-1]
-    a_scale = a.scale.reshape(-1, 1) if a.scale.ndim else a.scale
+    a_scale = _rows(a.scale) if a.scale.ndim else a.scale
     out = scaled_mm(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
+    if len(lead) == 1:
+        return out
     # no view, which could not be changed in place where an autograd.Function returns it
-    result: Tensor = torch.ops.aten._unsafe_view(out, (*lead, out.shape[-1]))
+    result: Tensor = torch.ops.aten._unsafe_view.default(out, (*lead, out.shape[-1]))
     return result
 
 

@@ -130,9 +130,9 @@ def test_ranks_without_a_kernel_are_torchs(device: torch.device) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize(("rows", "widths"), [(4608, [3072] * 3 + [12288]), (4096, [3072] * 3), (4096, [12288])])
 def test_parts_are_few_and_programs_enough(rows: int, widths: list[int]) -> None:
-    from coat_core.kernels.gpu.lora import ROWS, STRETCHES, _division
+    from coat_core.kernels.gpu.lora import PROGRAMS, ROWS, STRETCHES, _division
 
-    block, stretches, shares, rounds = _division(widths, rows, 16, list(STRETCHES))
+    block, stretches, shares, rounds = _division(tuple(widths), rows, 16, STRETCHES, PROGRAMS)
     assert stretches * block == sum(widths)
     assert shares * rounds * ROWS >= rows > (shares - 1) * rounds * ROWS
     assert 120 <= stretches * shares <= 132

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.kernels.norm import norm_modulate
 
@@ -29,6 +30,37 @@ def test_keywords_are_those_of_the_body() -> None:
     found = norm_modulate(x, *codes, dtype=dtype, shift=shift, scale=scale, eps=eps)
     assert torch.equal(found, norm_modulate._init_fn(x, *codes, scale, shift, eps, dtype))
     assert norm_modulate.__doc__ == norm_modulate._init_fn.__doc__
+
+
+def test_a_kernel_is_called_without_the_dispatcher_unless_someone_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    class Watches(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def kernel(*args: Any) -> torch.Tensor:
+        called.append("kernel")
+        return norm_modulate._init_fn(*args)
+
+    args, subclass = _arguments(), torch.Tensor._make_subclass(Other, torch.randn(1, 4, 16))
+    monkeypatch.setitem(norm_modulate.kernels, "cpu", kernel)
+    found = norm_modulate(*args)
+    assert called == ["kernel"]
+    norm_modulate(subclass, *args[1:])
+    with torch.profiler.profile() as profile:
+        norm_modulate(*args)
+    assert "coat::norm_modulate" in {event.name for event in profile.events()}
+    assert called == ["kernel"]
+    with Watches():
+        watched = norm_modulate(*args)
+    assert torch.equal(watched, found)
+    assert called == ["kernel", "coat.norm_modulate.default"]
+
+
+class Other(torch.Tensor):
+    """Not a plain tensor."""
 
 
 def test_torch_compile_never_traces_into_a_body() -> None:

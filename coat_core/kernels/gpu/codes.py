@@ -5,18 +5,17 @@ Per row a kernel leaves codes and scales. Per tensor it leaves the amax of each 
 
 from __future__ import annotations
 
-import itertools
-import math
+import functools
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from coat_core.formats import get_format
+from coat_core.formats import E4M3, get_format
 from coat_core.granularity import per_group
-from coat_core.kernels.codes import check_granularity, no_codes
+from coat_core.kernels.codes import check_granularity
 from coat_core.kernels.gpu.quantize import cast_by_amax
-from coat_core.kernels.gpu.runtime import blocks, empty, empty_codes, finished, power_of_two
+from coat_core.kernels.gpu.runtime import blocks, empty, empty_codes, finished, nothing, power_of_two
 
 WIDEST_ROW = 16384  # beyond 8192 the kernels that also hold sums over rows spill registers: slower, still right
 TILE_ELEMENTS = 2048
@@ -35,25 +34,24 @@ class RowCodes:
 
     Attributes:
         codes: what the kernel writes codes to; None unless per row.
-        scale: fp32 [rows], for each row's scale, or its amax where there are no codes; None where none are asked for.
+        scale: fp32 [..., 1], for each row's scale, or its amax where there are no codes; None where none are asked for.
         format_max: of the format.
     """
 
     def __init__(self, shape: tuple[int, ...], fmt: str, granularity: str, device: torch.device) -> None:
         check_granularity(granularity)
-        fmt = "e4m3" if fmt == "none" else fmt
-        self._fmt, self._shape, self._granularity = get_format(fmt), shape, granularity
-        self.format_max = self._fmt.max
-        self.codes = empty_codes(shape, self._fmt, device) if granularity == "per_row" else None
-        self.scale = None if granularity == "none" else empty((math.prod(shape[:-1]),), torch.float32, device)
+        self._fmt = form = E4M3 if fmt == "none" else get_format(fmt)
+        self.format_max = form.max
+        self.codes = empty_codes(shape, form, device) if granularity == "per_row" else None
+        self.scale = None if granularity == "none" else empty((*shape[:-1], 1), torch.float32, device)
 
     def results(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and scale once the kernel has run; `values` are its own, contiguous, in their dtype."""
         if self.scale is None:
-            return no_codes(values, self._fmt.name)
+            return nothing(self._fmt.dtype, values.device), nothing(torch.float32, values.device)
         if self.codes is None:
-            return cast_by_amax(values, self.scale.amax(0, keepdim=True), self._fmt.name)
-        return finished(self.codes, self._fmt.dtype), self.scale.view(*self._shape[:-1], 1)
+            return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name)
+        return finished(self.codes, self._fmt.dtype), self.scale
 
 
 class GroupCodes:
@@ -66,16 +64,17 @@ class GroupCodes:
     """
 
     def __init__(self, shape: tuple[int, ...], saved_format: str, group_size: int, device: torch.device) -> None:
-        self._device, self._kept = device, saved_format != "none"
-        self._fmt = get_format(saved_format if self._kept else "e4m3")
-        self.format_max = self._fmt.max if self._kept else 0.0
-        self.codes = empty_codes(shape, self._fmt, device) if self._kept else None
-        self.scale = empty(per_group(group_size).scale_shape(shape), torch.float32, device) if self._kept else None
+        self._device, self._fmt, self.format_max = device, E4M3, 0.0
+        self.codes = self.scale = None
+        if saved_format != "none":
+            self._fmt = form = get_format(saved_format)
+            self.format_max, self.codes = form.max, empty_codes(shape, form, device)
+            self.scale = empty(per_group(group_size).scale_shape(shape), torch.float32, device)
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return codes and scale once the kernel has run."""
         if self.codes is None or self.scale is None:
-            return no_codes(torch.empty(0, device=self._device), self._fmt.name)
+            return nothing(self._fmt.dtype, self._device), nothing(torch.float32, self._device)
         return finished(self.codes, self._fmt.dtype), self.scale
 
 
@@ -111,12 +110,21 @@ def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Ten
 
 def with_row_stride(x: Tensor) -> tuple[Tensor, int]:
     """Return x [..., K] and the distance of its rows in elements, copied only where that is not the same for all."""
-    sizes, strides = x.shape[:-1], x.stride()[:-1]
-    steps = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
-    even = all(outer == inner * size for (_, outer), (size, inner) in itertools.pairwise(steps))
-    if not even or (x.stride(-1) != 1 and x.shape[-1] != 1):
-        return x.contiguous(), x.shape[-1]
-    return x, (steps[-1][1] if steps else x.shape[-1])
+    width = x.shape[-1]
+    if x.is_contiguous():  # most are
+        return x, width
+    if x.stride(-1) != 1 and width != 1:
+        return x.contiguous(), width
+    rows, beyond = width, None  # distance of rows; where the next dimension starts if that is the same for all
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if beyond is None:
+            rows = stride
+        elif stride != beyond:
+            return x.contiguous(), width
+        beyond = stride * size
+    return x, rows
 
 
 def check_width(width: int) -> None:
@@ -130,6 +138,7 @@ def tile_rows(block: int) -> int:
     return max(TILE_ELEMENTS // block, 1)
 
 
+@functools.cache
 def warps(elements: int) -> int:
     """Return how many warps share so many elements (a power of two)."""
     return min(max(elements // (32 * ELEMENTS_A_THREAD), 1), WARPS_MAX)

@@ -12,6 +12,8 @@ Shapes: dy [M, ΣN], h [M, n·r], up [ΣN, r].
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,7 @@ from coat_core.kernels.lora import lora_up_gradients as operator
 ROWS = 64  # that a program multiplies at once
 STRETCHES = (512, 256, 128)  # columns of a program
 STRETCHED = 512 * 16  # columns · ranks of bf16 that fit its registers
+FITTING = {ranks: tuple(block for block in STRETCHES if block * ranks <= STRETCHED) for ranks in (16, 32)}
 WIDEST_RANK = 32  # beyond it the parts are as many bytes as the second reading of dy that they save
 PROGRAMS = 132  # one for each multiprocessor of an H200
 PARTS_AT_ONCE, ELEMENTS = 8, 256  # of the sums
@@ -135,10 +138,13 @@ def lora_up_gradients(
         return operator._init_fn(dy, h, up, widths, dtype_up)
     check_shapes(dy, h, up, widths)
     shape, dtype, device, m = tuple(h.shape), h.dtype, h.device, h.numel() // h.shape[-1]
-    (dy, dy_stride), (h, h_stride) = (with_row_stride(dot_operand(x)) for x in (dy.to(dtype), h))
+    (dy, dy_stride), (h, h_stride) = (
+        with_row_stride(dot_operand(x)) for x in (dy if dy.dtype == dtype else dy.to(dtype), h)
+    )
     rank_block = max(power_of_two(rank), 16)
-    fitting = [block for block in STRETCHES if block * rank_block <= STRETCHED] if dtype.itemsize == 2 else [128]
-    block, stretches, shares, rounds = _division(widths, m, rank, fitting)
+    fitting = FITTING[rank_block] if dtype.itemsize == 2 else (128,)
+    wide = tuple(widths)
+    block, stretches, shares, rounds = _division(wide, m, rank, fitting, PROGRAMS)
     dh_parts, dup_parts = (empty(size, torch.float32, device) for size in ((stretches, m, rank), (shares, n, rank)))
     launch(
         _lora_up_gradients_kernel,
@@ -152,7 +158,7 @@ def lora_up_gradients(
         h_stride,
         m,
         rounds,
-        WIDTHS=tuple(widths),
+        WIDTHS=wide,
         RANK=rank,
         RANK_BLOCK=rank_block,
         R=ROWS,
@@ -170,7 +176,7 @@ def lora_up_gradients(
         dup,
         m,
         shares,
-        WIDTHS=tuple(widths),
+        WIDTHS=wide,
         STRETCH=block,
         RANK=rank,
         PARTS=PARTS_AT_ONCE,
@@ -179,7 +185,10 @@ def lora_up_gradients(
     return finished(dh, dtype), finished(dup, dtype_up)
 
 
-def _division(widths: list[int], rows: int, rank: int, fitting: list[int]) -> tuple[int, int, int, int]:
+@functools.cache
+def _division(
+    widths: tuple[int, ...], rows: int, rank: int, fitting: tuple[int, ...], programs: int
+) -> tuple[int, int, int, int]:
     """Divide dy among programs, so that few bytes are parts and few multiprocessors have nothing to do.
 
     Args:
@@ -187,6 +196,7 @@ def _division(widths: list[int], rows: int, rank: int, fitting: list[int]) -> tu
         rows: of dy.
         rank: r.
         fitting: columns that a stretch may have.
+        programs: that there should be.
 
     Returns:
         Columns of a stretch; how many stretches there are; shares of the rows; tiles of ROWS rows in a share.
@@ -194,8 +204,8 @@ def _division(widths: list[int], rows: int, rank: int, fitting: list[int]) -> tu
     found, tiles, n = [], blocks(rows, ROWS), sum(widths)
     for block in fitting:
         stretches = sum(blocks(width, block) for width in widths)
-        rounds = blocks(tiles, max(PROGRAMS // stretches, 1))
+        rounds = blocks(tiles, max(programs // stretches, 1))
         shares = max(blocks(tiles, max(rounds, 1)), 1)
         moved = 2 * rows * n + 8 * rank * (stretches * rows + shares * n)  # of dy, and parts written and read
-        found.append((moved * max(PROGRAMS / (stretches * shares), 1.0), block, stretches, shares, rounds))
+        found.append((moved * max(programs / (stretches * shares), 1.0), block, stretches, shares, rounds))
     return min(found)[1:]

@@ -8,6 +8,8 @@ Shapes: dh [B, S, r], attention [B, S, D], mlp [B, S, F], each read as rows.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -200,6 +202,7 @@ def _mlp_down_gradient_kernel(
         )
 
 
+@functools.cache
 def _shared(rows: int, rank: int, programs: int) -> tuple[int, int]:
     """Share rows among programs that each leave a part of a gradient.
 

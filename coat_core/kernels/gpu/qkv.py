@@ -7,6 +7,8 @@ reads the angles once.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -358,6 +360,7 @@ def _launch_backward(
     )
 
 
+@functools.cache
 def _geometry(shape: tuple[int, ...], heads: int, d: int) -> tuple[tuple[int, int], dict[str, int]]:
     """Grid and options for a stream [B, S_i, 3·H·d]."""
     tile, block, rows = min(power_of_two(heads), HEADS), power_of_two(d), LOW_RANK_ROWS

@@ -7,6 +7,7 @@ tl.dot multiplies the bits of bf16 as integers: on the CPU kernels get factors i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,7 +58,14 @@ def empty_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 def empty_codes(shape: tuple[int, ...], fmt: Format, device: torch.device) -> Tensor:
     """Allocate codes that become FP8 through `finished`."""
-    return empty_values(shape, fmt.dtype, device)
+    return empty(shape, torch.float32 if device.type == "cpu" else fmt.dtype, device)
+
+
+@functools.cache
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what stands for a result that was not asked for, of shape [0]: the same tensor each time."""
+    with torch.inference_mode(False):  # it may be saved for a backward pass
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,6 +100,7 @@ def blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
+@functools.cache
 def power_of_two(size: int) -> int:
     """Return the smallest power of two that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()

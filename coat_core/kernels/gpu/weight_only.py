@@ -52,8 +52,9 @@ def _weight_only_linear_fwd_kernel(
 def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Launcher of `coat::weight_only_linear`."""
     (n, k), lead = codes.shape, x.shape[:-1]
-    rows = x.reshape(-1, k).to(dtype).contiguous()
-    m = len(rows)
+    rows = x if x.ndim == 2 else x.reshape(-1, k)
+    rows = (rows if rows.dtype == dtype else rows.to(dtype)).contiguous()
+    m = rows.shape[0]
     if m > FEW_ROWS:
         granularity = "per_row" if scale.ndim else "per_tensor"
         weight = dequantize(codes, scale, granularity, k, dtype)
@@ -63,4 +64,5 @@ def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
     sizes, options = (m, n, k, scale.ndim // 2), {"ROWS": FEW_ROWS, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
     grid = (blocks(n, BLOCK_N),)
     launch(_weight_only_linear_fwd_kernel, grid, rows, codes.contiguous(), scale, bias, y, *sizes, **options)
-    return finished(y, dtype).view(*lead, n)
+    y = finished(y, dtype)
+    return y if x.ndim == 2 else y.view(*lead, n)

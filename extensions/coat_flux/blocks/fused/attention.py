@@ -22,7 +22,7 @@ from coat_core.kernels.attention import AttentionContext, attention_backward, at
 from coat_core.kernels.qkv import qkv_rope
 
 from .kept import Kept, Saving
-from .linears import LinearGroup, LowRank
+from .linears import LinearGroup, LowRank, as_dtype
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -100,7 +100,7 @@ class Attention:
         out, context = attention_forward(*(x.transpose(1, 2) for x in (q, k, v)))
         kept.add("statistics", *context.tensors)
         kept.facts["attention"] = context.kernel, context.sizes
-        return out.transpose(1, 2).flatten(2).to(ys[0].dtype)
+        return as_dtype(out.transpose(1, 2).flatten(2), ys[0].dtype)
 
     def backward(self, kept: Kept, grad: Tensor, out: Tensor, rotary: Rotary, saving: Saving) -> AttentionGradients:
         """Return the gradients of q, k and v after norm and rotation.
@@ -121,8 +121,8 @@ class Attention:
             for x in qkv_rope(ys, y_scales, [], [], list(self.norms), *rotary, self.eps, "none", size, dtype)
         )
         context = AttentionContext(kept.facts["attention"][0], kept["statistics"], kept.facts["attention"][1])
-        heads = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).to(q.dtype) for x in (grad, out))
-        joint = attention_backward(next(heads), q, k, v, next(heads), context)
+        grad, out = (as_dtype(x.view(*x.shape[:-1], -1, self.head_dim), q.dtype).transpose(1, 2) for x in (grad, out))
+        joint = attention_backward(grad, q, k, v, out, context)
         return AttentionGradients([x.transpose(1, 2) for x in joint], ys, y_scales)
 
 

@@ -24,7 +24,7 @@ from .block import run_block
 from .frozen import NotFusable
 from .gated_linear import GatedLinear, activate
 from .kept import NOT_SAVED, Kept, Saving
-from .linears import read_group, read_linear
+from .linears import as_dtype, read_group, read_linear
 from .modulation import Modulation
 from .norm_linears import NormLinears
 from .reading import (
@@ -60,6 +60,7 @@ class SingleBlock:
         inputs: to_q, to_k, to_v, proj_mlp.
         attention: of its one stream.
         output: proj_out.
+        parameters: the adapters' matrices but those of the modulation.
     """
 
     saving: Saving
@@ -83,10 +84,8 @@ class SingleBlock:
         """Its own one."""
         return [self.modulation]
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The adapters' matrices but those of the modulation."""
-        return [*self.inputs.linears.parameters, *self.output.linear.parameters]
+    def __post_init__(self) -> None:
+        vars(self).update(parameters=[*self.inputs.linears.parameters, *self.output.linear.parameters])
 
     def forward(self, kept: Kept, rotary: Rotary, inputs: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor]:
         """As `WrittenOut.forward`; inputs: x [B, S, D] and modulation [B, 3·D]."""
@@ -135,12 +134,23 @@ class SingleBlock:
 
 @dataclass(frozen=True)
 class DoubleBlock:
-    """A FluxTransformerBlock as it was read: two streams and their common attention."""
+    """A FluxTransformerBlock as it was read: two streams and their common attention.
+
+    Attributes:
+        saving: how tensors are kept.
+        attention: of both streams.
+        text: its stream.
+        image: likewise.
+        parameters: the adapters' matrices but those of the modulations.
+    """
 
     saving: Saving
     attention: Attention
     text: Stream
     image: Stream
+
+    def __post_init__(self) -> None:
+        vars(self).update(parameters=[*self.text.parameters, *self.image.parameters])
 
     def __call__(
         self, hidden: Tensor, encoder: Tensor, temb: Tensor, rotary: Any, _: Any = None
@@ -158,11 +168,6 @@ class DoubleBlock:
     def modulations(self) -> list[Modulation]:
         """Those of text and image."""
         return [self.text.modulation, self.image.modulation]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The adapters' matrices but those of the modulations."""
-        return [*self.text.parameters, *self.image.parameters]
 
     def forward(
         self, kept: Kept, rotary: Rotary, inputs: Sequence[Tensor], needs: Sequence[bool]
@@ -318,7 +323,7 @@ class Stream:
 def _of_modulation(modulation: Tensor, *parts: Tensor | None) -> Tensor | None:
     """Gradients of shift, scale and gate side by side, as the modulation [B, n·D]; None where one is not there."""
     found = [part.flatten(1) for part in parts if part is not None]
-    return torch.cat(found, dim=1).to(modulation.dtype) if len(found) == len(parts) else None
+    return as_dtype(torch.cat(found, dim=1), modulation.dtype) if len(found) == len(parts) else None
 
 
 def _read_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:

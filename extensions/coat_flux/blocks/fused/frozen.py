@@ -55,6 +55,8 @@ class FrozenLinear:
         transposed: the codes as a contiguous [K, N] for dgrad, where there is such a copy.
         row_scales: `scale` for a row-wise GEMM, and what dgrad has in its place, fp32 [N, 1] and [K, 1]; None where
             the GEMMs are not row-wise.
+        input_spec: format and scaling of x in the GEMM; None where it multiplies in high precision.
+        grad_spec: the same of dy; None also where dy is multiplied by the weight's scales before the cast.
     """
 
     weight: Tensor
@@ -64,6 +66,15 @@ class FrozenLinear:
     in_fp8: bool = False
     transposed: Tensor | None = None
     row_scales: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        config, input_spec, grad_spec = self.config, None, None
+        if config is not None and self.in_fp8:
+            input_spec = config.input_format, input_granularity(config)
+            by_rows = config.weight_granularity == "per_row" or (self.scale is not None and self.scale.ndim)
+            if config.grad_format != "bf16" and not by_rows:
+                grad_spec = config.grad_format, input_granularity(config)
+        vars(self).update(input_spec=input_spec, grad_spec=grad_spec)  # asked for many times; they follow from fields
 
     def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
         """Return x Wᵀ + b.
@@ -90,22 +101,6 @@ class FrozenLinear:
             return grad @ self.weight.to(grad.dtype)
         unit = None if self.row_scales is None else self.row_scales[1]
         return dgrad(grad, *self._codes(self.config), self.config, self.in_fp8, self.transposed, quantized, unit)
-
-    @property
-    def input_spec(self) -> Spec | None:
-        """Format and scaling of x in the GEMM; None where it multiplies in high precision."""
-        if self.config is None or not self.in_fp8:
-            return None
-        return self.config.input_format, input_granularity(self.config)
-
-    @property
-    def grad_spec(self) -> Spec | None:
-        """The same of dy; None also where dy is multiplied by the weight's scales before the cast."""
-        if self.config is None or not self.in_fp8 or self.config.grad_format == "bf16":
-            return None
-        if self.config.weight_granularity == "per_row" or (self.scale is not None and self.scale.ndim):
-            return None
-        return self.config.grad_format, input_granularity(self.config)
 
     def _codes(self, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
         return (self.weight, self.scale) if self.scale is not None else quantize_weight(self.weight, config)[:2]

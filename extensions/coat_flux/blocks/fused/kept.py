@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,21 +22,19 @@ class Saving:
 
     Attributes:
         config: None keeps them as they are.
+        in_passing: `saved_format` and `group_size` of the kernels that make what is kept; "none" where they cannot
+            pack it.
+        of_attention: how q, k, v and out are kept.
     """
 
     config: PackingConfig | None
 
-    @property
-    def in_passing(self) -> tuple[str, int]:
-        """`saved_format` and `group_size` of the kernels that make what is kept; "none" where they cannot pack it."""
-        if self.config is None or self.config.granularity.name != "per_group":
-            return NOT_SAVED
-        return self.config.format, self.config.granularity.group_size
-
-    @property
-    def of_attention(self) -> Saving:
-        """How q, k, v and out are kept."""
-        return self if self.config is not None and self.config.attention == "fp8" else Saving(None)
+    def __post_init__(self) -> None:
+        config = self.config
+        packs = config is not None and config.granularity.name == "per_group"
+        in_passing = (config.format, config.granularity.group_size) if packs else NOT_SAVED
+        whole = config is None or config.attention == "fp8"
+        vars(self).update(in_passing=in_passing, of_attention=self if whole else AS_THEY_ARE)
 
     def keep(self, x: Tensor, codes: Tensor, scale: Tensor) -> Packed:
         """Return what is kept of x; `codes` and `scale` are those that its kernel made, where it did."""
@@ -61,6 +58,9 @@ class Saving:
         return dequantize(packed[0], packed[1], self.config.granularity, dtype)
 
 
+AS_THEY_ARE = Saving(None)
+
+
 class Kept:
     """Collects tensors by name for `ctx.save_for_backward`, and finds them again in backward.
 
@@ -74,19 +74,20 @@ class Kept:
 
     def __init__(self, wanted: bool = True) -> None:
         self.wanted = wanted
-        self._tensors: Sequence[Tensor] = []
+        self._tensors: Any = []  # a list, or what autograd hands back
         self._places: dict[str, tuple[int, int]] = {}
         self.facts: dict[str, Any] = {}
 
     def add(self, name: str, *tensors: Tensor | None) -> None:
         """Keep these tensors under one name; those that are None are left out."""
-        found = [tensor for tensor in tensors if tensor is not None and self.wanted]
-        self._places[name] = (len(self._tensors), len(self._tensors) + len(found))
-        self._tensors = [*self._tensors, *found]
+        start = len(self._tensors)
+        if self.wanted:
+            self._tensors += [tensor for tensor in tensors if tensor is not None]
+        self._places[name] = (start, len(self._tensors))
 
     def saving(self, asked: Saving) -> Saving:
         """How tensors are kept here: as asked, or not at all."""
-        return asked if self.wanted else Saving(None)
+        return asked if self.wanted else AS_THEY_ARE
 
     def __getitem__(self, name: str) -> Packed:
         start, stop = self._places[name]
@@ -94,7 +95,8 @@ class Kept:
 
     def first(self, name: str) -> Tensor | None:
         """The first tensor of that name; None where there is none."""
-        return next(iter(self[name]), None)
+        start, stop = self._places[name]
+        return self._tensors[start] if stop > start else None
 
     def save(self, ctx: Any) -> None:
         """Hand everything to autograd, which also watches over in-place changes."""

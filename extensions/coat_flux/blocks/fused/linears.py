@@ -31,7 +31,7 @@ from coat_core.kernels.lora import lora_up_gradients
 from coat_core.quantize import Quantized
 
 from ..lora import NotPlain, PlainAdapter, plain_adapters
-from .frozen import FrozenLinear, NotFusable, Spec, join_frozen, joinable, read_frozen
+from .frozen import FrozenLinear, NotFusable, join_frozen, joinable, read_frozen
 
 
 class Copies(NamedTuple):
@@ -65,6 +65,9 @@ class LinearGroup:
         parameters: A and B of each adapter in turn.
         dtype: of these; None without adapters.
         rank: the largest of a linear's ranks, those of its adapters added up; 0 without adapters.
+        columns: of y, first and last of each linear.
+        input_spec: as `FrozenLinear.input_spec`; of all linears that have one it is the same.
+        grad_spec: as `FrozenLinear.grad_spec`; None where dy is cut up before its cast.
     """
 
     bases: tuple[FrozenLinear, ...]
@@ -74,23 +77,17 @@ class LinearGroup:
     def __post_init__(self) -> None:
         found = [adapter for adapters in self.adapters for adapter in adapters]
         ranks = [sum(len(adapter.down) for adapter in adapters) for adapters in self.adapters]
+        specs = [base.input_spec for base in self.bases if base.input_spec]
         # asked for many times in each pass; no fields, since they follow from those
         vars(self).update(
             all_adapters=found,
             parameters=[matrix for adapter in found for matrix in (adapter.down, adapter.up)],
             dtype=found[0].down.dtype if found else None,
             rank=max(ranks),
+            columns=list(pairwise(accumulate(self.widths, initial=0))),
+            input_spec=specs[0] if specs else None,
+            grad_spec=self.bases[0].grad_spec if len(self.bases) == 1 else None,
         )
-
-    @property
-    def input_spec(self) -> Spec | None:
-        """As `FrozenLinear.input_spec`; of all linears that have one it is the same."""
-        return next((base.input_spec for base in self.bases if base.input_spec), None)
-
-    @property
-    def grad_spec(self) -> Spec | None:
-        """As `FrozenLinear.grad_spec`; None where dy is cut up before its cast."""
-        return self.bases[0].grad_spec if len(self.bases) == 1 else None
 
     def forward(
         self, x: Tensor, quantized: Quantized | None, product: Tensor | None = None
@@ -110,20 +107,21 @@ class LinearGroup:
         if not self.rank:
             return y, None
         if product is None:
-            product = torch.nn.functional.linear(x.to(y.dtype), self.copies(y.dtype).down)
+            product = torch.nn.functional.linear(as_dtype(x, y.dtype), self.copies(y.dtype).down)
         return y, self._times_strengths(product)
 
     def low_rank(self, h: Tensor, start: int, stop: int, dtype: torch.dtype) -> LowRank:
         """What is to be added to the columns of linears `start` to `stop`."""
-        ends = list(accumulate(self.widths, initial=0))
-        r = h.shape[-1] // len(self.widths)
-        return LowRank(h[..., start * r : stop * r], self.copies(dtype).up[ends[start] : ends[stop]])
+        up, r = self.copies(dtype).up, self.rank
+        if stop - start == len(self.widths):
+            return LowRank(h, up)
+        return LowRank(h[..., start * r : stop * r], up[self.columns[start][0] : self.columns[stop - 1][1]])
 
     def complete(self, y: Tensor, h: Tensor | None, first: int = 0, last: int | None = None) -> Tensor:
         """Add the adapters' part of linears `first` to `last` to y, in place."""
         if h is not None:
-            flat, r, up = y.view(-1, y.shape[-1]), h.shape[-1] // len(self.widths), self.copies(y.dtype).up
-            for i, (start, stop) in list(enumerate(self._columns()))[first:last]:
+            flat, r, up = y.view(-1, y.shape[-1]), self.rank, self.copies(y.dtype).up
+            for i, (start, stop) in list(enumerate(self.columns))[first:last]:
                 if self.adapters[i]:
                     flat[:, start:stop].addmm_(h.flatten(0, -2)[:, i * r : (i + 1) * r], up[start:stop].t())
         return y
@@ -143,19 +141,22 @@ class LinearGroup:
         dh, ups = lora_up_gradients(dy, h, self.copies(h.dtype).up, list(self.widths), self.dtype)
         dh = self._times_strengths(dh)
         downs, gradients = down_gradient(dh), []
-        for i, ((start, stop), found) in enumerate(zip(self._columns(), self.adapters, strict=True)):
+        several = len(self.widths) > 1
+        of_downs, of_ups = (downs.split(self.rank), ups.split(self.widths)) if several else ((downs,), (ups,))
+        for down, up, found in zip(of_downs, of_ups, self.adapters, strict=True):
             first = 0
             for adapter in found:
-                last = first + len(adapter.down)
-                down = downs[i * self.rank + first : i * self.rank + last]
-                gradients.append(times_factors(down.to(adapter.down.dtype), adapter))
-                gradients.append(ups[start:stop, first:last].to(adapter.up.dtype).contiguous())
+                last = first + adapter.down.shape[0]
+                whole = last - first == self.rank  # as almost always
+                part, columns = (down, up) if whole else (down[first:last], up[:, first:last])
+                gradients.append(times_factors(as_dtype(part, adapter.down.dtype), adapter))
+                gradients.append(as_dtype(columns, adapter.up.dtype).contiguous())
                 first = last
         return dh, gradients
 
     def down_gradient(self, dh: Tensor, x: Tensor) -> Tensor:
         """Return dhᵀ x [n·r, K] in the dtype of the matrices, for x [..., K] that is there."""
-        return product(dh.flatten(0, -2).t(), x.to(dh.dtype).flatten(0, -2), self.dtype)
+        return product(dh.flatten(0, -2).t(), as_dtype(x, dh.dtype).flatten(0, -2), self.dtype)
 
     def dgrad(self, dy: Tensor, quantized: Quantized | None = None) -> Tensor:
         """Return dx [..., K] in the dtype of dy, without the adapters' part.
@@ -166,9 +167,7 @@ class LinearGroup:
         """
         if len(self.bases) == 1:
             return self.bases[0].dgrad(dy, quantized)
-        parts = (
-            base.dgrad(dy[..., start:stop]) for base, (start, stop) in zip(self.bases, self._columns(), strict=True)
-        )
+        parts = (base.dgrad(dy[..., start:stop]) for base, (start, stop) in zip(self.bases, self.columns, strict=True))
         dx = next(parts)
         for part in parts:
             dx += part.to(dx.dtype)
@@ -177,7 +176,7 @@ class LinearGroup:
     def complete_dx(self, dx: Tensor, dh: Tensor | None) -> Tensor:
         """Add the adapters' part to dx, in place."""
         if dh is not None:
-            dx.view(-1, dx.shape[-1]).addmm_(dh.to(dx.dtype).flatten(0, -2), self.copies(dx.dtype).down)
+            dx.view(-1, dx.shape[-1]).addmm_(as_dtype(dh, dx.dtype).flatten(0, -2), self.copies(dx.dtype).down)
         return dx
 
     def copies(self, dtype: torch.dtype) -> Copies:
@@ -204,9 +203,6 @@ class LinearGroup:
             parts.append(self.all_adapters[0].up.new_zeros(self.widths[i], missing))
         return _joined(parts, dim=1)
 
-    def _columns(self) -> list[tuple[int, int]]:
-        return list(pairwise(accumulate(self.widths, initial=0)))
-
     def _times_strengths(self, h: Tensor) -> Tensor:
         """Return h [images, ..., n·r], or dh, with the rows of each image times its strength, in fp32.
 
@@ -219,6 +215,11 @@ class LinearGroup:
             raise ValueError(f"{len(strengths)} LoRA strengths for a batch of {len(h)}: must be one per image")
         rows = strengths.float().repeat_interleave(len(h) // len(strengths))
         return (h * rows.view(-1, *[1] * (h.ndim - 1))).to(h.dtype)
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`; where it has that dtype, without asking torch."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -18,7 +18,7 @@ from coat_core.kernels.codes import product
 from coat_core.kernels.quantize import quantize
 
 from .kept import Kept
-from .linears import LinearGroup, times_factors
+from .linears import LinearGroup, as_dtype, times_factors
 
 __all__ = ["Modulation", "modulate_ahead"]
 
@@ -120,7 +120,7 @@ class _Together(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, linears: Sequence[LinearGroup], *parameters: Tensor) -> tuple[Tensor, ...]:
         y = torch.stack([linear.bases[0].forward(x, None) for linear in linears])
         copies = [linear.copies(y.dtype) for linear in linears]
-        rows, rank = x.to(y.dtype), linears[0].rank
+        rows, rank = as_dtype(x, y.dtype), linears[0].rank
         h = (rows @ torch.cat([copy.down for copy in copies]).t()).unflatten(1, (-1, rank)).transpose(0, 1)
         kept = Kept()
         kept.add("rows", x)
@@ -146,5 +146,5 @@ class _Together(torch.autograd.Function):
             found = []
             for linear, down, up in zip(linears, downs, of_ups, strict=True):
                 (adapter,) = linear.all_adapters
-                found += [times_factors(down.to(adapter.down.dtype), adapter), up.to(adapter.up.dtype)]
+                found += [times_factors(as_dtype(down, adapter.down.dtype), adapter), as_dtype(up, adapter.up.dtype)]
         return None, None, *found
