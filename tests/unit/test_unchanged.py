@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ CHANGES: dict[str, Change] = {
     "a hook": _of_base(lambda base: base.register_forward_hook(lambda *_: None)),
     "a hook in an adapter": _of_lora(lambda lora: lora.lora_A["default"].register_forward_pre_hook(lambda *_: None)),
     "a backward hook": lambda model, block: block.register_full_backward_hook(lambda *_: None),
-    "the block's forward": lambda model, block: setattr(block, "forward", block.forward),
+    "the block's forward": lambda model, block: setattr(block, "forward", partial(block.forward)),
     "a linear's forward": _of_base(lambda base: setattr(base, "forward", lambda x: x)),
     "weights quantized again": _of_base(lambda base: store_weight(base, torch.randn(base.weight.shape), base.config)),
     "weights moved": _of_base(lambda base: base._apply(lambda x: x.clone())),
