@@ -104,7 +104,11 @@ class CardView(TorchFunctionMode):
         if kwargs:
             kwargs = {name: _on_meta(value) for name, value in kwargs.items()}
             pins = bool(kwargs.pop("pin_memory", False))
-        result = func(*map(_on_meta, args), **(kwargs or {}))
+        for arg in args:
+            if type(arg) in NAMES_A_DEVICE:
+                args = tuple(map(_on_meta, args))
+                break
+        result = func(*args, **(kwargs or {}))
         if pins:
             self.pinned.add(result.untyped_storage())
         return result
@@ -116,6 +120,9 @@ class CardView(TorchFunctionMode):
     def is_pinned(self, x: Tensor) -> bool:
         """Whether a CPU tensor was made in pinned memory."""
         return x.untyped_storage() in self.pinned
+
+
+NAMES_A_DEVICE = (torch.device, str)
 
 
 def _on_meta(value: Any) -> Any:
