@@ -104,11 +104,7 @@ class CardView(TorchFunctionMode):
         if kwargs:
             kwargs = {name: _on_meta(value) for name, value in kwargs.items()}
             pins = bool(kwargs.pop("pin_memory", False))
-        for arg in args:
-            if type(arg) in NAMES_A_DEVICE:
-                args = tuple(map(_on_meta, args))
-                break
-        result = func(*args, **(kwargs or {}))
+        result = func(*map(_on_meta, args), **(kwargs or {}))
         if pins:
             self.pinned.add(result.untyped_storage())
         return result
@@ -120,9 +116,6 @@ class CardView(TorchFunctionMode):
     def is_pinned(self, x: Tensor) -> bool:
         """Whether a CPU tensor was made in pinned memory."""
         return x.untyped_storage() in self.pinned
-
-
-NAMES_A_DEVICE = (torch.device, str)
 
 
 def _on_meta(value: Any) -> Any:

@@ -89,10 +89,6 @@ class GPUOperators(TorchDispatchMode):
         finally:
             self._allowed = allowed
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # torch's wrapper for it is a fifth of what this mode costs
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "coat":
