@@ -63,7 +63,7 @@ def test_nothing_is_measured_while_an_image_is_drawn(monkeypatch: pytest.MonkeyP
 
 def test_a_compiler_that_fails_leaves_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(policy.CompiledBlocks):
-        def form_of(self, fused: Any, replayable: bool) -> Any:
+        def form_of(self, fused: Any) -> Any:
             self.failed = True
             return fused
 

@@ -130,7 +130,7 @@ class AsItIs:
     def __init__(self, fallback: str) -> None:
         self.fallback = fallback
 
-    def form_of(self, fused: Any, replayable: bool) -> Any:
+    def form_of(self, fused: Any) -> Any:
         return fused
 
     def lacks_graphs(self, device: str) -> None:
