@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -164,6 +165,16 @@ def test_ai_toolkits_adapters_share_with_their_base_too() -> None:
     inputs = saved_inputs(lambda: model(some_x()))
     assert len(inputs) == 4
     assert len({t.untyped_storage().data_ptr() for t in inputs}) == 2
+
+
+def test_ai_toolkits_adapters_may_refer_to_their_base() -> None:
+    """Its newer versions hold a weak reference in place of the list."""
+    model, network = toolkit_pair()
+    for lora in network.loras:
+        lora.orig_module_ref = weakref.ref(lora.org_module[0])
+        del lora.org_module
+    assert attach_lora(network, COAT).shared == [f"loras.{i}" for i in range(4)]
+    assert len(saved_inputs(lambda: model(some_x()))) == 4
 
 
 def test_ai_toolkits_inactive_network_leaves_nothing() -> None:

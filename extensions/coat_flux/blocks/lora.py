@@ -3,8 +3,8 @@
 Two trainers, two shapes of adapter:
 
 * PEFT: a layer with `base_layer`, `lora_A` and `lora_B` (module dicts by adapter name), around the base linear;
-* ai-toolkit: a module with `lora_down`, `lora_up` and `org_module` (a list), next to the base linear, whose forward it
-  has replaced.
+* ai-toolkit: a module with `lora_down`, `lora_up` and `org_module` (a list) or `orig_module_ref`, next to the base
+  linear, whose forward it has replaced.
 
 In both, base linear and down projection are called one after the other with the same x (possibly cast in between).
 
@@ -102,8 +102,19 @@ def _adapters(root: nn.Module) -> Iterator[tuple[str, Any, Any, bool]]:
                 dropout = layer.lora_dropout[adapter] if adapter in layer.lora_dropout else nn.Identity()
                 vanilla = adapter not in layer.lora_variant  # DoRA and others call the down projection on other inputs
                 yield f"{name}.{adapter}", down, layer.base_layer, vanilla and isinstance(dropout, nn.Identity)
-        elif hasattr(layer, "lora_down") and hasattr(layer, "org_module"):
-            yield name, layer.lora_down, layer.org_module[0], True
+        elif hasattr(layer, "lora_down"):
+            base = base_of(layer)
+            if base is not None:
+                yield name, layer.lora_down, base, True
+
+
+def base_of(lora: Any) -> nn.Module | None:
+    """The linear that one of ai-toolkit's LoRA modules is on; None where it holds none, in either of its ways."""
+    if getattr(lora, "org_module", None):
+        base: nn.Module = lora.org_module[0]
+        return base
+    reference = getattr(lora, "orig_module_ref", None)
+    return None if reference is None else reference()
 
 
 class NotPlain(Exception):
@@ -149,7 +160,7 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
     if forward is None:
         return module, adapters
     owner = getattr(forward, "__self__", None)
-    while hasattr(owner, "lora_down") and hasattr(owner, "org_module"):  # an assistant LoRA is below the trained one
+    while hasattr(owner, "lora_down") and hasattr(owner, "org_forward"):  # an assistant LoRA is below the trained one
         adapters, forward = (*_of_toolkit(owner), *adapters), owner.org_forward
         owner = getattr(forward, "__self__", None)
     if owner is not module or forward.__func__ is not type(module).forward or forward is vars(module)["forward"]:

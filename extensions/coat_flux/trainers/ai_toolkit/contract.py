@@ -10,6 +10,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
+from ...blocks.lora import base_of
 from .common import AIToolkitError, ai_toolkit_version, load_core
 from .optimizer import install_optimizer, is_wrapped
 from .quantizer import install_quantizer
@@ -42,7 +43,11 @@ HOOKS = (
     "on_error",
     "get_conf",
 )
-LORA_PARTS = ("lora_down", "lora_up", "org_module")
+LORA_PARTS = {
+    "lora_down": lambda lora: hasattr(lora, "lora_down"),
+    "lora_up": lambda lora: hasattr(lora, "lora_up"),
+    "org_module, nor an orig_module_ref": lambda lora: base_of(lora) is not None,
+}
 PROCESS_MODULE = "jobs.process.BaseSDTrainProcess"
 
 
@@ -118,8 +123,8 @@ def check_network(network: nn.Module) -> int:
     modules = [module for module in network.modules() if hasattr(module, "lora_name")]
     if not modules:
         raise AIToolkitError("the LoRA network found no linear to train; check network.network_kwargs.only_if_contains")
-    for part in LORA_PARTS:
-        without = [module.lora_name for module in modules if not hasattr(module, part)]
+    for part, has in LORA_PARTS.items():
+        without = [module.lora_name for module in modules if not has(module)]
         if without:
             raise AIToolkitError(f"LoRA modules have no {part} ({without[0]} and {len(without) - 1} more)")
     return len(modules)
