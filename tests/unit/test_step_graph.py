@@ -183,7 +183,10 @@ def test_what_cannot_be_replayed_runs_eagerly(
             raise RuntimeError("no graph today")
         return record(graph)
 
-    replayed, strict = run("replayed"), run("strict", coat={**COAT, "fallback": "error"})
+    replayed, strict = (
+        run("replayed"),
+        run("strict", coat={**COAT, "fallback": "error", "speed": {"compile": "cudagraphs"}}),
+    )
     monkeypatch.setattr(RecordedGraph, "replay", changed)
     monkeypatch.setattr(RecordedGraph, "__enter__", refused)
     current = replayed.sessions

@@ -148,13 +148,13 @@ def _replayed(session: Session, number: int, batches: Sequence[Batch]) -> Tensor
     if not session.captures or session.watch.measures_memory(number):
         return None
     if session.graphs is None:
-        runner = BlockRunner.of(session.transformer)
+        runner, coat = BlockRunner.of(session.transformer), session.job.coat
         session.graphs = StepGraphs(
             lambda drawn, rates: _whole_step(session, drawn, rates),
             lambda: _state(session),
             lambda: None if runner is None else runner.generation,
             session.log.info,
-            strict=session.job.coat.fallback == "error",
+            strict=coat.fallback == "error" and coat.speed.compile == "cudagraphs",  # auto may choose otherwise
         )
     drawn = [session.objective.draw(session.dataset.batch(batch), batch.draw) for batch in batches]
 
