@@ -220,7 +220,7 @@ def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
     return (1.0 - sigma) * latents + sigma * noise
 
 
-@functools.lru_cache(maxsize=64)  # the same for all steps of a bucket
+@functools.cache  # the same for all steps of a bucket; captured steps read them where they are
 @torch.inference_mode(False)
 def _position_ids(text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return positions of the text's tokens [L, 3], zeros, and of the image's [T, 3], fp32."""
