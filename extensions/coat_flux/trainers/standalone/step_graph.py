@@ -66,6 +66,9 @@ class StepGraphs:
         generation: another value whenever the step would do something else than when it was captured.
         info: takes one line for the user.
         strict: raise where steps cannot be replayed.
+
+    Attributes:
+        failed: steps cannot be replayed, all run eagerly.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class StepGraphs:
         self._captured_in: Any = None
         self._ran: set[Any] = set()
         self._trusted: set[Any] = set()
-        self._failed = self._full = False
+        self.failed = self._full = False
 
     def run(self, drawn: Drawn, rates: Sequence[float], eager: Callable[[], Tensor]) -> Tensor | None:
         """Do a step by a replay, if it can be.
@@ -97,7 +100,7 @@ class StepGraphs:
         Raises:
             RuntimeError: `strict`, and the step cannot be replayed; its state is that after an eager step.
         """
-        if self._failed:
+        if self.failed:
             return None
         shape = tuple(tuple((name, x.shape, x.dtype) for name, x in each.items()) for each in drawn)
         if self._captured_in != self._generation():
@@ -180,7 +183,7 @@ class StepGraphs:
                 tensor.copy_(value)
 
     def _fail(self, reason: str, error: Exception | None = None) -> None:
-        self._failed = True
+        self.failed = True
         self.drop()
         if self._strict:
             raise RuntimeError(f"fallback='error': CUDA graphs: {reason}; set coat.speed.compile: none") from error

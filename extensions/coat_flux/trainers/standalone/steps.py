@@ -156,6 +156,8 @@ def _replayed(session: Session, number: int, batches: Sequence[Batch]) -> Tensor
             session.log.info,
             strict=coat.fallback == "error" and coat.speed.compile == "cudagraphs",  # auto may choose otherwise
         )
+    if session.graphs.failed:
+        return None
     drawn = [session.objective.draw(session.dataset.batch(batch), batch.draw) for batch in batches]
 
     def eager() -> Tensor:
