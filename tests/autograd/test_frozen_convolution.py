@@ -1,0 +1,88 @@
+"""Convolutions with frozen weights inside PackedSavedTensors: torch's own values, and nothing of the input is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_core.activation import PackedSavedTensors, PackingConfig
+from coat_core.granularity import per_group
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.saved_tensors import SavedTensors, recording
+from tests.tolerances import PACKED_GRADIENT_FLOOR_DB
+
+SMALL = PackingConfig(min_elements=64, granularity=per_group(32))
+LAYERS = {
+    "3x3": (nn.Conv2d, {"padding": 1}, (2, 32, 8, 8)),
+    "stride": (nn.Conv2d, {"stride": 2, "padding": 1}, (2, 32, 8, 8)),
+    "groups, dilated, no bias": (nn.Conv2d, {"groups": 4, "dilation": 2, "bias": False}, (1, 32, 8, 8)),
+    "1d": (nn.Conv1d, {"stride": 2}, (2, 32, 64)),
+    "3d": (nn.Conv3d, {"padding": 1}, (1, 32, 3, 8, 8)),
+}
+
+
+def frozen(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
+    """A layer and its input."""
+    kind, options, shape = LAYERS[name]
+    layer = kind(32, 64, 3, **options).to(dtype).requires_grad_(False)
+    return layer, torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, SavedTensors]:
+    with recording() as saved, PackedSavedTensors(SMALL, keep=layer.parameters()):
+        return layer(x * 1), saved
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_values_are_torchs_own_and_the_input_is_not_kept(name: str, dtype: torch.dtype, autocast: bool) -> None:
+    layer, x = frozen(name, dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        exact, (y, saved) = layer(x), run(layer, x)
+    dy = torch.randn_like(exact)
+    assert_bitwise(y, exact)
+    assert_bitwise(*(torch.autograd.grad(out, x, dy)[0] for out in (y, exact)))
+    assert [kept.shape for kept in saved.tensors] == [tuple(layer.weight.shape)]
+    assert not saved.packed
+
+
+def test_channels_last_stays_so() -> None:
+    layer, x = frozen("3x3")
+    x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    exact, (y, _) = layer(x), run(layer, x)
+    dy = torch.randn_like(exact)
+    dx, expected = (torch.autograd.grad(out, x, dy)[0] for out in (y, exact))
+    assert_bitwise(dx, expected)
+    assert dx.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_what_is_trained_gets_its_gradient(trained: str) -> None:
+    layer, x = frozen("3x3")
+    parameter = getattr(layer, trained).requires_grad_()
+    y, saved = run(layer, x)
+    assert x.shape in [kept.shape for kept in saved.packed]
+    dy = torch.randn_like(y)
+    gradient, expected = (torch.autograd.grad(out, parameter, dy)[0] for out in (y, layer(x)))
+    assert_sqnr(expected, gradient, PACKED_GRADIENT_FLOOR_DB["e4m3"])
+
+
+@pytest.mark.parametrize("case", ["padding in words", "no batch", "no gradient"])
+def test_what_runs_as_ever(case: str) -> None:
+    layer, x = frozen("3x3")
+    layer.padding = "same" if case == "padding in words" else layer.padding
+    x = {"no batch": x[0], "no gradient": x.detach()}.get(case, x)
+    y, _ = run(layer, x)
+    assert_bitwise(y, layer(x))
+    assert y.requires_grad == (case != "no gradient")
+    if y.requires_grad:
+        assert type(y.grad_fn).__name__ == "ConvolutionBackward0" or case == "no batch"
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    layer, x = frozen("3x3")
+    y, _ = run(layer, x)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
