@@ -133,7 +133,7 @@ def kept_by(kind: str, targets: tuple[str, ...] = ALL, config: PackingConfig = P
     large: dict[str, int] = {}
     for name, tensors in kept:
         kind = name.split("_")[-1].rstrip("01")
-        if tensors and kind not in ("modulation", "parameters", "rows", "h"):
+        if tensors and kind not in ("modulation", "rows", "h"):
             large[kind] = large.get(kind, 0) + tensors[0].numel()
     return {name: count / (2 * (TEXT + IMAGE) * HIDDEN) for name, count in large.items()}
 

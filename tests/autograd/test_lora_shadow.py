@@ -85,4 +85,4 @@ def test_the_first_block_may_have_no_adapters() -> None:
         loss_of(predict(model)).backward()
     forms = BlockRunner.of(model)._forms  # type: ignore[union-attr]
     assert len(forms._read) == 4
-    assert forms._shadow._pairs
+    assert forms._shadow._copies

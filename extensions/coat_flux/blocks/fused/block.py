@@ -58,7 +58,7 @@ class _Block(torch.autograd.Function):
     def forward(ctx: Any, block: WrittenOut, keeps: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         kept, (cos, sin), inputs = Kept(keeps), tensors[:2], tensors[2 : 2 + count]
         outputs = block.forward(kept, (cos, sin), inputs, ctx.needs_input_grad[5 : 5 + count])
-        kept.add("parameters", *tensors[2 + count :])
+        kept.watch(tensors[2 + count :])
         kept.save(ctx)
         ctx.block, ctx.rotary, ctx.count = block, (cos, sin), count
         return outputs

@@ -71,8 +71,8 @@ class SingleBlock:
 
     def __call__(self, hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any, _: Any = None) -> tuple[Tensor, Tensor]:
         """Return the text and the image stream; arguments as diffusers' block."""
-        (y,) = run_block(self, rotary, join(text, hidden), self.modulation(temb))
-        return split(clipped(y), text.shape[1])
+        text, hidden = run_block(self, rotary, text, hidden, self.modulation(temb))
+        return clipped(text), clipped(hidden)
 
     def apart(self, hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
         """The same, in streams that share no memory, as compiled code returns them."""
@@ -87,10 +87,12 @@ class SingleBlock:
     def __post_init__(self) -> None:
         vars(self).update(parameters=[*self.inputs.linears.parameters, *self.output.linear.parameters])
 
-    def forward(self, kept: Kept, rotary: Rotary, inputs: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor]:
-        """As `WrittenOut.forward`; inputs: x [B, S, D] and modulation [B, 3·D]."""
-        x, modulation = inputs
-        saving = kept.saving(self.saving)
+    def forward(
+        self, kept: Kept, rotary: Rotary, inputs: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, Tensor]:
+        """As `WrittenOut.forward`; inputs: text and image [B, S_i, D], and modulation [B, 3·D]."""
+        text, image, modulation = inputs
+        x, saving = join(text, image), kept.saving(self.saving)
         shift, scale, gate = modulation.chunk(3, dim=1)
         y, h = self.inputs.forward(kept, "", x, scale, shift, saving)
         projected = Projected(self.inputs.linears, y, h)
@@ -98,13 +100,14 @@ class SingleBlock:
         activated = activate(kept, projected, out, self.output.linear, saving)
         del y, projected, out  # not needed any more, and large
         kept.add("modulation", modulation)
-        return (self.output.forward(kept, "out_", x, gate, *activated, saving, needs[1]),)
+        y = self.output.forward(kept, "out_", x, gate, *activated, saving, needs[2])
+        return split(y, text.shape[1])
 
     def backward(
         self, kept: Kept, rotary: Rotary, grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """As `WrittenOut.backward`."""
-        (grad,), (modulation,) = grads, kept["modulation"]
+        grad, (modulation,) = join(grads[0], grads[1]), kept["modulation"]
         shift, scale, gate = modulation.chunk(3, dim=1)
         dtype, width = kept.facts["qkv"], self.inputs.linears.widths[3]
         mlp, mlp_scale = self.saving.read(kept["mlp"], dtype)
@@ -129,7 +132,8 @@ class SingleBlock:
         dgate, of_output = found.dgate, found.adapters
         del found, dmlp, joint
         dx, dmodulation, of_inputs = self.inputs.backward(kept, "", dy, grad, scale, shift, self.saving, any(needs))
-        return [dx, _of_modulation(modulation, dmodulation, dgate)], [*of_inputs, *of_output]
+        dtext, dimage = (None, None) if dx is None else split(dx, grads[0].shape[1])
+        return [dtext, dimage, _of_modulation(modulation, dmodulation, dgate)], [*of_inputs, *of_output]
 
 
 @dataclass(frozen=True)

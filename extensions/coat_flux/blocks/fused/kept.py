@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ class Kept:
         self.wanted = wanted
         self._tensors: Any = []  # a list, or what autograd hands back
         self._places: dict[str, tuple[int, int]] = {}
+        self._watched: list[tuple[Sequence[Tensor], list[int]]] = []
         self.facts: dict[str, Any] = {}
 
     def add(self, name: str, *tensors: Tensor | None) -> None:
@@ -84,6 +86,13 @@ class Kept:
         if self.wanted:
             self._tensors += [tensor for tensor in tensors if tensor is not None]
         self._places[name] = (start, len(self._tensors))
+
+    def watch(self, tensors: Sequence[Tensor]) -> None:
+        """Let backward refuse if these, which others keep, have been changed in place: cheaper than to save them."""
+        if torch.compiler.is_compiling():
+            self.add("watched", *tensors)
+        else:
+            self._watched.append((tensors, _versions(tensors)))
 
     def saving(self, asked: Saving) -> Saving:
         """How tensors are kept here: as asked, or not at all."""
@@ -101,11 +110,20 @@ class Kept:
     def save(self, ctx: Any) -> None:
         """Hand everything to autograd, which also watches over in-place changes."""
         ctx.save_for_backward(*self._tensors)
-        ctx.kept_places, ctx.kept_facts = self._places, self.facts
+        ctx.kept_places, ctx.kept_facts, ctx.kept_watched = self._places, self.facts, self._watched
 
     @classmethod
     def of(cls, ctx: Any) -> Kept:
-        """What was saved, in backward."""
+        """What was saved, in backward; RuntimeError where it has been changed in place since."""
+        if any(_versions(tensors) != versions for tensors, versions in ctx.kept_watched):
+            raise RuntimeError(
+                "an adapter that the backward pass needs has been modified by an inplace operation: change adapters "
+                "after it"
+            )
         kept = cls()
         kept._tensors, kept._places, kept.facts = ctx.saved_tensors, ctx.kept_places, ctx.kept_facts
         return kept
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]

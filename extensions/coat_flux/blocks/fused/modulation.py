@@ -91,7 +91,7 @@ class _Rows(torch.autograd.Function):
         kept = Kept()
         kept.add("rows", x)
         kept.add("h", h)
-        kept.add("parameters", *parameters)
+        kept.watch(parameters)
         kept.save(ctx)
         ctx.linear = linear
         return linear.complete(y, h)
@@ -125,7 +125,7 @@ class _Together(torch.autograd.Function):
         kept = Kept()
         kept.add("rows", x)
         kept.add("h", h)
-        kept.add("parameters", *parameters)
+        kept.watch(parameters)
         kept.save(ctx)
         ctx.linears = linears
         ups = torch.stack([copy.up for copy in copies])

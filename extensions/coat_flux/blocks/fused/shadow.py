@@ -52,7 +52,8 @@ class LoraShadow:
     def __init__(self, forms: Sequence[Any], dtype: torch.dtype) -> None:
         self._forms, self._dtype = list(forms), dtype
         groups = [group for form in forms for group in _groups(form) if group.rank]
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # copy, what it is of
+        self._copies: list[Tensor] = []
+        self._matrices: list[Tensor] = []  # what each of them is of
         self._scaled: list[tuple[Tensor, PlainAdapter]] = []  # copy of A·f with f other than 1, its adapter
         shapes = [shape for group in groups for shape in _shapes(group)]
         if not shapes:
@@ -69,11 +70,15 @@ class LoraShadow:
                 for adapter in found:
                     stop = start + len(adapter.down)
                     if scaled_down(adapter) is adapter.down:
-                        self._pairs.append((of_downs[start:stop], adapter.down))
+                        self._pair(of_downs[start:stop], adapter.down)
                     else:
                         self._scaled.append((of_downs[start:stop], adapter))
-                    self._pairs.append((of_ups[:, start:stop], adapter.up))
+                    self._pair(of_ups[:, start:stop], adapter.up)
                     start = stop
+
+    def _pair(self, copy: Tensor, matrix: Tensor) -> None:
+        self._copies.append(copy)
+        self._matrices.append(matrix)
 
     def drop(self) -> None:
         """Let the adapters be cast at each use again."""
@@ -85,15 +90,16 @@ class LoraShadow:
     def is_of(self, forms: Sequence[Any], dtype: torch.dtype) -> bool:
         """Whether these very forms were given, and this dtype, and the adapters are still on the same device."""
         same = len(forms) == len(self._forms) and all(map(operator.is_, forms, self._forms))
-        stayed = all(copy.device == matrix.device for copy, matrix in self._pairs[:1])
+        stayed = all(
+            copy.device == matrix.device for copy, matrix in zip(self._copies[:1], self._matrices[:1], strict=True)
+        )
         return same and stayed and dtype == self._dtype
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the matrices as they are now; not between a forward and its backward pass, if they have changed."""
-        if self._pairs:
-            copies, matrices = zip(*self._pairs, strict=True)
-            torch._foreach_copy_(copies, matrices)
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._matrices)
         for copy, adapter in self._scaled:
             copy.copy_(scaled_down(adapter))
 
