@@ -90,6 +90,8 @@ def _launcher(module: str, name: str) -> Callable[..., Any]:
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device:
+    if type(args[0]) is Tensor:  # as almost always
+        return args[0].device
     for arg in args:
         if isinstance(arg, Tensor):
             return arg.device

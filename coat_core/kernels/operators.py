@@ -49,10 +49,10 @@ class Operator(Generic[P, R]):
         # step has 1,900 such calls
         if not (torch.compiler.is_compiling() or _len_torch_dispatch_stack() or _profiler_enabled()):
             for arg in args:
-                x = arg[0] if type(arg) is list and arg else arg
-                if type(x) is Tensor or type(x) is Parameter:
-                    run = self.kernels.get(x.device.type, run)
-                if x is not None:
+                if arg is not None:
+                    x = arg[0] if type(arg) is list and arg else arg
+                    if type(x) is Tensor or type(x) is Parameter:
+                        run = self.kernels.get(x.device.type, run)
                     break
         return run(*args, **kwargs)
 

@@ -23,9 +23,10 @@ ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
 
 
 def _check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> None:
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, K] and [N, K]")
-    (m, k), n = a.shape, b.shape[0]
+    of_a, of_b = a.shape, b.shape
+    if len(of_a) != 2 or len(of_b) != 2 or of_a[1] != of_b[1]:
+        raise ValueError(f"a {tuple(of_a)} and b {tuple(of_b)}: must be [M, K] and [N, K]")
+    (m, k), n = of_a, of_b[0]
     if k % ALIGNMENT or n % ALIGNMENT:
         raise ValueError(f"K={k}, N={n}: must be multiples of {ALIGNMENT}; leave this layer in bf16")
     for name, scale, rows in (("a_scale", a_scale, m), ("b_scale", b_scale, n)):

@@ -64,7 +64,9 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
 
 def _rows(x: Tensor) -> Tensor:
     """View [..., K] as [M, K]."""
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if x.ndim == 2:
+        return x
+    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)  # less work for torch than a reshape
 
 
 def multiply(

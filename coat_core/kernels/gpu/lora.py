@@ -138,14 +138,14 @@ def lora_up_gradients(
         return operator._init_fn(dy, h, up, widths, dtype_up)
     check_shapes(dy, h, up, widths)
     shape, dtype, device, m = tuple(h.shape), h.dtype, h.device, h.numel() // h.shape[-1]
-    (dy, dy_stride), (h, h_stride) = (
-        with_row_stride(dot_operand(x)) for x in (dy if dy.dtype == dtype else dy.to(dtype), h)
-    )
+    dy, dy_stride = with_row_stride(dot_operand(dy if dy.dtype == dtype else dy.to(dtype)))
+    h, h_stride = with_row_stride(dot_operand(h))
     rank_block = max(power_of_two(rank), 16)
     fitting = FITTING[rank_block] if dtype.itemsize == 2 else (128,)
     wide = tuple(widths)
     block, stretches, shares, rounds = _division(wide, m, rank, fitting, PROGRAMS)
-    dh_parts, dup_parts = (empty(size, torch.float32, device) for size in ((stretches, m, rank), (shares, n, rank)))
+    dh_parts = empty((stretches, m, rank), torch.float32, device)
+    dup_parts = empty((shares, n, rank), torch.float32, device)
     launch(
         _lora_up_gradients_kernel,
         (stretches, shares),

@@ -240,7 +240,8 @@ def qkv_rope(
             scale,
             h,
             up,
-            *(weight.contiguous() for weight in weights[2 * i : 2 * i + 2]),
+            weights[2 * i].contiguous(),
+            weights[2 * i + 1].contiguous(),
             *angles,
             *qkv,
             complete,
@@ -330,22 +331,27 @@ def _launch_backward(
     dy: Tensor,
 ) -> None:
     """Write the gradient of one stream, whose first token is number `first` of all, to dy [B, S_i, 3·H·d]."""
-    grads = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
-    shape, (heads, d) = tuple(y.shape), grads[0].shape[2:]
+    dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+    shape, (heads, d) = tuple(y.shape), dq.shape[2:]
     y, y_stride = with_row_stride(y)
     scale, scales_per_row, group = saved_groups(y_scale, group_size, shape[-1])
     grid, options = _geometry(shape, heads, d)
     launch(
         _qkv_rope_bwd_kernel,
         grid,
-        *grads,
+        dq,
+        dk,
+        dv,
         y,
         scale,
-        *(weight.contiguous() for weight in weights),
+        weights[0].contiguous(),
+        weights[1].contiguous(),
         cos.contiguous(),
         sin.contiguous(),
         dy,
-        *(stride for grad in grads for stride in grad.stride()[:3]),
+        *dq.stride()[:3],
+        *dk.stride()[:3],
+        *dv.stride()[:3],
         y_stride,
         dy.stride(1),
         scales_per_row,

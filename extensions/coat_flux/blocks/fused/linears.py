@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,7 @@ class LinearGroup:
         parameters: A and B of each adapter in turn.
         dtype: of these; None without adapters.
         rank: the largest of a linear's ranks, those of its adapters added up; 0 without adapters.
+        are_usual: whether each linear has one adapter, of the group's rank and dtype, with factors of 1.
         columns: of y, first and last of each linear.
         input_spec: as `FrozenLinear.input_spec`; of all linears that have one it is the same.
         grad_spec: as `FrozenLinear.grad_spec`; None where dy is cut up before its cast.
@@ -84,6 +85,7 @@ class LinearGroup:
             parameters=[matrix for adapter in found for matrix in (adapter.down, adapter.up)],
             dtype=found[0].down.dtype if found else None,
             rank=max(ranks),
+            are_usual=all(_is_usual(adapters, max(ranks), found[0].down.dtype) for adapters in self.adapters if found),
             columns=list(pairwise(accumulate(self.widths, initial=0))),
             input_spec=specs[0] if specs else None,
             grad_spec=self.bases[0].grad_spec if len(self.bases) == 1 else None,
@@ -143,14 +145,14 @@ class LinearGroup:
         downs, gradients = down_gradient(dh), []
         several = len(self.widths) > 1
         of_downs, of_ups = (downs.split(self.rank), ups.split(self.widths)) if several else ((downs,), (ups,))
+        if self.are_usual:
+            return dh, list(chain.from_iterable(zip(of_downs, of_ups, strict=True)))
         for down, up, found in zip(of_downs, of_ups, self.adapters, strict=True):
             first = 0
             for adapter in found:
                 last = first + adapter.down.shape[0]
-                whole = last - first == self.rank  # as almost always
-                part, columns = (down, up) if whole else (down[first:last], up[:, first:last])
-                gradients.append(times_factors(as_dtype(part, adapter.down.dtype), adapter))
-                gradients.append(as_dtype(columns, adapter.up.dtype).contiguous())
+                gradients.append(times_factors(as_dtype(down[first:last], adapter.down.dtype), adapter))
+                gradients.append(as_dtype(up[:, first:last], adapter.up.dtype).contiguous())
                 first = last
         return dh, gradients
 
@@ -229,6 +231,14 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 def scaled_down(adapter: PlainAdapter) -> Tensor:
     """A · factors [r, K]; A itself where they are 1."""
     return times_factors(adapter.down, adapter)
+
+
+def _is_usual(adapters: tuple[PlainAdapter, ...], rank: int, dtype: torch.dtype) -> bool:
+    if len(adapters) != 1:
+        return False
+    (adapter,) = adapters
+    plain = not any(isinstance(factor, Tensor) or factor != 1.0 for factor in adapter.factors)
+    return plain and len(adapter.down) == rank and adapter.down.dtype == adapter.up.dtype == dtype
 
 
 def times_factors(matrix: Tensor, adapter: PlainAdapter) -> Tensor:
