@@ -17,7 +17,7 @@ import pytest
 from coat_flux.blocks.architectures import ARCHITECTURES, READ_BLOCKS
 from coat_flux.config.archs import REFUSED, TRANSFORMERS, archs_of, refusal
 from tests.architecture.sources import ROOT
-from tests.tolerances import ARCH_FEWER_BYTES, ARCH_GRADIENT_COSINE
+from tests.tolerances import ARCH_FEWER_BYTES, ARCH_GRADIENT_COSINE, ARCH_LOWEST_COSINE
 from tests.unit.test_archs import LEGACY, NO_MODELS
 
 pytestmark = [pytest.mark.aitk, pytest.mark.slow]
@@ -65,4 +65,5 @@ def test_each_is_refused_or_trained_as_the_table_says(arch: str, request: pytest
         own, exact = found[way]["gradients"]
         assert own == exact > 0
         assert found[way]["cosine"] >= ARCH_GRADIENT_COSINE, found[way]
+        assert found[way]["lowest"] >= ARCH_LOWEST_COSINE[kind_of(arch)], found[way]
     assert found["bf16_bytes"] / found["kept_bytes"] >= ARCH_FEWER_BYTES[kind_of(arch)]

@@ -15,7 +15,7 @@ from coat_core.linear import FP8Linear
 from coat_core.metrics import cosine
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.architectures import ARCHITECTURES as KNOWN
-from coat_flux.blocks.architectures import PLAIN, architecture_of
+from coat_flux.blocks.architectures import IN_AND_OUT, PLAIN, architecture_of
 from coat_flux.blocks.hook import hook_of, own_forward
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
@@ -49,8 +49,8 @@ KEEP = {"memory": {"checkpointing": "none"}}
 PACKING_ONLY = KEEP | {"weight": {"use_fp8": False}, "activation": {"exclude": ["*"]}}
 ALL = pytest.mark.parametrize("name", [*ARCHITECTURES, "Wan"])
 OUTSIDE = {
-    "SDXL": {"time_embedding.*", "add_embedding.*"},
-    "Kolors": {"time_embedding.*", "add_embedding.*", "encoder_hid_proj"},
+    "SDXL": {"time_embedding.*", "add_embedding.*", "*.proj_in", "*.proj_out"},
+    "Kolors": {"time_embedding.*", "add_embedding.*", "encoder_hid_proj", "*.proj_in", "*.proj_out"},
     "SD3": {"time_text_embed.*", "context_embedder", "norm_out.linear", "proj_out"},
     "CogVideoX": {"time_embedding.*", "patch_embed.text_proj", "norm_out.linear", "proj_out"},
     "Wan": {"condition_embedder.*", "proj_out"},
@@ -112,6 +112,9 @@ def test_what_is_converted_what_is_left_and_why(name: str) -> None:
     assert "outside the blocks: kept in high precision" in table
     assert table.count(": only linear layers become FP8") == len({key.split(".")[0] for key in convolutions})
     assert ("one row per image" in table) == bool(ROW_PER_IMAGE[name])
+    left = {key for key, why in report.skipped.items() if why == IN_AND_OUT}
+    assert left == matching(linears, {"*.proj_in", "*.proj_out"} if name in ("SDXL", "Kolors") else set())
+    assert (IN_AND_OUT in table) == bool(left)
 
 
 @ALL
@@ -147,7 +150,8 @@ def test_the_policy_lists_the_blocks_that_are_called(name: str) -> None:
 def test_a_lora_step_stays_near_bf16(name: str, memory: dict[str, Any], in_bf16: Any, without_gradients: Any) -> None:
     """Whatever is recomputed: the forward values are the same, and the gradients near those of bf16."""
     model, _, attached = coat_model(architecture(name), {"memory": memory})
-    assert len(attached.shared) == len(lora_parameters(model)) // 2
+    assert len(attached.shared) + len(attached.own) == len(lora_parameters(model)) // 2
+    assert set(attached.own) == matching(set(attached.own), {"*.proj_in.*", "*.proj_out.*"})  # outside a UNet's blocks
     output, gradients = step(architecture(name), model)
     exact_output, exact = in_bf16[name]
     assert_bitwise(output, without_gradients[name])
@@ -155,7 +159,10 @@ def test_a_lora_step_stays_near_bf16(name: str, memory: dict[str, Any], in_bf16:
     assert all(gradient.isfinite().all() for gradient in gradients.values())
     assert dead(gradients) == dead(exact)
     cosines = sorted(float(cosine(gradients[key], exact[key])) for key in exact.keys() - dead(exact))
-    low_floor, mean_floor = ARCHITECTURE_GRADIENT_COSINE["UNet" if name in ("SDXL", "Kolors") else "transformer"]
+    lowest, low_floor, mean_floor = ARCHITECTURE_GRADIENT_COSINE[
+        "UNet" if name in ("SDXL", "Kolors") else "transformer"
+    ]
+    assert cosines[0] >= lowest, f"lowest {cosines[0]:.4f}"
     assert cosines[len(cosines) // 20] >= low_floor, f"5 % quantile {cosines[len(cosines) // 20]:.4f}"
     assert sum(cosines) / len(cosines) >= mean_floor, f"mean {sum(cosines) / len(cosines):.4f}"
 
@@ -234,7 +241,8 @@ def test_text_states_of_an_odd_width() -> None:
     model, report, attached = coat_model(odd, KEEP)
     left = {name for name, why in report.skipped.items() if why.startswith("fallback: ")}
     assert left == {name for name in left | set(report.converted) if ".attn2.to_k" in name or ".attn2.to_v" in name}
-    assert len(attached.own) == len(left) > 0
+    projections = matching(set(attached.own), {"*.proj_in.*", "*.proj_out.*"})
+    assert len(set(attached.own) - projections) == len(left) > 0
     assert "fallback: in and out features must be multiples of 16" in report.table()
     _, gradients = step(odd, model)
     assert dead(gradients) == set()

@@ -131,7 +131,7 @@ def _convert_one(
         _check_stored(name, module.coat_linear_config, linear_config)
         module.coat_linear_config = linear_config
     elif not matches(name, architecture.convert):
-        report.skipped[name] = OUTSIDE
+        report.skipped[name] = next((why for key, why in architecture.left.items() if matches(name, (key,))), OUTSIDE)
         return
     elif type(module) is not nn.Linear:
         report.skipped[name] = f"fallback: a {type(module).__name__}, not a plain nn.Linear"

@@ -15,8 +15,8 @@ final projection and also the single blocks' `proj_out`, a quarter of the model'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -89,6 +89,7 @@ class Architecture:
         inputs: embedders whose outputs the blocks' streams start from.
         conditioning: the embedder whose output the blocks' modulation is made from.
         outside: linears outside the blocks, by their original names.
+        left: patterns of linears that `convert` leaves out for a reason of their own → the reason.
     """
 
     convert: tuple[str, ...]
@@ -97,6 +98,7 @@ class Architecture:
     inputs: tuple[str, ...] = ()
     conditioning: str = ""
     outside: tuple[OriginalLinear, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -178,8 +180,12 @@ FLUX = Architecture(
 
 # SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
 # but the middle's first resnet; that one, the attentions' own norms and the samplers keep what they save in bf16.
+# Every adapter between an attention's proj_in and proj_out gets the error of their casts. The gradients of v and out
+# nearly cancel over the tokens of an image, and that error does not.
+IN_AND_OUT = "in and out of an attention: an error there reaches every adapter between; kept in high precision"
 UNET = Architecture(
-    convert=("down_blocks.*", "mid_block.*", "up_blocks.*"),
+    convert=("*.resnets.*", "*.transformer_blocks.*"),
+    left={"*.attentions.*.proj_in": IN_AND_OUT, "*.attentions.*.proj_out": IN_AND_OUT},
     weight_only=("*.resnets.*.time_emb_proj",),
     lists=(
         BlockList("down_blocks.*.resnets"),
