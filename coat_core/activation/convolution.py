@@ -10,11 +10,12 @@ Shapes: x [B, C, ...], weight [O, C / groups, ...] with one to three dimensions 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coat_core.autograd import first_order_only
 
@@ -33,31 +34,28 @@ class _FrozenConvolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         *sizes, groups = ctx.how
-        sizes = [[size] * (weight.ndim - 2) if isinstance(size, int) else size for size in sizes]
         x = grad.new_empty_strided(ctx.shape, ctx.strides)  # never read; its layout is that of dx
         weight, wanted = weight.to(grad.dtype), (True, False, False)  # autocast multiplied by a copy
         dx = torch.ops.aten.convolution_backward(grad, x, weight, None, *sizes, False, [0], groups, wanted)[0]
         return dx, *[None] * 7
 
 
-def frozen_convolution(
-    convolve: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    """Return convolve(input, weight, ...), one of `CONVOLUTIONS`; where only dx is wanted, without keeping x.
+def keep_no_input(layer: Any) -> None:
+    """Let an nn.Conv1d, Conv2d or Conv3d keep no input for backward while its weights are frozen, wherever it runs.
+
+    On the instance, so that trainers still find a layer of its class. Padding in words or by reflection, and inputs
+    without a batch, stay as they are.
 
     Numerics: output and dx are torch's own, bit for bit.
     """
-    how = stride, padding, dilation, groups
+    if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+        layer._conv_forward = functools.partial(_forward, layer)
+
+
+def _forward(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    convolve, how = CONVOLUTIONS[weight.ndim - 3], (layer.stride, layer.padding, layer.dilation, layer.groups)
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    plain = type(weight) in (Tensor, nn.Parameter) and input.ndim == weight.ndim and not isinstance(padding, str)
-    if trained or not plain or not (input.requires_grad and torch.is_grad_enabled()):
-        return convolve(input, weight, bias, *how)
-    result: Tensor = _FrozenConvolution.apply(input, convolve, weight, bias, *how)
+    if trained or x.ndim != weight.ndim or not (x.requires_grad and torch.is_grad_enabled()):
+        return convolve(x, weight, bias, *how)
+    result: Tensor = _FrozenConvolution.apply(x, convolve, weight, bias, *how)
     return result

@@ -8,8 +8,7 @@ Left alone: parameters, buffers and all that is passed as `keep`, trained parame
 and FP8 tensors, small tensors, tensors with short rows (a LoRA's rank-r activations), and statistics: one fp32 value
 per row of the tensor saved just before (attention's log-sum-exp, whichever kernel saved it) or the scales of FP8 codes
 saved just before. Of scaled_dot_product_attention only q, k, v, out and probabilities are packed, no mask. A frozen
-weight that autocast copies is no longer a parameter: its copy is packed as an activation is. Convolutions with frozen
-weights keep no input at all (`convolution.py`).
+weight that autocast copies is no longer a parameter: its copy is packed as an activation is.
 
 A tensor may be changed in place after it was packed: backward sees the values that were saved. One that was left alone
 may not, and backward says so, as it does without hooks.
@@ -34,7 +33,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coat_core.activation.convolution import CONVOLUTIONS, frozen_convolution
 from coat_core.autograd import refuse_second_order
 from coat_core.formats import FORMATS, get_format
 from coat_core.granularity import PER_GROUP, Granularity
@@ -157,7 +155,7 @@ class PackedSavedTensors:
                     self._kept_storages |= outer._kept_storages
                 _thread.innermost = self
                 stack.enter_context(saved_tensors_hooks(self._pack, unpack_saved))
-                stack.enter_context(_OperatorMode(self))
+                stack.enter_context(_AttentionMode(self))
             self._open.append(stack.pop_all())
         return self
 
@@ -246,8 +244,8 @@ def _is_trained(tensor: Tensor) -> bool:
     return made_by == "ToCopyBackward0" and source is not None and source.name() == "torch::autograd::AccumulateGrad"
 
 
-class _OperatorMode(TorchFunctionMode):
-    """Where `packing` is what is called: attention gets hooks of its own, frozen convolutions keep no input."""
+class _AttentionMode(TorchFunctionMode):
+    """Opens hooks of its own around each scaled_dot_product_attention call, where `packing` is what is called there."""
 
     def __init__(self, packing: PackedSavedTensors) -> None:
         super().__init__()
@@ -257,12 +255,8 @@ class _OperatorMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        convolves = func in CONVOLUTIONS
-        attends = func is torch.nn.functional.scaled_dot_product_attention
-        if not (convolves or attends) or not self._packing._is_on_top():
+        if func is not torch.nn.functional.scaled_dot_product_attention or not self._packing._is_on_top():
             return func(*args, **kwargs)
-        if convolves:
-            return frozen_convolution(func, *args, **kwargs)
         shape = _attention_shape(*args, **kwargs)
         args, kwargs = _with_shared_mask(*args, **kwargs)
         with saved_tensors_hooks(lambda tensor: self._packing._pack_attention(tensor, *shape), unpack_saved):

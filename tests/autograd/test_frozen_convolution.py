@@ -1,16 +1,18 @@
-"""Convolutions with frozen weights inside PackedSavedTensors: torch's own values, and nothing of the input is kept."""
+"""Convolutions with frozen weights: torch's own values, and nothing of the input is kept for backward."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from coat_core.activation import PackedSavedTensors, PackingConfig
+from coat_core.activation.convolution import keep_no_input
 from coat_core.granularity import per_group
-from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.asserts import assert_bitwise
 from tests.helpers.saved_tensors import SavedTensors, recording
-from tests.tolerances import PACKED_GRADIENT_FLOOR_DB
 
 SMALL = PackingConfig(min_elements=64, granularity=per_group(32))
 LAYERS = {
@@ -30,6 +32,8 @@ def frozen(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Te
 
 
 def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, SavedTensors]:
+    layer = copy.deepcopy(layer)  # `layer` stays torch's own
+    keep_no_input(layer)
     with recording() as saved, PackedSavedTensors(SMALL, keep=layer.parameters()):
         return layer(x * 1), saved
 
@@ -61,12 +65,23 @@ def test_channels_last_stays_so() -> None:
 @pytest.mark.parametrize("trained", ["weight", "bias"])
 def test_what_is_trained_gets_its_gradient(trained: str) -> None:
     layer, x = frozen("3x3")
-    parameter = getattr(layer, trained).requires_grad_()
-    y, saved = run(layer, x)
-    assert x.shape in [kept.shape for kept in saved.packed]
+    own = copy.deepcopy(layer)
+    keep_no_input(layer)
+    for each in (layer, own):
+        getattr(each, trained).requires_grad_()
+    y, exact = layer(x), own(x)
     dy = torch.randn_like(y)
-    gradient, expected = (torch.autograd.grad(out, parameter, dy)[0] for out in (y, layer(x)))
-    assert_sqnr(expected, gradient, PACKED_GRADIENT_FLOOR_DB["e4m3"])
+    assert_bitwise(*(torch.autograd.grad(out, getattr(of, trained), dy)[0] for out, of in ((y, layer), (exact, own))))
+
+
+def test_a_copy_of_a_layer_has_its_own_weights() -> None:
+    layer, x = frozen("3x3")
+    keep_no_input(layer)
+    other = copy.deepcopy(layer)
+    other.weight.data.zero_()
+    other.stride = (2, 2)
+    assert other(x).shape[-1] == x.shape[-1] // 2
+    assert_bitwise(other(x)[0, :, 0, 0], layer.bias)
 
 
 @pytest.mark.parametrize("case", ["padding in words", "no batch", "no gradient"])
@@ -78,7 +93,7 @@ def test_what_runs_as_ever(case: str) -> None:
     assert_bitwise(y, layer(x))
     assert y.requires_grad == (case != "no gradient")
     if y.requires_grad:
-        assert type(y.grad_fn).__name__ == "ConvolutionBackward0" or case == "no batch"
+        assert type(y.grad_fn).__name__ == ("SqueezeBackward1" if case == "no batch" else "ConvolutionBackward0")
 
 
 def test_gradients_of_gradients_are_refused() -> None:

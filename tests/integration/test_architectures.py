@@ -108,6 +108,8 @@ def test_what_is_converted_what_is_left_and_why(name: str) -> None:
     assert set(report.why) == matching(linears, ROW_PER_IMAGE[name])
     assert all(not model.get_submodule(key).config.use_fp8_gemm for key in report.why)
     assert all(type(model.get_submodule(key)) is FP8Linear for key in report.converted)
+    freed = {key for key, module in model.named_modules() if "_conv_forward" in vars(module)}
+    assert freed == convolutions
     table = report.table()
     assert "outside the blocks: kept in high precision" in table
     assert table.count(": only linear layers become FP8") == len({key.split(".")[0] for key in convolutions})

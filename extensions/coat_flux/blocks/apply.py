@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from coat_core.activation.convolution import keep_no_input
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion
@@ -70,6 +71,8 @@ def apply_coat(
             _convert_one(name, module, config, architecture, run_device, report)
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             report.skipped[name] = f"a {type(module).__name__}: only linear layers become FP8"
+            if config.activation.use_fp8:
+                keep_no_input(module)
     _check_fallback(report, config)
     runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute)
     report.checkpointing = checkpointing_line(runner.plan, config)

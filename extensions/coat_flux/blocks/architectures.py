@@ -179,7 +179,7 @@ FLUX = Architecture(
 )
 
 # SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
-# but the middle's first resnet; that one, the attentions' own norms and the samplers keep what they save in bf16.
+# but the middle's first resnet; that one and the attentions' own norms keep what they save in bf16.
 # Every adapter between an attention's proj_in and proj_out gets the error of their casts. The gradients of v and out
 # nearly cancel over the tokens of an image, and that error does not.
 IN_AND_OUT = "in and out of an attention: an error there reaches every adapter between; kept in high precision"
