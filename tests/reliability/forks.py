@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 KILLED, FAILED = 9, 70
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir")
@@ -27,6 +30,7 @@ def fork(work: Callable[[], None]) -> int:
         return child
     code = FAILED
     try:
+        keep_locks_apart()
         signal.alarm(DEADLINE_S)
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
@@ -36,6 +40,11 @@ def fork(work: Callable[[], None]) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def keep_locks_apart() -> None:
+    """In a child: tqdm's lock is shared with the parent, which would wait forever for that of a killed child."""
+    tqdm.set_lock(threading.RLock())
 
 
 def wait(child: int) -> int:

@@ -30,6 +30,7 @@ from coat_flux.cli.entry import main
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.saves.commit import newest_set
 from tests.helpers.engine_job import engine_job, write_images
+from tests.reliability.forks import keep_locks_apart
 from tests.reliability.test_kills import FEW_LINEARS, content, quick_forks  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -144,6 +145,7 @@ def _rename_published(manifest: Path, name: str) -> None:
 def _be_the_command(given: list[str], writer: int, prepare: Callable[[], Any]) -> None:
     code = 70
     try:
+        keep_locks_apart()
         signal.alarm(240)
         os.dup2(writer, 1)
         os.dup2(writer, 2)
