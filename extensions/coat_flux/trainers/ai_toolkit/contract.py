@@ -10,7 +10,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from ...blocks.lora import base_of
 from .common import AIToolkitError, ai_toolkit_version, load_core
 from .optimizer import install_optimizer, is_wrapped
 from .quantizer import install_quantizer
@@ -43,11 +42,7 @@ HOOKS = (
     "on_error",
     "get_conf",
 )
-LORA_PARTS = {
-    "lora_down": lambda lora: hasattr(lora, "lora_down"),
-    "lora_up": lambda lora: hasattr(lora, "lora_up"),
-    "org_module, nor an orig_module_ref": lambda lora: base_of(lora) is not None,
-}
+LORA_PARTS = ("lora_down", "lora_up")
 PROCESS_MODULE = "jobs.process.BaseSDTrainProcess"
 
 
@@ -120,11 +115,14 @@ def check_network(network: nn.Module) -> int:
     Raises:
         AIToolkitError: there are none, or they are not built as we know them.
     """
+    from ...blocks.lora import base_of  # of coat_core, which `check_host` makes sure of
+
     modules = [module for module in network.modules() if hasattr(module, "lora_name")]
     if not modules:
         raise AIToolkitError("the LoRA network found no linear to train; check network.network_kwargs.only_if_contains")
-    for part, has in LORA_PARTS.items():
-        without = [module.lora_name for module in modules if not has(module)]
+    lost = {part: [module.lora_name for module in modules if not hasattr(module, part)] for part in LORA_PARTS}
+    lost["org_module, nor an orig_module_ref"] = [module.lora_name for module in modules if base_of(module) is None]
+    for part, without in lost.items():
         if without:
             raise AIToolkitError(f"LoRA modules have no {part} ({without[0]} and {len(without) - 1} more)")
     return len(modules)
