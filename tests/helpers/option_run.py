@@ -65,6 +65,7 @@ class Run:
         if not self.fused:  # a block with hooks is not fused
             for block in self._blocks():
                 block.register_forward_pre_hook(self._see_block, with_kwargs=True)
+                block.attn.register_forward_pre_hook(self._see_run)  # a block recomputes without its own hooks
         self.find_inputs = find_inputs
         if find_inputs:
             gc.collect()  # what other tests left in reference cycles
@@ -75,9 +76,11 @@ class Run:
         return [*self.model.transformer_blocks, *self.model.single_transformer_blocks]
 
     def _see_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.block_calls += 1
         hidden = args[0] if args else kwargs["hidden_states"]
         self.block_inputs.append(weakref.ref(hidden.untyped_storage()))
+
+    def _see_run(self, *_: Any) -> None:
+        self.block_calls += 1
 
     def _step(self) -> None:
         self.forward_gemms, self.backward_gemms = GemmLog(), GemmLog()
