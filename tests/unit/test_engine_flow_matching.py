@@ -16,7 +16,6 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from coat_flux.config.job_sections import TrainSection
 from coat_flux.trainers.standalone.flow_matching import (
-    Objective,
     bypassed_guidance,
     draw_sigmas,
     noisy_latents,
@@ -26,6 +25,7 @@ from coat_flux.trainers.standalone.flow_matching import (
     timestep_weights,
     weighted_timesteps,
 )
+from coat_flux.trainers.standalone.objective import Objective
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 
