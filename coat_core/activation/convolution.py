@@ -46,7 +46,11 @@ def keep_no_input(layer: Any) -> None:
     On the instance, so that trainers still find a layer of its class. Padding in words or by reflection, and inputs
     without a batch, stay as they are.
 
-    Numerics: output and dx are torch's own, bit for bit.
+    Args:
+        layer: whose `_conv_forward` is replaced; x [B, C, ...] in any dtype that torch convolves.
+
+    Numerics: output and dx are torch's own, bit for bit. A second backward pass through dx raises RuntimeError.
+    Source: torch's derivative of convolution, in which dW alone reads x.
     """
     if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
         layer._conv_forward = functools.partial(_forward, layer)

@@ -339,7 +339,7 @@ def _attention(plan: BlockPlan, config: COATConfig) -> TableRow:
     if picked is None:
         later = LATER if _has_readers(plan) else "chosen by torch at each call"
         return TableRow("attention", asked, f"as asked; kernel {later}")
-    (kernel, why), plain = picked, "there is no fused kernel for these tensors: backward runs it again"
+    (kernel, why), plain = picked, "no fused kernel takes these tensors: backward runs it again"
     return TableRow("attention", asked, f"as asked; kernel {kernel}", plain if kernel == "plain" else why)
 
 
