@@ -27,6 +27,8 @@ aten = torch.ops.aten
 
 LIBRARIES = {"fa3": "FA3", "fa4": "FA4"}  # as torch's registry names them
 GPU_KERNELS = ("cudnn", "flash", "efficient", *LIBRARIES)
+TAKES_MASK = ("cudnn", "efficient", "flash_cpu", "plain")
+MASK_ALIGNMENT = 16  # elements
 
 _in_use: tuple[str, str, torch.dtype, int] | None = None  # kernel; type of device, dtype and head size it is used for
 
@@ -45,16 +47,18 @@ class AttentionContext(NamedTuple):
     sizes: tuple[int, ...] = ()
 
 
-def chosen_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
+def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str:
     """Name the kernel in use for these tensors, else the one torch chooses; see `AttentionContext.kernel`."""
-    if _in_use is not None and _in_use[1:] == (q.device.type, q.dtype, q.shape[-1]):
+    takes = _in_use is not None and (mask is None or _in_use[0] in TAKES_MASK)
+    if _in_use is not None and takes and _in_use[1:] == (q.device.type, q.dtype, q.shape[-1]):
         return _in_use[0]
     if q.device.type == "meta":  # where a GPU's memory is counted
-        return "flash"
+        return "flash" if mask is None else "efficient"
     if torch.compiler.is_dynamo_compiling():
-        chosen: str = _chosen_for(q.device, q.dtype, tuple(q.shape), k.shape[2])
+        like = None if mask is None else (tuple(mask.shape), mask.stride())
+        chosen: str = _chosen_for(q.device, q.dtype, tuple(q.shape), k.shape[2], like)
         return chosen
-    choice = torch._fused_sdp_choice(q, k, v)
+    choice = torch._fused_sdp_choice(q, k, v, mask)
     if choice == SDPBackend.FLASH_ATTENTION.value:
         on_gpu = "flash" if q.shape[-1] % 8 == 0 else "plain"  # torch pads other head sizes around the kernel
         return "flash_cpu" if q.device.type == "cpu" else on_gpu
@@ -65,11 +69,14 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _chosen_for(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], keys: int) -> str:
+def _chosen_for(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], keys: int, mask: tuple[Any, Any] | None
+) -> str:
     """`chosen_kernel` for tensors that are views of [B, S, H, d]: while torch.compile traces there are no others."""
     batch, heads, queries, head_dim = shape
     q, k = (torch.empty(batch, n, heads, head_dim, device=device, dtype=dtype) for n in (queries, keys))
-    return chosen_kernel(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2))
+    like = None if mask is None else torch.empty_strided(*mask, device=device, dtype=dtype)
+    return chosen_kernel(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), like)
 
 
 def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
@@ -96,36 +103,63 @@ def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
     _in_use = None if kernel is None or like is None else (kernel, like.device.type, like.dtype, like.shape[-1])
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, AttentionContext]:
-    """Return softmax(q kᵀ / sqrt(d)) v and what `attention_backward` needs of it.
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as `attention_forward` takes it.
+
+    Args:
+        mask: broadcast to [B, H, S, S]: bool, True where a query sees a key, or what is added to q kᵀ / sqrt(d).
+        dtype: of q.
+
+    Returns:
+        Tensor of `dtype`, -inf where a query does not see a key. Its rows begin where a GPU's kernels can read them.
+    """
+    width = mask.shape[-1]
+    rows = mask.new_zeros((*mask.shape[:-1], -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT), dtype=dtype)[..., :width]
+    return rows.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else rows.copy_(mask)
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, AttentionContext]:
+    """Return softmax(q kᵀ / sqrt(d) + mask) v and what `attention_backward` needs of it.
 
     Args:
         q: floating [B, H, S, d].
         k: [B, H, S, d].
         v: [B, H, S, d].
+        mask: from `additive_mask`, of [B, H, S, S] or with 1 in place of the first three; None without.
 
     Returns:
-        out [B, H, S, d] and its context.
+        out [B, H, S, d] and its context; out is 0 for a query that sees no key.
     """
-    kernel = chosen_kernel(q, k, v)
+    kernel = chosen_kernel(q, k, v, mask)
     if kernel == "flash_cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
         return out, AttentionContext(kernel, (lse,))
     if kernel == "flash" or kernel in LIBRARIES:
         out, lse, _, _, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(q, k, v)
         return out, AttentionContext(kernel, (lse, seed, offset), (int(max_q), int(max_k)))
     if kernel == "efficient":
-        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
+        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, _whole(mask, q, k), True)
         return out, AttentionContext(kernel, (lse, seed, offset))
     if kernel == "cudnn":
-        found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
+        found = aten._scaled_dot_product_cudnn_attention(q, k, v, _whole(mask, q, k), True)
         out, lse, _, _, max_q, max_k, seed, offset, _ = found
         return out, AttentionContext(kernel, (lse, seed, offset), (int(max_q), int(max_k)))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v), AttentionContext(kernel, ())
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), AttentionContext(kernel, ())
+
+
+def _whole(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as a view of the shape that kernels ask for."""
+    return None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
 
 
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, context: AttentionContext
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    context: AttentionContext,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
@@ -136,6 +170,7 @@ def attention_backward(
         v: likewise.
         out: likewise.
         context: from `attention_forward`.
+        mask: as in the forward pass.
 
     Returns:
         dq, dk, dv [B, H, S, d].
@@ -146,23 +181,25 @@ def attention_backward(
     if context.kernel == "plain":
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            again = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2])
+            again = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], mask)
         return _three(torch.autograd.grad(again, leaves, grad))
     lse = context.tensors[0]
     if context.kernel == "flash_cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return _three(backward(grad, q, k, v, out, lse, 0.0, False))
+        return _three(backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=mask))
     seed, offset = context.tensors[1:]
     if context.kernel == "efficient":
         backward = aten._scaled_dot_product_efficient_attention_backward
-        mask = [True, True, True, False]
-        return _three(backward(grad, q, k, v, None, out, lse, seed, offset, 0.0, mask)[:3])
+        wanted = [True, True, True, False]
+        return _three(backward(grad, q, k, v, _whole(mask, q, k), out, lse, seed, offset, 0.0, wanted)[:3])
     (max_q, max_k) = context.sizes
     if context.kernel == "flash" or context.kernel in LIBRARIES:
         backward = aten._scaled_dot_product_flash_attention_backward
         return _three(backward(grad, q, k, v, out, lse, None, None, max_q, max_k, 0.0, False, seed, offset))
     backward = aten._scaled_dot_product_cudnn_attention_backward
-    return _three(backward(grad, q, k, v, out, lse, seed, offset, None, None, None, max_q, max_k, 0.0, False))
+    return _three(
+        backward(grad, q, k, v, out, lse, seed, offset, _whole(mask, q, k), None, None, max_q, max_k, 0.0, False)
+    )
 
 
 def _three(gradients: Any) -> tuple[Tensor, Tensor, Tensor]:

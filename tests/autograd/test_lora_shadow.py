@@ -53,7 +53,7 @@ def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
         lora_gradients(model)
     forms = BlockRunner.of(model)._forms  # type: ignore[union-attr]
     block = model.single_transformer_blocks[0]
-    adapters: list[PlainAdapter] = forms._read[id(block)].fused.inputs.linears.all_adapters
+    adapters: list[PlainAdapter] = forms._read[id(block)].fused.block.inputs.linears.all_adapters
     copies = adapters[0].copies
     with torch.no_grad():
         adapters[0].down.fill_(3.0)
@@ -70,9 +70,9 @@ def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
     for _ in range(2):
         lora_gradients(model)
     (read, *_) = forms._read.values()
-    adapters = read.fused.image.inputs.linears.all_adapters
+    adapters = read.fused.block.image.inputs.linears.all_adapters
     assert adapters[0].copies is not None
-    forms.prepare((torch.empty(1, dtype=torch.bfloat16),), copies=False, kept=())
+    forms.prepare(model, (torch.empty(1, dtype=torch.bfloat16),), copies=False, kept=())
     assert adapters[0].copies is None
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from coat_flux.blocks.fused.chooser import fused_block
-from coat_flux.blocks.fused.flux1 import DoubleBlock, SingleBlock
+from coat_flux.blocks.fused.reading import FusedBlock
+from coat_flux.blocks.fused.single_block import SingleBlock
 from scripts._toolkit_lora import attach_network
 from tests.helpers.flux import tiny_flux
 
@@ -71,9 +72,10 @@ def _outputs_and_gradients(run: Any, args: tuple[Any, ...], leaves: list[Tensor]
     return found
 
 
-def strengths_in(fused: SingleBlock | DoubleBlock) -> set[bool]:
+def strengths_in(fused: FusedBlock) -> set[bool]:
     """Whether adapters of a fused block have strengths per image."""
-    streams = [fused] if isinstance(fused, SingleBlock) else [fused.text, fused.image]
+    block = fused.block
+    streams = [block] if isinstance(block, SingleBlock) else [block.text, block.image]
     groups = [
         group for stream in streams for group in (stream.modulation.linear, stream.inputs.linears, stream.output.linear)
     ]

@@ -14,7 +14,15 @@ from torch import Tensor
 import coat_core.kernels.attention as attention
 from coat_core.granularity import PER_GROUP
 from coat_core.kernels import attention_trial
-from coat_core.kernels.attention import GPU_KERNELS, attention_backward, attention_forward, chosen_kernel, use_kernel
+from coat_core.kernels.attention import (
+    GPU_KERNELS,
+    TAKES_MASK,
+    additive_mask,
+    attention_backward,
+    attention_forward,
+    chosen_kernel,
+    use_kernel,
+)
 from coat_core.kernels.attention_trial import AttentionTrial, kernel_obstacles
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
@@ -63,9 +71,11 @@ def assert_torchs(found: Tensor, wanted: Tensor) -> None:
     assert_rows_close(found, wanted, rtol)
 
 
-def torch_gradients(inputs: list[Tensor], grad: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def torch_gradients(
+    inputs: list[Tensor], grad: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, mask)
     return out.detach(), torch.autograd.grad(out, leaves, grad)
 
 
@@ -79,6 +89,39 @@ def test_fed_the_originals_it_is_torchs(device: torch.device, dtype: torch.dtype
     assert_torchs(out, expected)
     for found, wanted in zip(attention_backward(grad, *inputs, out, context), expected_grads, strict=True):
         assert_torchs(found, wanted)
+
+
+def masks(device: torch.device) -> dict[str, Tensor]:
+    """Of 65 tokens, two images of which the second has padding."""
+    seen = torch.ones(2, 65, dtype=torch.bool)
+    seen[1, 20:40] = False
+    both = seen[:, None, None] & seen[:, None, :, None]
+    found = {"keys": seen[:, None, None], "pairs": both, "one for all": both[1:], "added": both * 0.5}
+    return {name: mask.to(device) for name, mask in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", masks(torch.device("cpu")))
+def test_with_a_mask_it_is_torchs(device: torch.device, dtype: torch.dtype, name: str) -> None:
+    inputs, mask = qkv(device, dtype), masks(device)[name]
+    added = additive_mask(mask, dtype)
+    out, context = attention_forward(*inputs, added)
+    grad = torch.randn_like(out)
+    theirs = mask if mask.dtype == torch.bool else mask.to(dtype)
+    expected, expected_grads = torch_gradients(inputs, grad, theirs)
+    assert_torchs(out, expected)
+    for found, wanted in zip(attention_backward(grad, *inputs, out, context, added), expected_grads, strict=True):
+        assert_torchs(found, wanted)
+    assert not torch.equal(out, attention_forward(*inputs)[0])
+
+
+def test_a_kernel_that_takes_no_mask_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(torch.device("cpu"))
+    mask = additive_mask(masks(q.device)["keys"], q.dtype)
+    monkeypatch.setattr(attention, "_in_use", ("flash", "cpu", q.dtype, q.shape[-1]))
+    assert [chosen_kernel(q, k, v), chosen_kernel(q, k, v, mask)] == ["flash", "flash_cpu"]
+    monkeypatch.setattr(attention, "_in_use", ("efficient", "cpu", q.dtype, q.shape[-1]))
+    assert chosen_kernel(q, k, v, mask) == "efficient"
 
 
 def test_the_cpu_kernel_keeps_the_log_sum_exp_alone() -> None:
@@ -120,10 +163,12 @@ def test_gpu_kernels_take_these_arguments(kernel: str, monkeypatch: pytest.Monke
     """On the meta device: names, number and kinds of arguments, without a GPU."""
     monkeypatch.setattr(attention, "chosen_kernel", lambda *_: kernel)
     inputs = [torch.empty(2, 3, 64, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)]
-    out, context = attention_forward(*inputs)
-    gradients = attention_backward(out, *inputs, out, context)
-    assert context.tensors[0].dtype == torch.float32
-    assert [g.shape for g in gradients] == [x.shape for x in inputs]
+    mask = torch.empty(2, 1, 1, 64, dtype=torch.bfloat16, device="meta") if kernel in TAKES_MASK else None
+    for given in {None, mask}:
+        out, context = attention_forward(*inputs, given)
+        gradients = attention_backward(out, *inputs, out, context, given)
+        assert context.tensors[0].dtype == torch.float32
+        assert [g.shape for g in gradients] == [x.shape for x in inputs]
 
 
 # -- by name ----------------------------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ def test_a_dropped_copy_an_attention_backend_and_another_packing_are_noticed(coa
     before = _form(forms, block, args)
     drop_transposed(base)
     after = _form(forms, block, args)
-    assert before.output.linear.bases[0].transposed is not None
-    assert after.output.linear.bases[0].transposed is None
+    assert before.block.output.linear.bases[0].transposed is not None
+    assert after.block.output.linear.bases[0].transposed is None
     with attention_backend("_native_math"):
         assert "attention backend _native_math" in _form(forms, block, args)
     assert callable(_form(forms, block, args))
@@ -168,7 +168,7 @@ def test_a_strength_changed_in_its_list_is_noticed() -> None:
     before = _form(forms, block, args)
     network._multiplier[0] = 0.25
     after = _form(forms, block, args)
-    assert [form.inputs.linears.all_adapters[0].factors[1] for form in (before, after)] == [1.0, 0.25]
+    assert [form.block.inputs.linears.all_adapters[0].factors[1] for form in (before, after)] == [1.0, 0.25]
 
 
 def test_training_steps_change_nothing(coat: Any) -> None:

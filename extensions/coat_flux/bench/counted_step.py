@@ -140,7 +140,9 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
         recorder.region = OUTSIDE
         return _Boundary.apply(recorder, f"{name} backward", *outputs)
 
-    def prepare(forms: FusedForms, args: tuple[Any, ...], copies: bool, kept: Sequence[nn.Module]) -> None:
+    def prepare(
+        forms: FusedForms, _: nn.Module, args: tuple[Any, ...], copies: bool, kept: Sequence[nn.Module]
+    ) -> None:
         region, recorder.region = recorder.region, MODULATION
         _modulate(forms, names, recorder, args[2])  # adapters are copied before the step, see below
         recorder.region = region

@@ -5,9 +5,9 @@ linears are called in the original checkpoint (and so in saved LoRAs), and which
 without an entry is treated cautiously: what stands in its outermost block lists is converted, and takes the generic
 flow.
 
-To add Qwen-Image's block: write its reader, `fused/qwen_image.py`, after `fused/flux1.py` (`reading.py` has what
-readers share), and an entry QWEN_IMAGE here whose `BlockList` names the class and the reader; add it to
-`ARCHITECTURES`. `sizes.py` describes the block's linears, where `plan` and `checkpointing: auto` shall know its bytes.
+To add a model's blocks: write their reader after `fused/flux1.py` (`reading.py` has what readers share, and
+`single_block.py` and `double_block.py` compute), and an entry here whose `BlockList`s name the class and the reader;
+add it to `ARCHITECTURES`. `sizes.py` describes the linears of a block, where `plan` shall know its bytes.
 
 Patterns are fnmatch patterns over full module names, never substrings: the substring `proj_out` would match FLUX's
 final projection and also the single blocks' `proj_out`, a quarter of the model's FLOPs.
@@ -15,6 +15,7 @@ final projection and also the single blocks' `proj_out`, a quarter of the model'
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from .fused import flux1
-from .fused.reading import Reader
+from .fused.reading import Reader, argument_names
 
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
 MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of parameters, of PEFT and of ai-toolkit
@@ -263,8 +264,32 @@ ARCHITECTURES = {
 }
 
 
-# class of a block → what is known of its list, for those that are read
-READ_BLOCKS = {found.block: found for entry in ARCHITECTURES.values() for found in entry.lists if found.reader}
+# class of a block → what is known of its lists, for those that are read
+READ_BLOCKS: dict[str, list[BlockList]] = {}
+for _entry in ARCHITECTURES.values():
+    for _list in _entry.lists:
+        if _list.reader is not None and _list not in READ_BLOCKS.setdefault(_list.block, []):
+            READ_BLOCKS[_list.block].append(_list)
+
+
+@functools.cache
+def read_list(kind: type[nn.Module]) -> BlockList | None:
+    """What is known of blocks of a class that has a reader; None of others.
+
+    Outside of diffusers several models have classes of one name: only one with the arguments that a reader knows is its
+    own.
+    """
+    found = READ_BLOCKS.get(kind.__name__, [])
+    for each in found:
+        if each.reader is not None and each.reader.arguments == argument_names(kind):
+            return each
+    return found[0] if found and kind.__module__.startswith("diffusers.") else None
+
+
+def block_name(kind: type[nn.Module]) -> str:
+    """The name of a block's class, which is none of `READ_BLOCKS` where it has no reader."""
+    name = kind.__name__
+    return f"{kind.__module__.rpartition('.')[2]}.{name}" if name in READ_BLOCKS and read_list(kind) is None else name
 
 
 def architecture_of(model: nn.Module) -> Architecture:

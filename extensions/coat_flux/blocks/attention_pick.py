@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coat_core.kernels.attention import GPU_KERNELS, chosen_kernel, use_kernel
+from coat_core.kernels.attention import GPU_KERNELS, TAKES_MASK, chosen_kernel, use_kernel
 from coat_core.kernels.attention_trial import AttentionTrial
 
 from .measure import from_first_process, key_on, read_times, timed, version_of, write_times
@@ -81,18 +81,23 @@ class AttentionPick:
         """Take the kernel of the run being resumed, if it can be used: another one rounds otherwise."""
         self._kept = kernel
 
-    def choose(self, like: Tensor) -> PickedAttention:
+    def choose(self, like: Tensor, mask: Tensor | None = None) -> PickedAttention:
         """Pick, and put the kernel to use.
 
         Args:
             like: q [B, H, S, d], its values aside.
+            mask: of this attention, from `additive_mask`; only torch knows which of its kernels are fast with one.
 
         Raises:
             RuntimeError: the kernel that the config names cannot be used.
         """
         use_kernel(None)
-        own = chosen_kernel(like, like, like)
-        if like.device.type == DEVICE:
+        own = chosen_kernel(like, like, like, mask)
+        if mask is not None and self._forced not in (None, *TAKES_MASK):
+            raise _cannot(self._forced, "takes no mask, which this model hands to attention")
+        if mask is not None and self._forced is None:
+            picked = PickedAttention(own, "torch's choice of those that take this model's mask")
+        elif like.device.type == DEVICE:
             picked = self._chosen(like, own)
             self.kernel = picked.kernel
             if self._kept not in (None, picked.kernel):

@@ -12,6 +12,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from coat_core.linear.module import drop_transposed
 from coat_core.optim.state import state_bytes
 
 from . import report
-from .architectures import READ_BLOCKS, listed_blocks
+from .architectures import block_name, listed_blocks, read_list
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks
 from .decide import BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
@@ -75,8 +76,8 @@ class BlockRunner:
         self._config = config
         self._modules = list(blocks.values())
         self._places = {block: i for i, block in enumerate(self._modules)}
-        self._reads = any(type(block).__name__ in READ_BLOCKS for block in self._modules)
-        self._fusable = all(type(block).__name__ in READ_BLOCKS for block in self._modules)
+        self._reads = any(read_list(type(block)) for block in self._modules)
+        self._fusable = all(read_list(type(block)) for block in self._modules)
         measures = self._fusable and config.speed.measure != "never"
         self._pick = SpeedPick(blocks, config, self._run_kept) if measures else None
         self.attention = AttentionPick(config)
@@ -92,7 +93,7 @@ class BlockRunner:
         self._table: dict[nn.Module, Callable[..., Any]] = {}
         self._plan: Any = None  # a BlockPlan, from the first decision on
         self._decisions = 0
-        classes = tuple(type(block).__name__ for block in self._modules)
+        classes = tuple(block_name(type(block)) for block in self._modules)
         self._given = Given(
             read_blocks(self._modules, (), 0), classes, allow_recompute=allow_recompute, picks_later=measures
         )
@@ -229,10 +230,11 @@ class BlockRunner:
         place = self._places[block]
         if self._reads and args and self._forms.begins(place):
             kept = [self._modules[i] for i in self._plan.eager_and_kept]
-            self._forms.prepare(args, bool(self._plan.shadow_bytes), kept)
+            self._forms.prepare(block, args, bool(self._plan.shadow_bytes), kept)
         known = self._given.attention is not None or not (place == 0 and self._fusable and len(args) > 1)
         if not known and torch.is_grad_enabled():
-            self._decide(attention=self.attention.choose(attention_query(block, args)).row)
+            with suppress(NotFusable):
+                self._decide(attention=self.attention.choose(*attention_query(block, args)).row)
         if self._pick is not None and torch.is_grad_enabled() and not kwargs:
             picked, self._pick = self._pick.choose(args), None
             self._decide(picked=picked, picks_later=False)
@@ -344,11 +346,11 @@ class BlockRunner:
 
     def _lose(self, choice: BlockChoice, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
         """A block cannot be fused: decide by that, and warn once for each kind and reason."""
-        place, kind = self._places[block], type(block).__name__
+        place, kind = self._places[block], block_name(type(block))
         if self._given.unfused.get(place) != reason:
             self._decide(unfused={**self._obstacles(args), place: reason})
         warning = f"{kind}: {report.EAGER if choice.saved is None else report.GENERIC}: {reason}"
-        if kind not in READ_BLOCKS or warning in self._warned:
+        if read_list(type(block)) is None or warning in self._warned:
             return
         self._warned.add(warning)
         cost = "" if choice.saved is None else self._generic_cost(block, args)

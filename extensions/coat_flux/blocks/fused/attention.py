@@ -24,7 +24,19 @@ from coat_core.kernels.qkv import qkv_rope
 from .kept import Kept, Saving
 from .linears import LinearGroup, LowRank, as_dtype
 
-Rotary = tuple[Tensor, Tensor]
+
+class Shared(NamedTuple):
+    """What the attention of all blocks of a pass shares.
+
+    Attributes:
+        cos: fp32 [S, d].
+        sin: fp32 [S, d].
+        mask: added to q kᵀ / sqrt(d), broadcast to [B, H, S, S], in the dtype of q (`additive_mask`); None without.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None = None
 
 
 class Projected(NamedTuple):
@@ -43,7 +55,7 @@ class Projected(NamedTuple):
     @property
     def qkv(self) -> Tensor:
         """Their columns of y [B, S_i, 3·H·d]."""
-        return self.y[..., : sum(self.linears.widths[:3])]
+        return self.y[..., : sum(self.linears.parts[:3])]
 
 
 class AttentionGradients(NamedTuple):
@@ -74,13 +86,13 @@ class Attention:
     eps: float
     norms: tuple[Tensor, ...]
 
-    def forward(self, kept: Kept, streams: Sequence[Projected], rotary: Rotary, saving: Saving) -> Tensor:
+    def forward(self, kept: Kept, streams: Sequence[Projected], shared: Shared, saving: Saving) -> Tensor:
         """Return out [B, S, H·d].
 
         Args:
             kept: takes what backward needs.
             streams: text first; where the kernels cannot, y is completed in place.
-            rotary: cos and sin over the tokens of all streams.
+            shared: over the tokens of all streams.
             saving: of q, k and v.
         """
         fmt, group_size = saving.in_passing
@@ -93,36 +105,36 @@ class Attention:
                 linears.complete(y, h, 0, 3)
         ys = [stream.qkv for stream in streams]
         hs, ups = [part.rows for part in low_ranks], [part.matrix for part in low_ranks]
-        q, k, v, *saved = qkv_rope(ys, [], hs, ups, list(self.norms), *rotary, self.eps, fmt, group_size, ys[0].dtype)
+        norms, rotary = list(self.norms), (shared.cos, shared.sin)
+        q, k, v, *saved = qkv_rope(ys, [], hs, ups, norms, *rotary, self.eps, fmt, group_size, ys[0].dtype)
         for i, y in enumerate(ys):
             kept.add(f"qkv{i}", *(saved[2 * i : 2 * i + 2] if saved else _apart(y, saving)))
         kept.facts["qkv"] = ys[0].dtype
-        out, context = attention_forward(*(x.transpose(1, 2) for x in (q, k, v)))
+        out, context = attention_forward(*(x.transpose(1, 2) for x in (q, k, v)), shared.mask)
         kept.add("statistics", *context.tensors)
         kept.facts["attention"] = context.kernel, context.sizes
         return as_dtype(out.transpose(1, 2).flatten(2), ys[0].dtype)
 
-    def backward(self, kept: Kept, grad: Tensor, out: Tensor, rotary: Rotary, saving: Saving) -> AttentionGradients:
+    def backward(self, kept: Kept, grad: Tensor, out: Tensor, shared: Shared, saving: Saving) -> AttentionGradients:
         """Return the gradients of q, k and v after norm and rotation.
 
         Args:
             kept: from forward.
             grad: of out [B, S, H·d].
             out: from forward, or its FP8 round trip.
-            rotary: as in forward.
+            shared: as in forward.
             saving: likewise.
         """
         dtype = kept.facts["qkv"]
         read = [saving.read(kept[f"qkv{i}"], dtype) for i in range(len(self.norms) // 2)]
         ys, y_scales = [y for y, _ in read], [scale for _, scale in read if scale is not None]
-        size = saving.in_passing[1]
+        size, norms, rotary = saving.in_passing[1], list(self.norms), (shared.cos, shared.sin)
         q, k, v = (
-            x.transpose(1, 2)
-            for x in qkv_rope(ys, y_scales, [], [], list(self.norms), *rotary, self.eps, "none", size, dtype)
+            x.transpose(1, 2) for x in qkv_rope(ys, y_scales, [], [], norms, *rotary, self.eps, "none", size, dtype)
         )
         context = AttentionContext(kept.facts["attention"][0], kept["statistics"], kept.facts["attention"][1])
         grad, out = (as_dtype(x.view(*x.shape[:-1], -1, self.head_dim), q.dtype).transpose(1, 2) for x in (grad, out))
-        joint = attention_backward(grad, q, k, v, out, context)
+        joint = attention_backward(grad, q, k, v, out, context, shared.mask)
         return AttentionGradients([x.transpose(1, 2) for x in joint], ys, y_scales)
 
 

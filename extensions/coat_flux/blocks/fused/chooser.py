@@ -7,16 +7,18 @@ and merge them, between steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from coat_core.activation import PackingConfig
 from coat_core.linear.function import compute_dtype
 
-from ..architectures import READ_BLOCKS
+from ..architectures import read_list
 from .frozen import NotFusable
 from .modulation import Modulation, modulate_ahead
 from .reading import FusedBlock, Reader, active_backend, read_with
@@ -95,13 +97,14 @@ class FusedForms:
         before, self._place = self._place, place
         return place <= before
 
-    def prepare(self, args: tuple[Any, ...], copies: bool, kept: Sequence[nn.Module]) -> None:
+    def prepare(self, block: nn.Module, args: tuple[Any, ...], copies: bool, kept: Sequence[nn.Module]) -> None:
         """Do what all blocks share at the beginning of a forward pass, for those that have been read.
 
         Their adapters are copied as they are now, and their modulations made.
 
         Args:
-            args: what the first block is about to be called with.
+            block: the first one.
+            args: what it is about to be called with.
             copies: False drops the adapters' copies.
             kept: blocks that run eager, and not again in the backward pass: those whose modulations are made.
         """
@@ -111,19 +114,22 @@ class FusedForms:
             self._shadow.drop()
             self._shadow = LoraShadow(forms, dtype)
         self._shadow.refresh()
-        if len(args) > 2 and isinstance(args[2], Tensor):
-            modulate_ahead([each for block in kept for each in self.modulations_of(block)], args[2])
+        modulations = [each for block in kept for each in self.modulations_of(block)]
+        with suppress(NotFusable):
+            temb = _reader_of(block).call(args).temb if modulations else None
+            if temb is not None:
+                modulate_ahead(modulations, temb)
 
     def modulations_of(self, block: nn.Module) -> list[Modulation]:
         """What makes a block's adaLN vectors; none before it has been read."""
         read = self._read.get(id(block))
-        return [] if read is None else read.fused.modulations
+        return [] if read is None else read.fused.block.modulations
 
     def _as_read(self, block: nn.Module, args: tuple[Any, ...], packing: PackingConfig | None) -> FusedBlock | None:
         read = self._read.get(id(block))
         if read is None or read.packing != packing or read.backend != active_backend() or not read.unchanged.holds():
             return None
-        _reader_of(block).check_arguments(args)
+        read.fused.reader.call(args)
         return read.fused
 
     def obstacle(self, block: nn.Module, args: tuple[Any, ...] | None = None) -> str | None:
@@ -150,27 +156,33 @@ def fused_block(
 
 
 def _reader_of(block: nn.Module) -> Reader:
-    known = READ_BLOCKS.get(type(block).__name__)
+    known = read_list(type(block))
     if known is None or known.reader is None:
-        raise NotFusable(f"a {type(block).__name__} is not a FLUX.1 block")
+        raise NotFusable(f"a {type(block).__name__} has no reader")
     return known.reader
 
 
-def attention_query(block: nn.Module, args: tuple[Any, ...]) -> Tensor:
-    """Return a tensor like q in the attention of a block [B, H, T + S, d], its values aside.
+def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor like q in the attention of a block [B, H, T + S, d], its values aside, and its mask.
 
     Args:
         block: of a class that has a reader.
-        args: what it is about to be called with: image [B, S, D] and text [B, T, D] first.
+        args: what it is about to be called with.
+
+    Raises:
+        NotFusable: it has none, or its reader does not take `args`.
     """
-    attn: Any = block.attn
-    image, text = args[0], args[1]
-    shape = (image.shape[0], image.shape[1] + text.shape[1], attn.heads, attn.head_dim)
-    return torch.empty(shape, dtype=compute_dtype(image), device=image.device).transpose(1, 2)
+    reader = _reader_of(block)
+    call = reader.call(args)
+    tokens = call.image.shape[1] + (0 if call.text is None else call.text.shape[1])
+    like = torch.empty(
+        (len(call.image), tokens, *reader.heads(block)), dtype=compute_dtype(call.image), device=call.image.device
+    )
+    return like.transpose(1, 2), call.shared.mask
 
 
 @torch.no_grad()
 def relative_difference(fused: FusedBlock, block: nn.Module, args: tuple[Any, ...]) -> float:
     """Return how far the fused block's outputs are from the block's own, as a fraction of their norm."""
-    expected, found = (torch.cat([x.float() for x in run(*args)], dim=1) for run in (block, fused))
+    expected, found = (torch.cat([x.float() for x in tree_leaves(run(*args))], dim=1) for run in (block, fused))
     return float((expected - found).norm() / expected.norm())

@@ -39,25 +39,27 @@ class CompiledBlocks:
     def __init__(self, fallback: str) -> None:
         self._fallback = fallback
         self.failed = False
-        self._compiled: dict[type, Callable[..., tuple[Tensor, Tensor]]] = {}
+        self._compiled: dict[type, Callable[..., Any]] = {}
 
-    def form_of(self, fused: FusedBlock) -> Callable[..., tuple[Tensor, Tensor]]:
+    def form_of(self, fused: FusedBlock) -> Callable[..., Any]:
         """Return the compiled form of a block as `fused_block` gives it, with the same arguments and results."""
 
-        def run(hidden: Tensor, text: Tensor, temb: Tensor, rotary: Any, _: Any = None) -> tuple[Tensor, Tensor]:
+        def run(*args: Any) -> Any:
             if self.failed or _is_observed():
-                return fused(hidden, text, temb, rotary)
-            inputs = (_requiring_grad(hidden), _requiring_grad(text), temb, rotary)
+                return fused(*args)
+            image, text, *others = fused.reader.call(args)
+            inputs = (_requiring_grad(image), None if text is None else _requiring_grad(text), *others)
             try:
                 with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-                    return _first_order_only(*self._function(type(fused))(fused, *inputs))
+                    outputs = self._function(type(fused.block))(fused.block, *inputs)
             except _compiler_errors() as error:
                 self._fail(f"torch.compile: {_reason(error)}; {REMEDY}", error)
-            return fused(hidden, text, temb, rotary)
+                return fused(*args)
+            return fused.reader.results(*_first_order_only(*outputs))
 
         return run
 
-    def _function(self, kind: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _function(self, kind: Any) -> Callable[..., Any]:
         if kind not in self._compiled:
             self._compiled[kind] = torch.compile(kind.apart, fullgraph=True, dynamic=False)
         return self._compiled[kind]
@@ -78,10 +80,10 @@ def _requiring_grad(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if torch.is_grad_enabled() and not x.requires_grad else x
 
 
-def _first_order_only(*outputs: Tensor) -> tuple[Tensor, ...]:
+def _first_order_only(*outputs: Tensor | None) -> tuple[Tensor | None, ...]:
     """The outputs; a backward pass with create_graph=True is refused here, since compiled code cannot ask."""
     for output in outputs:
-        if output.requires_grad:
+        if output is not None and output.requires_grad:
             output.register_hook(lambda _: refuse_second_order())
     return outputs
 

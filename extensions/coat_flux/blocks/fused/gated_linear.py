@@ -120,13 +120,13 @@ class GatedLinear:
 def activate(
     kept: Kept, projected: Projected, out: Tensor | None, reader: LinearGroup, saving: Saving, name: str = ""
 ) -> tuple[Tensor, Quantized | None, Tensor | None]:
-    """[out | GELU(mlp)] of what the last of a group of linears made, as `GatedLinear.forward` takes it.
+    """[out | GELU(mlp)] of what the last part of a group of linears made, as `GatedLinear.forward` takes it.
 
     Values are made only where its reader multiplies by them. Keeps out and mlp for backward.
     """
     linears, y, h = projected
-    last, attends, spec = len(linears.widths) - 1, saving.of_attention, reader.input_spec
-    mlp, fmt = y[..., -linears.widths[last] :], saving.in_passing[0]
+    last, attends, spec = len(linears.parts) - 1, saving.of_attention, reader.input_spec
+    mlp, fmt = y[..., -linears.parts[last] :], saving.in_passing[0]
     if fmt == "none":
         linears.complete(y, h, last)
     low_rank = (None, None) if h is None or fmt == "none" else linears.low_rank(h, last, last + 1, y.dtype)

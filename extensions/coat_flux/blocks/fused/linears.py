@@ -18,6 +18,7 @@ U [ΣN, r]; r is the largest rank of a group, smaller ones are filled up with ze
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -61,12 +62,14 @@ class LinearGroup:
         bases: one for all where their weights are joined, else one of each.
         widths: N of each linear.
         adapters: of each linear.
+        parts: widths of what readers of y cut it into, where linears make several at once (q, k and v); else `widths`.
         all_adapters: those of each linear in turn.
         parameters: A and B of each adapter in turn.
         dtype: of these; None without adapters.
         rank: the largest of a linear's ranks, those of its adapters added up; 0 without adapters.
         are_usual: whether each linear has one adapter, of the group's rank and dtype, with factors of 1.
         columns: of y, first and last of each linear.
+        places: of each part, its first and last column of y, and which linear it is of.
         input_spec: as `FrozenLinear.input_spec`; of all linears that have one it is the same.
         grad_spec: as `FrozenLinear.grad_spec`; None where dy is cut up before its cast.
     """
@@ -74,11 +77,14 @@ class LinearGroup:
     bases: tuple[FrozenLinear, ...]
     widths: tuple[int, ...]
     adapters: tuple[tuple[PlainAdapter, ...], ...]
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         found = [adapter for adapters in self.adapters for adapter in adapters]
         ranks = [sum(len(adapter.down) for adapter in adapters) for adapters in self.adapters]
         specs = [base.input_spec for base in self.bases if base.input_spec]
+        columns, parts = list(pairwise(accumulate(self.widths, initial=0))), self.parts or self.widths
+        ends = [stop for _, stop in columns]
         # asked for many times in each pass; no fields, since they follow from those
         vars(self).update(
             all_adapters=found,
@@ -86,7 +92,9 @@ class LinearGroup:
             dtype=found[0].down.dtype if found else None,
             rank=max(ranks),
             are_usual=all(_is_usual(adapters, max(ranks), found[0].down.dtype) for adapters in self.adapters if found),
-            columns=list(pairwise(accumulate(self.widths, initial=0))),
+            columns=columns,
+            parts=parts,
+            places=[(*place, bisect_right(ends, place[0])) for place in pairwise(accumulate(parts, initial=0))],
             input_spec=specs[0] if specs else None,
             grad_spec=self.bases[0].grad_spec if len(self.bases) == 1 else None,
         )
@@ -113,17 +121,20 @@ class LinearGroup:
         return y, self._times_strengths(product)
 
     def low_rank(self, h: Tensor, start: int, stop: int, dtype: torch.dtype) -> LowRank:
-        """What is to be added to the columns of linears `start` to `stop`."""
+        """What is to be added to the columns of parts `start` to `stop`, with r columns of h for each."""
         up, r = self.copies(dtype).up, self.rank
-        if stop - start == len(self.widths):
+        if stop - start == len(self.widths) == len(self.parts):
             return LowRank(h, up)
-        return LowRank(h[..., start * r : stop * r], up[self.columns[start][0] : self.columns[stop - 1][1]])
+        up = up[self.places[start][0] : self.places[stop - 1][1]]
+        if len(self.parts) == len(self.widths):
+            return LowRank(h[..., start * r : stop * r], up)
+        return LowRank(torch.cat([h[..., i * r : (i + 1) * r] for *_, i in self.places[start:stop]], dim=-1), up)
 
     def complete(self, y: Tensor, h: Tensor | None, first: int = 0, last: int | None = None) -> Tensor:
-        """Add the adapters' part of linears `first` to `last` to y, in place."""
+        """Add the adapters' part of parts `first` to `last` to y, in place."""
         if h is not None:
             flat, r, up = y.view(-1, y.shape[-1]), self.rank, self.copies(y.dtype).up
-            for i, (start, stop) in list(enumerate(self.columns))[first:last]:
+            for start, stop, i in self.places[first:last]:
                 if self.adapters[i]:
                     flat[:, start:stop].addmm_(h.flatten(0, -2)[:, i * r : (i + 1) * r], up[start:stop].t())
         return y
@@ -249,12 +260,13 @@ def times_factors(matrix: Tensor, adapter: PlainAdapter) -> Tensor:
     return matrix
 
 
-def read_group(modules: Sequence[Any], join: bool) -> LinearGroup:
+def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) -> LinearGroup:
     """Read linears of a block that read the same x, with whatever LoRA sits on them.
 
     Args:
         modules: the linears.
         join: make their FP8 weights one matrix, of which theirs become views; False leaves them where they are.
+        parts: as of `LinearGroup`; of linears that each make one, empty.
 
     Raises:
         NotFusable: one is trained itself, quantized by someone else, or its adapter is more than two matrices; or they
@@ -273,7 +285,9 @@ def read_group(modules: Sequence[Any], join: bool) -> LinearGroup:
     widths = tuple(len(base.weight) for base in bases)
     if join and len(bases) > 1 and joinable(bases):
         bases = (join_frozen([base for base, _ in plain], bases),)
-    return LinearGroup(bases, widths, adapters)
+    if sum(parts) not in (0, sum(widths)):
+        raise NotFusable(f"linears of {sum(widths)} outputs in all, where {sum(parts)} are read")
+    return LinearGroup(bases, widths, adapters, parts)
 
 
 def read_linear(module: Any) -> LinearGroup:

@@ -20,7 +20,7 @@ from coat_core.kernels.quantize import quantize
 from .kept import Kept
 from .linears import LinearGroup, as_dtype, times_factors
 
-__all__ = ["Modulation", "modulate_ahead"]
+__all__ = ["Modulation", "gradient_of_vectors", "modulate_ahead"]
 
 
 @dataclass
@@ -79,6 +79,12 @@ def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
         parameters = [parameter for linear in linears for parameter in linear.parameters]
         for modulation, vectors in zip(found, _Together.apply(x, linears, *parameters), strict=True):
             modulation.ahead.temb, modulation.ahead.vectors = temb, vectors
+
+
+def gradient_of_vectors(vectors: Tensor, *parts: Tensor | None) -> Tensor | None:
+    """Gradients of shift, scale and gate side by side, as the vectors [B, n·D]; None where one is not there."""
+    found = [part.flatten(1) for part in parts if part is not None]
+    return as_dtype(torch.cat(found, dim=1), vectors.dtype) if len(found) == len(parts) else None
 
 
 class _Rows(torch.autograd.Function):

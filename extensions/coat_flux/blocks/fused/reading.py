@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,14 @@ from torch import Tensor, nn
 from coat_core.activation import PackingConfig
 
 from ..hook import is_replaced
+from .block import Call
+from .double_block import DoubleBlock
 from .frozen import NotFusable
 from .linears import read_linear
 from .modulation import Modulation
+from .single_block import SingleBlock
 
 FP16_LIMIT = 65504
-
-
-class FusedBlock(Protocol):
-    """A block as it was read."""
-
-    @property
-    def modulations(self) -> list[Modulation]:
-        """What makes its adaLN vectors from temb, its third argument."""
-
-    def __call__(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """Run it, with the arguments and results of the block itself."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +34,35 @@ class Reader:
 
     Attributes:
         arguments: of the class's forward, by name; of another diffusers version they may differ.
-        check_arguments: raises NotFusable for arguments that the fused form does not take.
+        heads: block → its number of heads and their size.
+        call: what the block is called with → the same as fused blocks take it; raises NotFusable for what they do not.
         read: (block, how kept tensors are stored; None: as they are, whether weights that go together are joined) →
             the block's fused form; raises NotFusable.
+        results: text, None where the streams are one, and image → what the block returns.
     """
 
     arguments: tuple[str, ...]
-    check_arguments: Callable[[tuple[Any, ...]], None]
-    read: Callable[[Any, PackingConfig | None, bool], FusedBlock]
+    heads: Callable[[Any], tuple[int, int]]
+    call: Callable[[tuple[Any, ...]], Call]
+    read: Callable[[Any, PackingConfig | None, bool], SingleBlock | DoubleBlock]
+    results: Callable[[Any, Tensor], Any]
+
+
+@dataclass(frozen=True)
+class FusedBlock:
+    """A block as it was read.
+
+    Attributes:
+        reader: which knows its arguments and results.
+        block: what runs.
+    """
+
+    reader: Reader
+    block: SingleBlock | DoubleBlock
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it, with the arguments and results of the block itself."""
+        return self.reader.results(*self.block(*self.reader.call(args)))
 
 
 def read_with(
@@ -72,16 +85,17 @@ def read_with(
     if any(map(_has_hooks, block.modules())):  # names are made only where they are needed: this runs for every block
         hooked = next(name for name, module in block.named_modules() if _has_hooks(module))
         raise NotFusable(f"hooks on {hooked or 'the block'}")
-    names = _argument_names(type(block))
+    names = argument_names(type(block))
     if names != reader.arguments:
         raise NotFusable(f"this diffusers' {type(block).__name__} takes {', '.join(names)}")
     if args is not None:
-        reader.check_arguments(args)
-    return reader.read(block, config, join)
+        reader.call(args)
+    return FusedBlock(reader, reader.read(block, config, join))
 
 
 @functools.cache
-def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
+def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Of the class's forward."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
