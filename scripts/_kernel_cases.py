@@ -139,6 +139,7 @@ def _norm_cases() -> dict[str, Callable[[], Any]]:
 
 def _qkv_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu import gelu, qkv
+    from coat_core.kernels.gpu.mlp_activation_backward import mlp_activation_backward
     from coat_core.kernels.gpu.mlp_activation_down import mlp_activation_down
 
     fp8, bf16 = FORMATS["e4m3"].dtype, torch.bfloat16
@@ -169,7 +170,7 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
             mlp_activation_down, out, mlp, h, up, _empty(rank, HIDDEN + MLP), "e4m3", "per_row", *how
         )
         cases[f"mlp backward, rank {rank}"] = partial(
-            gelu.mlp_activation_backward, mlp, dh, down, mlp_codes, mlp_scale, 128, bf16
+            mlp_activation_backward, mlp, dh, down, mlp_codes, mlp_scale, 128, bf16
         )
     for group in (16, 256):
         cases[f"qkv, groups of {group}"] = partial(qkv.qkv_rope, [y], [], [], [], *norm, "e4m3", group, bf16)
@@ -201,7 +202,7 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
             gelu.mlp_activation, out_codes, out_scale, mlp_codes, mlp_scale, *no_adapter, *nothing
         )
         cases[f"mlp backward from codes {name}"] = partial(
-            gelu.mlp_activation_backward, mlp, *no_adapter, mlp_codes, mlp_scale, 128, bf16
+            mlp_activation_backward, mlp, *no_adapter, mlp_codes, mlp_scale, 128, bf16
         )
     cases["qkv backward"] = partial(qkv.qkv_rope_backward, [heads] * 3, streams, [], *norm, 128, bf16)
     cases["qkv and mlp backward"] = partial(
@@ -222,8 +223,29 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
     cases["mlp alone, no adapter"] = partial(
         gelu.mlp_activation, None, None, mlp, None, *no_adapter, "e5m2", "per_row", "e4m3", 128, bf16
     )
-    cases["mlp backward, no adapter"] = partial(gelu.mlp_activation_backward, mlp, *no_adapter, mlp, None, 128, bf16)
+    cases["mlp backward, no adapter"] = partial(mlp_activation_backward, mlp, *no_adapter, mlp, None, 128, bf16)
     return cases
+
+
+def _swiglu_cases() -> dict[str, Callable[[], Any]]:
+    """Kernels that read both halves of FLUX.2-klein-4B's MLP: of FLUX.1's cases, those that need most registers."""
+    from coat_core.kernels.gpu.mlp_activation_backward import mlp_activation_backward
+    from coat_core.kernels.gpu.mlp_activation_down import mlp_activation_down
+    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient
+
+    f, rank, fp32, bf16, fp8 = 3 * HIDDEN, 128, torch.float32, torch.bfloat16, FORMATS["e4m3"].dtype
+    out, mlp = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, 3 * HIDDEN + 2 * f)[..., 3 * HIDDEN :]
+    kept = _empty(*mlp.shape, dtype=fp8), _empty(1, TOKENS, 2 * f // 128, dtype=fp32)
+    out_kept = _empty(*out.shape, dtype=fp8), _empty(1, TOKENS, HIDDEN // 128, dtype=fp32)
+    grad, act = _empty(1, TOKENS, HIDDEN + f)[..., HIDDEN:], "silu_and_mul"
+    h, up, down = _empty(1, TOKENS, rank), _empty(2 * f, rank), _empty(rank, HIDDEN + f)
+    return {
+        "swiglu and down-projection": partial(
+            mlp_activation_down, out, mlp, h, up, down, "e4m3", "per_row", "e4m3", 128, bf16, act
+        ),
+        "swiglu backward": partial(mlp_activation_backward, grad, h, down[:, HIDDEN:], *kept, 128, bf16, act),
+        "swiglu down gradient": partial(mlp_down_gradient, h, *out_kept, *kept, 128, bf16, fp32, act),
+    }
 
 
 def _mlp_gradient_cases() -> dict[str, Callable[[], Any]]:
@@ -316,6 +338,7 @@ CASES: dict[str, Callable[[], Any]] = {
     **_gate_cases(),
     **_qkv_cases(),
     **_mlp_gradient_cases(),
+    **_swiglu_cases(),
     **_lora_cases(),
     **_adamw_cases(),
 }

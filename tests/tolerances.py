@@ -262,6 +262,8 @@ KERNEL_ROW_RTOL = 2e-6
 GELU_RTOL = 5e-7
 # Kernel's GELU of x within ±5 relative to itself, where torch's loses digits at negative x. Measured 2.3e-6.
 GELU_RELATIVE_RTOL = 1e-5
+# Kernel's SwiGLU relative to gate·up, and its gradients to what they multiply: a sigmoid and three products in fp32.
+SILU_RTOL = 5e-7
 # One step of bf16: a value between two may be rounded to either.
 BF16_ULP_RTOL = 2.0**-7
 

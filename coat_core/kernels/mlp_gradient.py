@@ -1,11 +1,11 @@
 """Gradient of the down-projection of an adapter whose linear reads an MLP's activation, as an operator.
 
-    mlp_down_gradient    dhᵀ [attention | GELU(mlp)]
+    mlp_down_gradient    dhᵀ [attention | act(mlp)]
 
 A GPU makes the second factor from what was saved, tile by tile, and never writes it.
 
-Shapes: dh [B, S, r]; attention [B, S, D]; mlp [B, S, F], values or codes of 1×G groups, as in
-`coat_core.kernels.codes`.
+Shapes: dh [B, S, r]; attention [B, S, D]; mlp [B, S, N], values or codes of 1×G groups, as in
+`coat_core.kernels.codes`; act(mlp) [B, S, F], as in `coat_core.kernels.gelu`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coat_core.kernels.codes import product
 from coat_core.kernels.dispatch import run_by_triton
-from coat_core.kernels.gelu import mlp_activation
+from coat_core.kernels.gelu import activated_width, mlp_activation
 from coat_core.kernels.operators import operator
 
 
@@ -29,18 +29,20 @@ def mlp_down_gradient(
     group_size: int,
     dtype: torch.dtype,
     dtype_down: torch.dtype,
+    activation: str = "gelu_tanh",
 ) -> Tensor:
-    """Return dhᵀ [attention | GELU(mlp)], summed over all rows of all images.
+    """Return dhᵀ [attention | act(mlp)], summed over all rows of all images.
 
     Args:
         dh: floating [B, S, r].
-        attention: [B, S, D], values or codes; None for GELU alone.
+        attention: [B, S, D], values or codes; None for the activation alone.
         attention_scale: of the codes, fp32 [B, S, ceil(D / G)]; None where attention is values.
-        mlp: [B, S, F], values or codes.
+        mlp: [B, S, N], values or codes.
         mlp_scale: likewise.
         group_size: G of the codes.
         dtype: of the values, before they are cast to dh's to be multiplied.
         dtype_down: of the gradient.
+        activation: as of `mlp_activation`.
 
     Returns:
         [r, D + F] of `dtype_down`.
@@ -48,9 +50,8 @@ def mlp_down_gradient(
     Numerics: the values are those of `mlp_activation`; the kernel sums in fp32 and rounds once, always in the same
     order. The reference has the bits of torch's matrix product of the values.
     """
-    activation = mlp_activation._init_fn
-    without = (None, None, "none", "none", "none")
-    values = activation(attention, attention_scale, mlp, mlp_scale, *without, group_size, dtype)[0]
+    how = (None, None, "none", "none", "none", group_size, dtype, activation)
+    values = mlp_activation._init_fn(attention, attention_scale, mlp, mlp_scale, *how)[0]
     return product(dh.flatten(0, -2).t(), values.to(dh.dtype).flatten(0, -2), dtype_down)
 
 
@@ -64,8 +65,9 @@ def _(
     group_size: int,
     dtype: torch.dtype,
     dtype_down: torch.dtype,
+    activation: str = "gelu_tanh",
 ) -> Tensor:
-    width = mlp.shape[-1] + (0 if attention is None else attention.shape[-1])
+    width = activated_width(mlp, activation) + (0 if attention is None else attention.shape[-1])
     return dh.new_empty((dh.shape[-1], width), dtype=dtype_down)
 
 

@@ -267,6 +267,7 @@ def qkv_mlp_backward(
     mlp_scale: Tensor | None,
     group_size: int,
     dtype: torch.dtype,
+    activation: str = "gelu_tanh",
 ) -> Tensor:
     """Return the gradient of a single block's complete [q|k|v|mlp].
 
@@ -285,13 +286,15 @@ def qkv_mlp_backward(
         mlp_scale: likewise.
         group_size: G of both.
         dtype: of the values.
+        activation: as `mlp_activation_backward`.
 
     Returns:
-        [dq|dk|dv|dmlp] [B, S, 3·H·d + F] of `dtype`: what the one dgrad of these linears reads.
+        [dq|dk|dv|dmlp] [B, S, 3·H·d + N] of `dtype`: what the one dgrad of these linears reads.
     """
     scales = [] if y_scale is None else [y_scale]
     (dy,) = qkv_rope_backward(grads, [y], scales, weights, cos, sin, eps, group_size, dtype)
-    return torch.cat([dy, mlp_activation_backward(grad_mlp, dh, down, mlp, mlp_scale, group_size, dtype)], dim=-1)
+    dmlp = mlp_activation_backward(grad_mlp, dh, down, mlp, mlp_scale, group_size, dtype, activation)
+    return torch.cat([dy, dmlp], dim=-1)
 
 
 @qkv_mlp_backward.register_fake
@@ -310,6 +313,7 @@ def _(
     mlp_scale: Tensor | None,
     group_size: int,
     dtype: torch.dtype,
+    activation: str = "gelu_tanh",
 ) -> Tensor:
     return y.new_empty((*y.shape[:-1], y.shape[-1] + mlp.shape[-1]), dtype=dtype)
 

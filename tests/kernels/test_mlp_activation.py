@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coat_core.casts import declarations
 from coat_core.granularity import PER_TENSOR, per_group
+from coat_core.kernels.dispatch import launcher_of
 from coat_core.kernels.gelu import mlp_activation, mlp_activation_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise
@@ -113,9 +114,7 @@ def test_another_granularity_is_refused() -> None:
 
 def kernel_of(op: Any) -> Any:
     """The launcher, which is interpreted on a CPU."""
-    from coat_core.kernels.gpu import gelu as kernels
-
-    return getattr(kernels, op.__name__)
+    return launcher_of(op._qualname)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +159,7 @@ def test_operators_keep_torch_library_rules() -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_kernel_without_an_adapter(case: tuple[str, str, str], device: torch.device) -> None:
-    from coat_core.kernels.gpu.gelu import mlp_activation as kernel
-
+    kernel = kernel_of(mlp_activation)
     kind, *spec = case
     for b, s, d, f, group in ((2, 7, 48, 200, 16), (1, 1, 130, 1100, 256)):
         attention, mlp = rows_of_kind(kind, (b, s, d)).to(device), 3 * rows_of_kind(kind, (b, s, f)).to(device)
@@ -179,8 +177,7 @@ def test_kernel_without_an_adapter(case: tuple[str, str, str], device: torch.dev
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 72, 128])
 def test_kernel_adds_the_adapter(rank: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu.gelu import mlp_activation as kernel
-
+    kernel = kernel_of(mlp_activation)
     wide, attention = whole(2, 19, 350).to(device), torch.randn(2, 19, 48, device=device)
     mlp, h, up = wide[..., 50:], whole(2, 19, 4 * rank)[..., rank : 2 * rank].to(device), whole(300, rank).to(device)
     spec = ("e4m3", "per_tensor" if rank == 4 else "per_row")
@@ -199,11 +196,10 @@ def test_kernel_adds_the_adapter(rank: int, device: torch.device) -> None:
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_kernels_in_half_precision(dtype: torch.dtype, rank: int, granularity: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu import gelu as kernels
-
+    forward, backward = map(kernel_of, (mlp_activation, mlp_activation_backward))
     attention, mlp = torch.randn(2, 7, 48).to(dtype), torch.randn(2, 7, 130).to(dtype)
     arguments = moved((attention, None, mlp, None, *adapter(7, 130, rank, dtype)), device)
-    values, codes, scale, *_ = kernels.mlp_activation(*arguments, "e4m3", granularity, "none", 16, dtype)
+    values, codes, scale, *_ = forward(*arguments, "e4m3", granularity, "none", 16, dtype)
     expected = reference(mlp_activation, *arguments, "e4m3", granularity, "none", 16, dtype)
     # two roundings, each to a neighbour that the interpreter's truncation may choose otherwise
     assert_rows_close(values, expected[0], 2 * BF16_ULP_RTOL)
@@ -211,14 +207,13 @@ def test_kernels_in_half_precision(dtype: torch.dtype, rank: int, granularity: s
     dh, down = adapter(7, 4, rank, dtype)[0], torch.randn(rank, 200).to(dtype)[:, 70:] if rank else None
     gradient = moved((torch.randn(2, 7, 130).to(dtype), dh, down, mlp, None), device)
     expected = reference(mlp_activation_backward, *gradient, 16, dtype)
-    assert_rows_close(kernels.mlp_activation_backward(*gradient, 16, dtype), expected, 2 * BF16_ULP_RTOL)
+    assert_rows_close(backward(*gradient, 16, dtype), expected, 2 * BF16_ULP_RTOL)
 
 
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_kernel_keeps_its_relative_precision_at_negative_x(device: torch.device) -> None:
-    from coat_core.kernels.gpu.gelu import mlp_activation as kernel
-
+    kernel = kernel_of(mlp_activation)
     x = torch.linspace(-5.0, 5.0, 1000, device=device).view(1, 1, -1)
     cubic = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
     found = kernel(None, None, x, None, None, None, "none", "none", "none", 16, FP32)[0].double()
@@ -228,14 +223,13 @@ def test_kernel_keeps_its_relative_precision_at_negative_x(device: torch.device)
 @pytest.mark.gpu
 @pytest.mark.triton
 def test_kernels_match_the_reference_in_bf16() -> None:
-    from coat_core.kernels.gpu import gelu as kernels
-
+    forward, backward = map(kernel_of, (mlp_activation, mlp_activation_backward))
     mlp, grad = 3 * torch.randn(2, 64, 12288, device="cuda").bfloat16(), torch.randn(2, 64, 12288, device="cuda")
     attention = torch.randn(2, 64, 3072, device="cuda").bfloat16()
-    values = kernels.mlp_activation(attention, None, mlp, None, None, None, "e4m3", "per_row", "none", 128, BF16)[0]
+    values = forward(attention, None, mlp, None, None, None, "e4m3", "per_row", "none", 128, BF16)[0]
     expected = torch.cat([attention, gelu(mlp.double()).to(BF16)], dim=-1)
     torch.testing.assert_close(values, expected, rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 15)
-    dmlp = kernels.mlp_activation_backward(grad, None, None, mlp, None, 128, BF16)
+    dmlp = backward(grad, None, None, mlp, None, 128, BF16)
     torch.testing.assert_close(dmlp, (grad * slope(mlp)).to(BF16), rtol=BF16_ULP_RTOL, atol=GELU_RTOL * 100)
 
 
@@ -243,20 +237,19 @@ def test_kernels_match_the_reference_in_bf16() -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("group", [16, 256, 0], ids=["1x16", "wider than a row", "per tensor"])
 def test_kernels_read_codes(group: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu import gelu as kernels
-
+    forward, backward = map(kernel_of, (mlp_activation, mlp_activation_backward))
     granularity = per_group(group) if group else PER_TENSOR
     (attention, mlp), found = (torch.randn(2, 7, 48), 3 * torch.randn(2, 7, 130)), []
     for x in (attention, mlp):
         codes, scale, _ = quantize(x, "e4m3", granularity)
         found.append((codes.to(device), scale.to(device), dequantize(codes, scale, granularity, FP32)))
     how = (None, None, "none", "none", "none", group, FP32)
-    values, *rest = kernels.mlp_activation(*found[0][:2], *found[1][:2], *how)
+    values, *rest = forward(*found[0][:2], *found[1][:2], *how)
     assert_bitwise(values[..., :48].cpu(), found[0][2])
     assert_gelu(values[..., 48:], found[1][2])
     assert all(x.shape == (0,) for x in rest)
     grad = torch.randn(2, 7, 130, device=device)
-    dmlp = kernels.mlp_activation_backward(grad, None, None, *found[1][:2], group, FP32)
+    dmlp = backward(grad, None, None, *found[1][:2], group, FP32)
     expected = reference(mlp_activation_backward, grad, None, None, found[1][2], None, group, FP32)
     assert_rows_close(dmlp, expected, KERNEL_ROW_RTOL)
 
@@ -265,8 +258,7 @@ def test_kernels_read_codes(group: int, device: torch.device) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_kernel(kind: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu.gelu import mlp_activation_backward as kernel
-
+    kernel = kernel_of(mlp_activation_backward)
     for s, f, rank in ((7, 200, 0), (19, 300, 24), (1, 1100, 128)):
         mlp, grad = 3 * rows_of_kind(kind, (2, s, f)), whole(2, s, f + 40)[..., 40:]
         dh, down = (whole(2, s, 3 * rank)[..., rank : 2 * rank], whole(rank, f + 40)[:, 40:]) if rank else (None, None)
@@ -278,8 +270,7 @@ def test_backward_kernel(kind: str, device: torch.device) -> None:
 
 @pytest.mark.triton
 def test_two_launches_agree(device: torch.device) -> None:
-    from coat_core.kernels.gpu.gelu import mlp_activation as kernel
-
+    kernel = kernel_of(mlp_activation)
     arguments = moved((torch.randn(2, 7, 48), None, torch.randn(2, 7, 130), None, *adapter(7, 130, 4, FP32)), device)
     first, second = (kernel(*arguments, "e4m3", "per_row", "e4m3", 16, FP32) for _ in range(2))
     for a, b in zip(first, second, strict=True):

@@ -1,11 +1,13 @@
-"""GELU-tanh of an MLP with its adapter, forward (next to attention's output, quantized and kept) and backward.
+"""The activation of an MLP with its adapter, next to attention's output, quantized and kept.
 
 GELU(x) = x·s(x) with s(x) = sigmoid(2u), u = sqrt(2/π)·(x + 0.044715·x³): the same as x/2·(1 + tanh u) without its
-cancellation at large negative x. A program takes a tile of LOW_RANK_ROWS rows, so that tl.dot multiplies the adapter,
-and leaves each row's amax over its columns: the cast is a second launch. (Programs that went over whole rows could cast
-them too, but there would be few, 288 at 1024 px and 32 for the text, too few to keep a GPU's memory busy.)
+cancellation at large negative x. SwiGLU (GATED) reads two tiles, one from each half of mlp.
 
-Shapes: attention [B, S, D], mlp [..., F], each read as rows.
+A program takes a tile of LOW_RANK_ROWS rows, so that tl.dot multiplies the adapter, and leaves each row's amax over its
+columns: the cast is a second launch. (Programs that went over whole rows could cast them too, but there would be few,
+288 at 1024 px and 32 for the text, too few to keep a GPU's memory busy.)
+
+Shapes: attention [B, S, D], mlp [..., N], each read as rows; N is F, and 2·F of SwiGLU.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_core.kernels.codes import check_granularity, no_codes
+from coat_core.kernels.gelu import activated_width
+from coat_core.kernels.gelu import mlp_activation as operator
 from coat_core.kernels.gpu.codes import (
     LOW_RANK_ROWS,
     TL_DTYPES,
@@ -29,19 +33,30 @@ from coat_core.kernels.gpu.common import (
     add_low_rank,
     finite_abs,
     load_saved,
-    rounded,
     store_group_codes,
 )
 from coat_core.kernels.gpu.quantize import cast_by_amax, cast_rows_by_amax
-from coat_core.kernels.gpu.runtime import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
+from coat_core.kernels.gpu.runtime import blocks, dot_operand, empty, empty_values, finished, launch
 
 LOW_RANK_BLOCK = 128  # columns of LOW_RANK_ROWS rows
 
 
 @triton.jit
+def sigmoid(x):
+    """1/(1 + exp(-x))."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def gate_of_gelu(x):
     """sigmoid(2u)."""
-    return 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def gated(gate, up, DTYPE: tl.constexpr):
+    """SwiGLU in fp32: silu(gate) rounded to DTYPE, as torch does, times up."""
+    return (gate * sigmoid(gate)).to(DTYPE).to(tl.float32) * up
 
 
 @triton.jit
@@ -78,6 +93,7 @@ def _complete_tile(
     rows,
     are_rows,
     first,
+    end,
     stride,
     h_stride,
     scales_per_row,
@@ -91,19 +107,19 @@ def _complete_tile(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Read a tile [R, BLOCK] of rows of `width` from column `first` on, with its adapter, and keep it."""
+    """Read a tile [R, BLOCK] of rows of `width` in columns first to end, with its adapter, and keep it."""
     in_row = first + tl.arange(0, BLOCK)
     columns = in_row[None, :]
-    inside = are_rows[:, None] & (columns < width)
+    inside = are_rows[:, None] & (columns < end)
     groups = (row + rows[:, None]) * scales_per_row + columns // GROUP
     x = load_saved(x_ptr + row * stride, scale_ptr, rows[:, None] * stride + columns, groups, inside, DTYPE)
     if h_ptr is not None:
         h_row, h_rows, up_rows = h_ptr + row * h_stride, rows * h_stride, in_row * RANK
-        x = add_low_rank(x, h_row, up_ptr, h_rows, up_rows, 1, are_rows, in_row < width, RANK, RANK_BLOCK)
+        x = add_low_rank(x, h_row, up_ptr, h_rows, up_rows, 1, are_rows, in_row < end, RANK, RANK_BLOCK)
     x = x.to(DTYPE).to(tl.float32)
     if saved_ptr is not None:
         store_group_codes(
-            x, saved_ptr, saved_scale_ptr, row + rows, are_rows, first, width, width, SAVED_MAX, G, R, BLOCK
+            x, saved_ptr, saved_scale_ptr, row + rows, are_rows, first, end, width, SAVED_MAX, G, R, BLOCK
         )
     return x
 
@@ -131,6 +147,7 @@ def _mlp_activation_fwd_kernel(
     D,
     F,
     DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
     ATTENTION_GROUP: tl.constexpr,
     MLP_GROUP: tl.constexpr,
     SAVED_MAX: tl.constexpr,
@@ -163,6 +180,7 @@ def _mlp_activation_fwd_kernel(
                 rows,
                 are_rows,
                 part * BLOCK,
+                D,
                 attention_stride,
                 0,
                 attention_scales_per_row,
@@ -178,7 +196,7 @@ def _mlp_activation_fwd_kernel(
             )
             _store_tile(x, values_ptr, amax_ptr, rows, are_rows, part * BLOCK, D, D + F, part, parts, BLOCK)
     else:
-        first = (part - before) * BLOCK
+        first, width = (part - before) * BLOCK, F + F if GATED else F
         x = _complete_tile(
             mlp_ptr,
             mlp_scale_ptr,
@@ -190,10 +208,11 @@ def _mlp_activation_fwd_kernel(
             rows,
             are_rows,
             first,
+            F,
             mlp_stride,
             h_stride,
             mlp_scales_per_row,
-            F,
+            width,
             DTYPE,
             MLP_GROUP,
             SAVED_MAX,
@@ -203,51 +222,36 @@ def _mlp_activation_fwd_kernel(
             R,
             BLOCK,
         )
-        x = (x * gate_of_gelu(x)).to(DTYPE).to(tl.float32)
+        if GATED:
+            multiplied = _complete_tile(
+                mlp_ptr,
+                mlp_scale_ptr,
+                h_ptr,
+                up_ptr,
+                saved_mlp_ptr,
+                saved_mlp_scale_ptr,
+                row,
+                rows,
+                are_rows,
+                F + first,
+                width,
+                mlp_stride,
+                h_stride,
+                mlp_scales_per_row,
+                width,
+                DTYPE,
+                MLP_GROUP,
+                SAVED_MAX,
+                G,
+                RANK,
+                RANK_BLOCK,
+                R,
+                BLOCK,
+            )
+            x = gated(x, multiplied, DTYPE).to(DTYPE).to(tl.float32)
+        else:
+            x = (x * gate_of_gelu(x)).to(DTYPE).to(tl.float32)
         _store_tile(x, values_ptr + D, amax_ptr, rows, are_rows, first, F, D + F, part, parts, BLOCK)
-
-
-@triton.jit
-def _mlp_activation_bwd_kernel(
-    grad_ptr,
-    dh_ptr,
-    down_ptr,
-    mlp_ptr,
-    mlp_scale_ptr,
-    dmlp_ptr,
-    grad_stride,
-    dh_stride,
-    down_stride,
-    mlp_stride,
-    dmlp_stride,
-    scales_per_row,
-    total,
-    F,
-    DTYPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A tile of R rows a program."""
-    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    in_row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    are_rows, columns = rows < total, in_row[None, :]
-    inside = are_rows[:, None] & (columns < F)
-    g = tl.load(grad_ptr + rows[:, None] * grad_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if dh_ptr is not None:
-        g = add_low_rank(
-            g, dh_ptr, down_ptr, rows * dh_stride, in_row, down_stride, are_rows, in_row < F, RANK, RANK_BLOCK
-        )
-        g = rounded(g, grad_ptr)
-    groups = rows[:, None] * scales_per_row + columns // GROUP
-    x = load_saved(mlp_ptr, mlp_scale_ptr, rows[:, None] * mlp_stride + columns, groups, inside, DTYPE)
-    x = x.to(DTYPE).to(tl.float32)
-    s = gate_of_gelu(x)
-    slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-    dmlp = g * (s + x * (s * (1.0 - s)) * slope)
-    tl.store(dmlp_ptr + rows[:, None] * dmlp_stride + columns, dmlp.to(dmlp_ptr.dtype.element_ty), mask=inside)
 
 
 def mlp_activation(
@@ -262,11 +266,16 @@ def mlp_activation(
     saved_format: str,
     group_size: int,
     dtype: torch.dtype,
+    activation: str = "gelu_tanh",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launcher of `coat::mlp_activation`."""
     check_granularity(granularity)
-    device, f, d = mlp.device, mlp.shape[-1], 0 if attention is None else attention.shape[-1]
-    rows, shape = mlp.numel() // f, (*mlp.shape[:-1], d + f)
+    device, d = mlp.device, 0 if attention is None else attention.shape[-1]
+    n, f = mlp.shape[-1], activated_width(mlp, activation)
+    if saved_format != "none" and splits_groups(n, f, group_size):
+        how = (fmt, granularity, saved_format, group_size, dtype, activation)
+        return operator._init_fn(attention, attention_scale, mlp, mlp_scale, h, up, *how)
+    rows, shape = mlp.numel() // n, (*mlp.shape[:-1], d + f)
     block = max(LOW_RANK_BLOCK, group_size)
     parts, values = blocks(d, block) + blocks(f, block), empty_values(shape, dtype, device)
     amax = None if granularity == "none" else empty((rows, parts), torch.float32, device)
@@ -277,7 +286,7 @@ def mlp_activation(
     h, h_stride = (None, 0) if h is None else with_row_stride(dot_operand(h))
     up = None if up is None else dot_operand(up).contiguous()
     attention_scale, attention_scales, attention_group = saved_groups(attention_scale, group_size, max(d, 1))
-    mlp_scale, mlp_scales, mlp_group = saved_groups(mlp_scale, group_size, f)
+    mlp_scale, mlp_scales, mlp_group = saved_groups(mlp_scale, group_size, n)
     launch(
         _mlp_activation_fwd_kernel,
         (blocks(rows, LOW_RANK_ROWS), parts),
@@ -302,6 +311,7 @@ def mlp_activation(
         d,
         f,
         DTYPE=TL_DTYPES[dtype],
+        GATED=n > f,
         ATTENTION_GROUP=attention_group,
         MLP_GROUP=mlp_group,
         SAVED_MAX=saved_mlp.format_max,
@@ -316,6 +326,11 @@ def mlp_activation(
     return values, *_codes_of(values, amax, fmt, granularity), *saved_attention.results(), *saved_mlp.results()
 
 
+def splits_groups(width: int, activated: int, group_size: int) -> bool:
+    """Whether a group of codes has elements of both halves, which no program sees together: of small models alone."""
+    return width > activated and group_size > 0 and activated % group_size > 0
+
+
 def _codes_of(values: Tensor, amax: Tensor | None, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
     """Quantize values [..., K] whose rows have left the amax of their parts, fp32 [rows, parts]."""
     if amax is None:
@@ -323,61 +338,3 @@ def _codes_of(values: Tensor, amax: Tensor | None, fmt: str, granularity: str) -
     if granularity == "per_tensor":
         return cast_by_amax(values, amax.view(-1).amax(0, keepdim=True), fmt)
     return cast_rows_by_amax(values, amax, fmt)
-
-
-def mlp_activation_backward(
-    grad: Tensor,
-    dh: Tensor | None,
-    down: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Launcher of `coat::mlp_activation_backward`."""
-    dmlp = empty_values(tuple(mlp.shape), dtype, mlp.device)
-    launch_mlp_backward(grad, dh, down, mlp, mlp_scale, group_size, dtype, dmlp)
-    return finished(dmlp, dtype)
-
-
-def launch_mlp_backward(
-    grad: Tensor,
-    dh: Tensor | None,
-    down: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    dmlp: Tensor,
-) -> None:
-    """Write the result of `coat::mlp_activation_backward` to dmlp [B, S, F], rows at an even stride."""
-    f = mlp.shape[-1]
-    (grad, grad_stride), (mlp, mlp_stride) = with_row_stride(grad), with_row_stride(mlp)
-    dh, dh_stride = (None, 0) if dh is None else with_row_stride(dot_operand(dh))
-    down, down_stride = (None, 0) if down is None else with_row_stride(dot_operand(down))
-    mlp_scale, scales_per_row, group = saved_groups(mlp_scale, group_size, f)
-    rows, block = mlp.numel() // f, min(power_of_two(f), LOW_RANK_BLOCK)
-    launch(
-        _mlp_activation_bwd_kernel,
-        (blocks(rows, LOW_RANK_ROWS), blocks(f, block)),
-        grad,
-        dh,
-        down,
-        mlp,
-        mlp_scale,
-        dmlp,
-        grad_stride,
-        dh_stride,
-        down_stride,
-        mlp_stride,
-        dmlp.stride(-2),
-        scales_per_row,
-        rows,
-        f,
-        DTYPE=TL_DTYPES[dtype],
-        GROUP=group,
-        **rank_options(down, dim=0),
-        R=LOW_RANK_ROWS,
-        BLOCK=block,
-        num_warps=warps(LOW_RANK_ROWS * block),
-    )

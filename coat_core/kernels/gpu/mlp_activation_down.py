@@ -1,11 +1,11 @@
-"""The codes of [attention | GELU(mlp)] and its product with a down-projection, without the values in memory.
+"""The codes of [attention | act(mlp)] and its product with a down-projection, without the values in memory.
 
 The first kernel makes the values tile by tile, multiplies them, keeps what backward reads, and leaves each row's amax
 and its part of the product over a stretch of columns. The second one makes the same values once more, casts them, and
 adds up the parts. Both read every input once (the first one once for each NEXT_BLOCK of the product's columns), where
 values in memory would be written once and read twice.
 
-Shapes: attention [B, S, D], mlp [B, S, F], each read as rows; down [NEXT, D + F].
+Shapes: attention [B, S, D], mlp [B, S, N], each read as rows, N = F or, of SwiGLU (GATED), 2·F; down [NEXT, D + F].
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_core.autograd import without_autocast
 from coat_core.formats import get_format
-from coat_core.kernels.gelu import check_down
+from coat_core.kernels.gelu import activated_width, check_down
 from coat_core.kernels.gpu.codes import (
     TL_DTYPES,
     GroupCodes,
@@ -25,7 +26,7 @@ from coat_core.kernels.gpu.codes import (
     with_row_stride,
 )
 from coat_core.kernels.gpu.common import scale_from_amax
-from coat_core.kernels.gpu.gelu import LOW_RANK_BLOCK
+from coat_core.kernels.gpu.gelu import LOW_RANK_BLOCK, mlp_activation, splits_groups
 from coat_core.kernels.gpu.mlp_tiles import cast_tile, stretch, values_tile
 from coat_core.kernels.gpu.runtime import (
     blocks,
@@ -66,6 +67,7 @@ def _mlp_down_fwd_kernel(
     D,
     F,
     DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     G: tl.constexpr,
     RANK: tl.constexpr,
@@ -103,6 +105,7 @@ def _mlp_down_fwd_kernel(
                 part,
                 parts,
                 False,
+                False,
                 DTYPE,
                 SAVED_MAX,
                 G,
@@ -136,6 +139,7 @@ def _mlp_down_fwd_kernel(
             part,
             parts,
             True,
+            GATED,
             DTYPE,
             SAVED_MAX,
             G,
@@ -168,6 +172,7 @@ def _mlp_down_cast_fwd_kernel(
     F,
     parts,
     DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     BY_ROW: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
@@ -205,6 +210,7 @@ def _mlp_down_cast_fwd_kernel(
                 0,
                 D,
                 False,
+                False,
                 DTYPE,
                 0.0,
                 1,
@@ -230,6 +236,7 @@ def _mlp_down_cast_fwd_kernel(
             h_stride,
             F,
             True,
+            GATED,
             DTYPE,
             0.0,
             1,
@@ -266,12 +273,20 @@ def mlp_activation_down(
     saved_format: str,
     group_size: int,
     dtype: torch.dtype,
+    activation: str = "gelu_tanh",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launcher of `coat::mlp_activation_down`."""
-    check_down(attention, mlp, down, granularity)
-    device, f, d, form = mlp.device, mlp.shape[-1], 0 if attention is None else attention.shape[-1], get_format(fmt)
-    rows, shape, next_rank, by_row = mlp.numel() // f, tuple(mlp.shape[:-1]), len(down), granularity == "per_row"
+    check_down(attention, mlp, down, granularity, activation)
+    device, d, form = mlp.device, 0 if attention is None else attention.shape[-1], get_format(fmt)
+    n, f = mlp.shape[-1], activated_width(mlp, activation)
+    rows, shape, next_rank, by_row = mlp.numel() // n, tuple(mlp.shape[:-1]), len(down), granularity == "per_row"
     block = max(LOW_RANK_BLOCK, group_size)
+    if n > f and (block > LOW_RANK_BLOCK or splits_groups(n, f, group_size)):
+        # two tiles of wide groups would spill registers here
+        how = (fmt, granularity, saved_format, group_size, dtype, activation)
+        values, *found = mlp_activation(attention, None, mlp, None, h, up, *how)
+        with without_autocast(device):
+            return torch.nn.functional.linear(values, down), *found
     tile_rows = TILE // block
     next_block = _at_once(down, block)
     length = power_of_two(max(STRETCH, COLUMNS_A_SUM * next_rank))
@@ -291,6 +306,7 @@ def mlp_activation_down(
     rank = rank_options(up)
     options = {
         "DTYPE": TL_DTYPES[dtype],
+        "GATED": n > f,
         "RANK": rank["RANK"],
         "RANK_BLOCK": min(rank["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
         "NEXT": next_rank,

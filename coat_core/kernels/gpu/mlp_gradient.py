@@ -3,7 +3,7 @@
 A program takes BLOCK columns and a share of the rows, and leaves its part of the gradient. Where there are several
 shares torch adds up the parts, always in the same order. Values are made once for up to 64 ranks.
 
-Shapes: dh [B, S, r], attention [B, S, D], mlp [B, S, F], each read as rows.
+Shapes: dh [B, S, r], attention [B, S, D], mlp [B, S, N], each read as rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_core.kernels.gelu import activated_width
 from coat_core.kernels.gpu.codes import TL_DTYPES, rank_options, saved_groups, with_row_stride
-from coat_core.kernels.gpu.gelu import gate_of_gelu
+from coat_core.kernels.gpu.gelu import gate_of_gelu, gated, splits_groups
 from coat_core.kernels.gpu.runtime import blocks, dot_operand, empty_values, finished, launch
+from coat_core.kernels.mlp_gradient import mlp_down_gradient as operator
 
 ROWS = 32
 BLOCK = 64
@@ -35,7 +37,7 @@ def _load_tile(
     stride,
     scales_per_row,
     first,
-    width,
+    end,
     places,
     are_rows,
     DTYPE: tl.constexpr,
@@ -44,18 +46,18 @@ def _load_tile(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Read a tile [R, BLOCK] of values or codes as `common.load_saved` does, each scale once: SCALES in a row of it."""
+    """Read a tile [R, BLOCK] in columns first to end as `common.load_saved` does, each scale once: SCALES a row."""
     if SCALES > 1:
         groups = first // GROUP + tl.arange(0, SCALES)[None, :]
-        exist = are_rows[:, None] & (groups * GROUP < width)
+        exist = are_rows[:, None] & (groups * GROUP < end)
         columns = groups[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
-        inside = are_rows[:, None, None] & (columns < width)
+        inside = are_rows[:, None, None] & (columns < end)
         x = tl.load(x_ptr + places[:, None, None] * stride + columns, mask=inside, other=0.0).to(tl.float32)
         x *= tl.load(scale_ptr + places[:, None] * scales_per_row + groups, mask=exist, other=0.0)[:, :, None]
         x = tl.reshape(x, (R, BLOCK))
     else:
         columns = first + tl.arange(0, BLOCK)[None, :]
-        inside = are_rows[:, None] & (columns < width)
+        inside = are_rows[:, None] & (columns < end)
         x = tl.load(x_ptr + places[:, None] * stride + columns, mask=inside, other=0.0).to(tl.float32)
         if scale_ptr is not None:
             x *= tl.load(scale_ptr + places * scales_per_row + first // GROUP, mask=are_rows, other=0.0)[:, None]
@@ -63,7 +65,7 @@ def _load_tile(
 
 
 @triton.jit
-def _gelu_product(
+def _product(
     dh_ptr,
     x_ptr,
     scale_ptr,
@@ -76,7 +78,8 @@ def _gelu_product(
     parts_width,
     total,
     rounds,
-    GELU: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    GATED: tl.constexpr,
     DTYPE: tl.constexpr,
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
@@ -85,7 +88,10 @@ def _gelu_product(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply columns from `first` on of one matrix [rows, width], or of its GELU, and store the part."""
+    """Multiply columns from `first` on of one matrix [rows, width], or of its activation, and store the part.
+
+    The matrix that GATED reads has a second half of as many columns.
+    """
     share, ranks = tl.program_id(1).to(tl.int64), tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
     in_row, places = first + tl.arange(0, BLOCK), tl.arange(0, R)
     columns = in_row[None, :]
@@ -111,7 +117,24 @@ def _gelu_product(
             R,
             BLOCK,
         )
-        if GELU:
+        if GATED:
+            up = _load_tile(
+                x_ptr + row * stride,
+                scales,
+                stride,
+                scales_per_row,
+                width + first,
+                width + width,
+                places,
+                are_rows,
+                DTYPE,
+                GROUP,
+                SCALES,
+                R,
+                BLOCK,
+            )
+            x = gated(x, up, DTYPE).to(DTYPE)
+        elif ACTIVATED:
             x = (x * gate_of_gelu(x)).to(DTYPE)
         dh = tl.load(
             dh_ptr + row * dh_stride + places[None, :] * dh_stride + ranks[:, None],
@@ -142,6 +165,7 @@ def _mlp_down_gradient_kernel(
     D,
     F,
     DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
     ATTENTION_GROUP: tl.constexpr,
     ATTENTION_SCALES: tl.constexpr,
     MLP_GROUP: tl.constexpr,
@@ -155,7 +179,7 @@ def _mlp_down_gradient_kernel(
     stretch, before = tl.program_id(0), tl.cdiv(D, BLOCK)
     if stretch < before:
         if attention_ptr is not None:
-            _gelu_product(
+            _product(
                 dh_ptr,
                 attention_ptr,
                 attention_scale_ptr,
@@ -169,6 +193,7 @@ def _mlp_down_gradient_kernel(
                 total,
                 rounds,
                 False,
+                False,
                 DTYPE,
                 ATTENTION_GROUP,
                 ATTENTION_SCALES,
@@ -178,7 +203,7 @@ def _mlp_down_gradient_kernel(
                 BLOCK,
             )
     else:
-        _gelu_product(
+        _product(
             dh_ptr,
             mlp_ptr,
             mlp_scale_ptr,
@@ -192,6 +217,7 @@ def _mlp_down_gradient_kernel(
             total,
             rounds,
             True,
+            GATED,
             DTYPE,
             MLP_GROUP,
             MLP_SCALES,
@@ -234,16 +260,21 @@ def mlp_down_gradient(
     group_size: int,
     dtype: torch.dtype,
     dtype_down: torch.dtype,
+    activation: str = "gelu_tanh",
 ) -> Tensor:
     """Launcher of `coat::mlp_down_gradient`."""
-    rank, f, d = dh.shape[-1], mlp.shape[-1], 0 if attention is None else attention.shape[-1]
-    rows, ranks, stretches = mlp.numel() // f, rank_options(dh), blocks(d, BLOCK) + blocks(f, BLOCK)
+    rank, n, d = dh.shape[-1], mlp.shape[-1], 0 if attention is None else attention.shape[-1]
+    f = activated_width(mlp, activation)
+    if mlp_scale is not None and splits_groups(n, f, group_size):
+        how = (group_size, dtype, dtype_down, activation)
+        return operator._init_fn(dh, attention, attention_scale, mlp, mlp_scale, *how)
+    rows, ranks, stretches = mlp.numel() // n, rank_options(dh), blocks(d, BLOCK) + blocks(f, BLOCK)
     chunks = blocks(rank, ranks["RANK_BLOCK"])
     shares, rounds = _shared(rows, rank, stretches * chunks)
     (dh, dh_stride), (mlp, mlp_stride) = with_row_stride(dot_operand(dh)), with_row_stride(mlp)
     attention, attention_stride = (None, 0) if attention is None else with_row_stride(attention)
     attention_scale, attention_scales, attention_group = saved_groups(attention_scale, group_size, max(d, 1))
-    mlp_scale, mlp_scales, mlp_group = saved_groups(mlp_scale, group_size, f)
+    mlp_scale, mlp_scales, mlp_group = saved_groups(mlp_scale, group_size, n)
     parts_dtype = dtype_down if shares == 1 else torch.float32
     parts = empty_values((shares, rank, d + f), parts_dtype, dh.device)
     launch(
@@ -265,6 +296,7 @@ def mlp_down_gradient(
         d,
         f,
         DTYPE=TL_DTYPES[dtype],
+        GATED=n > f,
         ATTENTION_GROUP=attention_group,
         ATTENTION_SCALES=_scales(attention_group, attention_scales),
         MLP_GROUP=mlp_group,

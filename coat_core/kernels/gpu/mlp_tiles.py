@@ -1,4 +1,4 @@
-"""Pieces of `coat::mlp_activation_down`: tiles of [attention | GELU(mlp)], their product, their cast."""
+"""Pieces of `coat::mlp_activation_down`: tiles of [attention | act(mlp)], their product, their cast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,54 @@ import triton
 import triton.language as tl
 
 from coat_core.kernels.gpu.common import finite_abs, saturated, store_group_codes
-from coat_core.kernels.gpu.gelu import gate_of_gelu
+from coat_core.kernels.gpu.gelu import gate_of_gelu, gated
+
+
+@triton.jit
+def _complete_tile(
+    x_ptr,
+    h_ptr,
+    up_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    row,
+    rows,
+    are_rows,
+    first,
+    end,
+    stride,
+    h_stride,
+    width,
+    DTYPE: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile [R, BLOCK] of rows of `width` in columns first to end, with its adapter, which it keeps.
+
+    The adapter's product is made turned: Triton would else see two products in a chain, share the tile by rows alone
+    among the warps, and spill registers.
+    """
+    in_row = first + tl.arange(0, BLOCK)
+    inside = are_rows[:, None] & (in_row < end)[None, :]
+    places = x_ptr + row * stride + rows[:, None] * stride + in_row[None, :]
+    x = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    if h_ptr is not None:
+        for start in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
+            rank = start + tl.arange(0, RANK_BLOCK)
+            of_h, of_up = (rank < RANK)[:, None] & are_rows[None, :], (in_row < end)[:, None] & (rank < RANK)[None, :]
+            h = tl.load(h_ptr + row * h_stride + rows[None, :] * h_stride + rank[:, None], mask=of_h, other=0.0)
+            up = tl.load(up_ptr + in_row[:, None] * RANK + rank[None, :], mask=of_up, other=0.0)
+            x += tl.trans(tl.dot(up, h, input_precision="ieee"))
+    x = x.to(DTYPE).to(tl.float32)
+    if saved_ptr is not None:
+        store_group_codes(
+            x, saved_ptr, saved_scale_ptr, row + rows, are_rows, first, end, width, SAVED_MAX, G, R, BLOCK
+        )
+    return x
 
 
 @triton.jit
@@ -24,6 +71,7 @@ def values_tile(
     h_stride,
     width,
     IS_MLP: tl.constexpr,
+    GATED: tl.constexpr,
     DTYPE: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     G: tl.constexpr,
@@ -32,28 +80,55 @@ def values_tile(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile [R, BLOCK] of the values from column `first` of attention or mlp on, which it keeps.
-
-    The adapter's product is made turned: Triton would else see two products in a chain, share the tile by rows alone
-    among the warps, and spill registers.
-    """
-    in_row = first + tl.arange(0, BLOCK)
-    inside = are_rows[:, None] & (in_row < width)[None, :]
-    places = x_ptr + row * stride + rows[:, None] * stride + in_row[None, :]
-    x = tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    if h_ptr is not None:
-        for start in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
-            rank = start + tl.arange(0, RANK_BLOCK)
-            of_h, of_up = (rank < RANK)[:, None] & are_rows[None, :], (in_row < width)[:, None] & (rank < RANK)[None, :]
-            h = tl.load(h_ptr + row * h_stride + rows[None, :] * h_stride + rank[:, None], mask=of_h, other=0.0)
-            up = tl.load(up_ptr + in_row[:, None] * RANK + rank[None, :], mask=of_up, other=0.0)
-            x += tl.trans(tl.dot(up, h, input_precision="ieee"))
-    x = x.to(DTYPE).to(tl.float32)
-    if saved_ptr is not None:
-        store_group_codes(
-            x, saved_ptr, saved_scale_ptr, row + rows, are_rows, first, width, width, SAVED_MAX, G, R, BLOCK
+    """A tile [R, BLOCK] of the `width` values of attention or of the activation, from column `first` on."""
+    of_rows = width + width if IS_MLP and GATED else width
+    x = _complete_tile(
+        x_ptr,
+        h_ptr,
+        up_ptr,
+        saved_ptr,
+        saved_scale_ptr,
+        row,
+        rows,
+        are_rows,
+        first,
+        width,
+        stride,
+        h_stride,
+        of_rows,
+        DTYPE,
+        SAVED_MAX,
+        G,
+        RANK,
+        RANK_BLOCK,
+        R,
+        BLOCK,
+    )
+    if IS_MLP and GATED:
+        multiplied = _complete_tile(
+            x_ptr,
+            h_ptr,
+            up_ptr,
+            saved_ptr,
+            saved_scale_ptr,
+            row,
+            rows,
+            are_rows,
+            width + first,
+            of_rows,
+            stride,
+            h_stride,
+            of_rows,
+            DTYPE,
+            SAVED_MAX,
+            G,
+            RANK,
+            RANK_BLOCK,
+            R,
+            BLOCK,
         )
-    if IS_MLP:
+        x = gated(x, multiplied, DTYPE).to(DTYPE).to(tl.float32)
+    elif IS_MLP:
         x = (x * gate_of_gelu(x)).to(DTYPE).to(tl.float32)
     return x
 
@@ -80,6 +155,7 @@ def stretch(
     part,
     parts,
     IS_MLP: tl.constexpr,
+    GATED: tl.constexpr,
     DTYPE: tl.constexpr,
     SAVED_MAX: tl.constexpr,
     G: tl.constexpr,
@@ -112,6 +188,7 @@ def stretch(
             h_stride,
             width,
             IS_MLP,
+            GATED,
             DTYPE,
             SAVED_MAX,
             G,

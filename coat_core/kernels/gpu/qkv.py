@@ -24,7 +24,7 @@ from coat_core.kernels.gpu.codes import (
     with_row_stride,
 )
 from coat_core.kernels.gpu.common import add_low_rank, load_saved, store_group_codes
-from coat_core.kernels.gpu.gelu import launch_mlp_backward
+from coat_core.kernels.gpu.mlp_activation_backward import launch_mlp_backward
 from coat_core.kernels.gpu.quantize import quantize
 from coat_core.kernels.gpu.runtime import blocks, dot_operand, empty_values, finished, launch, power_of_two
 
@@ -307,13 +307,14 @@ def qkv_mlp_backward(
     mlp_scale: Tensor | None,
     group_size: int,
     dtype: torch.dtype,
+    activation: str = "gelu_tanh",
 ) -> Tensor:
     """Launcher of `coat::qkv_mlp_backward`: two launches that write one tensor."""
     width = y.shape[-1]
     found = empty_values((*y.shape[:-1], width + mlp.shape[-1]), dtype, y.device)
     dy, dmlp = found[..., :width], found[..., width:]
     _launch_backward(grads, y, y_scale, weights, cos, sin, eps, group_size, dtype, 0, dy)
-    launch_mlp_backward(grad_mlp, dh, down, mlp, mlp_scale, group_size, dtype, dmlp)
+    launch_mlp_backward(grad_mlp, dh, down, mlp, mlp_scale, group_size, dtype, activation, dmlp)
     return finished(found, dtype)
 
 
