@@ -43,6 +43,13 @@ class Single(Double):
     pass
 
 
+class OfOneStream(Double):
+    """As the single blocks of a model that hands them other arguments."""
+
+    def forward(self, both: torch.Tensor) -> torch.Tensor:
+        return self.excluded(self.linear(both)) * self.lora
+
+
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: File, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -155,6 +162,14 @@ def test_nothing_of_the_run_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(x, copy) and not x.requires_grad for x, copy in zip(bench.args, before, strict=True))
     assert all(p.grad is None for block in bench.blocks.values() for p in block.parameters())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_blocks_that_take_other_arguments_than_the_first_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, config_of(), table())
+    bench.blocks["c.0"] = OfOneStream(config_of())
+    bench.pick = SpeedPick(bench.blocks, config_of(), bench.run)
+    assert bench.pick.choose(bench.args).milliseconds
+    assert {kind for _, kind, _ in bench.runs} == {Double, Single}
 
 
 def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ..base.files import write_file
 from .decide import NOT_CAPTURED, ExecutionMode, Picked, candidates
+from .fused.reading import argument_names
 from .gemms import BlockGemms
 from .lora import trained_parameters
 
@@ -145,7 +146,8 @@ class SpeedPick:
 
     def _milliseconds(self, mode: ExecutionMode, args: tuple[Any, ...], started: float) -> float:
         self._gemms.set(mode.gemm)
-        counts = Counter(type(block) for block in self._blocks)
+        known = argument_names(type(self._blocks[0]))  # `args` are of no use to blocks that take others
+        counts = Counter(kind for kind in map(type, self._blocks) if argument_names(kind) == known)
         first = {type(block): block for block in reversed(self._blocks)}
         return sum(count * self._block_ms(mode, first[kind], args, started) for kind, count in counts.items())
 

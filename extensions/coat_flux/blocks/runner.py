@@ -358,7 +358,7 @@ class BlockRunner:
 
     def _generic_cost(self, block: nn.Module, args: tuple[Any, ...]) -> str:
         """What the generic flow keeps of a block in place of the fused one, in words; empty where that is unknown."""
-        if len(args) < 2:
+        if len(args) < 2 or not isinstance(args[1], Tensor):
             return ""
         image, text = args[:2]
         return report.generic_cost(

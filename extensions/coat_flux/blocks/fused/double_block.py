@@ -3,7 +3,7 @@
 Of each stream:
 
     x = x + gate·linear(out),   q, k, v = linears(LayerNorm(x)·(1 + scale) + shift)
-    x = x + gate·linear(GELU(linear(LayerNorm(x)·(1 + scale) + shift)))
+    x = x + gate·linear(act(linear(LayerNorm(x)·(1 + scale) + shift)))
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ class Stream:
         output: attention's projection.
         up: the MLP's first linear.
         down: the MLP's second linear.
+        activation: of the MLP, as `coat_core.kernels.gelu` names it.
     """
 
     modulation: Modulation | None
@@ -170,6 +171,7 @@ class Stream:
     output: GatedLinear
     up: NormLinears
     down: GatedLinear
+    activation: str = "gelu_tanh"
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -192,8 +194,9 @@ class Stream:
         _, _, gate, shift, scale, gate_mlp = modulation
         x = self.output.forward(kept, f"{name}out_", x, gate, out, quantized, None, saving, trains_gates)
         y, h = self.up.forward(kept, f"{name}up_", x, scale, shift, saving)
-        activated = activate(kept, Projected(self.up.linears, y, h), None, self.down.linear, saving, name)
-        del y
+        projected = Projected(self.up.linears, y, h)
+        activated = activate(kept, projected, None, self.down.linear, self.activation, saving, name)
+        del y, projected
         return self.down.forward(kept, f"{name}down_", x, gate_mlp, *activated, saving, trains_gates)
 
     def rest_backward(
@@ -201,15 +204,16 @@ class Stream:
     ) -> RestGradients:
         """Gradients of `rest`."""
         _, _, gate, shift, scale, gate_mlp = modulation
-        dtype, size = kept.facts[f"{name}mlp"], saving.in_passing[1]
+        dtype = kept.facts[f"{name}mlp"]
+        how = (saving.in_passing[1], dtype)
         mlp, mlp_scale = saving.read(kept[f"{name}mlp"], dtype)
 
         def down_gradient(dh: Tensor) -> Tensor:
-            return mlp_down_gradient(dh, None, None, mlp, mlp_scale, size, dtype, self.down.linear.dtype)
+            return mlp_down_gradient(dh, None, None, mlp, mlp_scale, *how, self.down.linear.dtype, self.activation)
 
         dx, dh, dgate_mlp, of_down = self.down.backward(kept, f"{name}down_", grad, gate_mlp, down_gradient, saving)
         low_rank = (None, None) if dh is None else (dh, self.down.linear.copies(dh.dtype).down)
-        dmlp = mlp_activation_backward(dx, *low_rank, mlp, mlp_scale, size, dtype)
+        dmlp = mlp_activation_backward(dx, *low_rank, mlp, mlp_scale, *how, self.activation)
         del dx
         dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift, saving, True)
         del dmlp

@@ -2,7 +2,7 @@
 
     y = residual + gate·(x Wᵀ + b)
 
-x is what its maker keeps: attention's out, or what GELU read.
+x is what its maker keeps: attention's out, or what the activation read.
 Source: arXiv 2410.19313, section 5, carried over to FLUX's blocks.
 """
 
@@ -118,9 +118,15 @@ class GatedLinear:
 
 
 def activate(
-    kept: Kept, projected: Projected, out: Tensor | None, reader: LinearGroup, saving: Saving, name: str = ""
+    kept: Kept,
+    projected: Projected,
+    out: Tensor | None,
+    reader: LinearGroup,
+    activation: str,
+    saving: Saving,
+    name: str = "",
 ) -> tuple[Tensor, Quantized | None, Tensor | None]:
-    """[out | GELU(mlp)] of what the last part of a group of linears made, as `GatedLinear.forward` takes it.
+    """[out | act(mlp)] of what the last part of a group of linears made, as `GatedLinear.forward` takes it.
 
     Values are made only where its reader multiplies by them. Keeps out and mlp for backward.
     """
@@ -130,7 +136,7 @@ def activate(
     if fmt == "none":
         linears.complete(y, h, last)
     low_rank = (None, None) if h is None or fmt == "none" else linears.low_rank(h, last, last + 1, y.dtype)
-    how = (*in_passing(spec), *saving.in_passing, y.dtype)
+    how = (*in_passing(spec), *saving.in_passing, y.dtype, activation)
     if how[1] != "none" and reader.rank:
         found = mlp_activation_down(out, mlp, *low_rank, reader.copies(y.dtype).down, *how)
         product, values = found[0], y.new_empty(0)

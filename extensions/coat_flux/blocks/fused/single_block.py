@@ -2,7 +2,7 @@
 
 With n = LayerNorm(x)·(1 + scale) + shift and [q | k | v | mlp] = linears(n):
 
-    y = x + gate·linear([attention(q, k, v) | GELU(mlp)])
+    y = x + gate·linear([attention(q, k, v) | act(mlp)])
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coat_core.kernels.gelu import activated_width
 from coat_core.kernels.mlp_gradient import mlp_down_gradient
 from coat_core.kernels.qkv import qkv_mlp_backward
 
@@ -35,6 +36,7 @@ class SingleBlock:
         inputs: to q, k, v and the MLP.
         attention: of its one stream.
         output: reads attention's out and the MLP.
+        activation: of the MLP, as `coat_core.kernels.gelu` names it.
         parameters: the adapters' matrices but those of the modulation.
     """
 
@@ -43,6 +45,7 @@ class SingleBlock:
     inputs: NormLinears
     attention: Attention
     output: GatedLinear
+    activation: str = "gelu_tanh"
 
     def __call__(
         self,
@@ -91,7 +94,7 @@ class SingleBlock:
         y, h = self.inputs.forward(kept, "", x, scale, shift, saving)
         projected = Projected(self.inputs.linears, y, h)
         out = self.attention.forward(kept, [projected], shared, saving.of_attention)
-        activated = activate(kept, projected, out, self.output.linear, saving)
+        activated = activate(kept, projected, out, self.output.linear, self.activation, saving)
         del y, projected, out  # not needed any more, and large
         kept.add("modulation", modulation)
         y = self.output.forward(kept, "out_", x, gate, *activated, saving, needs[-1])
@@ -103,13 +106,14 @@ class SingleBlock:
         """As `WrittenOut.backward`."""
         grad, (modulation,) = grads[0] if len(grads) == 1 else join(grads[0], grads[1]), kept["modulation"]
         shift, scale, gate = modulation.chunk(3, dim=1)
-        dtype, width = kept.facts["qkv"], self.inputs.linears.parts[3]
+        dtype = kept.facts["qkv"]
         mlp, mlp_scale = self.saving.read(kept["mlp"], dtype)
         attended, scale_of_it = self.saving.of_attention.read(kept["out"], dtype)
-        size = self.saving.in_passing[1]
+        width, how = activated_width(mlp, self.activation), (self.saving.in_passing[1], dtype)
 
         def down_gradient(dh: Tensor) -> Tensor:
-            return mlp_down_gradient(dh, attended, scale_of_it, mlp, mlp_scale, size, dtype, self.output.linear.dtype)
+            given = (dh, attended, scale_of_it, mlp, mlp_scale, *how)
+            return mlp_down_gradient(*given, self.output.linear.dtype, self.activation)
 
         found = self.output.backward(kept, "out_", grad, gate, down_gradient, self.saving)
         dout, dmlp, dh, down = found.dx[..., :-width], found.dx[..., -width:], found.dh, None
@@ -122,10 +126,10 @@ class SingleBlock:
         del out, dout
         y_scale = y_scales[0] if y_scales else None
         norms, eps = list(self.attention.norms), self.attention.eps
-        rotary = shared.cos, shared.sin
-        dy = qkv_mlp_backward(joint, ys[0], y_scale, norms, *rotary, eps, dmlp, dh, down, mlp, mlp_scale, size, dtype)
+        of_mlp = (dmlp, dh, down, mlp, mlp_scale, *how, self.activation)
+        dy = qkv_mlp_backward(joint, ys[0], y_scale, norms, shared.cos, shared.sin, eps, *of_mlp)
         dgate, of_output = found.dgate, found.adapters
-        del found, dmlp, joint
+        del found, dmlp, of_mlp, joint
         dx, dmodulation, of_inputs = self.inputs.backward(kept, "", dy, grad, scale, shift, self.saving, any(needs))
         dxs: Sequence[Tensor | None] = [dx] * len(grads)
         if dx is not None and len(grads) == 2:
