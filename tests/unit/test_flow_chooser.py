@@ -46,7 +46,7 @@ def test_a_block_that_computes_something_else_is_noticed() -> None:
     forms, args = FusedForms(), arguments(model)
     assert forms.obstacle(changed, args) is None
     for _ in range(2):
-        with pytest.raises(NotFusable, match=r"its output differs from diffusers' by \d"):
+        with pytest.raises(NotFusable, match=r"its output differs from its own code's by \d"):
             forms.form_of(changed, args, {}, PackingConfig())
     assert forms.obstacle(changed, args).startswith("its output differs")
     fused = forms.form_of(same, args, {}, PackingConfig())
@@ -65,7 +65,7 @@ def test_it_is_warned_of_once_and_trained_through_diffusers_code(caplog: pytest.
     (warning,) = caplog.messages
     assert warning.startswith(
         "FluxSingleTransformerBlock: generic flow in place of the fused one, which keeps less: its output differs from "
-        "diffusers' by "
+        "its own code's by "
     )
     flows = [choice.flow for choice in BlockRunner.of(model).plan.blocks]
     assert flows == ["fused", "fused", "generic", "fused"]

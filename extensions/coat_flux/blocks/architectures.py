@@ -15,7 +15,6 @@ final projection and also the single blocks' `proj_out`, a quarter of the model'
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,7 +22,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from .fused import flux1
-from .fused.reading import Reader, argument_names
+from .fused.reading import Reader
 
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
 MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of parameters, of PEFT and of ai-toolkit
@@ -262,34 +261,6 @@ ARCHITECTURES = {
     "CogVideoXTransformer3DModel": COGVIDEOX,
     **PLAIN,
 }
-
-
-# class of a block → what is known of its lists, for those that are read
-READ_BLOCKS: dict[str, list[BlockList]] = {}
-for _entry in ARCHITECTURES.values():
-    for _list in _entry.lists:
-        if _list.reader is not None and _list not in READ_BLOCKS.setdefault(_list.block, []):
-            READ_BLOCKS[_list.block].append(_list)
-
-
-@functools.cache
-def read_list(kind: type[nn.Module]) -> BlockList | None:
-    """What is known of blocks of a class that has a reader; None of others.
-
-    Outside of diffusers several models have classes of one name: only one with the arguments that a reader knows is its
-    own.
-    """
-    found = READ_BLOCKS.get(kind.__name__, [])
-    for each in found:
-        if each.reader is not None and each.reader.arguments == argument_names(kind):
-            return each
-    return found[0] if found and kind.__module__.startswith("diffusers.") else None
-
-
-def block_name(kind: type[nn.Module]) -> str:
-    """The name of a block's class, which is none of `READ_BLOCKS` where it has no reader."""
-    name = kind.__name__
-    return f"{kind.__module__.rpartition('.')[2]}.{name}" if name in READ_BLOCKS and read_list(kind) is None else name
 
 
 def architecture_of(model: nn.Module) -> Architecture:

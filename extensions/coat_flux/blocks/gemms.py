@@ -10,6 +10,7 @@ far more, so `auto` keeps copies only where no block recomputes and all of them 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,18 @@ def multiply_in_bf16(linears: Iterable[Any]) -> None:
     for module in linears:
         name = "config" if isinstance(module, FP8Linear | FP8TrainableLinear) else "coat_linear_config"
         setattr(module, name, replace(getattr(module, name), use_fp8_gemm=False))
+
+
+@contextmanager
+def in_high_precision(block: nn.Module) -> Iterator[None]:
+    """Let the linears of a block multiply in high precision for a while."""
+    before = [(module, name, getattr(module, name)) for module, name in stored_linears(block)]
+    multiply_in_bf16(module for module, _, _ in before)
+    try:
+        yield
+    finally:
+        for module, name, config in before:
+            setattr(module, name, config)
 
 
 def transposed_bytes(blocks: Iterable[nn.Module]) -> int:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..base.files import write_file
 from .decide import NOT_CAPTURED, ExecutionMode, Picked, candidates
@@ -158,7 +159,7 @@ class SpeedPick:
 
         def once() -> None:
             with torch.enable_grad():
-                outputs = self._run(mode.compile, block, given)
+                outputs = tree_leaves(self._run(mode.compile, block, given))
                 torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
 
         for _ in range(WARM_UP):

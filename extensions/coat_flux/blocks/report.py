@@ -16,9 +16,9 @@ from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
 
 from ..base.text import columns
-from .architectures import READ_BLOCKS
 from .block_bytes import block_bytes
 from .decide import BlockChoice, BlockPlan, Given, block_settings, packing_of
+from .readers import READ_BLOCKS
 from .sizes import Block
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ __all__ = ["OUTSIDE", "CoatReport", "TableRow", "describe_linear", "shared_rows"
 
 OUTSIDE = "outside the blocks: kept in high precision"
 UNASKED = "-"
-NO_READER = "no FLUX.1 blocks"
+NO_READER = "blocks without a reader"
 GENERIC = "generic flow in place of the fused one, which keeps less"
 EAGER = "runs eager, not compiled"
 NOT_REACHED = {"idle": "untouched, not called", "host": "untouched, in a checkpoint of the model's own"}

@@ -25,20 +25,21 @@ from coat_core.linear.module import drop_transposed
 from coat_core.optim.state import state_bytes
 
 from . import report
-from .architectures import block_name, listed_blocks, read_list
+from .architectures import listed_blocks
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks
 from .decide import BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
 from .fused.chooser import FusedForms, attention_query
 from .fused.compiled import CompiledBlocks
 from .fused.frozen import NotFusable
-from .fused.reading import FusedBlock
+from .fused.reading import FusedBlock, argument_names
 from .fused.shadow import copied_bytes
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
 from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
 from .lora import trained_parameters
 from .measure import SpeedPick, Unavailable
+from .readers import block_name, read_list
 from .sizes import Tokens
 
 if TYPE_CHECKING:
@@ -93,11 +94,9 @@ class BlockRunner:
         self._table: dict[nn.Module, Callable[..., Any]] = {}
         self._plan: Any = None  # a BlockPlan, from the first decision on
         self._decisions = 0
-        classes = tuple(block_name(type(block)) for block in self._modules)
-        self._given = Given(
-            read_blocks(self._modules, (), 0), classes, allow_recompute=allow_recompute, picks_later=measures
-        )
-        self._decide(unfused=self._obstacles(None))
+        names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
+        self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, picks_later=measures)
+        self._decide(unfused=self._obstacles())
 
     @classmethod
     def install(
@@ -129,7 +128,7 @@ class BlockRunner:
     def plan(self) -> BlockPlan:
         """What every block does; before the first step, as far as that is known."""
         if self._given.tokens is None:  # adapters may have been added since
-            self._decide(blocks=read_blocks(self._modules, (), 0), unfused=self._obstacles(None))
+            self._decide(blocks=read_blocks(self._modules, (), 0), unfused=self._obstacles())
         elif self._compiled.failed and not self._given.compile_failed:
             self._decide(compile_failed=True)
         return self._plan
@@ -243,9 +242,11 @@ class BlockRunner:
         accumulates = bool(self._trained) and self._trained[0].grad is not None
         first = self._given.tokens is None and bool(hidden or (args and self._plan.checkpointing != "auto"))
         if first or size > self._size or accumulates > self._given.accumulates:
-            self._start(args, hidden, size, accumulates)
+            self._start(block, args, hidden, size, accumulates)
 
-    def _start(self, args: tuple[Any, ...], hidden: list[Tensor], size: int, accumulates: bool) -> None:
+    def _start(
+        self, block: nn.Module, args: tuple[Any, ...], hidden: list[Tensor], size: int, accumulates: bool
+    ) -> None:
         """Decide by the sizes of the first, or of a larger, micro-batch."""
         device, tokens = first_tensor(args).device, self._given.tokens or Tokens(0, 0, 0)
         if size > self._size and len(hidden) == 2:
@@ -264,7 +265,7 @@ class BlockRunner:
             dropout=any(isinstance(m, nn.Dropout) and m.p for block in self._modules for m in block.modules()),
             free_bytes=None if budget is None else budget - self._held,
             accumulates=accumulates or self._given.accumulates,
-            unfused=self._obstacles(args),
+            unfused=self._obstacles(block, args),
             transposed_bytes=transposed_bytes(self._modules) if copied else 0,
             shadow_bytes=copied_bytes(self._config, trained, first_tensor(args).element_size()),
             **facts,
@@ -301,10 +302,15 @@ class BlockRunner:
         lora = torch.get_autocast_dtype(kind) if autocasts else torch.float32
         return {"device": kind, "value_bytes": first.element_size(), "lora_bytes": lora.itemsize}
 
-    def _obstacles(self, args: tuple[Any, ...] | None) -> dict[int, str]:
-        """Index of each block that cannot be fused, as far as it shows without running it → why."""
-        found = ((i, self._forms.obstacle(block, args)) for i, block in enumerate(self._modules))
-        return {i: reason for i, reason in found if reason is not None}
+    def _obstacles(self, called: nn.Module | None = None, args: tuple[Any, ...] | None = None) -> dict[int, str]:
+        """Index of each block that cannot be fused, as far as it shows from the call of one → why."""
+        names = None if called is None else argument_names(type(called))
+        before = {} if called is None else self._given.unfused  # of others, what was found in their own call
+        found = {}
+        for i, block in enumerate(self._modules):
+            alike = argument_names(type(block)) == names
+            found[i] = self._forms.obstacle(block, args if alike else None) or (None if alike else before.get(i))
+        return {i: reason for i, reason in found.items() if reason is not None}
 
     def _run(self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block as its part of the plan has it."""
@@ -341,14 +347,14 @@ class BlockRunner:
                 self._warn_of_eager(block)
             return None
         if choice.obstacle:
-            self._decide(unfused=self._obstacles(args))
+            self._decide(unfused=self._obstacles(block, args))
         return self._compiled.form_of(fused) if choice.compiled else fused
 
     def _lose(self, choice: BlockChoice, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
         """A block cannot be fused: decide by that, and warn once for each kind and reason."""
         place, kind = self._places[block], block_name(type(block))
         if self._given.unfused.get(place) != reason:
-            self._decide(unfused={**self._obstacles(args), place: reason})
+            self._decide(unfused={**self._obstacles(block, args), place: reason})
         warning = f"{kind}: {report.EAGER if choice.saved is None else report.GENERIC}: {reason}"
         if read_list(type(block)) is None or warning in self._warned:
             return

@@ -24,6 +24,8 @@ from coat_core.kernels.qkv import qkv_rope
 from .kept import Kept, Saving
 from .linears import LinearGroup, LowRank, as_dtype
 
+Rotary = tuple[Tensor, Tensor]
+
 
 class Shared(NamedTuple):
     """What the attention of all blocks of a pass shares.

@@ -18,15 +18,18 @@ from torch.utils._pytree import tree_leaves
 from coat_core.activation import PackingConfig
 from coat_core.linear.function import compute_dtype
 
-from ..architectures import read_list
+from ..gemms import in_high_precision
+from ..readers import read_list
 from .frozen import NotFusable
 from .modulation import Modulation, modulate_ahead
 from .reading import FusedBlock, Reader, active_backend, read_with
 from .shadow import LoraShadow
 from .unchanged import Unchanged
 
-# of a block's output between the fused flow and diffusers' code, relative, in norms; on a CPU it is that of rounding
-LARGEST_DIFFERENCE = 0.02
+# of a block's output between the fused flow and the model's own code, relative, in norms: with products in high
+# precision, and as it runs. Adapters in fp32, which the fused flow multiplies in bf16, make 0.5 % of the one; where
+# that moves FP8 codes inside the block, 2.5 % of the other
+LARGEST_DIFFERENCE, LARGEST_IN_FP8 = 0.02, 0.05
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,13 @@ class FusedForms:
         self._read.pop(key, None)
         fused = fused_block(block, args, packing)
         if kind not in self._differs:
-            difference = relative_difference(fused, block, args)
-            differs = difference > LARGEST_DIFFERENCE
-            self._differs[kind] = f"its output differs from diffusers' by {difference:.1%}" if differs else ""
+            difference, largest = relative_difference(fused, block, args), LARGEST_IN_FP8
+            if difference <= largest:
+                with in_high_precision(block):
+                    exact = fused_block(block, args, packing, join=False)
+                    difference, largest = relative_difference(exact, block, args), LARGEST_DIFFERENCE
+            differs = difference > largest
+            self._differs[kind] = f"its output differs from its own code's by {difference:.1%}" if differs else ""
             if differs:
                 raise NotFusable(self._differs[kind])
         self.readings += 1

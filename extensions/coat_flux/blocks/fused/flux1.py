@@ -11,24 +11,11 @@ from torch import Tensor
 
 from coat_core.activation import PackingConfig
 
-from .attention import Attention, Shared
+from .attention import Shared
 from .block import Call
-from .double_block import DoubleBlock, Stream
+from .double_block import DoubleBlock
 from .frozen import NotFusable
-from .gated_linear import GatedLinear
-from .kept import Saving
-from .linears import read_group, read_linear
-from .norm_linears import NormLinears
-from .reading import (
-    Reader,
-    check_attention,
-    check_dropout,
-    check_gelu,
-    check_norm,
-    clipped,
-    qk_norm,
-    read_modulation,
-)
+from .reading import Outside, Reader, check_attention, clipped, read_double, read_modulation, read_single
 from .single_block import SingleBlock
 
 ARGUMENTS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
@@ -56,54 +43,16 @@ def _of_double(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
-    attn, eps = block.attn, check_norm(block.norm.norm)
-    check_attention(attn, PROCESSOR)
-    check_gelu(block.act_mlp)
-    return SingleBlock(
-        Saving(config),
-        read_modulation(block.norm),
-        NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp), join)),
-        Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
-        GatedLinear(read_linear(block.proj_out)),
-    )
+    check_attention(block.attn, PROCESSOR)
+    return read_single(block, read_modulation(block.norm), config, join)
 
 
 def _read_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
-    attn = block.attn
-    check_attention(attn, PROCESSOR)
-    if len(attn.to_out) != 2:
-        raise NotFusable("an attention output of more than a linear and a dropout")
-    check_dropout(attn.to_out[1])
-    text = _read_stream(
-        block.norm1_context,
-        block.norm2_context,
-        block.ff_context,
-        (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out),
-        join,
-    )
-    image = _read_stream(
-        block.norm1,
-        block.norm2,
-        block.ff,
-        (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]),
-        join,
-    )
-    if text.output.linear.input_spec != image.output.linear.input_spec:
-        raise NotFusable("the outputs of attention want it in different formats")
-    eps, norms = qk_norm(attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
-    return DoubleBlock(Saving(config), Attention(attn.head_dim, eps, norms), text, image)
-
-
-def _read_stream(norm1: Any, norm2: Any, ff: Any, linears: tuple[Any, ...], join: bool) -> Stream:
-    if len(ff.net) != 3:
-        raise NotFusable("a feed-forward of more than GELU, dropout and a linear")
-    check_gelu(ff.net[0])
-    check_dropout(ff.net[1])
-    output, up, down = (read_linear(module) for module in (linears[3], ff.net[0].proj, ff.net[2]))
-    inputs = NormLinears(check_norm(norm1.norm), read_group(linears[:3], join))
-    return Stream(
-        read_modulation(norm1), inputs, GatedLinear(output), NormLinears(check_norm(norm2), up), GatedLinear(down)
-    )
+    check_attention(block.attn, PROCESSOR)
+    norm, of_text = block.norm1, block.norm1_context
+    text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
+    image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
+    return read_double(block.attn, block.attn.head_dim, text, image, config, join)
 
 
 DOUBLE = Reader(ARGUMENTS, _heads, _call, _read_double, _of_double)

@@ -10,19 +10,24 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.activation import PackingConfig
 
 from ..hook import is_replaced
+from .attention import Attention
 from .block import Call
-from .double_block import DoubleBlock
+from .double_block import DoubleBlock, Stream
 from .frozen import NotFusable
-from .linears import read_linear
+from .gated_linear import GatedLinear
+from .kept import Saving
+from .linears import read_group, read_linear
 from .modulation import Modulation
+from .norm_linears import NormLinears
 from .single_block import SingleBlock
 
 FP16_LIMIT = 65504
@@ -123,8 +128,10 @@ def qk_norm(*norms: Any) -> tuple[float, tuple[Tensor, ...]]:
     """Return the eps and the weights of RMSNorms of q and k, which have the same eps."""
     weights, found = [], set()
     for norm in norms:
-        if type(norm) is not nn.RMSNorm or norm.weight is None or norm.weight.requires_grad:
-            raise NotFusable(f"its QK norm is a {type(norm).__name__} that is trained or has no weight")
+        kind = type(norm)
+        known = kind is nn.RMSNorm or (kind.__name__, kind.__module__) == ("RMSNorm", "diffusers.models.normalization")
+        if not known or norm.weight is None or norm.weight.requires_grad or getattr(norm, "bias", None) is not None:
+            raise NotFusable(f"its QK norm is a {kind.__name__} that is trained, has a bias or no weight")
         found.add(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps)
         weights.append(norm.weight)
     if len(found) > 1:
@@ -157,6 +164,88 @@ def read_modulation(norm: Any) -> Modulation:
     if getattr(norm, "emb", None) is not None or type(norm.silu) is not nn.SiLU:
         raise NotFusable("class embeddings or another activation in adaLN")
     return Modulation(read_linear(norm.linear))
+
+
+class Outside(NamedTuple):
+    """What a stream of a double block has in diffusers besides its linears to and from attention.
+
+    Attributes:
+        modulation: as of `Stream`.
+        norm1: before attention.
+        norm2: before the MLP.
+        ff: the MLP, a FeedForward.
+    """
+
+    modulation: Modulation | None
+    norm1: nn.Module
+    norm2: nn.Module
+    ff: Any
+
+
+def read_double(
+    attn: Any, head_dim: int, text: Outside, image: Outside, config: PackingConfig | None, join: bool
+) -> DoubleBlock:
+    """Read a double block around an attention of diffusers, which was checked; `config` and `join` as of `Reader`."""
+    if len(attn.to_out) != 2:
+        raise NotFusable("an attention output of more than a linear and a dropout")
+    check_dropout(attn.to_out[1])
+    of_text = _read_stream(text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out), join)
+    of_image = _read_stream(image, (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]), join)
+    norms = attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
+    return double_block(config, Attention(head_dim, *qk_norm(*norms)), of_text, of_image)
+
+
+def double_block(config: PackingConfig | None, attention: Attention, text: Stream, image: Stream) -> DoubleBlock:
+    """Put the parts together; attention's out is quantized once for both streams."""
+    if text.output.linear.input_spec != image.output.linear.input_spec:
+        raise NotFusable("the outputs of attention want it in different formats")
+    return DoubleBlock(Saving(config), attention, text, image)
+
+
+def _read_stream(outside: Outside, linears: tuple[Any, ...], join: bool) -> Stream:
+    modulation, norm1, norm2, ff = outside
+    if len(ff.net) != 3:
+        raise NotFusable("a feed-forward of more than GELU, dropout and a linear")
+    check_gelu(ff.net[0])
+    check_dropout(ff.net[1])
+    output, up, down = (read_linear(module) for module in (linears[3], ff.net[0].proj, ff.net[2]))
+    inputs = NormLinears(check_norm(norm1), read_group(linears[:3], join))
+    return Stream(modulation, inputs, GatedLinear(output), NormLinears(check_norm(norm2), up), GatedLinear(down))
+
+
+def read_single(block: Any, modulation: Modulation | None, config: PackingConfig | None, join: bool) -> SingleBlock:
+    """Read a single block with diffusers' names, whose attention was checked; arguments as `read_double`."""
+    attn, eps = block.attn, check_norm(block.norm.norm)
+    check_gelu(block.act_mlp)
+    return SingleBlock(
+        Saving(config),
+        modulation,
+        NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp), join)),
+        Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
+        GatedLinear(read_linear(block.proj_out)),
+    )
+
+
+class OncePerPass:
+    """Keeps what is made of a tensor that a model hands to all its blocks, for as long as that tensor is there.
+
+    Not for what a CUDA graph replays: it would read what was made of the tensor's first values.
+
+    Args:
+        make: (the tensor, whatever else it depends on) → what is kept.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._made = WeakTensorKeyDictionary()
+
+    def __call__(self, source: Tensor, *others: Any) -> Any:
+        """What `make` returns, or returned for the same arguments."""
+        key = source._version, *(id(x) if isinstance(x, Tensor) else x for x in others)
+        found = self._made.get(source)
+        if found is None or found[0] != key:
+            found = self._made[source] = key, self._make(source, *others), others  # whose ids stay theirs
+        return found[1]
 
 
 def clipped(x: Tensor) -> Tensor:
