@@ -54,11 +54,19 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
+def autocast_is_on(device_type: str) -> bool:
+    """Whether autocast is on for this type of device; the meta device has none."""
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Switch autocast off for what runs on `device`, so that the dtype of x decides; the meta device has none.
 
     Autocast would send LayerNorm through fp32 on CUDA only.
     """
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    if not autocast_is_on(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

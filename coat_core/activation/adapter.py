@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coat_core.autograd import first_order_only
+from coat_core.autograd import autocast_is_on, first_order_only
 from coat_core.formats import get_format
 from coat_core.granularity import Granularity
 from coat_core.kernels.quantize import dequantize, quantize_once
@@ -114,7 +114,7 @@ class FP8InputLinear(nn.Linear):
             return torch.nn.functional.linear(x, self.weight)
         saved, weight = self._fp8_input(x), self.weight
         device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if autocast_is_on(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
         result: Tensor = _LinearWithFP8Input.apply(x, weight, saved)

@@ -124,7 +124,16 @@ def scaled_mm_on_cuda(
     forward: bool = False,
 ) -> Tensor:
     """Multiply by `torch._scaled_mm`; arguments, result and errors as `scaled_mm`."""
-    _check_shapes(a, a_scale, b, b_scale, bias)
+    try:
+        return _by_cublas(a, a_scale, b, b_scale, bias, out_dtype, forward)
+    except (RuntimeError, ValueError):
+        _check_shapes(a, a_scale, b, b_scale, bias)  # says it in words that help
+        raise
+
+
+def _by_cublas(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, forward: bool
+) -> Tensor:
     row_wise = a_scale.ndim == 2 or b_scale.ndim == 2
     if row_wise:
         a_scale, b_scale = row_scale(a_scale, a.shape[0]), row_scale(b_scale, b.shape[0]).view(1, -1)

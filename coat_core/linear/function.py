@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.autograd import first_order_only, refuse_second_order, without_autocast
+from coat_core.autograd import autocast_is_on, first_order_only, refuse_second_order, without_autocast
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
@@ -76,6 +76,7 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
     forward: bool = False,
+    is_output: bool = False,
 ) -> Tensor:
     """Return (a)(weight · scale)ᵀ + bias.
 
@@ -86,6 +87,8 @@ def multiply(
         bias: [N] or None.
         dtype: of the result.
         forward: see `scaled_mm`.
+        is_output: an autograd.Function returns the result, which must then be no view: that could not be changed in
+            place.
 
     Returns:
         Tensor [..., N].
@@ -100,13 +103,20 @@ def multiply(
     out = scaled_mm(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
     if len(lead) == 1:
         return out
-    # no view, which could not be changed in place where an autograd.Function returns it
+    if not is_output:
+        return out.view(*lead, -1)
     result: Tensor = torch.ops.aten._unsafe_view.default(out, (*lead, out.shape[-1]))
     return result
 
 
 def fprop(
-    x: Tensor, quantized: Quantized | None, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    x: Tensor,
+    quantized: Quantized | None,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    is_output: bool = False,
 ) -> Tensor:
     """Return y = x Wᵀ + b, without a gradient.
 
@@ -117,12 +127,13 @@ def fprop(
         scale: fp32 [] or [N, 1].
         bias: [N] or None.
         dtype: of the result.
+        is_output: as `multiply`.
 
     Returns:
         Tensor [..., N].
     """
     if quantized is not None:
-        return multiply(quantized, codes, scale, bias, dtype, forward=True)
+        return multiply(quantized, codes, scale, bias, dtype, True, is_output)
     y: Tensor = weight_only_linear(x, codes, scale, bias, dtype)
     return y
 
@@ -188,7 +199,7 @@ class _FrozenLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scale, transposed)
         ctx.config, ctx.in_fp8, ctx.x_dtype = config, quantized is not None, x.dtype
-        return fprop(x, quantized, codes, scale, bias, dtype)
+        return fprop(x, quantized, codes, scale, bias, dtype, is_output=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -220,7 +231,7 @@ class _TrainableLinear(torch.autograd.Function):
         ctx.save_for_backward(quantized.codes, quantized.scale, codes, scale)
         ctx.config, ctx.granularity = config, quantized.granularity
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        return multiply(quantized, codes, scale, bias, dtype, forward=True)
+        return multiply(quantized, codes, scale, bias, dtype, forward=True, is_output=True)
 
     @staticmethod
     @first_order_only
@@ -240,8 +251,7 @@ class _TrainableLinear(torch.autograd.Function):
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype a linear writes: autocast's where autocast is on, else that of x."""
     device = x.device.type
-    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # meta has none
-    return torch.get_autocast_dtype(device) if autocasts else x.dtype
+    return torch.get_autocast_dtype(device) if autocast_is_on(device) else x.dtype
 
 
 def fp8_linear(

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..base.files import write_file
 from .decide import NOT_CAPTURED, ExecutionMode, Picked, candidates
+from .fused.gradients import written_gradients
 from .fused.reading import argument_names
 from .gemms import BlockGemms
 from .lora import trained_parameters
@@ -158,7 +159,7 @@ class SpeedPick:
         wanted += trained_parameters(block)
 
         def once() -> None:
-            with torch.enable_grad():
+            with torch.enable_grad(), written_gradients(False):
                 outputs = tree_leaves(self._run(mode.compile, block, given))
                 torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
 

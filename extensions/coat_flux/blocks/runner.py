@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
+from coat_core.autograd import autocast_is_on
 from coat_core.linear.module import drop_transposed
 from coat_core.optim.state import state_bytes
 
@@ -298,8 +299,7 @@ class BlockRunner:
         """What a block's arguments show: types of the device and of values."""
         first = first_tensor(args)
         kind = first.device.type
-        autocasts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # meta has none
-        lora = torch.get_autocast_dtype(kind) if autocasts else torch.float32
+        lora = torch.get_autocast_dtype(kind) if autocast_is_on(kind) else torch.float32
         return {"device": kind, "value_bytes": first.element_size(), "lora_bytes": lora.itemsize}
 
     def _obstacles(self, called: nn.Module | None = None, args: tuple[Any, ...] | None = None) -> dict[int, str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from coat_core.autograd import first_order_only, without_autocast
 
 from .attention import Shared
+from .gradients import leaves_of, returned
 from .kept import Kept
 
 __all__ = ["Call", "WrittenOut", "run_block"]
@@ -67,7 +68,7 @@ def run_block(block: WrittenOut, shared: Shared, *inputs: Tensor) -> tuple[Tenso
     """Run the block with gradients for its inputs and its adapters."""
     fixed = shared[: 2 if shared.mask is None else 3]
     outputs: tuple[Tensor, ...] = _Block.apply(
-        block, torch.is_grad_enabled(), len(fixed), len(inputs), *fixed, *inputs, *block.parameters
+        block, torch.is_grad_enabled(), len(fixed), len(inputs), *fixed, *inputs, *leaves_of(block.parameters)
     )
     return outputs
 
@@ -81,9 +82,10 @@ class _Block(torch.autograd.Function):
         kept, shared, inputs = Kept(keeps), Shared(*tensors[:first]), tensors[first : first + count]
         ctx.inputs = slice(4 + first, 4 + first + count)  # among the arguments
         outputs = block.forward(kept, shared, inputs, ctx.needs_input_grad[ctx.inputs])
-        kept.watch(tensors[first + count :])
+        leaves = tensors[first + count :]
+        kept.watch(leaves if len(leaves) == len(block.parameters) else block.parameters)
         kept.save(ctx)
-        ctx.block, ctx.shared = block, shared
+        ctx.block, ctx.shared, ctx.leaves = block, shared, len(leaves)
         return outputs
 
     @staticmethod
@@ -93,4 +95,4 @@ class _Block(torch.autograd.Function):
         with without_autocast(grads[0].device):
             of_inputs, of_parameters = ctx.block.backward(Kept.of(ctx), ctx.shared, grads, needs)
         found = [grad if needed else None for grad, needed in zip(of_inputs, needs, strict=True)]
-        return *[None] * ctx.inputs.start, *found, *of_parameters
+        return *[None] * ctx.inputs.start, *found, *returned(ctx.leaves, ctx.block.parameters, of_parameters)

@@ -17,6 +17,7 @@ from coat_core.autograd import first_order_only, without_autocast
 from coat_core.kernels.codes import product
 from coat_core.kernels.quantize import quantize
 
+from .gradients import leaves_of, returned
 from .kept import Kept
 from .linears import LinearGroup, as_dtype, times_factors
 
@@ -50,7 +51,7 @@ class Modulation:
             self.ahead.vectors = self.ahead.temb = None
             if found is not None and made_of is temb:
                 return found
-        result: Tensor = _Rows.apply(torch.nn.functional.silu(temb), self.linear, *self.linear.parameters)
+        result: Tensor = _Rows.apply(torch.nn.functional.silu(temb), self.linear, *leaves_of(self.linear.parameters))
         return result
 
     def _key(self) -> tuple[int, int, torch.dtype] | None:
@@ -77,7 +78,7 @@ def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
             continue
         linears = [modulation.linear for modulation in found]
         parameters = [parameter for linear in linears for parameter in linear.parameters]
-        for modulation, vectors in zip(found, _Together.apply(x, linears, *parameters), strict=True):
+        for modulation, vectors in zip(found, _Together.apply(x, linears, *leaves_of(parameters)), strict=True):
             modulation.ahead.temb, modulation.ahead.vectors = temb, vectors
 
 
@@ -91,15 +92,15 @@ class _Rows(torch.autograd.Function):
     """One modulation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: LinearGroup, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, linear: LinearGroup, *leaves: Tensor) -> Tensor:
         spec = linear.input_spec
         y, h = linear.forward(x, quantize(x, *spec) if spec else None)
         kept = Kept()
         kept.add("rows", x)
         kept.add("h", h)
-        kept.watch(parameters)
+        kept.watch(linear.parameters)
         kept.save(ctx)
-        ctx.linear = linear
+        ctx.linear, ctx.leaves = linear, len(leaves)
         return linear.complete(y, h)
 
     @staticmethod
@@ -113,7 +114,7 @@ class _Rows(torch.autograd.Function):
             )
             if ctx.needs_input_grad[0]:
                 dx = linear.complete_dx(linear.dgrad(grad), dh).to(x.dtype)
-        return dx, None, *parameter_grads
+        return dx, None, *returned(ctx.leaves, linear.parameters, parameter_grads)
 
 
 class _Together(torch.autograd.Function):
@@ -123,7 +124,7 @@ class _Together(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linears: Sequence[LinearGroup], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, linears: Sequence[LinearGroup], *leaves: Tensor) -> tuple[Tensor, ...]:
         y = torch.stack([linear.bases[0].forward(x, None) for linear in linears])
         copies = [linear.copies(y.dtype) for linear in linears]
         rows, rank = as_dtype(x, y.dtype), linears[0].rank
@@ -131,9 +132,10 @@ class _Together(torch.autograd.Function):
         kept = Kept()
         kept.add("rows", x)
         kept.add("h", h)
+        parameters = [parameter for linear in linears for parameter in linear.parameters]
         kept.watch(parameters)
         kept.save(ctx)
-        ctx.linears = linears
+        ctx.linears, ctx.parameters, ctx.leaves = linears, parameters, len(leaves)
         ups = torch.stack([copy.up for copy in copies])
         return torch.baddbmm(y, h, ups.transpose(1, 2)).unbind()
 
@@ -153,4 +155,4 @@ class _Together(torch.autograd.Function):
             for linear, down, up in zip(linears, downs, of_ups, strict=True):
                 (adapter,) = linear.all_adapters
                 found += [times_factors(as_dtype(down, adapter.down.dtype), adapter), as_dtype(up, adapter.up.dtype)]
-        return None, None, *found
+        return None, None, *returned(ctx.leaves, ctx.parameters, found)

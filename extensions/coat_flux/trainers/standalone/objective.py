@@ -9,6 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
+from ...blocks.fused.gradients import written_gradients
 from ...config.job_sections import TrainSection
 from ...data.loader import to_device
 from .flow_matching import (
@@ -89,7 +90,7 @@ class Objective:
         latents, noise, sigmas = drawn["latents"], drawn["noise"], drawn["sigmas"]
         x_t = noisy_latents(latents, noise, sigmas)
         bypass = self._train.bypass_guidance_embedding
-        with bypassed_guidance(self._transformer) if bypass else nullcontext():
+        with written_gradients(), bypassed_guidance(self._transformer) if bypass else nullcontext():
             prediction = predict_velocity(
                 self._transformer, x_t, sigmas, drawn["prompt_embeds"], drawn["pooled"], dtype=self._dtype
             )
