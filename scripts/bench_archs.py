@@ -4,7 +4,8 @@ Runs in ai-toolkit's environment, on a CPU. Each model is a small one of ai-tool
 random weights in bf16 and an fp32 LoRA of ai-toolkit's on the linears of its blocks, as COAT's process makes them.
 Compared with the same model without COAT: the cosine of the LoRA's gradients, all together and the lowest of one
 adapter, and the bytes that the blocks keep for backward, counted by the allocator. Prints a Markdown table, or with
---json one object a line. Archs with the same model share their figures.
+--json one object a line. Archs with the same model share their figures. With --qtype both have a base that ai-toolkit
+quantized its own way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import functools
 import gc
 import io
+import itertools
 import json
 import os
 import sys
@@ -31,8 +33,8 @@ COAT = {"memory": {"checkpointing": "none"}, "speed": {"measure": "never"}}
 SETTINGS = {"bf16": {"enabled": False}, "kept": COAT, "recomputed": {**COAT, "memory": {"checkpointing": "all"}}}
 
 
-def made(arch: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model in bf16 and frozen, with drawn weights, and its inputs."""
+def made(arch: str, qtype: str = "") -> tuple[nn.Module, dict[str, Any]]:
+    """The model in bf16, or as ai-toolkit quantizes it, and frozen, with drawn weights, and its inputs."""
     torch.manual_seed(0)
     model, inputs = MODELS[arch]()
     draw = torch.Generator().manual_seed(1)
@@ -44,6 +46,12 @@ def made(arch: str) -> tuple[nn.Module, dict[str, Any]]:
             noise = noise * 0.1 + parameter.data.nan_to_num().clamp(0, 1)  # of norms and biases
         parameter.data = noise
     nn.Module.to(model, torch.bfloat16)
+    if qtype:
+        from optimum.quanto import freeze
+        from toolkit.util.quantize import get_qtype, quantize
+
+        quantize(model, weights=get_qtype(qtype))
+        freeze(model)
     return model.requires_grad_(False).train(), in_bf16(inputs)
 
 
@@ -85,7 +93,7 @@ def with_lora(model: nn.Module, blocks: tuple[str, ...]) -> Any:
     return network.train()
 
 
-def prepare(arch: str, setting: dict[str, Any]) -> tuple[nn.Module, dict[str, Any], Any, Any]:
+def prepare(arch: str, setting: dict[str, Any], qtype: str = "") -> tuple[nn.Module, dict[str, Any], Any, Any]:
     """Model, inputs, network and COAT's report, as the process makes them."""
     from coat_flux.blocks.apply import apply_coat
     from coat_flux.blocks.architectures import architecture_of
@@ -93,7 +101,7 @@ def prepare(arch: str, setting: dict[str, Any]) -> tuple[nn.Module, dict[str, An
     from coat_flux.config.coat import COATConfig
     from coat_flux.trainers.ai_toolkit.quantizer import convert, plain_linears
 
-    model, inputs = made(arch)
+    model, inputs = made(arch, qtype)
     config, blocks = COATConfig.from_dict(setting), architecture_of(model).blocks
     if config.enabled:
         convert(model, plain_linears(model), config.linear_config())
@@ -174,7 +182,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
 
 
-def measure(arch: str) -> dict[str, Any]:
+def measure(arch: str, qtype: str = "") -> dict[str, Any]:
     """Class, treatment as it ran, cosines and bytes."""
     from coat_flux.blocks.architectures import architecture_of, listed_blocks
     from coat_flux.blocks.runner import BlockRunner
@@ -182,7 +190,7 @@ def measure(arch: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     exact: dict[str, Tensor] = {}
     for name, setting in SETTINGS.items():
-        model, inputs, network, report = prepare(arch, setting)
+        model, inputs, network, report = prepare(arch, setting, qtype)
         got = gradients(model, inputs, network)
         if name != "recomputed":
             blocks = list(listed_blocks(model, architecture_of(model).blocks).values())
@@ -197,6 +205,7 @@ def measure(arch: str) -> dict[str, Any]:
         lowest = min(each, key=each.__getitem__)
         found[name] = {
             "treatment": row.got,
+            "bases": sorted(set(report.quantized.values())),
             "cosine": cosine(*(torch.cat([x[key].flatten() for key in each]) for x in (got, exact))),
             "lowest": each[lowest],
             "lowest_of": lowest,
@@ -211,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archs", nargs="*", metavar="ARCH", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--qtype", action="append", help="of ai-toolkit's own, such as uint4; may be given again")
     args = parser.parse_args()
     head = (
         "arch",
@@ -228,22 +238,23 @@ def main() -> None:
         print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     sys.path.insert(0, os.environ["AI_TOOLKIT_ROOT"])
     done: dict[Any, dict[str, Any]] = {}
-    for arch in args.archs or MODELS:
-        if MODELS[arch] not in done:
+    for qtype, arch in itertools.product(args.qtype or [""], args.archs or MODELS):
+        key = MODELS[arch], qtype
+        if key not in done:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):  # ai-toolkit prints what it makes
-                    done[MODELS[arch]] = measure(arch)
+                    done[key] = measure(arch, qtype)
             except Exception as error:
-                done[MODELS[arch]] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        found = {**done[MODELS[arch]], "arch": arch}
+                done[key] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        found = {**done[key], "arch": arch, "qtype": qtype}
         if args.json:
             print(json.dumps(found), flush=True)
         elif "error" in found:
-            print(f"| {arch} | {found['error']} |", flush=True)
+            print(f"| {arch} {qtype} | {found['error']} |", flush=True)
         else:
             kept, again = found["kept"], found["recomputed"]
             per_token = [found[f"{name}_bytes"] / found["elements"] for name in ("kept", "bf16")]
-            cells = [arch, found["class"], kept["treatment"].split(" flow")[0].split()[-1]]
+            cells = [f"{arch} {qtype}".strip(), found["class"], kept["treatment"].split(" flow")[0].split()[-1]]
             cells += [*(f"{bytes:.1f}" for bytes in per_token), f"{per_token[1] / per_token[0]:.1f}"]
             cells += [f"{one[key]:.4f}" for one in (kept, again) for key in ("cosine", "lowest")]
             print(f"| {' | '.join(cells)} |", flush=True)

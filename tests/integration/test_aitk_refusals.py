@@ -31,10 +31,6 @@ REFUSED = {
         r"train\.gradient_accumulation_steps=4: .* write gradient_accumulation instead$",
     ),
     "neg": ({"sample": {"neg": False}}, r'sample\.neg=false: .* write neg: ""$'),
-    "two qtypes": (
-        {"model": {"quantize": True, "qtype": "qfloat8"}},
-        r"model\.qtype='qfloat8': coat\.weight\.use_fp8: true .* write coat_fp8, or coat\.weight\.use_fp8: false$",
-    ),
     "block without its optimizer": (
         {"train": {"optimizer": "adamw"}, "coat": {"optimizer": {"block_size": 64}}},
         r"train\.optimizer='adamw': the block coat\.optimizer would have no effect",

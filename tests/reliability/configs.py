@@ -205,7 +205,7 @@ def _contradictions() -> Iterator[BadConfig]:
         ("train.max_denoising_steps", 100),
     )
     yield case("weights both ways", "model.qtype='coat_fp8'", "coat.weight.use_fp8", ("coat.weight.use_fp8", False))
-    yield case("another qtype", "model.qtype='qfloat8'", "coat_fp8", ("model.qtype", "qfloat8"))
+    yield case("another qtype", "model.qtype='qfloat8'", "coat_fp8", ("model.qtype", "qfloat8"), hosts=ALONE)
     yield case("block without its optimizer", "train.optimizer='adamw'", "coat.optimizer", ("train.optimizer", "adamw"))
     yield case(
         "off with our optimizer", "train.optimizer=", "coat.enabled", ("coat.enabled", False), ("model.quantize", False)

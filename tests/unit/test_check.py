@@ -94,6 +94,12 @@ def test_what_only_surprises_is_a_warning_in_both(host: str, key: str, value: An
         ([("model.layer_offloading", True)], "model.layer_offloading", "does nothing for FLUX.1"),
         ([("sample.width", 1000)], "sample.width", "FLUX draws 992"),
         ([("network.type", "lokr")], "network.type", "keep their own inputs"),
+        ([("model.qtype", "uint4")], "model.qtype", "stay as ai-toolkit quantizes them"),
+        (
+            [("model", {"name_or_path": "models/flux", "is_flux": True, "quantize": True})],
+            "model.qtype",
+            "write coat_fp8 for FP8 GEMMs",
+        ),
         ([("datasets.0.augments", ["x"])], "datasets[0].cache_latents_to_disk", "turns it off"),
         ([("train.optimizer", "prodigy"), ("coat", {})], "train.optimizer", "not as COAT"),
         ([("type", "concept_slider")], "type", "not checked here"),

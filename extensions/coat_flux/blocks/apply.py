@@ -19,6 +19,7 @@ from ..config.findings import ConfigError
 from .architectures import Architecture, architecture_of, matches
 from .cast_loss import note_weight
 from .decide import high_precision_reason
+from .quantized import adopt, quantization_of
 from .report import OUTSIDE, CoatReport, checkpointing_line, describe_linear, execution_line, shared_rows
 from .runner import BlockRunner
 
@@ -44,7 +45,7 @@ def apply_coat(
     Args:
         model: a diffusion transformer (or UNet), of diffusers or not, that is not wrapped by PEFT yet. Layers that a
             trainer has already quantized with our backend (attribute `coat_linear_config`) are recognized and
-            configured.
+            configured; those it quantized its own way stay as they are.
         config: the `coat:` block.
         allow_recompute: False (the job's `train.gradient_checkpointing: false`) forbids recomputation.
         device: where the model will run; default: where its parameters are.
@@ -77,11 +78,16 @@ def apply_coat(
     runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute)
     report.checkpointing = checkpointing_line(runner.plan, config)
     report.execution = execution_line(runner.plan, config, run_device)
-    report.shared = lambda: shared_rows(runner.plan, config, run_device, runner.ran)
+    own = bool(report.quantized) and not report.converted
+    report.shared = lambda: shared_rows(runner.plan, config, run_device, runner.ran, own)
     modules = dict(model.named_modules())
     report.linears = {name: modules[name] for name in report.converted}
     logger.info(
-        "%s: %d linears converted, %d layers left", type(model).__name__, len(report.converted), len(report.skipped)
+        "%s: %d linears converted, %d as ai-toolkit quantized them, %d layers left",
+        type(model).__name__,
+        len(report.converted),
+        len(report.quantized),
+        len(report.skipped),
     )
     return report
 
@@ -133,6 +139,11 @@ def _convert_one(
     elif hasattr(module, "coat_linear_config"):
         _check_stored(name, module.coat_linear_config, linear_config)
         module.coat_linear_config = linear_config
+    elif (quantization := quantization_of(module)) is not None:
+        report.quantized[name] = quantization
+        if matches(name, architecture.convert):
+            adopt(module, linear_config)
+        return
     elif not matches(name, architecture.convert):
         report.skipped[name] = next((why for key, why in architecture.left.items() if matches(name, (key,))), OUTSIDE)
         return

@@ -84,6 +84,7 @@ class Given:
         value_bytes: of an element of hidden states.
         lora_bytes: of an element of what adapters compute with.
         dropout: whether the adapters have dropout.
+        quantized: linears multiply by weights that ai-toolkit quantized its own way.
         device: type of the device.
         allow_recompute: False forbids recomputation (`train.gradient_checkpointing: false`).
         free_bytes: what the budget leaves for a step after what is held all along; None: there is no limit.
@@ -107,6 +108,7 @@ class Given:
     value_bytes: int = 2
     lora_bytes: int = FP32
     dropout: bool = False
+    quantized: bool = False
     device: str = "cuda"
     allow_recompute: bool = True
     free_bytes: float | None = None
@@ -329,6 +331,7 @@ def block_settings(config: COATConfig, given: Given, *, fused: bool = True) -> l
             value_bytes=given.value_bytes,
             lora_bytes=given.lora_bytes,
             dropout=given.dropout,
+            quantized=given.quantized,
             cuda=given.device == "cuda",
         )
         for fuses in (False, fused)
@@ -343,6 +346,7 @@ def flow_settings(
     value_bytes: int = 2,
     lora_bytes: int = FP32,
     dropout: bool = False,
+    quantized: bool = False,
     cuda: bool = True,
 ) -> FlowSettings:
     """How a block keeps what it saves; without COAT, or with FP8 weights alone, in high precision.
@@ -353,6 +357,7 @@ def flow_settings(
         value_bytes: of an element of hidden states.
         lora_bytes: of an element of what adapters compute with.
         dropout: whether the adapters have dropout.
+        quantized: whether weights that ai-toolkit quantized its own way are dequantized at each use.
         cuda: whether the model runs on a GPU.
     """
     activation = config.activation
@@ -368,8 +373,8 @@ def flow_settings(
         lora_bytes=lora_bytes,
         dropout=dropout,
         cuda=cuda,
-        fp8_gemms=in_fp8,
-        fp8_weights=config.enabled and config.weight.use_fp8,
+        fp8_gemms=in_fp8 and not quantized,
+        fp8_weights=config.enabled and (config.weight.use_fp8 or quantized),
         kernels=cuda,
     )
 

@@ -27,6 +27,8 @@ from coat_core.activation import FP8InputLinear
 from coat_core.linear.function import input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 
+from .quantized import is_adopted
+
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
 
@@ -90,7 +92,7 @@ def attach_lora(root: nn.Module, config: COATConfig) -> LoraReport:
 
 
 def _hands_over_input(base: Any) -> bool:
-    return isinstance(base, FP8Linear | FP8TrainableLinear) or hasattr(base, "coat_linear_config")
+    return isinstance(base, FP8Linear | FP8TrainableLinear) or hasattr(base, "coat_linear_config") or is_adopted(base)
 
 
 def _adapters(root: nn.Module) -> Iterator[tuple[str, Any, Any, bool]]:

@@ -6,6 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ EAGER = "runs eager, not compiled"
 NOT_REACHED = {"idle": "untouched, not called", "host": "untouched, in a checkpoint of the model's own"}
 LATER = "decided at the first step"
 DEQUANTIZED = "products of dequantized weights"
+QUANTIZED = "quantized by ai-toolkit"
+OWN_PRODUCTS = "its own products, gradients by the dequantized weight"
 HEADER = ("part", "count", "asked", "got", "why")
 
 
@@ -62,6 +65,7 @@ class CoatReport:
     Attributes:
         asked: what the config asks of a linear of the blocks, in words.
         converted: linears whose weight is FP8 or whose GEMMs are.
+        quantized: name → how, for linears that ai-toolkit quantized its own way.
         got: name → what the layer does when the run starts, in words.
         why: name → reason, where a layer got less than the config asks for in general.
         skipped: name → reason, for linears left in high precision.
@@ -73,6 +77,7 @@ class CoatReport:
 
     asked: str = ""
     converted: list[str] = field(default_factory=list)
+    quantized: dict[str, str] = field(default_factory=dict)
     got: dict[str, str] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -95,13 +100,10 @@ class CoatReport:
 
     def rows(self) -> list[tuple[str, int, str, str]]:
         """Return (layers, count, got, why), one row per part of the model and treatment, as it is now."""
-        counted: dict[tuple[str, str, str], int] = {}
-        for name in self.converted:
-            key = (_part(name), self._got_now(name), self.why.get(name, ""))
-            counted[key] = counted.get(key, 0) + 1
-        for name, reason in self.skipped.items():
-            key = (_part(name), "high precision", reason)
-            counted[key] = counted.get(key, 0) + 1
+        ours = ((_part(name), self._got_now(name), self.why.get(name, "")) for name in self.converted)
+        own = ((_part(name), f"W {how}, {OWN_PRODUCTS}", QUANTIZED) for name, how in self.quantized.items())
+        rest = ((_part(name), "high precision", reason) for name, reason in self.skipped.items())
+        counted = Counter(chain(ours, own, rest))
         return [(group, count, got, why) for (group, got, why), count in counted.items()]
 
     def parts(self) -> list[TableRow]:
@@ -187,7 +189,9 @@ def _part(name: str) -> str:
     return f"{part}.*" if rest else part
 
 
-def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device, ran: Mapping[int, str]) -> list[TableRow]:
+def shared_rows(
+    plan: BlockPlan, config: COATConfig, device: torch.device, ran: Mapping[int, str], own: bool = False
+) -> list[TableRow]:
     """Return asked, got and why of what all blocks share: GEMMs, kernels, saved tensors, attention and so on.
 
     They are made each time they are read: before the first step they say what it will decide, after it what it did.
@@ -198,10 +202,12 @@ def shared_rows(plan: BlockPlan, config: COATConfig, device: torch.device, ran: 
         config: the `coat:` block.
         device: where the model runs.
         ran: how each block ran that did, as `BlockRunner.ran`.
+        own: all weights are ai-toolkit's own.
     """
-    rows = [_gemms(plan, config, device), _kernels(device), _saved(plan, config, ran), _attention(plan, config)]
-    rows.append(_checkpointing(plan, config))
-    if config.weight.use_fp8 and config.activation.use_fp8:
+    gemms, saved = _gemms(plan, config, device), _saved(plan, config, ran)
+    gemms = gemms._replace(got=OWN_PRODUCTS, why=QUANTIZED) if own else gemms
+    rows = [gemms, _kernels(device), saved, _attention(plan, config), _checkpointing(plan, config)]
+    if config.weight.use_fp8 and config.activation.use_fp8 and not own:
         rows.append(_transposed(plan, config))
     rows.append(_execution(plan, config, device))
     return rows
@@ -239,9 +245,8 @@ def auto_line(plan: BlockPlan) -> str:
 
 def treatments(plan: BlockPlan, ran: Mapping[int, str] | None = None) -> Counter[str]:
     """What the blocks do, in words → how many; `ran` as of `shared_rows`, None for what is planned."""
-    done = [("fused" if choice.flow == "fused" else "own") for choice in plan.blocks]
-    ways = done if ran is None else [ran.get(i, "idle") for i in range(len(plan.blocks))]
-    return Counter(_treatment(plan, choice, way) for choice, way in zip(plan.blocks, ways, strict=True))
+    ran = dict(enumerate(choice.flow for choice in plan.blocks)) if ran is None else ran
+    return Counter(_treatment(plan, choice, ran.get(i, "idle")) for i, choice in enumerate(plan.blocks))
 
 
 def generic_cost(config: COATConfig, given: Given) -> str:
@@ -249,8 +254,7 @@ def generic_cost(config: COATConfig, given: Given) -> str:
     (block,), tokens = given.blocks, given.tokens
     if tokens is None or not isinstance(block, Block):
         return ""
-    flows = (block_settings(config, given, fused=fused)[0] for fused in (False, True))
-    kept = [block_bytes(block, tokens, settings).kept for settings in flows]
+    kept = [block_bytes(block, tokens, block_settings(config, given, fused=x)[0]).kept for x in (False, True)]
     generic, fused = (size / (tokens.rows * block.hidden) for size in kept)
     return (
         f"; such a block keeps {kept[0] / 1e6:.2f} MB instead of {kept[1] / 1e6:.2f} MB "

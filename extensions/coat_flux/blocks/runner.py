@@ -40,6 +40,7 @@ from .held import held_bytes, usable_bytes
 from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
 from .lora import trained_parameters
 from .measure import SpeedPick, Unavailable
+from .quantized import NOT_COMPILED, has_adopted
 from .readers import block_name, read_list
 from .sizes import Tokens
 
@@ -80,12 +81,14 @@ class BlockRunner:
         self._places = {block: i for i, block in enumerate(self._modules)}
         self._reads = any(read_list(type(block)) for block in self._modules)
         self._fusable = all(read_list(type(block)) for block in self._modules)
-        measures = self._fusable and config.speed.measure != "never"
+        adopted = any(map(has_adopted, self._modules))
+        measures = self._fusable and config.speed.measure != "never" and not adopted
         self._pick = SpeedPick(blocks, config, self._run_kept) if measures else None
         self.attention = AttentionPick(config)
         self._trials: dict[str, tuple[BlockChoice, ...]] = {}  # of the start-up measurement, by compilation
         self._forms = FusedForms()
-        self._compiled = CompiledBlocks(config.fallback)
+        refused = NOT_COMPILED if adopted and config.speed.compile == "blocks" else ""
+        self._compiled = CompiledBlocks(config.fallback, refused)
         self._size = 0  # elements of hidden states in the largest micro-batch
         self._held: float | None = None  # bytes, before anything of a step is there
         self._trained: list[nn.Parameter] = []
@@ -96,7 +99,8 @@ class BlockRunner:
         self._plan: Any = None  # a BlockPlan, from the first decision on
         self._decisions = 0
         names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
-        self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, picks_later=measures)
+        facts = {"quantized": adopted, "compile_failed": self._compiled.failed, "picks_later": measures}
+        self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, **facts)
         self._decide(unfused=self._obstacles())
 
     @classmethod
@@ -289,11 +293,8 @@ class BlockRunner:
         if line and not (report.auto_line(before) and sizes == (before.recomputed, before.peak_bytes)):
             logger.info(line)
             if plan.excess_bytes > 0:
-                logger.warning(
-                    "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB; lower the "
-                    "resolution",
-                    plan.excess_bytes / 1e9,
-                )
+                text = "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB"
+                logger.warning(f"{text}; lower the resolution", plan.excess_bytes / 1e9)
 
     def _facts(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """What a block's arguments show: types of the device and of values."""

@@ -241,9 +241,9 @@ def _check_coat(entry: Entry) -> None:
         return
     text = "coat.weight.use_fp8: false asks for bf16 weights; write quantize: false"
     rule(BOTH, "model.qtype", qtype == COAT_QTYPE and not coat.weight.use_fp8, text)
-    text = "coat.weight.use_fp8: true asks for FP8 weights, and a layer is stored one way only"
-    text += f"; write {COAT_QTYPE}, or coat.weight.use_fp8: false"
-    rule(TOOLKIT, "model.qtype", qtype not in (None, COAT_QTYPE) and coat.weight.use_fp8, text)
+    text = "linears stay as ai-toolkit quantizes them and multiply its way, and coat.weight holds for what it leaves"
+    text += f"; write {COAT_QTYPE} for FP8 GEMMs"
+    rule(TOOLKIT, "model.qtype", qtype not in (None, COAT_QTYPE), text, warn=True, default=qtype)
     other, fp8 = optimizer != COAT_OPTIMIZER, coat.optimizer.use_fp8
     text = f"the block coat.optimizer would have no effect; write {COAT_OPTIMIZER}, or coat.optimizer.use_fp8: false"
     rule(BOTH, "train.optimizer", other and fp8 and entry.given("coat.optimizer"), text, default=optimizer)

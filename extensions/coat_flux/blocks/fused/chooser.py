@@ -19,6 +19,7 @@ from coat_core.activation import PackingConfig
 from coat_core.linear.function import compute_dtype
 
 from ..gemms import in_high_precision
+from ..quantized import has_adopted
 from ..readers import read_list
 from .frozen import NotFusable
 from .modulation import Modulation, modulate_ahead
@@ -30,6 +31,8 @@ from .unchanged import Unchanged
 # precision, and as it runs. Adapters in fp32, which the fused flow multiplies in bf16, make 0.5 % of the one; where
 # that moves FP8 codes inside the block, 2.5 % of the other
 LARGEST_DIFFERENCE, LARGEST_IN_FP8 = 0.02, 0.05
+# where ai-toolkit's linears cast x to 4 bits: those codes turn over by the last bit of bf16
+LARGEST_WITH_CODES = 0.1
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,11 @@ class FusedForms:
         self._read.pop(key, None)
         fused = fused_block(block, args, packing)
         if kind not in self._differs:
+            adopted = has_adopted(block)
             difference, largest = relative_difference(fused, block, args), LARGEST_IN_FP8
-            if difference <= largest:
+            if adopted:
+                largest = LARGEST_WITH_CODES
+            elif difference <= largest:
                 with in_high_precision(block):
                     exact = fused_block(block, args, packing, join=False)
                     difference, largest = relative_difference(exact, block, args), LARGEST_DIFFERENCE

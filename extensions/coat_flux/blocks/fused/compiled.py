@@ -31,15 +31,18 @@ class CompiledBlocks:
 
     Args:
         fallback: "error" raises where torch.compile fails; "bf16" goes on.
+        obstacle: why none is compiled, where that is known.
 
     Attributes:
         failed: whether torch.compile failed, so that all blocks run eager.
     """
 
-    def __init__(self, fallback: str) -> None:
+    def __init__(self, fallback: str, obstacle: str = "") -> None:
         self._fallback = fallback
         self.failed = False
         self._compiled: dict[type, Callable[..., Any]] = {}
+        if obstacle:
+            self.give_up(obstacle)
 
     def form_of(self, fused: FusedBlock) -> Callable[..., Any]:
         """Return the compiled form of a block as `fused_block` gives it, with the same arguments and results."""
@@ -53,7 +56,7 @@ class CompiledBlocks:
                 with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
                     outputs = self._function(type(fused.block))(fused.block, *inputs)
             except _compiler_errors() as error:
-                self._fail(f"torch.compile: {_reason(error)}; {REMEDY}", error)
+                self.give_up(f"torch.compile: {_reason(error)}; {REMEDY}", error)
                 return fused(*args)
             return fused.reader.results(*_first_order_only(*outputs))
 
@@ -64,7 +67,12 @@ class CompiledBlocks:
             self._compiled[kind] = torch.compile(kind.apart, fullgraph=True, dynamic=False)
         return self._compiled[kind]
 
-    def _fail(self, reason: str, error: Exception) -> None:
+    def give_up(self, reason: str, error: Exception | None = None) -> None:
+        """Run blocks eager from here on.
+
+        Raises:
+            RuntimeError: `fallback` is error.
+        """
         self.failed = True
         if self._fallback == "error":
             raise RuntimeError(f"fallback='error': {reason}") from error

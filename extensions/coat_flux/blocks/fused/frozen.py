@@ -5,6 +5,8 @@ outputs, so it is summed in fp32 and x's gradient is written once. Each linear's
 matrix, so nothing is in memory twice. Weights that moved apart again (to another device and back) are joined where they
 are next read.
 
+What ai-toolkit quantized its own way multiplies its own way, each linear by itself.
+
 Shapes: weights [N_i, K], joined [ΣN, K]; transposed copies [K, N_i], joined [K, ΣN].
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,8 @@ from coat_core.linear.function import (
 )
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, load_transposed, load_weight
 from coat_core.quantize import Quantized
+
+from ..quantized import input_gradient, is_adopted, own_product
 
 Spec = tuple[str, Granularity]
 CODES = ("weight_codes", "weight_codes_transposed")  # buffers of FP8 linears, by the dimension that outputs are in
@@ -106,11 +110,32 @@ class FrozenLinear:
         return (self.weight, self.scale) if self.scale is not None else quantize_weight(self.weight, config)[:2]
 
 
-def read_frozen(base: Any) -> FrozenLinear:
-    """Read a linear; NotFusable where it is trained itself or quantized by someone else."""
+@dataclass(frozen=True)
+class AdoptedLinear:
+    """The base, quantized by ai-toolkit its own way (`quantized.adopt`); methods as those of `FrozenLinear`."""
+
+    module: Any
+    config: ClassVar[None] = None
+    scale: ClassVar[None] = None
+    input_spec: ClassVar[None] = None
+    grad_spec: ClassVar[None] = None
+
+    def forward(self, x: Tensor, quantized: None) -> Tensor:
+        """Return x Wᵀ + b by its own code, as in training; for rows x [B, K], which modulate, as x asks for it."""
+        return own_product(self.module, x, x.ndim > 2 or x.requires_grad)
+
+    def dgrad(self, grad: Tensor, quantized: None = None) -> Tensor:
+        """Return dy W."""
+        return input_gradient(self.module, grad)
+
+
+def read_frozen(base: Any) -> FrozenLinear | AdoptedLinear:
+    """Read a linear; NotFusable where it is trained itself or quantized by someone unknown."""
     bias = base.bias
     if bias is not None and bias.requires_grad:
         raise NotFusable("a linear whose bias is trained")
+    if is_adopted(base):
+        return AdoptedLinear(base)
     config = base.config if isinstance(base, FP8Linear) else getattr(base, "coat_linear_config", None)
     if config is not None:
         codes, scale = load_weight(base, config)

@@ -32,7 +32,7 @@ from coat_core.kernels.lora import lora_up_gradients
 from coat_core.quantize import Quantized
 
 from ..lora import NotPlain, PlainAdapter, plain_adapters
-from .frozen import FrozenLinear, NotFusable, join_frozen, joinable, read_frozen
+from .frozen import AdoptedLinear, FrozenLinear, NotFusable, join_frozen, joinable, read_frozen
 
 
 class Copies(NamedTuple):
@@ -74,7 +74,7 @@ class LinearGroup:
         grad_spec: as `FrozenLinear.grad_spec`; None where dy is cut up before its cast.
     """
 
-    bases: tuple[FrozenLinear, ...]
+    bases: tuple[FrozenLinear | AdoptedLinear, ...]
     widths: tuple[int, ...]
     adapters: tuple[tuple[PlainAdapter, ...], ...]
     parts: tuple[int, ...] = ()
@@ -269,8 +269,8 @@ def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) 
         parts: as of `LinearGroup`; of linears that each make one, empty.
 
     Raises:
-        NotFusable: one is trained itself, quantized by someone else, or its adapter is more than two matrices; or they
-            do not go together.
+        NotFusable: one is trained itself, quantized by someone unknown, or its adapter is more than two matrices; or
+            they do not go together.
     """
     try:
         plain = [plain_adapters(module) for module in modules]
@@ -282,7 +282,7 @@ def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) 
     bases = tuple(read_frozen(base) for base, _ in plain)
     if len({base.input_spec for base in bases} - {None}) > 1:
         raise NotFusable("linears that read the same tensor want it in different formats")
-    widths = tuple(len(base.weight) for base in bases)
+    widths = tuple(base.out_features for base, _ in plain)
     if join and len(bases) > 1 and joinable(bases):
         bases = (join_frozen([base for base, _ in plain], bases),)
     if sum(parts) not in (0, sum(widths)):

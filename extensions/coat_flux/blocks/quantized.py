@@ -1,0 +1,123 @@
+"""Linears that ai-toolkit quantized its own way (with its own code, quanto or torchao), which stay as they are.
+
+    y  = their own forward, as they run in training
+    dx = dy W          W dequantized at each use, in the basis of x: rotations and scales of x folded in
+
+Their own backward is this product, too, straight through what they do to x, but most of them keep the dequantized W
+for it. Here nothing is kept, in the fused flow as in the generic one.
+
+Shapes: x [..., K], W [N, K], y and dy [..., N].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_core.linear.module import hand_over_input
+
+from ..base.names import COAT_QTYPE
+
+if TYPE_CHECKING:
+    from coat_core.config import FP8LinearConfig
+
+__all__ = ["NOT_COMPILED", "adopt", "has_adopted", "input_gradient", "is_adopted", "own_product", "quantization_of"]
+
+NOT_COMPILED = "linears that ai-toolkit quantized are not compiled; set coat.speed.compile: none"
+
+
+def quantization_of(module: nn.Module) -> str | None:
+    """Name how someone else quantized a linear ("uint4", "qfloat8_e4m3fn"); None where it is plain or ours."""
+    quantizer = getattr(module, "ostris_quantizer", None)
+    if quantizer is not None:
+        return None if quantizer.qtype == COAT_QTYPE else str(quantizer.qtype or type(quantizer).__name__)
+    weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+    kind = type(None if weight is None else weight.data)
+    if weight is None or getattr(kind, "dequantize", None) is Tensor.dequantize:
+        return None
+    of_quanto = getattr(module, "weight_qtype", None)
+    return f"{kind.__module__.partition('.')[0]} {kind.__name__}" if of_quanto is None else str(of_quanto.name)
+
+
+def adopt(module: Any, config: FP8LinearConfig) -> None:
+    """Let a linear of which `quantization_of` knows keep nothing for backward, and hand x over to its adapter.
+
+    Its class keeps its name, by which ai-toolkit's LoRA finds it. An adapter that is on it already (an accuracy
+    recovery adapter) calls it as it is from now on.
+
+    Args:
+        module: the linear; adopting it again changes the config alone.
+        config: how the adapter keeps x.
+    """
+    module.coat_input_config = config
+    if is_adopted(module):
+        return
+    adapter, forward = None, vars(module).get("forward")
+    while hasattr(owner := getattr(forward, "__self__", None), "org_forward"):
+        adapter, forward = owner, owner.org_forward
+    own = type(module).forward
+    module.__class__ = _adopted(type(module))
+    if adapter is not None and getattr(forward, "__func__", None) is own:
+        adapter.org_forward = type(module).forward.__get__(module)
+
+
+def is_adopted(module: nn.Module) -> bool:
+    """Whether `adopt` was called with it."""
+    return hasattr(type(module), "adopted_from")
+
+
+def has_adopted(block: nn.Module) -> bool:
+    """Whether one of its linears is."""
+    return any(map(is_adopted, block.modules()))
+
+
+@torch.no_grad()
+def own_product(module: Any, x: Tensor, trains: bool) -> Tensor:
+    """Return y of an adopted linear by its own code, without a graph.
+
+    Args:
+        module: the linear.
+        x: its input.
+        trains: whether that is part of training: where no gradient of x is asked for, ai-toolkit's linears that
+            quantize x do so only on GPUs that multiply such codes.
+    """
+    y: Tensor = type(module).adopted_from.forward(module, x.detach().requires_grad_(trains))
+    return y
+
+
+@torch.no_grad()
+def input_gradient(module: Any, grad: Tensor) -> Tensor:
+    """Return dx = dy W in the dtype of dy."""
+    quantizer = getattr(module, "ostris_quantizer", None)
+    if quantizer is None:
+        weight: Tensor = module.weight.dequantize()
+    else:
+        weight = getattr(quantizer, "dequantize_folded", quantizer.dequantize)(module)
+    return grad @ weight.to(grad.device, grad.dtype)
+
+
+@functools.cache
+def _adopted(kind: type) -> type:
+    """A class of the same name that differs from `kind` in its forward."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        hand_over_input(self, x, self.coat_input_config)
+        y: Tensor = _OwnProduct.apply(x, self)
+        return y
+
+    own = {"forward": forward, "adopted_from": kind, "__doc__": kind.__doc__, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
+
+
+class _OwnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.module, ctx.x_dtype = module, x.dtype
+        return own_product(module, x, x.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return input_gradient(ctx.module, grad).to(ctx.x_dtype), None
