@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .fused import flux1
+from .fused import flux1, flux2
 from .fused.reading import Reader
 
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
@@ -178,6 +178,24 @@ FLUX = Architecture(
     outside=FLUX_OUTSIDE,
 )
 
+# modulation is made outside of the blocks, for all of them at once
+FLUX2 = Architecture(
+    convert=("transformer_blocks.*", "single_transformer_blocks.*"),
+    weight_only=(),
+    lists=(
+        BlockList("transformer_blocks", block="Flux2TransformerBlock", reader=flux2.DOUBLE),
+        BlockList("single_transformer_blocks", block="Flux2SingleTransformerBlock", reader=flux2.SINGLE),
+    ),
+)
+FLUX2_OF_TOOLKIT = Architecture(
+    convert=("double_blocks.*", "single_blocks.*"),
+    weight_only=(),
+    lists=(
+        BlockList("double_blocks", block="DoubleStreamBlock", reader=flux2.BFL_DOUBLE),
+        BlockList("single_blocks", block="SingleStreamBlock", reader=flux2.BFL_SINGLE),
+    ),
+)
+
 # SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
 # but the middle's first resnet; that one and the attentions' own norms keep what they save in bf16.
 # Every adapter between an attention's proj_in and proj_out gets the error of their casts. The gradients of v and out
@@ -235,7 +253,6 @@ PLAIN = {
     "DiT": _plain("blocks", one_row=("adaLN_modulation.1",)),
     "DualWanTransformer3DModel": _plain("transformer_1.blocks", "transformer_2.blocks"),
     "ErnieImageTransformer2DModel": _plain("layers"),
-    "Flux2": _plain("double_blocks", "single_blocks"),
     "Ideogram4Transformer2DModel": _plain("layers", one_row=("adaln_modulation",)),
     "LTX2VideoTransformer3DModel": _plain("transformer_blocks"),
     "Lumina2Transformer2DModel": _plain("context_refiner", "noise_refiner", "layers", one_row=("norm1.linear",)),
@@ -256,6 +273,8 @@ PLAIN = {
 
 ARCHITECTURES = {
     "FluxTransformer2DModel": FLUX,
+    "Flux2Transformer2DModel": FLUX2,
+    "Flux2": FLUX2_OF_TOOLKIT,
     "UNet2DConditionModel": UNET,
     "SD3Transformer2DModel": SD3,
     "CogVideoXTransformer3DModel": COGVIDEOX,

@@ -1,0 +1,196 @@
+"""FLUX.2's readers: its double and single blocks as diffusers and as ai-toolkit (in BFL's layout) have them.
+
+The model makes one set of modulation vectors for all blocks of a kind and hands it in. Its linears have no bias, its
+MLPs are SwiGLU, and a single block's q, k, v and MLP come from one linear.
+Source: diffusers models/transformers/transformer_flux2.py; https://github.com/black-forest-labs/flux2, whose model
+ai-toolkit has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_core.activation import PackingConfig
+
+from .attention import Attention, Shared
+from .block import Call
+from .double_block import DoubleBlock, Stream
+from .frozen import NotFusable
+from .gated_linear import GatedLinear
+from .kept import Saving
+from .linears import LinearGroup, read_group, read_linear
+from .norm_linears import NormLinears
+from .reading import OncePerPass, Reader, check_attention, check_dropout, check_norm, clipped, double_block, qk_norm
+from .single_block import SingleBlock
+
+SWIGLU = "silu_and_mul"
+ACTIVATIONS = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
+BFL_EPS = 1e-6  # of its RMSNorm, written into its forward
+
+
+def _check_swiglu(module: Any) -> None:
+    if type(module).__name__ not in ACTIVATIONS or type(module.gate_fn) is not nn.SiLU:
+        raise NotFusable(f"its activation is a {type(module).__name__}, not FLUX.2's SwiGLU")
+
+
+def _stream(norms: tuple[Any, Any], inputs: LinearGroup, out: Any, mlp: tuple[Any, Any, Any]) -> Stream:
+    """Read a stream of a double block; `mlp` are its first linear, its activation and its second linear."""
+    _check_swiglu(mlp[1])
+    output, up, down = (read_linear(module) for module in (out, mlp[0], mlp[2]))
+    before, after = map(check_norm, norms)
+    return Stream(
+        None, NormLinears(before, inputs), GatedLinear(output), NormLinears(after, up), GatedLinear(down), SWIGLU
+    )
+
+
+def _single(
+    config: PackingConfig | None,
+    norm: Any,
+    linears: tuple[Any, Any],
+    mlp: Any,
+    activation: Any,
+    attention: Attention,
+    width: int,
+) -> SingleBlock:
+    """Read a single block: the linears before and behind attention; `mlp` has the MLP's sizes, heads are `width`."""
+    _check_swiglu(activation)
+    inputs = read_group(linears[:1], False, (width, width, width, mlp.mlp_hidden_dim * mlp.mlp_mult_factor))
+    output = GatedLinear(read_linear(linears[1]))
+    return SingleBlock(Saving(config), None, NormLinears(check_norm(norm), inputs), attention, output, SWIGLU)
+
+
+def _vectors(modulation: Tensor, image: Tensor) -> Tensor:
+    """The vectors of one stream as a block takes them [B, n·D]: the model may hand in one row for all images."""
+    flat = modulation.flatten(1) if modulation.ndim == 2 or modulation.shape[1] == 1 else None
+    if flat is None or len(flat) not in (1, len(image)):
+        raise NotFusable(f"modulation of shape {tuple(modulation.shape)}")
+    return flat.expand(len(image), -1)
+
+
+# -- diffusers --------------------------------------------------------------------------------------------------------
+
+
+def _shared(args: tuple[Any, ...], rotary: int) -> Shared:
+    """The rotary tables, after which joint_attention_kwargs come."""
+    if len(args) <= rotary or args[rotary] is None:
+        raise NotFusable("no rotary embedding is given")
+    if any(args[rotary + 1 :]):
+        raise NotFusable("joint_attention_kwargs, or streams that come apart")
+    return Shared(*args[rotary])
+
+
+def _call_double(args: tuple[Any, ...]) -> Call:
+    image, text, of_image, of_text = args[:4]
+    return Call(image, text, _shared(args, 4), None, (_vectors(of_text, image), _vectors(of_image, image)))
+
+
+def _call_single(args: tuple[Any, ...]) -> Call:
+    if args[1] is not None:
+        raise NotFusable("text and image are handed in apart")
+    return Call(args[0], None, _shared(args, 3), None, (_vectors(args[2], args[0]),))
+
+
+def _heads(block: Any) -> tuple[int, int]:
+    return block.attn.heads, block.attn.head_dim
+
+
+def _mlp(ff: Any) -> tuple[Any, Any, Any]:
+    return ff.linear_in, ff.act_fn, ff.linear_out
+
+
+def _read_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+    attn = block.attn
+    check_attention(attn, "Flux2AttnProcessor")
+    check_dropout(attn.to_out[1])
+    of_text = read_group((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), join)
+    of_image = read_group((attn.to_q, attn.to_k, attn.to_v), join)
+    text = _stream((block.norm1_context, block.norm2_context), of_text, attn.to_add_out, _mlp(block.ff_context))
+    image = _stream((block.norm1, block.norm2), of_image, attn.to_out[0], _mlp(block.ff))
+    norms = qk_norm(attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
+    return double_block(config, Attention(attn.head_dim, *norms), text, image)
+
+
+def _read_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
+    attn = block.attn
+    check_attention(attn, "Flux2ParallelSelfAttnProcessor")
+    attention = Attention(attn.head_dim, *qk_norm(attn.norm_q, attn.norm_k))
+    linears, width = (attn.to_qkv_mlp_proj, attn.to_out), attn.heads * attn.head_dim
+    return _single(config, block.norm, linears, attn, attn.mlp_act_fn, attention, width)
+
+
+# -- ai-toolkit, in BFL's layout --------------------------------------------------------------------------------------
+
+
+def _tables(*tables: Tensor) -> Shared:
+    """The rotary tables [S, d] of BFL's [B, 1, S_i, d/2, 2, 2], turned by [[cos, -sin], [sin, cos]]."""
+    table = torch.cat(tables, dim=2)
+    if len(table) > 1 and not torch.equal(table, table[:1].expand_as(table)):
+        raise NotFusable("images with positions of their own")
+    turned = table[0, 0].float().repeat_interleave(2, dim=1)
+    return Shared(turned[..., 0, 0].contiguous(), turned[..., 1, 0].contiguous())
+
+
+_tables_once = OncePerPass(_tables)
+
+
+def _call_bfl_double(args: tuple[Any, ...]) -> Call:
+    image, text, of_image, of_text = args[0], args[1], args[4], args[5]
+    vectors = (_vectors(torch.cat([*each[0], *each[1]], dim=-1), image) for each in (of_text, of_image))
+    return Call(image, text, _tables_once(args[3], args[2]), None, tuple(vectors))
+
+
+def _call_bfl_single(args: tuple[Any, ...]) -> Call:
+    return Call(args[0], None, _tables_once(args[1]), None, (_vectors(torch.cat(args[2], dim=-1), args[0]),))
+
+
+def _bfl_heads(block: Any) -> tuple[int, int]:
+    return block.num_heads, block.hidden_size // block.num_heads
+
+
+def _bfl_attention(block: Any, *norms: Any) -> Attention:
+    """`norms` are QKNorms, of text first."""
+    weights = [norm.scale for both in norms for norm in (both.query_norm, both.key_norm)]
+    if any(weight.requires_grad for weight in weights):
+        raise NotFusable("its QK norm is trained")
+    return Attention(_bfl_heads(block)[1], BFL_EPS, tuple(weights))
+
+
+def _read_bfl_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+    of_text, of_image, parts = block.txt_attn, block.img_attn, (block.hidden_size,) * 3
+    linears = [read_group((attn.qkv,), join, parts) for attn in (of_text, of_image)]
+    text = _stream((block.txt_norm1, block.txt_norm2), linears[0], of_text.proj, tuple(block.txt_mlp))
+    image = _stream((block.img_norm1, block.img_norm2), linears[1], of_image.proj, tuple(block.img_mlp))
+    return double_block(config, _bfl_attention(block, of_text.norm, of_image.norm), text, image)
+
+
+def _read_bfl_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
+    attention, linears = _bfl_attention(block, block.norm), (block.linear1, block.linear2)
+    return _single(config, block.pre_norm, linears, block, block.mlp_act, attention, block.hidden_size)
+
+
+_ATTENDS = ("image_rotary_emb", "joint_attention_kwargs")
+DOUBLE = Reader(
+    ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS),
+    _heads,
+    _call_double,
+    _read_double,
+    lambda text, image: (clipped(text), image),
+)
+SINGLE = Reader(
+    ("hidden_states", "encoder_hidden_states", "temb_mod", *_ATTENDS, "split_hidden_states", "text_seq_len"),
+    _heads,
+    _call_single,
+    _read_single,
+    lambda _, image: clipped(image),
+)
+BFL_DOUBLE = Reader(
+    ("img", "txt", "pe", "pe_ctx", "mod_img", "mod_txt"),
+    _bfl_heads,
+    _call_bfl_double,
+    _read_bfl_double,
+    lambda text, image: (image, text),
+)
+BFL_SINGLE = Reader(("x", "pe", "mod"), _bfl_heads, _call_bfl_single, _read_bfl_single, lambda _, image: image)
