@@ -12,16 +12,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from coat_core.activation import PackingConfig
-from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, Granularity
-from coat_core.linear.module import FP8Linear
 from coat_core.metrics import sqnr_db
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.fused.chooser import attention_query, fused_block
 from coat_flux.blocks.fused.frozen import NotFusable
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.config.coat import COATConfig
-from tests.helpers.flux2 import IMAGE, RANK, TEXT, adapt, diffusers_module, given, gradients, linears, make_block
+from tests.helpers.flux2 import (
+    IMAGE,
+    RANK,
+    TEXT,
+    adapt,
+    diffusers_module,
+    given,
+    gradients,
+    in_fp8,
+    linears,
+    make_block,
+)
 from tests.helpers.saved_tensors import recording_fused
 from tests.tolerances import (
     ARCH_GRADIENT_COSINE,
@@ -39,12 +48,6 @@ OF = ["diffusers", pytest.param("ai-toolkit", marks=pytest.mark.aitk)]
 KINDS = ["double", "single"]
 # of FLUX.1's blocks, with gates that are trained: docs/memory.md
 FLUX1_BYTES = {"double": 12.5, "single": 10.4}
-
-
-def in_fp8(block: nn.Module) -> nn.Module:
-    for name in linears(block):
-        FP8Linear.from_linear(block.get_submodule(name), FP8LinearConfig(input_granularity="per_row"))
-    return block
 
 
 def assert_equal_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:

@@ -20,6 +20,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from coat_core.config import FP8LinearConfig
+from coat_core.linear.module import FP8Linear
 from scripts._toolkit_lora import Network
 
 TEXT, IMAGE, RANK = 24, 40, 4
@@ -81,6 +83,13 @@ def make_block(of: str, kind: str, hidden: int, heads: int, dtype: torch.dtype =
 
 def linears(block: nn.Module) -> list[str]:
     return [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+
+
+def in_fp8(block: nn.Module) -> nn.Module:
+    """The block with FP8 linears that quantize x by row."""
+    for name in linears(block):
+        FP8Linear.from_linear(block.get_submodule(name), FP8LinearConfig(input_granularity="per_row"))
+    return block
 
 
 def adapt(block: nn.Module, by: str, rank: int = RANK) -> nn.Module:

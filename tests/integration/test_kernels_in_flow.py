@@ -21,6 +21,7 @@ from coat_core.granularity import Granularity
 from coat_core.kernels import dispatch
 from coat_flux.blocks.fused.chooser import fused_block
 from tests.autograd.test_fused_flow import arguments, blocks, gradients
+from tests.helpers import flux2
 from tests.helpers.asserts import assert_sqnr
 from tests.helpers.flux import coat_flux_model
 from tests.helpers.operators import check_layout
@@ -89,6 +90,21 @@ def test_a_block_by_kernels_is_the_block_by_references(kind: str, activation: di
     shared = ("norm_modulate_quantize", "qkv_rope", "mlp_activation_down", "gated_sum", "lora_up_gradients")
     for name in (*shared, "mlp_down_gradient", own):
         assert kernels.calls[name] > 0
+
+
+@pytest.mark.parametrize("kind", ["double", "single"])
+def test_flux2s_blocks_by_kernels_are_those_by_references(kind: str) -> None:
+    """One linear makes q, k, v and both halves of SwiGLU."""
+    block = flux2.in_fp8(flux2.make_block("diffusers", kind, 64, 2))
+    holder, call = flux2.adapt(block, "ai-toolkit's"), flux2.given("diffusers", kind, 64, 2, batch=1, tokens=(7, 17))
+    form = fused_block(block, call.args, PackingConfig(granularity=Granularity("per_group", 32)))
+    expected = flux2.gradients(form, call, holder)
+    with Kernels() as kernels:
+        found = flux2.gradients(form, call, holder)
+    for name, wanted in expected.items():
+        assert_sqnr(wanted, found[name], KERNEL_FLOW_FLOOR_DB)
+    backward = "mlp_activation_backward" if kind == "double" else "qkv_mlp_backward"
+    assert all(kernels.calls[name] for name in ("mlp_activation_down", "mlp_down_gradient", backward))
 
 
 def test_optimizer_steps_by_the_kernel_are_those_of_the_reference() -> None:
