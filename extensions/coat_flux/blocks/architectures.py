@@ -61,6 +61,8 @@ class BlockList:
         block: class of the blocks; empty where nothing more is known of them.
         reader: reads them for the fused flow; None: they take the generic one.
         kind: of `sizes.Block`; empty where their bytes are not known.
+        fused_bytes: that the fused flow keeps per element of hidden states where `kind` is empty, with a trained
+            modulation and attention in FP8; 0 where nobody measured it.
         count: key of the model's config with their number.
         original: name of the list in the original checkpoint.
         linears: of a block, by their original names.
@@ -71,6 +73,7 @@ class BlockList:
     block: str = ""
     reader: Reader | None = None
     kind: str = ""
+    fused_bytes: float = 0.0
     count: str = ""
     original: str = ""
     linears: tuple[OriginalLinear, ...] = ()
@@ -183,16 +186,18 @@ FLUX2 = Architecture(
     convert=("transformer_blocks.*", "single_transformer_blocks.*"),
     weight_only=(),
     lists=(
-        BlockList("transformer_blocks", block="Flux2TransformerBlock", reader=flux2.DOUBLE),
-        BlockList("single_transformer_blocks", block="Flux2SingleTransformerBlock", reader=flux2.SINGLE),
+        BlockList("transformer_blocks", block="Flux2TransformerBlock", reader=flux2.DOUBLE, fused_bytes=14.6),
+        BlockList(
+            "single_transformer_blocks", block="Flux2SingleTransformerBlock", reader=flux2.SINGLE, fused_bytes=12.5
+        ),
     ),
 )
 FLUX2_OF_TOOLKIT = Architecture(
     convert=("double_blocks.*", "single_blocks.*"),
     weight_only=(),
     lists=(
-        BlockList("double_blocks", block="DoubleStreamBlock", reader=flux2.BFL_DOUBLE),
-        BlockList("single_blocks", block="SingleStreamBlock", reader=flux2.BFL_SINGLE),
+        BlockList("double_blocks", block="DoubleStreamBlock", reader=flux2.BFL_DOUBLE, fused_bytes=14.6),
+        BlockList("single_blocks", block="SingleStreamBlock", reader=flux2.BFL_SINGLE, fused_bytes=12.5),
     ),
 )
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .lora import trained_parameters
+from .readers import read_list
 from .sizes import Block, BlockBytes, FlowSettings, Tokens, flux_bytes, read_block
 
 
@@ -29,6 +30,7 @@ RATES = {
 }
 UNKNOWN = Rates(96.0, 38.0, 42.0)
 FP8_INPUT, BF16_INPUT = 1.03, 2.0  # bytes that a recomputed block keeps per element
+ATTENTION_IN_BF16 = 4 * (BF16_INPUT - FP8_INPUT)  # more bytes per element, of q, k, v and out
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,21 @@ class UnknownBlock:
         kind: name of its class.
         elements: of hidden states in the largest micro-batch.
         gradients: bytes of its adapters.
+        fused: bytes per element that the fused flow keeps, attention in FP8; 0 where it has none, or nobody knows.
     """
 
     kind: str
     elements: int
     gradients: int
+    fused: float = 0.0
 
     def bytes(self, settings: FlowSettings) -> BlockBytes:
         """All numbers of the block."""
         rates = RATES.get(self.kind, UNKNOWN)
         kept = rates.packed if settings.attention == "fp8" else rates.attention_kept
-        if settings.flow == "eager":
+        if settings.flow == "fused" and self.fused:
+            kept = self.fused + (0.0 if settings.attention == "fp8" else ATTENTION_IN_BF16)
+        elif settings.flow == "eager":
             kept = rates.high_precision
         recomputed = FP8_INPUT if settings.fp8_checkpoint else BF16_INPUT
         whole = int(rates.high_precision * self.elements)
@@ -72,7 +78,10 @@ def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: i
             described = replace(read_block(block, trained), trained_embedding=embedding)
         except (AttributeError, ValueError):  # another class, or not built as diffusers' is
             gradients = sum(p.numel() * p.element_size() for p in trained_parameters(block))
-            found.append(UnknownBlock(type(block).__name__, elements, gradients))
+            known = read_list(type(block))
+            found.append(
+                UnknownBlock(type(block).__name__, elements, gradients, 0.0 if known is None else known.fused_bytes)
+            )
         else:
             found.append(described)
             trained = described.trained_output
