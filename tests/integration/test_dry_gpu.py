@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_core.activation import PackingConfig
+from coat_core.config import FP8LinearConfig
+from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.config.coat import OPTIONS
 from coat_flux.config.options import Option
 from coat_flux.saves.state import execution_of
@@ -21,6 +24,7 @@ from coat_core.kernels import scaled_mm
 from coat_core.kernels.gpu import gate, norm
 from tests.helpers.dry_gpu import COMPARED, DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
 from tests.helpers.dry_gpu.card import CARD
+from tests.helpers.families import FAMILIES, made, results
 
 pytestmark = [
     pytest.mark.triton,
@@ -326,3 +330,20 @@ def test_every_fp8_gemm_of_a_config_is_one_that_torch_takes(
         reason = scaled_mm.unsupported_reason(CARD, DTYPES[a], DTYPES[b], rows_a or rows_b)
     assert gpu.operators.calls["coat::fp8_mm"] > 0
     assert (reason is None) == exists
+
+
+# -- blocks of other models -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward through the launchers, with a mask, at the models' width."""
+    with dry_gpu(monkeypatch) as gpu:
+        of = made(name, torch.bfloat16, 3072, (512, 1024), FP8LinearConfig(), "toolkit", 16, "cuda")
+        form = fused_block(of.block, of.args, PackingConfig())
+        with gpu.operators.step({}):
+            found = results(form, of)
+    assert [found[each].shape for each in of.leaves] == [x.shape for x in of.leaves.values()]
+    streams, norms = (1, 1) if "single" in name else (2, 4)
+    kernels = ("_qkv_rope_bwd_kernel", "_norm_modulate_bwd_kernel", "_gated_sum_bwd_kernel")
+    assert [gpu.launches[kernel] for kernel in kernels] == [streams, norms, norms]

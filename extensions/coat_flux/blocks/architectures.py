@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .fused import flux1, flux2
+from .fused import chroma, flux1, flux2
 from .fused.reading import Reader
 
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
@@ -200,6 +200,22 @@ FLUX2_OF_TOOLKIT = Architecture(
         BlockList("single_blocks", block="SingleStreamBlock", reader=flux2.BFL_SINGLE, fused_bytes=12.5),
     ),
 )
+CHROMA = Architecture(
+    convert=FLUX.convert,
+    weight_only=(),
+    lists=(
+        BlockList("transformer_blocks", block="ChromaTransformerBlock", reader=chroma.DOUBLE),
+        BlockList("single_transformer_blocks", block="ChromaSingleTransformerBlock", reader=chroma.SINGLE),
+    ),
+)
+CHROMA_OF_TOOLKIT = Architecture(
+    convert=("double_blocks.*", "single_blocks.*"),
+    weight_only=(),
+    lists=(
+        BlockList("double_blocks", block="DoubleStreamBlock", reader=chroma.TOOLKIT_DOUBLE),
+        BlockList("single_blocks", block="SingleStreamBlock", reader=chroma.TOOLKIT_SINGLE),
+    ),
+)
 
 # SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
 # but the middle's first resnet; that one and the attentions' own norms keep what they save in bf16.
@@ -253,7 +269,6 @@ PLAIN = {
         "single_stream_layers",
         one_row=("*norm[123].linear",),
     ),
-    "Chroma": _plain("double_blocks", "single_blocks"),
     "CogView4Transformer2DModel": _plain("transformer_blocks", one_row=("norm1.linear",)),
     "DiT": _plain("blocks", one_row=("adaLN_modulation.1",)),
     "DualWanTransformer3DModel": _plain("transformer_1.blocks", "transformer_2.blocks"),
@@ -280,6 +295,8 @@ ARCHITECTURES = {
     "FluxTransformer2DModel": FLUX,
     "Flux2Transformer2DModel": FLUX2,
     "Flux2": FLUX2_OF_TOOLKIT,
+    "ChromaTransformer2DModel": CHROMA,
+    "Chroma": CHROMA_OF_TOOLKIT,
     "UNet2DConditionModel": UNET,
     "SD3Transformer2DModel": SD3,
     "CogVideoXTransformer3DModel": COGVIDEOX,

@@ -1,0 +1,194 @@
+"""Chroma's reader: FLUX.1's blocks, whose modulation the model makes for all of them, with a mask of padded text.
+
+There are two classes of them: diffusers', and ai-toolkit's own in the layout of the original, where one linear makes q,
+k and v (and what the MLP reads) and streams come in another order.
+Sources: diffusers models/transformers/transformer_chroma.py; ai-toolkit
+extensions_built_in/diffusion_models/chroma/src/layers.py, also in Chroma Radiance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_core.activation import PackingConfig
+from coat_core.kernels.attention import additive_mask
+from coat_core.linear.function import compute_dtype
+
+from .attention import Attention, Rotary, Shared
+from .block import Call
+from .double_block import DoubleBlock, Stream
+from .flux1 import PROCESSOR
+from .frozen import NotFusable
+from .gated_linear import GatedLinear
+from .kept import Saving
+from .linears import read_group, read_linear
+from .norm_linears import NormLinears
+from .reading import (
+    OncePerPass,
+    Outside,
+    Reader,
+    check_attention,
+    check_gelu,
+    check_norm,
+    clipped,
+    double_block,
+    read_double,
+    read_single,
+)
+from .single_block import SingleBlock
+
+# -- diffusers' class -------------------------------------------------------------------------------------------------
+
+OPTIONAL = ("image_rotary_emb", "attention_mask", "joint_attention_kwargs")
+
+
+@OncePerPass
+def _pairs(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask of pairs of tokens [B, 1, S, S] of a mask of tokens [B, S], multiplied as diffusers does."""
+    return additive_mask(mask[:, None, None, :] * mask[:, None, :, None], dtype)
+
+
+def _shared(image: Tensor, rotary: Rotary | None = None, mask: Tensor | None = None, kwargs: Any = None) -> Shared:
+    if kwargs:
+        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
+    if rotary is None:
+        raise NotFusable("no rotary embedding is given")
+    return Shared(*rotary, None if mask is None else _pairs(mask, compute_dtype(image)))
+
+
+def _call_double(args: tuple[Any, ...]) -> Call:
+    image, text, temb, *others = args
+    of_image, of_text = temb.flatten(1, 2).chunk(2, dim=1)
+    return Call(image, text, _shared(image, *others), None, (of_text, of_image))
+
+
+def _call_single(args: tuple[Any, ...]) -> Call:
+    x, temb, *others = args
+    return Call(x, None, _shared(x, *others), None, (temb.flatten(1, 2),))
+
+
+def _heads(block: Any) -> tuple[int, int]:
+    return block.attn.heads, block.attn.head_dim
+
+
+def _read_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+    check_attention(block.attn, PROCESSOR)
+    _check_pruned(block.norm1)
+    _check_pruned(block.norm1_context)
+    text = Outside(None, block.norm1_context.norm, block.norm2_context, block.ff_context)
+    image = Outside(None, block.norm1.norm, block.norm2, block.ff)
+    return read_double(block.attn, block.attn.head_dim, text, image, config, join)
+
+
+def _read_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
+    check_attention(block.attn, PROCESSOR)
+    return read_single(block, None, config, join)
+
+
+def _check_pruned(norm: Any) -> None:
+    if norm.emb is not None:
+        raise NotFusable("class embeddings in adaLN")
+
+
+DOUBLE = Reader(
+    ("hidden_states", "encoder_hidden_states", "temb", *OPTIONAL),
+    _heads,
+    _call_double,
+    _read_double,
+    lambda text, image: (clipped(text), image),
+)
+SINGLE = Reader(
+    ("hidden_states", "temb", *OPTIONAL), _heads, _call_single, _read_single, lambda _, image: clipped(image)
+)
+
+# -- ai-toolkit's class -----------------------------------------------------------------------------------------------
+
+TOOLKIT_EPS = 1e-6  # of its RMSNorm
+
+
+@OncePerPass
+def _tables(pe: Tensor) -> Rotary:
+    """Cos and sin [S, d] of rotations [B, 1, S, d / 2, 2, 2], which are the same for all images."""
+    if len(pe) > 1 and not torch.equal(pe[1:], pe[:1].expand_as(pe[1:])):
+        raise NotFusable("images of one batch at different positions")
+    cos, sin = (pe[0, 0, ..., i, 0].repeat_interleave(2, dim=-1) for i in range(2))
+    return cos, sin
+
+
+@OncePerPass
+def _one_head(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive mask of the first head, of a mask [B, H, S, S] that the model repeats for all of them."""
+    return additive_mask(mask[:, :1], dtype)
+
+
+def _toolkit_shared(image: Tensor, pe: Tensor, mask: Tensor | None) -> Shared:
+    return Shared(*_tables(pe), None if mask is None else _one_head(mask, compute_dtype(image)))
+
+
+def _vectors(*found: Any) -> Tensor:
+    """Shift, scale and gate [B, 1, D] of each ModulationOut, side by side [B, n·D]."""
+    return torch.cat([part for each in found for part in (each.shift, each.scale, each.gate)], dim=1).flatten(1)
+
+
+def _call_toolkit_double(args: tuple[Any, ...]) -> Call:
+    image, text, pe, (of_image, of_text), mask = args
+    return Call(image, text, _toolkit_shared(image, pe, mask), None, (_vectors(*of_text), _vectors(*of_image)))
+
+
+def _call_toolkit_single(args: tuple[Any, ...]) -> Call:
+    x, pe, modulation, mask = args
+    return Call(x, None, _toolkit_shared(x, pe, mask), None, (_vectors(modulation),))
+
+
+def _toolkit_heads(block: Any) -> tuple[int, int]:
+    return block.num_heads, block.hidden_size // block.num_heads
+
+
+def _toolkit_attention(block: Any, *norms: Any) -> Attention:
+    weights = [each.scale for norm in norms for each in (norm.query_norm, norm.key_norm)]
+    if any(weight.requires_grad for weight in weights):
+        raise NotFusable("a QK norm that is trained")
+    return Attention(_toolkit_heads(block)[1], TOOLKIT_EPS, tuple(weights))
+
+
+def _read_toolkit_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+    text = _toolkit_stream(block.txt_attn, block.txt_norm1, block.txt_norm2, block.txt_mlp, join)
+    image = _toolkit_stream(block.img_attn, block.img_norm1, block.img_norm2, block.img_mlp, join)
+    return double_block(config, _toolkit_attention(block, block.txt_attn.norm, block.img_attn.norm), text, image)
+
+
+def _toolkit_stream(attn: Any, norm1: Any, norm2: Any, mlp: Any, join: bool) -> Stream:
+    if len(mlp) != 3:
+        raise NotFusable("an MLP of more than two linears and GELU")
+    check_gelu(mlp[1])
+    output, up, down = (read_linear(module) for module in (attn.proj, mlp[0], mlp[2]))
+    width = sum(output.widths)
+    inputs = NormLinears(check_norm(norm1), read_group((attn.qkv,), join, (width, width, width)))
+    return Stream(None, inputs, GatedLinear(output), NormLinears(check_norm(norm2), up), GatedLinear(down))
+
+
+def _read_toolkit_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
+    check_gelu(block.mlp_act)
+    parts = (*[block.hidden_size] * 3, block.mlp_hidden_dim)
+    inputs = NormLinears(check_norm(block.pre_norm), read_group((block.linear1,), join, parts))
+    attention = _toolkit_attention(block, block.norm)
+    return SingleBlock(Saving(config), None, inputs, attention, GatedLinear(read_linear(block.linear2)))
+
+
+TOOLKIT_DOUBLE = Reader(
+    ("img", "txt", "pe", "distill_vec", "mask"),
+    _toolkit_heads,
+    _call_toolkit_double,
+    _read_toolkit_double,
+    lambda text, image: (image, text),
+)
+TOOLKIT_SINGLE = Reader(
+    ("x", "pe", "distill_vec", "mask"),
+    _toolkit_heads,
+    _call_toolkit_single,
+    _read_toolkit_single,
+    lambda _, image: image,
+)

@@ -1,0 +1,160 @@
+"""Blocks of other families than FLUX.1: their reader's form computes and keeps what FLUX.1's does."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from coat_core import sqnr_db
+from coat_core.activation import PackingConfig
+from coat_core.config import FP8LinearConfig
+from coat_flux.blocks.fused.chooser import fused_block
+from coat_flux.blocks.fused.frozen import NotFusable
+from coat_flux.blocks.readers import block_name, read_list
+from scripts._toolkit_lora import ROOT_VARIABLE
+from tests.helpers.families import FAMILIES, Made, largest_difference, made, results
+from tests.helpers.saved_tensors import recording_fused
+from tests.tolerances import (
+    ARCH_GRADIENT_COSINE,
+    BLOCK_GRADIENT_FLOOR_DB,
+    BLOCK_OUTPUT_FLOOR_DB,
+    FUSED_BF16_RTOL,
+    FUSED_FP32_RTOL,
+    SMALL_BLOCK_GRADIENT_FLOOR_DB,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
+KEPT_BY_FLUX = {"DoubleBlock": 12.5, "SingleBlock": 10.4}  # bytes per token and hidden element, EXPERIMENTS.md
+WIDTH, TOKENS = 3072, (512, 4096)  # of all of these models, at 1024 x 1024
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_and_gradients_are_those_of_the_blocks_own_code(name: str) -> None:
+    for adapters in ("peft", "toolkit"):
+        for dtype, rtol in ((torch.float32, FUSED_FP32_RTOL), (torch.bfloat16, FUSED_BF16_RTOL)):
+            error, worst = largest_difference(name, dtype, adapters)
+            assert error < rtol, (adapters, dtype, worst)
+
+
+@pytest.mark.aitk
+def test_ai_toolkits_own_blocks() -> None:
+    done = subprocess.run(
+        [os.environ["AI_TOOLKIT_PYTHON"], "-m", "tests.helpers.families"],
+        cwd=os.environ[ROOT_VARIABLE],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == {name for name in FAMILIES if name.startswith("toolkit")}
+    for name, (error, worst) in found.items():
+        assert error < FUSED_FP32_RTOL, (name, worst)
+
+
+@pytest.mark.parametrize("adapters", ["peft", "toolkit"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str, adapters: str) -> None:
+    """Weights, products and kept tensors; at the small width of tests/integration/test_bench_memory.py."""
+    exact = made(name, torch.bfloat16, 256, (32, 96), adapters=adapters, rank=16)
+    fp8 = made(name, torch.bfloat16, 256, (32, 96), PER_ROW, adapters, rank=16)
+    expected = results(exact.block, exact)
+    found = results(fused_block(fp8.block, fp8.args, PackingConfig()), fp8)
+    decibels, flat = [], ([], [])
+    for (key, wanted), got in zip(expected.items(), found.values(), strict=True):
+        db = float(sqnr_db(wanted, got))
+        if key.startswith("output"):
+            assert db > BLOCK_OUTPUT_FLOOR_DB, key
+        elif "lora" in key:
+            decibels.append(db)
+            for of, x in zip(flat, (wanted, got), strict=True):
+                of.append(x.double().flatten() / wanted.double().norm())
+    cosine = nn.functional.cosine_similarity(torch.cat(flat[0]), torch.cat(flat[1]), dim=0)
+    assert min(decibels) > SMALL_BLOCK_GRADIENT_FLOOR_DB
+    assert statistics.median(decibels) > BLOCK_GRADIENT_FLOOR_DB
+    assert cosine > ARCH_GRADIENT_COSINE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kept_bytes_at_real_width(name: str) -> None:
+    """With rank 16 on every linear, on the meta device: at most a fifth above FLUX.1."""
+    of = made(name, torch.bfloat16, WIDTH, TOKENS, PER_ROW, rank=16, device="meta")
+    form = fused_block(of.block, of.args, PackingConfig())
+    with recording_fused() as kept:
+        form(*of.args)
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
+    per_element = sum(storages.values()) / (sum(TOKENS) * WIDTH)
+    assert 0.8 < per_element / KEPT_BY_FLUX[type(form.block).__name__] < 1.2
+
+
+def with_trained_norm(of: Made) -> None:
+    next(p for name, p in of.block.named_parameters() if "norm" in name).requires_grad_()
+
+
+def with_other_activation(of: Made) -> None:
+    for module in of.block.modules():
+        if type(module).__name__ == "GELU":
+            module.approximate = "none"
+
+
+def with_weight_that_is_trained(of: Made) -> None:
+    next(p for name, p in of.block.named_parameters() if p.ndim == 2 and "lora" not in name).requires_grad_()
+
+
+def without_rotary(of: Made) -> None:
+    of.args = tuple(None if isinstance(x, tuple) else x for x in of.args)
+
+
+def with_kwargs(of: Made) -> None:
+    of.args = tuple({"ip_hidden_states": 1} if i == 5 else x for i, x in enumerate(of.args))
+
+
+def of_two_positions(of: Made) -> None:
+    of.args = tuple(torch.cat([x[:1], x[:1] + 1]) if torch.is_tensor(x) and x.ndim == 6 else x for x in of.args)
+
+
+NOT_FUSED = [
+    ("chroma double", with_trained_norm, "its QK norm is a RMSNorm that is trained"),
+    ("toolkit's chroma double", with_trained_norm, "a QK norm that is trained"),
+    ("toolkit's chroma single", with_other_activation, "its activation is a GELU, not GELU-tanh"),
+    ("toolkit's chroma single", with_weight_that_is_trained, "a linear whose weight is trained"),
+    ("toolkit's chroma double", of_two_positions, "images of one batch at different positions"),
+    ("chroma single", without_rotary, "no rotary embedding is given"),
+    ("chroma double", with_kwargs, "joint_attention_kwargs ip_hidden_states"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "reason"), NOT_FUSED)
+def test_what_a_block_does_beyond_is_not_fused(name: str, change: Callable[[Made], None], reason: str) -> None:
+    of = made(name)
+    change(of)
+    with pytest.raises(NotFusable, match=reason):
+        fused_block(of.block, of.args, None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
+    of = made(name)
+    one, other = (fused_block(of.block, of.args, None).reader.call(of.args).shared for _ in range(2))
+    assert one.mask is not None
+    assert one.mask is other.mask
+    assert one.cos is other.cos
+
+
+def test_a_class_of_another_model_under_the_same_name_has_no_reader() -> None:
+    """As Krea 2's SingleStreamBlock has, which takes other arguments."""
+    own = type(made("toolkit's chroma single").block)
+    other = type("SingleStreamBlock", (nn.Module,), {"forward": lambda self, x, vec, freqs, mask: x})
+    assert read_list(own) is not None
+    assert read_list(other) is None
+    assert (block_name(own), block_name(other)) == ("SingleStreamBlock", "test_fused_families.SingleStreamBlock")

@@ -1,0 +1,211 @@
+"""One block of each family that a reader knows besides FLUX.1, with adapters, and what it is called with.
+
+Run as a program inside ai-toolkit's environment it compares ai-toolkit's own blocks with what their reader makes of
+them, and prints the largest differences as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from coat_core.config import FP8LinearConfig
+from coat_core.linear.module import FP8Linear
+from coat_flux.blocks.fused.chooser import fused_block
+from scripts._toolkit_lora import Network
+
+TEXT, IMAGE, PADDING, BATCH, RANK = 24, 40, 7, 2, 4
+TOOLKIT_LAYERS = "extensions_built_in.diffusion_models.chroma.src.layers"
+MODULATIONS = ("img_mod.1", "txt_mod.1")  # linears on one row per image
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of block.
+
+    Attributes:
+        make: (hidden size, heads) → the block, its weights at their initialization.
+        call: (streams of text, image and both, a vector source, angles [S, d / 2], mask of tokens) → the block's
+            arguments; vectors are of `vectors` times the hidden size.
+        vectors: how many.
+    """
+
+    make: Callable[[int, int], nn.Module]
+    call: Callable[..., tuple[Any, ...]]
+    vectors: int
+
+
+def _tables(angles: Tensor) -> tuple[Tensor, Tensor]:
+    return angles.cos().repeat_interleave(2, 1), angles.sin().repeat_interleave(2, 1)
+
+
+def _of_diffusers(name: str, module: str) -> Callable[[int, int], nn.Module]:
+    def make(hidden: int, heads: int) -> nn.Module:
+        cls = getattr(importlib.import_module(f"diffusers.models.transformers.{module}"), name)
+        return cls(hidden, heads, hidden // heads)
+
+    return make
+
+
+def toolkit_layers() -> Any:
+    """ai-toolkit's module, where this Python can import it; else the stand-in."""
+    root = os.environ.get("AI_TOOLKIT_ROOT")
+    if __name__ != "__main__" or root is None:
+        return importlib.import_module("tests.helpers.bfl_blocks")
+    sys.path.insert(0, root)
+    return importlib.import_module(TOOLKIT_LAYERS)
+
+
+def _toolkit_double(hidden: int, heads: int) -> nn.Module:
+    own = {} if "bfl_blocks" in toolkit_layers().__name__ else {"mlp_ratio": 4.0, "qkv_bias": True}
+    return toolkit_layers().DoubleStreamBlock(hidden, heads, **own)
+
+
+def _pe(angles: Tensor, batch: int) -> Tensor:
+    cos, sin = angles.cos(), angles.sin()
+    pe = torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))
+    return pe.expand(batch, 1, *pe.shape)
+
+
+def _modulation(vectors: Tensor) -> Any:
+    return toolkit_layers().ModulationOut(*vectors.split(1, dim=1))
+
+
+def _call_toolkit_double(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
+    of = [_modulation(three) for three in vectors.split(3, dim=1)]
+    return image, text, _pe(angles, len(text)), [of[:2], of[2:]], _pairs(seen).expand(-1, 2, -1, -1)
+
+
+def _call_toolkit_single(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
+    return both, _pe(angles, len(both)), _modulation(vectors), _pairs(seen).expand(-1, 2, -1, -1)
+
+
+def _pairs(seen: Tensor) -> Tensor:
+    return seen[:, None, None] & seen[:, None, :, None]
+
+
+FAMILIES = {
+    "chroma double": Family(
+        _of_diffusers("ChromaTransformerBlock", "transformer_chroma"),
+        lambda text, image, both, vectors, angles, seen: (image, text, vectors, _tables(angles), seen, None),
+        12,
+    ),
+    "chroma single": Family(
+        _of_diffusers("ChromaSingleTransformerBlock", "transformer_chroma"),
+        lambda text, image, both, vectors, angles, seen: (both, vectors, _tables(angles), seen, None),
+        3,
+    ),
+    "toolkit's chroma double": Family(_toolkit_double, _call_toolkit_double, 12),
+    "toolkit's chroma single": Family(
+        lambda hidden, heads: toolkit_layers().SingleStreamBlock(hidden, heads), _call_toolkit_single, 3
+    ),
+}
+
+
+@dataclass
+class Made:
+    """A block and its call.
+
+    Attributes:
+        block: with or without adapters.
+        args: of its call.
+        leaves: what has gradients, by name.
+        network: ai-toolkit's adapters, where it has those.
+    """
+
+    block: nn.Module
+    args: tuple[Any, ...]
+    leaves: dict[str, Tensor]
+    network: Any = None
+
+
+def linears(block: nn.Module) -> list[str]:
+    return [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+
+
+def made(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    hidden: int = 64,
+    tokens: tuple[int, int] = (TEXT, IMAGE),
+    fp8: FP8LinearConfig | None = None,
+    adapters: str = "peft",
+    rank: int = RANK,
+    device: str = "cpu",
+    trains_vectors: bool = True,
+) -> Made:
+    """The block frozen, with adapters on every linear, B nonzero, and the last text tokens of an image padded."""
+    draw = torch.Generator().manual_seed(0)
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    heads = 2 if hidden < 1024 else hidden // 128
+    with torch.device(device):
+        block = family.make(hidden, heads).to(dtype).requires_grad_(False).train()
+        for linear in linears(block) if fp8 is not None else ():
+            FP8Linear.from_linear(block.get_submodule(linear), fp8)
+        network = _adapted(block, adapters, rank)
+    leaves = {} if network is None else dict(network.named_parameters())
+    leaves |= {each: p for each, p in block.named_parameters() if p.requires_grad}
+    for each, parameter in leaves.items() if device == "cpu" else ():  # elsewhere nobody has values
+        spread = 0.1 if "lora_B" in each or "lora_up" in each else parameter.shape[1] ** -0.5
+        parameter.data = (torch.randn(parameter.shape, generator=draw) * spread).to(parameter.dtype)
+    batch = BATCH if device == "cpu" else 1
+    shapes = {"text": (batch, tokens[0], hidden), "image": (batch, tokens[1], hidden)}
+    shapes |= {"both": (batch, sum(tokens), hidden)}
+    shapes |= {"vectors": (batch, family.vectors, hidden) if family.vectors else (batch, hidden)}
+    draws = {} if device != "cpu" else {"generator": draw}
+    inputs = {each: torch.randn(shape, device=device, **draws).to(dtype) for each, shape in shapes.items()}
+    for each, x in inputs.items():
+        x.requires_grad_(trains_vectors or each != "vectors")
+    angles = torch.outer(torch.arange(sum(tokens)), 1e4 ** -torch.linspace(0, 1, hidden // heads // 2)).to(device)
+    seen = torch.ones(batch, sum(tokens), dtype=torch.bool)
+    seen[-1, tokens[0] - PADDING : tokens[0]] = False
+    args = family.call(*inputs.values(), angles, seen.to(device))
+    given = {id(x) for x in tree_leaves(args)}
+    used = {each: x for each, x in inputs.items() if id(x) in given or (each == "vectors" and trains_vectors)}
+    return Made(block, args, used | leaves, network)
+
+
+def _adapted(block: nn.Module, adapters: str, rank: int) -> Any:
+    """PEFT's in the block; or ai-toolkit's next to it, which are returned."""
+    if adapters == "toolkit":
+        return Network([block.get_submodule(name) for name in linears(block)], rank).train()
+    if adapters == "peft":
+        from peft import LoraConfig, inject_adapter_in_model
+
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears(block)), block)
+    return None
+
+
+def results(run: Callable[..., Any], of: Made) -> dict[str, Tensor]:
+    """Outputs, and gradients of all leaves for fixed output gradients."""
+    outputs = tree_leaves(run(*of.args))
+    draw = torch.Generator().manual_seed(5)
+    own = {"device": outputs[0].device} if outputs[0].device.type != "cpu" else {"generator": draw}
+    given = [torch.randn(x.shape, **own).to(x.dtype) for x in outputs]
+    found = torch.autograd.grad(outputs, list(of.leaves.values()), given, retain_graph=True)
+    return {f"output {i}": x.detach() for i, x in enumerate(outputs)} | dict(zip(of.leaves, found, strict=True))
+
+
+def largest_difference(name: str, dtype: torch.dtype, adapters: str = "peft") -> tuple[float, str]:
+    """Of outputs and gradients between the block and its fused form, everything kept as it is: relative, in norms."""
+    of = made(name, dtype, adapters=adapters)
+    expected, found = results(of.block, of), results(fused_block(of.block, of.args, None), of)
+    errors = {key: float((found[key].double() - x.double()).norm() / x.double().norm()) for key, x in expected.items()}
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+if __name__ == "__main__":
+    own = [name for name in FAMILIES if name.startswith("toolkit")]
+    assert toolkit_layers().__name__ == TOOLKIT_LAYERS
+    json.dump({name: largest_difference(name, torch.float32, "toolkit") for name in own}, sys.stdout)
