@@ -123,7 +123,24 @@ def of_two_positions(of: Made) -> None:
     of.args = tuple(torch.cat([x[:1], x[:1] + 1]) if torch.is_tensor(x) and x.ndim == 6 else x for x in of.args)
 
 
+def with_index(of: Made) -> None:
+    of.args = (*of.args[:6], torch.zeros(2, 40, dtype=torch.int))
+
+
+def with_two_times(of: Made) -> None:
+    of.block.zero_cond_t = True
+
+
+def with_other_modulation(of: Made) -> None:
+    of.block.txt_mod[0] = nn.GELU()
+
+
 NOT_FUSED = [
+    ("qwen image", with_index, r"different modulations \(zero_cond_t\)"),
+    ("qwen image", with_two_times, r"different modulations \(zero_cond_t\)"),
+    ("qwen image", with_other_modulation, "a modulation of more than SiLU and a linear"),
+    ("qwen image", with_kwargs, "joint_attention_kwargs ip_hidden_states"),
+    ("qwen image", without_rotary, "no rotary embedding is given"),
     ("chroma double", with_trained_norm, "its QK norm is a RMSNorm that is trained"),
     ("toolkit's chroma double", with_trained_norm, "a QK norm that is trained"),
     ("toolkit's chroma single", with_other_activation, "its activation is a GELU, not GELU-tanh"),
@@ -149,6 +166,20 @@ def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
     assert one.mask is not None
     assert one.mask is other.mask
     assert one.cos is other.cos
+
+
+def test_a_mask_that_hides_nothing_is_left_out() -> None:
+    """Kernels without one are faster."""
+    of = made("qwen image")
+    form = fused_block(of.block, of.args, None)
+    seen = torch.ones_like(of.args[2])
+    args = (*of.args[:2], seen, *of.args[3:])
+    assert form.reader.call(args).shared.mask is None
+    seen[0, 3] = False  # in place, as a buffer may be filled again
+    mask = form.reader.call(args).shared.mask
+    assert mask is not None
+    assert mask[0, 0, 0, 3] == -torch.inf
+    assert mask.isinf().sum() == 1
 
 
 def test_a_class_of_another_model_under_the_same_name_has_no_reader() -> None:

@@ -89,6 +89,11 @@ def _call_toolkit_single(text: Tensor, image: Tensor, both: Tensor, vectors: Ten
     return both, _pe(angles, len(both)), _modulation(vectors), _pairs(seen).expand(-1, 2, -1, -1)
 
 
+def _call_qwen_image(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
+    of_text, of_image = torch.polar(torch.ones_like(angles), angles).split([text.shape[1], image.shape[1]])
+    return image, text, seen[:, : text.shape[1]], vectors, (of_image, of_text), None, None
+
+
 def _pairs(seen: Tensor) -> Tensor:
     return seen[:, None, None] & seen[:, None, :, None]
 
@@ -104,6 +109,7 @@ FAMILIES = {
         lambda text, image, both, vectors, angles, seen: (both, vectors, _tables(angles), seen, None),
         3,
     ),
+    "qwen image": Family(_of_diffusers("QwenImageTransformerBlock", "transformer_qwenimage"), _call_qwen_image, 0),
     "toolkit's chroma double": Family(_toolkit_double, _call_toolkit_double, 12),
     "toolkit's chroma single": Family(
         lambda hidden, heads: toolkit_layers().SingleStreamBlock(hidden, heads), _call_toolkit_single, 3

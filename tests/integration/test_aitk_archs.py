@@ -22,7 +22,14 @@ from tests.tolerances import ARCH_FEWER_BYTES, ARCH_GRADIENT_COSINE, ARCH_LOWEST
 from tests.unit.test_archs import LEGACY, NO_MODELS
 
 pytestmark = [pytest.mark.aitk, pytest.mark.slow]
-FUSED = {"FluxTransformer2DModel", "Flux2", "Flux2Transformer2DModel", "Chroma", "ChromaTransformer2DModel"}
+FUSED = {
+    "FluxTransformer2DModel",
+    "Flux2",
+    "Flux2Transformer2DModel",
+    "Chroma",
+    "ChromaTransformer2DModel",
+    "QwenImageTransformer2DModel",
+}
 MODEL_OF_TWO_PARTS = {"wan22_14b", "wan22_14b_i2v"}  # the noise level chooses one
 HOST = Path(os.environ.get("AI_TOOLKIT_ROOT", "."))
 ALL = sorted(set(archs_of(HOST)) - NO_MODELS | LEGACY) if "AI_TOOLKIT_ROOT" in os.environ else []

@@ -341,7 +341,7 @@ def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -
     with dry_gpu(monkeypatch) as gpu:
         of = made(name, torch.bfloat16, 3072, (512, 1024), FP8LinearConfig(), "toolkit", 16, "cuda")
         form = fused_block(of.block, of.args, PackingConfig())
-        with gpu.operators.step({}):
+        with gpu.operators.step({"coat_flux/blocks/fused/qwen_image.py:_mask": 0.0}):
             found = results(form, of)
     assert [found[each].shape for each in of.leaves] == [x.shape for x in of.leaves.values()]
     streams, norms = (1, 1) if "single" in name else (2, 4)

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .fused import chroma, flux1, flux2
+from .fused import chroma, flux1, flux2, qwen_image
 from .fused.reading import Reader
 
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
@@ -217,6 +217,12 @@ CHROMA_OF_TOOLKIT = Architecture(
     ),
 )
 
+QWEN_IMAGE = Architecture(
+    convert=("transformer_blocks.*",),
+    weight_only=("transformer_blocks.*.img_mod.1", "transformer_blocks.*.txt_mod.1"),
+    lists=(BlockList("transformer_blocks", block="QwenImageTransformerBlock", reader=qwen_image.BLOCK),),
+)
+
 # SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
 # but the middle's first resnet; that one and the attentions' own norms keep what they save in bf16.
 # Every adapter between an attention's proj_in and proj_out gets the error of their casts. The gradients of v and out
@@ -284,7 +290,6 @@ PLAIN = {
     ),
     "PRXTransformer2DModel": _plain("blocks", one_row=("modulation.lin",)),
     "PixArtTransformer2DModel": _plain("transformer_blocks"),
-    "QwenImageTransformer2DModel": _plain("transformer_blocks", one_row=("img_mod.1", "txt_mod.1")),
     "SingleStreamDiT": _plain("txtfusion.layerwise_blocks", "txtfusion.refiner_blocks", "blocks"),
     "WanTransformer3DModel": _plain("blocks"),
     "ZImageDCT": _plain("noise_refiner", "context_refiner", "layers", one_row=("adaLN_modulation.0",)),
@@ -297,6 +302,7 @@ ARCHITECTURES = {
     "Flux2": FLUX2_OF_TOOLKIT,
     "ChromaTransformer2DModel": CHROMA,
     "Chroma": CHROMA_OF_TOOLKIT,
+    "QwenImageTransformer2DModel": QWEN_IMAGE,
     "UNet2DConditionModel": UNET,
     "SD3Transformer2DModel": SD3,
     "CogVideoXTransformer3DModel": COGVIDEOX,

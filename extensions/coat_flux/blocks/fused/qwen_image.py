@@ -1,0 +1,90 @@
+"""Qwen-Image's reader, of its editing models too: double blocks alone, with their own modulations.
+
+Rotations come as complex numbers, image and text apart, and the mask is one of text tokens.
+Source: diffusers models/transformers/transformer_qwenimage.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_core.activation import PackingConfig
+from coat_core.kernels.attention import additive_mask
+from coat_core.linear.function import compute_dtype
+
+from .attention import Rotary, Shared
+from .block import Call
+from .double_block import DoubleBlock
+from .frozen import NotFusable
+from .linears import read_linear
+from .modulation import Modulation
+from .reading import OncePerPass, Outside, Reader, check_attention, clipped, read_double
+
+PROCESSOR = "QwenDoubleStreamAttnProcessor2_0"
+
+
+@OncePerPass
+def _tables(image: Tensor, text: Tensor) -> Rotary:
+    """Cos and sin [T + S, d] of rotations of image and text, complex [S, d / 2] and [T, d / 2]."""
+    both = torch.cat([text, image])
+    return both.real.repeat_interleave(2, dim=1).contiguous(), both.imag.repeat_interleave(2, dim=1).contiguous()
+
+
+@OncePerPass
+def _mask(seen: Tensor, image_tokens: int, dtype: torch.dtype) -> Tensor | None:
+    """The additive mask [B, 1, 1, T + S] of a mask of text tokens [B, T]; None where it hides none, which is faster."""
+    if seen.device.type != "meta" and bool(seen.all()):
+        return None
+    keys = torch.cat([seen.bool(), seen.new_ones(len(seen), image_tokens, dtype=torch.bool)], dim=1)
+    return additive_mask(keys[:, None, None, :], dtype)
+
+
+def _call(args: tuple[Any, ...]) -> Call:
+    image, text, seen, temb, rotary, kwargs, index = (*args, *[None] * (7 - len(args)))
+    if kwargs:
+        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs))}")
+    if rotary is None:
+        raise NotFusable("no rotary embedding is given")
+    if index is not None:
+        raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
+    mask = None if seen is None else _mask(seen, image.shape[1], compute_dtype(image))
+    return Call(image, text, Shared(*_tables(*rotary), mask), temb)
+
+
+def _heads(block: Any) -> tuple[int, int]:
+    return block.attn.heads, block.attn.inner_dim // block.attn.heads
+
+
+def _read(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+    check_attention(block.attn, PROCESSOR)
+    if block.zero_cond_t:
+        raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
+    text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, block.txt_mlp)
+    image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, block.img_mlp)
+    return read_double(block.attn, _heads(block)[1], text, image, config, join)
+
+
+def _modulation(found: Any) -> Modulation:
+    if len(found) != 2 or type(found[0]) is not nn.SiLU:
+        raise NotFusable("a modulation of more than SiLU and a linear")
+    return Modulation(read_linear(found[1]))
+
+
+BLOCK = Reader(
+    (
+        "hidden_states",
+        "encoder_hidden_states",
+        "encoder_hidden_states_mask",
+        "temb",
+        "image_rotary_emb",
+        "joint_attention_kwargs",
+        "modulate_index",
+    ),
+    _heads,
+    _call,
+    _read,
+    lambda text, image: (clipped(text), clipped(image)),
+)
