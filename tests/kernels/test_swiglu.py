@@ -150,6 +150,18 @@ def kernel_of(op: Any) -> Any:
     return launcher_of(op._qualname)
 
 
+@pytest.mark.parametrize(
+    "by", [pytest.param(lambda op: op, id="operator"), pytest.param(kernel_of, marks=pytest.mark.triton, id="kernel")]
+)
+def test_silu_is_rounded_before_it_multiplies(by: Any, device: torch.device) -> None:
+    """silu(0.5)·3 rounded once is 0.9336 in bf16; silu(0.5) alone becomes 0.3105 there."""
+    mlp = torch.tensor([0.5, 3.0], dtype=BF16, device=device).view(1, 1, 2)
+    values = by(mlp_activation)(None, None, mlp, None, None, None, "none", "none", "none", 0, BF16, SWIGLU)[0]
+    assert values.item() == 0.9296875
+    dh = torch.ones(1, 1, 1, device=device)
+    assert by(mlp_down_gradient)(dh, None, None, mlp, None, 0, BF16, FP32, SWIGLU).item() == 0.9296875
+
+
 def assert_swiglu(found: Tensor, mlp: Tensor) -> None:
     gate, up = mlp.cpu().double().chunk(2, dim=-1)
     assert bool(((found.cpu() - swiglu(mlp.cpu().double())).abs() <= SILU_RTOL * (gate * up).abs()).all())
