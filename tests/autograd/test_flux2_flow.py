@@ -215,7 +215,7 @@ def test_images_with_positions_of_their_own_are_not_fused() -> None:
     block, call = make_block("ai-toolkit", "single", HIDDEN, HEADS), given("ai-toolkit", "single", HIDDEN, HEADS)
     tables = call.args[1].clone()
     tables[1] = tables[1].flip(1)
-    with pytest.raises(NotFusable, match="positions"):
+    with pytest.raises(NotFusable, match="at different positions"):
         fused_block(block, (call.args[0], tables, call.args[2]), EXACT)
 
 

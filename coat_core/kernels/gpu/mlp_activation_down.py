@@ -284,9 +284,9 @@ def mlp_activation_down(
     if n > f and (block > LOW_RANK_BLOCK or splits_groups(n, f, group_size)):
         # two tiles of wide groups would spill registers here
         how = (fmt, granularity, saved_format, group_size, dtype, activation)
-        values, *found = mlp_activation(attention, None, mlp, None, h, up, *how)
+        by_values = mlp_activation(attention, None, mlp, None, h, up, *how)
         with without_autocast(device):
-            return torch.nn.functional.linear(values, down), *found
+            return torch.nn.functional.linear(by_values[0], down), *by_values[1:]
     tile_rows = TILE // block
     next_block = _at_once(down, block)
     length = power_of_two(max(STRETCH, COLUMNS_A_SUM * next_rank))

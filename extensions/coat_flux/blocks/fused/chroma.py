@@ -17,7 +17,7 @@ from coat_core.activation import PackingConfig
 from coat_core.kernels.attention import additive_mask
 from coat_core.linear.function import compute_dtype
 
-from .attention import Attention, Rotary, Shared
+from .attention import Rotary, Shared
 from .block import Call
 from .double_block import DoubleBlock, Stream
 from .flux1 import PROCESSOR
@@ -37,6 +37,9 @@ from .reading import (
     double_block,
     read_double,
     read_single,
+    toolkit_attention,
+    toolkit_heads,
+    toolkit_rotary,
 )
 from .single_block import SingleBlock
 
@@ -106,17 +109,6 @@ SINGLE = Reader(
 
 # -- ai-toolkit's class -----------------------------------------------------------------------------------------------
 
-TOOLKIT_EPS = 1e-6  # of its RMSNorm
-
-
-@OncePerPass
-def _tables(pe: Tensor) -> Rotary:
-    """Cos and sin [S, d] of rotations [B, 1, S, d / 2, 2, 2], which are the same for all images."""
-    if len(pe) > 1 and not torch.equal(pe[1:], pe[:1].expand_as(pe[1:])):
-        raise NotFusable("images of one batch at different positions")
-    cos, sin = (pe[0, 0, ..., i, 0].repeat_interleave(2, dim=-1) for i in range(2))
-    return cos, sin
-
 
 @OncePerPass
 def _one_head(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,7 +117,7 @@ def _one_head(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _toolkit_shared(image: Tensor, pe: Tensor, mask: Tensor | None) -> Shared:
-    return Shared(*_tables(pe), None if mask is None else _one_head(mask, compute_dtype(image)))
+    return Shared(*toolkit_rotary(pe), None if mask is None else _one_head(mask, compute_dtype(image)))
 
 
 def _vectors(*found: Any) -> Tensor:
@@ -143,21 +135,10 @@ def _call_toolkit_single(args: tuple[Any, ...]) -> Call:
     return Call(x, None, _toolkit_shared(x, pe, mask), None, (_vectors(modulation),))
 
 
-def _toolkit_heads(block: Any) -> tuple[int, int]:
-    return block.num_heads, block.hidden_size // block.num_heads
-
-
-def _toolkit_attention(block: Any, *norms: Any) -> Attention:
-    weights = [each.scale for norm in norms for each in (norm.query_norm, norm.key_norm)]
-    if any(weight.requires_grad for weight in weights):
-        raise NotFusable("a QK norm that is trained")
-    return Attention(_toolkit_heads(block)[1], TOOLKIT_EPS, tuple(weights))
-
-
 def _read_toolkit_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
     text = _toolkit_stream(block.txt_attn, block.txt_norm1, block.txt_norm2, block.txt_mlp, join)
     image = _toolkit_stream(block.img_attn, block.img_norm1, block.img_norm2, block.img_mlp, join)
-    return double_block(config, _toolkit_attention(block, block.txt_attn.norm, block.img_attn.norm), text, image)
+    return double_block(config, toolkit_attention(block, block.txt_attn.norm, block.img_attn.norm), text, image)
 
 
 def _toolkit_stream(attn: Any, norm1: Any, norm2: Any, mlp: Any, join: bool) -> Stream:
@@ -174,20 +155,20 @@ def _read_toolkit_single(block: Any, config: PackingConfig | None, join: bool) -
     check_gelu(block.mlp_act)
     parts = (*[block.hidden_size] * 3, block.mlp_hidden_dim)
     inputs = NormLinears(check_norm(block.pre_norm), read_group((block.linear1,), join, parts))
-    attention = _toolkit_attention(block, block.norm)
+    attention = toolkit_attention(block, block.norm)
     return SingleBlock(Saving(config), None, inputs, attention, GatedLinear(read_linear(block.linear2)))
 
 
 TOOLKIT_DOUBLE = Reader(
     ("img", "txt", "pe", "distill_vec", "mask"),
-    _toolkit_heads,
+    toolkit_heads,
     _call_toolkit_double,
     _read_toolkit_double,
     lambda text, image: (image, text),
 )
 TOOLKIT_SINGLE = Reader(
     ("x", "pe", "distill_vec", "mask"),
-    _toolkit_heads,
+    toolkit_heads,
     _call_toolkit_single,
     _read_toolkit_single,
     lambda _, image: image,

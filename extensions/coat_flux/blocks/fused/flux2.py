@@ -23,12 +23,22 @@ from .gated_linear import GatedLinear
 from .kept import Saving
 from .linears import LinearGroup, read_group, read_linear
 from .norm_linears import NormLinears
-from .reading import OncePerPass, Reader, check_attention, check_dropout, check_norm, clipped, double_block, qk_norm
+from .reading import (
+    Reader,
+    check_attention,
+    check_dropout,
+    check_norm,
+    clipped,
+    double_block,
+    qk_norm,
+    toolkit_attention,
+    toolkit_heads,
+    toolkit_rotary,
+)
 from .single_block import SingleBlock
 
 SWIGLU = "silu_and_mul"
 ACTIVATIONS = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
-BFL_EPS = 1e-6  # of its RMSNorm, written into its forward
 
 
 def _check_swiglu(module: Any) -> None:
@@ -124,38 +134,14 @@ def _read_single(block: Any, config: PackingConfig | None, join: bool) -> Single
 # -- ai-toolkit, in BFL's layout --------------------------------------------------------------------------------------
 
 
-def _tables(*tables: Tensor) -> Shared:
-    """The rotary tables [S, d] of BFL's [B, 1, S_i, d/2, 2, 2], turned by [[cos, -sin], [sin, cos]]."""
-    table = torch.cat(tables, dim=2)
-    if len(table) > 1 and not torch.equal(table, table[:1].expand_as(table)):
-        raise NotFusable("images with positions of their own")
-    turned = table[0, 0].float().repeat_interleave(2, dim=1)
-    return Shared(turned[..., 0, 0].contiguous(), turned[..., 1, 0].contiguous())
-
-
-_tables_once = OncePerPass(_tables)
-
-
 def _call_bfl_double(args: tuple[Any, ...]) -> Call:
     image, text, of_image, of_text = args[0], args[1], args[4], args[5]
     vectors = (_vectors(torch.cat([*each[0], *each[1]], dim=-1), image) for each in (of_text, of_image))
-    return Call(image, text, _tables_once(args[3], args[2]), None, tuple(vectors))
+    return Call(image, text, Shared(*toolkit_rotary(args[3], args[2])), None, tuple(vectors))
 
 
 def _call_bfl_single(args: tuple[Any, ...]) -> Call:
-    return Call(args[0], None, _tables_once(args[1]), None, (_vectors(torch.cat(args[2], dim=-1), args[0]),))
-
-
-def _bfl_heads(block: Any) -> tuple[int, int]:
-    return block.num_heads, block.hidden_size // block.num_heads
-
-
-def _bfl_attention(block: Any, *norms: Any) -> Attention:
-    """`norms` are QKNorms, of text first."""
-    weights = [norm.scale for both in norms for norm in (both.query_norm, both.key_norm)]
-    if any(weight.requires_grad for weight in weights):
-        raise NotFusable("its QK norm is trained")
-    return Attention(_bfl_heads(block)[1], BFL_EPS, tuple(weights))
+    return Call(args[0], None, Shared(*toolkit_rotary(args[1])), None, (_vectors(torch.cat(args[2], dim=-1), args[0]),))
 
 
 def _read_bfl_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
@@ -163,11 +149,11 @@ def _read_bfl_double(block: Any, config: PackingConfig | None, join: bool) -> Do
     linears = [read_group((attn.qkv,), join, parts) for attn in (of_text, of_image)]
     text = _stream((block.txt_norm1, block.txt_norm2), linears[0], of_text.proj, tuple(block.txt_mlp))
     image = _stream((block.img_norm1, block.img_norm2), linears[1], of_image.proj, tuple(block.img_mlp))
-    return double_block(config, _bfl_attention(block, of_text.norm, of_image.norm), text, image)
+    return double_block(config, toolkit_attention(block, of_text.norm, of_image.norm), text, image)
 
 
 def _read_bfl_single(block: Any, config: PackingConfig | None, join: bool) -> SingleBlock:
-    attention, linears = _bfl_attention(block, block.norm), (block.linear1, block.linear2)
+    attention, linears = toolkit_attention(block, block.norm), (block.linear1, block.linear2)
     return _single(config, block.pre_norm, linears, block, block.mlp_act, attention, block.hidden_size)
 
 
@@ -188,9 +174,9 @@ SINGLE = Reader(
 )
 BFL_DOUBLE = Reader(
     ("img", "txt", "pe", "pe_ctx", "mod_img", "mod_txt"),
-    _bfl_heads,
+    toolkit_heads,
     _call_bfl_double,
     _read_bfl_double,
     lambda text, image: (image, text),
 )
-BFL_SINGLE = Reader(("x", "pe", "mod"), _bfl_heads, _call_bfl_single, _read_bfl_single, lambda _, image: image)
+BFL_SINGLE = Reader(("x", "pe", "mod"), toolkit_heads, _call_bfl_single, _read_bfl_single, lambda _, image: image)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coat_core.activation import PackingConfig
 
 from ..hook import is_replaced
-from .attention import Attention
+from .attention import Attention, Rotary
 from .block import Call
 from .double_block import DoubleBlock, Stream
 from .frozen import NotFusable
@@ -246,6 +246,32 @@ class OncePerPass:
         if found is None or found[0] != key:
             found = self._made[source] = key, self._make(source, *others), others  # whose ids stay theirs
         return found[1]
+
+
+TOOLKIT_EPS = 1e-6  # of the RMSNorm in ai-toolkit's blocks of BFL's layout
+
+
+def toolkit_heads(block: Any) -> tuple[int, int]:
+    """Heads of such a block, and their size."""
+    return block.num_heads, block.hidden_size // block.num_heads
+
+
+def toolkit_attention(block: Any, *norms: Any) -> Attention:
+    """Attention of such a block with these QKNorms, of text first."""
+    weights = [each.scale for norm in norms for each in (norm.query_norm, norm.key_norm)]
+    if any(weight.requires_grad for weight in weights):
+        raise NotFusable("a QK norm that is trained")
+    return Attention(toolkit_heads(block)[1], TOOLKIT_EPS, tuple(weights))
+
+
+@OncePerPass
+def toolkit_rotary(*parts: Tensor) -> Rotary:
+    """Cos and sin [S, d] of rotations [B, 1, S_i, d / 2, 2, 2], which are the same for all images, of text first."""
+    table = torch.cat(parts, dim=2)
+    if len(table) > 1 and not torch.equal(table[1:], table[:1].expand_as(table[1:])):
+        raise NotFusable("images of one batch at different positions")
+    cos, sin = (table[0, 0, ..., i, 0].repeat_interleave(2, dim=-1) for i in range(2))
+    return cos, sin
 
 
 def clipped(x: Tensor) -> Tensor:
