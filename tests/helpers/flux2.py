@@ -75,7 +75,7 @@ def make_block(of: str, kind: str, hidden: int, heads: int, dtype: torch.dtype =
         block = made(hidden, heads, mlp_ratio=3.0)
     draw = torch.Generator().manual_seed(1)
     for parameter in block.parameters():
-        if parameter.device.type != "meta":
+        if parameter.device.type == "cpu":  # elsewhere nobody has values
             noise = torch.randn(parameter.shape, generator=draw)
             parameter.data = noise * parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 1 + 0.2 * noise
     return block.to(dtype).requires_grad_(False).train()
@@ -104,7 +104,7 @@ def adapt(block: nn.Module, by: str, rank: int = RANK) -> nn.Module:
     for name, parameter in holder.named_parameters():
         if "lora_" in name:
             parameter.requires_grad_()
-            if parameter.device.type != "meta":
+            if parameter.device.type == "cpu":
                 parameter.data = torch.randn(parameter.shape, generator=draw) * 0.1
     return holder
 
@@ -152,7 +152,8 @@ def given(of: str, kind: str, hidden: int, heads: int, dtype: torch.dtype = torc
 def gradients(run: Callable[..., Any], call: Given, holder: nn.Module) -> dict[str, Tensor]:
     """Outputs, and gradients of streams, vectors and adapters, for fixed output gradients."""
     outputs, draw = tree_leaves(run(*call.args)), torch.Generator().manual_seed(5)
-    torch.autograd.backward(outputs, [torch.randn(x.shape, generator=draw).to(x.dtype) for x in outputs])
+    drawn = [torch.randn(x.shape, generator=draw).to(x.dtype) if x.is_cpu else torch.ones_like(x) for x in outputs]
+    torch.autograd.backward(outputs, drawn)
     found = {f"out {i}": x.detach() for i, x in enumerate(outputs)}
     trained = {name: p for name, p in holder.named_parameters() if p.requires_grad}
     for name, leaf in {**call.leaves, **trained}.items():
