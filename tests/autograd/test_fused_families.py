@@ -95,6 +95,9 @@ def test_kept_bytes_at_real_width(name: str) -> None:
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
     per_element = sum(storages.values()) / (sum(TOKENS) * WIDTH)
     assert 0.8 < per_element / KEPT_BY_FLUX[type(form.block).__name__] < 1.2
+    known = read_list(type(of.block))
+    assert known is not None
+    assert known.fused_bytes == pytest.approx(per_element, rel=0.01)  # what `checkpointing: auto` counts with
 
 
 def with_trained_norm(of: Made) -> None:
@@ -153,6 +156,8 @@ NOT_FUSED = [
 
 @pytest.mark.parametrize(("name", "change", "reason"), NOT_FUSED)
 def test_what_a_block_does_beyond_is_not_fused(name: str, change: Callable[[Made], None], reason: str) -> None:
+    if name not in FAMILIES:
+        pytest.skip(f"this diffusers' {name} block has no reader")
     of = made(name)
     change(of)
     with pytest.raises(NotFusable, match=reason):
@@ -170,6 +175,8 @@ def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
 
 def test_a_mask_that_hides_nothing_is_left_out() -> None:
     """Kernels without one are faster."""
+    if "qwen image" not in FAMILIES:
+        pytest.skip("this diffusers' block has no reader")
     of = made("qwen image")
     form = fused_block(of.block, of.args, None)
     seen = torch.ones_like(of.args[2])

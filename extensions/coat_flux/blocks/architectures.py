@@ -181,46 +181,34 @@ FLUX = Architecture(
     outside=FLUX_OUTSIDE,
 )
 
-# modulation is made outside of the blocks, for all of them at once
-FLUX2 = Architecture(
-    convert=("transformer_blocks.*", "single_transformer_blocks.*"),
-    weight_only=(),
-    lists=(
-        BlockList("transformer_blocks", block="Flux2TransformerBlock", reader=flux2.DOUBLE, fused_bytes=14.6),
-        BlockList(
-            "single_transformer_blocks", block="Flux2SingleTransformerBlock", reader=flux2.SINGLE, fused_bytes=12.5
-        ),
-    ),
-)
-FLUX2_OF_TOOLKIT = Architecture(
-    convert=("double_blocks.*", "single_blocks.*"),
-    weight_only=(),
-    lists=(
-        BlockList("double_blocks", block="DoubleStreamBlock", reader=flux2.BFL_DOUBLE, fused_bytes=14.6),
-        BlockList("single_blocks", block="SingleStreamBlock", reader=flux2.BFL_SINGLE, fused_bytes=12.5),
-    ),
-)
-CHROMA = Architecture(
-    convert=FLUX.convert,
-    weight_only=(),
-    lists=(
-        BlockList("transformer_blocks", block="ChromaTransformerBlock", reader=chroma.DOUBLE),
-        BlockList("single_transformer_blocks", block="ChromaSingleTransformerBlock", reader=chroma.SINGLE),
-    ),
-)
-CHROMA_OF_TOOLKIT = Architecture(
-    convert=("double_blocks.*", "single_blocks.*"),
-    weight_only=(),
-    lists=(
-        BlockList("double_blocks", block="DoubleStreamBlock", reader=chroma.TOOLKIT_DOUBLE),
-        BlockList("single_blocks", block="SingleStreamBlock", reader=chroma.TOOLKIT_SINGLE),
-    ),
-)
 
-QWEN_IMAGE = Architecture(
-    convert=("transformer_blocks.*",),
-    weight_only=("transformer_blocks.*.img_mod.1", "transformer_blocks.*.txt_mod.1"),
-    lists=(BlockList("transformer_blocks", block="QwenImageTransformerBlock", reader=qwen_image.BLOCK),),
+def _of(*lists: str | BlockList, one_row: tuple[str, ...] = ()) -> Architecture:
+    """A model of which no more is known than its block lists, and which linears run on one row per image."""
+    found = tuple(BlockList(each) if isinstance(each, str) else each for each in lists)
+    convert, weight_only = tuple(f"{each.pattern}.*" for each in found), tuple(f"*.{name}" for name in one_row)
+    return Architecture(convert, weight_only, found)
+
+
+# of FLUX.2 and Chroma, modulation is made outside of the blocks, for all of them at once
+FLUX2 = _of(
+    BlockList("transformer_blocks", "Flux2TransformerBlock", flux2.DOUBLE, fused_bytes=14.6),
+    BlockList("single_transformer_blocks", "Flux2SingleTransformerBlock", flux2.SINGLE, fused_bytes=12.5),
+)
+FLUX2_OF_TOOLKIT = _of(
+    BlockList("double_blocks", "DoubleStreamBlock", flux2.BFL_DOUBLE, fused_bytes=14.6),
+    BlockList("single_blocks", "SingleStreamBlock", flux2.BFL_SINGLE, fused_bytes=12.5),
+)
+CHROMA = _of(
+    BlockList("transformer_blocks", "ChromaTransformerBlock", chroma.DOUBLE, fused_bytes=12.5),
+    BlockList("single_transformer_blocks", "ChromaSingleTransformerBlock", chroma.SINGLE, fused_bytes=10.4),
+)
+CHROMA_OF_TOOLKIT = _of(
+    BlockList("double_blocks", "DoubleStreamBlock", chroma.TOOLKIT_DOUBLE, fused_bytes=12.5),
+    BlockList("single_blocks", "SingleStreamBlock", chroma.TOOLKIT_SINGLE, fused_bytes=10.4),
+)
+QWEN_IMAGE = _of(
+    BlockList("transformer_blocks", "QwenImageTransformerBlock", qwen_image.BLOCK, fused_bytes=12.5),
+    one_row=("img_mod.1", "txt_mod.1"),
 )
 
 # SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
@@ -255,19 +243,13 @@ COGVIDEOX = Architecture(
 )
 
 
-def _plain(*lists: str, one_row: tuple[str, ...] = ()) -> Architecture:
-    """A model of which no more is known than its block lists, and which linears run on one row per image."""
-    convert, weight_only = tuple(f"{name}.*" for name in lists), tuple(f"*.{name}" for name in one_row)
-    return Architecture(convert, weight_only, tuple(map(BlockList, lists)))
-
-
 # diffusers' and ai-toolkit's own classes, in the generic flow
 PLAIN = {
-    "AnimaTrainableModel": _plain("transformer.transformer_blocks", one_row=("norm[123].linear_[12]",)),
-    "AuraFlowTransformer2DModel": _plain(
+    "AnimaTrainableModel": _of("transformer.transformer_blocks", one_row=("norm[123].linear_[12]",)),
+    "AuraFlowTransformer2DModel": _of(
         "joint_transformer_blocks", "single_transformer_blocks", one_row=("norm1.linear", "norm1_context.linear")
     ),
-    "BooguImageTransformer2DModel": _plain(
+    "BooguImageTransformer2DModel": _of(
         "context_refiner",
         "noise_refiner",
         "ref_image_refiner",
@@ -275,25 +257,25 @@ PLAIN = {
         "single_stream_layers",
         one_row=("*norm[123].linear",),
     ),
-    "CogView4Transformer2DModel": _plain("transformer_blocks", one_row=("norm1.linear",)),
-    "DiT": _plain("blocks", one_row=("adaLN_modulation.1",)),
-    "DualWanTransformer3DModel": _plain("transformer_1.blocks", "transformer_2.blocks"),
-    "ErnieImageTransformer2DModel": _plain("layers"),
-    "Ideogram4Transformer2DModel": _plain("layers", one_row=("adaln_modulation",)),
-    "LTX2VideoTransformer3DModel": _plain("transformer_blocks"),
-    "Lumina2Transformer2DModel": _plain("context_refiner", "noise_refiner", "layers", one_row=("norm1.linear",)),
-    "MageFlow": _plain("transformer_blocks", one_row=("img_mod.1", "txt_mod.1")),
-    "MiniMaxH3Transformer": _plain("token_refiner.blocks", "blocks"),
-    "NucleusMoEImageTransformer2DModel": _plain("transformer_blocks", one_row=("img_mod.1",)),
-    "OmniGen2Transformer2DModel": _plain(
+    "CogView4Transformer2DModel": _of("transformer_blocks", one_row=("norm1.linear",)),
+    "DiT": _of("blocks", one_row=("adaLN_modulation.1",)),
+    "DualWanTransformer3DModel": _of("transformer_1.blocks", "transformer_2.blocks"),
+    "ErnieImageTransformer2DModel": _of("layers"),
+    "Ideogram4Transformer2DModel": _of("layers", one_row=("adaln_modulation",)),
+    "LTX2VideoTransformer3DModel": _of("transformer_blocks"),
+    "Lumina2Transformer2DModel": _of("context_refiner", "noise_refiner", "layers", one_row=("norm1.linear",)),
+    "MageFlow": _of("transformer_blocks", one_row=("img_mod.1", "txt_mod.1")),
+    "MiniMaxH3Transformer": _of("token_refiner.blocks", "blocks"),
+    "NucleusMoEImageTransformer2DModel": _of("transformer_blocks", one_row=("img_mod.1",)),
+    "OmniGen2Transformer2DModel": _of(
         "context_refiner", "noise_refiner", "ref_image_refiner", "layers", one_row=("norm1.linear",)
     ),
-    "PRXTransformer2DModel": _plain("blocks", one_row=("modulation.lin",)),
-    "PixArtTransformer2DModel": _plain("transformer_blocks"),
-    "SingleStreamDiT": _plain("txtfusion.layerwise_blocks", "txtfusion.refiner_blocks", "blocks"),
-    "WanTransformer3DModel": _plain("blocks"),
-    "ZImageDCT": _plain("noise_refiner", "context_refiner", "layers", one_row=("adaLN_modulation.0",)),
-    "ZImageTransformer2DModel": _plain("noise_refiner", "context_refiner", "layers", one_row=("adaLN_modulation.0",)),
+    "PRXTransformer2DModel": _of("blocks", one_row=("modulation.lin",)),
+    "PixArtTransformer2DModel": _of("transformer_blocks"),
+    "SingleStreamDiT": _of("txtfusion.layerwise_blocks", "txtfusion.refiner_blocks", "blocks"),
+    "WanTransformer3DModel": _of("blocks"),
+    "ZImageDCT": _of("noise_refiner", "context_refiner", "layers", one_row=("adaLN_modulation.0",)),
+    "ZImageTransformer2DModel": _of("noise_refiner", "context_refiner", "layers", one_row=("adaLN_modulation.0",)),
 }
 
 ARCHITECTURES = {
