@@ -161,8 +161,9 @@ def test_one_row_of_vectors_for_all_images(kind: str) -> None:
         args=tuple(rows.get(id(x), x) for x in call.args),
         leaves={name: rows.get(id(x), x) for name, x in call.leaves.items()},
     )
-    found = gradients(fused_block(block, call.args, EXACT), call, block)
-    assert_equal_gradients(found, gradients(block, call, block), FUSED_FP32_RTOL)
+    fused = fused_block(block, call.args, EXACT)
+    assert all(len(vectors) == 2 for vectors in fused.reader.call(call.args).vectors)  # kernels read each image's
+    assert_equal_gradients(gradients(fused, call, block), gradients(block, call, block), FUSED_FP32_RTOL)
 
 
 def test_the_kernel_of_attention_is_chosen_by_its_shape() -> None:
