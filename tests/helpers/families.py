@@ -83,16 +83,20 @@ def _modulation(vectors: Tensor) -> Any:
 
 def _call_toolkit_double(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
     of = [_modulation(three) for three in vectors.split(3, dim=1)]
-    return image, text, _pe(angles, len(text)), [of[:2], of[2:]], _pairs(seen).expand(-1, 2, -1, -1)
+    return image, text, _pe(angles, len(text)), [of[:2], of[2:]], _of_all_heads(seen, image, angles)
 
 
 def _call_toolkit_single(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
-    return both, _pe(angles, len(both)), _modulation(vectors), _pairs(seen).expand(-1, 2, -1, -1)
+    return both, _pe(angles, len(both)), _modulation(vectors), _of_all_heads(seen, both, angles)
 
 
 def _call_qwen_image(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
     of_text, of_image = torch.polar(torch.ones_like(angles), angles).split([text.shape[1], image.shape[1]])
     return image, text, seen[:, : text.shape[1]], vectors, (of_image, of_text), None, None
+
+
+def _of_all_heads(seen: Tensor, x: Tensor, angles: Tensor) -> Tensor:
+    return _pairs(seen).expand(-1, x.shape[-1] // (2 * angles.shape[1]), -1, -1)
 
 
 def _pairs(seen: Tensor) -> Tensor:
