@@ -14,7 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from coat_flux.blocks.block_bytes import block_bytes
-from coat_flux.blocks.sizes import Block, FlowSettings, Tokens
+from coat_flux.blocks.described import Block
+from coat_flux.blocks.sizes import FlowSettings, Tokens
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
 from coat_flux.trainers.ai_toolkit.install import install

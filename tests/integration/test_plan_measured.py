@@ -19,11 +19,12 @@ from coat_core.optim import FP8AdamW
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.block_bytes import block_bytes, largest_moment
 from coat_flux.blocks.decide import flow_settings
+from coat_flux.blocks.described import read_block
 from coat_flux.blocks.fused import chooser
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.blocks.sizes import Tokens, around_bytes, read_block
+from coat_flux.blocks.sizes import Tokens, around_bytes
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_tiny_flux

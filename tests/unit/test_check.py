@@ -70,6 +70,15 @@ def test_only_two_hosts_are_known() -> None:
         check_job_dict(job(), trainer="comfy")
 
 
+@pytest.mark.parametrize("host", ["standalone", AI_TOOLKIT])
+def test_an_attention_kernel_needs_a_gpu(host: str) -> None:
+    kernel = ("coat.speed.attention", "fa3")
+    (item,) = found(("device", "cpu"), kernel, trainer=host)
+    assert (item.severity, item.key) == ("error", "config.process[0].coat.speed.attention")
+    assert "device is cpu; write auto" in item.line()
+    assert not found(kernel, trainer=host)
+
+
 # -- warnings ---------------------------------------------------------------------------------------------------------
 
 

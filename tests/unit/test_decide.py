@@ -9,7 +9,8 @@ import pytest
 
 from coat_flux.blocks.block_bytes import UNKNOWN, UnknownBlock
 from coat_flux.blocks.decide import BlockPlan, ExecutionMode, Given, Picked, decide, packing_of
-from coat_flux.blocks.sizes import Block, Tokens
+from coat_flux.blocks.described import Block
+from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig
 
 BLOCK = Block("single", 64, 2, 256, (("attn.to_q", 4), ("proj_out", 4)))

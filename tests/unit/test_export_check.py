@@ -102,7 +102,7 @@ def _with(key, tensor):
         (_with(f"{Q}.lora_B.weight", torch.ones(65, 2)), r"to_q: .* do not fit hidden size 64"),
         (_with(f"{Q}.lora_down.weight", torch.ones(2, HIDDEN)), r"two down matrices of transformer_blocks\.0"),
         (_with(f"{Q}.dora_scale", torch.ones(1)), r"dora_scale: ends in none of .*; only plain LoRA"),
-        (_with("transformer.blocks.0.q.lora_A.weight", torch.ones(2, 64)), r"FLUX\.1 has no such linear"),
+        (_with("transformer.blocks.0.q.lora_A.weight", torch.ones(2, 64)), r"FLUX has no such linear"),
         (_with("transformer.single_transformer_blocks.00.proj_mlp.lora_A.weight", torch.ones(2, 64)), "no such linear"),
         (_with("unet.x.lora_down.weight", torch.ones(2, 4)), r"1 of 41 keys are of no known layout .*'unet\.x"),
         (_with(f"{Q}.alpha", torch.zeros(1)), r"alpha=\[0\.0\]: must be one number above 0"),

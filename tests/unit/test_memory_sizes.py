@@ -10,23 +10,19 @@ from torch import nn
 from coat_core.granularity import Granularity, per_group
 from coat_flux.blocks.block_bytes import BlockBytes, block_bytes, fewest_recomputed, largest_moment
 from coat_flux.blocks.decide import flow_settings
+from coat_flux.blocks.described import LINEARS, Block, read_block
 from coat_flux.blocks.sizes import (
-    IMAGE,
-    SINGLE,
-    TEXT,
-    Block,
     FlowSettings,
     Tokens,
     forward_bytes,
     kept_by_kind,
     lora_bytes,
-    read_block,
 )
 from coat_flux.config.coat import COATConfig
 from tests.helpers.flux import coat_flux_model, tiny_flux
 
 TOKENS = Tokens(1, 512, 4096)
-NAMES = {"double": [*TEXT, *IMAGE], "single": [name for name in SINGLE if name]}
+NAMES = {kind: list(linears) for kind, linears in LINEARS.items()}
 EAGER = FlowSettings(flow="eager", fp8_adapters=False, fp8_gemms=False, fp8_weights=False)
 
 
@@ -97,7 +93,7 @@ def test_what_needs_no_gradient_keeps_nothing():
     assert block_bytes(untrained, TOKENS, FlowSettings()) == BlockBytes(0, 0, forward, 0, 0)
     assert not untrained.trained_output
     assert kept_by_kind(untrained, TOKENS, FlowSettings()) == {}
-    frozen_part = flux_block("double", [IMAGE.down], trained_input=False)
+    frozen_part = flux_block("double", ["ff.net.2"], trained_input=False)
     assert kept_by_kind(frozen_part, TOKENS, EAGER).keys() == {"modulation", "LoRA inputs", "LoRA middles"}
     assert frozen_part.trained_output
 
@@ -171,7 +167,7 @@ def test_read_block_finds_ai_toolkits_adapters():
 
 
 def test_read_block_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"a Linear: sizes are known of FLUX\.1's blocks only"):
+    with pytest.raises(ValueError, match=r"a Linear: sizes are known of FLUX's blocks only"):
         read_block(nn.Linear(4, 4))
 
 
@@ -224,3 +220,13 @@ def test_fewest_recomputed_is_the_fewest(free):
 def test_fewest_recomputed_takes_first_those_that_save_most():
     assert fewest_recomputed(BLOCKS, 459) == [0]
     assert fewest_recomputed([*BLOCKS[2:], *BLOCKS[:2]], 459) == [3]
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(3072, 24), (6144, 48)], ids=["klein-4B", "dev"])
+def test_flux2_keeps_little_more_than_flux1(hidden: int, heads: int) -> None:
+    """At most 1.2 times 12.5 and 10.4 bytes per token and hidden element."""
+    pytest.importorskip("diffusers.models.transformers.transformer_flux2")
+    for kind, bound in (("flux2_double", 15.0), ("flux2_single", 12.5)):
+        block = Block(kind, hidden, heads, 3 * hidden, tuple((name, 16) for name in NAMES[kind]))
+        found = block_bytes(block, TOKENS, FlowSettings()).kept / (TOKENS.rows * hidden)
+        assert bound - 3 < found < bound

@@ -23,33 +23,19 @@ from torch import nn
 
 from .fused import chroma, flux1, flux2, qwen_image
 from .fused.reading import Reader
+from .original_names import (
+    FLUX2_DOUBLE,
+    FLUX2_MODULATION,
+    FLUX2_OUTSIDE,
+    FLUX2_SINGLE,
+    FLUX_DOUBLE,
+    FLUX_OUTSIDE,
+    FLUX_SINGLE,
+    OriginalLinear,
+)
 
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
 MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of parameters, of PEFT and of ai-toolkit
-
-
-@dataclass(frozen=True)
-class OriginalLinear:
-    """A linear of the original checkpoint, which fuses what diffusers splits. Sizes in units of the hidden size d.
-
-    Attributes:
-        name: in the original, in full where it belongs to a numbered block too.
-        members: diffusers' names of its parts, top to bottom.
-        heights: output features of each part, in units of d.
-        width: input features, in units of d.
-        swapped: the two halves of the output lie in the other order in diffusers (scale, shift for shift, scale).
-    """
-
-    name: str
-    members: tuple[str, ...]
-    heights: tuple[int, ...]
-    width: int
-    swapped: bool = False
-
-    def within(self, ours: str, theirs: str) -> OriginalLinear:
-        """The same linear inside a block: `ours` and `theirs` are diffusers' and the original's name of the block."""
-        members = tuple(f"{ours}.{member}" for member in self.members)
-        return OriginalLinear(f"{theirs}.{self.name}", members, self.heights, self.width, self.swapped)
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,7 @@ class BlockList:
         pattern: of the module lists whose items are recomputed or kept as a whole.
         block: class of the blocks; empty where nothing more is known of them.
         reader: reads them for the fused flow; None: they take the generic one.
-        kind: of `sizes.Block`; empty where their bytes are not known.
+        kind: of `described.Block`; empty where their bytes are not known.
         fused_bytes: that the fused flow keeps per element of hidden states where `kind` is empty, with a trained
             modulation and attention in FP8; 0 where nobody measured it.
         count: key of the model's config with their number.
@@ -90,7 +76,8 @@ class Architecture:
             (adaLN modulation), where reading the weight is all the time there is.
         lists: of blocks, in forward order.
         inputs: embedders whose outputs the blocks' streams start from.
-        conditioning: the embedder whose output the blocks' modulation is made from.
+        conditioning: what the blocks' modulation is made by: the embedder of its input, and where it is outside of the
+            blocks its own linears.
         outside: linears outside the blocks, by their original names.
         left: patterns of linears that `convert` leaves out for a reason of their own → the reason.
     """
@@ -99,7 +86,7 @@ class Architecture:
     weight_only: tuple[str, ...]
     lists: tuple[BlockList, ...]
     inputs: tuple[str, ...] = ()
-    conditioning: str = ""
+    conditioning: tuple[str, ...] = ()
     outside: tuple[OriginalLinear, ...] = ()
     left: Mapping[str, str] = field(default_factory=dict)
 
@@ -109,36 +96,6 @@ class Architecture:
         return tuple(found.pattern for found in self.lists)
 
 
-# Source: diffusers' scripts/convert_flux_to_diffusers.py and its transformer_flux.py
-FLUX_DOUBLE = (
-    OriginalLinear("img_attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v"), (1, 1, 1), 1),
-    OriginalLinear("img_attn.proj", ("attn.to_out.0",), (1,), 1),
-    OriginalLinear("img_mlp.0", ("ff.net.0.proj",), (4,), 1),
-    OriginalLinear("img_mlp.2", ("ff.net.2",), (1,), 4),
-    OriginalLinear("img_mod.lin", ("norm1.linear",), (6,), 1),
-    OriginalLinear("txt_attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), (1, 1, 1), 1),
-    OriginalLinear("txt_attn.proj", ("attn.to_add_out",), (1,), 1),
-    OriginalLinear("txt_mlp.0", ("ff_context.net.0.proj",), (4,), 1),
-    OriginalLinear("txt_mlp.2", ("ff_context.net.2",), (1,), 4),
-    OriginalLinear("txt_mod.lin", ("norm1_context.linear",), (6,), 1),
-)
-FLUX_SINGLE = (
-    OriginalLinear("linear1", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), (1, 1, 1, 4), 1),
-    OriginalLinear("linear2", ("proj_out",), (1,), 5),
-    OriginalLinear("modulation.lin", ("norm.linear",), (3,), 1),
-)
-FLUX_EMBEDDERS = (("time_in", "timestep"), ("vector_in", "text"), ("guidance_in", "guidance"))
-FLUX_OUTSIDE = (
-    OriginalLinear("img_in", ("x_embedder",), (1,), 0),
-    OriginalLinear("txt_in", ("context_embedder",), (1,), 0),
-    *(
-        OriginalLinear(f"{name}.{layer}_layer", (f"time_text_embed.{kind}_embedder.linear_{number}",), (1,), width)
-        for name, kind in FLUX_EMBEDDERS
-        for layer, number, width in (("in", 1, 0), ("out", 2, 1))
-    ),
-    OriginalLinear("final_layer.adaLN_modulation.1", ("norm_out.linear",), (2,), 1, swapped=True),
-    OriginalLinear("final_layer.linear", ("proj_out",), (0,), 1),
-)
 FLUX = Architecture(
     convert=("transformer_blocks.*", "single_transformer_blocks.*"),
     weight_only=(
@@ -177,7 +134,7 @@ FLUX = Architecture(
         ),
     ),
     inputs=("x_embedder", "context_embedder"),
-    conditioning="time_text_embed",
+    conditioning=("time_text_embed",),
     outside=FLUX_OUTSIDE,
 )
 
@@ -190,9 +147,32 @@ def _of(*lists: str | BlockList, one_row: tuple[str, ...] = ()) -> Architecture:
 
 
 # of FLUX.2 and Chroma, modulation is made outside of the blocks, for all of them at once
-FLUX2 = _of(
-    BlockList("transformer_blocks", "Flux2TransformerBlock", flux2.DOUBLE, fused_bytes=14.6),
-    BlockList("single_transformer_blocks", "Flux2SingleTransformerBlock", flux2.SINGLE, fused_bytes=12.5),
+FLUX2 = Architecture(
+    convert=("transformer_blocks.*", "single_transformer_blocks.*"),
+    weight_only=(),
+    lists=(
+        BlockList(
+            "transformer_blocks",
+            block="Flux2TransformerBlock",
+            reader=flux2.DOUBLE,
+            kind="flux2_double",
+            count="num_layers",
+            original="double_blocks",
+            linears=FLUX2_DOUBLE,
+        ),
+        BlockList(
+            "single_transformer_blocks",
+            block="Flux2SingleTransformerBlock",
+            reader=flux2.SINGLE,
+            kind="flux2_single",
+            count="num_single_layers",
+            original="single_blocks",
+            linears=FLUX2_SINGLE,
+        ),
+    ),
+    inputs=("x_embedder", "context_embedder"),
+    conditioning=("time_guidance_embed", *FLUX2_MODULATION),
+    outside=FLUX2_OUTSIDE,
 )
 FLUX2_OF_TOOLKIT = _of(
     BlockList("double_blocks", "DoubleStreamBlock", flux2.BFL_DOUBLE, fused_bytes=14.6),

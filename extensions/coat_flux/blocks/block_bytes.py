@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .described import Block, read_block
 from .lora import trained_parameters
 from .readers import read_list
-from .sizes import Block, BlockBytes, FlowSettings, Tokens, flux_bytes, read_block
+from .sizes import BlockBytes, FlowSettings, Tokens, flux_bytes
 
 
 class Rates(NamedTuple):

@@ -17,7 +17,8 @@ from coat_core.granularity import Granularity
 
 from .architectures import Architecture, matches
 from .block_bytes import BlockBytes, Moment, UnknownBlock, block_bytes, fewest_recomputed, largest_moment
-from .sizes import FP32, Block, FlowSettings, Tokens, around_bytes
+from .described import Block
+from .sizes import FP32, FlowSettings, Tokens, around_bytes
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig

@@ -19,8 +19,8 @@ from coat_core.linear.module import FP8TrainableLinear
 from ..base.text import columns
 from .block_bytes import block_bytes
 from .decide import BlockChoice, BlockPlan, Given, block_settings, packing_of
+from .described import Block
 from .readers import READ_BLOCKS
-from .sizes import Block
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig

@@ -18,7 +18,7 @@ Shapes: rows = batch · tokens; d hidden, F MLP width, r rank. Bytes everywhere.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import FP8InputLinear, PackedSavedTensors, PackingConfig, fp8_checkpoint
@@ -35,6 +36,7 @@ from coat_core.kernels.dispatch import launchers
 from coat_core.linear.function import input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 
+from .described import Block, make_block, modulates, shared_arguments
 from .fused.chooser import fused_block
 from .fused.frozen import NotFusable
 from .held import AsOnGPU, HeldTensors
@@ -43,70 +45,6 @@ from .kinds import KINDS, saved_tensors
 FLOWS = ("eager", "generic", "fused")
 FP32 = 4
 VALUES = {2: torch.bfloat16, 4: torch.float32}
-
-
-class Stream(NamedTuple):
-    """Names of the linears that one stream of tokens runs through, relative to the block."""
-
-    norm: str
-    q: str
-    k: str
-    v: str
-    out: str
-    up: str
-    down: str
-
-
-TEXT = Stream(
-    "norm1_context.linear", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    "ff_context.net.0.proj", "ff_context.net.2",
-)  # fmt: skip
-IMAGE = Stream(
-    "norm1.linear", "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2"
-)  # fmt: skip
-SINGLE = Stream("norm.linear", "attn.to_q", "attn.to_k", "attn.to_v", "", "proj_mlp", "proj_out")  # out joins the MLP
-
-
-@dataclass(frozen=True)
-class Block:
-    """One transformer block.
-
-    Attributes:
-        kind: "double" (text and image streams) or "single" (both as one).
-        hidden: d.
-        heads: of attention.
-        mlp: F.
-        ranks: (linear's name in the block, LoRA rank) of each adapter.
-        trained_input: whether a gradient goes on to what lies before the block.
-        trained_embedding: whether one goes on to the embedding that its modulation is made from.
-    """
-
-    kind: str
-    hidden: int
-    heads: int
-    mlp: int
-    ranks: tuple[tuple[str, int], ...] = ()
-    trained_input: bool = True
-    trained_embedding: bool = False
-
-    @property
-    def trained_output(self) -> bool:
-        """Whether the block's output requires a gradient."""
-        return self.trained_input or self.trained_embedding or bool(self.ranks)
-
-    @property
-    def widest(self) -> int:
-        """Input features of the MLP's second linear, the widest of the block."""
-        return self.mlp if self.kind == "double" else self.hidden + self.mlp
-
-    def shape(self, name: str) -> tuple[int, int]:
-        """(in, out) features of a linear of the block."""
-        d = self.hidden
-        if name in (TEXT.norm, IMAGE.norm, SINGLE.norm):
-            return d, (3 if self.kind == "single" else 6) * d
-        if name in (TEXT.up, IMAGE.up, SINGLE.up):
-            return d, self.mlp
-        return (self.widest if name in (TEXT.down, IMAGE.down, SINGLE.down) else d), d
 
 
 @dataclass(frozen=True)
@@ -206,7 +144,7 @@ def flux_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockByt
 @torch.no_grad()
 def forward_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
     """The most that a block's forward pass needs where nothing is kept: sampling."""
-    streams, *shared = _arguments(block, tokens, settings)
+    streams, shared = _arguments(block, tokens, settings)
     with _counting(settings) as held:
         _run_of(_module_for(block, settings), settings)(*streams(), *shared)
     return held.peak
@@ -217,12 +155,12 @@ def kept_by_kind(block: Block, tokens: Tokens, settings: FlowSettings) -> dict[s
     if not block.trained_output:
         return {}
     module = _module_for(block, settings)
-    streams, embedding, rotary = _arguments(block, tokens, settings)
-    given = (*module.parameters(), *module.buffers(), embedding, *rotary)
+    streams, shared = _arguments(block, tokens, settings)
+    given = (*module.parameters(), *module.buffers(), *tree_leaves(shared))
     counted = {x.untyped_storage()._cdata for x in given}
-    outputs = _run_of(module, settings)(*streams(), embedding, rotary)
+    outputs = tree_leaves(_run_of(module, settings)(*streams(), *shared))
     found: dict[str, int] = {}
-    for kind, tensor in saved_tensors(outputs, max(dict(block.ranks).values(), default=0)):
+    for kind, tensor in saved_tensors(tuple(outputs), max(dict(block.ranks).values(), default=0)):
         storage = tensor.untyped_storage()
         if storage._cdata not in counted:
             counted.add(storage._cdata)
@@ -232,9 +170,9 @@ def kept_by_kind(block: Block, tokens: Tokens, settings: FlowSettings) -> dict[s
 
 def _count(run: Callable[..., Any], block: Block, tokens: Tokens, settings: FlowSettings) -> tuple[int, int]:
     """Bytes kept between a forward and a backward pass, outputs not counted, and the most at one moment of both."""
-    streams, *shared = _arguments(block, tokens, settings)
+    streams, shared = _arguments(block, tokens, settings)
     with _counting(settings) as held:
-        outputs = run(*streams(), *shared)
+        outputs = tree_leaves(run(*streams(), *shared))
         stays = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
         kept = held.now - sum(stays.values())
         loss = _Loss.apply(*outputs)
@@ -273,21 +211,23 @@ class _Loss(torch.autograd.Function):
 
 def _arguments(
     block: Block, tokens: Tokens, settings: FlowSettings
-) -> tuple[Callable[[], tuple[Tensor, Tensor]], Tensor, tuple[Tensor, Tensor]]:
-    """What makes the image and text streams, the embedding that modulates them, and the rotary tables."""
-    a, d, head_dim = VALUES[settings.value_bytes], block.hidden, block.hidden // block.heads
+) -> tuple[Callable[[], tuple[Tensor, Tensor | None]], list[Any]]:
+    """What makes the image and text streams, FLUX.2's single blocks' as one; and what else the block is called with."""
+    a, d, whole = VALUES[settings.value_bytes], block.hidden, tokens.image + tokens.text
     trained = torch.empty((), dtype=a, device="meta", requires_grad=True)
+    joined = block.kind == "flux2_single"
 
-    def streams() -> tuple[Tensor, Tensor]:
-        shapes = [(tokens.batch, length, d) for length in (tokens.image, tokens.text)]
+    def stream(length: int) -> Tensor:
+        shape = (tokens.batch, length, d)
         if not block.trained_input:
-            return torch.empty(shapes[0], dtype=a, device="meta"), torch.empty(shapes[1], dtype=a, device="meta")
+            return torch.empty(shape, dtype=a, device="meta")
         # made by an operator, as by the block before: a leaf would be held by its graph
-        return trained.expand(shapes[0]) * 1, trained.expand(shapes[1]) * 1
+        return trained.expand(shape) * 1
 
-    embedding = torch.empty(tokens.batch, d, dtype=a, device="meta", requires_grad=block.trained_embedding)
-    rotary = [torch.empty(tokens.text + tokens.image, head_dim, device="meta") for _ in range(2)]
-    return streams, embedding, (rotary[0], rotary[1])
+    def streams() -> tuple[Tensor, Tensor | None]:
+        return stream(whole if joined else tokens.image), None if joined else stream(tokens.text)
+
+    return streams, shared_arguments(block, tokens.batch, whole, a)
 
 
 def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
@@ -298,7 +238,7 @@ def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
             return fused_block(module, None, packing)
 
     def run(*args: Any) -> Any:
-        keep = [*module.parameters(), *module.buffers(), *args[2:3], *args[3]]
+        keep = [*module.parameters(), *module.buffers(), *tree_leaves(args[2:])]
         packs = nullcontext() if settings.flow == "eager" else PackedSavedTensors(packing, keep)
         with AsOnGPU(settings.cuda), packs:
             return module(*args)
@@ -317,24 +257,18 @@ def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
 @_disable_current_modes()  # its casts are none of a step that is watched
 def _module(block: Block, settings: FlowSettings) -> nn.Module:
     """Diffusers' block on the meta device, with FP8 linears and PEFT's adapters."""
-    from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
     from peft import LoraConfig, inject_adapter_in_model
 
-    head_dim = block.hidden // block.heads
     gemms = FP8LinearConfig(
         input_granularity=settings.inputs.name, group_size=settings.inputs.group_size, use_fp8_gemm=settings.fp8_gemms
     )
     with torch.device("meta"):
-        if block.kind == "double":
-            module: nn.Module = FluxTransformerBlock(block.hidden, block.heads, head_dim)
-        else:
-            module = FluxSingleTransformerBlock(block.hidden, block.heads, head_dim, mlp_ratio=block.mlp / block.hidden)
-        module.to(VALUES[settings.value_bytes]).requires_grad_(False)
+        module = make_block(block).to(VALUES[settings.value_bytes]).requires_grad_(False)
         for name, linear in [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
-            modulates = name in (TEXT.norm, IMAGE.norm, SINGLE.norm)  # `ArchitecturePolicy.weight_only`
+            multiplies = settings.fp8_gemms and not modulates(name)  # `Architecture.weight_only`
             if settings.fp8_weights:
-                FP8Linear.from_linear(linear, replace(gemms, use_fp8_gemm=settings.fp8_gemms and not modulates))
-            elif settings.fp8_gemms and not modulates:
+                FP8Linear.from_linear(linear, replace(gemms, use_fp8_gemm=multiplies))
+            elif multiplies:
                 FP8TrainableLinear.from_linear(linear, gemms)
         if block.ranks:
             ranks, dropout = dict(block.ranks), 0.5 if settings.dropout else 0.0
@@ -354,36 +288,10 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
 
 def around_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
     """What the model keeps outside its blocks: the last block's output, rotary tables, final norm and prediction."""
-    head_dim, length = block.hidden // block.heads, tokens.text + tokens.image
-    return tokens.rows * (block.hidden * settings.value_bytes + 2 * FP32) + 2 * FP32 * head_dim * length
+    length = tokens.text + tokens.image
+    return tokens.rows * (block.hidden * settings.value_bytes + 2 * FP32) + 2 * FP32 * block.head_dim * length
 
 
 def lora_bytes(block: Block) -> int:
     """Bytes of the block's fp32 adapters; their gradients take as much again."""
     return FP32 * sum(rank * sum(block.shape(name)) for name, rank in block.ranks)
-
-
-def read_block(module: Any, trained_input: bool = True) -> Block:
-    """Describe a real FLUX block, with PEFT's or ai-toolkit's adapters on it.
-
-    Raises:
-        ValueError: another class.
-    """
-    kind = {"FluxTransformerBlock": "double", "FluxSingleTransformerBlock": "single"}.get(type(module).__name__)
-    if kind is None:
-        raise ValueError(f"a {type(module).__name__}: sizes are known of FLUX.1's blocks only; treat it as unknown")
-    names = [*TEXT, *IMAGE] if kind == "double" else [name for name in SINGLE if name]
-    ranks = {name: rank for name in names if (rank := _rank(module.get_submodule(name)))}
-    up = module.get_submodule(IMAGE.up if kind == "double" else SINGLE.up)
-    base = getattr(up, "base_layer", up)
-    return Block(kind, base.in_features, module.attn.heads, base.out_features, tuple(ranks.items()), trained_input)
-
-
-def _rank(linear: Any) -> int:
-    """Ranks of the adapters on a linear, added up."""
-    downs: Mapping[str, Any] | None = getattr(linear, "lora_A", None)
-    if downs is not None:
-        return sum(down.weight.shape[0] for down in downs.values())
-    owner = getattr(linear.__dict__.get("forward"), "__self__", None)
-    down = getattr(owner, "lora_down", None)
-    return 0 if down is None else int(down.weight.shape[0])

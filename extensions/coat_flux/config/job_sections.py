@@ -235,7 +235,9 @@ class ModelSection:
     name_or_path: str = key(None, "str", "a diffusers folder, a hub name, or a FLUX.1 .safetensors file", required=True)
     extras_name_or_path: str | None = key(None, "str", "where VAE and text encoders come from", nullable=True)
     is_flux: bool = switch(False, "FLUX.1")
-    arch: str | None = key(None, "str", "flux, as is_flux: true", nullable=True)
+    arch: str | None = key(
+        None, "str", "flux, as is_flux: true; flux2, flux2_klein_4b or flux2_klein_9b", nullable=True
+    )
     quantize: bool = switch(False, "quantize the frozen transformer")
     qtype: str = key("qfloat8", "str", COAT_QTYPE)
 

@@ -15,6 +15,15 @@ from .findings import Findings, closest
 
 EMBEDDED = "coat_mini_flux"  # the name in tiny_flux.EMBEDDED_MODEL, whose import needs torch
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+FLUX2_PARTS = tuple(part for part in PARTS if not part.endswith("_2"))
+# a pipeline's class → the archs as which the stand-alone trainer trains it
+PIPELINES = {
+    **dict.fromkeys(("FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline"), ("flux",)),
+    "Flux2Pipeline": ("flux2",),
+    "Flux2KleinPipeline": ("flux2_klein_4b", "flux2_klein_9b"),
+}
+FLUX2_PIPELINES = ("Flux2Pipeline", "Flux2KleinPipeline")
+STANDALONE_ARCHS = tuple(dict.fromkeys(arch for archs in PIPELINES.values() for arch in archs))
 # a pipeline's class in model_index.json → ai-toolkit's arch for it
 ARCHS = {
     "FluxPipeline": "flux",
@@ -42,10 +51,14 @@ GATED = {
     "FLUX.1-Redux-dev": "FLUX.1 Redux",
     "FLUX.1-Krea-dev": "flux",
     "FLUX.2-dev": "flux2",
+    "FLUX.2-klein-9B": "flux2_klein_9b",
+    "FLUX.2-klein-base-9B": "flux2_klein_9b",
 }
 BFL = "black-forest-labs"
-KNOWN = (*GATED, "FLUX.1-schnell")
+KNOWN = (*GATED, "FLUX.1-schnell", "FLUX.2-klein-4B", "FLUX.2-klein-base-4B")
 FLUX_ARCHS = ("flux", "flux_kontext")
+TEXT_WIDTH = "joint_attention_dim"
+FLUX2_LAYERS = 3  # of the text encoder, whose states are the embeddings
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3", "is_pixart": "pixart"} | {
     f"is_{name}": name for name in ("pixart_sigma", "auraflow", "lumina2", "vega", "ssd")
@@ -136,7 +149,9 @@ class _Model:
             return
         if isinstance(pipeline, str) and self._check_pipeline(pipeline):
             return
-        if self.alone or self.arch in FLUX_ARCHS:
+        if self.alone and self.arch not in FLUX_ARCHS:
+            self._check_flux2_folder()
+        elif self.alone or self.arch in FLUX_ARCHS:
             self._check_flux_folder()
 
     def _check_no_model(self, own: Any) -> None:
@@ -154,10 +169,14 @@ class _Model:
 
     def _check_pipeline(self, pipeline: str) -> bool:
         """Whether the folder's pipeline was refused."""
-        arch = ARCHS.get(pipeline)
-        if self.alone and pipeline not in ("FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline"):
+        arch, ours = ARCHS.get(pipeline), PIPELINES.get(pipeline)
+        if self.alone and ours is None:
             where = f", or train it inside ai-toolkit with model.arch: {arch}" if arch else ""
-            self.add(f"is a {pipeline}, and the stand-alone trainer trains FLUX.1; give a FLUX.1 folder{where}")
+            rule = f"is a {pipeline}, and the stand-alone trainer trains FLUX.1 and FLUX.2"
+            self.add(f"{rule}; give a folder of one of them{where}")
+        elif self.alone and ours is not None and self.arch not in ours:
+            rule = f"is a {pipeline}, which does not fit arch {self.arch}"
+            self.add(f"{rule}; write model.arch: {' or '.join(ours)}, or another folder")
         elif not self.alone and arch not in (None, self.arch) and self.arch in ARCHS.values():
             self.add(
                 f"is a {pipeline}, which does not fit arch {self.arch}; write model.arch: {arch}, or another folder"
@@ -190,6 +209,22 @@ class _Model:
             if width and config.get(ours) and width != config[ours]:
                 self.add(f"{part} gives {width} features and the transformer takes {config[ours]}; give FLUX.1's own")
 
+    def _check_flux2_folder(self) -> None:
+        for part in FLUX2_PARTS:
+            if not self._check_part(self.place, part):
+                return
+        config = _json(self.place / "transformer" / "config.json")
+        if config.get("_class_name") not in (None, "Flux2Transformer2DModel"):
+            self.add(
+                f"transformer/ holds a {config['_class_name']}, not a Flux2Transformer2DModel; give FLUX.2's folder"
+            )
+            return
+        text = _json(self.place / "text_encoder" / "config.json")
+        width, wanted = text.get("hidden_size", text.get("text_config", {}).get("hidden_size")), config.get(TEXT_WIDTH)
+        if width and wanted and FLUX2_LAYERS * width != wanted:
+            found = f"text_encoder gives {FLUX2_LAYERS} x {width} features and the transformer takes {wanted}"
+            self.add(f"{found}; give the folder of one model")
+
     def _check_transformer(self, config: Mapping[str, Any]) -> bool:
         """Whether the transformer is another one than FLUX.1's for text to image."""
         cls, channels = config.get("_class_name"), config.get("in_channels")
@@ -213,6 +248,9 @@ class _Model:
     def _check_file(self) -> None:
         if not self.alone and self.arch not in FLUX_ARCHS:
             return  # ai-toolkit reads checkpoints of other models in one file
+        if self.alone and self.arch not in FLUX_ARCHS:
+            self.add("is a file, and FLUX.2 is loaded from a folder; give one in diffusers layout, or a hub name")
+            return
         if self.place.suffix.lower() == ".gguf":
             self.add("is a GGUF file, made for inference only; give the model's .safetensors in bf16 or FP8")
         elif self.place.suffix.lower() not in SUFFIXES:
@@ -255,10 +293,10 @@ class _Model:
             return
         owner, _, repository = name.partition("/")
         known = GATED.get(repository) if owner == "black-forest-labs" else None
-        wanted = "flux" if self.alone else self.arch
-        if known not in (None, wanted) and key == self.key and (self.alone or wanted in ARCHS.values()):
-            arch = f"model.arch: {known}" if known in ARCHS.values() and not self.alone else None
-            fit = "which is not trained here" if self.alone else f"which does not fit arch {wanted}"
+        wanted, fits = self.arch, STANDALONE_ARCHS if self.alone else (*ARCHS.values(), *STANDALONE_ARCHS)
+        if known not in (None, wanted) and key == self.key and (self.alone or wanted in fits):
+            arch = f"model.arch: {known}" if known in fits else None
+            fit = f"which does not fit arch {wanted}" if arch or not self.alone else "which is not trained here"
             rule = f"is {known.replace('_', ' ')}, {fit}"
             self.findings.add(key, f"{rule}; write {arch or 'black-forest-labs/FLUX.1-dev'}", name)
         elif _cached(name):

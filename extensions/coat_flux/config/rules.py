@@ -17,7 +17,7 @@ from .coat import ADAMW_OPTIONS, parse_optimizer_params
 from .data_rules import check_datasets, check_samples
 from .entry import ALONE, BOTH, STANDALONE, TOOLKIT, Entry, check_places
 from .job_sections import LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
-from .model_folder import arch_of
+from .model_folder import STANDALONE_ARCHS, arch_of
 from .options import Option
 
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # LoRAs of FLUX diverge above the one, and hardly learn below the other
@@ -199,9 +199,10 @@ def _check_model(entry: Entry) -> None:
     arch, place = get("model.arch", "").split(":")[0], get("model.name_or_path")
     text = "is missing; write a folder in diffusers layout or a hub name"
     rule(TOOLKIT, "model.name_or_path", place is None, text)
-    rule(ALONE, "model.arch", arch not in ("", "flux"), "the stand-alone trainer trains FLUX.1; write flux")
+    trains = "the stand-alone trainer trains FLUX.1 and FLUX.2"
+    rule(ALONE, "model.arch", arch not in ("", *STANDALONE_ARCHS), f"{trains}; write {', '.join(STANDALONE_ARCHS)}")
     other = not arch and not get("model.is_flux")
-    rule(ALONE, "model.is_flux", other, "the stand-alone trainer trains FLUX.1; write true", default=False)
+    rule(ALONE, "model.is_flux", other, f"{trains}; write true, or arch: flux2", default=False)
     unnamed = place is not None and not any(get(f"model.{key}") for key in ("arch", *MODEL_FLAGS))
     text = "without it ai-toolkit loads Stable Diffusion 1; write true"
     rule(TOOLKIT, "model.is_flux", unnamed, text, warn=True)
@@ -252,3 +253,6 @@ def _check_coat(entry: Entry) -> None:
     wanted = coat.memory.checkpointing in ("all", "every_n")
     text = "train.gradient_checkpointing: false forbids recomputation; write none or auto, or true there"
     rule(BOTH, "coat.memory.checkpointing", wanted and entry.get("train.gradient_checkpointing") is False, text)
+    kernel, device = coat.speed.attention, entry.get("device", "cuda")
+    text = f"is a kernel for NVIDIA GPUs, and device is {device}; write auto"
+    rule(BOTH, "coat.speed.attention", kernel != "auto" and device in ("cpu", "mps"), text)

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from ..base.files import replacing
 from .buckets import Bucket
@@ -50,6 +51,11 @@ class TextEncoders:
     clip_tokenizer: Any
     t5_tokenizer: Any
     max_length: int = 512
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Both encoders."""
+        return [self.clip, self.t5]
 
     @property
     def identity(self) -> str:
@@ -192,13 +198,13 @@ def _checksum(tensors: dict[str, Tensor]) -> int:
 
 @torch.no_grad()
 def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
-    """Latents FLUX trains on: (mode - shift_factor)·scaling_factor.
+    """Latents FLUX trains on: (mode - shift_factor)·scaling_factor, and for FLUX.2's VAE `normalized`.
 
     The mode (mean) of the VAE's posterior is used where ai-toolkit draws one sample when it fills its cache: FLUX's
     posterior is narrow, and so the same image has the same latents in every run, process and cache.
 
     Args:
-        vae: AutoencoderKL; runs on its own device in its own dtype.
+        vae: AutoencoderKL or AutoencoderKLFlux2; runs on its own device in its own dtype.
         pixels_BCHW: [B, 3, H, W] in [-1, 1].
 
     Returns:
@@ -206,7 +212,26 @@ def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
     """
     parameter = next(vae.parameters())
     mode = vae.encode(pixels_BCHW.to(parameter.device, parameter.dtype)).latent_dist.mode().float()
+    if hasattr(vae, "bn"):
+        return normalized(vae, mode)
     return (mode - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+
+def normalized(vae: Any, latents: Tensor) -> Tensor:
+    """Latents as FLUX.2 trains on them: each place in a 2 x 2 patch has mean 0 and variance 1 over photos.
+
+    They keep the shape of FLUX.1's, so that tokens, masks and buckets count alike; the transformer is given patches.
+
+    Args:
+        vae: AutoencoderKLFlux2, whose batch norm holds both.
+        latents: fp32 [B, C, H/8, W/8], H and W multiples of 16.
+
+    Returns:
+        fp32 of the same shape.
+    """
+    patches = pixel_unshuffle(latents, 2)  # channels (c, row, column), as the pipeline has them
+    mean, variance = (x.to(patches).view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
+    return pixel_shuffle((patches - mean) / (variance + vae.config.batch_norm_eps).sqrt(), 2)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from .cache import TensorCache, TextEncoders, encode_latents, latent_key, model_
 from .captions import shuffle_tokens
 from .dataset import Batch, Sample
 from .files import CACHE_FOLDER, DatasetError, printable
+from .flux2 import Flux2Text
 from .images import Photo, read_photo, rgb, to_tensor
 
 
@@ -48,7 +49,7 @@ class LatentDataset:
         samples: Sequence[Sample],
         dataset_configs: Sequence[Any],
         vae: nn.Module,
-        encoders: TextEncoders,
+        encoders: TextEncoders | Flux2Text,
         device: torch.device | str = "cpu",
         *,
         seed: int = 0,
@@ -59,7 +60,7 @@ class LatentDataset:
         self.background, self.masked = background, transparency == "mask"
         self.samples, self.configs = list(samples), list(dataset_configs)
         self.vae: nn.Module | None = vae
-        self.encoders: TextEncoders | None = encoders
+        self.encoders: TextEncoders | Flux2Text | None = encoders
         self.device, self.seed = torch.device(device), seed
         self._vae_identity, self._text_identity = model_identity(vae), encoders.identity
         self._digests: dict[Path, str] = {}
@@ -94,7 +95,7 @@ class LatentDataset:
                     self._make_image(sample)
         prompts = [p for p in self._cached_prompts() if self._load_text(*p) is None]
         if prompts and self.encoders is not None:
-            with _moved([self.encoders.clip, self.encoders.t5], self.device):
+            with _moved(self.encoders.models, self.device):
                 for index, prompt in _bar(prompts, "Caching text embeddings", progress):
                     self._make_text(index, prompt)
         if not self.needs_vae:
@@ -226,7 +227,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 def cache_all(
     samples: Sequence[Sample],
     vae: nn.Module,
-    encoders: TextEncoders,
+    encoders: TextEncoders | Flux2Text,
     device: torch.device | str = "cpu",
     progress: bool = True,
     *,

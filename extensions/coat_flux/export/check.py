@@ -6,6 +6,7 @@ from ‖up · down‖² = trace((upᵀ up)(down downᵀ)), two r x r matrices in
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..blocks.architectures import Architecture
 from .fusing import split_all
 from .layouts import (
     PREFIXES,
     READERS,
+    READERS_OF_FLUX2,
     ExportError,
     Pair,
+    family_of,
+    is_flux2,
     layout_of,
     naming,
     original_linear,
@@ -138,7 +143,8 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
 
 def _check_sizes(pairs: Mapping[str, Pair], layout: str) -> None:
     """All linears must be those of one hidden size."""
-    sizes = {module: _hidden_sizes(module, pair, layout) for module, pair in pairs.items()}
+    family = family_of(pairs)
+    sizes = {module: _hidden_sizes(module, pair, layout, family) for module, pair in pairs.items()}
     counts = Counter(size for found in sizes.values() for size in found)
     if not counts:
         return
@@ -152,12 +158,12 @@ def _check_sizes(pairs: Mapping[str, Pair], layout: str) -> None:
         )
 
 
-def _hidden_sizes(module: str, pair: Pair, layout: str) -> set[float]:
+def _hidden_sizes(module: str, pair: Pair, layout: str, family: Architecture) -> set[float]:
     if layout == "diffusers":
         linear, part = place_of(module)
         height = linear.heights[part]
     else:
-        linear = original_linear(module)
+        linear = original_linear(module, family)
         height = sum(linear.heights)
     found = ((pair.up.shape[0], height), (pair.down.shape[1], linear.width))
     return {features / units for features, units in found if units}
@@ -194,7 +200,7 @@ def _readers(
         refusals["diffusers"] = why
         if layout == "diffusers" and not why.startswith("not checked"):
             raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
-    others = list(READERS[layout])
+    others = list((READERS_OF_FLUX2 if is_flux2(wanted) else READERS)[layout])
     if "ai-toolkit" in others and any(pair.scale != 1 for pair in pairs.values()):
         others.remove("ai-toolkit")
         refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
@@ -205,7 +211,7 @@ def _readers(
 
 
 def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair]) -> str | None:
-    """Return why `FluxPipeline.load_lora_weights` would not load all of a file, or None where it does.
+    """Return why the pipeline's `load_lora_weights` would not load all of a file, or None where it does.
 
     Its conversion is run on the tensors; it then hands modules with the prefix `transformer.` to PEFT and drops others.
 
@@ -214,11 +220,13 @@ def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair])
         wanted: the adapters by diffusers' module name, as we read them.
     """
     try:
-        from diffusers.loaders import FluxLoraLoaderMixin
-    except ImportError as error:
+        loaders = importlib.import_module("diffusers.loaders")
+
+        mixin = loaders.Flux2LoraLoaderMixin if is_flux2(wanted) else loaders.FluxLoraLoaderMixin
+    except (AttributeError, ImportError) as error:
         return f"not checked, it cannot be imported ({error})"
     try:
-        found: dict[str, Tensor] = FluxLoraLoaderMixin.lora_state_dict(dict(tensors))
+        found: dict[str, Tensor] = mixin.lora_state_dict(dict(tensors))
     except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         return f"it refuses the file ({type(error).__name__}: {' '.join(str(error).split())[:200] or 'no message'})"
     prefix = PREFIXES["diffusers"]

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..blocks.architectures import OriginalLinear
-from .layouts import ExportError, Pair, original_linear, place_of
+from ..blocks.original_names import OriginalLinear
+from .layouts import ExportError, Pair, family_of, original_linear, place_of
 
 __all__ = ["fuse_all", "split_all"]
 
@@ -72,8 +72,9 @@ def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
         ExportError: a fused up matrix whose height fits no hidden size.
     """
     found: dict[str, Pair] = {}
+    family = family_of(pairs)
     for name, pair in pairs.items():
-        linear = original_linear(name)
+        linear = original_linear(name, family)
         parts = zip(linear.members, _split(linear, pair), strict=True)
         found |= {module: part for module, part in parts if part is not None}
     return found

@@ -8,8 +8,9 @@ An adapter adds (alpha / rank) · up · down to its linear's weight; up [N, r], 
 rank, as both PEFT files without metadata and sd-scripts have it.
 
 A linear of the transformer has two names: diffusers', and that of Black Forest Labs' checkpoint. diffusers splits what
-the original fuses (q, k, v, and the MLP's first linear in single blocks), so one original name stands for one or more
-of diffusers'. Heights and widths are in units of the model's hidden size d; 0: another size.
+the original fuses (q, k, v, and the MLP's first linear in FLUX.1's single blocks), so one original name stands for one
+or more of diffusers'. FLUX.1 and FLUX.2 share original names of linears whose shapes differ. Heights and widths are in
+units of the model's hidden size d; 0: another size.
 
 Source: diffusers' scripts/convert_flux_to_diffusers.py and its transformer_flux.py.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +29,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..base.errors import UserError
-from ..blocks.architectures import FLUX, OriginalLinear
+from ..blocks.architectures import FLUX, FLUX2, Architecture
+from ..blocks.original_names import OriginalLinear
 
 __all__ = [
     "LAYOUTS",
     "READERS",
     "ExportError",
     "Pair",
+    "family_of",
+    "is_flux2",
     "layout_of",
     "naming",
     "original_linear",
@@ -61,6 +65,8 @@ READERS = {
     "kohya": ("ComfyUI", "sd-scripts"),
     "comfyui": ("ComfyUI",),
 }
+# of FLUX.2 ComfyUI and ai-toolkit have the original's names only
+READERS_OF_FLUX2 = {**READERS, "diffusers": (), "kohya": ("ComfyUI",)}
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _PARTS = {
@@ -104,6 +110,7 @@ def naming(path: Path) -> Iterator[None]:
 # -- the linears under both names ------------------------------------------------------------------------------------
 
 
+FAMILIES = (FLUX, FLUX2)
 _IN_BLOCK = re.compile(r"(\w+)\.(0|[1-9]\d*)\.(.+)")
 _IN_BLOCK_UNDERSCORED = re.compile(rf"({'|'.join(each.original for each in FLUX.lists)})_(0|[1-9]\d*)_(.+)")
 
@@ -114,22 +121,50 @@ def place_of(module: str) -> tuple[OriginalLinear, int]:
     Raises:
         KeyError: FLUX has no such linear.
     """
-    for linear in _candidates(module, ours=True):
-        if module in linear.members:
-            return linear, linear.members.index(module)
+    for family in FAMILIES:
+        for linear in _candidates(module, family, ours=True):
+            if module in linear.members:
+                return linear, linear.members.index(module)
     raise KeyError(module)
 
 
-def original_linear(name: str) -> OriginalLinear:
+def original_linear(name: str, family: Architecture = FLUX) -> OriginalLinear:
     """The linear of this original name.
+
+    Args:
+        name: in full.
+        family: whose linear is meant where both have one of this name: FLUX or FLUX2.
 
     Raises:
         KeyError: FLUX has no such linear.
     """
-    for linear in _candidates(name, ours=False):
-        if linear.name == name:
-            return linear
+    for found in (family, *FAMILIES):
+        for linear in _candidates(name, found, ours=False):
+            if linear.name == name:
+                return linear
     raise KeyError(name)
+
+
+def family_of(pairs: Mapping[str, Pair]) -> Architecture:
+    """The model of adapters by original names: FLUX2 where one of them fits a linear of it and none of FLUX.1."""
+    for name, pair in pairs.items():
+        fits = [family for family in FAMILIES if any(_fits(linear, name, pair) for linear in _candidates(name, family))]
+        if fits == [FLUX2]:
+            return FLUX2
+    return FLUX
+
+
+def _fits(linear: OriginalLinear, name: str, pair: Pair) -> bool:
+    height, width = sum(linear.heights), linear.width
+    of_any_size = not (height and width)
+    return linear.name == name and (of_any_size or pair.up.shape[0] * width == pair.down.shape[1] * height)
+
+
+def is_flux2(modules: Iterable[str]) -> bool:
+    """Whether these linears, by diffusers' names, are FLUX.2's and not FLUX.1's; False where both have them all."""
+    return any(
+        not any(module in linear.members for linear in _candidates(module, FLUX, ours=True)) for module in modules
+    )
 
 
 def underscored(name: str) -> str:
@@ -140,20 +175,21 @@ def underscored(name: str) -> str:
     """
     found = _IN_BLOCK_UNDERSCORED.fullmatch(name)
     block, rest = (f"{found[1]}.{found[2]}.", found[3]) if found else ("", name)
-    table = next((each.linears for each in FLUX.lists if found and found[1] == each.original), FLUX.outside)
-    for linear in table:
-        if linear.name.replace(".", "_") == rest:
-            return block + linear.name
+    for family in FAMILIES:
+        table = next((each.linears for each in family.lists if found and found[1] == each.original), family.outside)
+        for linear in table:
+            if linear.name.replace(".", "_") == rest:
+                return block + linear.name
     raise KeyError(name)
 
 
-def _candidates(name: str, *, ours: bool) -> Iterator[OriginalLinear]:
+def _candidates(name: str, family: Architecture, *, ours: bool = False) -> Iterator[OriginalLinear]:
     found = _IN_BLOCK.fullmatch(name)
-    for blocks in FLUX.lists:
+    for blocks in family.lists:
         if found and found[1] == (blocks.pattern if ours else blocks.original):
             places = f"{blocks.pattern}.{found[2]}", f"{blocks.original}.{found[2]}"
             yield from (linear.within(*places) for linear in blocks.linears)
-    yield from FLUX.outside
+    yield from family.outside
 
 
 # -- adapters under the keys of a layout ------------------------------------------------------------------------------
@@ -249,7 +285,7 @@ def _parse(key: str, layout: str) -> tuple[str, str]:
         else:
             name = original_linear(underscored(name) if layout == "kohya" else name).name
     except KeyError as error:
-        raise ExportError(f"{key}: FLUX.1 has no such linear; it would be ignored by what loads the file") from error
+        raise ExportError(f"{key}: FLUX has no such linear; it would be ignored by what loads the file") from error
     return name, _PARTS[suffix]
 
 

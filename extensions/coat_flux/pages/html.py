@@ -11,6 +11,7 @@ import html
 import io
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 from PIL import Image, ImageOps
 
 from ..base.files import write_file
+from ..config.model_folder import FLUX2_PIPELINES, PIPELINES
 from .charts import SHORT, Grid, Points, bar_chart, column_name, heat_map, line_chart
 from .style import STYLE
 
@@ -78,15 +80,19 @@ class Page:
         """Add text as it is, to be copied."""
         self._parts.append(f"<pre>{_text(text)}</pre>")
 
-    def lora_file(self, path: Path, model: str, trigger: str | None) -> None:
+    def lora_file(self, path: Path, model: str, trigger: str | None, arch: str | None = None) -> None:
         """Name a LoRA's file, and how ComfyUI and diffusers (which finds the model by its name) load it."""
         path = path.resolve()
         self.code(str(path))
+        pipeline = next((name for name, archs in PIPELINES.items() if arch in archs), "FluxPipeline")
+        if pipeline in FLUX2_PIPELINES:
+            self.paragraph("ComfyUI needs a file that the stand-alone trainer saved of FLUX.2 in another layout:")
+            self.code(f"coat-flux export {shlex.quote(str(path))} --to comfyui")
         word = f" Put the trigger word in your prompts: {trigger}." if trigger else ""
         self.paragraph(f"ComfyUI: copy the file to ComfyUI/models/loras and load it with a Load LoRA node.{word}")
         self.paragraph("diffusers:")
         self.code(
-            f"pipe = FluxPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16)\n"
+            f"pipe = {pipeline}.from_pretrained({model!r}, torch_dtype=torch.bfloat16)\n"
             f"pipe.load_lora_weights({str(path.parent)!r}, weight_name={path.name!r})"
         )
 

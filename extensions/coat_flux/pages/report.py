@@ -137,7 +137,7 @@ def _show_newest(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
         page.missing("None has been saved yet.")
         return
     model = str(run.block("model").get("name_or_path") or "black-forest-labs/FLUX.1-dev")
-    page.lora_file(readable[-1].path, model, run.process.get("trigger_word"))
+    page.lora_file(readable[-1].path, model, run.process.get("trigger_word"), run.block("model").get("arch"))
 
 
 def _show_loss(page: Page, run: RunFolder) -> None:

@@ -1,4 +1,4 @@
-"""Facts about models and cards that `plan` may not download: FLUX.1's configs, GPUs' memory and rates.
+"""Facts about models and cards that `plan` may not download: configs of FLUX models, GPUs' memory and rates.
 
 Sources: the models' published config.json files; NVIDIA's datasheets (dense rates, fp32 accumulation), those of the RTX
 4070 Ti and 4080 from the RTX 4090's by cores and clock.
@@ -49,10 +49,32 @@ T5_XXL: dict[str, Any] = {
     "is_encoder_decoder": False,
     "use_cache": False,
 }
+# FLUX.2 klein: of ai-toolkit's and of the text encoders' published configs
+FLUX2_VAE: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 32, "layers_per_block": 2}
+
+
+def _klein(heads: int, double: int, single: int, text: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Configs of a klein by its heads of 128, its numbers of blocks, and what its Qwen 3 has of its own."""
+    transformer = {"in_channels": 128, "num_layers": double, "num_single_layers": single, "guidance_embeds": False}
+    transformer |= {"attention_head_dim": 128, "num_attention_heads": heads, "axes_dims_rope": (32, 32, 32, 32)}
+    qwen = {"model_type": "qwen3", "vocab_size": 151936, "num_hidden_layers": 36, "num_attention_heads": 32}
+    qwen |= {"num_key_value_heads": 8, "head_dim": 128, **text}
+    transformer["joint_attention_dim"] = 3 * text["hidden_size"]
+    return {"transformer": transformer, "vae": FLUX2_VAE, "text_encoder": qwen}
+
+
+_KLEIN_4B = _klein(24, 5, 20, {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True})
+_KLEIN_9B = _klein(32, 8, 24, {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False})
 TEXT_TOKENS = 512
-HUB_MODELS: dict[str, dict[str, Any]] = {
-    "black-forest-labs/FLUX.1-dev": FLUX_DEV_TRANSFORMER_CONFIG,
-    "black-forest-labs/FLUX.1-schnell": {**FLUX_DEV_TRANSFORMER_CONFIG, "guidance_embeds": False},
+_FLUX1 = {"vae": FLUX_VAE, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL}
+HUB_MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "black-forest-labs/FLUX.1-dev": {"transformer": FLUX_DEV_TRANSFORMER_CONFIG, **_FLUX1},
+    "black-forest-labs/FLUX.1-schnell": {
+        "transformer": {**FLUX_DEV_TRANSFORMER_CONFIG, "guidance_embeds": False},
+        **_FLUX1,
+    },
+    **{f"black-forest-labs/FLUX.2-klein-{base}4B": _KLEIN_4B for base in ("", "base-")},
+    **{f"black-forest-labs/FLUX.2-klein-{base}9B": _KLEIN_9B for base in ("", "base-")},
 }
 
 

@@ -6,11 +6,11 @@ import functools
 import logging
 from dataclasses import dataclass, replace
 
-from ..blocks.architectures import FLUX
 from ..blocks.decide import Given, block_settings, high_precision_reason
+from ..blocks.described import Block
 from ..blocks.fused.shadow import copied_bytes
 from ..blocks.lora import DROPOUT
-from ..blocks.sizes import FP32, Block, FlowSettings, Tokens
+from ..blocks.sizes import FP32, FlowSettings, Tokens
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
 from ..data.dataset import scan
@@ -20,6 +20,7 @@ from .models import Linear, ModelParts, find_model
 __all__ = ["JobFacts", "job_facts"]
 
 PIXELS_PER_TOKEN = 256  # the VAE takes 8 × 8 pixels to a latent, FLUX packs 2 × 2 of them
+FLUX1_MLP_RATIO = 4
 VALUE_BYTES = {"bf16": 2, "fp32": FP32}
 
 
@@ -71,7 +72,7 @@ class JobFacts:
         copied = [
             linear.weights
             for linear in self.model.linears
-            if linear.is_fp8 and not high_precision_reason(linear.name, coat, FLUX)
+            if linear.is_fp8 and not high_precision_reason(linear.name, coat, self.model.architecture)
         ]
         in_fp8 = coat.enabled and coat.weight.use_fp8 and coat.activation.grad_format != "bf16"
         return Given(
@@ -182,19 +183,21 @@ def _sample_tokens(job: JobConfig, model: ModelParts) -> Tokens | None:
 
 def _blocks(model: ModelParts, targets: tuple[Linear, ...], rank: int) -> tuple[Block, ...]:
     adapters: dict[str, list[str]] = {}
+    known = model.architecture
     for linear in targets:
         parts = linear.name.split(".", 2)
-        if parts[0] in FLUX.blocks:
+        if parts[0] in known.blocks:
             adapters.setdefault(f"{parts[0]}.{parts[1]}", []).append(parts[2])
-    outside = [linear.name for linear in targets if linear.name.split(".")[0] not in FLUX.blocks]
-    embedding = any(name.startswith(f"{FLUX.conditioning}.") for name in outside)
-    trained = any(name in FLUX.inputs for name in outside)
+    outside = [linear.name for linear in targets if linear.name.split(".")[0] not in known.blocks]
+    embedding = any(name.split(".")[0] in known.conditioning for name in outside)
+    trained = any(name in known.inputs for name in outside)
+    width = int(model.config.get("mlp_ratio", FLUX1_MLP_RATIO) * model.hidden)
     blocks = []
-    for found in FLUX.lists:
+    for found in known.lists:
         for i in range(model.config[found.count]):
             ranks = tuple((name, rank) for name in adapters.get(f"{found.pattern}.{i}", ()))
             heads = model.config["num_attention_heads"]
-            blocks.append(Block(found.kind, model.hidden, heads, 4 * model.hidden, ranks, trained, embedding))
+            blocks.append(Block(found.kind, model.hidden, heads, width, ranks, trained, embedding))
             trained = blocks[-1].trained_output
     return tuple(blocks)
 

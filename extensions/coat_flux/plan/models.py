@@ -14,12 +14,13 @@ from torch import nn
 
 from coat_core.linear.module import obstacle_to_conversion
 
-from ..blocks.architectures import architecture_of, matches, target_names
+from ..blocks.architectures import FLUX2, Architecture, architecture_of, matches, target_names
 from ..blocks.held import largest_held
 from ..blocks.sizes import FP32
 from ..config.checkpoint_file import CheckpointError, flux_config, read_header
 from ..config.coat import COATConfig
 from ..config.findings import ConfigError
+from ..config.model_folder import FLUX2_PIPELINES
 from ..mini_flux.folder import EMBEDDED_MODEL, MINI_FLUX
 from .facts import CLIP_L, FLUX_VAE, HUB_MODELS, T5_XXL, TEXT_TOKENS
 
@@ -57,18 +58,20 @@ class ModelParts:
 
     Attributes:
         config: the transformer's config.
+        architecture: what is known of its class.
         linears: of the transformer, in module order.
-        elements: parameters of each of `PARTS`.
-        text_tokens: tokens that T5's embeddings have.
-        text_width: features of T5's embeddings.
-        pooled_width: features of CLIP's pooled embedding.
+        elements: parameters of each of `PARTS` that it has.
+        text_tokens: tokens of a prompt's embeddings.
+        text_width: features of these.
+        pooled_width: features of CLIP's pooled embedding; FLUX.2 has none.
         latent_channels: of the VAE.
         encode_values: the VAE's largest moment while it encodes, in values per pixel.
         decode_values: the same while it decodes.
-        text_values: T5's with one prompt, in values.
+        text_values: the largest text encoder's with one prompt, in values.
     """
 
     config: dict[str, Any] = field(hash=False)
+    architecture: Architecture = field(hash=False)
     linears: tuple[Linear, ...]
     elements: dict[str, int] = field(hash=False)
     text_tokens: int
@@ -95,8 +98,8 @@ class ModelParts:
         return total
 
     def text_bytes(self, value_bytes: int) -> int:
-        """CLIP and T5."""
-        return (self.elements["text_encoder"] + self.elements["text_encoder_2"]) * value_bytes
+        """The text encoders."""
+        return (self.elements["text_encoder"] + self.elements.get("text_encoder_2", 0)) * value_bytes
 
     def targets(self, transformer_only: bool, only: Sequence[str] | None, ignore: Sequence[str]) -> list[Linear]:
         """The linears that get an adapter."""
@@ -142,8 +145,7 @@ def _configs(name_or_path: str, where: str) -> tuple[dict[str, dict[str, Any]], 
     if folder.name == Path(EMBEDDED_MODEL).name:
         return _of_folder(MINI_FLUX, where)
     if name_or_path in HUB_MODELS:
-        known = {"transformer": HUB_MODELS[name_or_path], "vae": FLUX_VAE}
-        return {**known, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL}, TEXT_TOKENS
+        return HUB_MODELS[name_or_path], TEXT_TOKENS
     raise ConfigError(
         f"{where}={name_or_path!r}: plan downloads nothing; this is not a folder here, nor a model it knows "
         f"({', '.join(HUB_MODELS)}); give the folder of a downloaded model, or plan with one of these names"
@@ -151,50 +153,83 @@ def _configs(name_or_path: str, where: str) -> tuple[dict[str, dict[str, Any]], 
 
 
 def _of_folder(folder: Path, where: str) -> tuple[dict[str, dict[str, Any]], int]:
-    missing = [part for part in PARTS if not (folder / part / "config.json").is_file()]
+    index = folder / "model_index.json"
+    pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name") if index.is_file() else None
+    is_flux2 = pipeline in FLUX2_PIPELINES
+    parts = [part for part in PARTS if not (is_flux2 and part.endswith("_2"))]
+    missing = [part for part in parts if not (folder / part / "config.json").is_file()]
     if missing:
         raise ConfigError(
             f"{where}={folder}: has no {missing[0]}/config.json; give a complete diffusers folder, as training needs it"
         )
-    configs = {part: json.loads((folder / part / "config.json").read_text(encoding="utf-8")) for part in PARTS}
-    tokenizer = folder / "tokenizer_2" / "tokenizer_config.json"
+    configs = {part: json.loads((folder / part / "config.json").read_text(encoding="utf-8")) for part in parts}
+    tokenizer = folder / ("tokenizer" if is_flux2 else "tokenizer_2") / "tokenizer_config.json"
     limit = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") if tokenizer.is_file() else None
     return configs, min(TEXT_TOKENS, int(limit or TEXT_TOKENS))
 
 
 @functools.lru_cache(maxsize=8)
 def _make(configs_json: str, text_tokens: int) -> ModelParts:
-    from diffusers import AutoencoderKL, FluxTransformer2DModel
-    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
-
-    configs = {part: _own_entries(config) for part, config in json.loads(configs_json).items()}
+    given = json.loads(configs_json)
+    configs = {part: _own_entries(config) for part, config in given.items()}
     with torch.device("meta"):
-        transformer = FluxTransformer2DModel.from_config(configs["transformer"])
-        vae = AutoencoderKL.from_config(configs["vae"]).eval()
-        clip = CLIPTextModel(CLIPTextConfig(**configs["text_encoder"]))
-        t5 = T5EncoderModel(T5Config(**configs["text_encoder_2"])).eval()
-    models = dict(zip(PARTS, (transformer, vae, clip, t5), strict=True))
-    convert = architecture_of(transformer).convert
+        models = _flux1(configs) if "text_encoder_2" in configs else _flux2(configs, given["text_encoder"])
+    transformer, vae = models["transformer"], models["vae"]
+    text: Any = models.get("text_encoder_2", models["text_encoder"])  # the larger one
+    known = architecture_of(transformer)
+    prompt, asks = (1, text_tokens), {}
+    if known is FLUX2:  # with a mask as its layers take it, which otherwise depends on the values of the prompt
+        asks = {"output_hidden_states": True, "use_cache": False}
+        asks["attention_mask"] = torch.empty(1, 1, text_tokens, text_tokens, device="meta")
     channels, pixels = vae.config.latent_channels, _PROBE_PIXELS
     factor = 2 ** (len(vae.config.block_out_channels) - 1)
     latent = (1, channels, pixels // factor, pixels // factor)
     return ModelParts(
         config=dict(transformer.config),
+        architecture=known,
         linears=tuple(
-            Linear(name, m.in_features, m.out_features, matches(name, convert) and obstacle_to_conversion(m) is None)
+            Linear(
+                name, m.in_features, m.out_features, matches(name, known.convert) and obstacle_to_conversion(m) is None
+            )
             for name, m in transformer.named_modules()
             if isinstance(m, nn.Linear)
         ),
         elements={part: sum(p.numel() for p in model.parameters()) for part, model in models.items()},
         text_tokens=text_tokens,
-        text_width=t5.config.d_model,
-        pooled_width=clip.config.hidden_size,
+        text_width=transformer.config.joint_attention_dim,
+        pooled_width=0 if known is FLUX2 else models["text_encoder"].config.hidden_size,
         latent_channels=channels,
         encode_values=largest_held(lambda: vae.encode(torch.empty(1, 3, pixels, pixels, device="meta")))
         / (FP32 * pixels**2),
         decode_values=largest_held(lambda: vae.decode(torch.empty(latent, device="meta"))) / (FP32 * pixels**2),
-        text_values=largest_held(lambda: t5(torch.zeros(1, text_tokens, dtype=torch.long, device="meta"))) / FP32,
+        text_values=largest_held(lambda: text(torch.zeros(prompt, dtype=torch.long, device="meta"), **asks)) / FP32,
     )
+
+
+def _flux1(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    from diffusers import AutoencoderKL, FluxTransformer2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    return {
+        "transformer": FluxTransformer2DModel.from_config(configs["transformer"]),
+        "vae": AutoencoderKL.from_config(configs["vae"]).eval(),
+        "text_encoder": CLIPTextModel(CLIPTextConfig(**configs["text_encoder"])),
+        "text_encoder_2": T5EncoderModel(T5Config(**configs["text_encoder_2"])).eval(),
+    }
+
+
+def _flux2(configs: dict[str, dict[str, Any]], text: dict[str, Any]) -> dict[str, Any]:
+    """Klein's text encoder is a Qwen 3; dev's the language model in a Mistral 3, whose eyes are not counted."""
+    from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    words = text.get("text_config", text)
+    config = AutoConfig.for_model(words.get("model_type", "qwen3"), **_own_entries(words))
+    return {
+        "transformer": Flux2Transformer2DModel.from_config(configs["transformer"]),
+        "vae": AutoencoderKLFlux2.from_config(configs["vae"]).eval(),
+        "text_encoder": AutoModelForCausalLM.from_config(config).eval(),
+    }
 
 
 def _own_entries(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..blocks.sizes import Block, Tokens
+from ..blocks.described import Block
+from ..blocks.sizes import Tokens
 from .facts import Card
 from .job import PIXELS_PER_TOKEN, JobFacts
 from .predict import Prediction
@@ -79,8 +80,8 @@ def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> floa
 
 
 def _products(block: Block, tokens: Tokens) -> int:
-    """A token passes q, k, v, the projection and the MLP once, in either kind of block; modulation is one row."""
-    return 2 * tokens.rows * block.hidden * (4 * block.hidden + 2 * block.mlp)
+    """A token passes q, k, v, the projection and the MLP once, in any kind of block; modulation is one row."""
+    return 2 * tokens.rows * block.weights_per_row
 
 
 def _attention(block: Block, tokens: Tokens) -> int:
@@ -88,6 +89,5 @@ def _attention(block: Block, tokens: Tokens) -> int:
 
 
 def _adapters(block: Block, tokens: Tokens) -> float:
-    streams = 2 if block.kind == "double" else 1
     ranked = sum(rank * sum(block.shape(name)) for name, rank in block.ranks if "norm" not in name)
-    return 2 * tokens.rows * ranked / streams
+    return 2 * tokens.rows * ranked / block.streams

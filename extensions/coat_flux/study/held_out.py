@@ -194,6 +194,6 @@ def encode_held_out(job: JobConfig, device: torch.device) -> HeldOut:
         transparency=photos.transparency,
     )
     if dataset.encoders is not None:
-        encoders.text.clip.to(device)
-        encoders.text.t5.to(device)
+        for model in encoders.text.models:
+            model.to(device)
     return HeldOut([encoded(dataset, sample) for sample in chosen], [sample.image_path.name for sample in chosen])

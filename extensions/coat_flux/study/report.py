@@ -165,7 +165,7 @@ def write_page(verdict: Verdict) -> Path:
             f"COAT's LoRA of seed {first.seed}; those of the other runs are in the folders next to it. Photos that "
             "were held out are not in it: coat-flux train makes one from all of them."
         )
-        page.lora_file(first.lora, study.job.model.name_or_path, study.job.trigger_word)
+        page.lora_file(first.lora, study.job.model.name_or_path, study.job.trigger_word, study.job.model.arch)
     _curves(page, verdict)
     page.heading("Details")
     with page.details("How it is judged"):

@@ -21,6 +21,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from ...data.loader import to_device
 
@@ -196,7 +197,8 @@ def bypassed_guidance(transformer: nn.Module) -> Iterator[None]:
     Its embedder gives zeros meanwhile, which the sum of embeddings is the same without. A model that has none is as it
     was.
     """
-    embedder = getattr(transformer.time_text_embed, "guidance_embedder", None)
+    embed = getattr(transformer, "time_guidance_embed" if _is_flux2(transformer) else "time_text_embed")
+    embedder = getattr(embed, "guidance_embedder", None)
     hook = None if embedder is None else embedder.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
     try:
         yield
@@ -228,6 +230,20 @@ def _position_ids(text: int, rows: int, columns: int, device: torch.device) -> t
     return torch.zeros(text, 3, device=device), to_device(image, device)
 
 
+@functools.cache
+@torch.inference_mode(False)
+def _flux2_ids(text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return positions (time, row, column, place in the text) of the text's tokens [L, 4] and of the image's [T, 4]."""
+    image = torch.cartesian_prod(*map(torch.arange, (1, rows, columns, 1)))
+    words = torch.zeros(text, 4)
+    words[:, 3] = torch.arange(text)
+    return to_device(words, device), to_device(image.float(), device)
+
+
+def _is_flux2(transformer: nn.Module) -> bool:
+    return type(transformer).__name__ == "Flux2Transformer2DModel"
+
+
 def predict_velocity(
     transformer: nn.Module,
     x_t: Tensor,
@@ -238,14 +254,14 @@ def predict_velocity(
     dtype: torch.dtype,
     guidance: float = TRAIN_GUIDANCE,
 ) -> Tensor:
-    """Run a FLUX transformer on noisy latents.
+    """Run a transformer of FLUX.1 or FLUX.2 on noisy latents.
 
     Args:
-        transformer: FluxTransformer2DModel (with adapters).
+        transformer: FluxTransformer2DModel or Flux2Transformer2DModel (with adapters).
         x_t: (B, C, H, W), H and W even.
         sigmas: (B,).
-        prompt_embeds: (B, L, D) T5 states.
-        pooled_embeds: (B, P) pooled CLIP states.
+        prompt_embeds: (B, L, D) of the text encoder.
+        pooled_embeds: (B, P) pooled CLIP states; FLUX.2 has none.
         dtype: what the inputs are cast to.
         guidance: input of the guidance embedding, where the model has one.
 
@@ -254,6 +270,21 @@ def predict_velocity(
     """
     batch, channels, height, width = x_t.shape
     device = x_t.device
+    if _is_flux2(transformer):
+        text_ids, image_ids = _flux2_ids(prompt_embeds.shape[1], height // 2, width // 2, device)
+        patches = pixel_unshuffle(x_t, 2)
+        out = transformer(
+            hidden_states=patches.flatten(2).transpose(1, 2).to(dtype),
+            timestep=sigmas,
+            encoder_hidden_states=prompt_embeds.to(device, dtype),
+            txt_ids=text_ids,
+            img_ids=image_ids,
+            guidance=torch.full((batch,), guidance, device=device)
+            if transformer.config.get("guidance_embeds", True)
+            else None,
+            return_dict=False,
+        )[0]
+        return pixel_shuffle(out.transpose(1, 2).reshape(patches.shape), 2).float()
     text_ids, image_ids = _position_ids(prompt_embeds.shape[1], height // 2, width // 2, device)
     packed = FluxPipeline._pack_latents(x_t.to(dtype), batch, channels, height, width)
     out = transformer(

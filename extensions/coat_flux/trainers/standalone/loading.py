@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+import transformers
+from diffusers import AutoModel, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
@@ -21,11 +23,18 @@ from ...base.errors import UserError
 from ...blocks.architectures import FLUX
 from ...config.checkpoint_file import SUFFIXES, CheckpointError, base_model, flux_config, read_header, transformer_keys
 from ...data.cache import TextEncoders
+from ...data.flux2 import Flux2Text
 from ...export.layouts import original_linear
 
 __all__ = ["Encoders", "ModelLoadError", "load_encoders", "load_transformer"]
 
 MAX_TEXT_TOKENS = 512
+TRANSFORMERS = ("FluxTransformer2DModel", "Flux2Transformer2DModel")
+# pipeline → classes of transformers for its text encoder and what prepares its prompts
+FLUX2_PIPELINES = {
+    "Flux2KleinPipeline": ("Qwen3ForCausalLM", "AutoTokenizer"),
+    "Flux2Pipeline": ("Mistral3ForConditionalGeneration", "AutoProcessor"),
+}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # next to a weight in FP8, as ComfyUI writes it: its scale, and what concerns inputs and formats
 SCALES = (".scale_weight", ".weight_scale")
@@ -38,15 +47,23 @@ class ModelLoadError(UserError, RuntimeError):
 
 @dataclass
 class Encoders:
-    """The parts that turn images and prompts into training data, and latents into images."""
+    """The parts that turn images and prompts into training data, and latents into images.
 
-    vae: AutoencoderKL
-    text: TextEncoders | None
+    Attributes:
+        vae: AutoencoderKL or AutoencoderKLFlux2.
+        text: None once it is not needed any more.
+        scheduler: the model's.
+        distilled: FLUX.2 klein without "base" in its name, which is sampled without a negative prompt.
+    """
+
+    vae: nn.Module
+    text: TextEncoders | Flux2Text | None
     scheduler: FlowMatchEulerDiscreteScheduler
+    distilled: bool = False
 
 
 def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = None) -> Encoders:
-    """VAE, CLIP, T5, their tokenizers and the scheduler.
+    """VAE, text encoders, their tokenizers and the scheduler, of FLUX.1 or FLUX.2, whichever the VAE belongs to.
 
     Args:
         name_or_path: a diffusers folder, hub id or checkpoint file (`model.name_or_path`).
@@ -57,23 +74,57 @@ def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = No
         ModelLoadError: a part is missing or cannot be read.
     """
     name_or_path = base_model(name_or_path, extras)
-    vae = _load_weights(AutoencoderKL, name_or_path, "vae", torch_dtype=dtype)
+    vae = _load_weights(AutoModel, name_or_path, "vae", torch_dtype=dtype).requires_grad_(False).eval()
+    scheduler = _load(FlowMatchEulerDiscreteScheduler, name_or_path, "scheduler")
+    if type(vae).__name__ == "AutoencoderKLFlux2":
+        return _flux2_encoders(name_or_path, dtype, vae, scheduler)
     clip = _load_weights(CLIPTextModel, name_or_path, "text_encoder", dtype=dtype)
     t5 = _load_weights(T5EncoderModel, name_or_path, "text_encoder_2", dtype=dtype)
     clip_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer")
     t5_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer_2")
-    scheduler = _load(FlowMatchEulerDiscreteScheduler, name_or_path, "scheduler")
-    for module in (vae, clip, t5):
+    for module in (clip, t5):
         module.requires_grad_(False).eval()
     length = min(MAX_TEXT_TOKENS, t5_tokenizer.model_max_length)
     return Encoders(vae, TextEncoders(clip, t5, clip_tokenizer, t5_tokenizer, length), scheduler)
 
 
+def _flux2_encoders(
+    name_or_path: str, dtype: torch.dtype, vae: nn.Module, scheduler: FlowMatchEulerDiscreteScheduler
+) -> Encoders:
+    """Those of FLUX.2: dev has Mistral 3, klein has Qwen 3, and the pipeline's class says which."""
+    index = _load(_Index, name_or_path, "")
+    pipeline = getattr(diffusers, name := index.get("_class_name", ""), None)
+    if pipeline is None or name not in FLUX2_PIPELINES:
+        wanted = " or ".join(FLUX2_PIPELINES)
+        known = (
+            f"; diffusers {diffusers.__version__} has none of that name, update it" if name in FLUX2_PIPELINES else ""
+        )
+        raise ModelLoadError(
+            f"model.name_or_path={name_or_path}: is a {name or 'folder of no pipeline'}, not {wanted}{known}"
+        )
+    encoder, tokenizer = (getattr(transformers, each) for each in FLUX2_PIPELINES[name])
+    text = _load_weights(encoder, name_or_path, "text_encoder", dtype=dtype).requires_grad_(False).eval()
+    parts = {"scheduler": None, "vae": None, "transformer": None}
+    made = pipeline(text_encoder=text, tokenizer=_load(tokenizer, name_or_path, "tokenizer"), **parts)
+    words = getattr(made.tokenizer, "tokenizer", made.tokenizer)  # inside of Mistral's processor
+    length = min(MAX_TEXT_TOKENS, words.model_max_length)
+    return Encoders(vae, Flux2Text(made, length), scheduler, bool(index.get("is_distilled", False)))
+
+
+class _Index:
+    """`model_index.json`, loaded as the parts are."""
+
+    @staticmethod
+    def from_pretrained(name_or_path: str, **_: Any) -> dict[str, Any]:
+        found: dict[str, Any] = diffusers.DiffusionPipeline.load_config(name_or_path)
+        return found
+
+
 def load_transformer(name_or_path: str, dtype: torch.dtype) -> nn.Module:
-    """The FLUX transformer, frozen, in eval mode, on the CPU.
+    """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on the CPU.
 
     Raises:
-        ModelLoadError: missing or unreadable.
+        ModelLoadError: missing, unreadable or of another model.
     """
     if Path(name_or_path).suffix.lower() in SUFFIXES and Path(name_or_path).is_file():
         try:
@@ -81,7 +132,10 @@ def load_transformer(name_or_path: str, dtype: torch.dtype) -> nn.Module:
         except CheckpointError as error:
             raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
     else:
-        model = _load_weights(FluxTransformer2DModel, name_or_path, "transformer", torch_dtype=dtype)
+        model = _load_weights(AutoModel, name_or_path, "transformer", torch_dtype=dtype)
+    if type(model).__name__ not in TRANSFORMERS:
+        found = f"transformer/ holds a {type(model).__name__}"
+        raise ModelLoadError(f"model.name_or_path={name_or_path}: {found}; give a FLUX.1 or FLUX.2 model")
     return model.requires_grad_(False).eval()
 
 

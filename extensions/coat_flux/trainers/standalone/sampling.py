@@ -1,4 +1,4 @@
-"""Sample images during training, with the LoRA in training and diffusers' own FluxPipeline.
+"""Sample images during training, with the LoRA in training and the model's own pipeline of diffusers.
 
 Prompts are encoded once at the start, so the text encoders need not stay. Files are named as ai-toolkit's,
 `samples/<milliseconds>__<9-digit step>_<number>.jpg`, from the seeds of the config: the same prompt has the same start
@@ -7,18 +7,20 @@ noise at every step.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
-from torch import nn
+from torch import Tensor, nn
 
 from ...base.files import replacing
 from ...config.job_sections import SampleItem
-from ...data.cache import encode_prompts
 from ...data.captions import inject_trigger
+from ...data.flux2 import Flux2Text
 from .loading import Encoders
 
 __all__ = ["ImageSampler"]
@@ -53,10 +55,7 @@ class ImageSampler:
         self._device = device
         self._extension = extension
         prompts = [inject_trigger(item.prompt, trigger_word, add_if_missing=False) for item in self.items]
-        text = encoders.text
-        models, tokenizers = (text.clip, text.t5), (text.clip_tokenizer, text.t5_tokenizer)
-        encoded = (encode_prompts(models, tokenizers, [prompt], text.max_length) for prompt in prompts)
-        self._embeds = [(embeds.cpu(), pooled.cpu()) for embeds, pooled in encoded]
+        self._pipeline, self._embeds = _prepared(encoders, prompts)
 
     @torch.no_grad()
     def draw(self, transformer: nn.Module, step: int, folder: Path) -> list[Path]:
@@ -80,13 +79,12 @@ class ImageSampler:
             transformer.train(was_training)
 
     def _draw_one(self, transformer: nn.Module, number: int, step: int, folder: Path) -> Path:
-        item, (embeds, pooled) = self.items[number], self._embeds[number]
+        item = self.items[number]
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config)
-        pipeline = FluxPipeline(scheduler, self._vae, None, None, None, None, transformer)
+        pipeline = self._pipeline(scheduler=scheduler, vae=self._vae, transformer=transformer)
         pipeline.set_progress_bar_config(disable=True)
         image = pipeline(
-            prompt_embeds=embeds.to(self._device, self._vae.dtype),
-            pooled_prompt_embeds=pooled.to(self._device, self._vae.dtype),
+            **{name: x.to(self._device, self._vae.dtype) for name, x in self._embeds[number].items()},
             width=item.width,
             height=item.height,
             guidance_scale=item.guidance_scale,
@@ -97,3 +95,20 @@ class ImageSampler:
         with replacing(path) as temp:
             image.save(temp, format=FORMATS[self._extension], quality=JPEG_QUALITY)
         return path
+
+
+def _prepared(encoders: Encoders, prompts: Sequence[str]) -> tuple[Callable[..., Any], list[dict[str, Tensor]]]:
+    """What makes the model's pipeline of scheduler, VAE and transformer; and for each prompt what it is called with."""
+    text = encoders.text
+    assert text is not None
+    encoded = [tuple(x.cpu() for x in text.encode([prompt])) for prompt in prompts]
+    if not isinstance(text, Flux2Text):
+        none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+        calls = [{"prompt_embeds": embeds, "pooled_prompt_embeds": pooled} for embeds, pooled in encoded]
+        return functools.partial(FluxPipeline, **none), calls
+    make = functools.partial(type(text.pipeline), text_encoder=None, tokenizer=None)
+    calls = [{"prompt_embeds": embeds} for embeds, _ in encoded]
+    if type(text.pipeline).__name__ == "Flux2Pipeline":
+        return make, calls
+    negative = {} if encoders.distilled else {"negative_prompt_embeds": text.encode([""])[0].cpu()}
+    return functools.partial(make, is_distilled=encoders.distilled), [{**call, **negative} for call in calls]

@@ -113,16 +113,16 @@ def open_session(
     """
     dtype = TORCH_DTYPES[job.train.dtype]
     policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
-    samples = scan(
-        job.datasets, job.trigger_word, **policy, t5_of=job.model.extras_name_or_path or job.model.name_or_path
-    )
+    t5 = job.model.extras_name_or_path or job.model.name_or_path
+    is_flux1 = job.model.arch in (None, "", "flux")  # whose captions T5 cuts
+    samples = scan(job.datasets, job.trigger_word, **policy, t5_of=t5 if is_flux1 else None)
     held_out = {path for paths in held_out_of(job) for path in paths}
     trained = [sample for sample in samples if sample.image_path not in held_out]
     measured = [sample for sample in samples if sample.image_path in held_out]
     phases.enter("cache")
     log.info(f"Loading text encoders and VAE of {job.model.name_or_path}")
     encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
-    phases.hold_models(encoders.vae, [encoders.text.clip, encoders.text.t5])
+    phases.hold_models(encoders.vae, encoders.text.models)
     dataset, images = _prepare_data(job, workers, encoders, [*trained, *measured])
     validation = Validation(dataset, measured, trained)
     phases.enter("load")
@@ -235,8 +235,8 @@ def _prepare_data(
     wanted = job.sample.items()
     draws = workers.is_main and wanted and not job.train.disable_sampling
     if draws or dataset.needs_encoders:
-        encoders.text.clip.to(device)
-        encoders.text.t5.to(device)
+        for model in encoders.text.models:
+            model.to(device)
     if draws:
         images = ImageSampler(wanted, job.trigger_word, encoders, device, job.sample.format)
     if dataset.needs_vae:

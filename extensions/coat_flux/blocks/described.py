@@ -1,0 +1,171 @@
+"""FLUX's blocks by their sizes: which linears they have, and a block like them on the meta device.
+
+A linear's shape is (features in, features out), each as so many hidden sizes d and so many MLP widths F: "2 F" of a
+SwiGLU's gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .readers import read_list
+
+Size = tuple[int, int]  # d, F
+D, F, DF = (1, 0), (0, 1), (1, 1)
+
+
+def _stream(names: str, **others: tuple[Size, Size]) -> dict[str, tuple[Size, Size]]:
+    return {**dict.fromkeys(names.split(), (D, D)), **others}
+
+
+TEXT = "attn.add_q_proj attn.add_k_proj attn.add_v_proj attn.to_add_out"
+IMAGE = "attn.to_q attn.to_k attn.to_v attn.to_out.0"
+# kind of block → its linears; what modulates comes first
+LINEARS: dict[str, dict[str, tuple[Size, Size]]] = {
+    "double": {
+        "norm1_context.linear": (D, (6, 0)),
+        "norm1.linear": (D, (6, 0)),
+        **_stream(TEXT, **{"ff_context.net.0.proj": (D, F), "ff_context.net.2": (F, D)}),
+        **_stream(IMAGE, **{"ff.net.0.proj": (D, F), "ff.net.2": (F, D)}),
+    },
+    "single": {
+        "norm.linear": (D, (3, 0)),
+        **_stream("attn.to_q attn.to_k attn.to_v", proj_mlp=(D, F), proj_out=(DF, D)),
+    },
+    "flux2_double": {
+        **_stream(TEXT, **{"ff_context.linear_in": (D, (0, 2)), "ff_context.linear_out": (F, D)}),
+        **_stream(IMAGE, **{"ff.linear_in": (D, (0, 2)), "ff.linear_out": (F, D)}),
+    },
+    "flux2_single": {"attn.to_qkv_mlp_proj": (D, (3, 2)), "attn.to_out": (DF, D)},
+}
+CLASSES = {
+    "FluxTransformerBlock": "double",
+    "FluxSingleTransformerBlock": "single",
+    "Flux2TransformerBlock": "flux2_double",
+    "Flux2SingleTransformerBlock": "flux2_single",
+}
+
+
+def modulates(name: str) -> bool:
+    """Whether a linear makes adaLN vectors, from one row an image."""
+    return name.endswith(".linear")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block.
+
+    Attributes:
+        kind: of `LINEARS`: "double" (text and image streams) or "single" (both as one), of FLUX.1 or FLUX.2.
+        hidden: d.
+        heads: of attention.
+        mlp: F.
+        ranks: (linear's name in the block, LoRA rank) of each adapter.
+        trained_input: whether a gradient goes on to what lies before the block.
+        trained_embedding: whether one goes on to the embedding that its modulation is made from, in FLUX.2 to the
+            modulation.
+    """
+
+    kind: str
+    hidden: int
+    heads: int
+    mlp: int
+    ranks: tuple[tuple[str, int], ...] = ()
+    trained_input: bool = True
+    trained_embedding: bool = False
+
+    @property
+    def trained_output(self) -> bool:
+        """Whether the block's output requires a gradient."""
+        return self.trained_input or self.trained_embedding or bool(self.ranks)
+
+    @property
+    def streams(self) -> int:
+        """2 where text and image have linears of their own."""
+        return 2 if self.kind.endswith("double") else 1
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.hidden // self.heads
+
+    @property
+    def widest(self) -> int:
+        """Input features of the MLP's second linear, the widest of the block."""
+        return max(self.shape(name)[0] for name in LINEARS[self.kind])
+
+    @property
+    def weights_per_row(self) -> int:
+        """Weights that a token is multiplied with."""
+        shapes = [self.shape(name) for name in LINEARS[self.kind] if not modulates(name)]
+        return sum(inputs * outputs for inputs, outputs in shapes) // self.streams
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(in, out) features of a linear of the block."""
+        inputs, outputs = (d * self.hidden + f * self.mlp for d, f in LINEARS[self.kind][name])
+        return inputs, outputs
+
+
+def read_block(module: Any, trained_input: bool = True) -> Block:
+    """Describe a real FLUX block, with PEFT's or ai-toolkit's adapters on it.
+
+    Raises:
+        AttributeError: it is not built as diffusers' is.
+        ValueError: another class, or of a diffusers whose blocks have other arguments.
+    """
+    kind, known = CLASSES.get(type(module).__name__), read_list(type(module))
+    if kind is None or known is None:
+        raise ValueError(f"a {type(module).__name__}: sizes are known of FLUX's blocks only; treat it as unknown")
+    linears = {name: module.get_submodule(name) for name in LINEARS[kind]}
+    ranks = {name: rank for name, linear in linears.items() if (rank := _rank(linear))}
+    bases = [getattr(linear, "base_layer", linear) for linear in linears.values()]
+    hidden, heads = bases[0].in_features, module.attn.heads
+    widest = bases[-1].in_features  # of the MLP's second linear
+    mlp = widest if kind.endswith("double") else widest - hidden
+    return Block(kind, hidden, heads, mlp, tuple(ranks.items()), trained_input)
+
+
+def _rank(linear: Any) -> int:
+    """Ranks of the adapters on a linear, added up."""
+    downs: Mapping[str, Any] | None = getattr(linear, "lora_A", None)
+    if downs is not None:
+        return sum(down.weight.shape[0] for down in downs.values())
+    owner = getattr(linear.__dict__.get("forward"), "__self__", None)
+    down = getattr(owner, "lora_down", None)
+    return 0 if down is None else int(down.weight.shape[0])
+
+
+def make_block(block: Block) -> nn.Module:
+    """Diffusers' block of these sizes, on the meta device, without adapters."""
+    from diffusers.models.transformers import transformer_flux as flux1
+
+    d, heads, ratio = block.hidden, block.heads, block.mlp / block.hidden
+    with torch.device("meta"):
+        if block.kind == "double":
+            made: nn.Module = flux1.FluxTransformerBlock(d, heads, block.head_dim)
+        elif block.kind == "single":
+            made = flux1.FluxSingleTransformerBlock(d, heads, block.head_dim, mlp_ratio=ratio)
+        else:
+            from diffusers.models.transformers import transformer_flux2 as flux2
+
+            double = block.kind == "flux2_double"
+            cls = flux2.Flux2TransformerBlock if double else flux2.Flux2SingleTransformerBlock
+            made = cls(d, heads, block.head_dim, mlp_ratio=ratio)
+    return made
+
+
+def shared_arguments(block: Block, batch: int, tokens: int, dtype: torch.dtype) -> list[Any]:
+    """What a block is called with after the two streams: what its modulation is made from, or that; rotary tables."""
+
+    def vectors(count: int) -> Tensor:
+        shape = (batch, count * block.hidden)
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=block.trained_embedding)
+
+    rotary = tuple(torch.empty(tokens, block.head_dim, device="meta") for _ in range(2))
+    sizes = {"flux2_double": (6, 6), "flux2_single": (3,)}.get(block.kind, (1,))
+    return [*map(vectors, sizes), rotary]

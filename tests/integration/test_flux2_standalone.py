@@ -1,0 +1,180 @@
+"""The stand-alone trainer on a tiny FLUX.2 klein: numbers are those of diffusers' pipeline, which loads the LoRA."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pixel_unshuffle
+
+from coat_flux.cli import main
+from coat_flux.data.cache import encode_latents
+from coat_flux.export.convert import convert_file
+from coat_flux.trainers.standalone.flow_matching import predict_velocity
+from coat_flux.trainers.standalone.loading import load_encoders, load_transformer
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.flux2_folder import TOKENS, write_flux2
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(diffusers, "Flux2KleinPipeline"), reason="this diffusers has no FLUX.2 klein; 0.37 has"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("flux2")
+    return {"model": write_flux2(root / "klein"), "images": write_images(root / "images", 2), "out": root / "out"}
+
+
+@pytest.fixture(scope="module")
+def pipeline(place: dict[str, Path]) -> Any:
+    return diffusers.Flux2KleinPipeline.from_pretrained(place["model"], torch_dtype=torch.bfloat16)
+
+
+def job_of(name: str, place: dict[str, Path], **blocks: Any) -> dict[str, Any]:
+    """With every option of COAT on, rank 16 on all linears."""
+    network = {"linear": 16, "transformer_only": False}
+    job = engine_job(name, **place, coat={"memory": {"checkpointing": "none"}}, network=network, **blocks)
+    model = job["config"]["process"][0]["model"]
+    del model["is_flux"]
+    model["arch"] = "flux2_klein_4b"
+    return job
+
+
+def test_trains_and_diffusers_loads_the_lora(place: dict[str, Path], pipeline: Any) -> None:
+    train = {"steps": 30, "lr": 1e-2, "disable_sampling": False}
+    final = COATTrainer(job_of("klein", place, train=train, sample={"sample_every": 30})).train()
+    log = (final.parent / "coat" / "log.txt").read_text(encoding="utf-8")
+    first, last = map(float, re.findall(r"validation loss (\S+) -> (\S+)", log)[0])
+    assert last < 0.7 * first
+    assert len(list((final.parent / "samples").glob("*.jpg"))) == 2
+
+    shape = {"width": 64, "height": 64, "num_inference_steps": 1, "output_type": "pt"}
+
+    def draw() -> torch.Tensor:
+        found: torch.Tensor = pipeline(prompt="a shirt", generator=torch.Generator().manual_seed(0), **shape).images
+        return found
+
+    before = draw()
+    pipeline.load_lora_weights(final)
+    loaded = [name for name, _ in pipeline.transformer.named_parameters() if ".lora_A." in name]
+    assert 2 * len(loaded) == len(load_file(final))
+    assert not torch.equal(before, draw())
+    pipeline.unload_lora_weights()
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(place: dict[str, Path]) -> None:
+    whole = COATTrainer(job_of("whole", place, train={"steps": 4})).train()
+    COATTrainer(job_of("parts", place, train={"steps": 2})).train()
+    parts = COATTrainer(job_of("parts", place, train={"steps": 4})).train()
+    expected, found = load_file(whole), load_file(parts)
+    for name, tensor in expected.items():
+        assert_bitwise(tensor, found[name])
+
+
+def test_prompts_latents_and_prediction_are_the_pipelines(place: dict[str, Path], pipeline: Any) -> None:
+    encoders = load_encoders(str(place["model"]), torch.bfloat16)
+    assert encoders.text is not None
+    assert encoders.distilled
+    embeds, pooled = encoders.text.encode(["a red shirt"])
+    expected, text_ids = pipeline.encode_prompt("a red shirt", max_sequence_length=TOKENS)
+    assert_bitwise(embeds, expected)
+    assert pooled.shape == (1, 0)
+
+    pixels = torch.rand(1, 3, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    latents = encode_latents(encoders.vae, pixels)
+    with torch.no_grad():
+        theirs = pipeline._encode_vae_image(pixels.bfloat16(), generator=None)
+    torch.testing.assert_close(pixel_unshuffle(latents, 2), theirs.float(), rtol=0.02, atol=0.02)
+
+    packed, ids = pipeline.prepare_latents(1, 8, 64, 96, torch.bfloat16, "cpu", None, pixel_unshuffle(latents, 2))
+    model = load_transformer(str(place["model"]), torch.bfloat16)
+    with torch.no_grad():
+        velocity = predict_velocity(model, latents, torch.tensor([0.5]), embeds, pooled, dtype=torch.bfloat16)
+        out = model(packed, embeds, torch.tensor([0.5]), ids, text_ids, None, return_dict=False)[0]
+    expected = pipeline._unpack_latents_with_ids(out, ids, 4, 6)
+    assert_bitwise(pixel_unshuffle(velocity, 2), expected.float())
+
+
+@pytest.mark.parametrize("layout", ["comfyui", "kohya"])
+def test_other_layouts_and_back(place: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    model = load_transformer(str(place["model"]), torch.bfloat16)
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            for part, shape in (("A", (4, module.in_features)), ("B", (module.out_features, 4))):
+                tensors[f"transformer.{name}.lora_{part}.weight"] = torch.randn(shape, generator=generator)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    report = convert_file(tmp_path / "lora.safetensors", tmp_path / "other.safetensors", layout)
+    assert "ComfyUI" in report.programs
+    convert_file(tmp_path / "other.safetensors", tmp_path / "back.safetensors", "diffusers")
+    back = load_file(tmp_path / "back.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+def _as_flux1(job: dict[str, Any], folder: Path) -> None:
+    job["config"]["process"][0]["model"] |= {"arch": "flux"}
+
+
+def _without_tokenizer(job: dict[str, Any], folder: Path) -> None:
+    shutil.rmtree(folder / "tokenizer")
+
+
+def _other_encoder(job: dict[str, Any], folder: Path) -> None:
+    path = folder / "text_encoder" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 48}), encoding="utf-8")
+
+
+def _one_file(job: dict[str, Any], folder: Path) -> None:
+    file = next((folder / "transformer").glob("*.safetensors"))
+    job["config"]["process"][0]["model"]["name_or_path"] = str(file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_as_flux1, "write model.arch: flux2_klein_4b or flux2_klein_9b"),
+        (_without_tokenizer, "has no tokenizer/"),
+        (_other_encoder, "gives 3 x 48 features and the transformer takes 96"),
+        (_one_file, "FLUX.2 is loaded from a folder"),
+    ],
+)
+def test_check_says_what_is_wrong(
+    place: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[dict[str, Any], Path], None],
+    says: str,
+) -> None:
+    folder = shutil.copytree(place["model"], tmp_path / "klein")
+    job = job_of("damaged", {**place, "model": folder})
+    damage(job, folder)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
+    assert main(["check", str(tmp_path / "job.yaml"), "--host", "standalone"]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("model", "billions"), [("", 0.0), ("black-forest-labs/FLUX.2-klein-4B", 3.88)])
+def test_plan_knows_it(
+    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, billions: float
+) -> None:
+    job = job_of("planned", place)
+    if model:
+        job["config"]["process"][0]["model"]["name_or_path"] = model
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
+    assert main(["plan", str(tmp_path / "job.yaml"), "--gpu", "24"]) == 0
+    out = capsys.readouterr().out
+    assert f"{billions:.2f} B parameters" in out
+    assert re.search(r"flux2_double +flux2_single", out)
