@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_core.autograd import without_autocast
 from coat_core.kernels.gpu.quantize import dequantize
 from coat_core.kernels.gpu.runtime import blocks, empty_values, finished, launch
 
@@ -58,7 +59,7 @@ def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
     if m > FEW_ROWS:
         granularity = "per_row" if scale.ndim else "per_tensor"
         weight = dequantize(codes, scale, granularity, k, dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(dtype)).view(*lead, n)
     y = empty_values((m, n), dtype, x.device)
     sizes, options = (m, n, k, scale.ndim // 2), {"ROWS": FEW_ROWS, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
