@@ -5,7 +5,7 @@ random weights in bf16 and an fp32 LoRA of ai-toolkit's on the linears of its bl
 Compared with the same model without COAT: the cosine of the LoRA's gradients, all together and the lowest of one
 adapter, and the bytes that the blocks keep for backward, counted by the allocator. Prints a Markdown table, or with
 --json one object a line. Archs with the same model share their figures. With --qtype both have a base that ai-toolkit
-quantized its own way.
+quantized its own way, with --network other adapters.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 RANK = 4
+NETWORKS: dict[str, dict[str, Any]] = {
+    "lora": {"type": "lora", "linear": RANK},
+    "dora": {"type": "dora", "linear": RANK},
+    "lokr": {"type": "lokr", "linear": RANK, "lokr_full_rank": False, "lokr_factor": 8},
+    "full-rank lokr": {"type": "lokr", "lokr_factor": 8},
+}
 COAT = {"memory": {"checkpointing": "none"}, "speed": {"measure": "never"}}
 SETTINGS = {"bf16": {"enabled": False}, "kept": COAT, "recomputed": {**COAT, "memory": {"checkpointing": "all"}}}
 
@@ -65,16 +71,20 @@ def in_bf16(value: Any) -> Any:
     return [in_bf16(x) for x in value] if isinstance(value, list) else value
 
 
-def with_lora(model: nn.Module, blocks: tuple[str, ...]) -> Any:
-    """ai-toolkit's fp32 LoRA on the linears of the blocks, drawn so that every gradient is there."""
+def with_lora(model: nn.Module, blocks: tuple[str, ...], kind: str = "lora") -> Any:
+    """ai-toolkit's fp32 adapters on the linears of the blocks, LoRAs drawn so that every gradient is there."""
+    from toolkit.config_modules import NetworkConfig
     from toolkit.lora_special import LoRASpecialNetwork
 
+    config = NetworkConfig(**NETWORKS[kind])
     inside = None if "UNet" in type(model).__name__ else list(blocks)
     network = LoRASpecialNetwork(
         [],
         model,
-        lora_dim=RANK,
-        alpha=RANK,
+        lora_dim=config.linear,
+        alpha=config.linear,
+        network_type=config.type,
+        network_config=config,
         target_lin_modules=[type(model).__name__],
         is_transformer=True,
         train_text_encoder=False,
@@ -85,15 +95,18 @@ def with_lora(model: nn.Module, blocks: tuple[str, ...]) -> Any:
     network.apply_to([], model, False, True)
     draw = torch.Generator().manual_seed(2)
     for name, parameter in network.named_parameters():
-        spread = 0.05 if "lora_up" in name else parameter[0].numel() ** -0.5
-        parameter.data = torch.randn(parameter.shape, generator=draw) * spread
+        spread = 0.05 if "lora_up" in name or "lokr" in name else parameter[0].numel() ** -0.5
+        if parameter.ndim > 1:
+            parameter.data = torch.randn(parameter.shape, generator=draw) * spread
         parameter.requires_grad_(True)
     network.is_active = True
     network.multiplier = 1.0
     return network.train()
 
 
-def prepare(arch: str, setting: dict[str, Any], qtype: str = "") -> tuple[nn.Module, dict[str, Any], Any, Any]:
+def prepare(
+    arch: str, setting: dict[str, Any], qtype: str = "", kind: str = "lora"
+) -> tuple[nn.Module, dict[str, Any], Any, Any]:
     """Model, inputs, network and COAT's report, as the process makes them."""
     from coat_flux.blocks.apply import apply_coat
     from coat_flux.blocks.architectures import architecture_of
@@ -108,8 +121,8 @@ def prepare(arch: str, setting: dict[str, Any], qtype: str = "") -> tuple[nn.Mod
     if hasattr(model, "enable_gradient_checkpointing"):
         model.enable_gradient_checkpointing()  # as ai-toolkit does before its hook
     report = apply_coat(model, config)
-    network = with_lora(model, blocks)
-    if config.enabled:
+    network = with_lora(model, blocks, kind)
+    if config.enabled and kind == "lora":
         attach_lora(network, config)
     return model, inputs, network, report
 
@@ -182,7 +195,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
 
 
-def measure(arch: str, qtype: str = "") -> dict[str, Any]:
+def measure(arch: str, qtype: str = "", kind: str = "lora") -> dict[str, Any]:
     """Class, treatment as it ran, cosines and bytes."""
     from coat_flux.blocks.architectures import architecture_of, listed_blocks
     from coat_flux.blocks.runner import BlockRunner
@@ -190,7 +203,7 @@ def measure(arch: str, qtype: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     exact: dict[str, Tensor] = {}
     for name, setting in SETTINGS.items():
-        model, inputs, network, report = prepare(arch, setting, qtype)
+        model, inputs, network, report = prepare(arch, setting, qtype, kind)
         got = gradients(model, inputs, network)
         if name != "recomputed":
             blocks = list(listed_blocks(model, architecture_of(model).blocks).values())
@@ -221,6 +234,7 @@ def main() -> None:
     parser.add_argument("archs", nargs="*", metavar="ARCH", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--qtype", action="append", help="of ai-toolkit's own, such as uint4; may be given again")
+    parser.add_argument("--network", default="lora", choices=NETWORKS, help="kind of the adapters")
     args = parser.parse_args()
     head = (
         "arch",
@@ -243,7 +257,7 @@ def main() -> None:
         if key not in done:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):  # ai-toolkit prints what it makes
-                    done[key] = measure(arch, qtype)
+                    done[key] = measure(arch, qtype, args.network)
             except Exception as error:
                 done[key] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         found = {**done[key], "arch": arch, "qtype": qtype}

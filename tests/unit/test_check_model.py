@@ -171,6 +171,16 @@ def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.startswith("warning: model.name_or_path: no such folder here, so it is downloaded from the hub")
 
 
+def test_what_ai_toolkit_loads_of_a_flux2_folder_is_one_file(tmp_path: Path) -> None:
+    folder = tmp_path / "klein"
+    folder.mkdir()
+    (folder / "model_index.json").write_text('{"_class_name": "Flux2KleinPipeline"}', encoding="utf-8")
+    (line,) = found(folder, AITK, is_flux=False, arch="flux2_klein_4b")
+    assert line.endswith("which ai-toolkit loads for flux2_klein_4b; give the folder of that file")
+    (folder / "flux-2-klein-base-4b.safetensors").touch()
+    assert found(folder, AITK, is_flux=False, arch="flux2_klein_4b") == []
+
+
 def test_one_file_is_for_the_stand_alone_trainer(tmp_path: Path, model: Path) -> None:
     from diffusers import FluxTransformer2DModel
 

@@ -59,6 +59,12 @@ KNOWN = (*GATED, "FLUX.1-schnell", "FLUX.2-klein-4B", "FLUX.2-klein-base-4B")
 FLUX_ARCHS = ("flux", "flux_kontext")
 TEXT_WIDTH = "joint_attention_dim"
 FLUX2_LAYERS = 3  # of the text encoder, whose states are the embeddings
+# arch → the file that ai-toolkit loads from a folder, whatever else is in it
+CHECKPOINTS = {
+    "flux2": "flux2-dev.safetensors",
+    "flux2_klein_4b": "flux-2-klein-base-4b.safetensors",
+    "flux2_klein_9b": "flux-2-klein-base-9b.safetensors",
+}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3", "is_pixart": "pixart"} | {
     f"is_{name}": name for name in ("pixart_sigma", "auraflow", "lumina2", "vega", "ssd")
@@ -142,6 +148,11 @@ class _Model:
     # -- a folder ------------------------------------------------------------------------------------------------------
 
     def _check_folder(self) -> None:
+        needed = None if self.alone else CHECKPOINTS.get(self.arch)
+        if needed:
+            if not (self.place / needed).is_file():
+                self.add(f"has no {needed}, which ai-toolkit loads for {self.arch}; give the folder of that file")
+            return
         pipeline = _json(self.place / "model_index.json").get("_class_name")
         own = _json(self.place / "config.json").get("_class_name")
         if not pipeline and not (self.place / "transformer").is_dir() and not (self.place / "unet").is_dir():

@@ -44,6 +44,22 @@ class Checkout:
         assert code == 0, f"{name}: {out[-6000:]}"
         return out
 
+    def run_several(self, jobs: list[tuple[str, dict[str, Any]]], *, recover: bool = False) -> str:
+        """Run jobs one after the other through one call of run.py, which takes most of a short job's time.
+
+        Args:
+            jobs: names and processes.
+            recover: go on after one that fails.
+
+        Returns:
+            What was printed.
+        """
+        paths = [self._write(f"{i}_{name}", name, entry, as_json=False) for i, (name, entry) in enumerate(jobs)]
+        process = self._begin(paths, {}, *(["--recover"] if recover else []))
+        out, _ = process.communicate(timeout=1200)
+        assert recover or process.returncode == 0, out[-6000:]
+        return out
+
     def start(
         self,
         name: str,
@@ -65,23 +81,7 @@ class Checkout:
         Returns:
             Exit code and what it printed.
         """
-        config = {
-            "job": "extension",
-            "config": {"name": name, "process": [entry]},
-            "meta": {"name": name, "version": "1.0"},
-        }
-        path = self.root / "configs" / f"{name}.{'json' if environment else 'yaml'}"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(config) if environment else yaml.safe_dump(config), encoding="utf-8")
-        process = subprocess.Popen(
-            [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), "run.py", f"configs/{path.name}"],
-            cwd=self.root,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0", **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # a signal reaches its loader processes too, as from a terminal
-        )
+        process = self._begin([self._write(name, name, entry, as_json=bool(environment))], environment or {})
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
@@ -91,6 +91,34 @@ class Checkout:
                 send = None
         return process.wait(timeout=600), "".join(lines)
 
+    def _write(self, stem: str, name: str, entry: dict[str, Any], *, as_json: bool) -> Path:
+        """The config of a job."""
+        config = {
+            "job": "extension",
+            "config": {"name": name, "process": [entry]},
+            "meta": {"name": name, "version": "1.0"},
+        }
+        path = self.root / "configs" / f"{stem}.{'json' if as_json else 'yaml'}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(config) if as_json else yaml.safe_dump(config), encoding="utf-8")
+        return path
+
+    def _begin(self, paths: list[Path], environment: dict[str, str], *options: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [
+                os.environ.get("AI_TOOLKIT_PYTHON", sys.executable),
+                "run.py",
+                *options,
+                *(f"configs/{path.name}" for path in paths),
+            ],
+            cwd=self.root,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # a signal reaches its loader processes too, as from a terminal
+        )
+
     def folder(self, name: str) -> Path:
         return self.root / "output" / name
 
@@ -99,6 +127,16 @@ class Checkout:
 
     def optimizer(self, name: str) -> dict[str, Any]:
         return torch.load(self.folder(name) / "optimizer.pt", weights_only=True)
+
+
+def as_kontext(flux: Path, folder: Path) -> None:
+    """The same model by the name of another pipeline."""
+    folder.mkdir()
+    for path in flux.iterdir():
+        if path.is_dir():
+            (folder / path.name).symlink_to(path, target_is_directory=True)
+    index = (flux / "model_index.json").read_text(encoding="utf-8").replace('"FluxPipeline"', '"FluxKontextPipeline"')
+    (folder / "model_index.json").write_text(index, encoding="utf-8")
 
 
 def make_real_entry(**train: Any) -> dict[str, Any]:

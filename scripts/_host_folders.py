@@ -1,0 +1,208 @@
+"""Tiny models with random weights in the layouts that ai-toolkit's own loaders read: `python _host_folders.py FOLDER`.
+
+Run in ai-toolkit's environment with AI_TOOLKIT_ROOT. Below FOLDER, the working directory of the jobs to come:
+
+    models/flux, models/qwen_image, models/zimage   whole folders in diffusers layout
+    models/flux2_klein_4b, models/chroma.safetensors    checkpoints in BFL's layout
+    ostris/Flex.1-alpha, Qwen/Qwen3-4B    what chroma and flux2_klein_4b name on the hub, which is found here first
+    extensions/tiny_geometries             calls `substitute` at the start of each job
+
+ai-toolkit's loaders run as they are. Substituted are the sizes that its code holds: chroma's `chroma_params`, klein's
+`get_flux2_params`, and FLUX.2's `AutoEncoderParams`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+TEXT_WIDTH, HEADS, HEAD_DIM = 64, 2, 64
+AXES = [16, 24, 24]
+EXTENSION = """import sys
+
+sys.path.append({folder!r})
+from _host_folders import substitute
+
+substitute()
+AI_TOOLKIT_EXTENSIONS = []
+"""
+CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+def flux2_params() -> Any:
+    """Of klein: three layers of its text encoder side by side."""
+    from extensions_built_in.diffusion_models.flux2.src.model import Flux2Params
+
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_heads": HEADS, "depth": 2, "depth_single_blocks": 2}
+    return Flux2Params(
+        in_channels=128, context_in_dim=3 * TEXT_WIDTH, axes_dim=[16] * 4, use_guidance_embed=False, **sizes
+    )
+
+
+def flux2_vae_params() -> Any:
+    """With its own 32 latent channels, 128 in 2×2 patches."""
+    from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoderParams
+
+    return AutoEncoderParams(ch=32, ch_mult=[1, 1, 1, 1], num_res_blocks=1)
+
+
+def chroma_params() -> Any:
+    """With FLUX.1's latents."""
+    from extensions_built_in.diffusion_models.chroma.src.model import ChromaParams
+
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_heads": HEADS, "depth": 2, "depth_single_blocks": 2}
+    approximator = {"approximator_in_dim": 64, "approximator_depth": 2, "approximator_hidden_size": 128}
+    return ChromaParams(
+        in_channels=64,
+        context_in_dim=TEXT_WIDTH,
+        mlp_ratio=4.0,
+        axes_dim=AXES,
+        theta=10_000,
+        qkv_bias=True,
+        guidance_embed=True,
+        _use_compiled=False,
+        **sizes,
+        **approximator,
+    )
+
+
+def substitute() -> None:
+    """Put the sizes of the tiny checkpoints in place of those in ai-toolkit's code."""
+    from extensions_built_in.diffusion_models.chroma import chroma_model
+    from extensions_built_in.diffusion_models.flux2 import flux2_klein_model, flux2_model
+
+    chroma_model.chroma_params = chroma_params()
+    flux2_klein_model.Flux2Klein4BModel.get_flux2_params = lambda self: flux2_params()
+    flux2_model.AutoEncoderParams = flux2_vae_params
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """The model in bf16; what is linear has kaiming's spread, norms and biases are near what they were."""
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=draw)
+        small = parameter.data.nan_to_num().clamp(0, 1) + 0.1 * noise
+        parameter.data = noise * parameter[0].numel() ** -0.5 if parameter.ndim > 1 else small
+    return model.to(torch.bfloat16)
+
+
+def checkpoint(model: nn.Module, path: Path) -> None:
+    """One file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({key: value.contiguous() for key, value in drawn(model).state_dict().items()}, path)
+
+
+def qwen3(folder: Path) -> None:
+    """A text encoder with the layers that FLUX.2 reads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**text_sizes(), num_hidden_layers=28, head_dim=16)
+    drawn(Qwen3ForCausalLM(config)).save_pretrained(folder)
+
+
+def text_sizes() -> dict[str, Any]:
+    """What the Qwen encoders share."""
+    return {
+        "vocab_size": 512,
+        "hidden_size": TEXT_WIDTH,
+        "intermediate_size": 2 * TEXT_WIDTH,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+    }
+
+
+def tokenizer(folder: Path) -> None:
+    """Qwen's, with a token for each byte and no merges."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    letters = sorted(ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, "<|endoftext|>"])}
+    made = Qwen2Tokenizer(vocab=vocabulary, merges=[], model_max_length=1024)
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = CHAT
+    made.save_pretrained(folder)
+
+
+def qwen_image(folder: Path) -> None:
+    """Transformer, VAE and text encoder of Qwen-Image."""
+    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    transformer = QwenImageTransformer2DModel(
+        in_channels=64,
+        out_channels=16,
+        num_layers=2,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=HEADS,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=tuple(AXES),
+    )
+    drawn(transformer).save_pretrained(folder / "transformer")
+    vae = AutoencoderKLQwenImage(base_dim=8, z_dim=16, num_res_blocks=1)
+    drawn(vae).save_pretrained(folder / "vae")
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    text = {**text_sizes(), "num_hidden_layers": 2, "rope_scaling": rope}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": TEXT_WIDTH}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    drawn(Qwen2_5_VLForConditionalGeneration(config)).save_pretrained(folder / "text_encoder")
+    tokenizer(folder / "tokenizer")
+    FlowMatchEulerDiscreteScheduler().save_pretrained(folder / "scheduler")
+
+
+def zimage(folder: Path, flux: Path) -> None:
+    """Transformer and text encoder of Z-Image; FLUX.1's VAE is its own."""
+    from diffusers import ZImageTransformer2DModel
+
+    transformer = ZImageTransformer2DModel(
+        in_channels=16,
+        dim=HEADS * HEAD_DIM,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=HEADS,
+        n_kv_heads=HEADS,
+        cap_feat_dim=TEXT_WIDTH,
+        axes_dims=AXES,
+        axes_lens=[1536, 128, 128],
+    )
+    drawn(transformer).save_pretrained(folder / "transformer")
+    qwen3(folder / "text_encoder")
+    tokenizer(folder / "tokenizer")
+    (folder / "vae").symlink_to(flux / "vae", target_is_directory=True)
+
+
+def make(root: Path) -> None:
+    """Everything below `root`."""
+    from extensions_built_in.diffusion_models.chroma.src.model import Chroma
+    from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoder
+    from extensions_built_in.diffusion_models.flux2.src.model import Flux2
+
+    from coat_flux.mini_flux.folder import make_tiny_flux
+
+    torch.manual_seed(0)
+    models = root / "models"
+    flux = make_tiny_flux(models / "flux")
+    checkpoint(Flux2(flux2_params()), models / "flux2_klein_4b" / "flux-2-klein-base-4b.safetensors")
+    checkpoint(AutoEncoder(flux2_vae_params()), models / "flux2_klein_4b" / "ae.safetensors")
+    checkpoint(Chroma(chroma_params()), models / "chroma.safetensors")
+    qwen3(root / "Qwen" / "Qwen3-4B")
+    tokenizer(root / "Qwen" / "Qwen3-4B")
+    (root / "ostris").mkdir()
+    (root / "ostris" / "Flex.1-alpha").symlink_to(flux, target_is_directory=True)
+    qwen_image(models / "qwen_image")
+    zimage(models / "zimage", flux)
+    extension = root / "extensions" / "tiny_geometries" / "__init__.py"
+    extension.parent.mkdir(parents=True, exist_ok=True)
+    extension.write_text(EXTENSION.format(folder=str(Path(__file__).resolve().parent)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.environ["AI_TOOLKIT_ROOT"])
+    make(Path(sys.argv[1]).resolve())
