@@ -23,7 +23,8 @@ UINT = tuple(f"uint{bits}" for bits in range(2, 8))
 CONVROT = ("convrot8", "convrot4", "convrotbitnet", "convrotcomfyw4a4", *(f"convrotint{bits}" for bits in range(2, 9)))
 ORBIT = ("orbit2", "orbit3", "orbit4", "orbitvq2", "orbitvq3", "orbitvq4")
 QTYPES = (*QUANTO, *TORCHAO, *UINT, *CONVROT, "nvfp4", *ORBIT)
-OTHERS = ("flux2_klein_4b", "chroma", "qwen_image", "zimage")  # with a base of 8 bits and one of 4
+# with a base of 8 bits and one of 4
+OTHERS = {"flux2_klein_4b": "fused", "chroma": "fused", "qwen_image": "fused", "zimage": "generic"}
 
 
 def measured(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -48,12 +49,12 @@ def test_flux_is_fused_on_it(qtype: str, results: dict[tuple[str, str], dict[str
 @pytest.mark.parametrize("qtype", ["qfloat8", "uint4"])
 @pytest.mark.parametrize("arch", OTHERS)
 def test_others_train_on_it(arch: str, qtype: str, results: dict[tuple[str, str], dict[str, Any]]) -> None:
-    check(results[arch, qtype])
+    check(results[arch, qtype], OTHERS[arch])
 
 
-def check(found: dict[str, Any], flow: str = "") -> None:
+def check(found: dict[str, Any], flow: str) -> None:
     assert "error" not in found, found["trace"]
-    assert f"kept in FP8, {flow}" in found["kept"]["treatment"]
+    assert f"kept in FP8, {flow} flow" in found["kept"]["treatment"]
     for way in ("kept", "recomputed"):
         own, exact = found[way]["gradients"]
         assert own == exact > 0
