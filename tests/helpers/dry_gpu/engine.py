@@ -89,7 +89,7 @@ def dry_session(
     samples = [Sample(folder / f"{i}.png", "a shirt", (side, side), 0) for i in range(4)]
     encoders = SimpleNamespace(
         vae=None,
-        text=SimpleNamespace(clip=nn.Identity(), t5=nn.Identity()),
+        text=SimpleNamespace(models=[nn.Identity(), nn.Identity()]),
         scheduler=FlowMatchEulerDiscreteScheduler(),
     )
 
