@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.errors import UserError
+from .fused.reading import argument_names
 from .readers import read_list
 
 Size = tuple[int, int]  # d, F
@@ -118,8 +120,8 @@ def read_block(module: Any, trained_input: bool = True) -> Block:
         AttributeError: it is not built as diffusers' is.
         ValueError: another class, or of a diffusers whose blocks have other arguments.
     """
-    kind, known = CLASSES.get(type(module).__name__), read_list(type(module))
-    if kind is None or known is None:
+    kind = CLASSES.get(type(module).__name__)
+    if kind is None or not _is_known(type(module)):
         raise ValueError(f"a {type(module).__name__}: sizes are known of FLUX's blocks only; treat it as unknown")
     linears = {name: module.get_submodule(name) for name in LINEARS[kind]}
     ranks = {name: rank for name, linear in linears.items() if (rank := _rank(linear))}
@@ -128,6 +130,12 @@ def read_block(module: Any, trained_input: bool = True) -> Block:
     widest = bases[-1].in_features  # of the MLP's second linear
     mlp = widest if kind.endswith("double") else widest - hidden
     return Block(kind, hidden, heads, mlp, tuple(ranks.items()), trained_input)
+
+
+def _is_known(cls: type[nn.Module]) -> bool:
+    """Whether its arguments are those that its reader knows: of another diffusers they may mean something else."""
+    known = read_list(cls)
+    return known is not None and known.reader is not None and known.reader.arguments == argument_names(cls)
 
 
 def _rank(linear: Any) -> int:
@@ -141,7 +149,11 @@ def _rank(linear: Any) -> int:
 
 
 def make_block(block: Block) -> nn.Module:
-    """Diffusers' block of these sizes, on the meta device, without adapters."""
+    """Diffusers' block of these sizes, on the meta device, without adapters.
+
+    Raises:
+        UserError: the installed diffusers has another FLUX.2.
+    """
     from diffusers.models.transformers import transformer_flux as flux1
 
     d, heads, ratio = block.hidden, block.heads, block.mlp / block.hidden
@@ -155,6 +167,8 @@ def make_block(block: Block) -> nn.Module:
 
             double = block.kind == "flux2_double"
             cls = flux2.Flux2TransformerBlock if double else flux2.Flux2SingleTransformerBlock
+            if not _is_known(cls):
+                raise UserError("FLUX.2's blocks of this diffusers are too old to be counted; pip install -U diffusers")
             made = cls(d, heads, block.head_dim, mlp_ratio=ratio)
     return made
 
