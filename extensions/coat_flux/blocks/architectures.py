@@ -7,7 +7,7 @@ flow.
 
 To add a model's blocks: write their reader after `fused/flux1.py` (`reading.py` has what readers share, and
 `single_block.py` and `double_block.py` compute), and an entry here whose `BlockList`s name the class and the reader;
-add it to `ARCHITECTURES`. `sizes.py` describes the linears of a block, where `plan` shall know its bytes.
+add it to `ARCHITECTURES`. `described.py` has the linears of a block, where `plan` shall know its bytes.
 
 Patterns are fnmatch patterns over full module names, never substrings: the substring `proj_out` would match FLUX's
 final projection and also the single blocks' `proj_out`, a quarter of the model's FLOPs.
