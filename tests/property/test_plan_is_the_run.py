@@ -127,7 +127,7 @@ class AsItIs:
 
     failed = False
 
-    def __init__(self, fallback: str) -> None:
+    def __init__(self, fallback: str, refused: str) -> None:
         self.fallback = fallback
 
     def form_of(self, fused: Any) -> Any:
