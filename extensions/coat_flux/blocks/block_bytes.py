@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .architectures import read_list
 from .described import Block, read_block
 from .lora import trained_parameters
-from .readers import read_list
 from .sizes import BlockBytes, FlowSettings, Tokens, flux_bytes
 
 

@@ -148,7 +148,7 @@ class SpeedPick:
 
     def _milliseconds(self, mode: ExecutionMode, args: tuple[Any, ...], started: float) -> float:
         self._gemms.set(mode.gemm)
-        known = argument_names(type(self._blocks[0]))  # `args` are of no use to blocks that take others
+        known = argument_names(type(self._blocks[0]))  # blocks with other arguments cannot take `args`
         counts = Counter(kind for kind in map(type, self._blocks) if argument_names(kind) == known)
         first = {type(block): block for block in reversed(self._blocks)}
         return sum(count * self._block_ms(mode, first[kind], args, started) for kind, count in counts.items())

@@ -26,7 +26,7 @@ from coat_core.linear.module import drop_transposed
 from coat_core.optim.state import state_bytes
 
 from . import report
-from .architectures import listed_blocks
+from .architectures import block_name, listed_blocks, read_list
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks
 from .decide import BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
@@ -41,7 +41,6 @@ from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forw
 from .lora import trained_parameters
 from .measure import SpeedPick, Unavailable
 from .quantized import NOT_COMPILED, has_adopted
-from .readers import block_name, read_list
 from .sizes import Tokens
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from coat_core.activation import PackingConfig
 from coat_core.linear.function import compute_dtype
 
+from ..architectures import read_list
 from ..gemms import in_high_precision
 from ..quantized import has_adopted
-from ..readers import read_list
 from .frozen import NotFusable
 from .modulation import Modulation, modulate_ahead
 from .reading import FusedBlock, Reader, active_backend, read_with

@@ -31,7 +31,7 @@ __all__ = ["Encoders", "ModelLoadError", "load_encoders", "load_transformer"]
 MAX_TEXT_TOKENS = 512
 TRANSFORMERS = ("FluxTransformer2DModel", "Flux2Transformer2DModel")
 # pipeline → classes of transformers for its text encoder and what prepares its prompts
-FLUX2_PIPELINES = {
+TEXT_PARTS = {
     "Flux2KleinPipeline": ("Qwen3ForCausalLM", "AutoTokenizer"),
     "Flux2Pipeline": ("Mistral3ForConditionalGeneration", "AutoProcessor"),
 }
@@ -94,15 +94,13 @@ def _flux2_encoders(
     """Those of FLUX.2: dev has Mistral 3, klein has Qwen 3, and the pipeline's class says which."""
     index = _load(_Index, name_or_path, "")
     pipeline = getattr(diffusers, name := index.get("_class_name", ""), None)
-    if pipeline is None or name not in FLUX2_PIPELINES:
-        wanted = " or ".join(FLUX2_PIPELINES)
-        known = (
-            f"; diffusers {diffusers.__version__} has none of that name, update it" if name in FLUX2_PIPELINES else ""
-        )
+    if pipeline is None or name not in TEXT_PARTS:
+        wanted = " or ".join(TEXT_PARTS)
+        known = f"; diffusers {diffusers.__version__} has none of that name, update it" if name in TEXT_PARTS else ""
         raise ModelLoadError(
             f"model.name_or_path={name_or_path}: is a {name or 'folder of no pipeline'}, not {wanted}{known}"
         )
-    encoder, tokenizer = (getattr(transformers, each) for each in FLUX2_PIPELINES[name])
+    encoder, tokenizer = (getattr(transformers, each) for each in TEXT_PARTS[name])
     text = _load_weights(encoder, name_or_path, "text_encoder", dtype=dtype).requires_grad_(False).eval()
     parts = {"scheduler": None, "vae": None, "transformer": None}
     made = pipeline(text_encoder=text, tokenizer=_load(tokenizer, name_or_path, "tokenizer"), **parts)
