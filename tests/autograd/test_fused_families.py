@@ -16,9 +16,9 @@ from torch import nn
 from coat_core import sqnr_db
 from coat_core.activation import PackingConfig
 from coat_core.config import FP8LinearConfig
-from coat_flux.blocks.architectures import block_name, read_list
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.frozen import NotFusable
+from coat_flux.blocks.lookup import block_name, read_list
 from scripts._toolkit_lora import ROOT_VARIABLE
 from tests.helpers.families import FAMILIES, Made, largest_difference, made, results
 from tests.helpers.saved_tensors import recording_fused

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from coat_flux.blocks.architectures import ARCHITECTURES, READ_BLOCKS
+from coat_flux.blocks.architectures import ARCHITECTURES
+from coat_flux.blocks.lookup import READ_BLOCKS
 from coat_flux.config.archs import REFUSED, TRANSFORMERS, archs_of, refusal
 from tests.architecture.sources import ROOT
 from tests.tolerances import ARCH_FEWER_BYTES, ARCH_GRADIENT_COSINE, ARCH_LOWEST_COSINE

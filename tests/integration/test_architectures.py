@@ -15,8 +15,9 @@ from coat_core.linear import FP8Linear
 from coat_core.metrics import cosine
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.architectures import ARCHITECTURES as KNOWN
-from coat_flux.blocks.architectures import IN_AND_OUT, PLAIN, architecture_of
+from coat_flux.blocks.architectures import IN_AND_OUT, PLAIN
 from coat_flux.blocks.hook import hook_of, own_forward
+from coat_flux.blocks.lookup import architecture_of
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer

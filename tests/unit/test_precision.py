@@ -17,8 +17,8 @@ from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, PER_TENSOR, Granularity
 from coat_core.metrics import sqnr_db
 from coat_core.quantize import quantize
-from coat_flux.blocks.architectures import layer_of
 from coat_flux.blocks.cast_loss import Measures, evenly, measure_cast, note_weight
+from coat_flux.blocks.lookup import layer_of
 from coat_flux.pages.charts import heat_map_png
 from coat_flux.pages.precision import as_grid
 from coat_flux.watch.advice import exclude_yaml, kind_medians, standing_out, summaries, worst

@@ -16,9 +16,10 @@ from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_c
 
 from ..base.errors import UserError
 from ..config.findings import ConfigError
-from .architectures import Architecture, architecture_of, matches
+from .architectures import Architecture
 from .cast_loss import note_weight
 from .decide import high_precision_reason
+from .lookup import architecture_of, matches
 from .quantized import adopt, quantization_of
 from .report import OUTSIDE, CoatReport, checkpointing_line, describe_linear, execution_line, shared_rows
 from .runner import BlockRunner

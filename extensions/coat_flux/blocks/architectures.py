@@ -7,7 +7,8 @@ flow.
 
 To add a model's blocks: write their reader after `fused/flux1.py` (`reading.py` has what readers share, and
 `single_block.py` and `double_block.py` compute), and an entry here whose `BlockList`s name the class and the reader;
-add it to `ARCHITECTURES`. `described.py` has the linears of a block, where `plan` shall know its bytes.
+add it to `ARCHITECTURES`, by which `lookup.py` finds it. `described.py` has the linears of a block, where `plan` shall
+know its bytes.
 
 Patterns are fnmatch patterns over full module names, never substrings: the substring `proj_out` would match FLUX's
 final projection and also the single blocks' `proj_out`, a quarter of the model's FLOPs.
@@ -15,15 +16,11 @@ final projection and also the single blocks' `proj_out`, a quarter of the model'
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-
-from torch import nn
 
 from .fused import chroma, flux1, flux2, qwen_image
-from .fused.reading import Reader, argument_names
+from .fused.reading import Reader
 from .original_names import (
     FLUX2_DOUBLE,
     FLUX2_MODULATION,
@@ -34,9 +31,6 @@ from .original_names import (
     FLUX_SINGLE,
     OriginalLinear,
 )
-
-KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
-MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of parameters, of PEFT and of ai-toolkit
 
 
 @dataclass(frozen=True)
@@ -271,121 +265,3 @@ ARCHITECTURES = {
     "CogVideoXTransformer3DModel": COGVIDEOX,
     **PLAIN,
 }
-
-
-def architecture_of(model: nn.Module) -> Architecture:
-    """Return the entry of this model's class, or a cautious one: what is in the model's outermost lists with linears.
-
-    Raises:
-        ValueError: the class is unknown and the model has no block list.
-    """
-    for cls in type(model).__mro__:
-        if cls.__name__ in ARCHITECTURES:
-            return ARCHITECTURES[cls.__name__]
-    blocks = _outermost_lists(model)
-    if not blocks:
-        raise ValueError(
-            f"{type(model).__name__}: no entry for this class and no list of blocks to convert; "
-            f"known classes: {', '.join(ARCHITECTURES)}"
-        )
-    return Architecture(tuple(f"{name}.*" for name in blocks), (), tuple(map(BlockList, blocks)))
-
-
-def _outermost_lists(model: nn.Module) -> tuple[str, ...]:
-    """Names of the module lists with linears that the fewest modules are around."""
-    lists = [
-        name
-        for name, items in model.named_modules()
-        if isinstance(items, nn.ModuleList) and any(isinstance(module, nn.Linear) for module in items.modules())
-    ]
-    depth = min((name.count(".") for name in lists), default=0)
-    return tuple(name for name in lists if name.count(".") == depth)
-
-
-def listed_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """Full name → block, in forward order: the items of the module lists whose names match.
-
-    Raises:
-        ValueError: no module list matches.
-    """
-    blocks = {
-        f"{name}.{i}": block
-        for pattern in patterns
-        for name, items in model.named_modules()
-        if isinstance(items, nn.ModuleList) and fnmatchcase(name, pattern)
-        for i, block in enumerate(items)
-    }
-    if not blocks:
-        raise ValueError(
-            f"{type(model).__name__}: has none of the block lists its entry names ({', '.join(patterns)}); "
-            "use a diffusers version that has them, or change coat_flux.blocks.architectures"
-        )
-    return blocks
-
-
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether the full name matches one of the patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def layer_of(parameter: str) -> str:
-    """Full name of the linear that a LoRA parameter of either trainer belongs to; other names come back as they are."""
-    name = parameter.replace("$$", ".")
-    for mark in MATRICES:
-        name = name.partition(mark)[0]
-    return name.removeprefix(KEY_PREFIX)
-
-
-def target_names(
-    names: Iterable[str],
-    *,
-    only_if_contains: Sequence[str] | None = None,
-    ignore_if_contains: Sequence[str] | None = None,
-    transformer_only: bool = True,
-) -> list[str]:
-    """Return those of the linears' full names that get an adapter, in their order.
-
-    Args:
-        names: of all linears.
-        only_if_contains: keep names with at least one of these; None keeps all.
-        ignore_if_contains: drop names with any of these.
-        transformer_only: only linears inside the block lists.
-    """
-    inside = [name for name in names if not transformer_only or name.split(".")[0] in FLUX.blocks]
-    return [name for name in inside if _is_chosen(KEY_PREFIX + name, only_if_contains, ignore_if_contains)]
-
-
-def _is_chosen(name: str, only: Sequence[str] | None, ignore: Sequence[str] | None) -> bool:
-    if any(word in name for word in ignore or ()):
-        return False
-    if only is None:
-        return True
-    return any(word in name or word in name.replace(".", "$$") for word in only)
-
-
-# class of a block → what is known of its lists, for those that are read
-READ_BLOCKS: dict[str, list[BlockList]] = {}
-for _entry in ARCHITECTURES.values():
-    for _list in _entry.lists:
-        if _list.reader is not None and _list not in READ_BLOCKS.setdefault(_list.block, []):
-            READ_BLOCKS[_list.block].append(_list)
-
-
-@functools.cache
-def read_list(kind: type[nn.Module]) -> BlockList | None:
-    """What is known of blocks of a class that has a reader; None of others.
-
-    Outside of diffusers several models have classes of one name: only one with the arguments that a reader knows is its
-    own.
-    """
-    found = READ_BLOCKS.get(kind.__name__, [])
-    for each in found:
-        if each.reader is not None and each.reader.arguments == argument_names(kind):
-            return each
-    return found[0] if found and kind.__module__.startswith("diffusers.") else None
-
-
-def block_name(kind: type[nn.Module]) -> str:
-    """The name of a block's class, which is none of `READ_BLOCKS` where it has no reader."""
-    name = kind.__name__
-    return f"{kind.__module__.rpartition('.')[2]}.{name}" if name in READ_BLOCKS and read_list(kind) is None else name

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .architectures import read_list
 from .described import Block, read_block
+from .lookup import read_list
 from .lora import trained_parameters
 from .sizes import BlockBytes, FlowSettings, Tokens, flux_bytes
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from coat_core.activation import PackingConfig
 from coat_core.granularity import Granularity
 
-from .architectures import Architecture, matches
+from .architectures import Architecture
 from .block_bytes import BlockBytes, Moment, UnknownBlock, block_bytes, fewest_recomputed, largest_moment
 from .described import Block
+from .lookup import matches
 from .sizes import FP32, FlowSettings, Tokens, around_bytes
 
 if TYPE_CHECKING:

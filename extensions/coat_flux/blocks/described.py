@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UserError
-from .architectures import read_list
 from .fused.reading import argument_names
+from .lookup import read_list
 
 Size = tuple[int, int]  # d, F
 D, F, DF = (1, 0), (0, 1), (1, 1)

@@ -17,10 +17,10 @@ from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8TrainableLinear
 
 from ..base.text import columns
-from .architectures import READ_BLOCKS
 from .block_bytes import block_bytes
 from .decide import BlockChoice, BlockPlan, Given, block_settings, packing_of
 from .described import Block
+from .lookup import READ_BLOCKS
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig

@@ -26,7 +26,6 @@ from coat_core.linear.module import drop_transposed
 from coat_core.optim.state import state_bytes
 
 from . import report
-from .architectures import block_name, listed_blocks, read_list
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks
 from .decide import BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
@@ -38,6 +37,7 @@ from .fused.shadow import copied_bytes
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
 from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
+from .lookup import block_name, listed_blocks, read_list
 from .lora import trained_parameters
 from .measure import SpeedPick, Unavailable
 from .quantized import NOT_COMPILED, has_adopted

@@ -14,8 +14,9 @@ from torch import nn
 
 from coat_core.linear.module import obstacle_to_conversion
 
-from ..blocks.architectures import FLUX2, Architecture, architecture_of, matches, target_names
+from ..blocks.architectures import FLUX2, Architecture
 from ..blocks.held import largest_held
+from ..blocks.lookup import architecture_of, matches, target_names
 from ..blocks.sizes import FP32
 from ..config.checkpoint_file import CheckpointError, flux_config, read_header
 from ..config.coat import COATConfig

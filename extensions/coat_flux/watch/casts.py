@@ -27,8 +27,8 @@ from coat_core.formats import FORMATS
 from coat_core.kernels.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.linear.module import FP8TrainableLinear
 
-from ..blocks.architectures import layer_of
 from ..blocks.cast_loss import SAMPLE, Measures, low_end, measure_cast, octaves, sampled
+from ..blocks.lookup import layer_of
 from .health import EXP_AVG, EXP_AVG_SQ, GRADIENTS, INPUTS, SAVED, CastHealth, Loss
 from .precision import CastPrecision, merged
 

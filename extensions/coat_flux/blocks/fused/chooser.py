@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from coat_core.activation import PackingConfig
 from coat_core.linear.function import compute_dtype
 
-from ..architectures import read_list
 from ..gemms import in_high_precision
+from ..lookup import read_list
 from ..quantized import has_adopted
 from .frozen import NotFusable
 from .modulation import Modulation, modulate_ahead

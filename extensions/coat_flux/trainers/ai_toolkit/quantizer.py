@@ -178,7 +178,7 @@ def plain_linears(model: nn.Module) -> list[str]:
 
     from coat_core.linear.module import obstacle_to_conversion
 
-    from ...blocks.architectures import architecture_of, matches
+    from ...blocks.lookup import architecture_of, matches
 
     patterns = architecture_of(model).convert
     return [

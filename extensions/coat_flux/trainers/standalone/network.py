@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from ...blocks.architectures import KEY_PREFIX, target_names
+from ...blocks.lookup import KEY_PREFIX, target_names
 from ...config.findings import ConfigError
 from .seeding import Stream, generator_for
 
@@ -31,7 +31,7 @@ def lora_targets(
     ignore_if_contains: Sequence[str] | None = None,
     transformer_only: bool = True,
 ) -> list[str]:
-    """Full names of the linears that get an adapter; `coat_flux.blocks.architectures` has the rule.
+    """Full names of the linears that get an adapter; `coat_flux.blocks.lookup` has the rule.
 
     Args:
         model: the transformer before any adapter.
