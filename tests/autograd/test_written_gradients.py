@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_flux.blocks.decide import ExecutionMode
+from coat_flux.blocks.execution import ExecutionMode
 from coat_flux.blocks.fused.gradients import written_gradients
 from coat_flux.blocks.measure import SpeedPick
 from coat_flux.blocks.runner import BlockRunner

@@ -11,7 +11,7 @@ import torch
 
 from coat_flux.blocks import measure as pick
 from coat_flux.blocks import runner as policy
-from coat_flux.blocks.decide import ExecutionMode
+from coat_flux.blocks.execution import ExecutionMode
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_bitwise

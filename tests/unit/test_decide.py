@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from coat_flux.blocks.block_bytes import UNKNOWN, UnknownBlock
-from coat_flux.blocks.decide import BlockPlan, ExecutionMode, Given, Picked, decide, packing_of
+from coat_flux.blocks.decide import BlockPlan, Given, decide, packing_of
 from coat_flux.blocks.described import Block
+from coat_flux.blocks.execution import ExecutionMode, Picked
 from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from coat_core.optim import FP8AdamW
 from coat_flux.base.table import GrowingTable
-from coat_flux.blocks.decide import ExecutionMode
+from coat_flux.blocks.execution import ExecutionMode
 from coat_flux.blocks.measure import SpeedPick
 from coat_flux.config.coat import COATConfig
 from coat_flux.saves.errors import ResumeError

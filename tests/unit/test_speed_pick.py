@@ -16,7 +16,7 @@ from torch import nn
 from coat_core import FP8Linear
 from coat_flux.blocks import measure as cache
 from coat_flux.blocks import measure as pick
-from coat_flux.blocks.decide import ExecutionMode
+from coat_flux.blocks.execution import ExecutionMode
 from coat_flux.blocks.gemms import BlockGemms
 from coat_flux.blocks.measure import SpeedPick, Unavailable
 from coat_flux.config.coat import COATConfig

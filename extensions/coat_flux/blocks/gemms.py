@@ -48,7 +48,7 @@ class BlockGemms:
         """Let them multiply with another scaling of their input, or in bf16; adapters keep their inputs accordingly.
 
         Args:
-            gemm: of `decide.GEMMS`, or the config's own scaling.
+            gemm: of `execution.GEMMS`, or the config's own scaling.
         """
         scaling = self._asked.input_granularity if gemm == "bf16" else gemm
         for module, name in self._linears:

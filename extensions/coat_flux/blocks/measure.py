@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..base.files import write_file
-from .decide import NOT_CAPTURED, ExecutionMode, Picked, candidates
+from .execution import NOT_CAPTURED, ExecutionMode, Picked, candidates
 from .fused.gradients import written_gradients
 from .fused.reading import argument_names
 from .gemms import BlockGemms

@@ -28,7 +28,8 @@ from coat_core.optim.state import state_bytes
 from . import report
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks
-from .decide import BlockChoice, BlockPlan, ExecutionMode, Given, Picked, budget_bytes, decide
+from .decide import BlockChoice, BlockPlan, Given, budget_bytes, decide
+from .execution import ExecutionMode, Picked
 from .fused.chooser import FusedForms, attention_query
 from .fused.compiled import CompiledBlocks
 from .fused.frozen import NotFusable

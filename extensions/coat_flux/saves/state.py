@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..blocks.decide import ExecutionMode
+from ..blocks.execution import ExecutionMode
 from ..blocks.runner import BlockRunner
 from .errors import ResumeError
 
