@@ -4,7 +4,7 @@
     dgrad   dx = (dy_q · s_dy)(W_q · s_W)          dy_q in `grad_format`
     wgrad   dW = dyᵀ x_q                           trainable weights only; from the FP8 x
 
-A frozen W needs no x for dgrad, so `fp8_linear` saves nothing but a reference to the codes of W. A per-row scale of W
+A frozen W needs no x for dgrad, so `fp8_linear` saves nothing, or a reference to the codes of W. A per-row scale of W
 is on dgrad's contraction axis, so it is multiplied into dy before dy is cast. Tensor cores of sm_89 and sm_90 read W
 along its rows only, so dgrad wants Wᵀ [K, N]: a second copy of the codes, or one made at each use.
 
@@ -16,6 +16,7 @@ Source: arXiv 2410.19313, section 5; the frozen-weight case is LoRA's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,22 +25,17 @@ from torch import Tensor
 from coat_core.autograd import autocast_is_on, first_order_only, refuse_second_order, without_autocast
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import get_format
-from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
+from coat_core.granularity import Granularity
 from coat_core.kernels.quantize import dequantize, quantize, quantize_once
 from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
 from coat_core.kernels.weight_only import weight_only_linear
+from coat_core.linear.weight import StoredWeight, quantize_weight
 from coat_core.quantize import Quantized
 
 
 def input_granularity(config: FP8LinearConfig) -> Granularity:
     """Granularity of GEMM inputs (x and dy) under this config."""
     return Granularity(config.input_granularity, config.group_size)
-
-
-def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> Quantized:
-    """Quantize W [N, K] once, with one scale in all or one per output feature."""
-    granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
-    return quantize(weight, config.weight_format, granularity)
 
 
 def quantized_input(x: Tensor, config: FP8LinearConfig) -> Quantized:
@@ -112,8 +108,7 @@ def multiply(
 def fprop(
     x: Tensor,
     quantized: Quantized | None,
-    codes: Tensor,
-    scale: Tensor,
+    weight: StoredWeight,
     bias: Tensor | None,
     dtype: torch.dtype,
     is_output: bool = False,
@@ -123,8 +118,7 @@ def fprop(
     Args:
         x: [..., K].
         quantized: x in FP8; None multiplies x by the dequantized weight.
-        codes: weight codes [N, K].
-        scale: fp32 [] or [N, 1].
+        weight: W [N, K].
         bias: [N] or None.
         dtype: of the result.
         is_output: as `multiply`.
@@ -133,18 +127,16 @@ def fprop(
         Tensor [..., N].
     """
     if quantized is not None:
-        return multiply(quantized, codes, scale, bias, dtype, True, is_output)
-    y: Tensor = weight_only_linear(x, codes, scale, bias, dtype)
+        return multiply(quantized, weight.for_fprop(), weight.scale, bias, dtype, True, is_output)
+    y: Tensor = weight_only_linear(x, weight.for_fprop(), weight.scale, bias, dtype)
     return y
 
 
 def dgrad(
     grad: Tensor,
-    codes: Tensor,
-    scale: Tensor,
+    weight: StoredWeight,
     config: FP8LinearConfig,
     in_fp8: bool,
-    transposed: Tensor | None = None,
     quantized: Quantized | None = None,
     unit: Tensor | None = None,
 ) -> Tensor:
@@ -152,11 +144,9 @@ def dgrad(
 
     Args:
         grad: dy [..., N].
-        codes: weight codes [N, K].
-        scale: fp32 [] or [N, 1].
+        weight: W [N, K].
         config: formats and granularities.
         in_fp8: False multiplies by the dequantized weight.
-        transposed: the codes as a contiguous [K, N], where there is such a copy.
         quantized: dy in `grad_format`, where its maker has quantized it; of a weight scaled per tensor.
         unit: the weight's part of the product's scale, as `unit_scale` returns it, where the caller keeps that.
 
@@ -164,13 +154,12 @@ def dgrad(
         Tensor [..., K] in dy's dtype.
     """
     if not in_fp8 or config.grad_format == "bf16":
-        weight = dequantize(codes, scale, dtype=grad.dtype)
-        return grad @ weight
-    factors = scale.reshape(-1) if scale.ndim == 2 else None
+        return grad @ weight.dequantize(grad.dtype)
+    factors = weight.scale.reshape(-1) if weight.scale.ndim == 2 else None
     if quantized is None:
         quantized = quantize(grad, config.grad_format, input_granularity(config), factors)
-    unit = unit_scale(scale) if unit is None else unit
-    return multiply(quantized, codes.t() if transposed is None else transposed, unit, None, grad.dtype)
+    unit = unit_scale(weight.scale) if unit is None else unit
+    return multiply(quantized, weight.for_dgrad(), unit, None, grad.dtype)
 
 
 def unit_scale(scale: Tensor) -> Tensor:
@@ -183,35 +172,35 @@ def unit_scale(scale: Tensor) -> Tensor:
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Frozen W: saves the codes of W (shared storage) and nothing of x."""
+    """Frozen W: saves nothing of x, and of W what cannot be loaded again."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         quantized: Quantized | None,
-        codes: Tensor,
-        scale: Tensor,
+        weight: StoredWeight | Callable[[], StoredWeight],
         bias: Tensor | None,
         config: FP8LinearConfig,
         dtype: torch.dtype,
-        transposed: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(codes, scale, transposed)
+        loaded = weight() if callable(weight) else weight
+        ctx.load = weight if callable(weight) else None
+        ctx.save_for_backward(*(() if callable(weight) else weight))
         ctx.config, ctx.in_fp8, ctx.x_dtype = config, quantized is not None, x.dtype
-        return fprop(x, quantized, codes, scale, bias, dtype, is_output=True)
+        return fprop(x, quantized, loaded, bias, dtype, is_output=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.in_fp8:  # by the dequantized weight it is an ordinary product, differentiable any number of times
             refuse_second_order()
-        codes, scale, transposed = ctx.saved_tensors
         dx = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = dgrad(grad, codes, scale, ctx.config, ctx.in_fp8, transposed).to(ctx.x_dtype)
-        if ctx.needs_input_grad[4]:
+            weight = StoredWeight(*ctx.saved_tensors) if ctx.load is None else ctx.load()
+            dx = dgrad(grad, weight, ctx.config, ctx.in_fp8).to(ctx.x_dtype)
+        if ctx.needs_input_grad[3]:
             dbias = _rows(grad).sum(0)
-        return dx, None, None, None, dbias, None, None, None
+        return dx, None, None, dbias, None, None
 
 
 class _TrainableLinear(torch.autograd.Function):
@@ -227,19 +216,19 @@ class _TrainableLinear(torch.autograd.Function):
         config: FP8LinearConfig,
         dtype: torch.dtype,
     ) -> Tensor:
-        codes, scale, _ = quantize_weight(weight, config)
-        ctx.save_for_backward(quantized.codes, quantized.scale, codes, scale)
+        cast = quantize_weight(weight, config)
+        ctx.save_for_backward(quantized.codes, quantized.scale, *cast)
         ctx.config, ctx.granularity = config, quantized.granularity
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        return multiply(quantized, codes, scale, bias, dtype, forward=True, is_output=True)
+        return fprop(x, quantized, cast, bias, dtype, is_output=True)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_codes, x_scale, codes, scale = ctx.saved_tensors
+        x_codes, x_scale, *cast = ctx.saved_tensors
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = dgrad(grad, codes, scale, ctx.config, in_fp8=True).to(ctx.x_dtype)
+            dx = dgrad(grad, StoredWeight(*cast), ctx.config, in_fp8=True).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
             x_hat = dequantize(x_codes, x_scale, ctx.granularity, grad.dtype)
             dw = (_rows(grad).t() @ _rows(x_hat)).to(ctx.weight_dtype)
@@ -256,21 +245,18 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def fp8_linear(
     x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
+    weight: StoredWeight | Callable[[], StoredWeight],
     bias: Tensor | None,
     config: FP8LinearConfig,
-    transposed: Tensor | None = None,
 ) -> Tensor:
-    """Linear layer with a frozen FP8 weight: y = x Wᵀ + b, W = codes · scale.
+    """Linear layer with a frozen weight that is stored in few bits: y = x Wᵀ + b.
 
     Args:
         x: fp32, bf16 or fp16 [..., K].
-        codes: weight codes [N, K], FP8.
-        scale: fp32 [] or [N, 1].
+        weight: W [N, K], which is saved for backward; or what returns it, which is called again there, so that nothing
+            keeps it alive in between.
         bias: [N] or None.
         config: formats and granularities; `use_fp8_gemm=False` multiplies x by the dequantized weight.
-        transposed: the codes as a contiguous [K, N] for dgrad, where there is such a copy.
 
     Returns:
         y [..., N] in the dtype of x (autocast's under autocast).
@@ -282,7 +268,7 @@ def fp8_linear(
     Source: arXiv 2410.19313, section 5.
     """
     quantized = quantized_input(x, config) if wants_fp8_gemm(x.device, config) and x.numel() else None
-    result: Tensor = _FrozenLinear.apply(x, quantized, codes, scale, bias, config, compute_dtype(x), transposed)
+    result: Tensor = _FrozenLinear.apply(x, quantized, weight, bias, config, compute_dtype(x))
     return result
 
 
@@ -295,8 +281,7 @@ def fp8_trainable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config:
     if not wants_fp8_gemm(x.device, config) or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
     if not weight.requires_grad:
-        codes, scale, _ = quantize_weight(weight, config)
-        return fp8_linear(x, codes, scale, bias, config)
+        return fp8_linear(x, quantize_weight(weight, config), bias, config)
     result: Tensor = _TrainableLinear.apply(x, quantized_input(x, config), weight, bias, config, compute_dtype(x))
     return result
 

@@ -1,11 +1,8 @@
-"""nn.Linear with an FP8 weight, frozen (codes only) or trainable.
-
-The codes are a uint8 buffer and the scale is its int32 bit pattern: `module.to(torch.bfloat16)`, which trainers call
-at will, casts every floating buffer and would silently turn FP8 codes and fp32 scales into bf16.
-"""
+"""nn.Linear with an FP8 weight, frozen (codes only) or trainable."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,50 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
-from coat_core.formats import get_format
-from coat_core.kernels.quantize import dequantize, transpose_codes
 from coat_core.kernels.scaled_mm import ALIGNMENT
-from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantize_weight, quantized_input
-
-
-def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> None:
-    """Quantize `weight` [N, K] and register it on `module` as `weight_codes` and `weight_scale_bits`."""
-    codes, scale, _ = quantize_weight(weight, config)
-    drop_transposed(module)
-    module.register_buffer("weight_codes", codes.view(torch.uint8))
-    module.register_buffer("weight_scale_bits", scale.view(torch.int32))
-
-
-def load_weight(module: nn.Module, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
-    """Return (codes FP8 [N, K], scale fp32 [] or [N, 1]) as views of what `store_weight` registered."""
-    codes: Tensor = module.weight_codes  # type: ignore[assignment]
-    bits: Tensor = module.weight_scale_bits  # type: ignore[assignment]
-    return codes.view(get_format(config.weight_format).dtype), bits.view(torch.float32)
-
-
-def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:
-    """Keep a second copy of a stored weight's codes, as [K, N], for dgrad; it is not part of the state dict."""
-    codes, _ = load_weight(module, config)
-    module.register_buffer("weight_codes_transposed", transpose_codes(codes).view(torch.uint8), persistent=False)
-
-
-def drop_transposed(module: nn.Module) -> None:
-    """Undo `keep_transposed`."""
-    module._buffers.pop("weight_codes_transposed", None)
-
-
-def load_transposed(module: nn.Module, config: FP8LinearConfig) -> Tensor | None:
-    """Return what `keep_transposed` keeps, FP8 [K, N], or None."""
-    codes: Tensor | None = module._buffers.get("weight_codes_transposed")
-    return None if codes is None else codes.view(get_format(config.weight_format).dtype)
+from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantized_input
+from coat_core.linear.weight import CODES, drop_weight, load_weight, store_weight
 
 
 def run_stored_linear(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> Tensor:
     """Forward pass of a module that holds its weight through `store_weight`; x [..., K] to [..., N]."""
-    codes, scale = load_weight(module, config)
     hand_over_input(module, x, config)
-    transposed = load_transposed(module, config)
-    return fp8_linear(x, codes, scale, module.bias, config, transposed)  # type: ignore[arg-type]
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    return fp8_linear(x, functools.partial(load_weight, module, config), bias, config)
 
 
 def hand_over_input(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> None:
@@ -167,10 +130,9 @@ class FP8Linear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Dequantized weight [N, K] in `weight_dtype`; reading is all it allows."""
-        if "weight_codes" not in self._buffers:
+        if CODES not in self._buffers:
             raise AttributeError("weight")  # while nn.Linear.__init__ runs; nn.Module looks on
-        codes, scale = load_weight(self, self.config)
-        return dequantize(codes, scale, dtype=self.weight_dtype).as_subclass(ReadOnlyWeight)
+        return load_weight(self, self.config).dequantize(self.weight_dtype).as_subclass(ReadOnlyWeight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         super()._apply(fn, recurse)
@@ -201,8 +163,7 @@ class FP8Linear(nn.Linear):
     def to_linear(self) -> nn.Linear:
         """Convert back in place to nn.Linear with the dequantized weight (frozen)."""
         weight = self.weight.data
-        del self.weight_codes, self.weight_scale_bits
-        drop_transposed(self)
+        drop_weight(self)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         return self

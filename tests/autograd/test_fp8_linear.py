@@ -20,7 +20,8 @@ from coat_core.granularity import Granularity
 from coat_core.kernels.quantize import _copies, quantize
 from coat_core.kernels.scaled_mm import row_scale
 from coat_core.linear import FP8Linear, fp8_linear
-from coat_core.linear.function import dgrad, fprop, quantize_weight, unit_scale
+from coat_core.linear.function import dgrad, fprop, unit_scale
+from coat_core.linear.weight import StoredWeight, quantize_weight
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import BF16_ORDER_FLOOR_DB, FP32_ORDER_FLOOR_DB, product_floor_db
 
@@ -107,13 +108,13 @@ def test_is_the_product_of_the_dequantized_operands(config: FP8LinearConfig) -> 
 def test_scales_that_a_caller_keeps_change_nothing(weight_granularity: str) -> None:
     config = FP8LinearConfig(input_granularity="per_row", weight_granularity=weight_granularity)
     x, dy, weight = torch.randn(5, K), torch.randn(5, N), torch.randn(N, K)
-    codes, scale = quantize_weight(weight, config)[:2]
+    stored = quantize_weight(weight, config)
     quantized = quantize(x, "e4m3", Granularity("per_row"))
-    kept = row_scale(scale, N), row_scale(unit_scale(scale), K)
+    kept = row_scale(stored.scale, N), row_scale(unit_scale(stored.scale), K)
     assert [tuple(part.shape) for part in kept] == [(N, 1), (K, 1)]
-    y = fprop(x, quantized, codes, scale, None, torch.float32)
-    assert_bitwise(fprop(x, quantized, codes, kept[0], None, torch.float32), y)
-    assert_bitwise(dgrad(dy, codes, scale, config, True, unit=kept[1]), dgrad(dy, codes, scale, config, True))
+    y = fprop(x, quantized, stored, None, torch.float32)
+    assert_bitwise(fprop(x, quantized, stored._replace(scale=kept[0]), None, torch.float32), y)
+    assert_bitwise(dgrad(dy, stored, config, True, unit=kept[1]), dgrad(dy, stored, config, True))
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 5), (2, 3, 4)], ids=str)
@@ -205,15 +206,17 @@ def test_fp8_checkpoint_gives_the_same_gradient_of_a_linear_map() -> None:
     assert_bitwise(x.grad, plain)
 
 
-def test_saved_for_backward_are_codes_and_scale_only() -> None:
-    x, weight, bias, _ = tensors(2, 9)
+def test_a_frozen_layer_saves_nothing_and_reads_its_weight_again_in_backward() -> None:
+    x, weight, bias, dy = tensors(2, 9)
     layer = layer_of(weight, bias, FP8LinearConfig())
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        layer(x)
-    assert [(t.dtype, tuple(t.shape)) for t in saved] == [(torch.float8_e4m3fn, (N, K)), (torch.float32, ())]
-    storages = {t.untyped_storage().data_ptr() for t in saved}
-    assert storages == {b.untyped_storage().data_ptr() for b in (layer.weight_codes, layer.weight_scale_bits)}
+        y = layer(x)
+    assert not saved
+    codes = weakref.ref(layer.weight_codes)
+    layer.weight_codes = layer.weight_codes * 0  # elsewhere from here on, as when weights are moved
+    assert codes() is None
+    assert not torch.autograd.grad(y, x, dy)[0].any()
 
 
 def test_linears_share_one_quantized_input() -> None:
@@ -303,5 +306,5 @@ class TestFallback:
     def test_function_falls_back_too(self) -> None:
         x, weight, _, _ = tensors(3)
         codes, scale, _ = quantize(weight)
-        y = fp8_linear(x, codes, scale, None, FP8LinearConfig())
+        y = fp8_linear(x, StoredWeight(codes, scale), None, FP8LinearConfig())
         assert_bitwise(y.detach(), linear(x.detach(), quantize(weight).dequantize()))

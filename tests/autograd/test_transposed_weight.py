@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coat_core import FP8Linear, FP8LinearConfig
-from coat_core.linear.module import keep_transposed, load_transposed, load_weight, store_weight
+from coat_core.linear.weight import keep_transposed, load_weight, store_weight
 from tests.tolerances import FP32_ORDER_ATOL, FP32_ORDER_RTOL
 
 CONFIGS = [
@@ -35,10 +35,10 @@ def test_gradients_are_those_without_the_copy(config: FP8LinearConfig) -> None:
     layer = make(config)
     expected = gradient(layer)
     keep_transposed(layer, config)
-    found = load_transposed(layer, config)
+    found = load_weight(layer, config).transposed
     assert found is not None
     assert found.is_contiguous()
-    assert torch.equal(found.view(torch.uint8), load_weight(layer, config)[0].view(torch.uint8).t())
+    assert torch.equal(found.view(torch.uint8), load_weight(layer, config).codes.view(torch.uint8).t())
     # a CPU's products of fp32 add in the order their layout suggests, with the number of threads
     torch.testing.assert_close(gradient(layer), expected, rtol=FP32_ORDER_RTOL, atol=FP32_ORDER_ATOL)
 
@@ -63,7 +63,7 @@ def test_the_copy_goes_with_its_weight() -> None:
     layer = make(CONFIGS[0])
     keep_transposed(layer, layer.config)
     store_weight(layer, torch.randn(32, 48), layer.config)
-    assert load_transposed(layer, layer.config) is None
+    assert load_weight(layer, layer.config).transposed is None
     keep_transposed(layer, layer.config)
     restored = layer.to_linear()
     assert not list(restored.buffers())

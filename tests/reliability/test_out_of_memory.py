@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core import FP8AdamW, FP8Linear
 from coat_core.linear import function
-from coat_core.linear.module import load_transposed
+from coat_core.linear.weight import load_weight
 from coat_flux.blocks.held import HeldTensors, gradients, module_tensors, state_tensors, trained
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.findings import ConfigError
@@ -169,12 +169,12 @@ def test_transposed_weights_go_first_and_change_nothing() -> None:
     training.step()
     runner._decide(device="cuda", free_bytes=1e12)  # as on a GPU with room: dgrad reads the copies
     linears = [m for block in training.blocks() for m in block.modules() if isinstance(m, FP8Linear)]
-    assert sum(load_transposed(m, m.config) is not None for m in linears) == 34
+    assert sum(load_weight(m, m.config).transposed is not None for m in linears) == 34
     line = recompute_more(training.model)
     assert line is not None
     assert line.startswith("transposed weights: ")
     assert line.endswith("dropped for the rest of the run; results stay the same")
-    assert not any(load_transposed(m, m.config) is not None for m in linears)
+    assert not any(load_weight(m, m.config).transposed is not None for m in linears)
     assert runner.plan.recomputed == []
     training.step()
     expected.step()

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from coat_core import FP8Linear
-from coat_core.linear.module import load_transposed
+from coat_core.linear.weight import load_weight
 from coat_flux.blocks.decide import Given, decide
 from coat_flux.blocks.described import Block
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
@@ -28,7 +28,7 @@ def blocks_of(**activation: Any) -> list[nn.Module]:
 
 def copied(blocks: list[nn.Module]) -> int:
     linears = [m for block in blocks for m in block.modules() if isinstance(m, FP8Linear)]
-    return sum(load_transposed(m, m.config) is not None for m in linears)
+    return sum(load_weight(m, m.config).transposed is not None for m in linears)
 
 
 @pytest.mark.parametrize(

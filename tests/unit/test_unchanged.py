@@ -15,7 +15,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from peft import LoraConfig
 from torch import nn
 
-from coat_core.linear.module import drop_transposed, keep_transposed, store_weight
+from coat_core.linear.weight import drop_transposed, keep_transposed, store_weight
 from coat_flux.blocks.fused.chooser import FusedForms
 from coat_flux.blocks.fused.frozen import NotFusable
 from coat_flux.blocks.gemms import multiply_in_bf16
@@ -112,8 +112,8 @@ def test_a_dropped_copy_an_attention_backend_and_another_packing_are_noticed(coa
     before = _form(forms, block, args)
     drop_transposed(base)
     after = _form(forms, block, args)
-    assert before.block.output.linear.bases[0].transposed is not None
-    assert after.block.output.linear.bases[0].transposed is None
+    assert before.block.output.linear.bases[0].weight.transposed is not None
+    assert after.block.output.linear.bases[0].weight.transposed is None
     with attention_backend("_native_math"):
         assert "attention backend _native_math" in _form(forms, block, args)
     assert callable(_form(forms, block, args))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import Format, format_of
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
-from coat_core.linear.module import load_weight
+from coat_core.linear.weight import load_weight
 from coat_core.metrics import cast_losses
 from coat_core.quantize import dequantize, split_groups
 
@@ -147,7 +147,7 @@ def note_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> N
     """
     if weight.is_meta:
         return
-    codes, scale = load_weight(module, config)
+    codes, scale, _ = load_weight(module, config)
     granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
     rows = sampled(weight.detach().to(codes.device), codes, scale, granularity)
     found = measure_cast(*rows, granularity).tolist()

@@ -9,6 +9,7 @@ far more, so `auto` keeps copies only where no block recomputes and all of them 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,8 @@ from torch import nn
 
 from coat_core.activation import FP8InputLinear
 from coat_core.linear.function import input_granularity
-from coat_core.linear.module import FP8Linear, FP8TrainableLinear, drop_transposed, keep_transposed, load_weight
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear
+from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight
 
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig
@@ -90,7 +92,7 @@ def in_high_precision(block: nn.Module) -> Iterator[None]:
 
 def transposed_bytes(blocks: Iterable[nn.Module]) -> int:
     """What transposed copies of the blocks' weights take, or would take."""
-    return sum(load_weight(module, config)[0].numel() for module, config in _transposable(blocks))
+    return sum(math.prod(load_weight(module, config).shape) for module, config in _transposable(blocks))
 
 
 def set_transposed(blocks: Iterable[nn.Module], wanted: bool) -> None:

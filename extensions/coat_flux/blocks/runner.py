@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
 from coat_core.autograd import autocast_is_on
-from coat_core.linear.module import drop_transposed
+from coat_core.linear.weight import drop_transposed
 from coat_core.optim.state import state_bytes
 
 from . import report

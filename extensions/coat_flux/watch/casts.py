@@ -26,6 +26,7 @@ from coat_core.casts import GRADIENT, INPUT, Cast, MomentUpdate, Product, declar
 from coat_core.formats import FORMATS
 from coat_core.kernels.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.linear.module import FP8TrainableLinear
+from coat_core.linear.weight import CODES, TRANSPOSED
 
 from ..blocks.cast_loss import SAMPLE, Measures, low_end, measure_cast, octaves, sampled
 from ..blocks.lookup import layer_of
@@ -34,7 +35,6 @@ from .precision import CastPrecision, merged
 
 __all__ = ["CastProbe"]
 
-WEIGHT_BUFFERS = ("weight_codes", "weight_codes_transposed")
 WEIGHTS = "weights"  # of trainable linears, cast in every forward pass: not reported
 HEALTH_KINDS = {INPUT: INPUTS, GRADIENT: GRADIENTS, None: SAVED}
 PRECISION_KINDS = {INPUTS: INPUT, GRADIENTS: GRADIENT, SAVED: "saved", EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
@@ -266,7 +266,7 @@ def _weights(model: nn.Module) -> dict[int, list[_Weight]]:
     """All of them by address; those that multiply as one matrix have the same."""
     found: dict[int, list[_Weight]] = {}
     for name, module in model.named_modules():
-        held = [_Weight(name.removesuffix(".base_layer"), module._buffers, buffer) for buffer in WEIGHT_BUFFERS]
+        held = [_Weight(name.removesuffix(".base_layer"), module._buffers, buffer) for buffer in (CODES, TRANSPOSED)]
         if isinstance(module, FP8TrainableLinear):
             held.append(_Weight(held[0].layer, module._parameters, "weight"))
         for weight in held:

@@ -125,7 +125,7 @@ def weight_rows(model: nn.Module) -> list[CastPrecision]:
         text = vars(module).get(WEIGHT_PRECISION)
         if text is not None:
             measures = Measures(*map(float, text.split()))
-            elements = module.get_buffer("weight_codes").numel()
+            elements = module.in_features * module.out_features
             found.append((name.removesuffix(".base_layer"), WEIGHT, elements, measures))
     return merged(0, found)
 

@@ -29,17 +29,16 @@ from coat_core.linear.function import (
     fp8_gemm_obstacle,
     fprop,
     input_granularity,
-    quantize_weight,
     unit_scale,
     wants_fp8_gemm,
 )
-from coat_core.linear.module import FP8Linear, FP8TrainableLinear, load_transposed, load_weight
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear
+from coat_core.linear.weight import OUTPUT_DIM, StoredWeight, as_stored, load_weight, quantize_weight
 from coat_core.quantize import Quantized
 
 from ..quantized import input_gradient, is_adopted, own_product
 
 Spec = tuple[str, Granularity]
-CODES = ("weight_codes", "weight_codes_transposed")  # buffers of FP8 linears, by the dimension that outputs are in
 
 
 class NotFusable(Exception):
@@ -51,31 +50,28 @@ class FrozenLinear:
     """The base: an FP8 linear of ours, in either trainer's shape, or a plain frozen nn.Linear; or several as one.
 
     Attributes:
-        weight: FP8 codes, or values [N, K].
-        scale: of the codes, fp32 [] or [N, 1]; None where `weight` has values.
+        weight: W [N, K] as it is stored, or its values.
         bias: [N] or None.
         config: how it multiplies; None for a plain nn.Linear. Values with a config are quantized at each use.
         in_fp8: whether this device multiplies so; False multiplies by the dequantized weight.
-        transposed: the codes as a contiguous [K, N] for dgrad, where there is such a copy.
-        row_scales: `scale` for a row-wise GEMM, and what dgrad has in its place, fp32 [N, 1] and [K, 1]; None where
-            the GEMMs are not row-wise.
+        row_scales: the scale of a stored weight for a row-wise GEMM, and what dgrad has in its place, fp32 [N, 1] and
+            [K, 1]; None where the GEMMs are not row-wise.
         input_spec: format and scaling of x in the GEMM; None where it multiplies in high precision.
         grad_spec: the same of dy; None also where dy is multiplied by the weight's scales before the cast.
     """
 
-    weight: Tensor
-    scale: Tensor | None
+    weight: StoredWeight | Tensor
     bias: Tensor | None
     config: FP8LinearConfig | None = None
     in_fp8: bool = False
-    transposed: Tensor | None = None
     row_scales: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         config, input_spec, grad_spec = self.config, None, None
         if config is not None and self.in_fp8:
             input_spec = config.input_format, input_granularity(config)
-            by_rows = config.weight_granularity == "per_row" or (self.scale is not None and self.scale.ndim)
+            stored = None if isinstance(self.weight, Tensor) else self.weight
+            by_rows = config.weight_granularity == "per_row" or (stored is not None and stored.scale.ndim)
             if config.grad_format != "bf16" and not by_rows:
                 grad_spec = config.grad_format, input_granularity(config)
         vars(self).update(input_spec=input_spec, grad_spec=grad_spec)  # asked for many times; they follow from fields
@@ -88,11 +84,11 @@ class FrozenLinear:
             quantized: x in FP8 by `input_spec`; None where that is.
         """
         if self.config is None:
-            return torch.nn.functional.linear(x, self.weight, self.bias)
-        codes, scale = self._codes(self.config)
+            return torch.nn.functional.linear(x, self._values, self.bias)
+        weight = self._stored(self.config)
         if quantized is not None and self.row_scales is not None:
-            scale = self.row_scales[0]
-        return fprop(x, quantized, codes, scale, self.bias, compute_dtype(x))
+            weight = weight._replace(scale=self.row_scales[0])
+        return fprop(x, quantized, weight, self.bias, compute_dtype(x))
 
     def dgrad(self, grad: Tensor, quantized: Quantized | None = None) -> Tensor:
         """Return dy W.
@@ -102,12 +98,17 @@ class FrozenLinear:
             quantized: dy in FP8, where whoever made it has quantized it by `grad_spec`.
         """
         if self.config is None:
-            return grad @ self.weight.to(grad.dtype)
+            return grad @ self._values.to(grad.dtype)
         unit = None if self.row_scales is None else self.row_scales[1]
-        return dgrad(grad, *self._codes(self.config), self.config, self.in_fp8, self.transposed, quantized, unit)
+        return dgrad(grad, self._stored(self.config), self.config, self.in_fp8, quantized, unit)
 
-    def _codes(self, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
-        return (self.weight, self.scale) if self.scale is not None else quantize_weight(self.weight, config)[:2]
+    @property
+    def _values(self) -> Tensor:
+        assert isinstance(self.weight, Tensor)
+        return self.weight
+
+    def _stored(self, config: FP8LinearConfig) -> StoredWeight:
+        return quantize_weight(self.weight, config) if isinstance(self.weight, Tensor) else self.weight
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,6 @@ class AdoptedLinear:
 
     module: Any
     config: ClassVar[None] = None
-    scale: ClassVar[None] = None
     input_spec: ClassVar[None] = None
     grad_spec: ClassVar[None] = None
 
@@ -138,57 +138,50 @@ def read_frozen(base: Any) -> FrozenLinear | AdoptedLinear:
         return AdoptedLinear(base)
     config = base.config if isinstance(base, FP8Linear) else getattr(base, "coat_linear_config", None)
     if config is not None:
-        codes, scale = load_weight(base, config)
-        in_fp8 = wants_fp8_gemm(codes.device, config)
-        rows = _row_scales(codes, scale, config, in_fp8)
-        return FrozenLinear(codes, scale, bias, config, in_fp8, load_transposed(base, config), rows)
+        weight = load_weight(base, config)
+        in_fp8 = wants_fp8_gemm(weight.scale.device, config)
+        return FrozenLinear(weight, bias, config, in_fp8, _row_scales(weight, config, in_fp8))
     if not isinstance(base, nn.Linear) or type(base.weight.data) is not Tensor:
         raise NotFusable(f"a {type(base).__name__} of another quantization")
     if base.weight.requires_grad:
         raise NotFusable("a linear whose weight is trained")
     if isinstance(base, FP8TrainableLinear):
         in_fp8 = wants_fp8_gemm(base.weight.device, base.config)
-        return FrozenLinear(base.weight, None, bias, base.config if in_fp8 else None, in_fp8)
-    return FrozenLinear(base.weight, None, bias)
+        return FrozenLinear(base.weight, bias, base.config if in_fp8 else None, in_fp8)
+    return FrozenLinear(base.weight, bias)
 
 
 def joinable(bases: Sequence[FrozenLinear]) -> bool:
     """Whether linears can multiply by one matrix: FP8 weights of one config, in one place, with a row-wise GEMM."""
+    stored = [base.weight for base in bases if isinstance(base, FrozenLinear) and isinstance(base.weight, StoredWeight)]
     first = bases[0].config
-    if first is None or any(base.config != first or base.scale is None for base in bases):
+    if first is None or len(stored) < len(bases) or any(base.config != first for base in bases):
         return False
-    if len({(base.weight.device, base.in_fp8, base.bias is None) for base in bases}) > 1:
+    places = {(weight.scale.device, base.in_fp8, base.bias is None) for weight, base in zip(stored, bases, strict=True)}
+    if len(places) > 1:
         return False
     row_wise = replace(first, weight_granularity="per_row")  # each linear's scale is that of its rows
-    return not bases[0].in_fp8 or fp8_gemm_obstacle(bases[0].weight.device, row_wise) is None
+    return not bases[0].in_fp8 or fp8_gemm_obstacle(stored[0].scale.device, row_wise) is None
 
 
 def join_frozen(modules: Sequence[Any], bases: Sequence[FrozenLinear]) -> FrozenLinear:
     """One base for several: weights and transposed copies in place, scales and biases copied."""
-    config = bases[0].config
+    config, in_fp8 = bases[0].config, bases[0].in_fp8
     assert config is not None
-    kind = bases[0].weight.dtype
-    codes, transposed = (join_buffers(modules, name, dim) for dim, name in enumerate(CODES))
-    assert codes is not None
-    scales = [base.scale.reshape(-1, 1).expand(len(base.weight), 1) for base in bases if base.scale is not None]
+    buffers = {name: join_buffers(modules, name, dim) for name, dim in OUTPUT_DIM.items()}
+    stored = [base.weight for base in bases if isinstance(base.weight, StoredWeight)]
+    scale = torch.cat([weight.scale.reshape(-1, 1).expand(weight.shape[0], 1) for weight in stored])
     biases = [base.bias for base in bases if base.bias is not None]
-    scale = torch.cat(scales)
-    return FrozenLinear(
-        codes.view(kind),
-        scale,
-        torch.cat(biases) if biases else None,
-        config,
-        bases[0].in_fp8,
-        None if transposed is None else transposed.view(kind),
-        _row_scales(codes, scale, config, bases[0].in_fp8),
-    )
+    weight = as_stored(buffers, scale, config)
+    rows = _row_scales(weight, config, in_fp8)
+    return FrozenLinear(weight, torch.cat(biases) if biases else None, config, in_fp8, rows)
 
 
-def _row_scales(codes: Tensor, scale: Tensor, config: FP8LinearConfig, in_fp8: bool) -> tuple[Tensor, Tensor] | None:
+def _row_scales(weight: StoredWeight, config: FP8LinearConfig, in_fp8: bool) -> tuple[Tensor, Tensor] | None:
     if not in_fp8 or config.input_granularity != "per_row":
         return None
-    rows, width = codes.shape
-    return row_scale(scale, rows), row_scale(unit_scale(scale), width)
+    rows, width = weight.shape
+    return row_scale(weight.scale, rows), row_scale(unit_scale(weight.scale), width)
 
 
 def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | None:

@@ -4,7 +4,7 @@
 our linears are OstrisLinear modules whose backend is `CoatFp8Quantizer`. ai-toolkit casts models with `.to(dtype)`
 after each sample, which would turn FP8 and fp32 buffers into bf16; integer buffers are left alone. So:
 
-    weight_codes, weight_scale_bits   as `coat_core.linear.module.store_weight` makes them
+    weight_codes, weight_scale_bits   as `coat_core.linear.weight.store_weight` makes them
     coat_weight_format, coat_weight_granularity   strings, so that ai-toolkit's own save of quantized layers keeps them
     coat_linear_config                the FP8LinearConfig the layer multiplies with
 
@@ -37,7 +37,6 @@ __all__ = [
     "store_only",
 ]
 
-BUFFERS = ("weight_codes", "weight_scale_bits")
 BACKEND_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
 _MARK = "_coat_flux_original"
 _stored: list[tuple[weakref.ref[nn.Module], FP8LinearConfig]] = []  # linears quantized at load and not reported yet
@@ -112,10 +111,9 @@ class _Backend:
         _stored.append((weakref.ref(module), self.config))
 
     def dequantize(self, module: nn.Linear) -> Tensor:
-        from coat_core.kernels.quantize import dequantize
-        from coat_core.linear.module import load_weight
+        from coat_core.linear.weight import load_weight
 
-        return dequantize(*load_weight(module, self._config_of(module)))
+        return load_weight(module, self._config_of(module)).dequantize()
 
     def requantize_(self, module: nn.Linear, fp_weight: Tensor) -> None:
         self._config_of(module)
@@ -154,15 +152,13 @@ def say_what_is_stored() -> None:
 
 
 def _store(module: nn.Linear, weight: Tensor) -> None:
-    from coat_core.linear.module import store_weight
+    from coat_core.linear.weight import store_weight
 
     from ...blocks.cast_loss import note_weight
 
-    store_weight(module, weight, module.coat_linear_config)
+    # OstrisLinear's state_dict holds "weight" only, so the buffers must not be expected when one is loaded
+    store_weight(module, weight, module.coat_linear_config, persistent=False)
     note_weight(module, weight, module.coat_linear_config)
-    for name in BUFFERS:
-        # OstrisLinear's state_dict holds "weight" only, so these must not be expected when one is loaded
-        module.register_buffer(name, getattr(module, name), persistent=False)
 
 
 def converted_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -219,10 +215,10 @@ def store_only(model: nn.Module) -> int:
 
 def damaged_linears(model: nn.Module) -> list[str]:
     """Return the names of converted linears whose codes or scales lost their dtype (a cast reached them)."""
-    import torch
+    from coat_core.linear.weight import BUFFERS
 
     return [
         name
         for name, module in converted_linears(model)
-        if (module.weight_codes.dtype, module.weight_scale_bits.dtype) != (torch.uint8, torch.int32)
+        if any(module._buffers[held].dtype.is_floating_point for held in BUFFERS if held in module._buffers)
     ]

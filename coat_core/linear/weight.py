@@ -1,0 +1,111 @@
+"""A frozen weight W [N, K] as a module stores it, and the forms in which products read it.
+
+All of it is in buffers of the module whose dtype is uint8 or int32: `module.to(torch.bfloat16)`, which trainers call
+at will, casts every floating buffer and would silently turn FP8 codes and fp32 scales into bf16. `BUFFERS` lists them.
+
+A format of weights is defined here: what `store_weight` registers, and what `StoredWeight` makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from coat_core.config import FP8LinearConfig
+from coat_core.formats import get_format
+from coat_core.granularity import PER_ROW, PER_TENSOR
+from coat_core.kernels.quantize import dequantize, quantize, transpose_codes
+
+CODES, SCALE, TRANSPOSED = "weight_codes", "weight_scale_bits", "weight_codes_transposed"
+BUFFERS = (CODES, SCALE, TRANSPOSED)
+# of those that several linears can have as one, the dimension along which their outputs follow each other
+OUTPUT_DIM = {CODES: 0, TRANSPOSED: 1}
+
+
+class StoredWeight(NamedTuple):
+    """Views of a module's buffers: W = codes · scale.
+
+    Attributes:
+        codes: FP8 [N, K].
+        scale: fp32 [] or [N, 1].
+        transposed: the codes as a contiguous [K, N] for dgrad, where there is such a copy.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    transposed: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, k = self.codes.shape
+        return n, k
+
+    def for_fprop(self) -> Tensor:
+        """Return FP8 codes [N, K], to be multiplied by `scale`."""
+        return self.codes
+
+    def for_dgrad(self) -> Tensor:
+        """Return FP8 codes [K, N]; contiguous where there is such a copy."""
+        return self.codes.t() if self.transposed is None else self.transposed
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return W [N, K] in `dtype`."""
+        return dequantize(self.for_fprop(), self.scale, dtype=dtype)
+
+
+def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
+    """Quantize W [N, K] once, with one scale in all or one per output feature."""
+    granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
+    codes, scale, _ = quantize(weight, config.weight_format, granularity)
+    return StoredWeight(codes, scale)
+
+
+def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig, persistent: bool = True) -> None:
+    """Quantize `weight` [N, K] and register it on `module`, in place of what was stored there.
+
+    Args:
+        module: gets the buffers.
+        weight: floating.
+        config: says how it is stored.
+        persistent: whether they are part of the module's state dict.
+    """
+    stored = quantize_weight(weight, config)
+    drop_weight(module)
+    module.register_buffer(CODES, stored.codes.view(torch.uint8), persistent)
+    module.register_buffer(SCALE, stored.scale.view(torch.int32), persistent)
+
+
+def drop_weight(module: nn.Module) -> None:
+    """Undo `store_weight`."""
+    for name in BUFFERS:
+        if name in module._buffers:
+            delattr(module, name)
+
+
+def load_weight(module: nn.Module, config: FP8LinearConfig) -> StoredWeight:
+    """Return what `store_weight` registered, as views."""
+    bits = module._buffers[SCALE]
+    assert bits is not None
+    return as_stored(module._buffers, bits.view(torch.float32), config)
+
+
+def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8LinearConfig) -> StoredWeight:
+    """Return the weight that these buffers hold, by their names, with `scale` fp32 [] or [N, 1]."""
+    codes, transposed, kind = buffers[CODES], buffers.get(TRANSPOSED), get_format(config.weight_format).dtype
+    assert codes is not None
+    return StoredWeight(codes.view(kind), scale, None if transposed is None else transposed.view(kind))
+
+
+def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:
+    """Keep a second copy of a stored weight's codes, as [K, N], for dgrad; it is not part of the state dict."""
+    codes = load_weight(module, config).codes
+    module.register_buffer(TRANSPOSED, transpose_codes(codes).view(torch.uint8), persistent=False)
+
+
+def drop_transposed(module: nn.Module) -> None:
+    """Undo `keep_transposed`."""
+    module._buffers.pop(TRANSPOSED, None)
