@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-FIRST_FP8_CAPABILITY = (8, 9)  # Ada; older cards have no instruction that converts to FP8
+FIRST_CAPABILITY = (8, 0)  # Ampere; Triton has left older cards
 
 
 launchers: dict[str, tuple[Any, str]] = {}  # name of the operator → (operator, launcher)
@@ -64,8 +64,8 @@ def _find_obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton; on Windows triton-windows)"
     capability = torch.cuda.get_device_capability(device)
-    if capability < FIRST_FP8_CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} converts no FP8 (8.9 and up do)"
+    if capability < FIRST_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is too old for Triton (8.0 and up are not)"
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first FP8 operator of this GPU runs in a CUDA graph's capture: do a step before it")
     try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_core.formats import FORMATS, get_format
+from coat_core.formats import FORMATS, Format, get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
 from coat_core.kernels import quantize as ops
 from coat_core.quantize import dequantize as dequantize_reference
@@ -130,6 +130,56 @@ def test_dequantize_kernel_has_the_references_bits(fmt: str, granularity: Granul
         codes, scale, _ = quantize_reference(values("heavy tails", shape).to(device), fmt, granularity)
         found = dequantize(codes, scale, granularity.name, granularity.group_size, torch.float32)
         assert_bitwise(found, dequantize_reference(codes, scale, granularity))
+
+
+@pytest.fixture
+def e4m3_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels write e4m3 as they do on a GPU without an instruction for it: byte by byte, with integers."""
+    from coat_core.kernels.gpu import quantize as kernels
+
+    def in_bytes(shape: tuple[int, ...], fmt: Format, device: torch.device) -> Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr(kernels, "empty_codes", in_bytes)
+    monkeypatch.setattr(kernels, "finished", lambda buffer, dtype: buffer.view(dtype))
+
+
+@pytest.mark.triton
+@pytest.mark.usefixtures("e4m3_in_bytes")
+def test_e4m3_by_integers_has_the_casts_bits() -> None:
+    from coat_core.kernels.gpu import quantize as kernels
+
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(torch.float32)
+    ties = torch.arange(-(1 << 12), 1 << 12, dtype=torch.float32) * 2.0**-11  # between all small codes
+    x = torch.cat([halves[halves.abs() <= 448], halves[halves.isnan()], ties, 440 * torch.rand(8192) - 220])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(64, -1)
+    x[:, 0] = 448.0  # each row's scale is 1
+    codes, scale = kernels.quantize(x, "e4m3", "per_row", 128, None)
+    assert (scale == 1).all()
+    assert_same_codes(codes, x.to(torch.float8_e4m3fn))
+
+
+@pytest.mark.triton
+def test_a_card_without_e4m3_gets_bytes(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    from coat_core.kernels.gpu import runtime
+
+    given: list[torch.dtype | int] = []
+    kernel = {(1,): lambda *args, **options: given.extend(getattr(arg, "dtype", arg) for arg in args)}
+    codes = [torch.zeros(16, device=device).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
+    runtime.launch(kernel, (1,), *codes, 3)
+    monkeypatch.setattr(runtime, "_cards_without_e4m3", lambda: frozenset([codes[0].device]))
+    runtime.launch(kernel, (1,), *codes, 3)
+    assert given == [torch.float8_e4m3fn, torch.float8_e5m2, 3, torch.uint8, torch.float8_e5m2, 3]
+
+
+@pytest.mark.triton
+def test_e4m3_in_bytes_is_read_by_integers() -> None:
+    from coat_core.kernels.gpu.quantize import dequantize
+
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
+    found = dequantize(codes, torch.tensor(3.0), "per_tensor", 128, torch.float32)
+    expected = codes.view(torch.float8_e4m3fn).to(torch.float32) * 3.0
+    assert_bitwise(found.nan_to_num(nan=1e6), expected.nan_to_num(nan=1e6))
 
 
 @pytest.mark.triton

@@ -27,6 +27,38 @@ def saturated(x, FORMAT_MAX: tl.constexpr):
 
 
 @triton.jit
+def as_codes(x, codes_ptr):
+    """X, fp32 within ±max, rounded to what a pointer to codes points to.
+
+    Bytes are e4m3 on a GPU without an instruction for it (`runtime.launch`). Normal values round in their own bits. Of
+    the rest 2^-9 is the unit, and 2^14 is where fp32 has no finer one: the sum rounds as the cast does.
+    """
+    if codes_ptr.dtype.element_ty == tl.uint8:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 120 * 8
+        small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        codes = tl.where(magnitude < 0x3C800000, small, tl.where(magnitude > 0x7F800000, 0x7F, normal))
+        codes = (codes | ((bits >> 24) & 0x80)).to(tl.uint8)
+    else:
+        codes = x.to(codes_ptr.dtype.element_ty)
+    return codes
+
+
+@triton.jit
+def as_values(codes):
+    """Return codes, or values as they were saved, in fp32; bytes are e4m3, as of `as_codes`."""
+    if codes.dtype == tl.uint8:
+        bits = codes.to(tl.int32)
+        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120  # exponents of bias 7 and 127
+        magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
+        values = tl.where(bits >= 0x80, -magnitude, magnitude)
+    else:
+        values = codes.to(tl.float32)
+    return values
+
+
+@triton.jit
 def rounded(x, like_ptr):
     """X rounded to the dtype that a pointer points to, in fp32."""
     return x.to(like_ptr.dtype.element_ty).to(tl.float32)
@@ -54,7 +86,7 @@ def store_row_codes(values, codes_ptr, scale_ptr, rows, are_rows, offsets, insid
             scale = scale_from_amax(amax, FORMAT_MAX)
             tl.store(scale_ptr + rows, scale, mask=are_rows)
             codes = saturated(tl.div_rn(values, scale[:, None]), FORMAT_MAX)
-            tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+            tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
 
 
 @triton.jit
@@ -95,7 +127,7 @@ def store_group_codes(
     codes = tl.reshape(saturated(tl.div_rn(groups, scale[:, :, None]), FORMAT_MAX), (R, BLOCK))
     columns = first + tl.arange(0, BLOCK)[None, :]
     inside = are_rows[:, None] & (columns < end)
-    tl.store(codes_ptr + rows[:, None] * width + columns, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(codes_ptr + rows[:, None] * width + columns, as_codes(codes, codes_ptr), mask=inside)
 
 
 @triton.jit
@@ -113,7 +145,7 @@ def load_saved(x_ptr, scale_ptr, offsets, groups, inside, DTYPE: tl.constexpr):
     Returns:
         fp32, 0 where nothing is inside.
     """
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = as_values(tl.load(x_ptr + offsets, mask=inside, other=0.0))
     if scale_ptr is not None:
         x = (x * tl.load(scale_ptr + groups, mask=inside, other=0.0)).to(DTYPE).to(tl.float32)
     return x

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coat_core.kernels.gelu import activated_width
 from coat_core.kernels.gpu.codes import TL_DTYPES, rank_options, saved_groups, with_row_stride
+from coat_core.kernels.gpu.common import as_values
 from coat_core.kernels.gpu.gelu import gate_of_gelu, gated, splits_groups
 from coat_core.kernels.gpu.runtime import blocks, dot_operand, empty_values, finished, launch
 from coat_core.kernels.mlp_gradient import mlp_down_gradient as operator
@@ -52,13 +53,13 @@ def _load_tile(
         exist = are_rows[:, None] & (groups * GROUP < end)
         columns = groups[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
         inside = are_rows[:, None, None] & (columns < end)
-        x = tl.load(x_ptr + places[:, None, None] * stride + columns, mask=inside, other=0.0).to(tl.float32)
+        x = as_values(tl.load(x_ptr + places[:, None, None] * stride + columns, mask=inside, other=0.0))
         x *= tl.load(scale_ptr + places[:, None] * scales_per_row + groups, mask=exist, other=0.0)[:, :, None]
         x = tl.reshape(x, (R, BLOCK))
     else:
         columns = first + tl.arange(0, BLOCK)[None, :]
         inside = are_rows[:, None] & (columns < end)
-        x = tl.load(x_ptr + places[:, None] * stride + columns, mask=inside, other=0.0).to(tl.float32)
+        x = as_values(tl.load(x_ptr + places[:, None] * stride + columns, mask=inside, other=0.0))
         if scale_ptr is not None:
             x *= tl.load(scale_ptr + places * scales_per_row + first // GROUP, mask=are_rows, other=0.0)[:, None]
     return x.to(DTYPE).to(tl.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coat_core.kernels.gpu.common import finite_abs, saturated, store_group_codes
+from coat_core.kernels.gpu.common import as_codes, finite_abs, saturated, store_group_codes
 from coat_core.kernels.gpu.gelu import gate_of_gelu, gated
 
 
@@ -218,4 +218,4 @@ def cast_tile(
     columns = first + tl.arange(0, BLOCK)[None, :]
     codes = saturated(tl.div_rn(x, scale[:, None]), FORMAT_MAX)
     places = codes_ptr + row * width + rows[:, None] * width + columns
-    tl.store(places, codes.to(codes_ptr.dtype.element_ty), mask=are_rows[:, None] & (columns < end))
+    tl.store(places, as_codes(codes, codes_ptr), mask=are_rows[:, None] & (columns < end))

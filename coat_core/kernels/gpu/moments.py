@@ -16,7 +16,7 @@ import triton.language as tl
 
 from coat_core.expansion import EXPONENT_MIN
 from coat_core.formats import INT8_RATIO, UINT8_LOG
-from coat_core.kernels.gpu.common import finite_abs, saturated, scale_from_amax
+from coat_core.kernels.gpu.common import as_codes, as_values, finite_abs, saturated, scale_from_amax
 from coat_core.moments import LOG_MAX, LOG_NAN, RATIO_MAX, RATIO_NAN
 
 # how a moment is stored
@@ -135,7 +135,8 @@ def read(
     ON_GPU: tl.constexpr,
 ):
     """A moment in fp32 [R, P], from codes and their numbers per block; in RATIO its ratio to sqrt(exp_avg_sq)."""
-    values = tl.load(codes_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    codes = tl.load(codes_ptr + places, mask=inside, other=0.0)
+    values = codes.to(tl.float32) if FORM == LOG else as_values(codes)
     if FORM != FP32:
         scale = tl.load(numbers_ptr + rows, mask=in_rows, other=1.0)[:, None]
         if FORM == RATIO:
@@ -219,4 +220,8 @@ def write(
         scale = scale_from_amax(high, MAX)
         tl.store(numbers_ptr + rows, scale, mask=in_rows)
         values = saturated(values * tl.div_rn(1.0, scale) if FORM == EXPANDED else tl.div_rn(values, scale), MAX)
-    tl.store(codes_ptr + places, values.to(codes_ptr.dtype.element_ty), mask=inside)
+    if FORM == LOG:
+        codes = values.to(tl.uint8)
+    else:
+        codes = as_codes(values, codes_ptr)
+    tl.store(codes_ptr + places, codes, mask=inside)

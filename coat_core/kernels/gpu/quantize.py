@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coat_core.formats import E4M3, get_format
 from coat_core.granularity import Granularity
-from coat_core.kernels.gpu.common import finite_abs, saturated, scale_from_amax
+from coat_core.kernels.gpu.common import as_codes, as_values, finite_abs, saturated, scale_from_amax
 from coat_core.kernels.gpu.runtime import (
     blocks,
     empty,
@@ -60,7 +60,7 @@ def _quantize_rows_fwd_kernel(
         offsets, inside = row * K + columns, columns < K
         x = _load(x_ptr, factor_ptr, offsets, columns, inside)
         codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
-        tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+        tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _quantize_groups_fwd_kernel(
     scale = scale_from_amax(tl.max(finite_abs(x), axis=1), FORMAT_MAX)
     tl.store(scale_ptr + group, scale, mask=group < total)
     codes = saturated(tl.div_rn(x, scale[:, None]), FORMAT_MAX)
-    tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _cast_by_amax_fwd_kernel(
     inside = offsets < total
     x = _load(x_ptr, factor_ptr, offsets, offsets % K, inside)
     codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
-    tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def _cast_rows_by_amax_fwd_kernel(
         offsets, inside = row * K + columns, columns < K
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
-        tl.store(codes_ptr + offsets, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+        tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
 
 
 def quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -238,7 +238,7 @@ def _dequantize_fwd_kernel(codes_ptr, scale_ptr, out_ptr, K, scales_per_row, GRO
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < K
-    codes = tl.load(codes_ptr + row * K + columns, mask=inside, other=0.0).to(tl.float32)
+    codes = as_values(tl.load(codes_ptr + row * K + columns, mask=inside, other=0.0))
     if GROUP > 0:
         scale = tl.load(scale_ptr + row * scales_per_row + columns // GROUP, mask=inside, other=1.0)
     else:

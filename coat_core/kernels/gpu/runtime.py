@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.formats import FORMATS, Format, format_of
+from coat_core.formats import E4M3, FORMATS, Format, format_of
 from coat_core.quantize import saturating_cast
+
+FIRST_E4M3_CAPABILITY = (8, 9)  # Ada; older cards have no instruction that converts to it, and Triton has no type
 
 Record = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _record: ContextVar[Record | None] = ContextVar("record", default=None)
@@ -28,9 +30,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     options["enable_fp_fusion"] = False
     record = _record.get()
     if record is None:
+        if _cards_without_e4m3():
+            args = tuple(_readable(arg) for arg in args)
         kernel[grid](*args, **options)
     else:
         record(kernel, grid, args, options)
+
+
+@functools.cache
+def _cards_without_e4m3() -> frozenset[torch.device]:
+    cards = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return frozenset(card for card in cards if torch.cuda.get_device_capability(card) < FIRST_E4M3_CAPABILITY)
+
+
+def _readable(arg: Any) -> Any:
+    """An argument as the kernel of its card reads it: e4m3 as bytes where Triton has no such type."""
+    by_bytes = isinstance(arg, Tensor) and arg.dtype == E4M3.dtype and arg.device in _cards_without_e4m3()
+    return arg.view(torch.uint8) if by_bytes else arg
 
 
 @contextmanager

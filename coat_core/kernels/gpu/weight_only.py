@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_core.autograd import without_autocast
+from coat_core.kernels.gpu.common import as_values
 from coat_core.kernels.gpu.quantize import dequantize
 from coat_core.kernels.gpu.runtime import blocks, empty_values, finished, launch
 
@@ -41,7 +42,7 @@ def _weight_only_linear_fwd_kernel(
         x = tl.load(x_ptr + rows[:, None] * K + k[None, :], mask=(rows[:, None] < M) & (k[None, :] < K), other=0.0)
         inside = (features[:, None] < N) & (k[None, :] < K)
         codes = tl.load(codes_ptr + features[:, None] * K + k[None, :], mask=inside, other=0.0)
-        weight = codes.to(tl.float32).to(x_ptr.dtype.element_ty)  # by way of fp32 the GPU has an instruction for both
+        weight = as_values(codes).to(x_ptr.dtype.element_ty)  # by way of fp32 the GPU has an instruction for both
         total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
     total *= tl.load(scale_ptr + features * scale_stride, mask=features < N, other=0.0)[None, :]
     if bias_ptr is not None:
