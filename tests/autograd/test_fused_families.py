@@ -34,7 +34,7 @@ from tests.tolerances import (
 REPOSITORY = Path(__file__).resolve().parents[2]
 PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
 KEPT_BY_FLUX = {"DoubleBlock": 12.5, "SingleBlock": 10.4}  # bytes per token and hidden element, EXPERIMENTS.md
-WIDTH, TOKENS = 3072, (512, 4096)  # of all of these models, at 1024 x 1024
+IMAGE_TOKENS = 4096  # at 1024 x 1024
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -75,6 +75,9 @@ def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str, adapters: str)
         db = float(sqnr_db(wanted, got))
         if key.startswith("output"):
             assert db > BLOCK_OUTPUT_FLOOR_DB, key
+        elif not wanted.any():  # q of text in SD3's last block: nobody reads what those tokens attend to
+            assert name == "sd3's last"
+            assert not got.any(), key
         elif "lora" in key:
             decibels.append(db)
             for of, x in zip(flat, (wanted, got), strict=True):
@@ -88,16 +91,18 @@ def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str, adapters: str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_kept_bytes_at_real_width(name: str) -> None:
     """With rank 16 on every linear, on the meta device: at most a fifth above FLUX.1."""
-    of = made(name, torch.bfloat16, WIDTH, TOKENS, PER_ROW, rank=16, device="meta")
+    hidden, tokens = FAMILIES[name].hidden, (FAMILIES[name].text, IMAGE_TOKENS)
+    of = made(name, torch.bfloat16, hidden, tokens, PER_ROW, rank=16, device="meta")
     form = fused_block(of.block, of.args, PackingConfig())
     with recording_fused() as kept:
         form(*of.args)
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for _, tensors in kept for x in tensors}
-    per_element = sum(storages.values()) / (sum(TOKENS) * WIDTH)
+    per_element = sum(storages.values()) / (sum(tokens) * hidden)
     assert 0.8 < per_element / KEPT_BY_FLUX[type(form.block).__name__] < 1.2
     known = read_list(type(of.block))
     assert known is not None
-    assert known.fused_bytes == pytest.approx(per_element, rel=0.01)  # what `checkpointing: auto` counts with
+    off = 0.05 if name == "sd3's last" else 0.01  # which keeps less of the text; counted as the others
+    assert known.fused_bytes == pytest.approx(per_element, rel=off)  # what `checkpointing: auto` counts with
 
 
 def with_trained_norm(of: Made) -> None:
@@ -138,7 +143,33 @@ def with_other_modulation(of: Made) -> None:
     of.block.txt_mod[0] = nn.GELU()
 
 
+def with_chunks(of: Made) -> None:
+    of.block.set_chunk_feed_forward(1)
+
+
+def without_qk_norm(of: Made) -> None:
+    of.block.attn.norm_q = None
+
+
+def with_other_heads(of: Made) -> None:
+    of.block.attn.heads *= 2
+
+
+def with_dual_attention(of: Made) -> None:
+    of.block.use_dual_attention = True
+
+
+def with_guidance_of_parts(of: Made) -> None:
+    of.args = (*of.args[:3], {"skip": 1})
+
+
 NOT_FUSED = [
+    ("sd3", with_guidance_of_parts, "joint_attention_kwargs skip"),
+    ("sd3", with_dual_attention, "attend to themselves a second time"),
+    ("sd3", with_chunks, "its feed-forward runs in chunks"),
+    ("sd3", without_qk_norm, "q and k are not normed"),
+    ("sd3", with_other_heads, "heads of 32, where SD3's have 64"),
+    ("sd3's last", with_weight_that_is_trained, "a linear whose weight is trained"),
     ("qwen image", with_index, r"different modulations \(zero_cond_t\)"),
     ("qwen image", with_two_times, r"different modulations \(zero_cond_t\)"),
     ("qwen image", with_other_modulation, "a modulation of more than SiLU and a linear"),
@@ -168,7 +199,7 @@ def test_what_a_block_does_beyond_is_not_fused(name: str, change: Callable[[Made
 def test_blocks_of_a_pass_share_tables_and_mask(name: str) -> None:
     of = made(name)
     one, other = (fused_block(of.block, of.args, None).reader.call(of.args).shared for _ in range(2))
-    assert one.mask is not None
+    assert (one.mask is None) == name.startswith("sd3")  # it has none
     assert one.mask is other.mask
     assert one.cos is other.cos
 

@@ -89,7 +89,8 @@ def with_options(architecture: Architecture, **options: Any) -> Architecture:
 
 
 def coat_model(architecture: Architecture, block: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
-    """The model under a coat block, with a LoRA whose A and B are random so that every gradient is nonzero."""
+    """The model under a coat block, in the generic flow, with a LoRA whose A and B are random: no gradient is zero."""
+    block = {**block, "activation": {"flow": "generic", **block.get("activation", {})}}
     model, converted, attached = prepare(frozen_model(architecture, **architecture.options), block, RANK)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -38,11 +40,23 @@ class Family:
         call: (streams of text, image and both, a vector source, angles [S, d / 2], mask of tokens) → the block's
             arguments; vectors are of `vectors` times the hidden size.
         vectors: how many.
+        hidden: size at the model's real width.
+        text: its text tokens.
+        head: size of its heads; 0 for 128, and less in small blocks.
     """
 
     make: Callable[[int, int], nn.Module]
     call: Callable[..., tuple[Any, ...]]
     vectors: int
+    hidden: int = 3072
+    text: int = 512
+    head: int = 0
+
+    def heads(self, hidden: int) -> int:
+        """How many a block of this size has."""
+        if self.head:
+            return hidden // self.head
+        return 2 if hidden < 1024 else hidden // 128
 
 
 def _tables(angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,6 +109,16 @@ def _call_qwen_image(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor,
     return image, text, seen[:, : text.shape[1]], vectors, (of_image, of_text), None, None
 
 
+def _joint(hidden: int, heads: int, **options: Any) -> nn.Module:
+    from diffusers.models.attention import JointTransformerBlock
+
+    return JointTransformerBlock(hidden, heads, hidden // heads, qk_norm="rms_norm", **options)
+
+
+def _call_sd3(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
+    return image, text, vectors, None
+
+
 def _of_all_heads(seen: Tensor, x: Tensor, angles: Tensor) -> Tensor:
     return _pairs(seen).expand(-1, x.shape[-1] // (2 * angles.shape[1]), -1, -1)
 
@@ -119,6 +143,8 @@ FAMILIES = {
     "toolkit's chroma single": Family(
         lambda hidden, heads: toolkit_layers().SingleStreamBlock(hidden, heads), _call_toolkit_single, 3
     ),
+    "sd3": Family(_joint, _call_sd3, 0, 2432, 333, 64),
+    "sd3's last": Family(partial(_joint, context_pre_only=True), _call_sd3, 0, 2432, 333, 64),
 }
 
 
@@ -163,7 +189,7 @@ def made(
     draw = torch.Generator().manual_seed(0)
     family = FAMILIES[name]
     torch.manual_seed(0)
-    heads = 2 if hidden < 1024 else hidden // 128
+    heads = family.heads(hidden)
     with torch.device(device):
         block = family.make(hidden, heads).to(dtype).requires_grad_(False).train()
         for linear in linears(block) if fp8 is not None else ():
@@ -204,7 +230,7 @@ def _adapted(block: nn.Module, adapters: str, rank: int) -> Any:
 
 def results(run: Callable[..., Any], of: Made) -> dict[str, Tensor]:
     """Outputs, and gradients of all leaves for fixed output gradients."""
-    outputs = tree_leaves(run(*of.args))
+    outputs = [x for x in tree_leaves(run(*of.args)) if x is not None]
     draw = torch.Generator().manual_seed(5)
     own = {"device": outputs[0].device} if outputs[0].device.type != "cpu" else {"generator": draw}
     given = [torch.randn(x.shape, **own).to(x.dtype) for x in outputs]
@@ -212,11 +238,19 @@ def results(run: Callable[..., Any], of: Made) -> dict[str, Tensor]:
     return {f"output {i}": x.detach() for i, x in enumerate(outputs)} | dict(zip(of.leaves, found, strict=True))
 
 
+def _relative(expected: Tensor, found: Tensor) -> float:
+    """Their difference as a fraction of what is expected; infinite where that is nothing and something is found."""
+    error, norm = float((found - expected).norm()), float(expected.norm())
+    if not norm:
+        return math.inf if error else 0.0
+    return error / norm
+
+
 def largest_difference(name: str, dtype: torch.dtype, adapters: str = "peft") -> tuple[float, str]:
     """Of outputs and gradients between the block and its fused form, everything kept as it is: relative, in norms."""
     of = made(name, dtype, adapters=adapters)
     expected, found = results(of.block, of), results(fused_block(of.block, of.args, None), of)
-    errors = {key: float((found[key].double() - x.double()).norm() / x.double().norm()) for key, x in expected.items()}
+    errors = {key: _relative(x.double(), found[key].double()) for key, x in expected.items()}
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
 

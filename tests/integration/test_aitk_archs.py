@@ -29,6 +29,7 @@ FUSED = {
     "Chroma",
     "ChromaTransformer2DModel",
     "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
 }
 MODEL_OF_TWO_PARTS = {"wan22_14b", "wan22_14b_i2v"}  # the noise level chooses one
 HOST = Path(os.environ.get("AI_TOOLKIT_ROOT", "."))

@@ -340,14 +340,15 @@ def test_every_fp8_gemm_of_a_config_is_one_that_torch_takes(
 def test_a_block_of_another_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward through the launchers, with a mask, at the models' width."""
     with dry_gpu(monkeypatch) as gpu:
-        of = made(name, torch.bfloat16, 3072, (512, 1024), FP8LinearConfig(), "toolkit", 16, "cuda")
+        size, tokens = FAMILIES[name].hidden, (FAMILIES[name].text, 1024)
+        of = made(name, torch.bfloat16, size, tokens, FP8LinearConfig(), "toolkit", 16, "cuda")
         form = fused_block(of.block, of.args, PackingConfig())
         with gpu.operators.step({"coat_flux/blocks/fused/qwen_image.py:_mask": 0.0}):
             found = results(form, of)
     assert [found[each].shape for each in of.leaves] == [x.shape for x in of.leaves.values()]
-    streams, norms = (1, 1) if "single" in name else (2, 4)
+    streams, norms, gates = (1, 1, 1) if "single" in name else (2, 3, 2) if "last" in name else (2, 4, 4)
     kernels = ("_qkv_rope_bwd_kernel", "_norm_modulate_bwd_kernel", "_gated_sum_bwd_kernel")
-    assert [gpu.launches[kernel] for kernel in kernels] == [streams, norms, norms]
+    assert [gpu.launches[kernel] for kernel in kernels] == [streams, norms, gates]
 
 
 @pytest.mark.parametrize("hidden", [3072, 6144])

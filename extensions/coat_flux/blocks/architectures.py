@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .fused import chroma, flux1, flux2, qwen_image
+from .fused import chroma, flux1, flux2, qwen_image, sd3
 from .fused.reading import Reader
 from .original_names import (
     FLUX2_DOUBLE,
@@ -208,7 +208,7 @@ UNET = Architecture(
 SD3 = Architecture(
     convert=("transformer_blocks.*",),
     weight_only=("transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear"),
-    lists=(BlockList("transformer_blocks"),),
+    lists=(BlockList("transformer_blocks", "JointTransformerBlock", sd3.BLOCK, fused_bytes=12.5),),
 )
 
 COGVIDEOX = Architecture(

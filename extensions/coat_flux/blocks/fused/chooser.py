@@ -197,5 +197,8 @@ def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Te
 @torch.no_grad()
 def relative_difference(fused: FusedBlock, block: nn.Module, args: tuple[Any, ...]) -> float:
     """Return how far the fused block's outputs are from the block's own, as a fraction of their norm."""
-    expected, found = (torch.cat([x.float() for x in tree_leaves(run(*args))], dim=1) for run in (block, fused))
+    expected, found = (
+        torch.cat([x.float() for x in tree_leaves(run(*args)) if isinstance(x, Tensor)], dim=1)
+        for run in (block, fused)
+    )
     return float((expected - found).norm() / expected.norm())

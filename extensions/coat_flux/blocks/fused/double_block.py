@@ -4,6 +4,8 @@ Of each stream:
 
     x = x + gate·linear(out),   q, k, v = linears(LayerNorm(x)·(1 + scale) + shift)
     x = x + gate·linear(act(linear(LayerNorm(x)·(1 + scale) + shift)))
+
+A model that needs no text behind its last block has but the first line's q, k and v of it there (`LastStream`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class DoubleBlock:
 
     saving: Saving
     attention: Attention
-    text: Stream
+    text: Stream | LastStream
     image: Stream
 
     def __post_init__(self) -> None:
@@ -57,7 +59,7 @@ class DoubleBlock:
         temb: Tensor | None = None,
         vectors: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor | None, Tensor]:
-        """Return the text and the image stream; arguments as `Call`."""
+        """Return the text and the image stream; arguments as `Call`. Of text that ends here there is nothing."""
         assert text is not None
         found = vectors or [modulation(temb) for modulation in self.modulations]
         text, image = run_block(self, shared, text, image, *found)
@@ -73,9 +75,9 @@ class DoubleBlock:
     def forward(
         self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, Tensor]:
-        """As `WrittenOut.forward`; inputs: x [B, S_i, D] of text and image, then modulations [B, 6·D]."""
+        """As `WrittenOut.forward`; inputs: x [B, S_i, D] of text and image, then modulations [B, n·D]."""
         streams, saving = (self.text, self.image), kept.saving(self.saving)
-        xs, modulations = inputs[:2], [x.chunk(6, dim=1) for x in inputs[2:]]
+        xs, modulations = inputs[:2], [x.split(inputs[1].shape[-1], dim=1) for x in inputs[2:]]
         named = list(zip(("text_", "image_"), streams, xs, modulations, needs[2:], strict=True))
         projected = []
         for name, stream, x, (shift, scale, *_), _ in named:
@@ -84,7 +86,7 @@ class DoubleBlock:
         attends = saving.of_attention
         out = self.attention.forward(kept, projected, shared, attends)
         del y, projected
-        spec = self.text.output.linear.input_spec
+        spec = self.image.output.linear.input_spec
         by_row = spec is not None and spec[1].name == "per_row"
         how = (spec[0], "per_row", spec[1].group_size) if spec is not None and by_row else ("e4m3", *NOT_SAVED)
         codes, code_scale, *saved = quantize_and_save(out, *how, *attends.in_passing)
@@ -108,8 +110,8 @@ class DoubleBlock:
         """As `WrittenOut.backward`."""
         dtype, attends = kept.facts["qkv"], self.saving.of_attention
         out = attends.unpack(kept["out"], dtype)
-        modulations = [x.chunk(6, dim=1) for x in kept["modulation"]]
-        outs = out.split([grad.shape[1] for grad in grads], dim=1)
+        modulations = [x.split(grads[1].shape[-1], dim=1) for x in kept["modulation"]]
+        outs = out.tensor_split([-grads[1].shape[1]], dim=1)
         rest = [
             stream.rest_backward(kept, name, grad, part, modulation, self.saving)
             for name, stream, grad, part, modulation in zip(
@@ -142,14 +144,14 @@ class RestGradients(NamedTuple):
     Attributes:
         dx: of the stream before attention's projection is added [B, S_i, D].
         dout: of attention's out, for this stream's tokens.
-        modulation: of attention's gate, of the MLP's shift and scale [B, 2, D], and of its gate, in fp32; None where
-            they are not trained.
+        modulation: of attention's gate, of the MLP's shift and scale [B, 2, D], and of its gate, in fp32, as far as the
+            stream has them; None where they are not trained.
         adapters: [dA, dB] of each, as `Stream.parameters`.
     """
 
     dx: Tensor
     dout: Tensor
-    modulation: tuple[Tensor | None, Tensor | None, Tensor | None]
+    modulation: tuple[Tensor | None, ...]
     adapters: list[Tensor]
 
 
@@ -223,3 +225,30 @@ class Stream:
         )
         dout = self.output.linear.complete_dx(dout, dh)
         return RestGradients(dx, dout, (dgate, dnorm, dgate_mlp), [*of_output, *of_up, *of_down])
+
+
+@dataclass(frozen=True)
+class LastStream:
+    """A stream that ends with the block: image tokens attend to it once more, and nothing is made of it.
+
+    Attributes:
+        modulation: makes shift and scale; None where the model hands them in.
+        inputs: to q, k and v.
+    """
+
+    modulation: Modulation | None
+    inputs: NormLinears
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """As of `Stream`."""
+        return self.inputs.linears.parameters
+
+    def rest(self, kept: Kept, name: str, x: Tensor, *_: object) -> Tensor:
+        """Nothing."""
+        return x.new_empty(0)
+
+    def rest_backward(self, kept: Kept, name: str, grad: Tensor, out: Tensor, *_: object) -> RestGradients:
+        """Zeros: of attention's out for these tokens, and of the stream."""
+        zeros = torch.zeros_like(out)
+        return RestGradients(zeros, zeros, (), [])

@@ -21,7 +21,7 @@ from coat_core.activation import PackingConfig
 from ..hook import is_replaced
 from .attention import Attention, Rotary
 from .block import Call
-from .double_block import DoubleBlock, Stream
+from .double_block import DoubleBlock, LastStream, Stream
 from .frozen import NotFusable
 from .gated_linear import GatedLinear
 from .kept import Saving
@@ -130,6 +130,8 @@ def qk_norm(*norms: Any) -> tuple[float, tuple[Tensor, ...]]:
     for norm in norms:
         kind = type(norm)
         known = kind is nn.RMSNorm or (kind.__name__, kind.__module__) == ("RMSNorm", "diffusers.models.normalization")
+        if norm is None:
+            raise NotFusable("q and k are not normed")
         if not known or norm.weight is None or norm.weight.requires_grad or getattr(norm, "bias", None) is not None:
             raise NotFusable(f"its QK norm is a {kind.__name__} that is trained, has a bias or no weight")
         found.add(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps)
@@ -144,7 +146,7 @@ def check_attention(attn: Any, expected: str) -> None:
     processor = attn.processor
     if type(processor).__name__ != expected or attn.fused_projections:
         raise NotFusable(f"attention by {type(processor).__name__}, or with fused projections")
-    if processor._attention_backend is not None or processor._parallel_config is not None:
+    if any(getattr(processor, name, None) is not None for name in ("_attention_backend", "_parallel_config")):
         raise NotFusable("an attention backend of its own")
     if active_backend() != "native":
         raise NotFusable(f"diffusers' attention backend {active_backend()}")
@@ -172,14 +174,14 @@ class Outside(NamedTuple):
     Attributes:
         modulation: as of `Stream`.
         norm1: before attention.
-        norm2: before the MLP.
-        ff: the MLP, a FeedForward.
+        norm2: before the MLP; None where the stream ends with the block.
+        ff: the MLP, a FeedForward; likewise.
     """
 
     modulation: Modulation | None
     norm1: nn.Module
-    norm2: nn.Module
-    ff: Any
+    norm2: nn.Module | None = None
+    ff: Any = None
 
 
 def read_double(
@@ -189,27 +191,34 @@ def read_double(
     if len(attn.to_out) != 2:
         raise NotFusable("an attention output of more than a linear and a dropout")
     check_dropout(attn.to_out[1])
-    of_text = _read_stream(text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out), join)
-    of_image = _read_stream(image, (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]), join)
+    of_text: Stream | LastStream
+    inputs = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    if text.ff is None:
+        of_text = LastStream(text.modulation, NormLinears(check_norm(text.norm1), read_group(inputs, join)))
+    else:
+        of_text = _read_stream(text, inputs, attn.to_add_out, join)
+    of_image = _read_stream(image, (attn.to_q, attn.to_k, attn.to_v), attn.to_out[0], join)
     norms = attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
     return double_block(config, Attention(head_dim, *qk_norm(*norms)), of_text, of_image)
 
 
-def double_block(config: PackingConfig | None, attention: Attention, text: Stream, image: Stream) -> DoubleBlock:
+def double_block(
+    config: PackingConfig | None, attention: Attention, text: Stream | LastStream, image: Stream
+) -> DoubleBlock:
     """Put the parts together; attention's out is quantized once for both streams."""
-    if text.output.linear.input_spec != image.output.linear.input_spec:
+    if isinstance(text, Stream) and text.output.linear.input_spec != image.output.linear.input_spec:
         raise NotFusable("the outputs of attention want it in different formats")
     return DoubleBlock(Saving(config), attention, text, image)
 
 
-def _read_stream(outside: Outside, linears: tuple[Any, ...], join: bool) -> Stream:
+def _read_stream(outside: Outside, linears: tuple[Any, ...], out: Any, join: bool) -> Stream:
     modulation, norm1, norm2, ff = outside
-    if len(ff.net) != 3:
+    if norm2 is None or len(ff.net) != 3:
         raise NotFusable("a feed-forward of more than GELU, dropout and a linear")
     check_gelu(ff.net[0])
     check_dropout(ff.net[1])
-    output, up, down = (read_linear(module) for module in (linears[3], ff.net[0].proj, ff.net[2]))
-    inputs = NormLinears(check_norm(norm1), read_group(linears[:3], join))
+    output, up, down = (read_linear(module) for module in (out, ff.net[0].proj, ff.net[2]))
+    inputs = NormLinears(check_norm(norm1), read_group(linears, join))
     return Stream(modulation, inputs, GatedLinear(output), NormLinears(check_norm(norm2), up), GatedLinear(down))
 
 

@@ -1,0 +1,75 @@
+"""SD3.5's reader: double blocks with a norm of q and k and no rotary embedding; in the last one the text ends.
+
+Source: diffusers models/attention.py (JointTransformerBlock) and models/attention_processor.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_core.activation import PackingConfig
+
+from .attention import Rotary, Shared
+from .block import Call
+from .double_block import DoubleBlock
+from .frozen import NotFusable
+from .modulation import Modulation
+from .reading import OncePerPass, Outside, Reader, check_attention, read_double, read_modulation
+
+PROCESSOR = "JointAttnProcessor2_0"
+HEAD_DIM = 64  # of all SD3 and SD3.5; a block's arguments do not show it
+
+
+@OncePerPass
+def _unturned(temb: Tensor, tokens: int) -> Rotary:
+    """Cos and sin [tokens, d] of no angle."""
+    cos = torch.ones(tokens, HEAD_DIM, device=temb.device)
+    return cos, torch.zeros_like(cos)
+
+
+class _ScaleFirst(Modulation):
+    """Makes scale and shift in this order, and returns them as all others."""
+
+    def __call__(self, temb: Tensor) -> Tensor:
+        scale, shift = super().__call__(temb).chunk(2, dim=1)
+        return torch.cat([shift, scale], dim=1)
+
+
+def _call(args: tuple[Any, ...]) -> Call:
+    image, text, temb, *kwargs = args
+    if any(kwargs):
+        raise NotFusable(f"joint_attention_kwargs {', '.join(map(str, kwargs[0]))}")
+    return Call(image, text, Shared(*_unturned(temb, text.shape[1] + image.shape[1])), temb)
+
+
+def _heads(block: Any) -> tuple[int, int]:
+    return block.attn.heads, block.attn.inner_dim // block.attn.heads
+
+
+def _read(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
+    check_attention(block.attn, PROCESSOR)
+    if _heads(block)[1] != HEAD_DIM:
+        raise NotFusable(f"heads of {_heads(block)[1]}, where SD3's have {HEAD_DIM}")
+    if block._chunk_size is not None:
+        raise NotFusable("its feed-forward runs in chunks")
+    if block.use_dual_attention:
+        raise NotFusable("its image tokens attend to themselves a second time (use_dual_attention)")
+    norm, of_text = block.norm1, block.norm1_context
+    if block.context_pre_only:
+        text = Outside(_ScaleFirst(read_modulation(of_text).linear), of_text.norm)
+    else:
+        text = Outside(read_modulation(of_text), of_text.norm, block.norm2_context, block.ff_context)
+    image = Outside(read_modulation(norm), norm.norm, block.norm2, block.ff)
+    return read_double(block.attn, HEAD_DIM, text, image, config, join)
+
+
+def _results(text: Tensor, image: Tensor) -> tuple[Tensor | None, Tensor]:
+    return text if text.numel() else None, image
+
+
+BLOCK = Reader(
+    ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs"), _heads, _call, _read, _results
+)
