@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from coat_core.config import FP8LinearConfig
 from coat_core.kernels.scaled_mm import ALIGNMENT
 from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantized_input
-from coat_core.linear.weight import CODES, drop_weight, load_weight, store_weight
+from coat_core.linear.weight import CODES, drop_weight, load_weight, read_weight, store_weight
 
 
 def run_stored_linear(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> Tensor:
@@ -132,7 +132,7 @@ class FP8Linear(nn.Linear):
         """Dequantized weight [N, K] in `weight_dtype`; reading is all it allows."""
         if CODES not in self._buffers:
             raise AttributeError("weight")  # while nn.Linear.__init__ runs; nn.Module looks on
-        return load_weight(self, self.config).dequantize(self.weight_dtype).as_subclass(ReadOnlyWeight)
+        return read_weight(self, self.config, self.weight_dtype).as_subclass(ReadOnlyWeight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         super()._apply(fn, recurse)

@@ -93,6 +93,16 @@ def load_weight(module: nn.Module, config: FP8LinearConfig) -> StoredWeight:
     return as_stored(module._buffers, bits.view(torch.float32), config)
 
 
+def read_weight(module: nn.Module, config: FP8LinearConfig, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return W [N, K] in `dtype`, at any time: where its codes are kept elsewhere, `module.fetch_weight` brings them.
+
+    In a forward or backward pass of the module they are there, and `load_weight` will do.
+    """
+    if (fetch := vars(module).get("fetch_weight")) is not None:
+        fetch()
+    return load_weight(module, config).dequantize(dtype)
+
+
 def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8LinearConfig) -> StoredWeight:
     """Return the weight that these buffers hold, by their names, with `scale` fp32 [] or [N, 1]."""
     codes, transposed, kind = buffers[CODES], buffers.get(TRANSPOSED), get_format(config.weight_format).dtype

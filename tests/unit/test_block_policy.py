@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from coat_core.optim.state import state_bytes
 from coat_flux.blocks import runner as runner_module
 from coat_flux.blocks.block_bytes import FP8_INPUT, UNKNOWN
-from coat_flux.blocks.report import checkpointing_line
+from coat_flux.blocks.in_words import checkpointing_line
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from tests.helpers.saved_tensors import recording

@@ -18,10 +18,11 @@ from ..base.errors import UserError
 from ..config.findings import ConfigError
 from .architectures import Architecture
 from .cast_loss import note_weight
-from .decide import high_precision_reason
+from .gemms import high_precision_reason
+from .in_words import checkpointing_line, execution_line, shared_rows
 from .lookup import architecture_of, matches
 from .quantized import adopt, quantization_of
-from .report import OUTSIDE, CoatReport, checkpointing_line, describe_linear, execution_line, shared_rows
+from .report import OUTSIDE, CoatReport, describe_linear
 from .runner import BlockRunner
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def apply_coat(
             if config.activation.use_fp8:
                 keep_no_input(module)
     _check_fallback(report, config)
-    runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute)
+    runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute, run_device)
     report.checkpointing = checkpointing_line(runner.plan, config)
     report.execution = execution_line(runner.plan, config, run_device)
     own = bool(report.quantized) and not report.converted
@@ -158,6 +159,8 @@ def _convert_one(
         # quantized where it will run: fast, and the high precision model is never whole on a GPU
         weight = module.to(device).weight
         note_weight(FP8Linear.from_linear(module, linear_config), weight, linear_config)
+        if config.memory.stream_blocks != 0:
+            module.to("cpu")
     elif linear_config.use_fp8_gemm:
         FP8TrainableLinear.from_linear(module, linear_config)
     else:

@@ -6,9 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from coat_core.autograd import autocast_is_on
+
 from .described import Block, read_block
+from .hook import first_tensor
 from .lookup import read_list
 from .lora import trained_parameters
 from .sizes import BlockBytes, FlowSettings, Tokens, flux_bytes
@@ -87,6 +91,14 @@ def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: i
             found.append(described)
             trained = described.trained_output
     return tuple(found)
+
+
+def shown_by(args: tuple[Any, ...]) -> dict[str, Any]:
+    """What a block's arguments show, by fields of `decide.Given`: types of the device and of values."""
+    first = first_tensor(args)
+    kind = first.device.type
+    lora = torch.get_autocast_dtype(kind) if autocast_is_on(kind) else torch.float32
+    return {"device": kind, "value_bytes": first.element_size(), "lora_bytes": lora.itemsize}
 
 
 def block_bytes(block: Block | UnknownBlock, tokens: Tokens, settings: FlowSettings) -> BlockBytes:

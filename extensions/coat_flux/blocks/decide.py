@@ -8,18 +8,17 @@ the plan out, `report.py` puts it into words. Bytes come from `block_bytes`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from coat_core.activation import PackingConfig
 from coat_core.granularity import Granularity
 
-from .architectures import Architecture
 from .block_bytes import BlockBytes, Moment, UnknownBlock, block_bytes, fewest_recomputed, largest_moment
 from .described import Block
 from .execution import NOT_CAPTURED, ExecutionMode, Picked, candidates
-from .lookup import matches
+from .placement import extra_seconds, slot_bytes, spread
 from .sizes import FP32, FlowSettings, Tokens, around_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +39,9 @@ class Given:
         quantized: linears multiply by weights that ai-toolkit quantized its own way.
         device: type of the device.
         allow_recompute: False forbids recomputation (`train.gradient_checkpointing: false`).
-        free_bytes: what the budget leaves for a step after what is held all along; None: there is no limit.
+        free_bytes: what the budget leaves for a step after what is held all along, the codes of all blocks among it;
+            None: there is no limit.
+        stream_bytes: of each block's codes, where they can be in host memory; empty where they cannot.
         accumulates: the gradients of an earlier micro-batch are there all along.
         unfused: index of each block that cannot be fused → why.
         transposed_bytes: what transposed copies of the weights take.
@@ -65,6 +66,7 @@ class Given:
     device: str = "cuda"
     allow_recompute: bool = True
     free_bytes: float | None = None
+    stream_bytes: tuple[int, ...] = ()
     accumulates: bool = False
     unfused: Mapping[int, str] = field(default_factory=dict)
     transposed_bytes: int = 0
@@ -92,6 +94,7 @@ class BlockChoice:
         obstacle: why it is not fused, where it should be.
         gemm: of `GEMMS`, or the config's own.
         transposed: a transposed copy of its weights is kept for dgrad.
+        streamed: its codes are in host memory.
         compiled: whether torch.compile compiles it.
     """
 
@@ -102,6 +105,7 @@ class BlockChoice:
     obstacle: str
     gemm: str
     transposed: bool
+    streamed: bool
     compiled: bool
 
 
@@ -119,6 +123,7 @@ class BlockPlan:
         copies: transposed copies of the weights are kept.
         transposed_bytes: of the transposed copies; 0 without.
         shadow_bytes: of the adapters' copies (`fused.shadow`); 0 without.
+        freed_bytes: what codes in host memory leave free on the device.
         spare_bytes: what a step leaves free, where `auto` recomputes nothing; else below 0.
         given: what it was decided by.
     """
@@ -132,6 +137,7 @@ class BlockPlan:
     copies: bool
     transposed_bytes: int
     shadow_bytes: int
+    freed_bytes: int
     spare_bytes: float = field(compare=False)
     given: Given = field(compare=False, repr=False)
 
@@ -144,8 +150,14 @@ class BlockPlan:
 
     @property
     def eager_and_kept(self) -> list[int]:
-        """Indices of the blocks whose fused form runs eager, and once a step."""
-        return [i for i, x in enumerate(self.blocks) if x.flow == "fused" and not (x.compiled or x.recomputed)]
+        """Indices of the blocks whose fused form runs eager, and once a step, and whose codes are always there."""
+        blocks = enumerate(self.blocks)
+        return [i for i, x in blocks if x.flow == "fused" and not (x.compiled or x.recomputed or x.streamed)]
+
+    @property
+    def streamed(self) -> list[int]:
+        """Indices of the blocks whose codes are in host memory."""
+        return [i for i, choice in enumerate(self.blocks) if choice.streamed]
 
     @property
     def peak_bytes(self) -> int:
@@ -155,8 +167,13 @@ class BlockPlan:
     @property
     def excess_bytes(self) -> float:
         """What a step needs beyond what is free; 0 where it fits, or there is no limit."""
-        free = self.given.free_bytes
+        free = self.free_bytes
         return 0.0 if free is None else max(0.0, self.peak_bytes - free)
+
+    @property
+    def free_bytes(self) -> float | None:
+        """What there is for a step; None: there is no limit."""
+        return None if self.given.free_bytes is None else self.given.free_bytes + self.freed_bytes
 
 
 def decide(config: COATConfig, given: Given) -> BlockPlan:
@@ -173,20 +190,23 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         sizes = [block_bytes(block, given.tokens, s) for block, s in zip(given.blocks, settings, strict=True)]
         last = given.blocks[-1]
         around = around_bytes(last, given.tokens, settings[-1]) if isinstance(last, Block) else 0
-    recomputed = _recomputed(config, given, checkpointing, sizes, around)
+    streamed = _streamed(config, given, checkpointing, sizes, around)
+    freed = _freed(given, streamed)
+    free = None if given.free_bytes is None else given.free_bytes + freed
+    recomputed = _recomputed(config, given, checkpointing, sizes, around, free)
 
     moment, spare, shadow = None, -1.0, 0
     if sizes:
         moment = largest_moment(sizes, recomputed or (), given.accumulates)
-        left = math.inf if given.free_bytes is None else given.free_bytes - moment.total - around
+        left = math.inf if free is None else free - moment.total - around
         if execution.compile != "blocks" and given.shadow_bytes <= left:  # no block recomputes for them
             shadow = given.shadow_bytes
-        if checkpointing == "auto" and not recomputed and given.free_bytes is not None:
+        if checkpointing == "auto" and not recomputed and free is not None and not streamed:
             spare = left - shadow
-    copies = _keeps_transposed(config, given, spare)
+    copies = not streamed and _keeps_transposed(config, given, spare)
 
     def choice(index: int, again: bool | None) -> BlockChoice:
-        return _choice(config, given, execution, again, copies, index)
+        return _choice(config, given, execution, again, copies, index in streamed, index)
 
     return BlockPlan(
         checkpointing=checkpointing,
@@ -198,6 +218,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
         copies=copies,
         transposed_bytes=given.transposed_bytes if copies else 0,
         shadow_bytes=shadow,
+        freed_bytes=freed,
         spare_bytes=spare,
         given=given,
     )
@@ -216,10 +237,39 @@ def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:
     return config.memory.checkpointing if config.enabled else "all"
 
 
+def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int) -> tuple[int, ...]:
+    """Indices of the blocks whose codes are in host memory.
+
+    `auto` takes the number with which a step takes least time among those that fit; before the first step, and once
+    memory ran out, all of them.
+    """
+    asked, codes, count = config.memory.stream_blocks, given.stream_bytes, len(given.stream_bytes)
+    if asked != "auto":
+        return spread(count if asked == "all" else min(asked, count), count)
+    if given.tokens is None or given.ran_out_with is not None:
+        return tuple(range(count))
+
+    def cost(number: int) -> tuple[float, float, int]:
+        chosen = spread(number, count)
+        free = None if given.free_bytes is None else given.free_bytes + _freed(given, chosen)
+        again = _recomputed(config, given, mode, sizes, around, free) or ()
+        excess = 0.0 if free is None else largest_moment(sizes, again, given.accumulates).total + around - free
+        assert given.tokens is not None
+        return max(0.0, excess), extra_seconds(given.blocks, given.tokens, codes, chosen, again), number
+
+    return spread(min(map(cost, range(count + 1)))[-1], count)
+
+
+def _freed(given: Given, streamed: Collection[int]) -> int:
+    """What streaming frees on the device; on a CPU, whose memory is all one, nothing."""
+    slots = slot_bytes(given.stream_bytes, streamed)
+    return (0 if given.device == "cpu" else sum(given.stream_bytes[i] for i in streamed)) - slots
+
+
 def _recomputed(
-    config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int
+    config: COATConfig, given: Given, mode: str, sizes: Sequence[BlockBytes], around: int, free: float | None
 ) -> list[int] | None:
-    """Indices of the blocks that recompute; None before `auto` can choose."""
+    """Indices of the blocks that recompute, where `free` bytes are free for a step; None before `auto` can choose."""
     every = list(range(len(given.blocks)))
     if given.recomputed is not None:
         return list(given.recomputed)
@@ -228,9 +278,9 @@ def _recomputed(
         return every[n - 1 :: n]
     if mode == "auto" and given.tokens is None:
         return None
-    if mode == "none" or given.free_bytes is None:
+    if mode == "none" or free is None:
         return []
-    return fewest_recomputed(sizes, given.free_bytes - around, given.accumulates)
+    return fewest_recomputed(sizes, free - around, given.accumulates)
 
 
 def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
@@ -245,7 +295,13 @@ def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
 
 
 def _choice(
-    config: COATConfig, given: Given, execution: ExecutionMode, again: bool | None, copies: bool, index: int
+    config: COATConfig,
+    given: Given,
+    execution: ExecutionMode,
+    again: bool | None,
+    copies: bool,
+    streamed: bool,
+    index: int,
 ) -> BlockChoice:
     """What one block does."""
     packing, in_fp8 = packing_of(config), config.enabled and config.activation.use_fp8
@@ -264,6 +320,7 @@ def _choice(
         obstacle=obstacle if wants_fused else "",
         gemm=execution.gemm if in_fp8 else "bf16",
         transposed=copies,
+        streamed=streamed,
         compiled=fused and execution.compile == "blocks" and not given.compile_failed,
     )
 
@@ -330,15 +387,3 @@ def flow_settings(
         fp8_weights=config.enabled and (config.weight.use_fp8 or quantized),
         kernels=cuda,
     )
-
-
-def high_precision_reason(name: str, config: COATConfig, architecture: Architecture) -> str:
-    """Why a converted linear multiplies in high precision whatever the device; empty where it multiplies in FP8."""
-    activation = config.activation
-    if not activation.use_fp8:
-        return "activation.use_fp8: false"
-    if not matches(name, tuple(activation.include)) or matches(name, tuple(activation.exclude)):
-        return "activation.include / exclude"
-    if matches(name, architecture.weight_only):
-        return "one row per image: reading the weight is all the time there is"
-    return ""

@@ -22,10 +22,13 @@ from coat_core.linear.function import input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight
 
+from .lookup import matches
+
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig
 
     from ..config.coat import COATConfig
+    from .architectures import Architecture
 
 
 class BlockGemms:
@@ -111,3 +114,15 @@ def _transposable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]
             config = getattr(module, name)
             if config.use_fp8_gemm and config.grad_format != "bf16":
                 yield module, config
+
+
+def high_precision_reason(name: str, config: COATConfig, architecture: Architecture) -> str:
+    """Why a converted linear multiplies in high precision whatever the device; empty where it multiplies in FP8."""
+    activation = config.activation
+    if not activation.use_fp8:
+        return "activation.use_fp8: false"
+    if not matches(name, tuple(activation.include)) or matches(name, tuple(activation.exclude)):
+        return "activation.include / exclude"
+    if matches(name, architecture.weight_only):
+        return "one row per image: reading the weight is all the time there is"
+    return ""

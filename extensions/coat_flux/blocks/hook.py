@@ -33,16 +33,21 @@ class BlockHook:
         block: whose forward it replaces.
         run: called as `run(block, *args, **kwargs)`; its arguments are by position as far as forward names them.
         on_host: called with the block where a checkpoint of the model's own is around the call: it runs as it is.
+        ready: called with the block before it runs, also where no gradients are recorded.
 
     Attributes:
         before: a forward of the instance that was there; None where it was the class's.
     """
 
     def __init__(
-        self, block: nn.Module, run: Callable[..., Any], on_host: Callable[[nn.Module], None] = lambda _: None
+        self,
+        block: nn.Module,
+        run: Callable[..., Any],
+        on_host: Callable[[nn.Module], None] = lambda _: None,
+        ready: Callable[[nn.Module], None] | None = None,
     ):
         self.before = vars(block).get("forward")
-        self.run, self._block, self._on_host = run, block, on_host
+        self.run, self._block, self._on_host, self._ready = run, block, on_host, ready
         places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = inspect.signature(block.forward).parameters.values()
         self._named = [(each.name, each.default) for each in parameters if each.kind in places]
@@ -54,12 +59,15 @@ class BlockHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
-        if (torch.compiler.is_dynamo_compiling() or _compiler()) and torch.is_grad_enabled():
+        compiling = torch.compiler.is_dynamo_compiling() or _compiler()
+        if compiling and (torch.is_grad_enabled() or self._ready is not None):
             # the host has compiled the block around us: a runner decides by what it is given, which none can trace
             return torch.compiler.disable(self._call)(*args, **kwargs)
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ready is not None:
+            self._ready(self._block)
         if not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
         if checkpoint_records():
@@ -77,6 +85,7 @@ def take_over(
     blocks: Iterable[nn.Module],
     run: Callable[..., Any],
     on_host: Callable[[nn.Module], None],
+    ready: Callable[[nn.Module], None] | None = None,
 ) -> None:
     """Put a hook on each block, in place of all that are there, and switch the model's own recomputation off.
 
@@ -85,11 +94,12 @@ def take_over(
         blocks: to be run by `run`.
         run: as of `BlockHook`.
         on_host: likewise.
+        ready: likewise.
     """
     for module in model.modules():
         release(module)
     for block in blocks:
-        block.forward = BlockHook(block, run, on_host)  # type: ignore[method-assign]
+        block.forward = BlockHook(block, run, on_host, ready)  # type: ignore[method-assign]
     for module in model.modules():
         if getattr(module, FLAG, False):
             setattr(module, FLAG, False)

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
-from coat_core.autograd import autocast_is_on
 from coat_core.linear.weight import drop_transposed
 from coat_core.optim.state import state_bytes
 
-from . import report
+from . import in_words
 from .attention_pick import AttentionPick
-from .block_bytes import read_blocks
+from .block_bytes import read_blocks, shown_by
 from .decide import BlockChoice, BlockPlan, Given, budget_bytes, decide
 from .execution import ExecutionMode, Picked
 from .fused.chooser import FusedForms, attention_query
@@ -43,6 +42,7 @@ from .lora import trained_parameters
 from .measure import SpeedPick, Unavailable
 from .quantized import NOT_COMPILED, has_adopted
 from .sizes import Tokens
+from .streaming import StreamedWeights
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
@@ -85,6 +85,7 @@ class BlockRunner:
         measures = self._fusable and config.speed.measure != "never" and not adopted
         self._pick = SpeedPick(blocks, config, self._run_kept) if measures else None
         self.attention = AttentionPick(config)
+        self._streaming: StreamedWeights | None = None
         self._trials: dict[str, tuple[BlockChoice, ...]] = {}  # of the start-up measurement, by compilation
         self._forms = FusedForms()
         refused = NOT_COMPILED if adopted and config.speed.compile == "blocks" else ""
@@ -105,7 +106,12 @@ class BlockRunner:
 
     @classmethod
     def install(
-        cls, model: Any, block_lists: tuple[str, ...], config: COATConfig, allow_recompute: bool
+        cls,
+        model: Any,
+        block_lists: tuple[str, ...],
+        config: COATConfig,
+        allow_recompute: bool,
+        device: torch.device | None = None,
     ) -> BlockRunner:
         """Make the runner for `model` and let it take over the calls of its blocks.
 
@@ -114,13 +120,20 @@ class BlockRunner:
             block_lists: fnmatch patterns of the module lists whose items are its blocks, in forward order.
             config: the `coat:` block.
             allow_recompute: False forbids recomputation.
+            device: where the blocks will run; default: where they are.
 
         Raises:
             ValueError: no module list matches, or as the class.
         """
         blocks = listed_blocks(model, block_lists)
         runner = cls(blocks, config, allow_recompute)
-        take_over(model, blocks.values(), runner, runner._note)
+        ready = None
+        if config.memory.stream_blocks != 0:
+            here = next(model.parameters()).device if device is None else device
+            streaming = runner._streaming = StreamedWeights(runner._modules, here)
+            runner._decide(stream_bytes=streaming.bytes)
+            ready = streaming.ready
+        take_over(model, blocks.values(), runner, runner._note, ready)
         return runner
 
     @classmethod
@@ -208,8 +221,10 @@ class BlockRunner:
         """Run one block as the plan has it."""
         self._update_plan(block, args, kwargs)
         outputs = self._table[block](block, args, kwargs)
+        if self._streaming is not None:
+            self._streaming.announce(block, outputs)
         if block is self._modules[-1]:
-            counts = report.treatments(self.plan, self.ran)
+            counts = in_words.treatments(self.plan, self.ran)
             if counts != self._logged:
                 self._logged = counts
                 logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
@@ -260,8 +275,9 @@ class BlockRunner:
         if self._held is None:
             self._trained = [p for block in self._modules for p in trained_parameters(block)]
             states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in self._trained])
-            self._held = held_bytes(device) + states  # made after the first backward pass
-        facts, budget = self._facts(args), budget_bytes(self._config, usable_bytes(device))
+            freed = 0 if self._streaming is None else self._plan.freed_bytes
+            self._held = held_bytes(device) + states + freed  # states are made after the first backward pass
+        facts, budget = shown_by(args), budget_bytes(self._config, usable_bytes(device))
         trained = sum(p.numel() for p in self._trained) if self._fusable else 0
         copied = facts["device"] == "cuda" and self._config.memory.transposed_weights != "never"
         self._decide(
@@ -282,6 +298,8 @@ class BlockRunner:
         self._decisions += 1
         self._given = replace(self._given, **changed)
         plan = self._plan = decide(self._config, self._given)
+        if self._streaming is not None and tuple(plan.streamed) != self._streaming.streamed:
+            self._streaming.stream(plan.streamed)
         choices = zip(self._modules, plan.blocks, strict=True)
         self._table = {block: functools.partial(self._run, choice) for block, choice in choices}
         if plan.copies != (before is not None and before.copies):
@@ -289,19 +307,13 @@ class BlockRunner:
             made = "kept next to the weights" if plan.copies else "dropped, memory is needed otherwise"
             if not self._given.without_copies:
                 logger.info("transposed weights: %.2f GB %s", transposed_bytes(self._modules) / 1e9, made)
-        line, sizes = report.auto_line(plan), (plan.recomputed, plan.peak_bytes)
-        if line and not (report.auto_line(before) and sizes == (before.recomputed, before.peak_bytes)):
+        line, sizes = in_words.auto_line(plan, self._config), (plan.recomputed, plan.streamed, plan.peak_bytes)
+        known = before is not None and in_words.auto_line(before, self._config)
+        if line and not (known and sizes == (before.recomputed, before.streamed, before.peak_bytes)):
             logger.info(line)
             if plan.excess_bytes > 0:
                 text = "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB"
                 logger.warning(f"{text}; lower the resolution", plan.excess_bytes / 1e9)
-
-    def _facts(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """What a block's arguments show: types of the device and of values."""
-        first = first_tensor(args)
-        kind = first.device.type
-        lora = torch.get_autocast_dtype(kind) if autocast_is_on(kind) else torch.float32
-        return {"device": kind, "value_bytes": first.element_size(), "lora_bytes": lora.itemsize}
 
     def _obstacles(self, called: nn.Module | None = None, args: tuple[Any, ...] | None = None) -> dict[int, str]:
         """Index of each block that cannot be fused, as far as it shows from the call of one → why."""
@@ -356,32 +368,16 @@ class BlockRunner:
         place, kind = self._places[block], block_name(type(block))
         if self._given.unfused.get(place) != reason:
             self._decide(unfused={**self._obstacles(block, args), place: reason})
-        warning = f"{kind}: {report.EAGER if choice.saved is None else report.GENERIC}: {reason}"
+        warning = f"{kind}: {in_words.EAGER if choice.saved is None else in_words.GENERIC}: {reason}"
         if read_list(type(block)) is None or warning in self._warned:
             return
         self._warned.add(warning)
-        cost = "" if choice.saved is None else self._generic_cost(block, args)
+        cost = "" if choice.saved is None else in_words.generic_cost(self._config, self._given, block, args)
         logger.warning("%s%s", warning, cost)
-
-    def _generic_cost(self, block: nn.Module, args: tuple[Any, ...]) -> str:
-        """What the generic flow keeps of a block in place of the fused one, in words; empty where that is unknown."""
-        if len(args) < 2 or not isinstance(args[1], Tensor):
-            return ""
-        image, text = args[:2]
-        return report.generic_cost(
-            self._config,
-            replace(
-                self._given,
-                blocks=read_blocks([block], args, 0),
-                tokens=Tokens(image.shape[0], text.shape[1], image.shape[1]),
-                unfused={},
-                **self._facts(args),
-            ),
-        )
 
     def _warn_of_eager(self, block: nn.Module) -> None:
         """Log once that a kind of block is not compiled, where compilation is asked for; `fallback: error` raises."""
-        reason = report.not_compiled(type(block).__name__)
+        reason = in_words.not_compiled(type(block).__name__)
         if reason in self._warned:
             return
         if self._config.fallback == "error":

@@ -113,6 +113,13 @@ class MemoryOptions:
         ("auto", "always", "never"),
         "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1); auto: if nothing is recomputed and it fits",
     )
+    stream_blocks: int | str = key(
+        0,
+        "blocks",
+        "blocks whose frozen codes stay in host memory and are copied to the GPU one block ahead; all; "
+        "auto: as few as budget_gb allows, weighed against recomputation",
+        minimum=0,
+    )
     log_memory_stats: bool = switch(True, "print memory lines")
     log_every: int = key(100, "int", "steps between memory lines", minimum=1)
 
@@ -309,6 +316,12 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
     if config.memory.budget_gb is not None and mode != "auto":
         rule = f"only used with checkpointing: auto, which is {mode}; write null or checkpointing: auto"
         findings.add(f"{memory}.budget_gb", rule, config.memory.budget_gb)
+    if config.memory.stream_blocks != 0 and not config.weight.use_fp8:
+        rule = "streams FP8 codes, and weight.use_fp8 is false; write stream_blocks: 0 or use_fp8: true"
+        findings.add(f"{memory}.stream_blocks", rule, config.memory.stream_blocks)
+    if config.memory.stream_blocks != 0 and config.memory.transposed_weights == "always":
+        rule = "copies of weights stay on the GPU, which stream_blocks is to spare; write auto, or stream_blocks: 0"
+        findings.add(f"{memory}.transposed_weights", rule, "always")
     expansion = f"{path}.optimizer.use_dynamic_range_expansion"
     optimizer = config.optimizer
     if expansion in findings.given and optimizer.use_dynamic_range_expansion and not optimizer.has_fp8_moment:

@@ -17,6 +17,7 @@ from typing import Any
 from .findings import closest, show
 
 COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
+BLOCK_WORDS = ("auto", "all")
 BOOL_WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 
 
@@ -32,7 +33,8 @@ class Option:
         key: its name, dotted where it is nested.
         default: its value where the user writes none.
         kind: bool, int, float, str, choice, colour, strings (list of strings), sizes (whole number or a list of them),
-            count or names (whole number or a list of file names), betas (two numbers), mapping.
+            count or names (whole number or a list of file names), blocks (whole number or a word of BLOCK_WORDS), betas
+            (two numbers), mapping.
         doc: one line: what it does.
         choices: allowed values, the default first.
         minimum: smallest allowed number.
@@ -155,7 +157,7 @@ def _parse_bool(option: Option, value: Any) -> bool:
 
 
 def _parse_number(option: Option, value: Any) -> Any:
-    whole = option.kind in ("int", "sizes", "count or names")
+    whole = option.kind in ("int", "sizes", "count or names", "blocks")
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise option.error(_number_remedy(value, whole=whole))
     try:
@@ -211,6 +213,14 @@ def _parse_count_or_names(option: Option, value: Any) -> int | tuple[str, ...]:
     return _parse_number(option, value)
 
 
+def _parse_blocks(option: Option, value: Any) -> int | str:
+    if isinstance(value, str) and value in BLOCK_WORDS:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise option.error(f"write {BLOCK_WORDS[0]}, for example")
+    return int(_parse_number(option, value))
+
+
 def _parse_sizes(option: Option, value: Any) -> tuple[int, ...]:
     sizes = list(value) if isinstance(value, (list, tuple)) else [value]
     if not sizes:
@@ -241,6 +251,7 @@ _KINDS: dict[str, tuple[str, Callable[[Option, Any], Any]]] = {
     "strings": ("a list of strings", _parse_strings),
     "sizes": ("a whole number, or a list of them, each", _parse_sizes),
     "count or names": ("a list of file names, or a whole number", _parse_count_or_names),
+    "blocks": (f"{', '.join(BLOCK_WORDS)}, or a whole number", _parse_blocks),
     "betas": ("a list of two numbers, each", _parse_betas),
     "mapping": ("a block of keys", _parse_mapping),
 }

@@ -70,11 +70,7 @@ def judge(facts: JobFacts, card: Card) -> CardFit:
     prediction = predict_facts(facts, memory)
     if _fits(prediction, card):
         return _timed(CardFit(card, True, prediction), facts, prediction)
-    coat = facts.job.coat
-    fp8 = replace(coat, enabled=True, weight=replace(coat.weight, use_fp8=True))
-    edits = []
-    if facts.model.transformer_bytes(fp8, facts.value_bytes) <= _room(card):  # which no edit makes smaller
-        edits = _edits_that_fit(facts, card)
+    edits = _edits_that_fit(facts, card)
     if not edits:
         return CardFit(card, False, prediction)
     changes = _applied(facts.job, edits)
@@ -136,7 +132,7 @@ def _timed(verdict: CardFit, facts: JobFacts, prediction: Prediction) -> CardFit
         return verdict
     return replace(
         verdict,
-        step_seconds=step_seconds(facts, prediction.recomputed, verdict.card),
+        step_seconds=step_seconds(facts, prediction.plan, verdict.card),
         run_seconds=run_seconds(facts, prediction, verdict.card),
     )
 
@@ -219,6 +215,17 @@ def _no_transposed(job: JobConfig) -> Change | None:
         return None
     changed = _with_coat(job, "memory", transposed_weights="never")
     return Change("coat.memory.transposed_weights: never", "a few percent of a step's time", changed)
+
+
+def _streamed(job: JobConfig) -> Change | None:
+    coat = job.coat
+    if not (coat.enabled and coat.weight.use_fp8) or coat.memory.stream_blocks == "auto":
+        return None
+    cost = "host memory, and time where copies take longer than products"
+    text, values = "coat.memory.stream_blocks: auto", {"stream_blocks": "auto"}
+    if coat.memory.transposed_weights == "always":
+        text, values = f"{text}, transposed_weights: auto", {**values, "transposed_weights": "auto"}
+    return Change(text, cost, _with_coat(job, "memory", **values))
 
 
 def _automatic_checkpointing(job: JobConfig) -> Change | None:
@@ -321,6 +328,7 @@ EDITS: tuple[Edit, ...] = (
     _fp8_weights,
     _fp8_optimizer,
     _no_transposed,
+    _streamed,
     _automatic_checkpointing,
     _full_checkpointing,
     _smaller_batch,

@@ -87,22 +87,26 @@ class Card:
         name: of that GPU; empty where none is meant.
         bf16_tflops: dense bf16 matrix products with fp32 accumulation, 1e12 operations a second.
         fp8_tflops: the same in FP8; 0 where the GPU has none.
+        copied_gb: 1e9 bytes a second from pinned host memory, about four fifths of its PCIe link's rate.
     """
 
     gb: float
     name: str = ""
     bf16_tflops: float = 0.0
     fp8_tflops: float = 0.0
+    copied_gb: float = 25.0  # PCIe 4.0 x16
 
 
 CARDS = (
+    Card(8, "RTX 4060 Ti", 44.1, 88.3, 12.5),
+    Card(10, "RTX 3080", 59.5),
     Card(12, "RTX 4070 Ti", 80.2, 160.4),
     Card(16, "RTX 4080", 97.5, 194.9),
     Card(24, "RTX 4090", 165.2, 330.3),
-    Card(32, "RTX 5090", 209.5, 419.0),
+    Card(32, "RTX 5090", 209.5, 419.0, 50.0),
     Card(48, "L40S", 362.0, 733.0),
-    Card(80, "H100", 989.4, 1978.9),
-    Card(141, "H200", 989.4, 1978.9),
+    Card(80, "H100", 989.4, 1978.9, 50.0),
+    Card(141, "H200", 989.4, 1978.9, 50.0),
 )
 
 _MOST_GB = 1000  # above it a bare number is a card's name

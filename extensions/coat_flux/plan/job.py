@@ -6,10 +6,12 @@ import functools
 import logging
 from dataclasses import dataclass, replace
 
-from ..blocks.decide import Given, block_settings, high_precision_reason
+from ..blocks.decide import Given, block_settings
 from ..blocks.described import Block
 from ..blocks.fused.shadow import copied_bytes
+from ..blocks.gemms import high_precision_reason
 from ..blocks.lora import DROPOUT
+from ..blocks.placement import aligned
 from ..blocks.sizes import FP32, FlowSettings, Tokens
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
@@ -84,8 +86,25 @@ class JobFacts:
             allow_recompute=train.gradient_checkpointing,
             accumulates=train.gradient_accumulation > 1,
             unfused={i: DROPOUT for i, block in enumerate(self.blocks) if block.ranks} if dropout else {},
+            stream_bytes=self._stream_bytes(),
             shadow_bytes=copied_bytes(coat, sum(self.adapter_sizes), self.value_bytes),
             transposed_bytes=sum(copied) if in_fp8 and not self.on_cpu else 0,
+        )
+
+    def _stream_bytes(self) -> tuple[int, ...]:
+        """Of each block's codes, where the job lets them be in host memory."""
+        coat = self.job.coat
+        if not (coat.enabled and coat.weight.use_fp8) or coat.memory.stream_blocks == 0:
+            return ()
+        held: dict[str, int] = {}
+        for linear in self.model.linears:
+            if linear.is_fp8:
+                block = ".".join(linear.name.split(".", 2)[:2])
+                held[block] = held.get(block, 0) + aligned(linear.weights)
+        return tuple(
+            held[f"{found.pattern}.{i}"]
+            for found in self.model.architecture.lists
+            for i in range(self.model.config[found.count])
         )
 
     @functools.cached_property

@@ -110,11 +110,12 @@ def predict_facts(
 ) -> Prediction:
     """`predict` for gathered facts; `recomputed` are the blocks that do, where it is not the config that says it."""
     plan = block_plan(facts, device_bytes, recomputed)
-    phases = [_load(facts), _cache(facts), _sample(facts), _step(facts, plan), _save(facts)]
-    found = [_with_copies(phase, plan) for phase in phases if phase is not None]
+    phases = [_load(facts, plan), _cache(facts), _sample(facts), _step(facts, plan), _save(facts)]
+    found = [_placed(phase, plan) for phase in phases if phase is not None]
+    streamed = sum(facts.given.stream_bytes[i] for i in plan.streamed)
     return Prediction(
         phases=found,
-        ram_bytes=_ram(facts, max(phase.total for phase in found)),
+        ram_bytes=_ram(facts, max(phase.total for phase in found)) + (0 if facts.on_cpu else streamed),
         disk_bytes=_disk(facts),
         plan=plan,
         assumptions=_assumptions(facts),
@@ -161,11 +162,17 @@ def block_plan(
     return decide(facts.job.coat, replace(facts.given, free_bytes=free, recomputed=chosen))
 
 
-def _with_copies(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
-    """The phase with copies of weights and adapters, which the first steps make and the rest of the run keeps."""
-    if phase.name in ("load", "cache"):
+def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
+    """The phase without the codes that are in host memory, with their slots.
+
+    After loading, also with copies of weights and adapters, which the first steps make and the rest of the run keeps.
+    """
+    if phase.name == "cache":
         return phase
-    made = {"transformer": plan.transposed_bytes, "workspace": plan.shadow_bytes}
+    made = {"transformer": -plan.freed_bytes}
+    if phase.name != "load":
+        made["transformer"] += plan.transposed_bytes
+        made["workspace"] = plan.shadow_bytes
     return _phase(phase.name, phase.parts, made)
 
 
@@ -186,20 +193,21 @@ def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
     return _phase("step", _held(facts), needs)
 
 
-def _load(facts: JobFacts) -> PhasePrediction:
-    """Linear by linear: the weight in high precision next to its codes and what quantizing needs."""
+def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
+    """Linear by linear: the weight in high precision next to its codes, which leave at once where any are streamed."""
     resident = _resident(facts)
+    stays = resident["transformer"] - plan.freed_bytes + resident["lora"]
     coat, value_bytes = facts.job.coat, facts.value_bytes
     workspace, there = 0, 0
     if coat.enabled and coat.weight.use_fp8:
         for linear in facts.model.linears:
             if linear.is_fp8:
                 workspace = max(workspace, there + linear.weights * (value_bytes + QUANTIZED_BYTES))
-                there += linear.weights
-        workspace = max(0, workspace - resident["transformer"] - resident["lora"])
+                there += 0 if facts.given.stream_bytes and not facts.on_cpu else linear.weights
+        workspace -= stays
     if facts.on_cpu:  # the model is read there as it is
         whole = facts.model.elements["transformer"] * value_bytes
-        workspace = max(workspace, whole - resident["transformer"] - resident["lora"])
+        workspace = max(workspace, whole - stays)
     return _phase("load", resident, {"workspace": max(0, workspace)})
 
 

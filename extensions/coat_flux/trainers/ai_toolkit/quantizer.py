@@ -111,9 +111,9 @@ class _Backend:
         _stored.append((weakref.ref(module), self.config))
 
     def dequantize(self, module: nn.Linear) -> Tensor:
-        from coat_core.linear.weight import load_weight
+        from coat_core.linear.weight import read_weight
 
-        return load_weight(module, self._config_of(module)).dequantize()
+        return read_weight(module, self._config_of(module))
 
     def requantize_(self, module: nn.Linear, fp_weight: Tensor) -> None:
         self._config_of(module)

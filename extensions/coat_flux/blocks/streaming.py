@@ -1,0 +1,285 @@
+"""Frozen codes of blocks in host memory, copied to the device one block ahead of where they multiply.
+
+    host memory    the codes of every streamed block, pinned; nothing is ever written back
+    slots          two buffers on the device, each as large as the largest streamed block; block n has slot n mod 2
+    copy stream    while block n runs, the codes of block n + 1 (n - 1 in backward) are copied into the other slot
+
+The buffers of a streamed block's linears are views of its slot from the start and stay the same tensors: only what is
+in them changes. So what was read of a block stays valid, and a step can be a CUDA graph, which holds the copies too.
+
+    forward     called by the hook on each block, whether gradients are recorded or not
+    backward    called by a hook on the block's outputs, before anything of the block runs backward or again
+
+A pass ends with the codes that the next one begins with, unless graphs were captured: a replay leaves no note of what
+it copied, so each pass then copies all it needs.
+
+Source: block swapping of kohya-ss/musubi-tuner (docs/advanced_config.md), host to device only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from coat_core.linear.weight import BUFFERS
+
+from .fused.chooser import fused_block
+from .fused.frozen import NotFusable
+from .gemms import stored_linears
+from .placement import SLOTS, aligned
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _View:
+    """One buffer of a module: where it is among the bytes of its block, and, of a streamed block, in its slot."""
+
+    module: nn.Module
+    name: str
+    like: Tensor  # on the meta device: shape and strides
+    start: int  # bytes
+    in_slot: Tensor | None = None
+
+    def of(self, memory: Tensor) -> Tensor:
+        """This buffer in memory of the block, uint8 [bytes]."""
+        return memory.as_strided(self.like.shape, self.like.stride(), memory.storage_offset() + self.start)
+
+
+@dataclass
+class _Codes:
+    """The codes of one block: its buffers and, while it is streamed, the host memory they are in."""
+
+    views: list[_View]
+    bytes: int
+    host: Tensor | None = None
+
+
+@dataclass
+class _Slot:
+    """Memory on the device, and whose codes are in it."""
+
+    memory: Tensor
+    holds: int | None = None
+    copied: Any = field(default=None)  # a torch.cuda.Event
+
+    @property
+    def writes(self) -> Tensor:
+        """The memory, for copies that autograd does not count: what it saved of a slot is there again in backward."""
+        return self.memory.data
+
+
+class StreamedWeights:
+    """Keeps the codes of some blocks in host memory, and has them on the device when they are needed.
+
+    Args:
+        blocks: in forward order; their codes are wherever they were made.
+        device: where the blocks run.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        self._blocks, self._device = list(blocks), device
+        for block in self._blocks:  # linears that read the same x become one, and stay that
+            with suppress(NotFusable):
+                fused_block(block, None, None)
+        self._codes = [_read(block) for block in self._blocks]
+        self._places: dict[nn.Module, int] = {}  # of streamed blocks, in forward order
+        self._order: list[int] = []
+        self._slots: list[_Slot] = []
+        self._hooked: set[int] = set()  # places of blocks whose backward will be announced
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._captured = False
+        self.stream(range(len(self._blocks)))
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Indices of the blocks whose codes are in host memory."""
+        return tuple(self._order)
+
+    @property
+    def bytes(self) -> tuple[int, ...]:
+        """Of each block's codes."""
+        return tuple(codes.bytes for codes in self._codes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """On the device."""
+        return sum(slot.memory.numel() for slot in self._slots)
+
+    @property
+    def outside(self) -> tuple[int, ...]:
+        """Indices of the streamed blocks whose codes are in a slot, or on their way there."""
+        return tuple(slot.holds for slot in self._slots if slot.holds is not None)
+
+    @torch.no_grad()
+    def stream(self, chosen: Collection[int]) -> None:
+        """Keep the codes of these blocks in host memory from now on, those of all others on the device.
+
+        Args:
+            chosen: indices of blocks.
+        """
+        if self._stream is not None and self._order:
+            torch.cuda.synchronize(self._device)
+        self._order = sorted(chosen)
+        self._places = {self._blocks[index]: place for place, index in enumerate(self._order)}
+        self._slots, self._hooked = [], set()
+        for index in self._order:  # first what leaves the device
+            if self._codes[index].host is None:
+                self._codes[index] = _to_host(_read(self._blocks[index]), self._device)
+        largest = max((self._codes[index].bytes for index in self._order), default=0)
+        for _ in range(min(SLOTS, len(self._order))):
+            self._slots.append(_Slot(torch.zeros(largest, dtype=torch.uint8, device=self._device)))
+        for block, codes in zip(self._blocks, self._codes, strict=True):
+            place = self._places.get(block)
+            if place is None:
+                _to_device(codes, self._device)
+            for view in codes.views:
+                view.in_slot = None if place is None else view.of(self._slots[place % SLOTS].memory)
+                fetch = None if place is None else functools.partial(self.ready, block)
+                vars(view.module)["fetch_weight"] = fetch
+            _attach(codes)
+
+    def ready(self, block: nn.Module, backward: bool = False) -> None:
+        """Have the codes of a block in its buffers for all that is queued from here on; the next ones are on their way.
+
+        Args:
+            block: of any kind; nothing happens for one that is not streamed.
+            backward: the block before it comes next.
+        """
+        place = self._places.get(block)
+        if place is None:
+            return
+        if place == 0 and not backward:
+            self._begin()
+        _attach(self._codes[self._order[place]])
+        self._fetch(place)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._slots[place % SLOTS].copied)
+        after = place - 1 if backward else place + 1
+        if (after in self._hooked) if backward else after < len(self._order):
+            self._fetch(after)
+
+    def announce(self, block: nn.Module, outputs: Any) -> None:
+        """Have the codes of a block back before its backward pass begins.
+
+        Args:
+            block: as of `ready`.
+            outputs: what it returned: tensors, or a tuple of them.
+        """
+        place = self._places.get(block)
+        if place is None:
+            return
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                self._hooked.add(place)
+                output.register_hook(functools.partial(_again, self.ready, block))
+
+    def _begin(self) -> None:
+        """A forward pass begins."""
+        self._hooked.clear()
+        if self._stream is None:
+            return
+        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+        if self._captured:
+            for slot in self._slots:
+                slot.holds = None
+
+    def _fetch(self, place: int) -> None:
+        """Queue the copy of a block's codes, unless they are there; it waits for all that is queued so far."""
+        slot, index = self._slots[place % SLOTS], self._order[place]
+        if slot.holds == index:
+            return
+        codes = self._codes[index]
+        slot.holds, target = index, slot.writes[: codes.bytes]
+        assert codes.host is not None
+        if self._stream is None:
+            target.copy_(codes.host)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(codes.host, non_blocking=True)
+            slot.copied = torch.cuda.Event()
+            slot.copied.record(self._stream)
+
+
+def _again(ready: Callable[..., None], block: nn.Module, _: Tensor) -> None:
+    """Take the gradient of an output, which is where a block's backward pass begins."""
+    ready(block, backward=True)
+
+
+def _read(block: nn.Module) -> _Codes:
+    """Lay out the codes of a block; buffers that are views of one storage stay that."""
+    starts: dict[int, int] = {}
+    views, total = [], 0
+    for module, name, buffer in code_buffers(block):
+        storage = buffer.untyped_storage()
+        if storage._cdata not in starts:
+            starts[storage._cdata] = total
+            total += aligned(storage.nbytes())
+        start = starts[storage._cdata] + buffer.storage_offset() * buffer.itemsize
+        views.append(_View(module, name, buffer.to("meta"), start))
+    return _Codes(views, total)
+
+
+def code_buffers(block: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield module, name and tensor of every buffer that holds codes of a frozen weight, uint8."""
+    for module, _ in stored_linears(block):
+        for name in BUFFERS:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.dtype == torch.uint8:
+                yield module, name, buffer
+
+
+def _to_host(codes: _Codes, device: torch.device) -> _Codes:
+    codes.host = _pinned(codes.bytes, device)
+    for view in codes.views:
+        view.of(codes.host).copy_(view.module._buffers[view.name])
+        view.module._buffers[view.name] = None  # the next block finds its memory free
+    return codes
+
+
+def _to_device(codes: _Codes, device: torch.device) -> None:
+    """The buffers are the modules' own again."""
+    if codes.host is None:
+        return
+    memory = codes.host.to(device, copy=True)
+    for view in codes.views:
+        view.module._buffers[view.name] = view.of(memory)
+    _unpin(codes.host)
+    codes.host = None
+
+
+def _attach(codes: _Codes) -> None:
+    """Let the buffers be those in the slot, also where someone has moved the model to another device and back."""
+    for view in codes.views:
+        if view.in_slot is not None and view.module._buffers[view.name] is not view.in_slot:
+            view.module._buffers[view.name] = view.in_slot
+
+
+def _pinned(size: int, device: torch.device) -> Tensor:
+    """Host memory uint8 [size] that a GPU reads by itself; registered, since torch's own is of a power of two."""
+    memory = torch.empty(size, dtype=torch.uint8)
+    if device.type == "cuda" and size:
+        failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        if failed:
+            logger.warning(
+                "memory.stream_blocks: %.2f GB of host memory cannot be pinned (CUDA error %d): copies are slower and "
+                "the host waits for them; free some memory, or stream fewer blocks",
+                size / 1e9,
+                failed,
+            )
+    return memory
+
+
+def _unpin(memory: Tensor) -> None:
+    """Undo `_pinned` before the memory is freed."""
+    if memory.device.type == "cpu" and memory.is_pinned():
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

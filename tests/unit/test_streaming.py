@@ -1,0 +1,91 @@
+"""`memory.stream_blocks`: a run whose codes are in host memory has the bits of one whose codes are on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_core import FP8Linear
+from coat_flux.blocks import streaming
+from coat_flux.blocks.runner import BlockRunner
+from coat_flux.blocks.streaming import StreamedWeights, code_buffers
+from tests.helpers.flux import coat_flux_model, lora_gradients, predict
+
+
+def made(stream: Any, checkpointing: str = "none", flow: str = "fused") -> nn.Module:
+    memory = {"checkpointing": checkpointing, "stream_blocks": stream}
+    return coat_flux_model({"memory": memory, "activation": {"flow": flow}})[0]
+
+
+def streaming_of(model: nn.Module) -> StreamedWeights:
+    runner = BlockRunner.of(model)
+    assert runner is not None
+    assert runner._streaming is not None
+    return runner._streaming
+
+
+@pytest.fixture
+def most_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many blocks' codes were outside host memory, at each copy."""
+    counts: list[int] = []
+    fetch = StreamedWeights._fetch
+
+    def counted(self: StreamedWeights, place: int) -> None:
+        fetch(self, place)
+        counts.append(len(self.outside))
+
+    monkeypatch.setattr(StreamedWeights, "_fetch", counted)
+    return counts
+
+
+def same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> bool:
+    return expected.keys() == found.keys() and all(torch.equal(x, found[name]) for name, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("stream", "checkpointing", "flow"),
+    [("all", "none", "fused"), (1, "none", "fused"), (2, "all", "fused"), ("all", "every_n", "generic")],
+)
+def test_bits_are_those_of_a_resident_run(stream: Any, checkpointing: str, flow: str, most_outside: list[int]) -> None:
+    resident, streamed = made(0, checkpointing, flow), made(stream, checkpointing, flow)
+    count = len(BlockRunner.of(resident).blocks)  # type: ignore[union-attr]
+    assert len(streaming_of(streamed).streamed) == (count if stream == "all" else stream)
+    for batch in (1, 2):
+        assert same(lora_gradients(resident, batch=batch), lora_gradients(streamed, batch=batch))
+        with torch.no_grad():
+            assert torch.equal(predict(resident), predict(streamed))
+    assert 0 < max(most_outside) <= 2
+
+
+def test_a_weight_can_be_read_at_any_time() -> None:
+    resident, streamed = made(0), made("all")
+    predict(streamed).sum().backward()
+    linears = [(name, m) for name, m in resident.named_modules() if isinstance(m, FP8Linear)]
+    assert linears
+    for name, module in linears:
+        assert torch.equal(module.weight, streamed.get_submodule(name).weight)
+
+
+def test_buffers_are_the_slots_again_after_the_model_was_moved() -> None:
+    resident, streamed = made(0), made("all")
+    streamed._apply(lambda x: x.clone())
+    assert same(lora_gradients(resident), lora_gradients(streamed))
+    held = {
+        buffer.untyped_storage()._cdata
+        for block in streaming_of(streamed)._blocks
+        for _, _, buffer in code_buffers(block)
+    }
+    assert len(held) == streaming.SLOTS
+
+
+def test_blocks_come_back_to_the_device_and_leave_it() -> None:
+    resident, streamed = made(0), made("all")
+    expected, weights = lora_gradients(resident), streaming_of(streamed)
+    for chosen in ((), (1,), (0, 1)):
+        weights.stream(chosen)
+        assert weights.streamed == chosen
+        assert same(expected, lora_gradients(streamed))
