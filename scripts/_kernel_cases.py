@@ -81,6 +81,30 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
     }
 
 
+def _int8_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.kernels.gpu.int8 import int8_mm, quantize_int8, rotate
+
+    fp32, bf16, wide = torch.float32, torch.bfloat16, 3 * HIDDEN + MLP
+    cases: dict[str, Callable[[], Any]] = {
+        "rotate": partial(rotate, _empty(TOKENS, HIDDEN), 256),
+        "rotate blocks of 64": partial(rotate, _empty(TOKENS, 64), 64),
+        "rotate fp32": partial(rotate, _empty(8, 64, dtype=fp32), 64),
+        "quantize int8": partial(quantize_int8, _empty(1, TOKENS, HIDDEN + MLP), 256, None),
+        "quantize int8 of blocks of 64": partial(quantize_int8, _empty(TOKENS, 64), 64, None),
+        "quantize int8 fp32": partial(quantize_int8, _empty(8, HIDDEN, dtype=fp32), 256, None),
+        "quantize int8 with factors": partial(quantize_int8, _empty(TOKENS, wide), 1, _empty(wide, dtype=fp32)),
+    }
+    for m, n, k in ((TOKENS, wide, HIDDEN), (512, HIDDEN, MLP)):
+        a, b = _empty(m, k, dtype=torch.int8), _empty(n, k, dtype=torch.int8)
+        a_scale, b_scale = _empty(m, 1, dtype=fp32), _empty(n, 1, dtype=fp32)
+        for name, bias in (("", None), (" and bias", _empty(n))):
+            cases[f"int8 gemm {m}x{n}x{k}{name}"] = partial(int8_mm, a, a_scale, b, b_scale, bias, bf16)
+    turned, one = _empty(HIDDEN, MLP, dtype=torch.int8).t(), _empty(dtype=fp32)
+    grad = _empty(TOKENS, HIDDEN, dtype=torch.int8)
+    cases["int8 gemm, dgrad"] = partial(int8_mm, grad, _empty(TOKENS, 1, dtype=fp32), turned, one, None, bf16)
+    return cases
+
+
 def _gate_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu import gate
 
@@ -334,6 +358,7 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
 CASES: dict[str, Callable[[], Any]] = {
     **_quantize_cases(),
     **_weight_only_cases(),
+    **_int8_cases(),
     **_norm_cases(),
     **_gate_cases(),
     **_qkv_cases(),

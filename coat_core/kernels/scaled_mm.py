@@ -22,7 +22,8 @@ from coat_core.kernels.quantize import transpose_codes
 ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
 
 
-def _check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> None:
+def check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless these can be multiplied: shapes as of the module, sizes as `ALIGNMENT` says."""
     of_a, of_b = a.shape, b.shape
     if len(of_a) != 2 or len(of_b) != 2 or of_a[1] != of_b[1]:
         raise ValueError(f"a {tuple(of_a)} and b {tuple(of_b)}: must be [M, K] and [N, K]")
@@ -77,7 +78,7 @@ def scaled_mm(
 
     Numerics: fp32 accumulation, one rounding to `out_dtype`; agrees with `torch._scaled_mm` to that rounding.
     """
-    _check_shapes(a, a_scale, b, b_scale, bias)
+    check_shapes(a, a_scale, b, b_scale, bias)
     with torch.autocast(a.device.type, enabled=False):
         product = (a.to(torch.float32) @ b.to(torch.float32).t()) * a_scale * b_scale.reshape(-1)
         if bias is not None:
@@ -95,7 +96,7 @@ def _(
     out_dtype: torch.dtype,
     forward: bool = False,
 ) -> Tensor:
-    _check_shapes(a, a_scale, b, b_scale, bias)
+    check_shapes(a, a_scale, b, b_scale, bias)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
@@ -127,7 +128,7 @@ def scaled_mm_on_cuda(
     try:
         return _by_cublas(a, a_scale, b, b_scale, bias, out_dtype, forward)
     except (RuntimeError, ValueError):
-        _check_shapes(a, a_scale, b, b_scale, bias)  # says it in words that help
+        check_shapes(a, a_scale, b, b_scale, bias)  # says it in words that help
         raise
 
 

@@ -1,0 +1,101 @@
+"""INT8 per row after a rotation: how x and W are held where the GPU multiplies INT8 and no FP8.
+
+    x̂ = x H          H orthonormal and symmetric, so x Wᵀ = (x H)(W H)ᵀ and H H = 1
+    scale = amax(x̂ row) / 127
+    codes = round(x̂ / scale)
+    x ≈ (codes · scale) H
+
+127 even steps are finer than e4m3's of the row's largest number and coarser than those of its small ones; a row with an
+outlier loses the rest. H mixes each 256 neighbours evenly, so no number of x̂ stands out. W is rotated once, x where it
+is quantized.
+
+H is the Kronecker power of the 4-point reflection y = sum(x) / 2 - x. All rows of its matrix have the same sum: unlike
+Sylvester's matrices it does not gather a block's mean, which GELU leaves, in one number.
+
+A row with inf or NaN has scale NaN: INT8 has no code for either, and a rotation spreads them anyway.
+
+Shapes: x [..., K], codes like x, scale [..., 1].
+Source: ConvRot, arXiv 2512.03673, section 3 (regular Hadamard matrices, blocks of 256); QuaRot, arXiv 2404.00456.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coat_core.granularity import PER_ROW
+from coat_core.quantize import Quantized, check_input
+
+INT8_MAX = 127
+LARGEST_ROTATION = 256
+
+
+def rotation_size(width: int) -> int:
+    """Return how many neighbours a rotation of rows of `width` mixes: the largest power of 4 up to 256 that divides it.
+
+    256 divides the widths of every linear of FLUX.1, FLUX.2 and Qwen-Image that is quantized. 64 costs up to 4 dB where
+    a row has outliers, 1024 gains up to 2: EXPERIMENTS.md.
+    """
+    size = 1
+    while size < LARGEST_ROTATION and width % (4 * size) == 0:
+        size *= 4
+    return size
+
+
+def rotate(x: Tensor, size: int) -> Tensor:
+    """Return x H in fp32, H of `size` neighbours; applied twice it is x.
+
+    Args:
+        x: floating [..., K].
+        size: a power of 4 that divides K; 1 changes nothing.
+
+    Returns:
+        fp32 [..., K].
+
+    Raises:
+        ValueError: `size` is something else.
+
+    Numerics: sums of two, in the order of the kernel, which has the same bits.
+    """
+    check_rotation(x, size)
+    values, stride = x.to(torch.float32), 1
+    while stride < size:
+        pairs = values.reshape(-1, 2, 2, stride)
+        sums = pairs[:, :, 0] + pairs[:, :, 1]
+        total = (sums[:, 0] + sums[:, 1])[:, None, None]
+        values, stride = total * 0.5 - pairs, 4 * stride
+    return values.reshape(x.shape)
+
+
+def check_rotation(x: Tensor, size: int) -> None:
+    """Raise ValueError unless rows of x can be rotated in blocks of `size`."""
+    is_power = size > 0 and size & (size - 1) == 0 and size.bit_length() % 2 == 1
+    if not is_power or size > LARGEST_ROTATION or x.shape[-1] % size:
+        raise ValueError(f"size={size}: must be a power of 4 up to {LARGEST_ROTATION} that divides {x.shape[-1]}")
+
+
+def quantize_int8(x: Tensor, size: int, factors: Tensor | None = None) -> Quantized:
+    """Rotate x and round each row to INT8.
+
+    Args:
+        x: floating [..., K], at least one element.
+        size: of the rotation, as of `rotate`.
+        factors: fp32 [K], multiply x first.
+
+    Returns:
+        Quantized(codes INT8 like x, scale fp32 [..., 1], PER_ROW): of x H, not of x.
+
+    Raises:
+        ValueError: an empty or 0-dimensional x, a non-floating x, or a `size` that does not fit.
+
+    Numerics: the product of a linear comes at 35.5 dB or better, with outlier channels too; tests/tolerances.py.
+    """
+    check_input(x)
+    x = x.detach()
+    values = rotate(x if factors is None else x.to(torch.float32) * factors, size)
+    magnitude = values.abs()
+    amax = torch.where(magnitude.isfinite(), magnitude, torch.inf).amax(dim=-1, keepdim=True)
+    scale = amax / torch.full_like(amax, INT8_MAX)  # by a number, CUDA multiplies by its reciprocal
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = (values / scale).round().nan_to_num(nan=0.0).clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return Quantized(codes, torch.where(amax.isfinite(), scale, torch.nan), PER_ROW)
