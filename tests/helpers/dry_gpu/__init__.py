@@ -6,6 +6,7 @@
 card.py         meta tensors are shown to Python as tensors on "cuda:0"
 operators.py    our operators run what is registered for CUDA; a wait of the host is an error
 launches.py     kernels are not launched: every launch is checked
+streams.py      who waits for whom, where two streams use the same memory
 engine.py       a session of the stand-alone engine at FLUX.1-dev's geometry
 
 Stood in for: what kernels compute, what the host reads (the lists below), weights, photos and captions, the trial
@@ -25,6 +26,7 @@ import torch
 
 from coat_core.kernels import attention as attention_kernels
 from coat_core.kernels import dispatch, scaled_mm
+from coat_flux.blocks import streaming
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone.steps import train_step
 
@@ -32,8 +34,9 @@ from .card import card_view
 from .engine import dry_session
 from .launches import LaunchError, check_launch, compiled_for, launcher_modules
 from .operators import DeviceError, GPUOperators, HostWaits
+from .streams import RaceError, Stream
 
-__all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "dry_gpu", "dry_session"]
+__all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "RaceError", "Stream", "dry_gpu", "dry_session"]
 
 # Where the host may wait inside a step, and the number it reads there.
 # In the first step of a process.
@@ -42,6 +45,7 @@ FIRST = {
     "coat_core/kernels/attention_trial.py:_tried": 0.0,  # how far a kernel is from plain products
     "coat_flux/blocks/measure.py:timed": 0.0,  # how long a block takes
     "coat_flux/blocks/fused/chooser.py:relative_difference": 0.0,  # fused blocks against diffusers' own
+    "coat_flux/blocks/streaming.py:_to_device": 0.0,  # what the first step finds need not be streamed
     "coat_flux/watch/guard.py:_norm": 1.0,  # of the weights at the start
 }
 # In steps that look closer: health steps, and the guard's look at the weights.
@@ -87,6 +91,8 @@ class DryGPU:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **keywords: Any) -> None:
         """In place of `coat_core.kernels.gpu.runtime.launch`."""
+        for x in (*args, *keywords.values()):
+            self.operators.memory.read(x)
         self.launches[check_launch(kernel, grid, args, keywords).kernel] += 1
 
     def steps(self, session: Any, count: int, closer: Mapping[str, float] = CLOSER) -> None:
@@ -120,6 +126,11 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
     from coat_core.kernels.gpu import quantize, tables
     from coat_flux.trainers.standalone import step_graph
 
+    def pinned(size: int, device: torch.device) -> torch.Tensor:
+        memory = torch.empty(size, dtype=torch.uint8)
+        view.pinned.add(memory.untyped_storage())
+        return memory
+
     compiled_for()
     patch.setattr(quantize, "agrees_with_reference", lambda device: True)
     patch.setattr(attention_kernels.registry, "activate_flash_attention_impl", lambda library: None)
@@ -128,6 +139,7 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
     with card_view(patch) as view, GPUOperators(view, attention) as operators:
         gpu = DryGPU(operators)
         patch.setattr(step_graph, "capture", gpu.capture)
+        patch.setattr(streaming, "_pinned", pinned)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu._captures_now)
         patch.setattr(tables, "_copied_by_graphs", {})
         patch.setattr(tables, "_read_by_graphs", {})

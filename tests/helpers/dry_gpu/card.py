@@ -8,6 +8,7 @@ new ones (`device="cuda"`) is translated. torch's own C++ still sees the meta de
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
 
 from coat_flux.blocks import block_bytes
+
+from .streams import Stream, current_stream, stream
 
 CARD, META = torch.device("cuda", 0), torch.device("meta")
 CAPABILITY = (9, 0)
@@ -40,12 +43,13 @@ class Event:
     on_wait: Callable[[str], Any] = staticmethod(lambda what: None)
 
     def __init__(self, **_: Any) -> None:
-        self._recorded = -1
+        self._recorded, self.done = -1, Counter[Stream]()
 
-    def record(self, *_: Any) -> None:
-        self._recorded = Event.step
+    def record(self, stream: Stream | None = None) -> None:
+        self._recorded, self.done = Event.step, (stream or Stream.current).done.copy()
 
-    def wait(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None:
+        Stream.current.wait_event(self)
 
     def synchronize(self) -> None:
         if self._recorded == Event.step:
@@ -81,6 +85,10 @@ CUDA: dict[str, Any] = {
     "get_sync_debug_mode": lambda: 0,
     "set_sync_debug_mode": lambda _: None,
     "Event": Event,
+    "Stream": Stream,
+    "stream": stream,
+    "current_stream": current_stream,
+    "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
 }
 
 

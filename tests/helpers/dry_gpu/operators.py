@@ -24,6 +24,7 @@ import coat_core
 import coat_flux
 
 from .card import CARD, CardView, Event
+from .streams import Memory
 
 aten = torch.ops.aten
 ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -61,6 +62,7 @@ class GPUOperators(TorchDispatchMode):
     Attributes:
         waits: how often the host waited inside a step, by place.
         calls: of our operators, by name.
+        memory: that streams share.
     """
 
     def __init__(self, view: CardView, attention: str) -> None:
@@ -68,6 +70,7 @@ class GPUOperators(TorchDispatchMode):
         self._allowed: Mapping[str, float] | None = None
         self.waits: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.memory = Memory()
         self._view, self._attention = view, ATTENTION[attention].value
 
     @contextmanager
@@ -105,6 +108,11 @@ class GPUOperators(TorchDispatchMode):
             return number if args[0].dtype.is_floating_point else int(number)
         if _depends_on_values(func, args):
             raise HostWaits(f"{place()}: the host waits for the GPU, the shape of {func} depends on values")
+        if not func.is_view:
+            for x in args[1:] if func is aten.copy_.default else args:
+                self.memory.read(x)
+        if func is aten.copy_.default and args[0].is_meta:
+            self.memory.write(args[0])
         if func in COPIES:
             return self._copy(func, args, kwargs)
         if func is aten._scaled_mm.default:
