@@ -23,16 +23,7 @@ pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
 from coat_core.kernels import scaled_mm
 from coat_core.kernels.gpu import gate, norm
 from tests.helpers import flux2
-from tests.helpers.dry_gpu import (
-    COMPARED,
-    DeviceError,
-    HostWaits,
-    LaunchError,
-    RaceError,
-    Stream,
-    dry_gpu,
-    dry_session,
-)
+from tests.helpers.dry_gpu import COMPARED, DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
 from tests.helpers.dry_gpu.card import CARD
 from tests.helpers.families import FAMILIES, made, results
 
@@ -154,31 +145,6 @@ def test_a_step_can_be_captured(memory: dict[str, Any], monkeypatch: pytest.Monk
     assert gpu.captures == 1
     assert both["_fp8_adamw_step_kernel"] == 2
     assert gpu.launches - before == both
-
-
-@pytest.mark.parametrize(
-    "memory", [{}, pytest.param({"memory.checkpointing": "all"}, marks=pytest.mark.slow)], ids=["kept", "recomputed"]
-)
-def test_codes_are_copied_while_blocks_run(memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies and products wait for each other, and the host for neither; in a capture as well."""
-    with dry_gpu(monkeypatch) as gpu:
-        session = dry_session(nested({**BASE, **memory, "memory.stream_blocks": "all"}), monkeypatch, blocks=(1, 3))
-        gpu.steps(session, 3)
-        before = gpu.operators.memory.copies
-        gpu.steps(session, 1, closer=COMPARED)  # eagerly, then captured
-        gpu.steps(session, 1, closer={})
-    assert gpu.captures == 1
-    # of four blocks two are there when backward begins, and two when the next step does; a capture trusts in none
-    assert gpu.operators.memory.copies - before == 4 + 6
-
-
-@pytest.mark.parametrize("forgotten", ["wait_event", "wait_stream"])
-def test_a_copy_that_nobody_waits_for_is_seen(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with dry_gpu(monkeypatch) as gpu:
-        session = dry_session(nested({**BASE, "memory.stream_blocks": "all"}), monkeypatch, blocks=(1, 3))
-        monkeypatch.setattr(Stream, forgotten, lambda *_: None)
-        with pytest.raises(RaceError):
-            gpu.steps(session, 1)
 
 
 @pytest.mark.slow
