@@ -10,6 +10,7 @@ from coat_core.int8 import INT8_MAX
 from coat_core.int8 import quantize_int8 as quantize_reference
 from coat_core.int8 import rotate as rotate_reference
 from coat_core.kernels import int8 as ops
+from coat_core.kernels.int8_mm import int8_mm
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, reference
 
@@ -83,20 +84,20 @@ def test_gemm_kernel_has_the_references_bits(dtype: torch.dtype, device: torch.d
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(int8, "PROGRAMS", 1 if shape[0] > 100 else 128)  # both tiles
                 found = int8.int8_mm(*on_device, dtype)
-            assert_bitwise(found.cpu(), reference(ops.int8_mm, a, a_scale, other, b_scale, given, dtype))
+            assert_bitwise(found.cpu(), reference(int8_mm, a, a_scale, other, b_scale, given, dtype))
 
 
 def test_the_gemm_is_exact() -> None:
     a, a_scale, b, b_scale, bias = operands(5, 32, 4096)
     a[0], b[0] = INT8_MAX, INT8_MAX
     exact = (a.double() @ b.double().t()).to(torch.float32) * a_scale * b_scale.t() + bias
-    assert_bitwise(ops.int8_mm(a, a_scale, b, b_scale, bias, torch.float32), exact)
+    assert_bitwise(int8_mm(a, a_scale, b, b_scale, bias, torch.float32), exact)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     a, a_scale, b, b_scale, _ = operands(5, 32, 24)
     with pytest.raises(ValueError, match="K=24, N=32: must be multiples of 16"):
-        ops.int8_mm(a, a_scale, b, b_scale, None, torch.float32)
+        int8_mm(a, a_scale, b, b_scale, None, torch.float32)
     with pytest.raises(ValueError, match="size=256"):
         ops.quantize_int8(torch.randn(2, 64), 256, None)
 
@@ -108,5 +109,5 @@ def test_operators_pass_opcheck() -> None:
     check_operator(ops.rotate, (x, 64))
     check_operator(ops.rotate, (x, 1))
     a, a_scale, b, b_scale, bias = operands(5, 32, 48)
-    check_operator(ops.int8_mm, (a, a_scale, b, b_scale, bias, torch.bfloat16, True))
-    check_operator(ops.int8_mm, (a, a_scale, b, b_scale, None, torch.float32))
+    check_operator(int8_mm, (a, a_scale, b, b_scale, bias, torch.bfloat16, True))
+    check_operator(int8_mm, (a, a_scale, b, b_scale, None, torch.float32))

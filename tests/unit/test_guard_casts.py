@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 
 import pytest
@@ -128,12 +129,14 @@ def test_an_operator_may_declare_several_casts() -> None:
 
 
 def test_every_operator_that_makes_codes_declares_what_it_casts() -> None:
+    for name in ("int8", "int8_mm"):
+        importlib.import_module(f"coat_core.kernels.{name}")
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("coat::")]
     schemas = {name: getattr(torch.ops.coat, name.removeprefix("coat::")).default._schema for name in names}
     formats = {"fmt", "saved_format"}
     making = {name for name, schema in schemas.items() if formats & {given.name for given in schema.arguments}}
-    products = {"coat::fp8_mm", "coat::weight_only_linear"}
-    assert set(declarations) == making | products | {"coat::fp8_adamw_step"}
+    products = {"coat::fp8_mm", "coat::int8_mm", "coat::weight_only_linear"}
+    assert set(declarations) == making | products | {"coat::quantize_int8", "coat::fp8_adamw_step"}
 
 
 @pytest.mark.parametrize("expansion", [True, False])
