@@ -53,6 +53,18 @@ class Product(NamedTuple):
     kind: str = INPUT
 
 
+class Decoded(NamedTuple):
+    """A stored weight that was decoded to FP8 for one product.
+
+    Attributes:
+        stored: its codes as they are stored.
+        codes: in FP8.
+    """
+
+    stored: Tensor
+    codes: Tensor
+
+
 class MomentUpdate(NamedTuple):
     """A step of AdamW in place on packed moments; declared before it happens.
 
@@ -75,7 +87,7 @@ class MomentUpdate(NamedTuple):
     maximize: bool
 
 
-Declared = Cast | tuple[Cast, ...] | Product | MomentUpdate | None
+Declared = Cast | tuple[Cast, ...] | Product | Decoded | MomentUpdate | None
 Declaration = Callable[..., Declared]
 declarations: dict[str, Declaration] = {}  # name of the operator → its declaration
 

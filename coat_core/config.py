@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coat_core.formats import FORMATS, M1_FORMATS, M2_FORMATS
+from coat_core.formats import FORMATS, M1_FORMATS, M2_FORMATS, WEIGHT_FORMATS
 from coat_core.granularity import GROUP_SIZES
 from coat_core.granularity import NAMES as GRANULARITIES
 
@@ -99,8 +99,8 @@ class FP8LinearConfig:
     """How a linear layer multiplies and what it keeps for backward.
 
     Args:
-        weight_format: format of the weight codes, "e4m3" or "e5m2".
-        weight_granularity: "per_tensor" or "per_row" (one scale per output feature).
+        weight_format: what a frozen weight is stored in, "e4m3", "e5m2" or "nvfp4" (4 bits; products read it as e4m3).
+        weight_granularity: of e4m3 and e5m2, "per_tensor" or "per_row" (one scale per output feature).
         input_format: format of the GEMM input, "e4m3" or "e5m2".
         grad_format: format of the output gradient in dgrad, "e5m2", "e4m3", or "bf16" for a bf16 GEMM.
         input_granularity: "per_tensor", "per_row" (one scale per token) or "per_group".
@@ -122,7 +122,7 @@ class FP8LinearConfig:
     fallback: str = "bf16"
 
     def __post_init__(self) -> None:
-        _check_choice("weight_format", self.weight_format, tuple(FORMATS))
+        _check_choice("weight_format", self.weight_format, WEIGHT_FORMATS)
         _check_choice("weight_granularity", self.weight_granularity, ("per_tensor", "per_row"))
         _check_choice("input_format", self.input_format, tuple(FORMATS))
         _check_choice("grad_format", self.grad_format, GRAD_FORMATS)
@@ -130,3 +130,10 @@ class FP8LinearConfig:
         _check_choice("group_size", self.group_size, GROUP_SIZES)
         _check_choice("fallback", self.fallback, FALLBACKS)
         _check_bool("use_fp8_gemm", self.use_fp8_gemm)
+
+    @property
+    def weight_stored_as(self) -> str:
+        """Format and scaling of a stored weight, for messages."""
+        return (
+            f"{self.weight_format}/{self.weight_granularity}" if self.weight_format in FORMATS else self.weight_format
+        )

@@ -1,4 +1,4 @@
-"""Facts about the two FP8 formats, and the table of what AdamW's moments may be stored in.
+"""Facts about the two FP8 formats, and what AdamW's moments and frozen weights may be stored in.
 
 | name | torch dtype         | max    | smallest normal | smallest subnormal | mantissa bits |
 |------|---------------------|--------|-----------------|--------------------|---------------|
@@ -56,6 +56,15 @@ UINT8_LOG = IntegerFormat("uint8_log", torch.uint8, ("scale", "exponent"))
 # What exp_avg and exp_avg_sq may be stored in. How to add a format: coat_core/README.md.
 M1_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, INT8_RATIO.name: INT8_RATIO}
 M2_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, UINT8_LOG.name: UINT8_LOG}
+
+# What a frozen weight may be stored in; `coat_core.linear.weight` says how.
+NVFP4 = "nvfp4"
+WEIGHT_FORMATS = (*FORMATS, NVFP4)
+
+
+def product_format(weight_format: str) -> Format:
+    """Return the format in which FP8 products read a weight that is stored in this one of `WEIGHT_FORMATS`."""
+    return E4M3 if weight_format == NVFP4 else get_format(weight_format)
 
 
 def get_format(name: str) -> Format:

@@ -105,6 +105,16 @@ def _int8_cases() -> dict[str, Callable[[], Any]]:
     return cases
 
 
+def _nvfp4_cases() -> dict[str, Callable[[], Any]]:
+    from coat_core.kernels.gpu.nvfp4 import decode_nvfp4
+
+    codes, scales = (_empty(3 * HIDDEN, HIDDEN // size, dtype=torch.uint8) for size in (2, 16))
+    return {
+        f"decode nvfp4{', transposed' * transposed}": partial(decode_nvfp4, codes, scales, transposed)
+        for transposed in (False, True)
+    }
+
+
 def _gate_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu import gate
 
@@ -359,6 +369,7 @@ CASES: dict[str, Callable[[], Any]] = {
     **_quantize_cases(),
     **_weight_only_cases(),
     **_int8_cases(),
+    **_nvfp4_cases(),
     **_norm_cases(),
     **_gate_cases(),
     **_qkv_cases(),

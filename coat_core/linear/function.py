@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coat_core.autograd import autocast_is_on, first_order_only, refuse_second_order, without_autocast
 from coat_core.config import FP8LinearConfig
-from coat_core.formats import get_format
+from coat_core.formats import get_format, product_format
 from coat_core.granularity import Granularity
 from coat_core.kernels.quantize import dequantize, quantize, quantize_once
 from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
@@ -50,7 +50,7 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
     if config.input_granularity == "per_group":
         return None if device.type == "cpu" else f"{device.type}: no FP8 GEMM takes 1×{config.group_size} scales"
     row_wise = "per_row" in (config.input_granularity, config.weight_granularity)
-    weight_dtype = get_format(config.weight_format).dtype
+    weight_dtype = product_format(config.weight_format).dtype
     reason = unsupported_reason(device, get_format(config.input_format).dtype, weight_dtype, row_wise)
     if reason is None and config.grad_format != "bf16":
         grad_row_wise = config.input_granularity == "per_row"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
+from coat_core.formats import FORMATS
 from coat_core.kernels.scaled_mm import ALIGNMENT
 from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantized_input
 from coat_core.linear.weight import CODES, drop_weight, load_weight, read_weight, store_weight
@@ -172,7 +173,7 @@ class FP8Linear(nn.Linear):
         """Return sizes and formats."""
         c = self.config
         gemm = f"input={c.input_format}/{c.input_granularity}, grad={c.grad_format}" if c.use_fp8_gemm else "bf16 GEMM"
-        return f"{super().extra_repr()}, weight={c.weight_format}/{c.weight_granularity}, {gemm}"
+        return f"{super().extra_repr()}, weight={c.weight_stored_as}, {gemm}"
 
 
 class FP8TrainableLinear(nn.Linear):
@@ -189,9 +190,12 @@ class FP8TrainableLinear(nn.Linear):
         reason = obstacle_to_conversion(linear)
         if reason is not None:
             raise ValueError(f"{type(linear).__name__}({linear.in_features}, {linear.out_features}): {reason}")
+        config = config or FP8LinearConfig()
+        if config.weight_format not in FORMATS:
+            raise ValueError(f"weight_format={config.weight_format!r}: is for frozen weights; write e4m3 or e5m2")
         linear.__class__ = FP8TrainableLinear
         assert isinstance(linear, FP8TrainableLinear)
-        linear.config = config or FP8LinearConfig()
+        linear.config = config
         return linear
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,42 +14,49 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from coat_core import nvfp4
 from coat_core.config import FP8LinearConfig
-from coat_core.formats import get_format
+from coat_core.formats import FORMATS, NVFP4, get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR
+from coat_core.kernels.nvfp4 import decode_nvfp4
 from coat_core.kernels.quantize import dequantize, quantize, transpose_codes
 
-CODES, SCALE, TRANSPOSED = "weight_codes", "weight_scale_bits", "weight_codes_transposed"
-BUFFERS = (CODES, SCALE, TRANSPOSED)
+CODES, SCALE, BLOCK_SCALES = "weight_codes", "weight_scale_bits", "weight_block_scales"
+TRANSPOSED = "weight_codes_transposed"
+BUFFERS = (CODES, SCALE, BLOCK_SCALES, TRANSPOSED)
 # of those that several linears can have as one, the dimension along which their outputs follow each other
-OUTPUT_DIM = {CODES: 0, TRANSPOSED: 1}
+OUTPUT_DIM = {CODES: 0, BLOCK_SCALES: 0, TRANSPOSED: 1}
 
 
 class StoredWeight(NamedTuple):
-    """Views of a module's buffers: W = codes · scale.
+    """Views of a module's buffers: W = codes · scale, or what the codes decode to · scale.
 
     Attributes:
-        codes: FP8 [N, K].
+        codes: FP8 [N, K]; of nvfp4, uint8 [N, K/2].
         scale: fp32 [] or [N, 1].
-        transposed: the codes as a contiguous [K, N] for dgrad, where there is such a copy.
+        transposed: FP8 codes as a contiguous [K, N] for dgrad, where there is such a copy.
+        block_scales: of nvfp4, uint8 [N, K/16]; else None.
     """
 
     codes: Tensor
     scale: Tensor
     transposed: Tensor | None = None
+    block_scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         n, k = self.codes.shape
-        return n, k
+        return n, k if self.block_scales is None else 2 * k
 
     def for_fprop(self) -> Tensor:
-        """Return FP8 codes [N, K], to be multiplied by `scale`."""
-        return self.codes
+        """Return FP8 codes [N, K], to be multiplied by `scale`; decoded ones are the caller's alone."""
+        return self.codes if self.block_scales is None else decode_nvfp4(self.codes, self.block_scales, False)
 
     def for_dgrad(self) -> Tensor:
-        """Return FP8 codes [K, N]; contiguous where there is such a copy."""
+        """Return FP8 codes [K, N]; contiguous where they are decoded, or there is such a copy."""
+        if self.block_scales is not None:
+            return decode_nvfp4(self.codes, self.block_scales, True)
         return self.codes.t() if self.transposed is None else self.transposed
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -58,7 +65,10 @@ class StoredWeight(NamedTuple):
 
 
 def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
-    """Quantize W [N, K] once, with one scale in all or one per output feature."""
+    """Quantize W [N, K] once; FP8 codes with one scale in all or one per output feature."""
+    if config.weight_format == NVFP4:
+        packed = nvfp4.quantize(weight)
+        return StoredWeight(packed.codes, packed.scale, None, packed.block_scales)
     granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
     codes, scale, _ = quantize(weight, config.weight_format, granularity)
     return StoredWeight(codes, scale)
@@ -77,6 +87,8 @@ def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig, per
     drop_weight(module)
     module.register_buffer(CODES, stored.codes.view(torch.uint8), persistent)
     module.register_buffer(SCALE, stored.scale.view(torch.int32), persistent)
+    if stored.block_scales is not None:
+        module.register_buffer(BLOCK_SCALES, stored.block_scales, persistent)
 
 
 def drop_weight(module: nn.Module) -> None:
@@ -105,9 +117,30 @@ def read_weight(module: nn.Module, config: FP8LinearConfig, dtype: torch.dtype =
 
 def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8LinearConfig) -> StoredWeight:
     """Return the weight that these buffers hold, by their names, with `scale` fp32 [] or [N, 1]."""
-    codes, transposed, kind = buffers[CODES], buffers.get(TRANSPOSED), get_format(config.weight_format).dtype
+    codes, transposed = buffers[CODES], buffers.get(TRANSPOSED)
     assert codes is not None
+    if config.weight_format == NVFP4:
+        return StoredWeight(codes, scale, None, buffers[BLOCK_SCALES])
+    kind = get_format(config.weight_format).dtype
     return StoredWeight(codes.view(kind), scale, None if transposed is None else transposed.view(kind))
+
+
+def stored_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> int:
+    """Return what a stored weight [N, K] takes, all buffers but a transposed copy."""
+    per_row = config.weight_format in FORMATS and config.weight_granularity == "per_row"
+    return sum(code_bytes(outputs, inputs, config)) + torch.float32.itemsize * (outputs if per_row else 1)
+
+
+def code_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> tuple[int, ...]:
+    """Return what each of its uint8 buffers takes: all of it but the scale, a copy apart."""
+    if config.weight_format == NVFP4:
+        return outputs * inputs // 2, outputs * inputs // nvfp4.BLOCK
+    return (outputs * inputs,)
+
+
+def wants_transposed(config: FP8LinearConfig) -> bool:
+    """Whether dgrad multiplies in FP8 by codes that have to be transposed for it; others are decoded to either form."""
+    return config.use_fp8_gemm and config.grad_format != "bf16" and config.weight_format in FORMATS
 
 
 def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:

@@ -18,6 +18,7 @@ ORDER = (
     "coat_core.metrics",
     "coat_core.quantize",
     "coat_core.int8",
+    "coat_core.nvfp4",
     "coat_core.expansion",
     "coat_core.moments",
     "coat_core.kernels",

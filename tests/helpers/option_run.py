@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.activation.checkpoint import _Keeper
+from coat_core.linear.weight import load_weight
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
@@ -103,11 +104,9 @@ class Run:
         return [(kind, tensors) for kind, tensors in kept if tensors and kind in named]
 
     @property
-    def weight_dtypes(self) -> set[torch.dtype]:
-        """Dtypes in which the converted layer's weight was saved for its dX."""
-        codes = getattr(self.layer, "weight_codes", self.layer.weight)
-        address = codes.untyped_storage().data_ptr()
-        return {saved.dtype for saved in self.saved.tensors if address in saved.storages}
+    def weight_dtype(self) -> torch.dtype:
+        """Of the codes that the converted layer reads in both passes; two of NVFP4 are a byte."""
+        return load_weight(self.layer, self.layer.config).codes.dtype
 
     @property
     def float_weights(self) -> int:

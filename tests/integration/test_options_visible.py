@@ -34,8 +34,8 @@ class Case(NamedTuple):
     expected: Any
 
 
-def weight_dtypes(r: Run) -> Any:
-    return r.weight_dtypes
+def weight_dtype(r: Run) -> Any:
+    return r.weight_dtype
 
 
 def weight_scale_shape(r: Run) -> Any:
@@ -186,13 +186,14 @@ CASES = [
     # weight
     Case("weight.use_fp8", KEPT, float_weights, False),
     Case("weight.use_fp8", f"{{weight: {{use_fp8: false}}, {KEPT}}}", float_weights, True),
-    Case("weight.format", f"{{weight: {{format: e4m3}}, {KEPT}}}", weight_dtypes, {E4M3}),
+    Case("weight.format", f"{{weight: {{format: e4m3}}, {KEPT}}}", weight_dtype, E4M3),
     Case(
         "weight.format",
         f"{{weight: {{format: e5m2}}, activation: {{grad_format: e4m3}}, {KEPT}}}",
-        weight_dtypes,
-        {E5M2},
+        weight_dtype,
+        E5M2,
     ),
+    Case("weight.format", f"{{weight: {{format: nvfp4}}, {KEPT}}}", weight_dtype, torch.uint8),
     Case("weight.granularity", f"{{weight: {{granularity: per_tensor}}, {KEPT}}}", weight_scale_shape, ()),
     Case("weight.granularity", f"{{weight: {{granularity: per_row}}, {KEPT}}}", weight_scale_shape, (64, 1)),
     # activation

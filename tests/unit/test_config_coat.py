@@ -81,7 +81,7 @@ def test_every_mistake_is_reported_not_only_the_first():
 
 def test_a_disabled_block_is_checked_all_the_same():
     assert findings({"enabled": False, "weight": {"format": "int8"}}) == [
-        "f.yaml: coat.weight.format='int8': must be one of e4m3, e5m2; write e4m3, for example"
+        "f.yaml: coat.weight.format='int8': must be one of e4m3, e5m2, nvfp4; write e4m3, for example"
     ]
 
 
@@ -97,6 +97,33 @@ def test_a_budget_without_auto_is_refused(mode):
     assert line.startswith("f.yaml: coat.memory.budget_gb=24.0: only used with checkpointing: auto, which is ")
 
 
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        (
+            {"weight": {"format": "nvfp4", "granularity": "per_row"}},
+            "weight.granularity='per_row': is for e4m3 and e5m2; nvfp4 has a scale for each 16 numbers; remove it",
+        ),
+        (
+            {"weight": {"format": "nvfp4", "use_fp8": False}},
+            "weight.format='nvfp4': is how weights are stored, and weight.use_fp8: false stores none; "
+            "write e4m3, or weight.use_fp8: true",
+        ),
+        (
+            {"weight": {"format": "nvfp4"}, "memory": {"transposed_weights": "always"}},
+            "memory.transposed_weights='always': weights in nvfp4 are decoded to either layout, there is nothing to "
+            "copy; write auto or never",
+        ),
+        (
+            {"activation": {"format": "nvfp4"}},
+            "activation.format='nvfp4': must be one of e4m3, e5m2; write e4m3, for example",
+        ),
+    ],
+)
+def test_what_a_weight_in_4_bits_cannot_have_is_refused(block, line):
+    assert findings(block) == [f"f.yaml: coat.{line}"]
+
+
 def test_long_and_multi_line_input_stays_on_one_short_line():
     (line,) = findings({"k\n" * 500: "v\n" * 500})
     assert "\n" not in line
@@ -110,6 +137,7 @@ def test_long_and_multi_line_input_stays_on_one_short_line():
         {"enabled": False, "fallback": "error", "activation": {"exclude": ["a.*"]}},
         {"memory": {"checkpointing": "every_n", "every_n": 3}},
         {"memory": {"budget_gb": 15.5}},
+        {"weight": {"format": "nvfp4"}},
     ],
 )
 def test_to_dict_holds_every_option_and_reads_back(block):

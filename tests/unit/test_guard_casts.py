@@ -136,7 +136,11 @@ def test_every_operator_that_makes_codes_declares_what_it_casts() -> None:
     formats = {"fmt", "saved_format"}
     making = {name for name, schema in schemas.items() if formats & {given.name for given in schema.arguments}}
     products = {"coat::fp8_mm", "coat::int8_mm", "coat::weight_only_linear"}
-    assert set(declarations) == making | products | {"coat::quantize_int8", "coat::fp8_adamw_step"}
+    assert set(declarations) == making | products | {
+        "coat::decode_nvfp4",
+        "coat::quantize_int8",
+        "coat::fp8_adamw_step",
+    }
 
 
 @pytest.mark.parametrize("expansion", [True, False])

@@ -147,8 +147,14 @@ def note_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> N
     """
     if weight.is_meta:
         return
-    codes, scale, _ = load_weight(module, config)
-    granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
-    rows = sampled(weight.detach().to(codes.device), codes, scale, granularity)
-    found = measure_cast(*rows, granularity).tolist()
+    stored = load_weight(module, config)
+    values, granularity = weight.detach().to(stored.scale.device), PER_TENSOR
+    if stored.block_scales is not None:
+        step = max(1, -(-values.numel() // SAMPLE))
+        taken = stored._replace(codes=stored.codes[::step], block_scales=stored.block_scales[::step])
+        # products read e4m3, of which the codes use a part that depends on the block
+        found = [*measure_cast(values[::step], taken.for_fprop(), stored.scale, granularity)[:3].tolist(), math.nan]
+    else:
+        granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
+        found = measure_cast(*sampled(values, stored.codes, stored.scale, granularity), granularity).tolist()
     setattr(module, WEIGHT_PRECISION, " ".join(map(repr, found)))

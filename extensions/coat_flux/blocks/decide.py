@@ -291,7 +291,7 @@ def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
     mode = config.memory.transposed_weights
     if given.tokens is None or given.device != "cuda" or mode == "never" or given.without_copies:
         return False
-    return mode == "always" or 0 <= given.transposed_bytes <= spare
+    return given.transposed_bytes > 0 and (mode == "always" or given.transposed_bytes <= spare)
 
 
 def _choice(
@@ -385,5 +385,6 @@ def flow_settings(
         cuda=cuda,
         fp8_gemms=in_fp8 and not quantized,
         fp8_weights=config.enabled and (config.weight.use_fp8 or quantized),
+        weight_format="e4m3" if quantized else config.weight.format,
         kernels=cuda,
     )

@@ -20,7 +20,7 @@ from torch import nn
 from coat_core.activation import FP8InputLinear
 from coat_core.linear.function import input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
-from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight
+from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight, wants_transposed
 
 from .lookup import matches
 
@@ -108,11 +108,11 @@ def set_transposed(blocks: Iterable[nn.Module], wanted: bool) -> None:
 
 
 def _transposable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
-    """FP8 linears whose dgrad multiplies in FP8, with their config."""
+    """FP8 linears whose dgrad reads such copies, with their config."""
     for block in blocks:
         for module, name in stored_linears(block):
             config = getattr(module, name)
-            if config.use_fp8_gemm and config.grad_format != "bf16":
+            if wants_transposed(config):
                 yield module, config
 
 

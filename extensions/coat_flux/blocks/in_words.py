@@ -235,8 +235,8 @@ def _transposed(plan: BlockPlan, config: COATConfig) -> TableRow:
     got = f"{plan.transposed_bytes / 1e9:.2f} GB" if plan.copies else "none"
     if given.tokens is None:
         got, why = LATER, ""
-    elif given.device != "cuda":
-        why = f"not needed on a {given.device}"
+    elif given.device != "cuda" or not given.transposed_bytes:
+        why = "not needed " + (f"on a {given.device}" if given.device != "cuda" else "for such weights or products")
     elif mode != "auto":
         why = "as configured"
     elif given.without_copies:

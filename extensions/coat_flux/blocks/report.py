@@ -155,7 +155,7 @@ def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool)
         stored: whether it holds codes instead of a weight.
         high_precision: whether it multiplies in high precision whatever its config says.
     """
-    weight = f"W {linear.weight_format}/{linear.weight_granularity}" + ("" if stored else " cast at each use")
+    weight = f"W {linear.weight_stored_as}" + ("" if stored else " cast at each use")
     if high_precision or not linear.use_fp8_gemm:
         return f"{weight}, high precision GEMM"
     return f"{weight}, x {linear.input_format}/{linear.input_granularity}, dy {linear.grad_format}"

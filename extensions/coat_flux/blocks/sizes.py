@@ -77,7 +77,8 @@ class FlowSettings:
         dropout: the adapters have dropout.
         cuda: torch's CUDA operators; on a CPU RMSNorm keeps an fp32 copy and LayerNorm its statistics in bf16.
         fp8_gemms: linears quantize what they multiply.
-        fp8_weights: linears hold FP8 codes; where not, GEMMs make them at each use, and the generic flow keeps them.
+        fp8_weights: linears hold codes; where not, GEMMs make them at each use, and the generic flow keeps them.
+        weight_format: of these codes; what is not FP8 is decoded for a product.
         kernels: casts and norms run as kernels; where not, they go through whole fp32 tensors.
     """
 
@@ -93,6 +94,7 @@ class FlowSettings:
     cuda: bool = True
     fp8_gemms: bool = True
     fp8_weights: bool = True
+    weight_format: str = "e4m3"
     kernels: bool = True
 
     def __post_init__(self) -> None:
@@ -267,7 +269,8 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
         for name, linear in [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
             multiplies = settings.fp8_gemms and not modulates(name)  # `Architecture.weight_only`
             if settings.fp8_weights:
-                FP8Linear.from_linear(linear, replace(gemms, use_fp8_gemm=multiplies))
+                stored = replace(gemms, use_fp8_gemm=multiplies, weight_format=settings.weight_format)
+                FP8Linear.from_linear(linear, stored)
             elif multiplies:
                 FP8TrainableLinear.from_linear(linear, gemms)
         if block.ranks:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
 
 FORMATS = ("e4m3", "e5m2")
+WEIGHT_FORMATS = (*FORMATS, "nvfp4")
 RESUME_PARTS = ("data", "seed", "world_size")  # of a run's identity that a resume may change where `allow` names it
 ADAMW_OPTIONS: tuple[Option, ...] = (
     Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
@@ -52,9 +53,13 @@ class OptimizerOptions:
 class WeightOptions:
     """`coat.weight`: how frozen linears are stored."""
 
-    use_fp8: bool = switch(True, "frozen linears hold FP8 codes only, no bf16 copy stays in memory")
-    format: str = choice(FORMATS, "FP8 format of the frozen weights")
-    granularity: str = choice(("per_tensor", "per_row"), "what shares one scale in a weight")
+    use_fp8: bool = switch(True, "frozen linears hold codes only, no bf16 copy stays in memory")
+    format: str = choice(
+        WEIGHT_FORMATS,
+        "format of the frozen weights; nvfp4: 4.5 bits each (FLUX.1: 6.8 GB instead of 12.0), decoded to e4m3 for "
+        "each product",
+    )
+    granularity: str = choice(("per_tensor", "per_row"), "what shares one scale in a weight of e4m3 or e5m2")
 
 
 @dataclass(frozen=True)
@@ -327,6 +332,7 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
     if expansion in findings.given and optimizer.use_dynamic_range_expansion and not optimizer.has_fp8_moment:
         rule = f"expands blocks of e4m3 and e5m2, not of {optimizer.m1_format} and {optimizer.m2_format}; remove it"
         findings.add(expansion, rule, True)
+    _check_stored(config, path, findings)
     _check_products(config, path, findings)
     if config.speed.compile == "blocks" and config.activation.flow == "generic":
         rule = "compiles the fused flow's blocks, and activation.flow is generic; write flow: fused or compile: none"
@@ -344,6 +350,22 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
             near = closest(part, RESUME_PARTS)
             remedy = f"did you mean '{near}'?" if near else f"write {RESUME_PARTS[0]}, for example"
             findings.add(f"{path}.resume.allow", f"each must be one of {', '.join(RESUME_PARTS)}; {remedy}", part)
+
+
+def _check_stored(config: COATConfig, path: str, findings: Findings) -> None:
+    """Refuse what has no effect on, or no meaning with, a weight in fewer than 8 bits."""
+    weight = config.weight
+    if weight.format in FORMATS:
+        return
+    if not weight.use_fp8:
+        rule = "is how weights are stored, and weight.use_fp8: false stores none; write e4m3, or weight.use_fp8: true"
+        findings.add(f"{path}.weight.format", rule, weight.format)
+    if weight.granularity == "per_row":
+        rule = f"is for e4m3 and e5m2; {weight.format} has a scale for each 16 numbers; remove it"
+        findings.add(f"{path}.weight.granularity", rule, weight.granularity)
+    if config.memory.transposed_weights == "always":
+        rule = f"weights in {weight.format} are decoded to either layout, there is nothing to copy; write auto or never"
+        findings.add(f"{path}.memory.transposed_weights", rule, "always")
 
 
 def _check_products(config: COATConfig, path: str, findings: Findings) -> None:

@@ -6,6 +6,8 @@ import functools
 import logging
 from dataclasses import dataclass, replace
 
+from coat_core.linear.weight import code_bytes, wants_transposed
+
 from ..blocks.decide import Given, block_settings
 from ..blocks.described import Block
 from ..blocks.fused.shadow import copied_bytes
@@ -76,7 +78,7 @@ class JobFacts:
             for linear in self.model.linears
             if linear.is_fp8 and not high_precision_reason(linear.name, coat, self.model.architecture)
         ]
-        in_fp8 = coat.enabled and coat.weight.use_fp8 and coat.activation.grad_format != "bf16"
+        copies = coat.enabled and coat.weight.use_fp8 and wants_transposed(coat.linear_config())
         return Given(
             self.blocks,
             tokens=self.tokens,
@@ -88,7 +90,7 @@ class JobFacts:
             unfused={i: DROPOUT for i, block in enumerate(self.blocks) if block.ranks} if dropout else {},
             stream_bytes=self._stream_bytes(),
             shadow_bytes=copied_bytes(coat, sum(self.adapter_sizes), self.value_bytes),
-            transposed_bytes=sum(copied) if in_fp8 and not self.on_cpu else 0,
+            transposed_bytes=sum(copied) if copies and not self.on_cpu else 0,
         )
 
     def _stream_bytes(self) -> tuple[int, ...]:
@@ -97,10 +99,12 @@ class JobFacts:
         if not (coat.enabled and coat.weight.use_fp8) or coat.memory.stream_blocks == 0:
             return ()
         held: dict[str, int] = {}
+        config = coat.linear_config()
         for linear in self.model.linears:
             if linear.is_fp8:
                 block = ".".join(linear.name.split(".", 2)[:2])
-                held[block] = held.get(block, 0) + aligned(linear.weights)
+                codes = sum(map(aligned, code_bytes(linear.outputs, linear.inputs, config)))
+                held[block] = held.get(block, 0) + codes
         return tuple(
             held[f"{found.pattern}.{i}"]
             for found in self.model.architecture.lists

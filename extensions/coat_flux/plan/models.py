@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from coat_core.linear.module import obstacle_to_conversion
+from coat_core.linear.weight import stored_bytes
 
 from ..blocks.architectures import FLUX2, Architecture
 from ..blocks.held import largest_held
@@ -89,13 +90,13 @@ class ModelParts:
         return int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
 
     def transformer_bytes(self, coat: COATConfig, value_bytes: int) -> int:
-        """The transformer as `apply_coat` leaves it: FP8 codes and scales, all else as it was loaded."""
+        """The transformer as `apply_coat` leaves it: codes and scales, all else as it was loaded."""
         total = self.elements["transformer"] * value_bytes
         if coat.enabled and coat.weight.use_fp8:
+            config = coat.linear_config()
             for linear in self.linears:
                 if linear.is_fp8:
-                    scales = linear.outputs if coat.weight.granularity == "per_row" else 1
-                    total += linear.weights * (1 - value_bytes) + FP32 * scales
+                    total += stored_bytes(linear.outputs, linear.inputs, config) - linear.weights * value_bytes
         return total
 
     def text_bytes(self, value_bytes: int) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
+from coat_core.linear.weight import stored_bytes
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.block_bytes import Moment
@@ -203,7 +204,8 @@ def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
         for linear in facts.model.linears:
             if linear.is_fp8:
                 workspace = max(workspace, there + linear.weights * (value_bytes + QUANTIZED_BYTES))
-                there += 0 if facts.given.stream_bytes and not facts.on_cpu else linear.weights
+                stored = stored_bytes(linear.outputs, linear.inputs, coat.linear_config())
+                there += 0 if facts.given.stream_bytes and not facts.on_cpu else stored
         workspace -= stays
     if facts.on_cpu:  # the model is read there as it is
         whole = facts.model.elements["transformer"] * value_bytes

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core.casts import GRADIENT, INPUT, Cast, MomentUpdate, Product, declarations
+from coat_core.casts import GRADIENT, INPUT, Cast, Decoded, MomentUpdate, Product, declarations
 from coat_core.formats import FORMATS
 from coat_core.kernels.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.linear.module import FP8TrainableLinear
@@ -66,6 +66,7 @@ class CastProbe(TorchDispatchMode):
         super().__init__()
         self._casts: list[_Observed] = []
         self._latest: dict[int, _Observed] = {}  # by the address of the codes
+        self._decoded: dict[int, int] = {}  # address of decoded codes → that of the stored ones
         self._model = model
         self._layers = {} if model is None else _weights(model)
         self._parameters = {param.data_ptr(): name for name, param in lora.items()}
@@ -90,6 +91,8 @@ class CastProbe(TorchDispatchMode):
         declared = declare(out, *args, **kwargs)
         if isinstance(declared, Product):
             self._add_reader(declared)
+        elif isinstance(declared, Decoded):
+            self._decoded[_address(declared.codes)] = _address(declared.stored)
         elif declared is not None:
             for cast in (declared,) if isinstance(declared, Cast) else declared:
                 self._add(cast)
@@ -140,6 +143,7 @@ class CastProbe(TorchDispatchMode):
     def _add_reader(self, product: Product) -> None:
         """Take from a product which layers read the codes, and as what."""
         address = _address(product.weight)
+        address = self._decoded.get(address, address)
         layers = self._layers_at(address)
         if product.codes is not None:
             cast, weight = self._latest.get(_address(product.codes)), self._latest.get(address)

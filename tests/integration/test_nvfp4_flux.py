@@ -1,0 +1,58 @@
+"""`weight.format: nvfp4` on the tiny FLUX: flows agree, the decoded weight is what multiplies, layers have names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from coat_core import FP8Linear, restore_linear
+from coat_core.formats import NVFP4
+from coat_core.metrics import sqnr_db
+from coat_flux.blocks.runner import BlockRunner
+from coat_flux.watch.casts import CastProbe
+from coat_flux.watch.precision import INPUT, weight_rows
+from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.flux import coat_flux_model, flux_inputs, lora_gradients, loss_of, predict
+from tests.tolerances import SMALL_BLOCK_GRADIENT_FLOOR_DB
+
+
+def block(**activation: Any) -> dict[str, Any]:
+    return {"weight": {"format": "nvfp4"}, "memory": {"checkpointing": "none"}, "activation": activation}
+
+
+def test_flows_agree_and_layers_have_names() -> None:
+    generic = lora_gradients(coat_flux_model(block(flow="generic"))[0])
+    model, report, _ = coat_flux_model(block())
+    predict(model)  # weights are joined
+    fused = lora_gradients(model)
+    assert all(choice.flow == "fused" for choice in BlockRunner.of(model).plan.blocks)
+    assert fused.keys() == generic.keys()
+    for name, gradient in generic.items():
+        assert_sqnr(gradient, fused[name], SMALL_BLOCK_GRADIENT_FLOOR_DB)
+    linears = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
+    assert {m.config.weight_format for m in linears.values()} == {NVFP4}
+    assert "W nvfp4, x e4m3/per_row, dy e5m2" in report.table()
+    with CastProbe(model, {}) as probe:
+        loss_of(model(**flux_inputs())[0]).backward()
+    layers = {row.layer for row in probe.rows(2) if row.kind == INPUT}
+    assert layers == {name for name, m in linears.items() if m.config.use_fp8_gemm}
+    weights = weight_rows(model)
+    assert {row.layer for row in weights} == set(linears)
+    assert all(19 < row.sqnr_db < 23 for row in weights)
+    assert all(row.saturation == 0 for row in weights)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "all"])
+def test_high_precision_products_are_those_of_the_decoded_weights(checkpointing: str) -> None:
+    text = {**block(use_fp8=False), "memory": {"checkpointing": checkpointing}}
+    model, _, _ = coat_flux_model(text, dtype=torch.float32)
+    expected = predict(model).detach()
+    plain, _, _ = coat_flux_model(text, dtype=torch.float32)
+    original = coat_flux_model({"enabled": False}, dtype=torch.float32)[0]
+    weight = original.transformer_blocks[0].attn.to_q.base_layer.weight
+    restore_linear(plain)
+    found = plain.transformer_blocks[0].attn.to_q.base_layer.weight
+    assert 19 < sqnr_db(weight, found) < 23
+    assert_bitwise(predict(plain).detach(), expected)

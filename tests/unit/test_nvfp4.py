@@ -1,0 +1,125 @@
+"""NVFP4 of frozen weights: rounding, packing, the search for scales, and how exact it is next to NF4."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_core import nvfp4
+from coat_core.metrics import sqnr_db
+from tests.helpers.asserts import assert_bitwise
+from tests.tolerances import NVFP4_FLOOR_DB
+
+# QLoRA (arXiv 2305.14314), appendix E: NF4's sixteen numbers, for blocks of 64 with one scale each
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+WIDTH = 3072  # of FLUX.1's hidden states
+
+
+def weights(kind: str, rows: int = 96) -> Tensor:
+    torch.manual_seed(0)
+    if kind == "student":
+        return 0.02 * torch.distributions.StudentT(4.0).sample((rows, WIDTH))
+    found = 0.02 * torch.randn(rows, WIDTH)
+    if kind == "outlier columns":
+        found[:, torch.randperm(WIDTH)[: WIDTH // 100]] *= 30
+    return found
+
+
+def decoded(packed: nvfp4.Packed) -> Tensor:
+    codes = nvfp4.unpack(packed.codes).unflatten(-1, (-1, nvfp4.BLOCK))
+    return nvfp4.decode(codes, packed.block_scales).to(torch.float32).flatten(-2) * packed.scale
+
+
+def by_nf4(weight: Tensor) -> Tensor:
+    blocks, numbers = weight.unflatten(-1, (-1, 64)), torch.tensor(NF4)
+    scale = blocks.abs().amax(-1, keepdim=True)
+    return (numbers[(blocks.unsqueeze(-1) / scale.unsqueeze(-1) - numbers).abs().argmin(-1)] * scale).flatten(-2)
+
+
+@pytest.mark.parametrize("kind", ["gauss", "student", "outlier columns"])
+def test_it_is_more_exact_than_nf4(kind: str) -> None:
+    weight = weights(kind, rows=32)
+    found = sqnr_db(weight, decoded(nvfp4.quantize(weight)))
+    assert found >= NVFP4_FLOOR_DB[kind]
+    assert found >= sqnr_db(weight, by_nf4(weight))
+
+
+def test_each_number_goes_to_the_nearest_and_halfway_ones_to_the_even_code() -> None:
+    sizes = torch.tensor(nvfp4.MAGNITUDES)
+    one = torch.tensor(0x38, dtype=torch.uint8)  # 1.0
+    values = torch.linspace(-7, 7, 1601)
+    expected = sizes[(values.abs()[:, None] - sizes).abs().argmin(-1)]
+    halfway = (sizes[1:] + sizes[:-1]) / 2
+    apart = (values.abs()[:, None] - halfway).abs().amin(-1) > 1e-4
+    assert_bitwise(nvfp4.nearest(values[apart], one).abs(), expected[apart])
+    even = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0])
+    assert_bitwise(nvfp4.nearest(halfway, one), even)
+    assert nvfp4.encode(even).remainder(2).tolist() == [0] * 7
+    assert_bitwise(nvfp4.encode(torch.cat([sizes, -sizes])), torch.arange(16, dtype=torch.uint8))
+
+
+def test_decoded_numbers_are_the_product_of_magnitude_and_scale_to_four_significant_bits() -> None:
+    scales = torch.arange(1, 127, dtype=torch.uint8)
+    exact = scales.view(torch.float8_e4m3fn).double()[:, None] * torch.tensor(nvfp4.MAGNITUDES).double() / nvfp4.SHIFT
+    found = nvfp4.decode(torch.arange(8, dtype=torch.uint8).expand(126, 8), scales).double()
+    step = torch.clamp(torch.exp2(torch.floor(torch.log2(exact.clamp(min=1e-9)))), min=2.0**-6) / 8
+    assert ((found - exact).abs() <= step / 2).all()
+    simple = torch.tensor([0, 1, 2, 4, 6])  # 0 and powers of two
+    normal = exact[:, simple] >= 2.0**-6
+    assert torch.equal(found[:, simple][normal], exact[:, simple][normal])
+    assert float(found.max()) == 320  # 6 · 448 / 8 = 336 to four bits, halfway
+
+
+def test_no_scale_that_was_not_tried_is_much_better() -> None:
+    weight = weights("gauss", rows=1)[:, :512]
+    packed = nvfp4.quantize(weight)
+    blocks = weight.unflatten(-1, (-1, nvfp4.BLOCK)) / (packed.scale / nvfp4.SHIFT)
+    every = torch.arange(1, 127, dtype=torch.uint8)[:, None, None].expand(126, *blocks.shape[:-1])
+    tried = nvfp4.as_e4m3(nvfp4.nearest(blocks.expand(126, *blocks.shape), every), every).float() * nvfp4.SHIFT
+    best = (tried - blocks).square().sum(-1).amin(0).sum()
+    found = (decoded(packed) - weight).square().sum() / (packed.scale / nvfp4.SHIFT).square()
+    assert best <= found <= 1.02 * best
+
+
+def test_pairs_are_packed_with_the_first_in_the_low_half() -> None:
+    codes = torch.randint(0, 16, (3, 64), dtype=torch.uint8)
+    packed = nvfp4.pack(codes)
+    assert packed.shape == (3, 32)
+    assert int(packed[0, 0]) == int(codes[0, 0]) + 16 * int(codes[0, 1])
+    assert_bitwise(nvfp4.unpack(packed), codes)
+
+
+def test_special_weights() -> None:
+    zeros = nvfp4.quantize(torch.zeros(16, 32))
+    assert float(zeros.scale) > 0
+    assert not decoded(zeros).any()
+    weight = torch.randn(16, 32)
+    weight[3, :16] = 0
+    assert not decoded(nvfp4.quantize(weight))[3, :16].any()
+    large = weight.clone()
+    large[0, 0] = -torch.inf
+    found = decoded(nvfp4.quantize(large))
+    assert found.isfinite().all()
+    assert found[0, 0] <= weight[0, 1:16].min()
+    large[0, 0] = torch.nan
+    assert decoded(nvfp4.quantize(large)).isnan().all()
+    outlier = torch.full((1, 64), 1e-3)
+    outlier[0, 0] = 1e4
+    assert sqnr_db(outlier, decoded(nvfp4.quantize(outlier))) > 60  # the outlier alone counts
+    assert decoded(nvfp4.quantize(outlier))[0, 1:16].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_searched_apart_and_other_dtypes_give_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(48, 64).to(dtype)
+    expected = nvfp4.quantize(weight.float())
+    monkeypatch.setattr(nvfp4, "CHUNK", 5 * 64)
+    for found, wanted in zip(nvfp4.quantize(weight), expected, strict=True):
+        assert_bitwise(found, wanted)
