@@ -147,6 +147,21 @@ def test_a_step_can_be_captured(memory: dict[str, Any], monkeypatch: pytest.Monk
     assert gpu.launches - before == both
 
 
+def test_a_step_of_flux2_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FLUX.1's: three steps eagerly, one both ways, one replayed. At dev's widths; klein has no guidance."""
+    flux2.diffusers_module()
+    with dry_gpu(monkeypatch) as gpu:
+        session = dry_session(nested(BASE), monkeypatch, blocks=(1, 1), arch="flux2")
+        gpu.steps(session, 3)
+        before = gpu.launches.copy()
+        gpu.steps(session, 1, closer=COMPARED)
+        both = gpu.launches - before
+        gpu.steps(session, 1, closer={})
+    assert gpu.captures == 1
+    assert both["_qkv_rope_bwd_kernel"] == 2 * 3
+    assert gpu.launches - before == both
+
+
 @pytest.mark.slow
 def test_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLUX.1-dev with all 57 blocks."""

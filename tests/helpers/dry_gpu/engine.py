@@ -1,6 +1,6 @@
-"""A session of the stand-alone engine at FLUX.1-dev's geometry, opened as a run opens it, on the dry GPU.
+"""A session of the stand-alone engine at FLUX.1-dev's or FLUX.2-dev's geometry, opened as by a run, on the dry GPU.
 
-Stood in for: the encoders and the caches (their tensors have FLUX.1-dev's sizes), and the transformer's weights.
+Stood in for: the encoders and the caches (their tensors have the model's sizes), and the transformer's weights.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from tests.helpers.engine_job import engine_job
 
 from .card import CARD
 
-TEXT_TOKENS, TEXT_WIDTH, POOLED, CHANNELS = 512, 4096, 768, 16
+TEXT_TOKENS = 512
+SIZES = {None: (16, 4096, 768), "flux2": (32, 15360, 0)}  # of latents' channels, text embeddings and the pooled ones
 
 
 class DrySamples(LatentDataset):
-    """A data set whose caches hold latents and embeddings of FLUX.1-dev's sizes."""
+    """A data set whose caches hold latents and embeddings of the model's sizes."""
 
     def __init__(self, job: JobConfig, samples: list[Sample], side: int) -> None:
         self.samples, self.configs, self.device, self.seed = samples, list(job.datasets), CARD, 0
         self.background, self.masked = "white", job.coat.data.transparency == "mask"
         self.vae = self.encoders = None
-        self._image_entry = {"latents": torch.zeros(CHANNELS, side // 8, side // 8)}
+        channels, text, pooled = SIZES[job.model.arch]
+        self._image_entry = {"latents": torch.zeros(channels, side // 8, side // 8)}
         if self.masked:
             self._image_entry["mask"] = torch.ones(1, side // 8, side // 8)
         bf16 = torch.bfloat16
-        self._text_entry = torch.zeros(TEXT_TOKENS, TEXT_WIDTH, dtype=bf16), torch.zeros(POOLED, dtype=bf16)
+        self._text_entry = torch.zeros(TEXT_TOKENS, text, dtype=bf16), torch.zeros(pooled, dtype=bf16)
 
     def _image(self, sample: Sample) -> dict[str, Tensor]:
         return self._image_entry
@@ -60,8 +62,9 @@ def dry_session(
     blocks: tuple[int, int] = (19, 38),
     side: int = 1024,
     train: Mapping[str, Any] | None = None,
+    arch: str | None = None,
 ) -> Session:
-    """Open a session of a run at FLUX.1-dev's geometry, rank 16, with an EMA.
+    """Open a session of a run at FLUX.1-dev's or FLUX.2-dev's geometry, rank 16, with an EMA.
 
     Args:
         coat: the `coat:` block.
@@ -69,6 +72,7 @@ def dry_session(
         blocks: how many double and single blocks.
         side: of the images, pixels.
         train: further keys of `train`.
+        arch: "flux2"; None for FLUX.1.
     """
     folder = Path(tempfile.mkdtemp())
     patch.setenv("XDG_CACHE_HOME", str(folder))  # what the first step measures is kept there
@@ -85,6 +89,8 @@ def dry_session(
         network={"linear": 16},
     )
     raw["config"]["process"][0]["device"] = "cuda"
+    if arch is not None:
+        raw["config"]["process"][0]["model"] = {"name_or_path": str(folder), "arch": arch}
     job = JobConfig.from_dict(raw)
     samples = [Sample(folder / f"{i}.png", "a shirt", (side, side), 0) for i in range(4)]
     encoders = SimpleNamespace(
@@ -94,7 +100,14 @@ def dry_session(
     )
 
     def transformer(*_: Any) -> nn.Module:
-        return make_flux_dev_geometry("meta", num_layers=blocks[0], num_single_layers=blocks[1])
+        counts = {"num_layers": blocks[0], "num_single_layers": blocks[1]}
+        if arch is None:
+            return make_flux_dev_geometry("meta", **counts)
+        from diffusers import Flux2Transformer2DModel
+
+        with torch.device("meta"):
+            model = Flux2Transformer2DModel(**counts)
+        return model.to(torch.bfloat16).requires_grad_(False).eval()
 
     patch.setattr(sessions, "scan", lambda *_, **__: samples)
     patch.setattr(sessions, "load_encoders", lambda *_: encoders)
