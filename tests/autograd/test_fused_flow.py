@@ -218,6 +218,13 @@ def with_replaced_linear(block: Any) -> None:
     block.attn.to_k = block.attn.to_k.base_layer
 
 
+def with_lokr(block: Any) -> None:
+    """As ai-toolkit's, which has other matrices than a LoRA."""
+    linear = block.attn.to_k = block.attn.to_k.base_layer
+    lokr = type("LokrModule", (nn.Module,), {"forward": lambda self, x: x})()
+    linear.forward = lokr.forward
+
+
 def with_trained_weight(block: Any) -> None:
     block.attn.to_v.base_layer.weight.requires_grad_(True)
 
@@ -248,6 +255,7 @@ UNFUSABLE = {
     "hooks on attn.to_q": with_hook,
     "its forward was replaced": with_forward,
     "was replaced by something other than a LoRA": with_replaced_linear,
+    "a LokrModule": with_lokr,
     "a linear whose weight is trained": with_trained_weight,
     "its QK norm is a RMSNorm that is trained": with_trained_norm,
     "LoRA dropout": with_dropout,

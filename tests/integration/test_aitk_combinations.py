@@ -19,8 +19,12 @@ pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
 PHOTOS, KONTEXT = "datasets_example/clothing", "models/flux_kontext"
 # name → (changes of the job, flow of its blocks, words that the job prints)
 RUNS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "LoKr": ({"network": {"type": "lokr", "linear": 4, "lokr_full_rank": False, "lokr_factor": 8}}, "generic", "lokr"),
-    "full-rank LoKr": ({"network": {"type": "lokr", "lokr_factor": 8}}, "generic", "lokr"),
+    "LoKr": (
+        {"network": {"type": "lokr", "linear": 4, "lokr_full_rank": False, "lokr_factor": 8}},
+        "generic",
+        "a LokrModule",
+    ),
+    "full-rank LoKr": ({"network": {"type": "lokr", "lokr_factor": 8}}, "generic", "a LokrModule"),
     "DoRA": ({"network": {"type": "dora", "linear": 4}}, "generic", "dora"),
     "EMA": ({"train.ema_config": {"use_ema": True, "ema_decay": 0.9}}, "fused", ""),
     "masks": ({"datasets.0.mask_path": PHOTOS}, "fused", ""),

@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from coat_core.granularity import Granularity, per_group
 from coat_flux.base.errors import UserError
-from coat_flux.blocks.block_bytes import BlockBytes, block_bytes, fewest_recomputed, largest_moment
+from coat_flux.blocks.block_bytes import (
+    BlockBytes,
+    UnknownBlock,
+    block_bytes,
+    fewest_recomputed,
+    largest_moment,
+    read_blocks,
+)
 from coat_flux.blocks.decide import flow_settings
 from coat_flux.blocks.described import LINEARS, Block, make_block, read_block
 from coat_flux.blocks.sizes import (
@@ -157,14 +165,32 @@ def test_read_block_finds_pefts_adapters():
 def test_read_block_finds_ai_toolkits_adapters():
     block = tiny_flux().transformer_blocks[1]
 
-    class LoRAModule:
-        lora_down = nn.Linear(64, 8, bias=False)
-
+    class LoRAModule(nn.Module):
         def forward(self, x):
             return x
 
-    block.attn.to_k.forward = LoRAModule().forward
+    lora = LoRAModule()
+    lora.lora_down = nn.Linear(64, 8, bias=False)
+    block.attn.to_k.forward = lora.forward
     assert dict(read_block(block, trained_input=False).ranks) == {"attn.to_k": 8}
+
+
+def test_a_block_with_lokr_is_counted_as_one_that_nobody_listed():
+    """And trained: next to a LoRA's it keeps more, and those above it have a gradient to hand on."""
+
+    class LokrModule(nn.Module):
+        def forward(self, x):
+            return x
+
+    blocks, lokr = tiny_flux().requires_grad_(False).transformer_blocks, LokrModule()
+    lokr.lokr_w1 = nn.Parameter(torch.zeros(8, 8))
+    blocks[0].attn.to_k.forward = lokr.forward
+    with pytest.raises(ValueError, match="a LokrModule: sizes are known of LoRA's only"):
+        read_block(blocks[0])
+    first, second = read_blocks(blocks, (), 1000)
+    assert isinstance(first, UnknownBlock)
+    assert first.gradients == 8 * 8 * 4
+    assert second.trained_input
 
 
 def test_read_block_refuses_what_it_does_not_know():

@@ -81,9 +81,9 @@ def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: i
     for block in modules:
         try:
             described = replace(read_block(block, trained), trained_embedding=embedding)
-        except (AttributeError, ValueError):  # another class, or not built as diffusers' is
+        except (AttributeError, ValueError):  # another class, not built as diffusers' is, or with LoKr
             gradients = sum(p.numel() * p.element_size() for p in trained_parameters(block))
-            known = read_list(type(block))
+            known, trained = read_list(type(block)), trained or gradients > 0
             found.append(
                 UnknownBlock(type(block).__name__, elements, gradients, 0.0 if known is None else known.fused_bytes)
             )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..base.errors import UserError
 from .fused.reading import argument_names
 from .lookup import read_list
+from .lora import toolkit_adapter
 
 Size = tuple[int, int]  # d, F
 D, F, DF = (1, 0), (0, 1), (1, 1)
@@ -118,7 +119,7 @@ def read_block(module: Any, trained_input: bool = True) -> Block:
 
     Raises:
         AttributeError: it is not built as diffusers' is.
-        ValueError: another class, or of a diffusers whose blocks have other arguments.
+        ValueError: another class, or of a diffusers whose blocks have other arguments; an adapter that is no LoRA.
     """
     kind = CLASSES.get(type(module).__name__)
     if kind is None or not _is_known(type(module)):
@@ -139,13 +140,16 @@ def _is_known(cls: type[nn.Module]) -> bool:
 
 
 def _rank(linear: Any) -> int:
-    """Ranks of the adapters on a linear, added up."""
+    """Ranks of the adapters on a linear, added up; ValueError where one has none."""
     downs: Mapping[str, Any] | None = getattr(linear, "lora_A", None)
     if downs is not None:
         return sum(down.weight.shape[0] for down in downs.values())
-    owner = getattr(linear.__dict__.get("forward"), "__self__", None)
-    down = getattr(owner, "lora_down", None)
-    return 0 if down is None else int(down.weight.shape[0])
+    owner = toolkit_adapter(linear)
+    if owner is None:
+        return 0
+    if not hasattr(owner, "lora_down"):
+        raise ValueError(f"a {type(owner).__name__}: sizes are known of LoRA's only; treat the block as unknown")
+    return int(owner.lora_down.weight.shape[0])
 
 
 def make_block(block: Block) -> nn.Module:

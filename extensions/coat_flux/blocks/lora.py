@@ -165,16 +165,23 @@ def plain_adapters(module: Any) -> tuple[nn.Module, tuple[PlainAdapter, ...]]:
     while hasattr(owner, "lora_down") and hasattr(owner, "org_forward"):  # an assistant LoRA is below the trained one
         adapters, forward = (*_of_toolkit(owner), *adapters), owner.org_forward
         owner = getattr(forward, "__self__", None)
+    if isinstance(owner, nn.Module) and owner is not module:  # LoKr, LoHa
+        raise NotPlain(f"a {type(owner).__name__}")
     if owner is not module or forward.__func__ is not type(module).forward or forward is vars(module)["forward"]:
         raise NotPlain(f"the forward of a {type(module).__name__} was replaced by something other than a LoRA")
     return module, adapters
 
 
 def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters of a block and of ai-toolkit LoRA modules on it, which are no part of it."""
-    patched = [getattr(vars(module).get("forward"), "__self__", None) for module in block.modules()]
-    owners = [block, *(owner for owner in patched if hasattr(owner, "lora_down"))]
+    """Return the trained parameters of a block and of ai-toolkit's adapters on it, which are no part of it."""
+    owners = [block, *(owner for module in block.modules() if (owner := toolkit_adapter(module)) is not None)]
     return [p for owner in owners for p in owner.parameters() if p.requires_grad]
+
+
+def toolkit_adapter(module: nn.Module) -> Any:
+    """Ai-toolkit's module that has replaced this one's forward, of a LoRA or another kind; None where there is none."""
+    owner = getattr(vars(module).get("forward"), "__self__", None)
+    return owner if isinstance(owner, nn.Module) and owner is not module else None
 
 
 def _of_peft(layer: Any) -> tuple[PlainAdapter, ...]:
