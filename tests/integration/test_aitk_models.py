@@ -65,6 +65,29 @@ def entry_of(arch: str, qtype: str, steps: int) -> dict[str, Any]:
     return entry
 
 
+def test_weights_in_nvfp4_from_the_yaml_alone(checkout: Checkout) -> None:
+    """`qtype: coat_fp8` with `coat.weight.format: nvfp4`, and a resumed job that ends with the same LoRA."""
+    jobs = []
+    for name, lengths in (("flux_nvfp4", [STEPS]), ("flux_nvfp4_resumed", [STEPS // 2, STEPS])):
+        for steps in lengths:
+            entry = entry_of("flux", "coat_fp8", steps)
+            entry["coat"]["weight"] = {"format": "nvfp4"}
+            jobs.append((name, entry))
+    checkout.run_several(jobs)
+    lora, again = checkout.lora("flux_nvfp4"), checkout.lora("flux_nvfp4_resumed")
+    assert lora
+    assert sum(bool(value.any()) for value in lora.values()) > 0.8 * len(lora)
+    log = (checkout.folder("flux_nvfp4") / "coat" / "log.txt").read_text(encoding="utf-8")
+    assert "W nvfp4, x e4m3/per_row, dy e5m2" in log
+    rows = (checkout.folder("flux_nvfp4") / "coat" / "precision.csv").read_text(encoding="utf-8").splitlines()
+    found = [float(row.split(",")[3]) for row in rows if ",weight," in row]
+    assert found
+    assert all(18 < value < 24 for value in found)
+    assert again.keys() == lora.keys()
+    for name, value in lora.items():
+        assert_bitwise(again[name], value)
+
+
 @pytest.mark.parametrize("arch", PLACES)
 def test_jobs_run_to_their_loras_and_resumed_ones_end_with_the_same(checkout: Checkout, arch: str) -> None:
     jobs = []
