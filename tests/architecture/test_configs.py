@@ -14,6 +14,8 @@ CONFIGS = ROOT / "configs"
 PROMISED = [
     "flux_clothing_coat.yaml",
     "flux_clothing_coat_16gb.yaml",
+    "flux_clothing_coat_12gb.yaml",
+    "flux_clothing_coat_8gb.yaml",
     "flux_clothing_coat_80gb.yaml",
     "flux_clothing_bf16_baseline.yaml",
     "flux_clothing_tiny.yaml",

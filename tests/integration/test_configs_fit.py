@@ -12,6 +12,8 @@ from tests.architecture.sources import ROOT
 CARDS_GB = {
     "flux_clothing_coat.yaml": 24,
     "flux_clothing_coat_16gb.yaml": 16,
+    "flux_clothing_coat_12gb.yaml": 12,
+    "flux_clothing_coat_8gb.yaml": 8,
     "flux_clothing_coat_80gb.yaml": 80,
     "flux_clothing_bf16_baseline.yaml": 80,
 }

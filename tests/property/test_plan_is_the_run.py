@@ -20,7 +20,7 @@ from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.mini_flux.models import build_transformer
 from coat_flux.plan.job import JobFacts, job_facts
-from coat_flux.plan.predict import block_plan, optimizer_bytes
+from coat_flux.plan.predict import block_plan, optimizer_bytes, outside_bytes
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from tests.helpers.engine_job import engine_job
 
@@ -74,6 +74,8 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
         "gradient_accumulation": one(1, 2),
         "gradient_checkpointing": mode in ("all", "every_n") or one(True, True, False),
     }
+    if coat["weight"]["use_fp8"] and coat["memory"]["transposed_weights"] != "always":
+        coat["memory"]["stream_blocks"] = one(0, 0, "auto", "all", 2)
     return {
         "coat": coat,
         "network": {**network, "network_kwargs": one(*TARGETS)},
@@ -92,7 +94,7 @@ def planned(job: JobConfig, room: float) -> tuple[JobFacts, BlockPlan]:
     return facts, block_plan(facts)
 
 
-def run(facts: JobFacts) -> BlockPlan:
+def run(facts: JobFacts, patch: pytest.MonkeyPatch) -> BlockPlan:
     """The plan of a real model after as many micro-batches as the job accumulates."""
     job, tokens = facts.job, facts.tokens
     model: Any = build_transformer(seed=0).to(torch.bfloat16).requires_grad_(False).train()
@@ -104,6 +106,11 @@ def run(facts: JobFacts) -> BlockPlan:
         transformer_only=job.network.transformer_only,
     )
     apply_coat(model, job.coat, allow_recompute=job.train.gradient_checkpointing)
+    runner = BlockRunner.of(model)
+    assert runner is not None
+    if job.coat.memory.stream_blocks == "auto":
+        runner.reserve(outside_bytes(facts))
+    patch.setattr(runner_module, "held_bytes", lambda _: float(HELD - runner.plan.freed_bytes))
     add_lora(model, targets, job.network.linear, seed=0, dropout=job.network.dropout)
     attach_lora(model, job.coat)
     inputs = {
@@ -117,8 +124,6 @@ def run(facts: JobFacts) -> BlockPlan:
     }
     for _ in range(job.train.gradient_accumulation):
         model(**inputs)[0].float().square().mean().backward()
-    runner = BlockRunner.of(model)
-    assert runner is not None
     return runner.plan
 
 
@@ -154,20 +159,20 @@ def job(
 @example(drawn=job({"checkpointing": "auto"}, compile="cudagraphs"), room=0.6, device="cuda")  # some recompute
 @example(drawn=job({"checkpointing": "auto", "transposed_weights": "auto"}), room=1.6, device="cuda")  # copies are kept
 @example(drawn=job({"checkpointing": "every_n", "every_n": 2}, {"flow": "generic"}), room=1.6, device="cpu")
+@example(drawn=job({"stream_blocks": "auto", "checkpointing": "auto"}), room=-0.2, device="cuda")  # some are streamed
 @given(drawn=jobs(), room=st.floats(0.05, 1.6), device=st.sampled_from(["cpu", "cuda"]))
 def test_the_plan_is_the_run(folder: Path, drawn: dict[str, Any], room: float, device: str) -> None:
     """On a GPU too, as far as the decision goes: the blocks run on the CPU and are told of a GPU."""
     raw = engine_job("run", model=folder, images="not here", out="output", **drawn)
     raw["config"]["process"][0]["device"] = device
-    facts_of = BlockRunner._facts
+    facts_of = runner_module.shown_by
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coat_flux.plan.predict._held", lambda facts: {"all": HELD, "optimizer": optimizer_bytes(facts)})
         patch.setattr("coat_flux.plan.predict._library", lambda facts: 0)
-        patch.setattr(runner_module, "held_bytes", lambda device: float(HELD))
         patch.setattr(runner_module, "CompiledBlocks", AsItIs)
-        patch.setattr(BlockRunner, "_facts", lambda self, args: {**facts_of(self, args), "device": device})
+        patch.setattr(runner_module, "shown_by", lambda args: {**facts_of(args), "device": device})
         facts, expected = planned(JobConfig.from_dict(raw), room)
-        found = run(facts)
+        found = run(facts, patch)
     assert found == expected
 
 

@@ -42,6 +42,7 @@ class Given:
         free_bytes: what the budget leaves for a step after what is held all along, the codes of all blocks among it;
             None: there is no limit.
         stream_bytes: of each block's codes, where they can be in host memory; empty where they cannot.
+        reserve_bytes: what sampling or the optimizer need of what is free for a step.
         accumulates: the gradients of an earlier micro-batch are there all along.
         unfused: index of each block that cannot be fused → why.
         transposed_bytes: what transposed copies of the weights take.
@@ -67,6 +68,7 @@ class Given:
     allow_recompute: bool = True
     free_bytes: float | None = None
     stream_bytes: tuple[int, ...] = ()
+    reserve_bytes: int = 0
     accumulates: bool = False
     unfused: Mapping[int, str] = field(default_factory=dict)
     transposed_bytes: int = 0
@@ -253,7 +255,8 @@ def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[Block
         chosen = spread(number, count)
         free = None if given.free_bytes is None else given.free_bytes + _freed(given, chosen)
         again = _recomputed(config, given, mode, sizes, around, free) or ()
-        excess = 0.0 if free is None else largest_moment(sizes, again, given.accumulates).total + around - free
+        needed = max(largest_moment(sizes, again, given.accumulates).total + around, given.reserve_bytes)
+        excess = 0.0 if free is None else needed - free
         assert given.tokens is not None
         return max(0.0, excess), extra_seconds(given.blocks, given.tokens, codes, chosen, again), number
 

@@ -8,11 +8,13 @@ is not encoded twice.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from .files import DatasetError, printable
 
 logger = logging.getLogger(__name__)
 
+PROMPT_BYTES = 3e8  # what encoding one prompt takes besides the weights, at most: T5-XXL 0.1 GB
 _VERSION = 2  # of what an entry holds and how images are prepared; raise it when either changes
 _PROBED_ELEMENTS = 16
 _CHECKSUM = "crc32"
@@ -66,6 +69,56 @@ class TextEncoders:
         """T5 embeddings [B, T, D] and CLIP pooled [B, P] in bf16; see `encode_prompts`."""
         tokenizers = (self.clip_tokenizer, self.t5_tokenizer)
         return encode_prompts((self.clip, self.t5), tokenizers, prompts, self.max_length)
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs: where it is; the CPU, where its layers come to the device one by one."""
+    device = next(model.parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
+    """Say of each model whether its layers come to the device one by one: the largest do, where all are too much.
+
+    Args:
+        sizes: bytes of each.
+        room: bytes that models and a prompt may take on the device; None: any.
+    """
+    left = math.inf if room is None else room - PROMPT_BYTES
+    found = [False] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: sizes[index]):
+        found[index] = sizes[index] > left
+        left -= 0 if found[index] else sizes[index]
+    return found
+
+
+@contextlib.contextmanager
+def on_device(models: Sequence[nn.Module], device: torch.device, room: float | None = None) -> Iterator[None]:
+    """Models ready to run on `device` inside the block, and where they came from after it.
+
+    Args:
+        models: on the CPU.
+        device: any.
+        room: as of `by_layer`; the results are the same to the bit.
+    """
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    homes = [next(model.parameters()).device for model in models]
+    sizes = [sum(x.numel() * x.element_size() for x in model.parameters()) for model in models]
+    offloaded = [model for model, layers in zip(models, by_layer(sizes, room), strict=True) if layers]
+    try:
+        for model in models:
+            if model in offloaded:
+                cpu_offload(model, device)
+            else:
+                model.to(device)
+        yield
+    finally:
+        for model in offloaded:
+            remove_hook_from_submodules(model)
+        for model, home in zip(models, homes, strict=True):
+            model.to(home)
 
 
 def model_identity(model: Any) -> str:
@@ -272,4 +325,4 @@ def encode_prompts(
 
 def _tokens(tokenizer: Any, prompt: str, length: int, model: nn.Module) -> Tensor:
     ids = tokenizer([prompt], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-    return ids.to(next(model.parameters()).device)
+    return ids.to(input_device(model))

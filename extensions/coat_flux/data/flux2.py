@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cache import model_identity
+from .cache import input_device, model_identity
 
 __all__ = ["Flux2Text"]
 
@@ -43,7 +43,7 @@ class Flux2Text:
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Embeddings [B, T, D] in bf16, as the pipeline makes them of each prompt; and [B, 0]: nothing is pooled."""
-        device = self.pipeline.text_encoder.device
+        device = input_device(self.pipeline.text_encoder)
         tokenizer, embeds = getattr(self.pipeline.tokenizer, "tokenizer", self.pipeline.tokenizer), []
         for prompt in prompts:
             length = len(tokenizer(prompt).input_ids)

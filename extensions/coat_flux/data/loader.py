@@ -5,9 +5,8 @@ Images and prompts are always encoded one at a time, so that a batch has the sam
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from ..base.files import file_sha256
 from ..base.run_log import bar_options
 from .buckets import fit_to_bucket
-from .cache import TensorCache, TextEncoders, encode_latents, latent_key, model_identity, text_key
+from .cache import TensorCache, TextEncoders, encode_latents, latent_key, model_identity, on_device, text_key
 from .captions import shuffle_tokens
 from .dataset import Batch, Sample
 from .files import CACHE_FOLDER, DatasetError, printable
@@ -42,6 +41,7 @@ class LatentDataset:
         cache_folder: Where cache files go; None is `_coat_cache` in each dataset's folder.
         background: What transparent parts of a photo become; a name of `config.options.COLOURS` or "#rrggbb".
         transparency: `mask` also gives each batch the loss mask that a photo's transparency makes; else `background`.
+        room: Bytes that text encoders may take on `device`; None: any.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class LatentDataset:
         cache_folder: Path | str | None = None,
         background: str = "white",
         transparency: str = "background",
+        room: float | None = None,
     ) -> None:
+        self.room = room
         self.background, self.masked = background, transparency == "mask"
         self.samples, self.configs = list(samples), list(dataset_configs)
         self.vae: nn.Module | None = vae
@@ -90,12 +92,12 @@ class LatentDataset:
         distinct = list(dict.fromkeys(s for s in self.samples if self._latents[s.dataset_index].enabled))
         missing = [s for s in _bar(distinct, "Checking cached latents", progress) if self._load_image(s) is None]
         if missing and self.vae is not None:
-            with _moved([self.vae], self.device):
+            with on_device([self.vae], self.device):
                 for sample in _bar(missing, "Caching latents", progress):
                     self._make_image(sample)
         prompts = [p for p in self._cached_prompts() if self._load_text(*p) is None]
         if prompts and self.encoders is not None:
-            with _moved(self.encoders.models, self.device):
+            with on_device(self.encoders.models, self.device, self.room):
                 for index, prompt in _bar(prompts, "Caching text embeddings", progress):
                     self._make_text(index, prompt)
         if not self.needs_vae:
@@ -270,16 +272,3 @@ def _cache_gone(what: Path | str, kind: str) -> DatasetError:
 
 def _bar(items: list[Any], description: str, progress: bool) -> Iterable[Any]:
     return tqdm(items, desc=description, disable=not progress, leave=False, **bar_options())
-
-
-@contextlib.contextmanager
-def _moved(models: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Models on `device` inside the block, and where they came from after it."""
-    homes = [next(model.parameters()).device for model in models]
-    try:
-        for model in models:
-            model.to(device)
-        yield
-    finally:
-        for model, home in zip(models, homes, strict=True):
-            model.to(home)

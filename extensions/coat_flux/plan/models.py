@@ -23,6 +23,7 @@ from ..config.checkpoint_file import CheckpointError, flux_config, read_header
 from ..config.coat import COATConfig
 from ..config.findings import ConfigError
 from ..config.model_folder import FLUX2_PIPELINES
+from ..data.cache import by_layer
 from ..mini_flux.folder import EMBEDDED_MODEL, MINI_FLUX
 from .facts import CLIP_L, FLUX_VAE, HUB_MODELS, T5_XXL, TEXT_TOKENS
 
@@ -70,6 +71,7 @@ class ModelParts:
         encode_values: the VAE's largest moment while it encodes, in values per pixel.
         decode_values: the same while it decodes.
         text_values: the largest text encoder's with one prompt, in values.
+        text_layer: elements of its largest parameter.
     """
 
     config: dict[str, Any] = field(hash=False)
@@ -83,6 +85,7 @@ class ModelParts:
     encode_values: float
     decode_values: float
     text_values: float
+    text_layer: int
 
     @property
     def hidden(self) -> int:
@@ -99,9 +102,11 @@ class ModelParts:
                     total += stored_bytes(linear.outputs, linear.inputs, config) - linear.weights * value_bytes
         return total
 
-    def text_bytes(self, value_bytes: int) -> int:
-        """The text encoders."""
-        return (self.elements["text_encoder"] + self.elements.get("text_encoder_2", 0)) * value_bytes
+    def text_bytes(self, value_bytes: int, room: float | None = None) -> int:
+        """The text encoders, where they encode; with `room` as of `data.cache.by_layer`."""
+        sizes = [self.elements[part] * value_bytes for part in PARTS[2:] if part in self.elements]
+        layers = zip(sizes, by_layer(sizes, room), strict=True)
+        return sum(self.text_layer * value_bytes if by_layers else size for size, by_layers in layers)
 
     def targets(self, transformer_only: bool, only: Sequence[str] | None, ignore: Sequence[str]) -> list[Linear]:
         """The linears that get an adapter."""
@@ -205,6 +210,7 @@ def _make(configs_json: str, text_tokens: int) -> ModelParts:
         / (FP32 * pixels**2),
         decode_values=largest_held(lambda: vae.decode(torch.empty(latent, device="meta"))) / (FP32 * pixels**2),
         text_values=largest_held(lambda: text(torch.zeros(prompt, dtype=torch.long, device="meta"), **asks)) / FP32,
+        text_layer=max(p.numel() for p in text.parameters()),
     )
 
 

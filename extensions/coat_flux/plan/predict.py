@@ -30,7 +30,7 @@ from ..config.job import JobConfig
 from .job import JobFacts, job_facts
 from .space import moment_bytes, save_space
 
-__all__ = ["PARTS", "PhasePrediction", "Prediction", "predict", "predict_facts"]
+__all__ = ["PARTS", "PhasePrediction", "Prediction", "outside_bytes", "predict", "predict_facts"]
 
 PARTS = (
     "transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "workspace",
@@ -111,7 +111,13 @@ def predict_facts(
 ) -> Prediction:
     """`predict` for gathered facts; `recomputed` are the blocks that do, where it is not the config that says it."""
     plan = block_plan(facts, device_bytes, recomputed)
-    phases = [_load(facts, plan), _cache(facts), _sample(facts), _step(facts, plan), _save(facts)]
+    phases = [
+        _load(facts, plan),
+        _cache(facts, _budget(facts, device_bytes)),
+        _sample(facts),
+        _step(facts, plan),
+        _save(facts),
+    ]
     found = [_placed(phase, plan) for phase in phases if phase is not None]
     streamed = sum(facts.given.stream_bytes[i] for i in plan.streamed)
     return Prediction(
@@ -157,10 +163,21 @@ def block_plan(
     facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
 ) -> BlockPlan:
     """What the blocks will do, by the decision that the run takes; arguments as `predict_facts`."""
-    budget = budget_bytes(facts.job.coat, None if device_bytes is None else device_bytes * USABLE_FRACTION)
+    budget = _budget(facts, device_bytes)
     free = None if budget is None else budget - sum(_held(facts).values()) - _library(facts)
     chosen = None if recomputed is None else tuple(recomputed)
-    return decide(facts.job.coat, replace(facts.given, free_bytes=free, recomputed=chosen))
+    given = replace(facts.given, free_bytes=free, recomputed=chosen, reserve_bytes=outside_bytes(facts))
+    return decide(facts.job.coat, given)
+
+
+def outside_bytes(facts: JobFacts) -> int:
+    """The most that anything but the blocks needs on the device besides what is held in every step."""
+    sample, held = _sample(facts), sum(_held(facts).values())
+    return max(0 if sample is None else sample.total - held, _update(facts).total)
+
+
+def _budget(facts: JobFacts, device_bytes: float | None) -> float | None:
+    return budget_bytes(facts.job.coat, None if device_bytes is None else device_bytes * USABLE_FRACTION)
 
 
 def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
@@ -179,11 +196,7 @@ def _placed(phase: PhasePrediction, plan: BlockPlan) -> PhasePrediction:
 
 def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
     """The larger of two moments: the blocks' and the optimizer's."""
-    moment, around = plan.moment or Moment(0, 0, 0), plan.around_bytes
-    chunk = CHUNK_ELEMENTS_CPU if facts.on_cpu else CHUNK_ELEMENTS_GPU
-    elements = sum(facts.adapter_sizes)
-    updated = min(chunk, elements) if facts.job.train.optimizer == COAT_OPTIMIZER else elements // OPTIMIZER_BUFFERS
-    update = Moment(0, FP32 * OPTIMIZER_BUFFERS * updated, facts.lora_bytes)
+    moment, around, update = plan.moment or Moment(0, 0, 0), plan.around_bytes, _update(facts)
     if update.total > moment.total + around:
         moment, around = update, 0
     needs = {
@@ -192,6 +205,14 @@ def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
         "gradients": moment.gradients,
     }
     return _phase("step", _held(facts), needs)
+
+
+def _update(facts: JobFacts) -> Moment:
+    """The optimizer's moment."""
+    chunk = CHUNK_ELEMENTS_CPU if facts.on_cpu else CHUNK_ELEMENTS_GPU
+    elements = sum(facts.adapter_sizes)
+    updated = min(chunk, elements) if facts.job.train.optimizer == COAT_OPTIMIZER else elements // OPTIMIZER_BUFFERS
+    return Moment(0, FP32 * OPTIMIZER_BUFFERS * updated, facts.lora_bytes)
 
 
 def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
@@ -213,11 +234,12 @@ def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
     return _phase("load", resident, {"workspace": max(0, workspace)})
 
 
-def _cache(facts: JobFacts) -> PhasePrediction:
+def _cache(facts: JobFacts, budget: float | None) -> PhasePrediction:
     """The largest of: the VAE with an image, the text encoders with a prompt, what stays of both for training."""
     model, a = facts.model, facts.value_bytes
     encode = {"vae": _vae(facts), "workspace": int(model.encode_values * a * facts.data.pixels)}
-    prompt = {"text encoders": model.text_bytes(a), "workspace": int(model.text_values * a)}
+    room = None if facts.on_cpu else budget
+    prompt = {"text encoders": model.text_bytes(a, room), "workspace": int(model.text_values * a)}
     resident = _resident(facts)
     stays = {part: resident[part] for part in ("text encoders", "vae")}
     moments = [stays]

@@ -143,9 +143,7 @@ def _remedy(verdict: CardFit) -> str:
         return ""
     if verdict.changes:
         return "; ".join(f"{change.text} (costs {change.cost})" for change in verdict.changes)
-    transformer = verdict.prediction.phases[0].parts["transformer"]
-    alone = f": the transformer alone takes {transformer / GB:.1f} GB" if transformer > verdict.room else ""
-    return f"none{alone}"
+    return "none"
 
 
 def _duration(seconds: float) -> str:

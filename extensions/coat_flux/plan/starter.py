@@ -30,7 +30,9 @@ from .predict import predict_facts
 __all__ = ["PLACEHOLDER", "Photos", "Starter", "look_at", "made_up_word", "make_starter"]
 
 PLACEHOLDER = "PUT_THE_FOLDER_OF_YOUR_PHOTOS_HERE"
-CANDIDATES = ("flux_clothing_coat_80gb.yaml", "flux_clothing_coat.yaml", "flux_clothing_coat_16gb.yaml")  # best first
+CANDIDATES = tuple(  # best first
+    f"flux_clothing_coat{size}.yaml" for size in ("_80gb", "", "_16gb", "_12gb", "_8gb")
+)
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
 WORD_LETTERS = (4, 6)
 VIEWS = 100  # of each photo: what a LoRA of a garment takes at lr 1e-4

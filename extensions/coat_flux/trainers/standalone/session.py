@@ -7,7 +7,7 @@ transformer then meets an empty device: loaded on the CPU, its linears quantized
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,18 @@ from coat_core.optim import FP8AdamW
 
 from ...base.names import COAT_OPTIMIZER
 from ...blocks.apply import apply_coat
-from ...blocks.held import module_tensors
+from ...blocks.decide import budget_bytes
+from ...blocks.held import held_bytes, module_tensors, usable_bytes
 from ...blocks.lora import attach_lora
 from ...blocks.report import CoatReport
 from ...blocks.runner import BlockRunner
+from ...config.findings import ConfigError
 from ...config.job import JobConfig
+from ...data.cache import on_device
 from ...data.dataset import BucketBatchSampler, scan
 from ...data.loader import LatentDataset, cache_all
+from ...plan.job import job_facts
+from ...plan.predict import outside_bytes
 from ...saves.identity import model_identity
 from ...saves.rng import set_rng_state
 from ...saves.state import keep_execution, restore_tensors
@@ -183,6 +188,9 @@ def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> 
     if runner is None:
         return False
     runner.allow_capture(_capture_obstacle(job, workers))
+    if job.coat.memory.stream_blocks == "auto":
+        with suppress(ConfigError):  # sizes of a model that nobody knows
+            runner.reserve(outside_bytes(job_facts(job)))
     return runner.plan.execution.compile == "cudagraphs" and not runner.plan.given.graph_obstacle
 
 
@@ -219,6 +227,9 @@ def _prepare_data(
     job: JobConfig, workers: Workers, encoders: Encoders, samples: list[Any]
 ) -> tuple[LatentDataset, ImageSampler | None]:
     device = workers.device
+    room = None
+    if device.type == "cuda":
+        room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - held_bytes(device)
     with workers.main_first():
         dataset = cache_all(
             samples,
@@ -230,15 +241,17 @@ def _prepare_data(
             seed=seed_of(job),
             background=job.coat.data.background,
             transparency=job.coat.data.transparency,
+            room=room,
         )
     images = None
     wanted = job.sample.items()
     draws = workers.is_main and wanted and not job.train.disable_sampling
-    if draws or dataset.needs_encoders:
+    if draws:
+        with on_device(encoders.text.models, device, room):
+            images = ImageSampler(wanted, job.trigger_word, encoders, device, job.sample.format)
+    if dataset.needs_encoders:
         for model in encoders.text.models:
             model.to(device)
-    if draws:
-        images = ImageSampler(wanted, job.trigger_word, encoders, device, job.sample.format)
     if dataset.needs_vae:
         encoders.vae.to(device)
     encoders.text = None
