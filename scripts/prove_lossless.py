@@ -29,6 +29,7 @@ from mini_flux.samples import draw_prompts, load_pipeline, prompts_of, sheet
 from mini_flux.scorer import accuracies, judge, load_scorer, right
 
 from coat_flux.base.files import replacing
+from coat_flux.config.coat import WEIGHT_FORMATS
 from coat_flux.pages.charts import Band, Points
 from coat_flux.pages.html import Page
 from coat_flux.study import BF16, Judgement, Settings, Study, Verdict, open_study, verify
@@ -63,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, metavar="N")
     parser.add_argument("--batch", type=int, default=4, metavar="N")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--weight", choices=WEIGHT_FORMATS, default="e4m3", help="how COAT stores frozen weights")
     parser.add_argument("--prompts", type=int, default=96, metavar="N", help="pictures drawn with each LoRA")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, one thread each")
     parser.add_argument("--page", type=Path, metavar="FILE", help="such as docs/lossless.html")
@@ -72,8 +74,9 @@ def parse_arguments() -> argparse.Namespace:
 def job_of(options: argparse.Namespace) -> dict[str, Any]:
     """The config of all runs; draws the photos."""
     photos, _ = write_photos(options.out / "photos")
+    coat = {**COAT, "weight": {"format": options.weight}}
     return make_job(
-        options.model, photos, options.out, steps=options.steps, coat=COAT, lr=options.lr, batch=options.batch
+        options.model, photos, options.out, steps=options.steps, coat=coat, lr=options.lr, batch=options.batch
     )
 
 

@@ -47,12 +47,13 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
 
     mode = one("auto", "auto", "none", "all", "every_n")
     flow = one("fused", "fused", "generic")
+    stored, transposed = one(True, True, False), one("auto", "always", "never")
     coat = {
         "memory": {
             "checkpointing": mode,
             **({"every_n": one(1, 2, 3)} if mode == "every_n" else {}),
             "enable_efficient_checkpoint": one(True, False),
-            "transposed_weights": one("auto", "always", "never"),
+            "transposed_weights": transposed,
         },
         "activation": {
             "use_fp8": one(True, True, False),
@@ -65,7 +66,10 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
             "group_size": one(128, 32),
             "exclude": one([], ["*.to_k"]),
         },
-        "weight": {"use_fp8": one(True, True, False)},
+        "weight": {
+            "use_fp8": stored,
+            "format": one("e4m3", "e4m3", "nvfp4") if stored and transposed != "always" else "e4m3",
+        },
         "speed": {"compile": one("auto", "none", "cudagraphs", *(("blocks",) if flow == "fused" else ()))},
     }
     network = {"linear": one(2, 16), "dropout": one(0, 0, 0.1), "transformer_only": one(True, False)}

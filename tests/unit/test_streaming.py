@@ -16,9 +16,9 @@ from coat_flux.blocks.streaming import StreamedWeights, code_buffers
 from tests.helpers.flux import coat_flux_model, lora_gradients, predict
 
 
-def made(stream: Any, checkpointing: str = "none", flow: str = "fused") -> nn.Module:
+def made(stream: Any, checkpointing: str = "none", flow: str = "fused", weight: str = "e4m3") -> nn.Module:
     memory = {"checkpointing": checkpointing, "stream_blocks": stream}
-    return coat_flux_model({"memory": memory, "activation": {"flow": flow}})[0]
+    return coat_flux_model({"memory": memory, "activation": {"flow": flow}, "weight": {"format": weight}})[0]
 
 
 def streaming_of(model: nn.Module) -> StreamedWeights:
@@ -47,11 +47,18 @@ def same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("stream", "checkpointing", "flow"),
-    [("all", "none", "fused"), (1, "none", "fused"), (2, "all", "fused"), ("all", "every_n", "generic")],
+    ("stream", "how"),
+    [
+        ("all", ()),
+        (1, ()),
+        (2, ("all",)),
+        ("all", ("every_n", "generic")),
+        ("all", ("none", "fused", "nvfp4")),
+        (1, ("every_n", "generic", "nvfp4")),
+    ],
 )
-def test_bits_are_those_of_a_resident_run(stream: Any, checkpointing: str, flow: str, most_outside: list[int]) -> None:
-    resident, streamed = made(0, checkpointing, flow), made(stream, checkpointing, flow)
+def test_bits_are_those_of_a_resident_run(stream: Any, how: tuple[str, ...], most_outside: list[int]) -> None:
+    resident, streamed = made(0, *how), made(stream, *how)
     count = len(BlockRunner.of(resident).blocks)  # type: ignore[union-attr]
     assert len(streaming_of(streamed).streamed) == (count if stream == "all" else stream)
     for batch in (1, 2):
