@@ -41,6 +41,8 @@ ATTENTION = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "plain": SDPBackend.MATH,
 }
+# where a captured step may copy from the host's memory: it stays
+STAYS = {"coat_core/kernels/gpu/tables.py:device_table"}
 OURS = {package.__name__: str(Path(package.__file__).parent) for package in (coat_core, coat_flux)}
 
 
@@ -72,6 +74,7 @@ class GPUOperators(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.memory = Memory()
         self._view, self._attention = view, ATTENTION[attention].value
+        self._captures = False
 
     @contextmanager
     def step(self, allowed: Mapping[str, float]) -> Iterator[None]:
@@ -85,12 +88,12 @@ class GPUOperators(TorchDispatchMode):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Inside of a step, where the host may wait nowhere."""
-        allowed, self._allowed = self._allowed, {}
+        """Inside of a step, where the host may wait nowhere; a replay reads the host's memory as it is by then."""
+        allowed, self._allowed, self._captures = self._allowed, {}, True
         try:
             yield
         finally:
-            self._allowed = allowed
+            self._allowed, self._captures = allowed, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,6 +137,8 @@ class GPUOperators(TorchDispatchMode):
         if to_gpu:
             if not (late and self._view.is_pinned(source)):
                 self._wait("copies from memory that is not pinned")
+            if self._captures and place() not in STAYS:
+                raise HostWaits(f"{place()}: a captured step copies from the host's memory, which is others' by then")
             return func(*args, **kwargs)
         no_wait = func is aten.copy_.default and late and self._view.is_pinned(args[0])
         number = LATE_NUMBER if no_wait else self._wait("copies to the CPU")
