@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, job: dict[str, Any], geometry: dict[str, in
     from coat_flux.plan.predict import predict
     from coat_flux.trainers.standalone import session
 
-    session.load_transformer = lambda _, dtype: make_flux_dev_geometry(options.device, dtype, **geometry)
+    session.load_transformer = lambda _, dtype, *__, **___: make_flux_dev_geometry(options.device, dtype, **geometry)
     total = torch.cuda.get_device_properties(options.device).total_memory if options.device != "cpu" else None
     predicted = predict(JobConfig.from_dict(job), device_bytes=total)
     folder = Path(job["config"]["process"][0]["training_folder"]) / NAME

@@ -40,7 +40,7 @@ def test_an_empty_block_has_every_default(block):
         ),
         (
             {"weight": {"zzz": 1}},
-            "f.yaml: coat.weight.zzz: unknown key; known here: format, granularity, use_fp8",
+            "f.yaml: coat.weight.zzz: unknown key; known here: cache, format, granularity, use_fp8",
         ),
         ({1: 2}, "f.yaml: coat.1: unknown key; known here: "),
         ({None: 2}, "f.yaml: coat.None: unknown key; known here: "),

@@ -26,6 +26,7 @@ SPEC_DEFAULTS = {
     "weight.use_fp8": True,
     "weight.format": "e4m3",
     "weight.granularity": "per_tensor",
+    "weight.cache": True,
     "activation.use_fp8": True,
     "activation.format": "e4m3",
     "activation.grad_format": "e5m2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coat_flux.blocks.held import USABLE_FRACTION
+from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_mini_flux, make_tiny_flux
@@ -20,6 +22,7 @@ from coat_flux.plan.facts import CARDS, HUB_MODELS, Card
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.models import find_model
 from coat_flux.plan.predict import PARTS, PhasePrediction, Prediction, optimizer_bytes, predict, predict_facts
+from coat_flux.plan.space import cached_codes
 from coat_flux.plan.speed import run_seconds, step_seconds
 from tests.helpers.engine_job import engine_job, write_images
 from tests.tolerances import ANCHOR_TIME_RTOL
@@ -199,6 +202,30 @@ def test_on_a_cpu_host_memory_is_the_device(tmp_path):
     assert prediction.ram_bytes > prediction.peak
     assert parts_of(prediction, "cache")["vae"] > 0  # both are there all along
     assert parts_of(prediction, "cache")["text encoders"] > 0
+
+
+def test_the_transformer_passes_through_host_memory_weight_by_weight():
+    """On a GPU neither its codes nor, without COAT, its bf16 weights are ever in host memory: the encoders decide."""
+    elements = find_model(DEV, "model").elements
+    encoders = 2 * (elements["vae"] + elements["text_encoder"] + elements["text_encoder_2"])
+    for coat in ({}, {"weight": {"use_fp8": False}}, {"enabled": False}):
+        train = {} if coat.get("enabled", True) else {"optimizer": "adamw"}
+        assert predict(job_of(coat=coat, train=train)).ram_bytes == 3e9 + encoders
+
+
+def test_the_cache_of_quantized_weights_counts_as_disk(tmp_path):
+    codes = find_model(DEV, "model").transformer_bytes(COATConfig(), 2)
+    job = job_of()
+    on, off = (predict(job_of(coat={"weight": {"cache": wanted}})).disk_bytes for wanted in (True, False))
+    assert on - off == codes == cached_codes(job, find_model(DEV, "model"), 2)
+    plain = job_of(coat={"weight": {"use_fp8": False}})
+    assert cached_codes(plain, find_model(DEV, "model"), 2) == 0
+    small = find_model("models/coat_mini_flux", "model")
+    assert cached_codes(job_of(model="models/coat_mini_flux"), small, 2) == 0  # it saves nobody a second
+    file = tmp_path / "flux1-dev-fp8.safetensors"
+    file.touch()
+    os.truncate(file, 12_000_000_000)  # as large as its codes
+    assert cached_codes(job_of(model=str(file)), find_model(DEV, "model"), 2) == 0
 
 
 def test_images_that_are_here_count(tmp_path):

@@ -61,7 +61,7 @@ def _measured(row: Configuration, setting: Setting, resolution: int, batch: int,
     log, phases = RunLog(job, workers.device, active=True), PhaseTracker(workers.device, None)
     live = LiveRun(job.folder, 0, job.train.steps, samples=False)
 
-    def transformer(_: str, dtype: torch.dtype) -> Any:
+    def transformer(_: str, dtype: torch.dtype, *__: Any, **___: Any) -> Any:
         return make_flux_dev_geometry(setting.device, dtype, seed=SEED, **sizes)
 
     try:

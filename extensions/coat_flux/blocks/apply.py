@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,37 @@ def apply_coat(
         len(report.skipped),
     )
     return report
+
+
+def convert_weights(
+    model: nn.Module, config: COATConfig, device: torch.device
+) -> Callable[[str, nn.Module], None] | None:
+    """What `apply_coat` does to a weight, for one linear at a time while a model is loaded.
+
+    `apply_coat` finds the linears that were converted and configures them, so that the two together do what it does
+    to a model that was loaded whole.
+
+    Args:
+        model: as `apply_coat` takes it; its weights may be on the meta device.
+        config: the `coat:` block.
+        device: where the model will run.
+
+    Returns:
+        A function of a linear's name and the linear, whose weight is there; None where weights stay as they are.
+
+    Raises:
+        ConfigError: an include/exclude pattern matches no layer.
+    """
+    if not (config.enabled and config.weight.use_fp8):
+        return None
+    _check_patterns(model, config)
+    architecture = architecture_of(model)
+
+    def convert(name: str, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            _convert_one(name, module, config, architecture, device, CoatReport())
+
+    return convert
 
 
 def _check_model(model: nn.Module) -> None:

@@ -60,6 +60,11 @@ class WeightOptions:
         "each product",
     )
     granularity: str = choice(("per_tensor", "per_row"), "what shares one scale in a weight of e4m3 or e5m2")
+    cache: bool = switch(
+        True,
+        "stand-alone trainer: the codes are kept on disk (HF_HOME/assets) where the next start then reads at least "
+        "1 GB less",
+    )
 
 
 @dataclass(frozen=True)

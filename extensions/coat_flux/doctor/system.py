@@ -25,7 +25,7 @@ SHOWN = ("diffusers", "transformers", "peft", "accelerate", "safetensors")
 REQUIRED = (*SHOWN, "numpy", "pillow", "psutil", "pyyaml", "tqdm")  # asked for where the bounds are not known
 MODEL = "black-forest-labs/FLUX.1-dev"
 MODEL_BYTES = 33.8e9  # transformer 23.8, T5-XXL 9.5, CLIP-L and VAE 0.5
-RAM_BYTES, RUN_BYTES = 27e9, 3e9  # `coat-flux plan configs/flux_clothing_coat.yaml`: CPU memory; saves and caches
+RAM_BYTES, RUN_BYTES = 13e9, 3e9  # `coat-flux plan configs/flux_clothing_coat.yaml`: CPU memory; saves, photos' caches
 CGROUP = Path("/sys/fs/cgroup")
 LONG_PATHS = r"SYSTEM\CurrentControlSet\Control\FileSystem"
 

@@ -28,7 +28,7 @@ from ..blocks.held import USABLE_FRACTION
 from ..blocks.sizes import FP32, forward_bytes
 from ..config.job import JobConfig
 from .job import JobFacts, job_facts
-from .space import moment_bytes, save_space
+from .space import cached_codes, moment_bytes, save_space
 
 __all__ = ["PARTS", "PhasePrediction", "Prediction", "outside_bytes", "predict", "predict_facts"]
 
@@ -119,10 +119,9 @@ def predict_facts(
         _save(facts),
     ]
     found = [_placed(phase, plan) for phase in phases if phase is not None]
-    streamed = sum(facts.given.stream_bytes[i] for i in plan.streamed)
     return Prediction(
         phases=found,
-        ram_bytes=_ram(facts, max(phase.total for phase in found)) + (0 if facts.on_cpu else streamed),
+        ram_bytes=_ram(facts, max(phase.total for phase in found)),
         disk_bytes=_disk(facts),
         plan=plan,
         assumptions=_assumptions(facts),
@@ -216,7 +215,7 @@ def _update(facts: JobFacts) -> Moment:
 
 
 def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
-    """Linear by linear: the weight in high precision next to its codes, which leave at once where any are streamed."""
+    """Weight by weight: one in high precision next to the codes so far, which leave at once where any are streamed."""
     resident = _resident(facts)
     stays = resident["transformer"] - plan.freed_bytes + resident["lora"]
     coat, value_bytes = facts.job.coat, facts.value_bytes
@@ -228,9 +227,6 @@ def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
                 stored = stored_bytes(linear.outputs, linear.inputs, coat.linear_config())
                 there += 0 if facts.given.stream_bytes and not facts.on_cpu else stored
         workspace -= stays
-    if facts.on_cpu:  # the model is read there as it is
-        whole = facts.model.elements["transformer"] * value_bytes
-        workspace = max(workspace, whole - stays)
     return _phase("load", resident, {"workspace": max(0, workspace)})
 
 
@@ -275,11 +271,15 @@ def optimizer_bytes(facts: JobFacts) -> int:
 
 
 def _ram(facts: JobFacts, peak: int) -> int:
-    """CPU memory: the encoders first, then the transformer in high precision with the VAE that samples need."""
+    """CPU memory: the encoders first, then the transformer one weight at a time, next to the VAE that samples need.
+
+    Where blocks may be streamed, all codes are there until those of the other blocks go to the device.
+    """
     model, a = facts.model, facts.value_bytes
     vae = _vae(facts) if facts.draws else 0
     latents = sum(entry.cache_latents for entry in facts.job.datasets) and facts.data.latents * _latent_bytes(facts)
-    staged = max(_vae(facts) + model.text_bytes(a), model.elements["transformer"] * a + vae)
+    passing = 2 * a * max(linear.weights for linear in model.linears)  # as it is on disk, and in `train.dtype`
+    staged = max(_vae(facts) + model.text_bytes(a), sum(facts.given.stream_bytes) + passing + vae)
     return int(PROCESS_RAM[facts.on_cpu] + latents + (max(peak, staged) if facts.on_cpu else staged))
 
 
@@ -296,7 +296,7 @@ def _disk(facts: JobFacts) -> int:
         total += facts.data.latents * _latent_bytes(facts)
     if facts.caches_text:
         total += facts.data.captions * 2 * (facts.model.text_tokens * facts.model.text_width + facts.model.pooled_width)
-    return total
+    return total + cached_codes(facts.job, facts.model, facts.value_bytes)
 
 
 def _assumptions(facts: JobFacts) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def dry_session(
         scheduler=FlowMatchEulerDiscreteScheduler(),
     )
 
-    def transformer(*_: Any) -> nn.Module:
+    def transformer(*_: Any, **__: Any) -> nn.Module:
         counts = {"num_layers": blocks[0], "num_single_layers": blocks[1]}
         if arch is None:
             return make_flux_dev_geometry("meta", **counts)

@@ -1,12 +1,14 @@
-"""Loads the parts of a FLUX model from a diffusers folder, a hub id or a file, each frozen, in one dtype, on the CPU.
+"""Loads the parts of a FLUX model from a diffusers folder, a hub id or a file, each frozen, in one dtype.
 
-A file holds the transformer in Black Forest Labs' layout (`config.checkpoint_file`), which fuses what diffusers has as
-q, k, v and MLP of a block. diffusers' own reader of such files has FLUX.1-dev's width written into it; here the table
-of names that LoRAs are exported by takes them apart, whatever their width.
+VAE and text encoders are loaded by their libraries, on the CPU. The transformer is built on the meta device and filled
+weight by weight (`weights`), on the device where it will run: it is never whole in CPU memory before it is quantized.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,19 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from accelerate import init_empty_weights
 from diffusers import AutoModel, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from ...base.errors import UserError
-from ...blocks.architectures import FLUX
-from ...config.checkpoint_file import SUFFIXES, CheckpointError, base_model, flux_config, read_header, transformer_keys
+from ...blocks.apply import convert_weights
+from ...config.checkpoint_file import SUFFIXES, CheckpointError, base_model
+from ...config.coat import COATConfig
 from ...data.cache import TextEncoders
 from ...data.flux2 import Flux2Text
-from ...export.layouts import original_linear
+from .code_cache import find_cache
+from .weights import Weights, check_weights, fill, folder_weights, local_folder, original_weights
 
 __all__ = ["Encoders", "ModelLoadError", "load_encoders", "load_transformer"]
 
@@ -36,9 +40,8 @@ TEXT_PARTS = {
     "Flux2Pipeline": ("Mistral3ForConditionalGeneration", "AutoProcessor"),
 }
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# next to a weight in FP8, as ComfyUI writes it: its scale, and what concerns inputs and formats
-SCALES = (".scale_weight", ".weight_scale")
-NOT_WEIGHTS = ("scaled_fp8", ".scale_input", ".input_scale", ".comfy_quant", *SCALES)
+
+logger = logging.getLogger(__name__)
 
 
 class ModelLoadError(UserError, RuntimeError):
@@ -118,77 +121,97 @@ class _Index:
         return found
 
 
-def load_transformer(name_or_path: str, dtype: torch.dtype) -> nn.Module:
-    """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on the CPU.
+def load_transformer(
+    name_or_path: str,
+    dtype: torch.dtype,
+    coat: COATConfig | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    log: Callable[[str], None] = logger.info,
+    writes: bool = True,
+) -> nn.Module:
+    """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on `device`; never in CPU memory as a whole.
+
+    Each weight is read from disk, cast to `dtype`, moved to `device` and, with `coat.weight.use_fp8`, quantized there
+    before the next one is read, by the same functions as `apply_coat` uses on a model in memory; or all of them come
+    from the cache of an earlier run (`code_cache`).
+
+    Args:
+        name_or_path: a diffusers folder, hub id or checkpoint file.
+        dtype: `train.dtype`.
+        coat: the `coat:` block; None quantizes nothing.
+        device: where it will run.
+        log: takes what is to be said of the cache.
+        writes: whether this process writes the cache.
 
     Raises:
         ModelLoadError: missing, unreadable or of another model.
+        ConfigError: an include/exclude pattern of `coat` matches no layer.
     """
-    if Path(name_or_path).suffix.lower() in SUFFIXES and Path(name_or_path).is_file():
-        try:
-            model = _load_file(Path(name_or_path), dtype)
-        except CheckpointError as error:
-            raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
-    else:
-        model = _load_weights(AutoModel, name_or_path, "transformer", torch_dtype=dtype)
-    if type(model).__name__ not in TRANSFORMERS:
-        found = f"transformer/ holds a {type(model).__name__}"
-        raise ModelLoadError(f"model.name_or_path={name_or_path}: {found}; give a FLUX.1 or FLUX.2 model")
+    device = torch.device(device)
+    try:
+        cls, config, weights = _find_transformer(name_or_path)
+        if weights is None:  # another library quantized it
+            return _load_weights(AutoModel, name_or_path, "transformer", torch_dtype=dtype).requires_grad_(False).eval()
+        model = _on_meta(cls, config, dtype, name_or_path)
+        check_weights(model, weights, cls.__name__)
+        cache = None if coat is None else find_cache(name_or_path, weights, dtype, coat, device, log)
+        if cache is not None and cache.exists:
+            codes = _on_meta(cls, config, dtype, name_or_path)
+            if cache.load(codes, log):
+                return codes.requires_grad_(False).eval()
+            del codes
+        fill(model, weights, dtype, device, None if coat is None else convert_weights(model, coat, device))
+    except CheckpointError as error:
+        raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
+    if cache is not None and writes:
+        cache.store(model, log)
     return model.requires_grad_(False).eval()
 
 
-def _load_file(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The transformer in a file of Black Forest Labs' layout, tensor by tensor: the file is never in memory whole."""
-    header = read_header(path)
-    config, keys = flux_config(header), transformer_keys(header)
-    hidden = config["num_attention_heads"] * config["attention_head_dim"]
-    state: dict[str, Tensor] = {}
-    with safe_open(path, framework="pt") as file:
-        for name, key in keys.items():
-            if name.endswith(NOT_WEIGHTS):
-                continue
-            tensor = file.get_tensor(key)
-            if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-                stem = name.removesuffix(".weight")
-                scale = next((file.get_tensor(keys[stem + end]) for end in SCALES if stem + end in keys), None)
-                tensor = (
-                    tensor.float()
-                    if scale is None
-                    else tensor.float() * scale.float().reshape(-1, *[1] * (tensor.ndim - 1))
-                )
-            state |= {part: rows.to(dtype, copy=True) for part, rows in _parts(name, tensor, hidden).items()}
-    with torch.device("meta"):
-        model = FluxTransformer2DModel.from_config(config)
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    if missing or unexpected:
-        what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which FLUX.1 does not have"
-        raise CheckpointError(f"{what}; download it again, or give another checkpoint")
+def _find_transformer(name_or_path: str) -> tuple[Any, Mapping[str, Any], Weights | None]:
+    """Its class, its config and its weights; no weights where another library (bitsandbytes, ...) quantized them.
+
+    Raises:
+        ModelLoadError: missing, unreadable or of another model.
+        CheckpointError: a file is damaged.
+    """
+    path = Path(name_or_path)
+    if path.suffix.lower() in SUFFIXES and path.is_file():
+        weights, config = original_weights(path)
+        return FluxTransformer2DModel, config, weights
+    _check_folder(name_or_path, "transformer")
+    with _explained(name_or_path, "transformer"):
+        folder = local_folder(name_or_path, "transformer")
+        config = FluxTransformer2DModel.load_config(folder)
+    name = config.get("_class_name", "FluxTransformer2DModel")
+    cls = getattr(diffusers, name, None)
+    if name not in TRANSFORMERS or cls is None:
+        found = f"transformer/ holds a {name}"
+        raise ModelLoadError(f"model.name_or_path={name_or_path}: {found}; give a FLUX.1 or FLUX.2 model")
+    return cls, config, None if config.get("quantization_config") else folder_weights(folder)
+
+
+def _on_meta(cls: Any, config: Mapping[str, Any], dtype: torch.dtype, name_or_path: str) -> nn.Module:
+    """The model with parameters on the meta device; what it computes for itself (buffers) is there."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with init_empty_weights():
+            model: nn.Module = cls.from_config(config)
+    finally:
+        torch.set_default_dtype(default)
+    model.register_to_config(_name_or_path=name_or_path)
     return model
 
 
-def _parts(name: str, tensor: Tensor, hidden: int) -> dict[str, Tensor]:
-    """A tensor of the original as diffusers has it: by name, the rows of each linear that it fuses.
-
-    Raises:
-        CheckpointError: FLUX.1 has no such tensor.
-    """
-    if name.endswith(".scale"):
-        blocks, number, rest = name.split(".", 2)
-        ours = next(found for found in FLUX.lists if found.original == blocks)
-        return {f"{ours.pattern}.{number}.{dict(ours.norms)[rest]}": tensor}
-    stem, _, kind = name.rpartition(".")
-    try:
-        linear = original_linear(stem)
-    except KeyError as error:
-        raise CheckpointError(f"has a tensor {name}, which FLUX.1 does not have; give another checkpoint") from error
-    if linear.swapped:
-        tensor = torch.cat(tensor.chunk(2)[::-1])
-    heights = [height * hidden for height in linear.heights] if len(linear.members) > 1 else [tensor.shape[0]]
-    return {f"{member}.{kind}": rows for member, rows in zip(linear.members, tensor.split(heights), strict=True)}
-
-
 def _load_weights(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
-    """Only from safetensors files: a pickle can run code of whoever made it."""
+    """Only from safetensors files."""
+    return _load(cls, name_or_path, subfolder, use_safetensors=True, **keywords)
+
+
+def _check_folder(name_or_path: str, subfolder: str) -> None:
+    """Refuse a model without this part, or with a pickle of it, which can run code of whoever made it."""
     folder = Path(name_or_path, subfolder)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
@@ -198,17 +221,25 @@ def _load_weights(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) 
                 "which can run code when it is read; give a copy with .safetensors files, or convert it with "
                 "diffusers' save_pretrained on a machine you can lose"
             )
-    return _load(cls, name_or_path, subfolder, use_safetensors=True, **keywords)
-
-
-def _load(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
-    folder = Path(name_or_path)
-    if folder.is_dir() and not (folder / subfolder).is_dir():
+    if Path(name_or_path).is_dir() and not folder.is_dir():
         raise ModelLoadError(
             f"model.name_or_path={name_or_path}: has no {subfolder}/; give a complete diffusers folder or a hub id"
         )
-    try:
+
+
+def _load(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
+    _check_folder(name_or_path, subfolder)
+    with _explained(name_or_path, subfolder):
         return cls.from_pretrained(name_or_path, subfolder=subfolder, **keywords)
+
+
+@contextmanager
+def _explained(name_or_path: str, subfolder: str) -> Iterator[None]:
+    """Errors of diffusers and the hub with what to do about them."""
+    try:
+        yield
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         raise ModelLoadError(
             f"model.name_or_path={name_or_path}: {subfolder} cannot be loaded ({error}); give a diffusers folder or a "

@@ -1,7 +1,7 @@
 """Everything a run needs, made in the order that keeps memory low and mistakes cheap.
 
 Data set and resume point are checked before any model is loaded. Encoders come first, fill the caches and leave; the
-transformer then meets an empty device: loaded on the CPU, its linears quantized there, moved, adapters added.
+transformer then meets an empty device: its weights are read and quantized one by one, there, and adapters added.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def open_session(
     validation = Validation(dataset, measured, trained)
     phases.enter("load")
     log.info(f"Loading the transformer of {job.model.name_or_path}")
-    transformer, report = _prepare_transformer(job, workers, dtype)
+    transformer, report = _prepare_transformer(job, workers, dtype, log)
     phases.hold("transformer", transformer, module_tensors)
     lora = lora_parameters(transformer)
     if identity["model"]["fingerprint"] is None:  # it was not on this machine before
@@ -261,8 +261,11 @@ def _prepare_data(
     return dataset, images
 
 
-def _prepare_transformer(job: JobConfig, workers: Workers, dtype: torch.dtype) -> tuple[nn.Module, CoatReport | None]:
-    transformer = load_transformer(job.model.name_or_path, dtype)
+def _prepare_transformer(
+    job: JobConfig, workers: Workers, dtype: torch.dtype, log: RunLog
+) -> tuple[nn.Module, CoatReport | None]:
+    name, device = job.model.name_or_path, workers.device
+    transformer = load_transformer(name, dtype, job.coat, device, log=log.info, writes=workers.is_main)
     targets = lora_targets(
         transformer,
         only_if_contains=job.network.network_kwargs.only_if_contains,

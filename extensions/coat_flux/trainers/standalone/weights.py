@@ -1,0 +1,273 @@
+"""The transformer's weights as they are on disk: found without being read, then read one at a time.
+
+A file is mapped into memory, and the map is closed after every `MAPPED_BYTES` that were read through it: pages that
+were read count as the process's memory until then.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ...blocks.architectures import FLUX
+from ...config.checkpoint_file import CheckpointError, Header, flux_config, read_header, transformer_keys
+from ...export.layouts import original_linear
+
+__all__ = ["Place", "Weights", "check_weights", "fill", "folder_weights", "local_folder", "original_weights"]
+
+MAPPED_BYTES = 64 * 2**20
+WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' names in a part's folder
+INDEX = f"{WEIGHTS}.index.json"
+# next to a weight in FP8, as ComfyUI writes it: its scale, and what concerns inputs and formats
+SCALES = (".scale_weight", ".weight_scale")
+NOT_WEIGHTS = ("scaled_fp8", ".scale_input", ".input_scale", ".comfy_quant", *SCALES)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Place(NamedTuple):
+    """Where a tensor is.
+
+    Attributes:
+        file: a safetensors file.
+        key: its name there.
+        shape: of the tensor itself.
+        rows: the parts of the stored tensor that it consists of, in its order; None: all of it.
+        scale: name of what a weight in FP8 is multiplied by.
+    """
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    rows: tuple[slice, ...] | None = None
+    scale: str | None = None
+
+
+class Weights:
+    """Tensors by the names that the model has for them, each read when it is asked for.
+
+    Args:
+        places: where each is.
+        nbytes: of all of them on disk.
+    """
+
+    def __init__(self, places: Mapping[str, Place], nbytes: int) -> None:
+        self.places, self.nbytes = dict(places), nbytes
+        self._mapped: tuple[Path, Any, int] | None = None  # file, its map, bytes read through it
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that are read."""
+        return sorted({place.file for place in self.places.values()})
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU; it may share the file's map, so it is to be copied, not kept.
+
+        Raises:
+            CheckpointError: the file cannot be read there.
+        """
+        place = self.places[name]
+        try:
+            tensor = self._read(place.file, place.key, place.rows)
+            if place.scale is not None and tensor.dtype in FP8:
+                scale = self._read(place.file, place.scale, None).float()
+                if scale.numel() > 1 and place.rows is not None:  # one for each row
+                    scale = torch.cat([scale[rows] for rows in place.rows])
+                tensor = tensor.float() * scale.reshape(-1, *[1] * (tensor.ndim - 1))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise CheckpointError(f"cannot be read at {place.key} ({error}); download it again") from error
+        return tensor
+
+    def close(self) -> None:
+        """Close the map."""
+        self._mapped = None
+
+    def _read(self, path: Path, key: str, rows: tuple[slice, ...] | None) -> Tensor:
+        if self._mapped is None or self._mapped[0] != path or self._mapped[2] > MAPPED_BYTES:
+            self._mapped = None
+            self._mapped = (path, safe_open(path, framework="pt"), 0)
+        _, file, read = self._mapped
+        tensor: Tensor = file.get_tensor(key)
+        if rows is not None:
+            tensor = tensor[rows[0]] if len(rows) == 1 else torch.cat([tensor[part] for part in rows])
+        self._mapped = (path, file, read + tensor.nbytes)
+        return tensor
+
+
+def local_folder(name_or_path: str, part: str) -> Path:
+    """The folder of one part of a diffusers model; a model on the hub is downloaded into its cache.
+
+    Raises:
+        OSError, ValueError: it cannot be downloaded.
+    """
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path, part)
+    from huggingface_hub import snapshot_download
+
+    def fetch(names: Iterable[str]) -> Path:
+        return Path(snapshot_download(name_or_path, allow_patterns=[f"{part}/{name}" for name in names]), part)
+
+    folder = fetch(["config.json", INDEX])
+    return fetch(_file_names(folder))
+
+
+def _file_names(folder: Path) -> list[str]:
+    """Of the files with weights in a part's folder: shards, or the one that holds them all."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [WEIGHTS]
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"has a damaged {INDEX}; download it again") from error
+
+
+def folder_weights(folder: Path) -> Weights:
+    """The weights in one part's folder of a diffusers model.
+
+    Raises:
+        CheckpointError: a file is missing or not whole.
+    """
+    places: dict[str, Place] = {}
+    nbytes = 0
+    for name in _file_names(folder):
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"has no {folder.name}/{name}; download it again")
+        try:
+            header = read_header(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder.name}/{name} {error}") from error
+        places |= {key: Place(path, key, tuple(entry["shape"])) for key, entry in header.items()}
+        nbytes += _nbytes(header, header)
+    return Weights(places, nbytes)
+
+
+def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
+    """The weights in a file of Black Forest Labs' layout under diffusers' names, and the transformer's config.
+
+    That layout fuses what diffusers has as q, k, v and MLP of a block; the table of names that LoRAs are exported by
+    takes them apart, whatever their width. (diffusers' own reader has FLUX.1-dev's width written into it.)
+
+    Raises:
+        CheckpointError: not FLUX.1, or damaged.
+    """
+    header = read_header(path)
+    config, keys = flux_config(header), transformer_keys(header)
+    hidden = config["num_attention_heads"] * config["attention_head_dim"]
+    places: dict[str, Place] = {}
+    for name, key in keys.items():
+        if name.endswith(NOT_WEIGHTS):
+            continue
+        shape, stem = header[key]["shape"], name.removesuffix(".weight")
+        scale = next((keys[stem + end] for end in SCALES if stem + end in keys), None)
+        for member, rows in _parts(name, torch.arange(shape[0] if shape else 0), hidden).items():
+            places[member] = Place(path, key, (len(rows), *shape[1:]), _slices(rows), scale)
+    return Weights(places, _nbytes(header, keys.values())), config
+
+
+def _nbytes(header: Header, keys: Iterable[str]) -> int:
+    return sum(header[key]["data_offsets"][1] - header[key]["data_offsets"][0] for key in keys)
+
+
+def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
+    """A tensor of the original as diffusers has it: by name, the rows of each linear that it fuses.
+
+    Raises:
+        CheckpointError: FLUX.1 has no such tensor.
+    """
+    if name.endswith(".scale"):
+        blocks, number, rest = name.split(".", 2)
+        ours = next(found for found in FLUX.lists if found.original == blocks)
+        return {f"{ours.pattern}.{number}.{dict(ours.norms)[rest]}": rows}
+    stem, _, kind = name.rpartition(".")
+    try:
+        linear = original_linear(stem)
+    except KeyError as error:
+        raise CheckpointError(f"has a tensor {name}, which FLUX.1 does not have; give another checkpoint") from error
+    if linear.swapped:
+        rows = torch.cat(rows.chunk(2)[::-1])
+    heights = [height * hidden for height in linear.heights] if len(linear.members) > 1 else [len(rows)]
+    if sum(heights) != len(rows):
+        raise CheckpointError(f"has {len(rows)} rows in {name}, not {sum(heights)}; download it again")
+    return {f"{member}.{kind}": part for member, part in zip(linear.members, rows.split(heights), strict=True)}
+
+
+def _slices(rows: Tensor) -> tuple[slice, ...]:
+    """Indices as slices, in their order."""
+    breaks = (rows.diff() != 1).nonzero().flatten() + 1
+    return tuple(slice(int(part[0]), int(part[-1]) + 1) for part in rows.tensor_split(breaks) if len(part))
+
+
+def check_weights(model: nn.Module, weights: Weights, what: str) -> None:
+    """Compare names and shapes.
+
+    Args:
+        model: on the meta device.
+        weights: on disk.
+        what: the model's name, for errors.
+
+    Raises:
+        CheckpointError: they are another model's, or not all of them.
+    """
+    expected = model.state_dict()
+    for name, tensor in expected.items():
+        if name not in weights.places:
+            raise CheckpointError(f"lacks {name}; download it again, or give another checkpoint")
+        if weights.places[name].shape != tuple(tensor.shape):
+            found, wanted = list(weights.places[name].shape), list(tensor.shape)
+            raise CheckpointError(f"has {name} of shape {found}, not {wanted}; download it again")
+    unexpected = next((name for name in weights.places if name not in expected), None)
+    if unexpected is not None:
+        raise CheckpointError(f"has {unexpected}, which {what} does not have; give another checkpoint")
+
+
+@torch.no_grad()
+def fill(
+    model: nn.Module,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_filled: Callable[[str, nn.Module], None] | None = None,
+) -> None:
+    """Give a model on the meta device its weights, module by module.
+
+    Args:
+        model: every tensor of its state dict is among `weights`.
+        weights: on disk.
+        dtype: of floating tensors.
+        device: where they go.
+        on_filled: called with each module that has all its own weights, before the next one is read.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    for name, module in list(model.named_modules()):
+        tensors: dict[str, Tensor] = {}
+        mapped: set[int] = set()
+        for leaf in (*module._parameters, *module._buffers):
+            full = f"{name}.{leaf}".lstrip(".")
+            if full in weights.places:
+                tensor = weights.read(full)
+                mapped.add(tensor.data_ptr())
+                tensors[leaf] = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+                del tensor
+        if tensors:
+            module.load_state_dict(tensors, strict=False, assign=True)
+            tensors.clear()
+            if on_filled is not None:
+                on_filled(name, module)
+            # what stays is copied: a weight that became codes needs no copy in between, and a map is not kept
+            module._apply(functools.partial(_copied, mapped), recurse=False)
+    weights.close()
+
+
+def _copied(mapped: Collection[int], tensor: Tensor) -> Tensor:
+    """A copy of a tensor that starts at one of these addresses; any other as it is."""
+    return tensor.clone() if tensor.data_ptr() in mapped else tensor

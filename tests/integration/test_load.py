@@ -1,0 +1,398 @@
+"""The transformer is read weight by weight, quantized on the way, and kept as codes on disk for the next start."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from huggingface_hub import cached_assets_path, constants
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.blocks.cast_loss import WEIGHT_PRECISION
+from coat_flux.blocks.held import HeldTensors
+from coat_flux.config.coat import COATConfig
+from coat_flux.config.findings import ConfigError
+from coat_flux.mini_flux.folder import MINI_FLUX
+from coat_flux.trainers.standalone import code_cache, loading, weights
+from coat_flux.trainers.standalone.loading import ModelLoadError, load_transformer
+from tests.helpers.flux2_folder import write_flux2
+from tests.helpers.original_layout import write_original
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHARDS = 4
+COATS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "a scale for each row": {"weight": {"granularity": "per_row"}},
+    "e5m2": {"weight": {"format": "e5m2"}, "activation": {"grad_format": "bf16"}},
+    "nvfp4": {"weight": {"format": "nvfp4"}},
+    "codes that are streamed": {"memory": {"stream_blocks": "all"}},
+    "weights stay as they are": {"weight": {"use_fp8": False}},
+}
+
+
+@pytest.fixture(scope="module")
+def mini() -> FluxTransformer2DModel:
+    return FluxTransformer2DModel.from_pretrained(MINI_FLUX, subfolder="transformer", torch_dtype=BF16)
+
+
+@pytest.fixture(scope="module")
+def models(mini: FluxTransformer2DModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The mini-FLUX in shards, in one file and in one of the original layout, and a FLUX.2, by name."""
+    root = tmp_path_factory.mktemp("models")
+    mini.save_pretrained(root / "shards" / "transformer", max_shard_size="2MB")
+    assert len(list((root / "shards" / "transformer").glob("*.safetensors"))) == SHARDS
+    write_original(mini, root / "original.safetensors", fp8="scaled")
+    found = {"shards": root / "shards", "one file": MINI_FLUX, "original": root / "original.safetensors"}
+    return found | ({"FLUX.2": write_flux2(root / "klein")} if hasattr(diffusers, "Flux2KleinPipeline") else {})
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All that a model holds: parameters and buffers, those outside of the state dict as well."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    """Equal to the bit, of the same classes, and with the same notes on precision."""
+    found, wanted = tensors_of(model), tensors_of(expected)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].requires_grad) == (tensor.dtype, False), name
+        assert torch.equal(found[name], tensor), name
+    modules = dict(expected.named_modules())
+    for name, module in model.named_modules():
+        assert type(module) is type(modules[name])
+        assert getattr(module, WEIGHT_PRECISION, None) == getattr(modules[name], WEIGHT_PRECISION, None)
+        assert getattr(module, "weight_dtype", None) == getattr(modules[name], "weight_dtype", None)
+
+
+def whole(path: Path, dtype: torch.dtype, coat: COATConfig | None = None) -> nn.Module:
+    """The model loaded whole, and converted after that."""
+    if path.is_file():
+        model = load_transformer(str(path), dtype)
+    else:
+        model = diffusers.AutoModel.from_pretrained(str(path), subfolder="transformer", torch_dtype=dtype)
+        model.requires_grad_(False)
+    if coat is not None:
+        apply_coat(model, coat)
+    return model
+
+
+# -- what is loaded ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("name", ["shards", "one file", "FLUX.2"])
+def test_every_tensor_is_what_diffusers_loads(models: dict[str, Path], name: str, dtype: torch.dtype) -> None:
+    if name not in models:
+        pytest.skip("this diffusers has no FLUX.2 klein; 0.37 has")
+    expected = whole(models[name], dtype)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    model = load_transformer(str(models[name]), dtype)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == FP32
+    assert_same(model, expected)
+    assert not model.training
+    drop = "_use_default_values"
+    assert {**model.config, drop: None} == {**expected.config, drop: None}
+
+
+@pytest.mark.parametrize("name", ["shards", "original", "FLUX.2"])
+@pytest.mark.parametrize("coat", COATS)
+def test_codes_are_those_of_a_model_loaded_whole(models: dict[str, Path], name: str, coat: str) -> None:
+    if name not in models:
+        pytest.skip("this diffusers has no FLUX.2 klein; 0.37 has")
+    config = COATConfig.from_dict(COATS[coat])
+    model, expected = load_transformer(str(models[name]), BF16, config), whole(models[name], BF16)
+    reports = [apply_coat(each, config) for each in (model, expected)]
+    assert_same(model, expected)
+    assert [(r.converted, r.skipped, r.why, r.table()) for r in reports[:1]] == [
+        (r.converted, r.skipped, r.why, r.table()) for r in reports[1:]
+    ]
+
+
+def test_a_pattern_that_matches_nothing_is_found_before_a_weight_is_read(models, monkeypatch) -> None:
+    monkeypatch.setattr(weights.Weights, "read", lambda *_: pytest.fail("read"))
+    with pytest.raises(ConfigError, match="matches no linear layer"):
+        load_transformer(str(models["shards"]), BF16, COATConfig.from_dict({"activation": {"exclude": ["nothing*"]}}))
+
+
+def test_memory_holds_the_codes_and_one_weight(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "MAPPED_BYTES", 0)
+    monkeypatch.setattr("coat_flux.blocks.apply.note_weight", lambda *_: None)  # takes more than these small weights
+    read, maps = weights.Weights.read, []
+
+    def counted(self: weights.Weights, name: str) -> torch.Tensor:
+        maps.append(mapped_files(models["shards"]))
+        return read(self, name)
+
+    held = HeldTensors()
+    gc.collect()
+
+    def filled(*args: Any) -> None:  # without what is made on the meta device
+        with held:
+            weights.fill(*args)
+
+    monkeypatch.setattr(weights.Weights, "read", counted)
+    monkeypatch.setattr(loading, "fill", filled)
+    model = load_transformer(str(models["shards"]), BF16, COATConfig())
+    codes = sum(tensor.nbytes for tensor in tensors_of(model).values())
+    largest = max(m.in_features * m.out_features for m in model.modules() if isinstance(m, nn.Linear))
+    original = sum(path.stat().st_size for path in (models["shards"] / "transformer").glob("*.safetensors"))
+    assert held.peak < codes + 18 * largest  # what quantizing a weight takes
+    assert held.peak < original
+    if maps[0] is not None:
+        assert max(maps) - maps[0] <= 2 < len(maps)  # of the tensor before, and its module's
+        assert mapped_files(models["shards"]) == maps[0]  # those of models that other tests hold
+
+
+def mapped_files(folder: Path) -> int | None:
+    """How many maps of files in a folder the process has; None where the system does not say."""
+    maps = Path("/proc/self/maps")
+    return sum(str(folder) in line for line in maps.read_text().splitlines()) if maps.is_file() else None
+
+
+def test_a_model_in_the_hub_s_cache(models: dict[str, Path], tmp_path: Path, monkeypatch) -> None:
+    """Sharded, as the hub's client leaves it: links to blobs; nothing is asked of the network."""
+    repository = tmp_path / "models--someone--flux"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "0123abcd" / "transformer"
+    for folder in (blobs, snapshot, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0123abcd")
+    for path in (models["shards"] / "transformer").iterdir():
+        shutil.copyfile(path, blobs / path.name)
+        os.symlink(blobs / path.name, snapshot / path.name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert_same(load_transformer("someone/flux", BF16), whole(models["shards"], BF16))
+    (snapshot / weights.INDEX).unlink()
+    with pytest.raises(ModelLoadError, match=f"someone/flux: has no transformer/{weights.WEIGHTS}"):
+        load_transformer("someone/flux", BF16)
+    with pytest.raises(ModelLoadError, match=r"someone/other: transformer cannot be loaded .*hub id you have access"):
+        load_transformer("someone/other", BF16)
+
+
+# -- damaged and foreign weights ---------------------------------------------------------------------------------------
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    path = folder / "transformer" / weights.WEIGHTS
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+def shard(folder: Path) -> Path:
+    return sorted((folder / "transformer").glob("*.safetensors"))[1]
+
+
+def cut(folder: Path) -> None:
+    data = shard(folder).read_bytes()
+    shard(folder).write_bytes(data[: len(data) // 2])
+
+
+BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "missing": ("one file", lambda f: change(f, lambda t: t.pop("proj_out.bias")), r"lacks proj_out\.bias; download"),
+    "unexpected": (
+        "one file",
+        lambda f: change(f, lambda t: t.update({"img_out.bias": torch.zeros(1)})),
+        r"has img_out\.bias, which FluxTransformer2DModel does not have",
+    ),
+    "wrong shape": (
+        "one file",
+        lambda f: change(f, lambda t: t.update({"proj_out.bias": torch.zeros(3)})),
+        r"has proj_out\.bias of shape \[3\], not \[64\]; download it again",
+    ),
+    "cut": ("shards", cut, r"transformer/diffusion\S+-00002-of-\S+ has .* so it is not whole; download it again"),
+    "header": (
+        "shards",
+        lambda f: shard(f).write_bytes(b"\xff" * 64),
+        "is not a safetensors file, or only the start of one",
+    ),
+    "no shard": ("shards", lambda f: shard(f).unlink(), r"has no transformer/diffusion\S+-00002-of-\S+; download"),
+    "index": (
+        "shards",
+        lambda f: (f / "transformer" / weights.INDEX).write_text("{}"),
+        r"has a damaged diffusion_pytorch_model\.safetensors\.index\.json",
+    ),
+    "another model": (
+        "one file",
+        lambda f: (f / "transformer" / "config.json").write_text(json.dumps({"_class_name": "UNet2DConditionModel"})),
+        "transformer/ holds a UNet2DConditionModel; give a FLUX.1 or FLUX.2 model",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_loaded_is_named(models: dict[str, Path], tmp_path: Path, what: str) -> None:
+    name, spoil, words = BAD[what]
+    folder = tmp_path / "model"
+    shutil.copytree(models[name] / "transformer", folder / "transformer")
+    spoil(folder)
+    with pytest.raises(ModelLoadError, match=words) as caught:
+        load_transformer(str(folder), BF16)
+    assert str(caught.value).startswith(f"model.name_or_path={folder}: ")
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A copy of the sharded model whose codes are worth a cache; `load` returns the model and what was logged."""
+    monkeypatch.setattr(code_cache, "LEAST_SAVED", 1e5)
+    monkeypatch.setattr(code_cache, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=tmp_path))
+    folder = tmp_path / "model"
+    shutil.copytree(models["shards"], folder)
+
+    def load(coat: dict[str, Any] | None = None, **options: Any) -> tuple[nn.Module, list[str]]:
+        lines: list[str] = []
+        return load_transformer(str(folder), BF16, COATConfig.from_dict(coat), log=lines.append, **options), lines
+
+    def files() -> list[Path]:
+        return sorted(path for path in (tmp_path / "coat_flux").rglob("*") if path.is_file())
+
+    return SimpleNamespace(load=load, files=files, folder=folder)
+
+
+def test_a_second_start_reads_no_original_weight(cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, lines = cached.load()
+    (file,) = cached.files()
+    assert lines == [
+        f"The quantized weights are cached in {file} ({file.stat().st_size / 1e9:.1f} GB); remove what you do not need"
+    ]
+    opened, really = [], weights.safe_open
+    monkeypatch.setattr(weights, "safe_open", lambda path, **kw: opened.append(path) or really(path, **kw))
+    second, lines = cached.load()
+    assert set(opened) == {file}
+    assert lines == [f"The quantized weights are read from the cache {file}"]
+    assert_same(second, first)
+    config = COATConfig()
+    assert apply_coat(second, config).table() == apply_coat(first, config).table()
+    assert_same(second, first)
+
+
+@pytest.mark.parametrize("name", COATS)
+def test_each_way_to_store_weights_comes_back_from_the_cache(cached: Any, name: str) -> None:
+    config = COATConfig.from_dict(COATS[name])
+    first, _ = cached.load(COATS[name])
+    second, lines = cached.load(COATS[name])
+    assert [line.startswith("The quantized weights are read from ") for line in lines] == [True] * config.weight.use_fp8
+    assert_same(second, first)
+    reports = [apply_coat(model, config).table() for model in (first, second)]
+    assert reports[0] == reports[1]
+    assert_same(second, first)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+
+
+def rename_a_tensor(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"proj_out.bias": {', b'"proj_out.bia_": {'))
+
+
+SPOILED: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
+    "a bit": (lambda c, file: flip(file), "is damaged"),
+    "half": (lambda c, file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]), "so it is not whole"),
+    "nothing": (lambda c, file: file.write_bytes(b""), "is not a safetensors file"),
+    "header": (lambda c, file: file.write_bytes(b"\0" * 5000), "is not a safetensors file"),
+    "names": (lambda c, file: rename_a_tensor(file), "lacks proj_out.bias"),
+    "other weights": (lambda c, file: flip(shard(c.folder)), "the model's files have changed"),
+    "a date": (lambda c, file: os.utime(shard(c.folder), (1, 1)), "the model's files have changed"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_damaged_or_stale_cache_is_made_again(cached: Any, what: str) -> None:
+    cached.load()
+    (file,) = cached.files()
+    spoil, words = SPOILED[what]
+    spoil(cached, file)
+    model, lines = cached.load()
+    assert len(lines) == 2
+    assert words in lines[0]
+    assert lines[0].endswith("; the weights are quantized again")
+    assert lines[1].startswith("The quantized weights are cached in ")
+    assert cached.files() == [file]
+    expected = whole(cached.folder, BF16, COATConfig())
+    apply_coat(model, COATConfig())
+    assert_same(model, expected)
+    again, lines = cached.load()
+    assert lines == [f"The quantized weights are read from the cache {file}"]
+    apply_coat(again, COATConfig())
+    assert_same(again, expected)
+
+
+def test_a_cache_of_another_version_is_made_again(cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached.load()
+    monkeypatch.setattr(code_cache, "VERSION", "another")
+    assert "is of another version; the weights are quantized again" in cached.load()[1][0]
+
+
+def test_each_format_has_its_own_file_and_they_are_counted(cached: Any) -> None:
+    cached.load()
+    _, lines = cached.load({"weight": {"granularity": "per_row"}})
+    assert "; 1 more of this model there, 0.0 GB); remove what you do not need" in lines[0]
+    assert len(cached.files()) == 2
+    assert "are read from the cache" in cached.load()[1][0]
+
+
+@pytest.mark.parametrize(
+    "coat", [{"weight": {"cache": False}}, {"weight": {"use_fp8": False}}, {"enabled": False}], ids=str
+)
+def test_no_cache_where_none_is_wanted(cached: Any, coat: dict[str, Any]) -> None:
+    assert cached.load(coat)[1] == []
+    assert cached.files() == []
+
+
+def test_no_cache_where_it_saves_little_or_another_process_writes_it(cached: Any, monkeypatch) -> None:
+    assert cached.load(writes=False)[1] == []
+    monkeypatch.setattr(code_cache, "LEAST_SAVED", 5e6)
+    assert cached.load()[1] == []
+    assert cached.files() == []
+
+
+def test_a_full_disk_costs_one_line(cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(code_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=2e9))
+        _, (line,) = cached.load()
+    assert "are not cached" in line
+    assert "2.0 are free" in line
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(code_cache, "_write", full)
+        _, (line,) = cached.load()
+    assert "No space left on device" in line
+    assert line.endswith("; the run continues without")
+    assert cached.files() == []
+
+
+def test_what_a_killed_process_left_is_removed(cached: Any) -> None:
+    cached.load()
+    (file,) = cached.files()
+    old, new = (file.with_name(f"{code_cache.TEMP_PREFIX}{name}") for name in ("old", "new"))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    cached.load({"weight": {"granularity": "per_row"}})
+    assert not old.exists()
+    assert new.exists()
