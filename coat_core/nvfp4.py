@@ -61,6 +61,10 @@ def quantize(weight: Tensor) -> Packed:
 
     Numerics: Gaussian weights come back at 21.5 dB or better; tests/tolerances.py.
     """
+    if weight.is_meta:  # nothing to search, and plans make many
+        sizes = (2, BLOCK)
+        codes, scales = (weight.new_empty(len(weight), weight.shape[1] // n, dtype=torch.uint8) for n in sizes)
+        return Packed(codes, scales, weight.new_empty((), dtype=torch.float32))
     blocks = weight.detach().unflatten(-1, (-1, BLOCK))
     block_amax = finite_abs(blocks).amax(-1).to(torch.float32)
     largest = block_amax.amax()

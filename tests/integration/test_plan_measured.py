@@ -192,8 +192,9 @@ def meta_as_gpu(monkeypatch):
         {"memory": NONE, "activation": {"attention": "bf16"}},
         {"memory": {"checkpointing": "all"}},
         {"memory": {"checkpointing": "every_n", "every_n": 2}},
+        {"memory": {"checkpointing": "every_n", "every_n": 2}, "weight": {"format": "nvfp4"}},
     ],
-    ids=["bf16", "fused", "fused, attention bf16", "all recompute", "every second recomputes"],
+    ids=["bf16", "fused", "fused, attention bf16", "all recompute", "every second recomputes", "nvfp4"],
 )
 @pytest.mark.usefixtures("meta_as_gpu")
 def test_largest_moment_of_a_step_is_as_predicted(block):
