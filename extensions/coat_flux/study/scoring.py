@@ -90,14 +90,13 @@ def score_loras(
         ResumeError: a LoRA does not fit the job's network.
     """
     dtype, kwargs = TORCH_DTYPES[job.train.dtype], job.network.network_kwargs
-    transformer = load_transformer(job.model.name_or_path, dtype)
+    transformer = load_transformer(job.model.name_or_path, dtype, device=device)
     targets = lora_targets(
         transformer,
         only_if_contains=kwargs.only_if_contains,
         ignore_if_contains=kwargs.ignore_if_contains,
         transformer_only=job.network.transformer_only,
     )
-    transformer.to(device)
     add_lora(transformer, targets, job.network.linear, seed=0)
     transformer.eval()
 

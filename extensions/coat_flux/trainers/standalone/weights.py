@@ -111,7 +111,8 @@ def local_folder(name_or_path: str, part: str) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(names: Iterable[str]) -> Path:
-        return Path(snapshot_download(name_or_path, allow_patterns=[f"{part}/{name}" for name in names]), part)
+        wanted = ["model_index.json", *(f"{part}/{name}" for name in names)]
+        return Path(snapshot_download(name_or_path, allow_patterns=wanted), part)
 
     folder = fetch(["config.json", INDEX])
     return fetch(_file_names(folder))
