@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coat_core.formats import FORMATS, M1_FORMATS, M2_FORMATS, WEIGHT_FORMATS
+from coat_core.formats import FORMATS, INT8, M1_FORMATS, M2_FORMATS, WEIGHT_FORMATS
 from coat_core.granularity import GROUP_SIZES
 from coat_core.granularity import NAMES as GRANULARITIES
 
-GRAD_FORMATS = (*FORMATS, "bf16")
+INPUT_FORMATS = (*FORMATS, INT8.name)
+GRAD_FORMATS = (*INPUT_FORMATS, "bf16")
 FALLBACKS = ("bf16", "error")
 
 
@@ -99,11 +100,13 @@ class FP8LinearConfig:
     """How a linear layer multiplies and what it keeps for backward.
 
     Args:
-        weight_format: what a frozen weight is stored in, "e4m3", "e5m2" or "nvfp4" (4 bits; products read it as e4m3).
+        weight_format: what a frozen weight is stored in, "e4m3", "e5m2", "nvfp4" (4 bits; products read it as e4m3) or
+            "int8" (rotated, one scale per output feature; products are INT8).
         weight_granularity: of e4m3 and e5m2, "per_tensor" or "per_row" (one scale per output feature).
-        input_format: format of the GEMM input, "e4m3" or "e5m2".
-        grad_format: format of the output gradient in dgrad, "e5m2", "e4m3", or "bf16" for a bf16 GEMM.
-        input_granularity: "per_tensor", "per_row" (one scale per token) or "per_group".
+        input_format: format of the GEMM input, "e4m3" or "e5m2"; "int8" with weights in int8, and with these alone.
+        grad_format: format of the output gradient in dgrad, "e5m2", "e4m3", or "bf16" for a bf16 GEMM; with weights in
+            int8 "int8" or "bf16".
+        input_granularity: "per_tensor", "per_row" (one scale per token; all that int8 has) or "per_group".
         group_size: the 1×G group of per_group: 16, 32, 64, 128 or 256.
         use_fp8_gemm: False keeps the FP8 weight but multiplies in the input's own precision.
         fallback: "bf16" multiplies in high precision where the device has no FP8 GEMM, "error" raises.
@@ -124,12 +127,24 @@ class FP8LinearConfig:
     def __post_init__(self) -> None:
         _check_choice("weight_format", self.weight_format, WEIGHT_FORMATS)
         _check_choice("weight_granularity", self.weight_granularity, ("per_tensor", "per_row"))
-        _check_choice("input_format", self.input_format, tuple(FORMATS))
+        _check_choice("input_format", self.input_format, INPUT_FORMATS)
         _check_choice("grad_format", self.grad_format, GRAD_FORMATS)
         _check_choice("input_granularity", self.input_granularity, GRANULARITIES)
         _check_choice("group_size", self.group_size, GROUP_SIZES)
         _check_choice("fallback", self.fallback, FALLBACKS)
         _check_bool("use_fp8_gemm", self.use_fp8_gemm)
+        in_int8 = self.weight_format == INT8.name
+        _check_choice("input_format", self.input_format, (INT8.name,) if in_int8 else tuple(FORMATS))
+        _check_choice("grad_format", self.grad_format, (INT8.name, "bf16") if in_int8 else (*FORMATS, "bf16"))
+        if in_int8:
+            _check_choice("input_granularity", self.input_granularity, ("per_row",))
+
+    @property
+    def weight_has_row_scales(self) -> bool:
+        """Whether a stored weight has one scale for each output feature."""
+        return self.weight_format == INT8.name or (
+            self.weight_format in FORMATS and self.weight_granularity == "per_row"
+        )
 
     @property
     def weight_stored_as(self) -> str:

@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """One FP8 format: its name, torch dtype and the limits of what it can hold."""
+    """One 8-bit format: its name, torch dtype and the limits of what it can hold."""
 
     name: str
     dtype: torch.dtype
@@ -59,12 +59,13 @@ M2_FORMATS: dict[str, Format | IntegerFormat] = {**FORMATS, UINT8_LOG.name: UINT
 
 # What a frozen weight may be stored in; `coat_core.linear.weight` says how.
 NVFP4 = "nvfp4"
-WEIGHT_FORMATS = (*FORMATS, NVFP4)
+INT8 = Format("int8", torch.int8, 127.0, 1.0, 1.0, 6)  # of x and W in products: `coat_core.int8`
+WEIGHT_FORMATS = (*FORMATS, NVFP4, INT8.name)
 
 
 def product_format(weight_format: str) -> Format:
-    """Return the format in which FP8 products read a weight that is stored in this one of `WEIGHT_FORMATS`."""
-    return E4M3 if weight_format == NVFP4 else get_format(weight_format)
+    """Return the format in which products read a weight that is stored in this one of `WEIGHT_FORMATS`."""
+    return {NVFP4: E4M3, INT8.name: INT8}.get(weight_format) or get_format(weight_format)
 
 
 def get_format(name: str) -> Format:
@@ -83,9 +84,9 @@ def format_of(dtype: torch.dtype) -> Format:
     """Return the format whose codes have this torch dtype.
 
     Raises:
-        ValueError: `dtype` is not an FP8 dtype used here.
+        ValueError: no FP8 dtype used here, nor INT8.
     """
-    for fmt in FORMATS.values():
+    for fmt in (*FORMATS.values(), INT8):
         if fmt.dtype == dtype:
             return fmt
     raise ValueError(f"dtype={dtype}: must be one of {', '.join(str(fmt.dtype) for fmt in FORMATS.values())}")

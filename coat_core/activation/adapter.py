@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.autograd import autocast_is_on, first_order_only
-from coat_core.formats import get_format
+from coat_core.formats import INT8, get_format
 from coat_core.granularity import Granularity
+from coat_core.int8 import rotation_size
+from coat_core.kernels.int8 import rotate
 from coat_core.kernels.quantize import dequantize, quantize_once
 from coat_core.quantize import Quantized
 
@@ -43,6 +45,8 @@ class _LinearWithFP8Input(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x_hat = dequantize(codes, scale, ctx.granularity, grad.dtype)
             dw = grad.reshape(-1, grad.shape[-1]).t() @ x_hat.reshape(-1, x_hat.shape[-1])
+            if codes.dtype == INT8.dtype:  # of x H, and H is its own inverse
+                dw = rotate(dw, rotation_size(dw.shape[-1]))
         return dx, dw, None
 
 
@@ -64,7 +68,7 @@ class FP8InputLinear(nn.Linear):
     """A bias-free nn.Linear that saves its input in FP8; made from an adapter's down projection by `from_linear`.
 
     Attributes:
-        input_format: "e4m3" or "e5m2".
+        input_format: "e4m3", "e5m2" or "int8".
         input_granularity: scaling of the saved x where it is quantized here.
         source: one-element tuple with the base linear that hands over its x, or empty.
     """
@@ -89,7 +93,8 @@ class FP8InputLinear(nn.Linear):
         Raises:
             ValueError: the layer has a bias.
         """
-        get_format(input_format)
+        if input_format != INT8.name:
+            get_format(input_format)
         if linear.bias is not None:
             raise ValueError(f"{type(linear).__name__} with a bias: an adapter's down projection must have none")
         linear.__class__ = FP8InputLinear

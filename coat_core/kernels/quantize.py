@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coat_core.casts import Cast, declares
-from coat_core.formats import Format, get_format
-from coat_core.granularity import PER_TENSOR, Granularity
+from coat_core.formats import INT8, Format, get_format
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
+from coat_core.int8 import rotation_size
 from coat_core.kernels.codes import fake_saved_codes_of, no_codes, saved_cast_of, saved_codes_of
 from coat_core.kernels.dispatch import run_by_triton
+from coat_core.kernels.int8 import quantize_int8
 from coat_core.kernels.operators import operator
 from coat_core.quantize import Quantized, check_input
 from coat_core.quantize import dequantize as dequantize_reference
@@ -124,13 +126,15 @@ def _(codes: Tensor) -> Tensor:
 def quantize(
     x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
 ) -> Quantized:
-    """Quantize to FP8 with just-in-time scales, by the device's kernel.
+    """Quantize to FP8 with just-in-time scales, by the device's kernel; "int8" is rotated first: `coat_core.int8`.
 
     Arguments, result and errors as `coat_core.quantize.quantize`; `factors`, fp32 [K], multiply x first, in fp32.
 
     Numerics: the codes and scales of `coat_core.quantize.quantize`, to the bit.
     """
     check_input(x)
+    if fmt == INT8.name:
+        return Quantized(*quantize_int8(x.detach(), rotation_size(x.shape[-1]), factors), PER_ROW)
     name = get_format(fmt).name if isinstance(fmt, str) else fmt.name
     codes, scale = _quantize(x.detach(), name, granularity.name, granularity.group_size, factors)
     return Quantized(codes, scale, granularity)

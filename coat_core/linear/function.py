@@ -4,6 +4,11 @@
     dgrad   dx = (dy_q · s_dy)(W_q · s_W)          dy_q in `grad_format`
     wgrad   dW = dyᵀ x_q                           trainable weights only; from the FP8 x
 
+With W in INT8, x and W are rotated along K before they are rounded, and dx after its product (`coat_core.int8`):
+
+    fprop   y  = ((x H)_q · s_x)((W H)_q · s_W)ᵀ + b
+    dgrad   dx = (dy_q · s_dy)((W H)_q · s_W) H
+
 A frozen W needs no x for dgrad, so `fp8_linear` saves nothing, or a reference to the codes of W. A per-row scale of W
 is on dgrad's contraction axis, so it is multiplied into dy before dy is cast. Tensor cores of sm_89 and sm_90 read W
 along its rows only, so dgrad wants Wᵀ [K, N]: a second copy of the codes, or one made at each use.
@@ -24,8 +29,10 @@ from torch import Tensor
 
 from coat_core.autograd import autocast_is_on, first_order_only, refuse_second_order, without_autocast
 from coat_core.config import FP8LinearConfig
-from coat_core.formats import get_format, product_format
-from coat_core.granularity import Granularity
+from coat_core.formats import INT8, get_format, product_format
+from coat_core.granularity import PER_ROW, Granularity
+from coat_core.kernels import int8_mm as int8_products
+from coat_core.kernels.int8 import quantize_int8, rotate
 from coat_core.kernels.quantize import dequantize, quantize, quantize_once
 from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
 from coat_core.kernels.weight_only import weight_only_linear
@@ -47,6 +54,8 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
     """Return why `config` cannot run as FP8 GEMMs on `device` (fprop or dgrad), or None where it can."""
     if device.type == "meta":
         return None
+    if config.weight_format == INT8.name:
+        return int8_products.unsupported_reason(device)
     if config.input_granularity == "per_group":
         return None if device.type == "cpu" else f"{device.type}: no FP8 GEMM takes 1×{config.group_size} scales"
     row_wise = "per_row" in (config.input_granularity, config.weight_granularity)
@@ -96,7 +105,8 @@ def multiply(
         return (out if bias is None else out + bias).to(dtype)
     lead = a.codes.shape[:-1]
     a_scale = _rows(a.scale) if a.scale.ndim else a.scale
-    out = scaled_mm(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
+    product = int8_products.int8_mm if weight.dtype == INT8.dtype else scaled_mm
+    out = product(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
     if len(lead) == 1:
         return out
     if not is_output:
@@ -128,6 +138,8 @@ def fprop(
     """
     if quantized is not None:
         return multiply(quantized, weight.for_fprop(), weight.scale, bias, dtype, True, is_output)
+    if weight.rotation > 1:
+        x = rotate(x, weight.rotation)
     y: Tensor = weight_only_linear(x, weight.for_fprop(), weight.scale, bias, dtype)
     return y
 
@@ -156,10 +168,13 @@ def dgrad(
     if not in_fp8 or config.grad_format == "bf16":
         return grad @ weight.dequantize(grad.dtype)
     factors = weight.scale.reshape(-1) if weight.scale.ndim == 2 else None
-    if quantized is None:
+    if config.grad_format == INT8.name:
+        quantized = Quantized(*quantize_int8(grad.detach(), 1, factors), PER_ROW)
+    elif quantized is None:
         quantized = quantize(grad, config.grad_format, input_granularity(config), factors)
     unit = unit_scale(weight.scale) if unit is None else unit
-    return multiply(quantized, weight.for_dgrad(), unit, None, grad.dtype)
+    dx = multiply(quantized, weight.for_dgrad(), unit, None, grad.dtype)
+    return dx if weight.rotation == 1 else rotate(dx, weight.rotation)
 
 
 def unit_scale(scale: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from coat_core import nvfp4
 from coat_core.config import FP8LinearConfig
-from coat_core.formats import FORMATS, NVFP4, get_format
+from coat_core.formats import INT8, NVFP4, product_format
 from coat_core.granularity import PER_ROW, PER_TENSOR
+from coat_core.int8 import rotation_size
+from coat_core.kernels.int8 import rotate
 from coat_core.kernels.nvfp4 import decode_nvfp4
 from coat_core.kernels.quantize import dequantize, quantize, transpose_codes
 
@@ -29,10 +31,10 @@ OUTPUT_DIM = {CODES: 0, BLOCK_SCALES: 0, TRANSPOSED: 1}
 
 
 class StoredWeight(NamedTuple):
-    """Views of a module's buffers: W = codes · scale, or what the codes decode to · scale.
+    """Views of a module's buffers: W = codes · scale, or what the codes decode to · scale; of int8, W H in its place.
 
     Attributes:
-        codes: FP8 [N, K]; of nvfp4, uint8 [N, K/2].
+        codes: FP8 or INT8 [N, K]; of nvfp4, uint8 [N, K/2].
         scale: fp32 [] or [N, 1].
         transposed: FP8 codes as a contiguous [K, N] for dgrad, where there is such a copy.
         block_scales: of nvfp4, uint8 [N, K/16]; else None.
@@ -49,19 +51,25 @@ class StoredWeight(NamedTuple):
         n, k = self.codes.shape
         return n, k if self.block_scales is None else 2 * k
 
+    @property
+    def rotation(self) -> int:
+        """How many columns were rotated together (`coat_core.int8`), as x has to be and dx back; 1: none."""
+        return rotation_size(self.shape[1]) if self.codes.dtype == INT8.dtype else 1
+
     def for_fprop(self) -> Tensor:
-        """Return FP8 codes [N, K], to be multiplied by `scale`; decoded ones are the caller's alone."""
+        """Return FP8 or INT8 codes [N, K], to be multiplied by `scale`; decoded ones are the caller's alone."""
         return self.codes if self.block_scales is None else decode_nvfp4(self.codes, self.block_scales, False)
 
     def for_dgrad(self) -> Tensor:
-        """Return FP8 codes [K, N]; contiguous where they are decoded, or there is such a copy."""
+        """Return FP8 or INT8 codes [K, N]; contiguous where they are decoded, or there is such a copy."""
         if self.block_scales is not None:
             return decode_nvfp4(self.codes, self.block_scales, True)
         return self.codes.t() if self.transposed is None else self.transposed
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return W [N, K] in `dtype`."""
-        return dequantize(self.for_fprop(), self.scale, dtype=dtype)
+        values = dequantize(self.for_fprop(), self.scale, PER_ROW if self.scale.ndim else PER_TENSOR, dtype)
+        return values if self.rotation == 1 else rotate(values, self.rotation)
 
 
 def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
@@ -69,7 +77,7 @@ def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
     if config.weight_format == NVFP4:
         packed = nvfp4.quantize(weight)
         return StoredWeight(packed.codes, packed.scale, None, packed.block_scales)
-    granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
+    granularity = PER_ROW if config.weight_has_row_scales else PER_TENSOR
     codes, scale, _ = quantize(weight, config.weight_format, granularity)
     return StoredWeight(codes, scale)
 
@@ -121,14 +129,14 @@ def as_stored(buffers: Mapping[str, Tensor | None], scale: Tensor, config: FP8Li
     assert codes is not None
     if config.weight_format == NVFP4:
         return StoredWeight(codes, scale, None, buffers[BLOCK_SCALES])
-    kind = get_format(config.weight_format).dtype
+    kind = product_format(config.weight_format).dtype
     return StoredWeight(codes.view(kind), scale, None if transposed is None else transposed.view(kind))
 
 
 def stored_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> int:
     """Return what a stored weight [N, K] takes, all buffers but a transposed copy."""
-    per_row = config.weight_format in FORMATS and config.weight_granularity == "per_row"
-    return sum(code_bytes(outputs, inputs, config)) + torch.float32.itemsize * (outputs if per_row else 1)
+    scales = outputs if config.weight_has_row_scales else 1
+    return sum(code_bytes(outputs, inputs, config)) + torch.float32.itemsize * scales
 
 
 def code_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> tuple[int, ...]:
@@ -139,8 +147,8 @@ def code_bytes(outputs: int, inputs: int, config: FP8LinearConfig) -> tuple[int,
 
 
 def wants_transposed(config: FP8LinearConfig) -> bool:
-    """Whether dgrad multiplies in FP8 by codes that have to be transposed for it; others are decoded to either form."""
-    return config.use_fp8_gemm and config.grad_format != "bf16" and config.weight_format in FORMATS
+    """Whether dgrad multiplies by 8-bit codes that have to be transposed for it; others are decoded to either form."""
+    return config.use_fp8_gemm and config.grad_format != "bf16" and config.weight_format != NVFP4
 
 
 def keep_transposed(module: nn.Module, config: FP8LinearConfig) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import Format, format_of
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
+from coat_core.int8 import rotate
 from coat_core.linear.weight import load_weight
 from coat_core.metrics import cast_losses
 from coat_core.quantize import dequantize, split_groups
@@ -155,6 +156,7 @@ def note_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> N
         # products read e4m3, of which the codes use a part that depends on the block
         found = [*measure_cast(values[::step], taken.for_fprop(), stored.scale, granularity)[:3].tolist(), math.nan]
     else:
-        granularity = PER_ROW if config.weight_granularity == "per_row" else PER_TENSOR
-        found = measure_cast(*sampled(values, stored.codes, stored.scale, granularity), granularity).tolist()
+        granularity = PER_ROW if config.weight_has_row_scales else PER_TENSOR
+        values, codes, scale = sampled(values, stored.codes, stored.scale, granularity)
+        found = measure_cast(rotate(values, stored.rotation), codes, scale, granularity).tolist()
     setattr(module, WEIGHT_PRECISION, " ".join(map(repr, found)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from coat_core.activation import PackingConfig
+from coat_core.formats import INT8
 from coat_core.granularity import Granularity
 
 from .block_bytes import BlockBytes, Moment, UnknownBlock, block_bytes, fewest_recomputed, largest_moment
@@ -332,7 +333,8 @@ def packing_of(config: COATConfig) -> PackingConfig:
     """How FP8 saved tensors and inputs of recomputed blocks are stored."""
     activation = config.activation
     granularity = Granularity(activation.nonlinear_granularity, activation.group_size)
-    return PackingConfig(activation.format, granularity, activation.attention)
+    fmt = "e4m3" if activation.format == INT8.name else activation.format  # one scale for a group needs no rotation
+    return PackingConfig(fmt, granularity, activation.attention)
 
 
 def block_settings(config: COATConfig, given: Given, *, fused: bool = True) -> list[FlowSettings]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from coat_core.formats import INT8
 from coat_core.kernels.dispatch import triton_obstacle
 from coat_core.linear.function import fp8_gemm_obstacle
 
@@ -157,15 +158,17 @@ def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRo
         return TableRow("GEMMs", "high precision", weights, "activation.use_fp8: false")
     linear = config.linear_config()
     backward = "dequantized weights" if linear.grad_format == "bf16" else linear.grad_format
-    asked = f"FP8, forward {linear.input_format}, backward {backward}"
+    kind = "INT8" if linear.input_format == INT8.name else "FP8"
+    asked = f"{kind}, forward {linear.input_format}, backward {backward}"
     obstacle = fp8_gemm_obstacle(device, linear)
     if obstacle is not None:
         return TableRow("GEMMs", asked, DEQUANTIZED, f"fallback: {obstacle}")
     if plan.execution.gemm == "bf16":
         return TableRow("GEMMs", asked, DEQUANTIZED, "faster here, and at least as precise; see execution")
     if device.type == "cpu":
-        return TableRow("GEMMs", asked, "fp32 products of the FP8 codes", "a cpu: a GPU's values, not its speed")
-    return TableRow("GEMMs", asked, "torch._scaled_mm", f"a trial on {device} ran")
+        got = f"{'int32' if kind == 'INT8' else 'fp32'} products of the {kind} codes"
+        return TableRow("GEMMs", asked, got, "a cpu: a GPU's values, not its speed")
+    return TableRow("GEMMs", asked, "int8_mm" if kind == "INT8" else "torch._scaled_mm", f"a trial on {device} ran")
 
 
 def _kernels(device: torch.device) -> TableRow:

@@ -264,6 +264,8 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
     gemms = FP8LinearConfig(
         input_granularity=settings.inputs.name, group_size=settings.inputs.group_size, use_fp8_gemm=settings.fp8_gemms
     )
+    if settings.weight_format == "int8":
+        gemms = replace(gemms, weight_format="int8", input_format="int8", grad_format="int8")
     with torch.device("meta"):
         module = make_block(block).to(VALUES[settings.value_bytes]).requires_grad_(False)
         for name, linear in [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]:

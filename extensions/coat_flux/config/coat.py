@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
 
 FORMATS = ("e4m3", "e5m2")
-WEIGHT_FORMATS = (*FORMATS, "nvfp4")
+INT8 = "int8"
+WEIGHT_FORMATS = (*FORMATS, "nvfp4", INT8)
 RESUME_PARTS = ("data", "seed", "world_size")  # of a run's identity that a resume may change where `allow` names it
 ADAMW_OPTIONS: tuple[Option, ...] = (
     Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
@@ -57,7 +58,7 @@ class WeightOptions:
     format: str = choice(
         WEIGHT_FORMATS,
         "format of the frozen weights; nvfp4: 4.5 bits each (FLUX.1: 6.8 GB instead of 12.0), decoded to e4m3 for "
-        "each product",
+        "each product; int8: rotated, for cards without FP8 (RTX 20xx, 30xx, A100), with activation.format: int8",
     )
     granularity: str = choice(("per_tensor", "per_row"), "what shares one scale in a weight of e4m3 or e5m2")
     cache: bool = switch(
@@ -72,8 +73,13 @@ class ActivationOptions:
     """`coat.activation`: GEMM inputs, gradients and what is saved for backward."""
 
     use_fp8: bool = switch(True, "FP8 GEMM inputs and FP8 tensors saved for backward")
-    format: str = choice(FORMATS, "FP8 format of the forward input")
-    grad_format: str = choice(("e5m2", "e4m3", "bf16"), "format of the backward gradient")
+    format: str = choice(
+        (*FORMATS, INT8),
+        "FP8 format of the forward input; int8: with weight.format: int8, what is saved for backward is e4m3",
+    )
+    grad_format: str = choice(
+        ("e5m2", "e4m3", INT8, "bf16"), "format of the backward gradient; with weight.format: int8 the default is int8"
+    )
     linear_granularity: str = choice(("per_row", "per_tensor", "per_group"), "scaling of GEMM inputs")
     nonlinear_granularity: str = choice(
         ("per_group", "per_tensor"), "scaling of what norms, GELU, gates and attention save"
@@ -238,6 +244,9 @@ class COATConfig:
         tree = to_plain(self)
         if self.memory.checkpointing != "every_n":
             del tree["memory"]["every_n"]
+        if self.weight.format == INT8:
+            del tree["weight"]["granularity"]
+            tree["activation"]["grad_format"] = self.grad_format
         if self.optimizer.use_dynamic_range_expansion and not self.optimizer.has_fp8_moment:
             del tree["optimizer"]["use_dynamic_range_expansion"]
         return tree
@@ -275,6 +284,12 @@ class COATConfig:
         values["use_fp8_m2"] = use_fp8 and values["use_fp8_m2"]
         return FP8QuantizationConfig(**values), adamw
 
+    @property
+    def grad_format(self) -> str:
+        """Format of the gradient in products: INT8 weights are multiplied by INT8 where bf16 is not asked for."""
+        grad = self.activation.grad_format
+        return INT8 if self.weight.format == INT8 and grad in FORMATS else grad
+
     def linear_config(self) -> FP8LinearConfig:
         """How frozen linears are stored and multiply."""
         from coat_core.config import FP8LinearConfig
@@ -282,8 +297,8 @@ class COATConfig:
         return FP8LinearConfig(
             weight_format=self.weight.format,
             weight_granularity=self.weight.granularity,
-            input_format=self.activation.format,
-            grad_format=self.activation.grad_format,
+            input_format=INT8 if self.weight.format == INT8 else self.activation.format,
+            grad_format=self.grad_format,
             input_granularity=self.activation.linear_granularity,
             group_size=self.activation.group_size,
             use_fp8_gemm=self.activation.use_fp8,
@@ -338,6 +353,7 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
         rule = f"expands blocks of e4m3 and e5m2, not of {optimizer.m1_format} and {optimizer.m2_format}; remove it"
         findings.add(expansion, rule, True)
     _check_stored(config, path, findings)
+    _check_int8(config, path, findings)
     _check_products(config, path, findings)
     if config.speed.compile == "blocks" and config.activation.flow == "generic":
         rule = "compiles the fused flow's blocks, and activation.flow is generic; write flow: fused or compile: none"
@@ -365,12 +381,35 @@ def _check_stored(config: COATConfig, path: str, findings: Findings) -> None:
     if not weight.use_fp8:
         rule = "is how weights are stored, and weight.use_fp8: false stores none; write e4m3, or weight.use_fp8: true"
         findings.add(f"{path}.weight.format", rule, weight.format)
-    if weight.granularity == "per_row":
+    if weight.granularity == "per_row" and weight.format != INT8:
         rule = f"is for e4m3 and e5m2; {weight.format} has a scale for each 16 numbers; remove it"
         findings.add(f"{path}.weight.granularity", rule, weight.granularity)
-    if config.memory.transposed_weights == "always":
+    if config.memory.transposed_weights == "always" and weight.format != INT8:
         rule = f"weights in {weight.format} are decoded to either layout, there is nothing to copy; write auto or never"
         findings.add(f"{path}.memory.transposed_weights", rule, "always")
+
+
+def _check_int8(config: COATConfig, path: str, findings: Findings) -> None:
+    """INT8 comes on both sides of a product, one scale per row."""
+    weight, activation, given = config.weight, config.activation, findings.given
+    stored, key = weight.format == INT8, f"{path}.activation"
+    if not activation.use_fp8:
+        return
+    if stored != (activation.format == INT8):
+        rule = "weights in int8 multiply inputs in int8; write int8, or weight.format: e4m3"
+        other = f"is for weights in int8, and weight.format is {weight.format}; write int8 there too, or e4m3"
+        findings.add(f"{key}.format", rule if stored else other, activation.format)
+    if stored and activation.grad_format in FORMATS and f"{key}.grad_format" in given:
+        rule = "weights in int8 multiply gradients in int8 or bf16; write one of them"
+        findings.add(f"{key}.grad_format", rule, activation.grad_format)
+    if not stored and activation.grad_format == INT8:
+        rule = f"is for weights in int8, and weight.format is {weight.format}; write e5m2, e4m3 or bf16"
+        findings.add(f"{key}.grad_format", rule, INT8)
+    if stored and activation.linear_granularity != "per_row":
+        rule = "int8 has one scale per row; write per_row"
+        findings.add(f"{key}.linear_granularity", rule, activation.linear_granularity)
+    if stored and weight.granularity == "per_tensor" and f"{path}.weight.granularity" in given:
+        findings.add(f"{path}.weight.granularity", "int8 has one scale per row; remove it", weight.granularity)
 
 
 def _check_products(config: COATConfig, path: str, findings: Findings) -> None:

@@ -25,6 +25,7 @@ from coat_core.quantize import Quantized
 
 from .attention import Attention, Projected, Shared
 from .block import run_block
+from .frozen import made_in_passing
 from .gated_linear import GatedLinear, activate
 from .kept import NOT_SAVED, Kept, Saving
 from .modulation import Modulation, gradient_of_vectors
@@ -87,7 +88,7 @@ class DoubleBlock:
         out = self.attention.forward(kept, projected, shared, attends)
         del y, projected
         spec = self.image.output.linear.input_spec
-        by_row = spec is not None and spec[1].name == "per_row"
+        by_row = spec is not None and spec[1].name == "per_row" and made_in_passing(spec)
         how = (spec[0], "per_row", spec[1].group_size) if spec is not None and by_row else ("e4m3", *NOT_SAVED)
         codes, code_scale, *saved = quantize_and_save(out, *how, *attends.in_passing)
         kept.add("out", *attends.keep(out, saved[0], saved[1]))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
+from coat_core.formats import INT8
 from coat_core.granularity import Granularity
 from coat_core.kernels.quantize import quantize
 from coat_core.kernels.scaled_mm import row_scale
@@ -218,8 +219,8 @@ def _whole(parts: Sequence[Tensor], dim: int) -> Tensor | None:
 
 
 def in_passing(spec: Spec | None, fmt: str = "e4m3") -> tuple[str, str]:
-    """`fmt` and `granularity` of a kernel that quantizes what it makes; "none" where it is not to."""
-    if spec is None or spec[1].name == "per_group":
+    """`fmt` and `granularity` of a kernel that quantizes what it makes; "none" where it is not to, or cannot."""
+    if spec is None or not made_in_passing(spec):
         return fmt, "none"
     return spec[0], spec[1].name
 
@@ -229,4 +230,9 @@ def quantized_by(spec: Spec | None, x: Tensor, codes: Tensor, scale: Tensor) -> 
     if spec is None:
         return None
     fmt, granularity = spec
-    return quantize(x, fmt, granularity) if granularity.name == "per_group" else Quantized(codes, scale, granularity)
+    return Quantized(codes, scale, granularity) if made_in_passing(spec) else quantize(x, fmt, granularity)
+
+
+def made_in_passing(spec: Spec) -> bool:
+    """Whether kernels that make values quantize them so: whole rows, or a tensor, but not 1×G, and not rotated."""
+    return spec[1].name != "per_group" and spec[0] != INT8.name
