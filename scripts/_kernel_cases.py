@@ -83,6 +83,8 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 def _int8_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.kernels.gpu.int8 import int8_mm, quantize_int8, rotate
+    from coat_core.kernels.gpu.quantize import dequantize
+    from coat_core.kernels.gpu.weight_only import weight_only_linear
 
     fp32, bf16, wide = torch.float32, torch.bfloat16, 3 * HIDDEN + MLP
     cases: dict[str, Callable[[], Any]] = {
@@ -94,6 +96,12 @@ def _int8_cases() -> dict[str, Callable[[], Any]]:
         "quantize int8 fp32": partial(quantize_int8, _empty(8, HIDDEN, dtype=fp32), 256, None),
         "quantize int8 with factors": partial(quantize_int8, _empty(TOKENS, wide), 1, _empty(wide, dtype=fp32)),
     }
+    codes, scale = _empty(6 * HIDDEN, HIDDEN, dtype=torch.int8), _empty(6 * HIDDEN, 1, dtype=fp32)
+    cases["dequantize per row int8"] = partial(dequantize, codes, scale, "per_row", 128, bf16)
+    for batch in (1, 4):
+        cases[f"weight only, batch {batch} int8"] = partial(
+            weight_only_linear, _empty(batch, HIDDEN), codes, scale, _empty(6 * HIDDEN), bf16
+        )
     for m, n, k in ((TOKENS, wide, HIDDEN), (512, HIDDEN, MLP)):
         a, b = _empty(m, k, dtype=torch.int8), _empty(n, k, dtype=torch.int8)
         a_scale, b_scale = _empty(m, 1, dtype=fp32), _empty(n, 1, dtype=fp32)

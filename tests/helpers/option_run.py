@@ -26,14 +26,14 @@ LAYER = "transformer.transformer_blocks.0.attn.to_k"
 
 
 class GemmLog(TorchDispatchMode):
-    """(dtype of a, shape of its scale) of every FP8 GEMM."""
+    """(dtype of a, shape of its scale) of every FP8 or INT8 GEMM."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.coat.fp8_mm.default:
+        if func in (torch.ops.coat.fp8_mm.default, torch.ops.coat.int8_mm.default):
             self.calls.append((args[0].dtype, tuple(args[1].shape)))
         return func(*args, **(kwargs or {}))
 

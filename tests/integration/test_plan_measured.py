@@ -227,6 +227,7 @@ def tiny_model(tmp_path_factory):
         ("coat_fp8_adamw", {"optimizer": {"use_fp8_m2": False, "block_size": 16}}),
         ("coat_fp8_adamw", {"optimizer": {"use_dynamic_range_expansion": False}, "weight": {"granularity": "per_row"}}),
         ("coat_fp8_adamw", {"weight": {"format": "nvfp4"}}),
+        ("coat_fp8_adamw", {"weight": {"format": "int8"}, "activation": {"format": "int8"}}),
         ("adamw", None),
     ],
 )

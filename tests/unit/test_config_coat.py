@@ -80,8 +80,8 @@ def test_every_mistake_is_reported_not_only_the_first():
 
 
 def test_a_disabled_block_is_checked_all_the_same():
-    assert findings({"enabled": False, "weight": {"format": "int8"}}) == [
-        "f.yaml: coat.weight.format='int8': must be one of e4m3, e5m2, nvfp4; write e4m3, for example"
+    assert findings({"enabled": False, "weight": {"format": "fp6"}}) == [
+        "f.yaml: coat.weight.format='fp6': must be one of e4m3, e5m2, nvfp4, int8; write e4m3, for example"
     ]
 
 
@@ -116,12 +116,64 @@ def test_a_budget_without_auto_is_refused(mode):
         ),
         (
             {"activation": {"format": "nvfp4"}},
-            "activation.format='nvfp4': must be one of e4m3, e5m2; write e4m3, for example",
+            "activation.format='nvfp4': must be one of e4m3, e5m2, int8; write e4m3, for example",
         ),
     ],
 )
 def test_what_a_weight_in_4_bits_cannot_have_is_refused(block, line):
     assert findings(block) == [f"f.yaml: coat.{line}"]
+
+
+IN_INT8 = {"weight": {"format": "int8"}, "activation": {"format": "int8"}}
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        (
+            {"weight": {"format": "int8"}},
+            "activation.format='e4m3': weights in int8 multiply inputs in int8; write int8, or weight.format: e4m3",
+        ),
+        (
+            {"activation": {"format": "int8"}},
+            "activation.format='int8': is for weights in int8, and weight.format is e4m3; write int8 there too, "
+            "or e4m3",
+        ),
+        (
+            {"weight": {"format": "int8"}, "activation": {"format": "int8", "grad_format": "e5m2"}},
+            "activation.grad_format='e5m2': weights in int8 multiply gradients in int8 or bf16; write one of them",
+        ),
+        (
+            {"activation": {"grad_format": "int8"}},
+            "activation.grad_format='int8': is for weights in int8, and weight.format is e4m3; write e5m2, e4m3 "
+            "or bf16",
+        ),
+        (
+            {"weight": {"format": "int8"}, "activation": {"format": "int8", "linear_granularity": "per_tensor"}},
+            "activation.linear_granularity='per_tensor': int8 has one scale per row; write per_row",
+        ),
+        (
+            {"weight": {"format": "int8", "granularity": "per_tensor"}, "activation": {"format": "int8"}},
+            "weight.granularity='per_tensor': int8 has one scale per row; remove it",
+        ),
+        (
+            {"weight": {"format": "int8", "use_fp8": False}, "activation": {"format": "int8"}},
+            "weight.format='int8': is how weights are stored, and weight.use_fp8: false stores none; "
+            "write e4m3, or weight.use_fp8: true",
+        ),
+    ],
+)
+def test_what_int8_cannot_have_is_refused(block, line):
+    assert findings(block) == [f"f.yaml: coat.{line}"]
+
+
+def test_products_in_int8_have_gradients_in_int8_unless_bf16_is_asked_for():
+    linear = COATConfig.from_dict(IN_INT8).linear_config()
+    assert (linear.weight_format, linear.input_format, linear.grad_format) == ("int8", "int8", "int8")
+    asked = {"weight": {"format": "int8"}, "activation": {"format": "int8", "grad_format": "bf16"}}
+    assert COATConfig.from_dict(asked).linear_config().grad_format == "bf16"
+    stored = {"weight": {"format": "int8"}, "activation": {"use_fp8": False}}
+    assert not COATConfig.from_dict(stored).linear_config().use_fp8_gemm
 
 
 def test_long_and_multi_line_input_stays_on_one_short_line():
@@ -138,6 +190,7 @@ def test_long_and_multi_line_input_stays_on_one_short_line():
         {"memory": {"checkpointing": "every_n", "every_n": 3}},
         {"memory": {"budget_gb": 15.5}},
         {"weight": {"format": "nvfp4"}},
+        {"weight": {"format": "int8"}, "activation": {"format": "int8", "grad_format": "bf16"}},
     ],
 )
 def test_to_dict_holds_every_option_and_reads_back(block):
