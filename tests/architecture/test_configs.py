@@ -13,6 +13,7 @@ from tests.architecture.sources import ROOT
 CONFIGS = ROOT / "configs"
 PROMISED = [
     "flux_clothing_coat.yaml",
+    "flux_clothing_coat_3090.yaml",
     "flux_clothing_coat_16gb.yaml",
     "flux_clothing_coat_12gb.yaml",
     "flux_clothing_coat_8gb.yaml",

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from coat_core.kernels import attention as attention_kernels
-from coat_core.kernels import dispatch, scaled_mm
+from coat_core.kernels import dispatch, int8_mm, scaled_mm
 from coat_flux.blocks import streaming
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone.steps import train_step
@@ -61,7 +61,7 @@ COMPARED = {
     "coat_flux/trainers/standalone/step_graph.py:_restore": 0.0,
     "coat_flux/trainers/standalone/step_graph.py:_difference": 1.0,
 }
-CACHES = (dispatch.triton_obstacle, dispatch._launcher, scaled_mm.unsupported_reason)
+CACHES = (dispatch.triton_obstacle, dispatch._launcher, scaled_mm.unsupported_reason, int8_mm.unsupported_reason)
 
 
 class DryGPU:
