@@ -12,7 +12,8 @@ from typing import Any
 from ..base.names import COAT_OPTIMIZER, COAT_TYPE
 from .ai_toolkit_keys import CLASSES_FILE, NoToolkitError, Schema, check_keys, read_schema, shipped_schema
 from .build import build
-from .coat import COATConfig, check_combinations
+from .coat import COATConfig
+from .combinations import check_combinations
 from .entry import AI_TOOLKIT, STANDALONE, Entry
 from .findings import ConfigError, Finding, Findings, closest, finding
 from .job import JobConfig

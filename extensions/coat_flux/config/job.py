@@ -14,7 +14,8 @@ from typing import Any
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .ai_toolkit_keys import NETWORK_KWARGS, PROCESS, other_keys
 from .build import build
-from .coat import COATConfig, check_combinations
+from .coat import COATConfig
+from .combinations import check_combinations
 from .entry import STANDALONE, Entry
 from .findings import Findings
 from .job_file import check_plain, check_shape, load_job_yaml, load_written, replace_name

@@ -16,6 +16,7 @@ from typing import Any
 
 from .findings import closest, show
 
+FORMATS, INT8 = ("e4m3", "e5m2"), "int8"  # of FP8; torch is not imported here
 COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
 BLOCK_WORDS = ("auto", "all")
 BOOL_WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}

@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 
 from ..base.errors import UserError
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from ..config.coat import ADAMW_OPTIONS, FORMATS
+from ..config.coat import ADAMW_OPTIONS
 from ..config.job import JobConfig
+from ..config.options import FORMATS
 from ..pages.run import MEMORY_FILE, RunFolder
 from ..trainers.standalone.resume import find_resume_point
 
