@@ -75,6 +75,8 @@ def job_of(options: argparse.Namespace) -> dict[str, Any]:
     """The config of all runs; draws the photos."""
     photos, _ = write_photos(options.out / "photos")
     coat = {**COAT, "weight": {"format": options.weight}}
+    if options.weight == "int8":  # on both sides of a product
+        coat["activation"] = {"format": "int8"}
     return make_job(
         options.model, photos, options.out, steps=options.steps, coat=coat, lr=options.lr, batch=options.batch
     )

@@ -20,6 +20,7 @@ from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.flux import coat_flux_model, predict
 from tests.helpers.linear_inputs import linear_inputs
+from tests.helpers.option_run import GemmLog
 from tests.tolerances import FP32_ORDER_FLOOR_DB, INT8_FLOOR_DB, INT8_FLUX_FLOOR_DB, INT8_GRADIENT_FLOOR_DB
 
 N, K = 48, 320  # rotated in blocks of 64
@@ -138,8 +139,13 @@ def test_trained_weights_are_not_in_int8() -> None:
 def gradients(options: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
     """Of the LoRA of tiny FLUX in fp32, with the prediction; and the start table."""
     model, report, _ = coat_flux_model(options, dtype=torch.float32)
-    prediction = predict(model)
-    prediction.square().mean().backward()
+    with GemmLog() as forward:
+        prediction = predict(model)
+    with GemmLog() as backward:
+        prediction.square().mean().backward()
+    in_int8 = options.get("weight") == {"format": "int8"}
+    assert {dtype for dtype, _ in (*forward.calls, *backward.calls)} == ({torch.int8} if in_int8 else set())
+    assert not in_int8 or all(log.calls for log in (forward, backward))
     grads = {name: parameter.grad for name, parameter in lora_parameters(model).items()}
     return {"prediction": prediction.detach(), **grads}, report.table()
 

@@ -24,8 +24,6 @@ from tests.helpers.step_watch import step_watch
 E4M3, E5M2, FP32, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
 TOKENS = 64
 KEPT = "memory: {checkpointing: none}"
-INT8 = torch.int8
-IN_INT8 = "weight: {format: int8}, activation: {format: int8"  # not closed
 N_LINEARS, N_GEMMS = 40, 34  # in the blocks; of these all but the modulation multiply in FP8
 
 
@@ -145,14 +143,6 @@ FUSED = [
     ("activation.attention", fused(", attention: bf16"), fused_attention, {BF16}),
     ("activation.grad_format", fused(), backward_gemm_dtypes, {E5M2}),
     ("activation.grad_format", fused(", grad_format: e4m3"), backward_gemm_dtypes, {E4M3}),
-    (
-        "activation.format",
-        f"{{{IN_INT8}, flow: fused}}, {KEPT}}}",
-        forward_gemms,
-        {(torch.int8, s) for s in ROW_SCALES},
-    ),
-    ("activation.format", f"{{{IN_INT8}, flow: fused}}, {KEPT}}}", fused_dtypes, {E4M3}),
-    ("activation.grad_format", f"{{{IN_INT8}, flow: fused}}, {KEPT}}}", backward_gemm_dtypes, {INT8}),
     ("activation.linear_granularity", fused(), forward_gemms, {(E4M3, shape) for shape in ROW_SCALES}),
     ("activation.linear_granularity", fused(", linear_granularity: per_tensor"), forward_gemms, {(E4M3, ())}),
     ("weight.use_fp8", f"{{activation: {{flow: fused}}, weight: {{use_fp8: false}}, {KEPT}}}", float_weights, True),
@@ -204,7 +194,6 @@ CASES = [
         E5M2,
     ),
     Case("weight.format", f"{{weight: {{format: nvfp4}}, {KEPT}}}", weight_dtype, torch.uint8),
-    Case("weight.format", f"{{{IN_INT8}}}, {KEPT}}}", weight_dtype, torch.int8),
     Case("weight.granularity", f"{{weight: {{granularity: per_tensor}}, {KEPT}}}", weight_scale_shape, ()),
     Case("weight.granularity", f"{{weight: {{granularity: per_row}}, {KEPT}}}", weight_scale_shape, (64, 1)),
     # activation
@@ -226,8 +215,6 @@ CASES = [
         kept_block_inputs,
         ({False}, {E5M2}),
     ),
-    Case("activation.format", f"{{{IN_INT8}}}, {KEPT}}}", packed_dtypes, {E4M3}),
-    Case("activation.grad_format", f"{{{IN_INT8}, grad_format: int8}}, {KEPT}}}", backward_gemm_dtypes, {INT8}),
     Case("activation.grad_format", KEPT, backward_gemm_dtypes, {E5M2}),
     Case("activation.grad_format", f"{{activation: {{grad_format: e4m3}}, {KEPT}}}", backward_gemm_dtypes, {E4M3}),
     Case("activation.grad_format", f"{{activation: {{grad_format: bf16}}, {KEPT}}}", backward_gemm_dtypes, set()),

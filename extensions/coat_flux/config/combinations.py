@@ -1,19 +1,16 @@
-"""What options of the `coat:` block exclude each other, or have no effect together."""
+"""What options of the `coat:` block exclude each other, or have no effect together; `config` is a COATConfig."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .findings import Findings, closest
 from .options import FORMATS, INT8
 
-if TYPE_CHECKING:
-    from .coat import COATConfig
-
 RESUME_PARTS = ("data", "seed", "world_size")  # of a run's identity that a resume may change where `allow` names it
 
 
-def check_combinations(config: COATConfig, path: str, findings: Findings) -> None:
+def check_combinations(config: Any, path: str, findings: Findings) -> None:
     """Refuse options that the user wrote and that would have no effect with the others."""
     memory = f"{path}.memory"
     mode = config.memory.checkpointing
@@ -55,7 +52,7 @@ def check_combinations(config: COATConfig, path: str, findings: Findings) -> Non
             findings.add(f"{path}.resume.allow", f"each must be one of {', '.join(RESUME_PARTS)}; {remedy}", part)
 
 
-def _check_stored(config: COATConfig, path: str, findings: Findings) -> None:
+def _check_stored(config: Any, path: str, findings: Findings) -> None:
     """Refuse what has no effect on, or no meaning with, a weight in fewer than 8 bits."""
     weight = config.weight
     if weight.format in FORMATS:
@@ -71,7 +68,7 @@ def _check_stored(config: COATConfig, path: str, findings: Findings) -> None:
         findings.add(f"{path}.memory.transposed_weights", rule, "always")
 
 
-def _check_int8(config: COATConfig, path: str, findings: Findings) -> None:
+def _check_int8(config: Any, path: str, findings: Findings) -> None:
     """INT8 comes on both sides of a product, one scale per row."""
     weight, activation, given = config.weight, config.activation, findings.given
     stored, key = weight.format == INT8, f"{path}.activation"
@@ -94,7 +91,7 @@ def _check_int8(config: COATConfig, path: str, findings: Findings) -> None:
         findings.add(f"{path}.weight.granularity", "int8 has one scale per row; remove it", weight.granularity)
 
 
-def _check_products(config: COATConfig, path: str, findings: Findings) -> None:
+def _check_products(config: Any, path: str, findings: Findings) -> None:
     """Refuse e5m2 × e5m2, which no GPU multiplies; per_group inputs are multiplied in bf16 and may be anything."""
     activation = config.activation
     if config.weight.format != "e5m2" or not activation.use_fp8 or activation.linear_granularity == "per_group":

@@ -18,7 +18,7 @@ from ..base.errors import UserError
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from ..config.coat import ADAMW_OPTIONS
 from ..config.job import JobConfig
-from ..config.options import FORMATS
+from ..config.options import FORMATS, INT8
 from ..pages.run import MEMORY_FILE, RunFolder
 from ..trainers.standalone.resume import find_resume_point
 
@@ -111,6 +111,10 @@ def _idle(block: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "memory", "budget_gb"
     if optimizer["m1_format"] not in FORMATS and optimizer["m2_format"] not in FORMATS:
         yield "optimizer", "use_dynamic_range_expansion"
+    if block["weight"]["format"] == INT8:
+        yield "weight", "granularity"
+        if activation["grad_format"] in FORMATS:
+            yield "activation", "grad_format"
     if activation["flow"] == "generic":
         yield "speed", "compile"
     if not activation["use_fp8"] or activation["linear_granularity"] == "per_group":
