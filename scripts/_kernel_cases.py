@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from _z_image_cases import z_image_cases
 from torch import Tensor
 
 from coat_core.formats import FORMATS
@@ -383,6 +384,7 @@ CASES: dict[str, Callable[[], Any]] = {
     **_qkv_cases(),
     **_mlp_gradient_cases(),
     **_swiglu_cases(),
+    **z_image_cases(),
     **_lora_cases(),
     **_adamw_cases(),
 }

@@ -9,7 +9,8 @@
     gelu_tanh       act(x) = x/2·(1 + tanh(u)),   u = sqrt(2/π)·(x + 0.044715·x³)
     silu_and_mul    act([gate | up]) = silu(gate)·up,   silu(x) = x/(1 + exp(-x)):   SwiGLU, of two halves of mlp
 
-Shapes: attention [..., D]; mlp [..., N]; act(mlp) [..., F], with N = F of GELU and N = 2·F of SwiGLU; `fmt`,
+Shapes: attention [..., D]; mlp [..., N]; act(mlp) [..., F], with N = F of GELU and N = 2·F of SwiGLU; its adapter
+h [..., r], up [N, r], or h [..., 2·r] where SwiGLU's halves are of two linears: r columns for each; `fmt`,
 `granularity`, `saved_format` and `group_size` as in `coat_core.kernels.codes`.
 """
 
@@ -62,6 +63,19 @@ def activated_width(mlp: Tensor, activation: str) -> int:
     return width // 2
 
 
+def columns_of_up(h: Tensor | None, up: Tensor | None) -> int:
+    """Return which column of h the second half of mlp begins to read at: 0 where both halves share one adapter."""
+    return 0 if h is None or up is None or h.shape[-1] == up.shape[-1] else up.shape[-1]
+
+
+def complete_mlp(mlp: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
+    """Return mlp with its adapter, or with those of its halves."""
+    if h is None or up is None or not columns_of_up(h, up):
+        return with_adapter(mlp, h, up)
+    parts = zip(mlp.chunk(2, dim=-1), h.chunk(2, dim=-1), up.chunk(2), strict=True)
+    return torch.cat([with_adapter(*part) for part in parts], dim=-1)
+
+
 def _activated(mlp: Tensor, activation: str) -> Tensor:
     """act(mlp), rounding as torch does: SwiGLU's silu by itself, then the product."""
     if activated_width(mlp, activation) == mlp.shape[-1]:
@@ -92,7 +106,7 @@ def mlp_activation(
         attention_scale: of the codes, fp32 [B, S, ceil(D / G)]; None where attention is values.
         mlp: [B, S, N], values or codes.
         mlp_scale: likewise.
-        h: [B, S, r]; None without an adapter, and for codes.
+        h: [B, S, r], or of two linears' halves [B, S, 2·r]; None without an adapter, and for codes.
         up: [N, r]; likewise.
         fmt: of the codes, "e4m3" or "e5m2"; "none" with the granularity "none".
         granularity: of the codes, "none", "per_row" or "per_tensor".
@@ -114,7 +128,7 @@ def mlp_activation(
     Source: FLUX's single blocks, diffusers models/transformers/transformer_flux.py, and FLUX.2's, its
     transformer_flux2.py; what is kept: arXiv 2410.19313, section 5.
     """
-    mlp = with_adapter(values_of(mlp, mlp_scale, group_size, dtype), h, up)
+    mlp = complete_mlp(values_of(mlp, mlp_scale, group_size, dtype), h, up)
     values = _activated(mlp, activation)
     attention_saved = no_codes(mlp, "none")
     if attention is not None:
@@ -169,7 +183,7 @@ def _(
     casts = [] if cast is None else [cast]
     if saved_format != "none":
         casts += () if attention is None else saved_cast_of(attention, out[3:5], group_size)
-        casts += saved_cast_of(with_adapter(mlp, h, up), out[5:], group_size)
+        casts += saved_cast_of(complete_mlp(mlp, h, up), out[5:], group_size)
     return tuple(casts)
 
 
@@ -251,7 +265,7 @@ def mlp_activation_down(
     Args:
         attention: floating [B, S, D]; None for the activation alone.
         mlp: floating [B, S, N].
-        h: [B, S, r]; None without an adapter of mlp.
+        h: as `mlp_activation`; None without an adapter of mlp.
         up: [N, r]; likewise.
         down: of the next linear's adapters [R, D + F], R from 1 to 256, in `dtype`.
         fmt: of the codes, "e4m3" or "e5m2".

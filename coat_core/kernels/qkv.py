@@ -9,7 +9,7 @@ reference. The forward pass rounds where diffusers' FLUX blocks round; the backw
 what was kept and rounded once.
 
 Shapes: one or two streams i of S_i tokens, the text first, S tokens together; q, k, v [B, S, H, d]; weight [d]; cos,
-sin [S, d], each rotary angle repeated for its pair of neighbours.
+sin [S, d], or [B, S, d] where images have their own, each rotary angle repeated for its pair of neighbours.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def norm_and_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: fl
     Args:
         x: floating [B, S_i, H, d], d even.
         weight: [d].
-        cos: fp32 [S_i, d].
-        sin: fp32 [S_i, d].
+        cos: fp32 [S_i, d], or [B, S_i, d].
+        sin: likewise.
         eps: added to the mean square.
 
     Numerics: bit-equal to torch.nn.RMSNorm followed by diffusers' apply_rotary_emb on a CPU.
@@ -62,7 +62,7 @@ def norm_and_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: fl
     """
     with without_autocast(x.device):
         normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
-        cos, sin = cos[None, :, None], sin[None, :, None]
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return (normed.to(torch.float32) * cos + _turned(normed).to(torch.float32) * sin).to(x.dtype)
 
 
@@ -72,7 +72,7 @@ def norm_and_rotate_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tenso
     g = (gradient rotated back)·weight,   z = x·rstd,   dx = rstd·(g - z·mean(g·z))
     """
     g, values = grad.to(torch.float32), x.to(torch.float32)
-    back = g * cos[None, :, None] - _turned(g * sin[None, :, None])
+    back = g * cos.unsqueeze(-2) - _turned(g * sin.unsqueeze(-2))
     weighted = back * weight.to(torch.float32)
     rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     z = values * rstd
@@ -117,7 +117,7 @@ def qkv_rope(
         hs: of each stream [B, S_i, 3·r], r columns for each of q, k, v; empty without adapters, and for codes.
         ups: of each stream [3·H·d, r]; likewise.
         weights: norm_q's and norm_k's [d] of each stream in turn.
-        cos: fp32 [S, d], of the tokens of all streams.
+        cos: fp32 [S, d] or [B, S, d], of the tokens of all streams.
         sin: likewise.
         eps: added to the mean square.
         saved_format: of what is kept, "e4m3", "e5m2" or "none".
@@ -143,8 +143,8 @@ def qkv_rope(
         if saved_format != "none":
             saved += saved_codes_of(y, saved_format, group_size)
         q, k, v = _by_head(y, weights[0])
-        parts[0].append(norm_and_rotate(q, weights[2 * i], cos[span], sin[span], eps))
-        parts[1].append(norm_and_rotate(k, weights[2 * i + 1], cos[span], sin[span], eps))
+        parts[0].append(norm_and_rotate(q, weights[2 * i], cos[..., span, :], sin[..., span, :], eps))
+        parts[1].append(norm_and_rotate(k, weights[2 * i + 1], cos[..., span, :], sin[..., span, :], eps))
         parts[2].append(v)
     return [*(torch.cat(part, dim=1) for part in parts), *saved]
 
@@ -230,8 +230,8 @@ def qkv_rope_backward(
         y = values_of(ys[i], y_scales[i] if y_scales else None, group_size, dtype)
         dq, dk, dv = (grad[:, span] for grad in grads)
         q, k, _ = _by_head(y, weights[0])
-        dq = norm_and_rotate_backward(dq, q, weights[2 * i], cos[span], sin[span], eps)
-        dk = norm_and_rotate_backward(dk, k, weights[2 * i + 1], cos[span], sin[span], eps)
+        dq = norm_and_rotate_backward(dq, q, weights[2 * i], cos[..., span, :], sin[..., span, :], eps)
+        dk = norm_and_rotate_backward(dk, k, weights[2 * i + 1], cos[..., span, :], sin[..., span, :], eps)
         results.append(torch.stack([part.to(dtype) for part in (dq, dk, dv)], dim=2).flatten(2))
     return results
 

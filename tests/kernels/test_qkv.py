@@ -170,6 +170,37 @@ def test_qkv_rope_backward_is_the_gradient(lengths: tuple[int, ...], dtype: torc
         assert_sqnr(wanted, dy, FLOOR[dtype])
 
 
+def with_own_angles(x: Streams, image: int | None = None) -> Streams:
+    """Both images at positions of their own; or one of the two."""
+    cos, sin = torch.stack([x.cos, x.sin]), torch.stack([x.sin, -x.cos])
+    if image is None:
+        return x._replace(cos=cos, sin=sin)
+    of = slice(image, image + 1)
+    return x._replace(ys=[y[of] for y in x.ys], hs=[h[of] for h in x.hs], cos=cos[image], sin=sin[image])
+
+
+@pytest.mark.parametrize(
+    "by", [pytest.param(0, id="operators"), pytest.param(1, marks=pytest.mark.triton, id="kernels")]
+)
+def test_images_may_have_angles_of_their_own(by: int, device: torch.device) -> None:
+    """Each image then gets what it gets alone."""
+    from coat_core.kernels.dispatch import launcher_of
+
+    forward, backward = (launcher_of(op._qualname) if by else op for op in (qkv_rope, qkv_rope_backward))
+    x = streams((3, 20), 3, 16, rank=4, device=device, whole=True)
+    grads = [torch.randn(2, 23, 3, 16, device=device) for _ in range(3)]
+    found = forward(*forward_arguments(with_own_angles(x)))
+    rest = (x.weights, *with_own_angles(x)[4:], EPS, 16, FP32)
+    dys = backward(grads, x.ys, [], *rest)
+    for image in range(2):
+        alone, of = with_own_angles(x, image), slice(image, image + 1)
+        for wanted, got in zip(forward(*forward_arguments(alone)), found, strict=True):
+            assert_bitwise(got[of], wanted)
+        rest = (alone.weights, alone.cos, alone.sin, EPS, 16, FP32)
+        for wanted, got in zip(backward([grad[of] for grad in grads], alone.ys, [], *rest), dys, strict=True):
+            assert_bitwise(got[of], wanted)
+
+
 def mlp_arguments(s: int, f: int, rank: int, dtype: torch.dtype = FP32) -> tuple[Any, ...]:
     """grad_mlp, dh, down and mlp, as `qkv_mlp_backward` takes them."""
     adapter = (torch.randn(2, s, rank, dtype=dtype), torch.randn(rank, f + 48, dtype=dtype)[:, 48:])

@@ -62,6 +62,10 @@ def saved(x: Tensor, group: int, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
+def kernel_of(op: Any) -> Any:
+    return launcher_of(op._qualname)
+
+
 @pytest.mark.parametrize("rank", [0, 24])
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
 def test_the_operator_is_torchs_linear_silu_and_product(dtype: torch.dtype, rank: int) -> None:
@@ -72,6 +76,30 @@ def test_the_operator_is_torchs_linear_silu_and_product(dtype: torch.dtype, rank
     assert_codes_of(values, codes, scale, "e5m2", "per_row")
     assert_saved(arguments[0], *kept[:2], "e4m3", 32)
     assert_saved(mlp, *kept[2:], "e4m3", 32)
+
+
+@pytest.mark.parametrize(
+    "by", [pytest.param(lambda op: op, id="operator"), pytest.param(kernel_of, marks=pytest.mark.triton, id="kernel")]
+)
+@pytest.mark.parametrize("rank", [4, 24])
+def test_halves_of_two_linears_have_adapters_of_their_own(rank: int, by: Any, device: torch.device) -> None:
+    """Like one linear whose adapter has both ranks, with zeros where a half does not read."""
+    attention, _, mlp, _, _, up = given(48, 96, rank)
+    h, zeros = whole(2, 7, 3 * rank)[..., rank:], torch.zeros(96, rank)
+    as_one = torch.cat([torch.cat([up[:96], zeros]), torch.cat([zeros, up[96:]])], dim=1)
+    down, how = whole(8, 144), ("e4m3", "per_row", "e4m3", 16, FP32, SWIGLU)
+    for op, before, after in (
+        (mlp_activation, (attention, None, mlp, None), ()),
+        (mlp_activation_down, (attention, mlp), (down,)),
+    ):
+        one = by(op)(*moved((*before, h, up, *after), device), *how)
+        other = by(op)(*moved((*before, h, as_one, *after), device), *how)
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
+        check_layout(op, (*before, h, up, *after, *how), one)
+    casts = declarations["coat::mlp_activation"](
+        mlp_activation(attention, None, mlp, None, h, up, *how), attention, None, mlp, None, h, up, *how
+    )
+    assert_bitwise(casts[-1].values, complete(mlp, h, as_one))
 
 
 def test_the_gate_is_the_first_half() -> None:
@@ -144,10 +172,6 @@ def test_what_it_cannot_be_is_an_error() -> None:
 
 
 # -- kernels: interpreted on a CPU ------------------------------------------------------------------------------------
-
-
-def kernel_of(op: Any) -> Any:
-    return launcher_of(op._qualname)
 
 
 @pytest.mark.parametrize(

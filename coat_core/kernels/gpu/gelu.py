@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_core.kernels.codes import check_granularity, no_codes
-from coat_core.kernels.gelu import activated_width
+from coat_core.kernels.gelu import activated_width, columns_of_up
 from coat_core.kernels.gelu import mlp_activation as operator
 from coat_core.kernels.gpu.codes import (
     LOW_RANK_ROWS,
@@ -154,12 +154,14 @@ def _mlp_activation_fwd_kernel(
     G: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A tile of R rows of attention or of mlp a program; D is 0 without attention.
 
-    Offsets within the tile fit 32 bits, which takes fewer registers.
+    Of mlp's second half the adapter's columns of h begin at SECOND. Offsets within the tile fit 32 bits, which takes
+    fewer registers.
     """
     row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
     rows = tl.arange(0, R)
@@ -223,10 +225,13 @@ def _mlp_activation_fwd_kernel(
             BLOCK,
         )
         if GATED:
+            second_h_ptr = h_ptr
+            if h_ptr is not None:
+                second_h_ptr += SECOND
             multiplied = _complete_tile(
                 mlp_ptr,
                 mlp_scale_ptr,
-                h_ptr,
+                second_h_ptr,
                 up_ptr,
                 saved_mlp_ptr,
                 saved_mlp_scale_ptr,
@@ -317,6 +322,7 @@ def mlp_activation(
         SAVED_MAX=saved_mlp.format_max,
         G=group_size,
         **rank_options(up),
+        SECOND=columns_of_up(h, up),
         R=LOW_RANK_ROWS,
         BLOCK=block,
         num_warps=warps(LOW_RANK_ROWS * block),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.formats import get_format
-from coat_core.kernels.gelu import activated_width, check_down
+from coat_core.kernels.gelu import activated_width, check_down, columns_of_up
 from coat_core.kernels.gpu.codes import (
     TL_DTYPES,
     GroupCodes,
@@ -72,6 +72,7 @@ def _mlp_down_fwd_kernel(
     G: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
     NEXT: tl.constexpr,
     NEXT_BLOCK: tl.constexpr,
     R: tl.constexpr,
@@ -111,6 +112,7 @@ def _mlp_down_fwd_kernel(
                 G,
                 0,
                 0,
+                0,
                 NEXT,
                 NEXT_BLOCK,
                 R,
@@ -145,6 +147,7 @@ def _mlp_down_fwd_kernel(
             G,
             RANK,
             RANK_BLOCK,
+            SECOND,
             NEXT,
             NEXT_BLOCK,
             R,
@@ -178,6 +181,7 @@ def _mlp_down_cast_fwd_kernel(
     PARTS_BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
     NEXT: tl.constexpr,
     NEXT_BLOCK: tl.constexpr,
     R: tl.constexpr,
@@ -216,6 +220,7 @@ def _mlp_down_cast_fwd_kernel(
                 1,
                 0,
                 0,
+                0,
                 R,
                 BLOCK,
             )
@@ -242,6 +247,7 @@ def _mlp_down_cast_fwd_kernel(
             1,
             RANK,
             RANK_BLOCK,
+            SECOND,
             R,
             BLOCK,
         )
@@ -309,6 +315,7 @@ def mlp_activation_down(
         "GATED": n > f,
         "RANK": rank["RANK"],
         "RANK_BLOCK": min(rank["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
+        "SECOND": columns_of_up(h, up),
         "NEXT": next_rank,
         "NEXT_BLOCK": next_block,
         "R": tile_rows,

@@ -77,6 +77,7 @@ def values_tile(
     G: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -105,9 +106,12 @@ def values_tile(
         BLOCK,
     )
     if IS_MLP and GATED:
+        second_h_ptr = h_ptr
+        if h_ptr is not None:
+            second_h_ptr += SECOND  # where the adapter of mlp's second half has its columns of h
         multiplied = _complete_tile(
             x_ptr,
-            h_ptr,
+            second_h_ptr,
             up_ptr,
             saved_ptr,
             saved_scale_ptr,
@@ -161,6 +165,7 @@ def stretch(
     G: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
     NEXT: tl.constexpr,
     NEXT_BLOCK: tl.constexpr,
     R: tl.constexpr,
@@ -194,6 +199,7 @@ def stretch(
             G,
             RANK,
             RANK_BLOCK,
+            SECOND,
             R,
             BLOCK,
         )

@@ -1,8 +1,8 @@
 """Adapters, QK-RMSNorm and rotary embedding between [q|k|v] of a linear and attention's q, k, v, forward and backward.
 
 Shapes: y [B, S_i, 3·H·d] of one stream, read as rows; q, k, v and their gradients [B, S, H, d] of all streams; weight
-[d]; cos, sin [S, d]. A program takes R tokens and, one after the other, HEADS heads of each of q, k and v, so that it
-reads the angles once.
+[d]; cos, sin [S, d] or [B, S, d]. A program takes R tokens and, one after the other, HEADS heads of each of q, k and v,
+so that it reads the angles once.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _qkv_rope_fwd_kernel(
     d,
     eps,
     DTYPE: tl.constexpr,
+    OWN_ANGLES: tl.constexpr,
     GROUP: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     G: tl.constexpr,
@@ -84,6 +85,9 @@ def _qkv_rope_fwd_kernel(
     inside = are_rows[:, None] & are_columns[None, :]
     pairs = 2 * tl.arange(0, BLOCK // 2)
     angles, are_angles = rows[:, None] * d + pairs[None, :], are_rows[:, None] & (pairs < d)[None, :]
+    if OWN_ANGLES:
+        cos_ptr += image * S * d
+        sin_ptr += image * S * d
     cos = tl.load(cos_ptr + (first + token) * d + angles, mask=are_angles, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + (first + token) * d + angles, mask=are_angles, other=0.0).to(tl.float32)
     y_ptr += row * y_stride
@@ -155,10 +159,12 @@ def _qkv_rope_bwd_kernel(
     scales_per_row,
     first,
     length,
+    S,
     H,
     d,
     eps,
     DTYPE: tl.constexpr,
+    OWN_ANGLES: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     R: tl.constexpr,
@@ -172,6 +178,9 @@ def _qkv_rope_bwd_kernel(
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (tokens < length) & (columns < d)
     pairs = 2 * tl.arange(0, BLOCK // 2)[None, :]
+    if OWN_ANGLES:
+        cos_ptr += image * S * d
+        sin_ptr += image * S * d
     angles, are_angles = (first + tokens) * d + pairs, (tokens < length) & (pairs < d)
     cos = tl.load(cos_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angles, mask=are_angles, other=0.0).to(tl.float32)
@@ -257,6 +266,7 @@ def qkv_rope(
             d,
             eps,
             DTYPE=TL_DTYPES[dtype],
+            OWN_ANGLES=cos.ndim == 3,
             GROUP=group,
             FORMAT_MAX=codes.format_max,
             G=group_size,
@@ -358,11 +368,13 @@ def _launch_backward(
         scales_per_row,
         first,
         shape[1],
+        cos.shape[-2],
         heads,
         d,
         eps,
         DTYPE=TL_DTYPES[dtype],
         GROUP=group,
+        OWN_ANGLES=cos.ndim == 3,
         **options,
     )
 
