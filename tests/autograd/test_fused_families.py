@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from coat_core import sqnr_db
 from coat_core.activation import PackingConfig
@@ -26,21 +27,25 @@ from tests.tolerances import (
     ARCH_GRADIENT_COSINE,
     BLOCK_GRADIENT_FLOOR_DB,
     BLOCK_OUTPUT_FLOOR_DB,
+    FP8_OUTPUT_LOSS_DB,
     FUSED_BF16_RTOL,
     FUSED_FP32_RTOL,
+    FUSED_NORMED_BF16_RTOL,
     SMALL_BLOCK_GRADIENT_FLOOR_DB,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
-KEPT_BY_FLUX = {"DoubleBlock": 12.5, "SingleBlock": 10.4}  # bytes per token and hidden element, EXPERIMENTS.md
+# bytes per token and hidden element, EXPERIMENTS.md; a StreamBlock is like a stream of a double block
+KEPT_BY_FLUX = {"DoubleBlock": 12.5, "StreamBlock": 12.5, "SingleBlock": 10.4}
 IMAGE_TOKENS = 4096  # at 1024 x 1024
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_outputs_and_gradients_are_those_of_the_blocks_own_code(name: str) -> None:
+    in_bf16 = FUSED_NORMED_BF16_RTOL if name.startswith("z-image") else FUSED_BF16_RTOL
     for adapters in ("peft", "toolkit"):
-        for dtype, rtol in ((torch.float32, FUSED_FP32_RTOL), (torch.bfloat16, FUSED_BF16_RTOL)):
+        for dtype, rtol in ((torch.float32, FUSED_FP32_RTOL), (torch.bfloat16, in_bf16)):
             error, worst = largest_difference(name, dtype, adapters)
             assert error < rtol, (adapters, dtype, worst)
 
@@ -66,15 +71,19 @@ def test_ai_toolkits_own_blocks() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_in_fp8_every_gradient_is_within_flux1s_bounds(name: str, adapters: str) -> None:
     """Weights, products and kept tensors; at the small width of tests/integration/test_bench_memory.py."""
-    exact = made(name, torch.bfloat16, 256, (32, 96), adapters=adapters, rank=16)
-    fp8 = made(name, torch.bfloat16, 256, (32, 96), PER_ROW, adapters, rank=16)
+    width = FAMILIES[name].small
+    exact = made(name, torch.bfloat16, width, (32, 96), adapters=adapters, rank=16)
+    fp8 = made(name, torch.bfloat16, width, (32, 96), PER_ROW, adapters, rank=16)
     expected = results(exact.block, exact)
     found = results(fused_block(fp8.block, fp8.args, PackingConfig()), fp8)
+    with torch.no_grad():
+        own = [x for x in tree_leaves(fp8.block(*fp8.args)) if x is not None]
     decibels, flat = [], ([], [])
     for (key, wanted), got in zip(expected.items(), found.values(), strict=True):
         db = float(sqnr_db(wanted, got))
         if key.startswith("output"):
-            assert db > BLOCK_OUTPUT_FLOOR_DB, key
+            by_own_code = float(sqnr_db(wanted, own[int(key.split()[1])]))
+            assert db > min(BLOCK_OUTPUT_FLOOR_DB, by_own_code - FP8_OUTPUT_LOSS_DB), key
         elif not wanted.any():  # q of text in SD3's last block: nobody reads what those tokens attend to
             assert name == "sd3's last"
             assert not got.any(), key
@@ -163,7 +172,34 @@ def with_guidance_of_parts(of: Made) -> None:
     of.args = (*of.args[:3], {"skip": 1})
 
 
+def with_noisy_and_clean_tokens(of: Made) -> None:
+    of.args = (*of.args[:4], torch.zeros(2, 64, dtype=torch.long), *[of.args[3]] * 2)
+
+
+def without_rotations(of: Made) -> None:
+    of.args = (*of.args[:2], None, *of.args[3:])
+
+
+def with_trained_norm_of_the_stream(of: Made) -> None:
+    of.block.ffn_norm2.weight.requires_grad_()
+
+
+def with_silu_before_the_modulation(of: Made) -> None:
+    of.block.adaLN_modulation.insert(0, nn.SiLU())
+
+
+def with_dropout(of: Made) -> None:
+    of.block.attention.to_out[1].p = 0.1
+
+
 NOT_FUSED = [
+    ("z-image", with_noisy_and_clean_tokens, r"tokens of one block with different modulations \(noise_mask\)"),
+    ("z-image", without_rotations, "no rotary embedding is given"),
+    ("z-image", with_trained_norm, "its QK norm is a RMSNorm that is trained"),
+    ("z-image", with_trained_norm_of_the_stream, "its norm is a RMSNorm that is trained"),
+    ("z-image", with_silu_before_the_modulation, "a modulation of more than a linear"),
+    ("z-image refiner", with_dropout, "dropout"),
+    ("z-image refiner", with_weight_that_is_trained, "a linear whose weight is trained"),
     ("sd3", with_guidance_of_parts, "joint_attention_kwargs skip"),
     ("sd3", with_dual_attention, "attend to themselves a second time"),
     ("sd3", with_chunks, "its feed-forward runs in chunks"),

@@ -39,18 +39,20 @@ class Family:
         make: (hidden size, heads) → the block, its weights at their initialization.
         call: (streams of text, image and both, a vector source, angles [S, d / 2], mask of tokens) → the block's
             arguments; vectors are of `vectors` times the hidden size.
-        vectors: how many.
+        vectors: how many; None of a block without modulation.
         hidden: size at the model's real width.
         text: its text tokens.
         head: size of its heads; 0 for 128, and less in small blocks.
+        small: hidden size of a small block whose linears become FP8: their widths must be multiples of 16.
     """
 
     make: Callable[[int, int], nn.Module]
     call: Callable[..., tuple[Any, ...]]
-    vectors: int
+    vectors: int | None
     hidden: int = 3072
     text: int = 512
     head: int = 0
+    small: int = 256
 
     def heads(self, hidden: int) -> int:
         """How many a block of this size has."""
@@ -119,6 +121,23 @@ def _call_sd3(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles
     return image, text, vectors, None
 
 
+def _z_image(modulation: bool) -> Callable[[int, int], nn.Module]:
+    def make(hidden: int, heads: int) -> nn.Module:
+        cls = importlib.import_module("diffusers.models.transformers.transformer_z_image").ZImageTransformerBlock
+        block = cls(0, hidden, heads, heads, 1e-5, True, modulation)
+        for norm in (each for each in block.modules() if type(each).__name__ == "RMSNorm"):
+            norm.weight.data += torch.randn(norm.weight.shape) / 4
+        return block
+
+    return make
+
+
+def _call_z_image(text: Tensor, image: Tensor, both: Tensor, vectors: Tensor, angles: Tensor, seen: Tensor):
+    """Images at positions of their own: tokens of the second are twice as far from each other."""
+    angles = angles * torch.arange(1, len(both) + 1, device=angles.device)[:, None, None]
+    return both, seen, torch.polar(torch.ones_like(angles), angles), vectors[:, :256], None, None, None
+
+
 def _of_all_heads(seen: Tensor, x: Tensor, angles: Tensor) -> Tensor:
     return _pairs(seen).expand(-1, x.shape[-1] // (2 * angles.shape[1]), -1, -1)
 
@@ -139,6 +158,8 @@ FAMILIES = {
         3,
     ),
     "qwen image": Family(_of_diffusers("QwenImageTransformerBlock", "transformer_qwenimage"), _call_qwen_image, 0),
+    "z-image": Family(_z_image(True), _call_z_image, 0, hidden=3840, small=384),
+    "z-image refiner": Family(_z_image(False), lambda *given: _call_z_image(*given)[:3], None, hidden=3840, small=384),
     "toolkit's chroma double": Family(_toolkit_double, _call_toolkit_double, 12),
     "toolkit's chroma single": Family(
         lambda hidden, heads: toolkit_layers().SingleStreamBlock(hidden, heads), _call_toolkit_single, 3
@@ -213,6 +234,7 @@ def made(
     seen[-1, tokens[0] - PADDING : tokens[0]] = False
     args = family.call(*inputs.values(), angles, seen.to(device))
     given = {id(x) for x in tree_leaves(args)}
+    trains_vectors = trains_vectors and family.vectors is not None
     used = {each: x for each, x in inputs.items() if id(x) in given or (each == "vectors" and trains_vectors)}
     return Made(block, args, used | leaves, network)
 

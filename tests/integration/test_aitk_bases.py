@@ -26,7 +26,7 @@ CONVROT = ("convrot8", "convrot4", "convrotbitnet", "convrotcomfyw4a4", *(f"conv
 ORBIT = ("orbit2", "orbit3", "orbit4", "orbitvq2", "orbitvq3", "orbitvq4")
 QTYPES = (*QUANTO, *TORCHAO, *UINT, *CONVROT, "nvfp4", *ORBIT)
 QTYPES_OF_OTHERS = ("qfloat8", "uint4")  # a base of 8 bits and one of 4
-OTHERS = {"flux2_klein_4b": "fused", "chroma": "fused", "qwen_image": "fused", "sd3": "fused", "zimage": "generic"}
+OTHERS = {"flux2_klein_4b": "fused", "chroma": "fused", "qwen_image": "fused", "sd3": "fused", "zimage": "fused"}
 
 
 @functools.cache

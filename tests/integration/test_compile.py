@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
+from coat_core.activation import PackingConfig
+from coat_flux.blocks.fused.chooser import fused_block
+from coat_flux.blocks.fused.compiled import CompiledBlocks
 from coat_flux.blocks.held import HeldTensors
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
+from tests.helpers.families import made, results
 from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict
 from tests.tolerances import COMPILED_EXACT_FLOOR_DB, COMPILED_FLOOR_DB, COMPILED_RECOMPUTED_FLOOR_DB
 
@@ -190,6 +194,15 @@ def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Single(KEPT).step()
     assert compilations() == 1
     assert_same(found, Single(KEPT, "none").step(), COMPILED_FLOOR_DB)
+
+
+def test_a_block_with_norms_after_linears() -> None:
+    """Z-Image's, as eager to the bit: x1 added up again in backward, each image's own angles."""
+    of = made("z-image", torch.bfloat16, tokens=(7, 13))
+    form = fused_block(of.block, of.args, PackingConfig())
+    expected = results(form, of)
+    assert_same(results(CompiledBlocks("error").form_of(form), of), expected)
+    assert compilations() == 1
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -17,12 +17,14 @@ from torch import nn
 
 from coat_core import FP8AdamW
 from coat_core.activation import PackingConfig
+from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Granularity
 from coat_core.kernels import dispatch
 from coat_flux.blocks.fused.chooser import fused_block
 from tests.autograd.test_fused_flow import arguments, blocks, gradients
 from tests.helpers import flux2
 from tests.helpers.asserts import assert_sqnr
+from tests.helpers.families import made, results
 from tests.helpers.flux import coat_flux_model
 from tests.helpers.operators import check_layout
 from tests.tolerances import KERNEL_FLOW_FLOOR_DB
@@ -105,6 +107,20 @@ def test_flux2s_blocks_by_kernels_are_those_by_references(kind: str) -> None:
         assert_sqnr(wanted, found[name], KERNEL_FLOW_FLOOR_DB)
     backward = "mlp_activation_backward" if kind == "double" else "qkv_mlp_backward"
     assert all(kernels.calls[name] for name in ("mlp_activation_down", "mlp_down_gradient", backward))
+
+
+def test_z_images_block_by_kernels_is_that_by_references() -> None:
+    """RMSNorm on both sides of linears, two linears that make SwiGLU's halves, angles and a mask of each image."""
+    of = made("z-image", hidden=48, tokens=(3, 7), fp8=FP8LinearConfig(), adapters="toolkit")
+    form = fused_block(of.block, of.args, PackingConfig(granularity=Granularity("per_group", 16)))
+    expected = results(form, of)
+    with Kernels() as kernels:
+        found = results(form, of)
+    for name, wanted in expected.items():
+        assert_sqnr(wanted, found[name], KERNEL_FLOW_FLOOR_DB)
+    shared = ("norm_modulate_quantize", "mlp_activation_down", "gated_sum", "mlp_down_gradient")
+    backward = ("norm_modulate_backward", "gated_sum_backward", "qkv_rope_backward", "mlp_activation_backward")
+    assert all(kernels.calls[each] for each in (*shared, *backward))
 
 
 def test_optimizer_steps_by_the_kernel_are_those_of_the_reference() -> None:

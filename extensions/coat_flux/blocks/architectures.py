@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .fused import chroma, flux1, flux2, qwen_image, sd3
+from .fused import chroma, flux1, flux2, qwen_image, sd3, zimage
 from .fused.reading import Reader
 from .original_names import (
     FLUX2_DOUBLE,
@@ -185,6 +185,13 @@ QWEN_IMAGE = _of(
     BlockList("transformer_blocks", "QwenImageTransformerBlock", qwen_image.BLOCK, fused_bytes=12.5),
     one_row=("img_mod.1", "txt_mod.1"),
 )
+Z_IMAGE = _of(
+    *(
+        BlockList(name, "ZImageTransformerBlock", zimage.BLOCK, fused_bytes=12.8)
+        for name in ("noise_refiner", "context_refiner", "layers")
+    ),
+    one_row=("adaLN_modulation.0",),
+)
 
 # SDXL, Kolors, SD 1.x and 2.x. diffusers checkpoints the resnets and the transformer blocks inside the attentions, all
 # but the middle's first resnet; that one and the attentions' own norms keep what they save in bf16.
@@ -250,7 +257,6 @@ PLAIN = {
     "SingleStreamDiT": _of("txtfusion.layerwise_blocks", "txtfusion.refiner_blocks", "blocks"),
     "WanTransformer3DModel": _of("blocks"),
     "ZImageDCT": _of("noise_refiner", "context_refiner", "layers", one_row=("adaLN_modulation.0",)),
-    "ZImageTransformer2DModel": _of("noise_refiner", "context_refiner", "layers", one_row=("adaLN_modulation.0",)),
 }
 
 ARCHITECTURES = {
@@ -260,6 +266,7 @@ ARCHITECTURES = {
     "ChromaTransformer2DModel": CHROMA,
     "Chroma": CHROMA_OF_TOOLKIT,
     "QwenImageTransformer2DModel": QWEN_IMAGE,
+    "ZImageTransformer2DModel": Z_IMAGE,
     "UNet2DConditionModel": UNET,
     "SD3Transformer2DModel": SD3,
     "CogVideoXTransformer3DModel": COGVIDEOX,

@@ -6,7 +6,7 @@ q, k and v are kept as the linears made them, and q and k are normed and rotated
 attention's log-sum-exp is kept, exactly. out is kept by whoever reads it.
 
 Shapes: per stream y [B, S_i, 3·H·d], q, k and v side by side; joint q, k, v [B, S, H, d], out [B, S, H·d]; cos, sin
-[S, d].
+[S, d], or [B, S, d] where images have their own.
 Source: arXiv 2410.19313, section 5, carried over to FLUX's blocks.
 """
 
@@ -31,8 +31,8 @@ class Shared(NamedTuple):
     """What the attention of all blocks of a pass shares.
 
     Attributes:
-        cos: fp32 [S, d].
-        sin: fp32 [S, d].
+        cos: fp32 [S, d] or [B, S, d].
+        sin: likewise.
         mask: added to q kᵀ / sqrt(d), broadcast to [B, H, S, S], in the dtype of q (`additive_mask`); None without.
     """
 

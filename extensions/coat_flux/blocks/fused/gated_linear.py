@@ -1,6 +1,6 @@
 """A linear, its gate and the residual; the linear's result is kept where the gate is trained, and the adapters' h.
 
-    y = residual + gate·(x Wᵀ + b)
+    y = residual + gate·(x Wᵀ + b),   or   residual + gate·RMSNorm(x Wᵀ + b), which always needs the result
 
 x is what its maker keeps: attention's out, or what the activation read.
 Source: arXiv 2410.19313, section 5, carried over to FLUX's blocks.
@@ -42,9 +42,15 @@ class GatedGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedLinear:
-    """A linear whose result goes through a gate."""
+    """A linear whose result goes through a gate.
+
+    Attributes:
+        linear: which.
+        norm: weight [D] and eps of an RMSNorm before the gate; empty without.
+    """
 
     linear: LinearGroup
+    norm: tuple[Tensor, float] | tuple[()] = ()
 
     def forward(
         self,
@@ -75,16 +81,22 @@ class GatedLinear:
             Tensor [B, S, D].
         """
         result, h = self.linear.forward(x, quantized, product)
-        fmt, group_size = saving.in_passing if trains_gate else NOT_SAVED
-        whole = h is None or (trains_gate and fmt == "none")  # what is kept as it is
+        keeps = trains_gate or bool(self.norm)
+        fmt, group_size = saving.in_passing if keeps else NOT_SAVED
+        whole = h is None or (keeps and fmt == "none")  # what is kept as it is
         low_rank = (None, None) if whole else self.linear.low_rank(h, 0, 1, result.dtype)
         if whole:
             self.linear.complete(result, h)
-        y, *saved = gated_sum(residual, gate, result, *low_rank, fmt, group_size)
+        y, *saved = gated_sum(residual, gate, result, *low_rank, fmt, group_size, *self.norm)
         kept.facts[f"{name}result"] = result.dtype
-        kept.add(f"{name}result", *(saving.keep(result, saved[0], saved[1]) if trains_gate else ()))
+        kept.add(f"{name}result", *(saving.keep(result, saved[0], saved[1]) if keeps else ()))
         kept.add(f"{name}h", h)
         return y
+
+    def again(self, kept: Kept, name: str, residual: Tensor, gate: Tensor, saving: Saving) -> Tensor:
+        """In backward, what `forward` returned, from the result that it kept."""
+        result = saving.unpack(kept[f"{name}result"], kept.facts[f"{name}result"])
+        return gated_sum(residual, gate, result, None, None, *NOT_SAVED, *self.norm)[0]
 
     def backward(
         self,
@@ -110,7 +122,7 @@ class GatedLinear:
         result, scale = saving.read(packed, dtype) if packed else (None, None)
         fused = in_passing(spec, "e5m2")
         dy, codes, code_scale, dgate = gated_sum_backward(
-            grad, gate, result, scale, saving.in_passing[1], dtype, *fused
+            grad, gate, result, scale, saving.in_passing[1], dtype, *fused, *self.norm
         )
         quantized = quantized_by(spec, dy, codes, code_scale) if fused[1] != "none" else None
         dh, adapters = self.linear.adapter_gradients(dy, down_gradient, kept.first(f"{name}h"))
@@ -126,16 +138,18 @@ def activate(
     saving: Saving,
     name: str = "",
 ) -> tuple[Tensor, Quantized | None, Tensor | None]:
-    """[out | act(mlp)] of what the last part of a group of linears made, as `GatedLinear.forward` takes it.
+    """[out | act(mlp)] of what a group of linears made, as `GatedLinear.forward` takes it.
 
-    Values are made only where its reader multiplies by them. Keeps out and mlp for backward.
+    Values are made only where its reader multiplies by them. Keeps out and mlp for backward; mlp is what the linears
+    made, behind q, k and v where attention's out is given.
     """
     linears, y, h = projected
-    last, attends, spec = len(linears.parts) - 1, saving.of_attention, reader.input_spec
-    mlp, fmt = y[..., -linears.parts[last] :], saving.in_passing[0]
+    first, attends, spec = 0 if out is None else 3, saving.of_attention, reader.input_spec
+    mlp, fmt = y[..., sum(linears.parts[:first]) :], saving.in_passing[0]
     if fmt == "none":
-        linears.complete(y, h, last)
-    low_rank = (None, None) if h is None or fmt == "none" else linears.low_rank(h, last, last + 1, y.dtype)
+        linears.complete(y, h, first)
+    whole, last = h is None or fmt == "none", len(linears.parts)
+    low_rank = (None, None) if whole else linears.low_rank(h, first, last, y.dtype)
     how = (*in_passing(spec), *saving.in_passing, y.dtype, activation)
     if how[1] != "none" and reader.rank:
         found = mlp_activation_down(out, mlp, *low_rank, reader.copies(y.dtype).down, *how)

@@ -62,6 +62,23 @@ class Saving:
 AS_THEY_ARE = Saving(None)
 
 
+@dataclass(frozen=True)
+class MadeAgain(Saving):
+    """Of a tensor that is not kept: backward makes it again, and hands it over as `values`."""
+
+    config: PackingConfig | None = None
+    values: Tensor | None = None
+
+    def keep(self, x: Tensor, codes: Tensor, scale: Tensor) -> Packed:
+        """Nothing."""
+        return ()
+
+    def unpack(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """The values."""
+        assert self.values is not None
+        return self.values
+
+
 class Kept:
     """Collects tensors by name for `ctx.save_for_backward`, and finds them again in backward.
 

@@ -38,10 +38,12 @@ class Modulation:
 
     Attributes:
         linear: to its vectors.
+        silu: whether that of temb goes into it, or temb itself; the same in all blocks of a model.
         ahead: what `modulate_ahead` has made.
     """
 
     linear: LinearGroup
+    silu: bool = True
     ahead: Ahead = field(default_factory=Ahead)
 
     def __call__(self, temb: Tensor) -> Tensor:
@@ -51,8 +53,12 @@ class Modulation:
             self.ahead.vectors = self.ahead.temb = None
             if found is not None and made_of is temb:
                 return found
-        result: Tensor = _Rows.apply(torch.nn.functional.silu(temb), self.linear, *leaves_of(self.linear.parameters))
+        result: Tensor = _Rows.apply(self.input_of(temb), self.linear, *leaves_of(self.linear.parameters))
         return result
+
+    def input_of(self, temb: Tensor) -> Tensor:
+        """What the linear reads."""
+        return torch.nn.functional.silu(temb) if self.silu else temb
 
     def _key(self) -> tuple[int, int, torch.dtype] | None:
         """Modulations with the same one go together; None: by itself."""
@@ -72,7 +78,7 @@ def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
     if not temb.requires_grad:
         for modulation in modulations:
             groups.setdefault(modulation._key(), []).append(modulation)
-    x = torch.nn.functional.silu(temb) if groups else temb
+    x = modulations[0].input_of(temb) if groups else temb
     for key, found in groups.items():
         if key is None:
             continue

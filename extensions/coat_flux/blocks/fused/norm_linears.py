@@ -1,8 +1,8 @@
-"""LayerNorm, adaLN modulation and the linears that read the result; x alone is kept, and the adapters' h.
+"""A norm, adaLN modulation and the linears that read the result; x alone is kept, and the adapters' h.
 
-    n = LayerNorm(x)·(1 + scale) + shift,   y = n Wᵀ + b
+    n = norm(x)·(1 + scale) + shift,   y = n Wᵀ + b
 
-n is quantized as it is made. Backward makes it again from the FP8 x for the adapters' dA and LayerNorm's own gradient.
+n is quantized as it is made. Backward makes it again from the FP8 x for the adapters' dA and the norm's own gradient.
 Source: arXiv 2410.19313, section 5, carried over to FLUX's blocks.
 """
 
@@ -21,13 +21,14 @@ from .linears import LinearGroup
 
 @dataclass(frozen=True)
 class NormLinears:
-    """LayerNorm with its eps, and all linears that read its modulated result."""
+    """A norm with its eps, and all linears that read its modulated result: RMSNorm with a weight, else LayerNorm."""
 
     eps: float
     linears: LinearGroup
+    weight: Tensor | None = None
 
     def forward(
-        self, kept: Kept, name: str, x: Tensor, scale: Tensor, shift: Tensor, saving: Saving
+        self, kept: Kept, name: str, x: Tensor, scale: Tensor, shift: Tensor | None, saving: Saving
     ) -> tuple[Tensor, Tensor | None]:
         """Run them.
 
@@ -36,7 +37,7 @@ class NormLinears:
             name: under which.
             x: [B, S, D].
             scale: [B, D].
-            shift: [B, D].
+            shift: [B, D]; None for zeros.
             saving: of x.
 
         Returns:
@@ -44,7 +45,7 @@ class NormLinears:
         """
         spec = self.linears.input_spec
         n, codes, code_scale, *saved = norm_modulate_quantize(
-            x, scale, shift, self.eps, *in_passing(spec), *saving.in_passing
+            x, scale, shift, self.eps, *in_passing(spec), *saving.in_passing, self.weight
         )
         kept.facts[f"{name}x"] = x.dtype
         kept.add(f"{name}x", *saving.keep(x, saved[0], saved[1]))
@@ -59,7 +60,7 @@ class NormLinears:
         dy: Tensor,
         residual: Tensor | None,
         scale: Tensor,
-        shift: Tensor,
+        shift: Tensor | None,
         saving: Saving,
         needs_dx: bool,
     ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
@@ -83,12 +84,17 @@ class NormLinears:
         group_size, h = saving.in_passing[1], kept.first(f"{name}h")
 
         def down_gradient(dh: Tensor) -> Tensor:
-            n = norm_modulate(x, x_scale, group_size, scale, shift, self.eps, dtype)
+            n = norm_modulate(x, x_scale, group_size, scale, shift, self.eps, dtype, self.weight)
             return self.linears.down_gradient(dh, n)
 
         dh, gradients = self.linears.adapter_gradients(dy, down_gradient, h)
         if not needs_dx:
             return None, None, gradients
         dn = self.linears.complete_dx(self.linears.dgrad(dy), dh)
-        dx, dmodulation = norm_modulate_backward(dn, x, x_scale, group_size, scale, self.eps, residual, dtype)
+        given = (dn, x, x_scale, group_size, scale, self.eps, residual, dtype, self.weight)
+        dx, dmodulation = norm_modulate_backward(*given)
         return dx, dmodulation, gradients
+
+    def kept_x(self, kept: Kept, name: str, saving: Saving) -> Tensor:
+        """The x of `forward`, in backward."""
+        return saving.unpack(kept[f"{name}x"], kept.facts[f"{name}x"])

@@ -29,6 +29,7 @@ from .linears import read_group, read_linear
 from .modulation import Modulation
 from .norm_linears import NormLinears
 from .single_block import SingleBlock
+from .stream_block import StreamBlock
 
 FP16_LIMIT = 65504
 
@@ -49,7 +50,7 @@ class Reader:
     arguments: tuple[str, ...]
     heads: Callable[[Any], tuple[int, int]]
     call: Callable[[tuple[Any, ...]], Call]
-    read: Callable[[Any, PackingConfig | None, bool], SingleBlock | DoubleBlock]
+    read: Callable[[Any, PackingConfig | None, bool], SingleBlock | DoubleBlock | StreamBlock]
     results: Callable[[Any, Tensor], Any]
 
 
@@ -63,7 +64,7 @@ class FusedBlock:
     """
 
     reader: Reader
-    block: SingleBlock | DoubleBlock
+    block: SingleBlock | DoubleBlock | StreamBlock
 
     def __call__(self, *args: Any) -> Any:
         """Run it, with the arguments and results of the block itself."""
@@ -124,8 +125,8 @@ def check_dropout(module: nn.Module) -> None:
         raise NotFusable("dropout")
 
 
-def qk_norm(*norms: Any) -> tuple[float, tuple[Tensor, ...]]:
-    """Return the eps and the weights of RMSNorms of q and k, which have the same eps."""
+def qk_norm(*norms: Any, name: str = "QK norm") -> tuple[float, tuple[Tensor, ...]]:
+    """Return the eps and the weights of RMSNorms of q and k, or others of that name, which have the same eps."""
     weights, found = [], set()
     for norm in norms:
         kind = type(norm)
@@ -133,7 +134,7 @@ def qk_norm(*norms: Any) -> tuple[float, tuple[Tensor, ...]]:
         if norm is None:
             raise NotFusable("q and k are not normed")
         if not known or norm.weight is None or norm.weight.requires_grad or getattr(norm, "bias", None) is not None:
-            raise NotFusable(f"its QK norm is a {kind.__name__} that is trained, has a bias or no weight")
+            raise NotFusable(f"its {name} is a {kind.__name__} that is trained, has a bias or no weight")
         found.add(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps)
         weights.append(norm.weight)
     if len(found) > 1:

@@ -1,0 +1,94 @@
+"""Z-Image's reader: one stream, RMSNorms before and after linears, gates through tanh, SwiGLU of two linears.
+
+Rotations come as complex numbers of each image, and the mask is one of tokens, there where images of a batch have
+different lengths. Blocks of the text alone (`context_refiner`) have no modulation.
+Source: diffusers models/transformers/transformer_z_image.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_core.activation import PackingConfig
+from coat_core.kernels.attention import additive_mask
+from coat_core.linear.function import compute_dtype
+
+from .attention import Attention, Rotary, Shared
+from .block import Call
+from .frozen import NotFusable
+from .gated_linear import GatedLinear
+from .kept import Saving
+from .linears import read_group, read_linear
+from .modulation import Modulation
+from .norm_linears import NormLinears
+from .reading import OncePerPass, Reader, check_attention, check_dropout, qk_norm
+from .stream_block import StreamBlock
+
+PROCESSOR = "ZSingleStreamAttnProcessor"
+
+
+@OncePerPass
+def _tables(rotations: Tensor) -> Rotary:
+    """Cos and sin [S, d] of rotations, complex [1, S, d / 2], or [B, S, d] of [B, S, d / 2]."""
+    found = rotations[0] if len(rotations) == 1 else rotations
+    return found.real.repeat_interleave(2, dim=-1).contiguous(), found.imag.repeat_interleave(2, dim=-1).contiguous()
+
+
+@OncePerPass
+def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive mask [B, 1, 1, S] of a mask of tokens [B, S]."""
+    return additive_mask(seen[:, None, None, :], dtype)
+
+
+def _call(args: tuple[Any, ...]) -> Call:
+    x, seen, rotations, temb, of_tokens, *_ = (*args, *[None] * 4)
+    if of_tokens is not None:
+        raise NotFusable("tokens of one block with different modulations (noise_mask)")
+    if rotations is None:
+        raise NotFusable("no rotary embedding is given")
+    mask = None if seen is None else _mask(seen, compute_dtype(x))
+    return Call(x, None, Shared(*_tables(rotations), mask), temb)
+
+
+def _heads(block: Any) -> tuple[int, int]:
+    return block.attention.heads, block.head_dim
+
+
+def _norm(norm: Any) -> tuple[Tensor, float]:
+    """Weight and eps of a frozen RMSNorm."""
+    eps, (weight,) = qk_norm(norm, name="norm")
+    return weight, eps
+
+
+def _read(block: Any, config: PackingConfig | None, join: bool) -> StreamBlock:
+    attn, ff = block.attention, block.feed_forward
+    check_attention(attn, PROCESSOR)
+    if len(attn.to_out) > 1:
+        check_dropout(attn.to_out[1])
+    modulation = None
+    if block.modulation:
+        if len(block.adaLN_modulation) != 1:
+            raise NotFusable("a modulation of more than a linear")
+        modulation = Modulation(read_linear(block.adaLN_modulation[0]), silu=False)
+    (before, eps), (before_mlp, eps_mlp) = _norm(block.attention_norm1), _norm(block.ffn_norm1)
+    return StreamBlock(
+        Saving(config),
+        modulation,
+        NormLinears(eps, read_group((attn.to_q, attn.to_k, attn.to_v), join), before),
+        Attention(block.head_dim, *qk_norm(attn.norm_q, attn.norm_k)),
+        GatedLinear(read_linear(attn.to_out[0]), _norm(block.attention_norm2)),
+        NormLinears(eps_mlp, read_group((ff.w1, ff.w3), join), before_mlp),
+        GatedLinear(read_linear(ff.w2), _norm(block.ffn_norm2)),
+    )
+
+
+BLOCK = Reader(
+    ("x", "attn_mask", "freqs_cis", "adaln_input", "noise_mask", "adaln_noisy", "adaln_clean"),
+    _heads,
+    _call,
+    _read,
+    lambda _, image: image,
+)
