@@ -5,7 +5,9 @@ Tiny models with random weights that ai-toolkit's own loaders read; scripts/_hos
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -86,6 +88,34 @@ def test_weights_in_nvfp4_from_the_yaml_alone(checkout: Checkout) -> None:
     assert again.keys() == lora.keys()
     for name, value in lora.items():
         assert_bitwise(again[name], value)
+
+
+def test_streamed_weights_change_no_bit(checkout: Checkout) -> None:
+    """`coat.memory.stream_blocks`: quantized at load or after it, all or as memory needs it; and resumed."""
+    asked: dict[str, Any] = {
+        "resident": (0, True),
+        "all": ("all", True),
+        "auto": ("auto", True),
+        "late": ("all", False),
+    }
+    jobs = []
+    for name, (stream, at_load) in asked.items():
+        entry = entry_of("flux", "coat_fp8", STEPS)
+        entry["coat"]["memory"] = {"checkpointing": "none", "stream_blocks": stream}
+        entry["model"].update(quantize=at_load, quantize_te=at_load)
+        jobs.append((f"streamed_{name}", entry))
+    half = copy.deepcopy(jobs[1][1])
+    half["train"]["steps"] = STEPS // 2
+    checkout.run_several([*jobs, ("streamed_resumed", half), ("streamed_resumed", jobs[1][1])])
+    expected = checkout.lora("streamed_resident")
+    for name in ("all", "auto", "resumed"):
+        found = checkout.lora(f"streamed_{name}")
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_bitwise(found[key], value)
+    assert checkout.lora("streamed_late").keys() == expected.keys()
+    log = (checkout.folder("streamed_all") / "coat" / "log.txt").read_text(encoding="utf-8")
+    assert re.search(r"streamed weights +all +4 of 4 blocks", log)
 
 
 @pytest.mark.parametrize("arch", PLACES)

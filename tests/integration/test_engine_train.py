@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from coat_flux.blocks.streaming import StreamedWeights
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
@@ -302,3 +305,34 @@ def test_dead_lora_is_an_error(place: dict[str, Path]) -> None:
     settings = {"steps": 1, "lr_scheduler": "constant_with_warmup", "lr_scheduler_params": {"num_warmup_steps": 10}}
     with pytest.raises(DeadRunError, match="every lora_B is still zero"):
         train("dead", place, train=settings)
+
+
+def test_streamed_weights_change_no_bit_of_a_run_that_is_killed_and_resumed(
+    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: dict[str, Any] = {"train": {"steps": 3, "disable_sampling": False}, "sample": {"sample_every": 2}}
+    blocks["save"] = {"save_every": 1, "dtype": "fp32"}
+    resident = train("resident", place, coat={}, **blocks)
+    blocks["coat"] = {"memory": {"stream_blocks": "all"}}
+    announced: list[int] = []
+
+    def killed(self: StreamedWeights, block: Any, outputs: Any) -> None:
+        announced.append(1)
+        if len(announced) == 2 * len(self.bytes) + 2:  # in the third step
+            os.kill(os.getpid(), signal.SIGKILL)
+        announce(self, block, outputs)
+
+    announce = StreamedWeights.announce
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(StreamedWeights, "announce", killed)
+        train("streamed", place, **blocks)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    streamed = place["out"] / "streamed" / "streamed.safetensors"
+    assert not streamed.exists()
+    assert train("streamed", place, **blocks) == streamed
+    assert_same_tensors(resident, streamed)
+    assert losses(resident.parent) == losses(streamed.parent)
+    images = [sorted((path.parent / "samples").iterdir()) for path in (resident, streamed)]
+    assert [path.read_bytes() for path in images[0]] == [path.read_bytes() for path in images[1]]

@@ -25,6 +25,7 @@ from .lookup import architecture_of, matches
 from .quantized import adopt, quantization_of
 from .report import OUTSIDE, CoatReport, describe_linear
 from .runner import BlockRunner
+from .streaming import is_streamable, park, unpark
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
@@ -78,7 +79,11 @@ def apply_coat(
             if config.activation.use_fp8:
                 keep_no_input(module)
     _check_fallback(report, config)
+    parked = [module for module in model.modules() if unpark(module)]
     runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute, run_device)
+    for module in parked:
+        if not is_streamable(module):
+            module.to(run_device)
     report.checkpointing = checkpointing_line(runner.plan, config)
     report.execution = execution_line(runner.plan, config, run_device)
     own = bool(report.quantized) and not report.converted
@@ -192,7 +197,7 @@ def _convert_one(
         weight = module.to(device).weight
         note_weight(FP8Linear.from_linear(module, linear_config), weight, linear_config)
         if config.memory.stream_blocks != 0:
-            module.to("cpu")
+            park(module)
     elif linear_config.use_fp8_gemm:
         FP8TrainableLinear.from_linear(module, linear_config)
     else:

@@ -38,16 +38,17 @@ from .placement import SLOTS, aligned
 
 logger = logging.getLogger(__name__)
 
+PARKED = "parked_codes"
+
 
 @dataclass
 class _View:
-    """One buffer of a module: where it is among the bytes of its block, and, of a streamed block, in its slot."""
+    """One buffer of a module: where it is among the bytes of its block."""
 
     module: nn.Module
     name: str
     like: Tensor  # on the meta device: shape and strides
     start: int  # bytes
-    in_slot: Tensor | None = None
 
     def of(self, memory: Tensor) -> Tensor:
         """This buffer in memory of the block, uint8 [bytes]."""
@@ -142,10 +143,12 @@ class StreamedWeights:
             if place is None:
                 _to_device(codes, self._device)
             for view in codes.views:
-                view.in_slot = None if place is None else view.of(self._slots[place % SLOTS].memory)
-                fetch = None if place is None else functools.partial(self.ready, block)
+                fetch = None
+                if place is not None:
+                    view.module._buffers[view.name] = view.of(self._slots[place % SLOTS].memory)
+                    fetch = functools.partial(self.ready, block)
                 vars(view.module)["fetch_weight"] = fetch
-            _attach(codes)
+                vars(view.module)["_apply"] = functools.partial(_apply_to_rest, view.module)
 
     def ready(self, block: nn.Module, backward: bool = False) -> None:
         """Have the codes of a block in its buffers for all that is queued from here on; the next ones are on their way.
@@ -159,7 +162,6 @@ class StreamedWeights:
             return
         if place == 0 and not backward:
             self._begin()
-        _attach(self._codes[self._order[place]])
         self._fetch(place)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._slots[place % SLOTS].copied)
@@ -232,10 +234,34 @@ def _read(block: nn.Module) -> _Codes:
 def code_buffers(block: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield module, name and tensor of every buffer that holds codes of a frozen weight, uint8."""
     for module, _ in stored_linears(block):
-        for name in BUFFERS:
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer.dtype == torch.uint8:
-                yield module, name, buffer
+        for name, codes in _codes_of(module).items():
+            yield module, name, codes
+
+
+def park(module: nn.Module) -> None:
+    """Keep the codes of a linear on the CPU, out of its buffers, until its block is streamed: `.to` does not move them.
+
+    A trainer moves its model to the GPU before the blocks are known, which has no room for all of it.
+    """
+    parked = {name: codes.to("cpu") for name, codes in _codes_of(module).items()}
+    vars(module)[PARKED] = parked
+    module._buffers.update(dict.fromkeys(parked))
+
+
+def unpark(module: nn.Module) -> bool:
+    """Give a linear its codes back, on the CPU; returns whether they were parked."""
+    parked = vars(module).pop(PARKED, {})
+    module._buffers.update(parked)
+    return bool(parked)
+
+
+def is_streamable(module: nn.Module) -> bool:
+    """Whether a linear is in a block whose codes `StreamedWeights` keeps, wherever they are now."""
+    return "fetch_weight" in vars(module)
+
+
+def _codes_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: x for name in BUFFERS if (x := module._buffers.get(name)) is not None and x.dtype == torch.uint8}
 
 
 def _to_host(codes: _Codes, device: torch.device) -> _Codes:
@@ -257,11 +283,15 @@ def _to_device(codes: _Codes, device: torch.device) -> None:
     codes.host = None
 
 
-def _attach(codes: _Codes) -> None:
-    """Let the buffers be those in the slot, also where someone has moved the model to another device and back."""
-    for view in codes.views:
-        if view.in_slot is not None and view.module._buffers[view.name] is not view.in_slot:
-            view.module._buffers[view.name] = view.in_slot
+def _apply_to_rest(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply`, which moves and casts a model, of all but the codes: one slot would become many tensors."""
+    kept = {} if vars(module).get("fetch_weight") is None else _codes_of(module)
+    module._buffers.update(dict.fromkeys(kept))
+    try:
+        type(module)._apply(module, fn, recurse)
+    finally:
+        module._buffers.update(kept)
+    return module
 
 
 def _pinned(size: int, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ import copy
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,15 @@ def _prepare(folder: Path, target: Path, configs: list[Any], asked: Any, keep: f
         config.dataset_path = None
         if copied.mask_folder is not None and config.mask_path is None:
             config.mask_path = str(copied.mask_folder)
+
+
+def leave_room(process: Any) -> None:
+    """Where blocks are streamed as memory needs it: leave room for sampling, as far as its needs are known."""
+    from ...blocks.runner import BlockRunner
+    from ...config.findings import ConfigError
+    from ...plan.job import job_facts
+    from ...plan.predict import outside_bytes
+
+    if process.coat.memory.stream_blocks == "auto":
+        with suppress(ConfigError):
+            BlockRunner.of(process.sd.unet).reserve(outside_bytes(job_facts(process._job_config())))

@@ -36,7 +36,7 @@ from .common import AIToolkitError, detail, info, job_scope, load_core, run_line
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
 from .loop import TrainingLoop, end_with
 from .optimizer import check_optimizer
-from .preflight import check_job, check_photos, config_file
+from .preflight import check_job, check_photos, config_file, leave_room
 from .quantizer import convert, converted_linears, damaged_linears, plain_linears, store_only
 from .resume import Continuation, find_continuation, kept_draws
 from .validation import HeldOutPhotos
@@ -173,6 +173,7 @@ class CoatFluxTrainer(HostTrainer):
             allow_recompute=bool(self.train_config.gradient_checkpointing),
             device=self.device_torch,
         )
+        leave_room(self)
         self._phases.hold("transformer", self.sd.unet, module_tensors)
         self._phases.hold_models(getattr(self.sd, "vae", None), self._text_encoders())
 

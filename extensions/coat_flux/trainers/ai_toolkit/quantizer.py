@@ -155,10 +155,13 @@ def _store(module: nn.Linear, weight: Tensor) -> None:
     from coat_core.linear.weight import store_weight
 
     from ...blocks.cast_loss import note_weight
+    from ...blocks.streaming import park
 
     # OstrisLinear's state_dict holds "weight" only, so the buffers must not be expected when one is loaded
     store_weight(module, weight, module.coat_linear_config, persistent=False)
     note_weight(module, weight, module.coat_linear_config)
+    if active_config().memory.stream_blocks != 0:
+        park(module)  # ai-toolkit moves the whole model to the GPU before blocks are known
 
 
 def converted_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -206,8 +209,12 @@ def store_only(model: nn.Module) -> int:
     Returns:
         How many linears were set.
     """
+    from ...blocks.streaming import unpark
+
     count = 0
     for _, module in converted_linears(model):
+        if unpark(module):
+            module.to(module.weight_scale_bits.device)
         module.coat_linear_config = dataclasses.replace(module.coat_linear_config, use_fp8_gemm=False)
         count += 1
     return count
