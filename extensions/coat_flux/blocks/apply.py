@@ -14,6 +14,7 @@ from coat_core.activation.convolution import keep_no_input
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.function import fp8_gemm_obstacle
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear, obstacle_to_conversion
+from coat_core.linear.weight import CODES
 
 from ..base.errors import UserError
 from ..config.findings import ConfigError
@@ -25,7 +26,7 @@ from .lookup import architecture_of, matches
 from .quantized import adopt, quantization_of
 from .report import OUTSIDE, CoatReport, describe_linear
 from .runner import BlockRunner
-from .streaming import is_streamable, park, unpark
+from .streaming import codes_to_host, is_streamable, unpark
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
@@ -79,10 +80,11 @@ def apply_coat(
             if config.activation.use_fp8:
                 keep_no_input(module)
     _check_fallback(report, config)
-    parked = [module for module in model.modules() if unpark(module)]
+    for module in model.modules():
+        unpark(module)
     runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute, run_device)
-    for module in parked:
-        if not is_streamable(module):
+    for module in model.modules() if config.memory.stream_blocks != 0 else ():
+        if CODES in module._buffers and not is_streamable(module):
             module.to(run_device)
     report.checkpointing = checkpointing_line(runner.plan, config)
     report.execution = execution_line(runner.plan, config, run_device)
@@ -197,7 +199,7 @@ def _convert_one(
         weight = module.to(device).weight
         note_weight(FP8Linear.from_linear(module, linear_config), weight, linear_config)
         if config.memory.stream_blocks != 0:
-            park(module)
+            codes_to_host(module)
     elif linear_config.use_fp8_gemm:
         FP8TrainableLinear.from_linear(module, linear_config)
     else:

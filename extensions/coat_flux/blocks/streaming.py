@@ -238,12 +238,15 @@ def code_buffers(block: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
             yield module, name, codes
 
 
-def park(module: nn.Module) -> None:
-    """Keep the codes of a linear on the CPU, out of its buffers, until its block is streamed: `.to` does not move them.
+def codes_to_host(module: nn.Module) -> None:
+    """Bring the codes of a linear to the CPU, and nothing else of it."""
+    module._buffers.update({name: codes.to("cpu") for name, codes in _codes_of(module).items()})
 
-    A trainer moves its model to the GPU before the blocks are known, which has no room for all of it.
-    """
-    parked = {name: codes.to("cpu") for name, codes in _codes_of(module).items()}
+
+def park(module: nn.Module) -> None:
+    """Keep codes on the CPU, out of the buffers: ai-toolkit moves a whole model to the GPU before blocks are known."""
+    codes_to_host(module)
+    parked = _codes_of(module)
     vars(module)[PARKED] = parked
     module._buffers.update(dict.fromkeys(parked))
 
