@@ -13,7 +13,9 @@ from coat_core import FP8Linear
 from coat_flux.blocks import streaming
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.streaming import StreamedWeights, code_buffers
-from tests.helpers.flux import coat_flux_model, lora_gradients, predict
+from coat_flux.trainers.standalone.network import lora_parameters
+from coat_flux.watch.casts import CastProbe
+from tests.helpers.flux import coat_flux_model, lora_gradients, loss_of, predict
 
 
 def made(stream: Any, checkpointing: str = "none", flow: str = "fused", weight: str = "e4m3") -> nn.Module:
@@ -96,3 +98,24 @@ def test_blocks_come_back_to_the_device_and_leave_it() -> None:
         weights.stream(chosen)
         assert weights.streamed == chosen
         assert same(expected, lora_gradients(streamed))
+
+
+def test_casts_are_those_of_the_layers_whose_codes_are_there() -> None:
+    """One slot is the memory of many blocks; a block that came back to the device has one storage for all layers."""
+    resident, streamed = made(0), made("all")
+    predict(resident).sum().backward()
+    expected = rows_of(resident)
+    assert len({row.layer for row in expected}) > 20
+    predict(streamed).sum().backward()
+    assert rows_of(streamed) == expected
+    streaming_of(streamed).stream((1,))
+    assert rows_of(streamed) == expected
+
+
+def rows_of(model: nn.Module) -> list[Any]:
+    model.zero_grad(set_to_none=True)
+    with CastProbe(model, lora_parameters(model)) as probe:
+        loss_of(predict(model)).backward()
+    return [
+        row for row in probe.rows(1) if row.kind != "saved"
+    ]  # of which only the block is known, by its first product

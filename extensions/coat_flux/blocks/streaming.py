@@ -143,11 +143,11 @@ class StreamedWeights:
             if place is None:
                 _to_device(codes, self._device)
             for view in codes.views:
-                fetch = None
+                fetch = here = None
                 if place is not None:
                     view.module._buffers[view.name] = view.of(self._slots[place % SLOTS].memory)
-                    fetch = functools.partial(self.ready, block)
-                vars(view.module)["fetch_weight"] = fetch
+                    fetch, here = functools.partial(self.ready, block), functools.partial(self._holds, place)
+                vars(view.module).update(fetch_weight=fetch, codes_are_here=here)
                 vars(view.module)["_apply"] = functools.partial(_apply_to_rest, view.module)
 
     def ready(self, block: nn.Module, backward: bool = False) -> None:
@@ -183,6 +183,10 @@ class StreamedWeights:
             if isinstance(output, Tensor) and output.requires_grad:
                 self._hooked.add(place)
                 output.register_hook(functools.partial(_again, self.ready, block))
+
+    def _holds(self, place: int) -> bool:
+        """Whether a block's codes are in its slot, or on their way there."""
+        return self._slots[place % SLOTS].holds == self._order[place]
 
     def _begin(self) -> None:
         """A forward pass begins."""

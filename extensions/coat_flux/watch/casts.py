@@ -15,7 +15,7 @@ The operator changes them in place, so a sample of blocks is read before it, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +66,7 @@ class CastProbe(TorchDispatchMode):
         super().__init__()
         self._casts: list[_Observed] = []
         self._latest: dict[int, _Observed] = {}  # by the address of the codes
-        self._decoded: dict[int, int] = {}  # address of decoded codes → that of the stored ones
+        self._decoded: dict[int, Tensor] = {}  # address of decoded codes → the stored ones
         self._model = model
         self._layers = {} if model is None else _weights(model)
         self._parameters = {param.data_ptr(): name for name, param in lora.items()}
@@ -92,7 +92,7 @@ class CastProbe(TorchDispatchMode):
         if isinstance(declared, Product):
             self._add_reader(declared)
         elif isinstance(declared, Decoded):
-            self._decoded[_address(declared.codes)] = _address(declared.stored)
+            self._decoded[_address(declared.codes)] = declared.stored
         elif declared is not None:
             for cast in (declared,) if isinstance(declared, Cast) else declared:
                 self._add(cast)
@@ -143,8 +143,7 @@ class CastProbe(TorchDispatchMode):
     def _add_reader(self, product: Product) -> None:
         """Take from a product which layers read the codes, and as what."""
         address = _address(product.weight)
-        address = self._decoded.get(address, address)
-        layers = self._layers_at(address)
+        layers = self._layers_of(self._decoded.get(address, product.weight))
         if product.codes is not None:
             cast, weight = self._latest.get(_address(product.codes)), self._latest.get(address)
             if weight is not None and not layers:
@@ -156,13 +155,18 @@ class CastProbe(TorchDispatchMode):
         if layers and layers[0]:
             self._block = ".".join(layers[0].split(".")[:2])
 
-    def _layers_at(self, address: int) -> tuple[str, ...]:
-        """Layers whose weight is at this address now: a run's first forward pass joins weights, in other memory."""
+    def _layers_of(self, codes: Tensor) -> tuple[str, ...]:
+        """Layers whose weights these codes are now: a run's first forward pass joins weights, in other memory.
+
+        One storage may hold the codes of a whole block, and those of other blocks at other times.
+        """
+        address, start = _address(codes), codes.data_ptr()
         found = self._layers.get(address, [])
         if self._model is not None and not (found and all(weight.is_at(address) for weight in found)):
             self._layers = _weights(self._model)
             found = self._layers.get(address, [])
-        return tuple(weight.layer for weight in found)
+        end = start + codes.numel() * codes.element_size()
+        return tuple(weight.layer for weight in found if weight.is_there() and start <= weight.start < end)
 
     def _add_moments(self, update: MomentUpdate, precision: Tensor) -> None:
         for kind, moment, measured in zip(
@@ -259,6 +263,13 @@ class _Weight(NamedTuple):
     layer: str
     held_by: Mapping[str, Tensor | None]
     name: str
+    is_there: Callable[[], bool]
+
+    @property
+    def start(self) -> int:
+        """Where its own part of the storage begins."""
+        weight = self.held_by.get(self.name)
+        return -1 if weight is None else weight.data_ptr()
 
     def is_at(self, address: int) -> bool:
         """Whether it is still there."""
@@ -266,13 +277,18 @@ class _Weight(NamedTuple):
         return weight is not None and _address(weight) == address
 
 
+def _always() -> bool:
+    return True
+
+
 def _weights(model: nn.Module) -> dict[int, list[_Weight]]:
     """All of them by address; those that multiply as one matrix have the same."""
     found: dict[int, list[_Weight]] = {}
     for name, module in model.named_modules():
-        held = [_Weight(name.removesuffix(".base_layer"), module._buffers, buffer) for buffer in (CODES, TRANSPOSED)]
+        layer, is_there = name.removesuffix(".base_layer"), vars(module).get("codes_are_here") or _always
+        held = [_Weight(layer, module._buffers, buffer, is_there) for buffer in (CODES, TRANSPOSED)]
         if isinstance(module, FP8TrainableLinear):
-            held.append(_Weight(held[0].layer, module._parameters, "weight"))
+            held.append(_Weight(layer, module._parameters, "weight", is_there))
         for weight in held:
             tensor = weight.held_by.get(weight.name)
             if tensor is not None:
