@@ -44,6 +44,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fused, per_tensor": {**KEEP, "activation": TENSOR},
     "generic, per_tensor": {**KEEP, "activation": {**TENSOR, "flow": "generic"}},
     "fused, per_tensor, dy e4m3": {**KEEP, "activation": {**TENSOR, "grad_format": "e4m3"}},
+    "fused, int8": {**KEEP, "activation": {"format": "int8"}, "weight": {"format": "int8"}},
+    "fused, int8, dy bf16": {
+        **KEEP,
+        "activation": {"format": "int8", "grad_format": "bf16"},
+        "weight": {"format": "int8"},
+    },
     "recomputed, per_row": {
         "memory": {"checkpointing": "all"},
         "activation": ROWS,
