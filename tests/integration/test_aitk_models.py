@@ -67,27 +67,35 @@ def entry_of(arch: str, qtype: str, steps: int) -> dict[str, Any]:
     return entry
 
 
-def test_weights_in_nvfp4_from_the_yaml_alone(checkout: Checkout) -> None:
-    """`qtype: coat_fp8` with `coat.weight.format: nvfp4`, and a resumed job that ends with the same LoRA."""
-    jobs = []
-    for name, lengths in (("flux_nvfp4", [STEPS]), ("flux_nvfp4_resumed", [STEPS // 2, STEPS])):
+@pytest.mark.parametrize(
+    ("fmt", "words", "low", "high"),
+    [("nvfp4", "W nvfp4, x e4m3/per_row, dy e5m2", 18, 24), ("int8", "W int8, x int8/per_row, dy int8", 35, 50)],
+)
+def test_other_formats_of_weights_from_the_yaml_alone(
+    checkout: Checkout, fmt: str, words: str, low: float, high: float
+) -> None:
+    """`qtype: coat_fp8` with `coat.weight.format`, and a resumed job that ends with the same LoRA."""
+    jobs, name = [], f"flux_{fmt}"
+    for job, lengths in ((name, [STEPS]), (f"{name}_resumed", [STEPS // 2, STEPS])):
         for steps in lengths:
             entry = entry_of("flux", "coat_fp8", steps)
-            entry["coat"]["weight"] = {"format": "nvfp4"}
-            jobs.append((name, entry))
+            entry["coat"]["weight"] = {"format": fmt}
+            if fmt == "int8":
+                entry["coat"]["activation"].update(format=fmt, grad_format=fmt)
+            jobs.append((job, entry))
     checkout.run_several(jobs)
-    lora, again = checkout.lora("flux_nvfp4"), checkout.lora("flux_nvfp4_resumed")
+    lora, again = checkout.lora(name), checkout.lora(f"{name}_resumed")
     assert lora
     assert sum(bool(value.any()) for value in lora.values()) > 0.8 * len(lora)
-    log = (checkout.folder("flux_nvfp4") / "coat" / "log.txt").read_text(encoding="utf-8")
-    assert "W nvfp4, x e4m3/per_row, dy e5m2" in log
-    rows = (checkout.folder("flux_nvfp4") / "coat" / "precision.csv").read_text(encoding="utf-8").splitlines()
+    log = (checkout.folder(name) / "coat" / "log.txt").read_text(encoding="utf-8")
+    assert words in log
+    rows = (checkout.folder(name) / "coat" / "precision.csv").read_text(encoding="utf-8").splitlines()
     found = [float(row.split(",")[3]) for row in rows if ",weight," in row]
     assert found
-    assert all(18 < value < 24 for value in found)
+    assert all(low < value < high for value in found)
     assert again.keys() == lora.keys()
-    for name, value in lora.items():
-        assert_bitwise(again[name], value)
+    for key, value in lora.items():
+        assert_bitwise(again[key], value)
 
 
 def test_streamed_weights_change_no_bit(checkout: Checkout) -> None:

@@ -28,6 +28,7 @@ def test_codes_are_copied_while_blocks_run(memory: dict[str, Any], monkeypatch: 
         gpu.steps(session, 1, closer=COMPARED)  # eagerly, then captured
         gpu.steps(session, 1, closer={})
     assert gpu.captures == 1
+    assert not session.graphs.failed
     # of four blocks two are there when backward begins, and two when the next step does; a capture trusts in none
     assert gpu.operators.memory.copies - before == 4 + 6
 

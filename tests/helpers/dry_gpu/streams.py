@@ -38,7 +38,11 @@ class Stream:
 
 
 class Memory:
-    """Uses of storages that a second stream has written: by storage, the last writing and all reading since."""
+    """Uses of storages that a second stream has written: by storage, the last writing and all reading since.
+
+    Attributes:
+        copies: writings by other streams than the first.
+    """
 
     def __init__(self) -> None:
         self.first = Stream.current = Stream()
@@ -51,7 +55,7 @@ class Memory:
         here, key = Stream.current, x.untyped_storage()._cdata
         if here is self.first and key not in self._written:
             return
-        self.copies += 1
+        self.copies += here is not self.first
         here.done[here] += 1
         for reader, number in self._read.get(key, Counter()).items():
             if here.done[reader] < number:
