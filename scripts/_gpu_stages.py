@@ -102,9 +102,9 @@ STAGES = (
     Stage(
         "plan",
         "peak memory of the trainer against its plan",
-        240,
+        420,
         level="engine",
-        rows=("coat_recomputed", "coat_picked"),
+        rows=("coat_streamed", "coat_nvfp4", "coat_int8", "coat_recomputed", "coat_picked"),
         toy_rows=("coat_recomputed",),
         sizes=((768, 1), (512, 4)),
     ),

@@ -53,16 +53,18 @@ def test_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
     """A run of the stand-alone trainer with its steps as CUDA graphs, which are compared with eager ones on the way."""
     places = {"model": make_tiny_flux(tmp_path / "model"), "images": write_images(tmp_path / "images")}
     found = {}
-    for compile in ("none", "cudagraphs"):
-        coat = {**KEPT, "speed": {"measure": "never", "compile": compile}, "fallback": "error"}
+    for name, compile, stream in (("none", "none", 0), ("cudagraphs", "cudagraphs", 0), ("streamed", "cudagraphs", "all")):
+        memory = {"checkpointing": "none", "stream_blocks": stream}
+        coat = {"memory": memory, "speed": {"measure": "never", "compile": compile}, "fallback": "error"}
         train = {"steps": 16, "ema_config": {"use_ema": True}, "lr_scheduler": "linear"}
-        job = engine_job(compile, out=tmp_path, coat=coat, train=train, **places)
+        job = engine_job(name, out=tmp_path, coat=coat, train=train, **places)
         job["config"]["process"][0]["device"] = "cuda"
-        found[compile] = load_file(COATTrainer(job).train())
-    log = (tmp_path / "cudagraphs" / "coat" / "log.txt").read_text()
-    assert "CUDA graphs: from here on steps are replayed" in log
-    for name, tensor in found["none"].items():
-        assert_sqnr(tensor.float(), found["cudagraphs"][name].float(), GPU_STEP_FLOOR_DB)
+        found[name] = load_file(COATTrainer(job).train())
+    for run in ("cudagraphs", "streamed"):
+        log = (tmp_path / run / "coat" / "log.txt").read_text()
+        assert "CUDA graphs: from here on steps are replayed" in log
+        for name, tensor in found["none"].items():
+            assert_sqnr(tensor.float(), found[run][name].float(), GPU_STEP_FLOOR_DB)
 
 
 @pytest.mark.triton
@@ -70,9 +72,21 @@ def test_the_kernels_run_here() -> None:
     assert triton_obstacle(torch.device("cuda", torch.cuda.current_device())) is None
 
 
-@pytest.mark.parametrize("scaling", ["per_tensor", "per_row"])
-def test_gradients_are_the_cpus(scaling: str) -> None:
-    coat = {"activation": {"linear_granularity": scaling}}
+INT8 = {"format": "int8", "grad_format": "int8"}
+
+
+@pytest.mark.parametrize(
+    "coat",
+    [
+        {"activation": {"linear_granularity": "per_tensor"}},
+        {"activation": {"linear_granularity": "per_row"}},
+        {"weight": {"format": "nvfp4"}},
+        {"weight": {"format": "int8"}, "activation": INT8},
+        {"memory": {"checkpointing": "none", "stream_blocks": "all"}},
+    ],
+    ids=["per_tensor", "per_row", "nvfp4", "int8", "streamed"],
+)
+def test_gradients_are_the_cpus(coat: dict[str, Any]) -> None:
     expected, found = Training("cpu", coat).gradients(), Training("cuda", coat).gradients()
     for name, gradient in expected.items():
         assert_sqnr(gradient, found[name], GPU_STEP_FLOOR_DB)

@@ -197,6 +197,16 @@ CONFIGURATIONS = (
     _coat("coat_recomputed", "COAT, every block recomputed", (*MODEL_LEVELS, ENGINE), memory=RECOMPUTED),
     _coat("coat_per_tensor", "COAT, one scale for each tensor", COUNTED_LEVELS, memory=KEPT, activation=PER_TENSOR),
     _coat("coat_weight_only", "COAT, FP8 weights only", ALL_MODEL_LEVELS, memory=KEPT, activation={"use_fp8": False}),
+    _coat("coat_nvfp4", "COAT, weights in 4.5 bits", (*MODEL_LEVELS, ENGINE), memory=KEPT, weight={"format": "nvfp4"}),
+    _coat(
+        "coat_int8",
+        "COAT, weights and inputs in INT8",
+        (*MODEL_LEVELS, ENGINE),
+        memory=KEPT,
+        weight={"format": "int8"},
+        activation={"format": "int8", "grad_format": "int8"},
+    ),
+    _coat("coat_streamed", "COAT, weights in host memory", (ENGINE,), memory={**KEPT, "stream_blocks": "all"}),
     _coat("coat_transposed", "COAT, with transposed weights", (*MODEL_LEVELS, ENGINE, COUNT), memory=COPIED),
     _coat("coat_compiled", "COAT, blocks compiled", (*MODEL_LEVELS, ENGINE), memory=COPIED, speed=COMPILED),
     _coat(
