@@ -53,7 +53,11 @@ def test_replayed_steps_train_as_eager_ones(tmp_path: Path) -> None:
     """A run of the stand-alone trainer with its steps as CUDA graphs, which are compared with eager ones on the way."""
     places = {"model": make_tiny_flux(tmp_path / "model"), "images": write_images(tmp_path / "images")}
     found = {}
-    for name, compile, stream in (("none", "none", 0), ("cudagraphs", "cudagraphs", 0), ("streamed", "cudagraphs", "all")):
+    for name, compile, stream in (
+        ("none", "none", 0),
+        ("cudagraphs", "cudagraphs", 0),
+        ("streamed", "cudagraphs", "all"),
+    ):
         memory = {"checkpointing": "none", "stream_blocks": stream}
         coat = {"memory": memory, "speed": {"measure": "never", "compile": compile}, "fallback": "error"}
         train = {"steps": 16, "ema_config": {"use_ema": True}, "lr_scheduler": "linear"}
