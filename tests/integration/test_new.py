@@ -39,8 +39,9 @@ def process(file: Path) -> dict:
 @pytest.mark.parametrize(
     ("gb", "origin", "fits"),
     [
-        (8, "16gb", False),
-        (12, "16gb", False),
+        (2, "8gb", False),
+        (8, "8gb", True),
+        (12, "12gb", True),
         (16, "16gb", True),
         (24, "coat", True),
         (80, "80gb", True),

@@ -30,9 +30,14 @@ from .predict import predict_facts
 __all__ = ["PLACEHOLDER", "Photos", "Starter", "look_at", "made_up_word", "make_starter"]
 
 PLACEHOLDER = "PUT_THE_FOLDER_OF_YOUR_PHOTOS_HERE"
-CANDIDATES = tuple(  # best first
-    f"flux_clothing_coat{size}.yaml" for size in ("_80gb", "", "_16gb", "_12gb", "_8gb")
-)
+# best first, and the smallest card that each is for, GB; smaller ones have one of their own
+CANDIDATES = {
+    "flux_clothing_coat_80gb.yaml": 0,
+    "flux_clothing_coat.yaml": 0,
+    "flux_clothing_coat_16gb.yaml": 14,
+    "flux_clothing_coat_12gb.yaml": 10,
+    "flux_clothing_coat_8gb.yaml": 0,
+}
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
 WORD_LETTERS = (4, 6)
 VIEWS = 100  # of each photo: what a LoRA of a garment takes at lr 1e-4
@@ -116,7 +121,7 @@ def make_starter(photos: Photos | None, card: Card, name: str, trigger: str, fil
         ConfigError: name or trigger word cannot be one, or the installation has no shipped configs.
     """
     tried = []
-    for origin in CANDIDATES:
+    for origin in (name for name, smallest in CANDIDATES.items() if card.gb >= smallest):
         if origin not in shipped():
             raise ConfigError(f"{origin}: not part of this installation; install coat-flux from a wheel or a checkout")
         text = _written(shipped()[origin].read_text(encoding="utf-8"), photos, card, name, trigger, file)
