@@ -270,9 +270,8 @@ CASES = [
     Case("memory.budget_gb", "memory: {budget_gb: 1000.0}", block_runs, 4),
 ]
 SEPARATE = {"weight.cache", "optimizer.stochastic_rounding", "memory.log_memory_stats", "memory.log_every", "fallback"}
-SEPARATE |= {"memory.stream_blocks"}  # changes no bit: tests/unit/test_streaming.py
-# change no tensor of a step: test_compile.py, test_speed_pick.py, test_attention_pick.py, test_transposed_weights.py
-SPEED = {"speed.compile", "speed.measure", "speed.attention", "memory.transposed_weights"}
+# change no tensor of a step: test_compile.py, test_(speed_pick|attention_pick|transposed_weights|streaming).py
+SPEED = {"speed.compile", "speed.measure", "speed.attention", "memory.transposed_weights", "memory.stream_blocks"}
 # of the run, not of a step: tests/reliability
 RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resume."))}
 # chosen in a run's second step: test_precision_runs.py, and below

@@ -63,10 +63,10 @@ def test_optimizer_refusals(options: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight_format": "int8"}, "weight_format='int8': must be one of e4m3, e5m2"),
+        ({"weight_format": "int4"}, "weight_format='int4': must be one of e4m3, e5m2, nvfp4, int8"),
         ({"weight_granularity": "per_group"}, "weight_granularity='per_group': must be one of per_tensor, per_row"),
         ({"input_format": None}, "input_format=None: must be one of e4m3, e5m2"),
-        ({"grad_format": "fp16"}, "grad_format='fp16': must be one of e4m3, e5m2, bf16"),
+        ({"grad_format": "fp16"}, "grad_format='fp16': must be one of e4m3, e5m2, int8, bf16"),
         ({"input_granularity": "block"}, "input_granularity='block': must be one of per_tensor, per_row, per_group"),
         ({"group_size": 48}, "group_size=48: must be one of 16, 32, 64, 128, 256"),
         ({"fallback": "warn"}, "fallback='warn': must be one of bf16, error"),
