@@ -139,16 +139,17 @@ def compiled(launch: Launch, capability: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def compile_all(only: str, targets: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Compile every distinct launch of the cases whose name contains `only`, for every target."""
+def compile_all(only: str, targets: tuple[int, ...], in_turn: bool) -> list[dict[str, Any]]:
+    """Compile every distinct launch of the cases whose name contains `only`, for every target, or for one in turn."""
     rows, seen = [], set()
     with tempfile.TemporaryDirectory() as folder:
         for name, case in CASES.items():
             for launch in recorded(case) if only in name else ():
                 if launch.key in seen:
                     continue
+                chosen = targets[len(seen) % len(targets) :][:1] if in_turn else targets
                 seen.add(launch.key)
-                rows += [{"case": name, **compiled(launch, target, Path(folder))} for target in targets]
+                rows += [{"case": name, **compiled(launch, target, Path(folder))} for target in chosen]
     return rows
 
 
@@ -162,6 +163,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--sm", type=int, nargs="+", default=TARGETS, help="compute capabilities (default: all)")
+    parser.add_argument("--in-turn", action="store_true", help="each case for one of them, the next for the next")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
@@ -169,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Compile, print the table and say what is wrong."""
     options = parse_arguments()
-    rows = compile_all(options.only, tuple(options.sm))
+    rows = compile_all(options.only, tuple(options.sm), options.in_turn)
     heads = ("kernel", "case", "sm", "registers", "stack, bytes", "shared, bytes", "FP8 by instruction")
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in rows:
