@@ -10,10 +10,10 @@ import functools
 import torch
 from torch import Tensor
 
-from coat_core.casts import GRADIENT, INPUT, Product, declares
+from coat_core.casts import declares
 from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.operators import operator
-from coat_core.kernels.scaled_mm import ALIGNMENT, check_shapes
+from coat_core.kernels.scaled_mm import ALIGNMENT, check_shapes, declared_product, product_like, why_refused
 
 FEWEST_ROWS = 17  # that torch's product takes on CUDA
 
@@ -57,47 +57,19 @@ def int8_mm(
     return product.to(out_dtype, copy=True)
 
 
-@int8_mm.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    forward: bool = False,
-) -> Tensor:
-    check_shapes(a, a_scale, b, b_scale, bias)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-@declares(int8_mm)
-def _(
-    out: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    forward: bool = False,
-) -> Product:
-    return Product(b, a, INPUT if forward else GRADIENT)
+int8_mm.register_fake(product_like)
+declares(int8_mm)(declared_product)
 
 
 @functools.cache
 def unsupported_reason(device: torch.device) -> str | None:
     """Return why this device cannot multiply INT8, or None where it can; the answer comes from multiplying once."""
-    if device.type == "cpu":
-        return None
-    try:
+
+    def multiply_once() -> None:
         a, scale = torch.zeros(ALIGNMENT, ALIGNMENT, dtype=torch.int8, device=device), torch.ones((), device=device)
         int8_mm(a, scale.expand(ALIGNMENT, 1).contiguous(), a, scale, None, torch.bfloat16)
-    except torch.OutOfMemoryError:
-        raise  # says nothing about INT8, and the answer is kept
-    except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is a RuntimeError; mps: TypeError
-        return f"{device.type}: {str(error).splitlines()[0]}"
-    return None
+
+    return why_refused(device, multiply_once)
 
 
 run_by_triton(int8_mm, "int8.int8_mm")

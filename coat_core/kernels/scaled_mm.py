@@ -11,6 +11,7 @@ Shapes: a [M, K], b [N, K] (any strides: on CUDA a transposed view is copied by 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -86,8 +87,7 @@ def scaled_mm(
         return product.to(out_dtype)
 
 
-@scaled_mm.register_fake
-def _(
+def product_like(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -96,12 +96,12 @@ def _(
     out_dtype: torch.dtype,
     forward: bool = False,
 ) -> Tensor:
+    """Return an empty result of `scaled_mm` or `int8_mm`, as torch.compile asks for one; errors as theirs."""
     check_shapes(a, a_scale, b, b_scale, bias)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-@declares(scaled_mm)
-def _(
+def declared_product(
     out: Tensor,
     a: Tensor,
     a_scale: Tensor,
@@ -111,7 +111,19 @@ def _(
     out_dtype: torch.dtype,
     forward: bool = False,
 ) -> Product:
+    """Declare which codes a call of either read."""
     return Product(b, a, INPUT if forward else GRADIENT)
+
+
+scaled_mm.register_fake(product_like)
+declares(scaled_mm)(declared_product)
+
+
+def rows_in_one_piece(b: Tensor) -> Tensor:
+    """Return b [N, K] contiguous, as tensor cores read it; its transposed codes by our kernel."""
+    if b.is_contiguous():
+        return b
+    return transpose_codes(b.t()) if b.t().is_contiguous() else b.contiguous()
 
 
 @scaled_mm.register_kernel("cuda")
@@ -143,9 +155,7 @@ def _by_cublas(
     kernel_bias = None if kernel_dtype == torch.float32 else bias
     if kernel_bias is not None and kernel_bias.dtype != kernel_dtype:
         kernel_bias = kernel_bias.to(kernel_dtype)
-    if not b.is_contiguous():  # TN GEMMs want its rows in one piece
-        b = transpose_codes(b.t()) if b.t().is_contiguous() else b.contiguous()
-    a = a.contiguous()
+    a, b = a.contiguous(), rows_in_one_piece(b)
     if a.shape[0] == 1:  # one row is contiguous with any strides, and torch looks at them
         a = a.view(-1).view(a.shape)
     out: Tensor = torch._scaled_mm(
@@ -168,15 +178,28 @@ def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torc
 
     The answer comes from multiplying once on the device: formats and scalings differ by GPU, CUDA and torch version.
     """
-    if device.type == "cpu":
-        return None
-    try:
+
+    def multiply_once() -> None:
         a = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(a_dtype)
         b = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(b_dtype)
         scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
         scaled_mm(a, scale, b, scale, None, torch.bfloat16)
+
+    return why_refused(device, multiply_once)
+
+
+def why_refused(device: torch.device, multiply_once: Callable[[], object]) -> str | None:
+    """Return why a product cannot run on this device, by trying it, or None where it can; a CPU can.
+
+    Raises:
+        torch.OutOfMemoryError: it says nothing about the product, and answers are kept.
+    """
+    if device.type == "cpu":
+        return None
+    try:
+        multiply_once()
     except torch.OutOfMemoryError:
-        raise  # says nothing about FP8, and the answer is kept
+        raise
     except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is a RuntimeError; mps: TypeError
         return f"{device.type}: {str(error).splitlines()[0]}"
     return None

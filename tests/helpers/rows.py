@@ -15,6 +15,28 @@ SPECS = [("e4m3", "none"), ("e4m3", "per_row"), ("e5m2", "per_row"), ("e4m3", "p
 CASES = [(kind, "e4m3", "per_row") for kind in KINDS] + [("plain", *spec) for spec in SPECS if spec != SPECS[1]]
 
 
+def extreme_values(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Draw x of `shape`, fp32, for a kernel that quantizes; "bf16" is that."""
+    x = torch.randn(shape)
+    if kind == "zeros":
+        x[0] = 0
+    elif kind == "outlier":
+        x.view(-1)[x.numel() // 2] = 1e9
+    elif kind == "heavy tails":
+        x = x / torch.rand(shape).clamp_min(1e-4)
+    elif kind == "tiny":
+        x = x * 1e-42
+    elif kind == "not finite":
+        x.view(-1)[0], x.view(-1)[-1] = float("inf"), float("nan")
+    elif kind == "strided":
+        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+    elif kind == "rows apart":
+        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+    elif kind == "bf16":
+        x = x.to(torch.bfloat16)
+    return x
+
+
 def rows_of_kind(kind: str, shape: tuple[int, ...]) -> Tensor:
     """fp32 [..., K]: one row of zeros, one huge value, heavy tails, strided, or the end of wider rows."""
     x = torch.randn(shape)

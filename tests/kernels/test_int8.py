@@ -13,30 +13,12 @@ from coat_core.kernels import int8 as ops
 from coat_core.kernels.int8_mm import int8_mm
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, reference
+from tests.helpers.rows import extreme_values
 
 SHAPES = [((3, 64), 64), ((2, 3, 320), 64), ((1, 4096), 256), ((7, 16), 16), ((2, 6), 1)]
 
 
-def values(kind: str, shape: tuple[int, ...]) -> Tensor:
-    x = torch.randn(shape)
-    if kind == "zeros":
-        x[0] = 0
-    elif kind == "outlier":
-        x.view(-1)[x.numel() // 2] = 1e9
-    elif kind == "heavy tails":
-        x = x / torch.rand(shape).clamp_min(1e-4)
-    elif kind == "tiny":
-        x = x * 1e-42
-    elif kind == "not finite":
-        x.view(-1)[0], x.view(-1)[-1] = float("inf"), float("nan")
-    elif kind == "strided":
-        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
-    elif kind == "bf16":
-        x = x.to(torch.bfloat16)
-    return x
-
-
-KINDS = ["plain", "zeros", "outlier", "heavy tails", "tiny", "not finite", "strided", "bf16"]
+KINDS = ["plain", "zeros", "outlier", "heavy tails", "tiny", "not finite", "rows apart", "bf16"]
 
 
 @pytest.mark.triton
@@ -46,7 +28,7 @@ def test_quantize_kernel_has_the_references_bits(kind: str, device: torch.device
     from coat_core.kernels.gpu.int8 import quantize_int8
 
     for shape, size in SHAPES:
-        x, factors = values(kind, shape), torch.rand(shape[-1]) + 0.5
+        x, factors = extreme_values(kind, shape), torch.rand(shape[-1]) + 0.5
         for given in (None, factors):
             expected = quantize_reference(x, size, given)
             codes, scale = quantize_int8(x.to(device), size, None if given is None else given.to(device))

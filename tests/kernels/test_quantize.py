@@ -13,26 +13,10 @@ from coat_core.quantize import dequantize as dequantize_reference
 from coat_core.quantize import quantize as quantize_reference
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator
+from tests.helpers.rows import extreme_values
 
 GRANULARITIES = [PER_TENSOR, PER_ROW, per_group(16), per_group(128), per_group(256)]
 SHAPES = [(3, 40), (2, 5, 300), (1, 4100), (7, 16), (1, 1)]
-
-
-def values(kind: str, shape: tuple[int, ...]) -> Tensor:
-    x = torch.randn(shape)
-    if kind == "zeros":
-        x[0] = 0
-    elif kind == "outlier":
-        x.view(-1)[x.numel() // 2] = 1e9
-    elif kind == "heavy tails":
-        x = x / torch.rand(shape).clamp_min(1e-4)
-    elif kind == "tiny":
-        x = x * 1e-42
-    elif kind == "not finite":
-        x.view(-1)[0], x.view(-1)[-1] = float("inf"), float("nan")
-    elif kind == "strided":
-        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
-    return x
 
 
 KINDS = ["plain", "zeros", "outlier", "heavy tails", "tiny", "not finite", "strided"]
@@ -62,7 +46,7 @@ def test_quantize_kernel_has_the_references_bits(
     from coat_core.kernels.gpu.quantize import quantize
 
     for shape in SHAPES:
-        x = values(kind, shape).to(device)
+        x = extreme_values(kind, shape).to(device)
         codes, scale = quantize(x, fmt, granularity.name, granularity.group_size, None)
         assert_quantized(x, codes, scale, fmt, granularity)
 
@@ -127,7 +111,7 @@ def test_dequantize_kernel_has_the_references_bits(fmt: str, granularity: Granul
     from coat_core.kernels.gpu.quantize import dequantize
 
     for shape in SHAPES:
-        codes, scale, _ = quantize_reference(values("heavy tails", shape).to(device), fmt, granularity)
+        codes, scale, _ = quantize_reference(extreme_values("heavy tails", shape).to(device), fmt, granularity)
         found = dequantize(codes, scale, granularity.name, granularity.group_size, torch.float32)
         assert_bitwise(found, dequantize_reference(codes, scale, granularity))
 

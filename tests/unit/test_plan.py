@@ -372,6 +372,11 @@ def test_streaming_costs_little_at_1024_px_on_a_4090():
     assert step_seconds(facts, predict_facts(facts, recomputed=()).plan, slow) == pytest.approx(copied)
 
 
+def test_without_coat_nothing_is_streamed():
+    job = job_of(coat={"enabled": False, "memory": {"stream_blocks": "auto"}}, train={"optimizer": "adamw"})
+    assert predict(job, device_bytes=24 * GB).plan.streamed == []
+
+
 def test_time_counts_what_is_done():
     facts = job_facts(job_of(train={"steps": 100}))
     card = next(card for card in CARDS if card.name == "H100")

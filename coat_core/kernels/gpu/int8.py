@@ -16,8 +16,7 @@ from torch import Tensor
 from coat_core.int8 import INT8_MAX, check_rotation
 from coat_core.kernels.gpu.codes import with_row_stride
 from coat_core.kernels.gpu.runtime import blocks, empty, empty_values, finished, launch, power_of_two
-from coat_core.kernels.quantize import transpose_codes
-from coat_core.kernels.scaled_mm import check_shapes
+from coat_core.kernels.scaled_mm import check_shapes, rows_in_one_piece
 
 ROW_BLOCK = 2048  # of four warps 16 elements a thread: a rotation of 256 stays inside a warp
 LARGEST = tl.constexpr(INT8_MAX)
@@ -168,8 +167,7 @@ def int8_mm(
 ) -> Tensor:
     """Launcher of `coat::int8_mm`."""
     check_shapes(a, a_scale, b, b_scale, bias)
-    if not b.is_contiguous():  # tensor cores read INT8 along K only
-        b = transpose_codes(b.t()) if b.t().is_contiguous() else b.contiguous()
+    b = rows_in_one_piece(b)
     a, a_scale, b_scale, (m, k), n = a.contiguous(), a_scale.contiguous(), b_scale.contiguous(), a.shape, b.shape[0]
     y = empty_values((m, n), out_dtype, a.device)
     is_wide = blocks(m, WIDE[0]) * blocks(n, WIDE[1]) >= PROGRAMS

@@ -148,7 +148,10 @@ def fewest_recomputed(blocks: Sequence[BlockBytes], free: float, accumulates: bo
         Indices, ascending.
     """
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].kept - blocks[i].recomputed, reverse=True)
+    kept = sum(block.kept for block in blocks)  # at the end of the forward pass, with `count` recomputed
     for count in range(len(blocks) + 1):
-        if largest_moment(blocks, order[:count], accumulates).total <= free:
+        if count:
+            kept -= blocks[order[count - 1]].kept - blocks[order[count - 1]].recomputed
+        if kept <= free and largest_moment(blocks, order[:count], accumulates).total <= free:
             return sorted(order[:count])
     return list(range(len(blocks)))

@@ -19,7 +19,7 @@ from coat_core.granularity import Granularity
 from .block_bytes import BlockBytes, Moment, UnknownBlock, block_bytes, fewest_recomputed, largest_moment
 from .described import Block
 from .execution import NOT_CAPTURED, ExecutionMode, Picked, candidates
-from .placement import extra_seconds, slot_bytes, spread
+from .placement import extra_seconds, pass_seconds, slot_bytes, spread
 from .sizes import FP32, FlowSettings, Tokens, around_bytes
 
 if TYPE_CHECKING:
@@ -249,8 +249,9 @@ def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[Block
     asked, codes, count = config.memory.stream_blocks, given.stream_bytes, len(given.stream_bytes)
     if asked != "auto":
         return spread(count if asked == "all" else min(asked, count), count)
-    if given.tokens is None or given.ran_out_with is not None:
+    if not codes or given.tokens is None or given.ran_out_with is not None:
         return tuple(range(count))
+    times = pass_seconds(given.blocks, given.tokens, codes)
 
     def cost(number: int) -> tuple[float, float, int]:
         chosen = spread(number, count)
@@ -258,8 +259,7 @@ def _streamed(config: COATConfig, given: Given, mode: str, sizes: Sequence[Block
         again = _recomputed(config, given, mode, sizes, around, free) or ()
         needed = max(largest_moment(sizes, again, given.accumulates).total + around, given.reserve_bytes)
         excess = 0.0 if free is None else needed - free
-        assert given.tokens is not None
-        return max(0.0, excess), extra_seconds(given.blocks, given.tokens, codes, chosen, again), number
+        return max(0.0, excess), extra_seconds(times, codes, chosen, again), number
 
     return spread(min(map(cost, range(count + 1)))[-1], count)
 

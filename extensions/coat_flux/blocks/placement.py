@@ -38,23 +38,30 @@ def slot_bytes(codes: Sequence[int], streamed: Collection[int]) -> int:
     return min(SLOTS, len(streamed)) * max((codes[i] for i in streamed), default=0)
 
 
-def extra_seconds(
-    blocks: Sequence[Block | UnknownBlock],
-    tokens: Tokens,
-    codes: Sequence[int],
-    streamed: Collection[int],
-    recomputed: Collection[int],
-) -> float:
-    """Return what streaming and recomputing these blocks adds to a step, by the rates of this module.
+def pass_seconds(
+    blocks: Sequence[Block | UnknownBlock], tokens: Tokens, codes: Sequence[int]
+) -> list[tuple[float, float]]:
+    """Return how long each block takes, forward and backward, by the rates of this module.
 
     Args:
         blocks: in forward order.
         tokens: of a micro-batch.
+        codes: bytes of each block's codes; a block that nobody described takes as long as these take to copy.
+    """
+    return [_seconds(block, tokens, size) for block, size in zip(blocks, codes, strict=True)]
+
+
+def extra_seconds(
+    times: Sequence[tuple[float, float]], codes: Sequence[int], streamed: Collection[int], recomputed: Collection[int]
+) -> float:
+    """Return what streaming and recomputing these blocks adds to a step.
+
+    Args:
+        times: of `pass_seconds`.
         codes: bytes of each block's codes.
         streamed: indices.
         recomputed: indices.
     """
-    times = [_seconds(block, tokens, size) for block, size in zip(blocks, codes, strict=True)]
     again = sum(times[i][0] for i in recomputed)
     forward, backward = (sum(column) for column in zip(*times, strict=True))
     copies = sum(codes[i] for i in streamed) / COPIED_PER_SECOND

@@ -93,13 +93,16 @@ def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
 
 
 @contextlib.contextmanager
-def on_device(models: Sequence[nn.Module], device: torch.device, room: float | None = None) -> Iterator[None]:
+def on_device(
+    models: Sequence[nn.Module], device: torch.device, room: float | None = None, *, last: bool = False
+) -> Iterator[None]:
     """Models ready to run on `device` inside the block, and where they came from after it.
 
     Args:
         models: on the CPU.
         device: any.
         room: as of `by_layer`; the results are the same to the bit.
+        last: they are not needed after it: whole models stay on the device, which takes no time.
     """
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
@@ -118,7 +121,8 @@ def on_device(models: Sequence[nn.Module], device: torch.device, room: float | N
         for model in offloaded:
             remove_hook_from_submodules(model)
         for model, home in zip(models, homes, strict=True):
-            model.to(home)
+            if not last:
+                model.to(home)
 
 
 def model_identity(model: Any) -> str:

@@ -160,7 +160,7 @@ def _store(module: nn.Linear, weight: Tensor) -> None:
     # OstrisLinear's state_dict holds "weight" only, so the buffers must not be expected when one is loaded
     store_weight(module, weight, module.coat_linear_config, persistent=False)
     note_weight(module, weight, module.coat_linear_config)
-    if active_config().memory.stream_blocks != 0:
+    if is_ours() and active_config().memory.stream_blocks != 0:
         park(module)  # ai-toolkit moves the whole model to the GPU before blocks are known
 
 

@@ -247,7 +247,7 @@ def _prepare_data(
     wanted = job.sample.items()
     draws = workers.is_main and wanted and not job.train.disable_sampling
     if draws:
-        with on_device(encoders.text.models, device, room):
+        with on_device(encoders.text.models, device, room, last=True):
             images = ImageSampler(wanted, job.trigger_word, encoders, device, job.sample.format)
     if dataset.needs_encoders:
         for model in encoders.text.models:
