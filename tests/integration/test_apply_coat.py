@@ -190,11 +190,26 @@ def test_fallback_for_a_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         RuntimeError, match=r"34 layers cannot be FP8 .*compute capability 8.0.*set coat.fallback: bf16"
     ):
         apply_coat(tiny_flux(), config(fallback="error"))
-    model, report, _ = coat_flux_model({"memory": KEEP})
+    model, report, _ = coat_flux_model({"memory": KEEP, "fallback": "bf16"})
     assert report.why["transformer_blocks.0.attn.to_q"] == "fallback: cuda: compute capability 8.0"
     assert "34 layers stay in high precision: fallback: cuda: compute capability 8.0" in caplog.text
     assert "fallback: cuda: compute capability 8.0" in report.table()
     assert all(gradient.isfinite().all() for gradient in lora_gradients(model).values())
+
+
+def test_without_fp8_products_all_is_int8(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """`fallback: int8` is the run that asks for INT8, to the bit, and the table at the start says why."""
+    int8 = {"weight": {"format": "int8"}, "activation": {"format": "int8"}}
+    asked, _, _ = coat_flux_model({"memory": KEEP, **int8})
+    expected = lora_gradients(asked)
+    monkeypatch.setattr("coat_core.linear.function.unsupported_reason", lambda *_: "cuda: compute capability 8.6")
+    model, report, _ = coat_flux_model({"memory": KEEP, "activation": {"linear_granularity": "per_tensor"}})
+    assert "no FP8 products here (cuda: compute capability 8.6), so weights and products are INT8" in caplog.text
+    assert "INT8, forward int8, backward int8" in report.table()
+    for name, gradient in lora_gradients(model).items():
+        assert_bitwise(gradient, expected[name])
+    monkeypatch.setattr("coat_flux.blocks.gemms.int8_obstacle", lambda _: "no INT8 either")
+    assert coat_flux_model({"memory": KEEP})[1].why["transformer_blocks.0.attn.to_q"].startswith("fallback: cuda")
 
 
 def reference_model(model: nn.Module | None = None) -> nn.Module:

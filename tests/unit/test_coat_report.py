@@ -235,15 +235,9 @@ def test_on_a_gpu_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_an_old_gpu_each_fall_back_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "triton_obstacle", lambda device: "triton is not installed")
     monkeypatch.setattr(shared, "fp8_gemm_obstacle", lambda device, linear: "cuda: compute capability 8.0")
-    monkeypatch.setattr(shared, "int8_obstacle", lambda device: None)
     rows = rows_on(CUDA)
-    assert (rows["GEMMs"].got, rows["GEMMs"].why) == (
-        "products of dequantized weights",
-        "fallback: cuda: compute capability 8.0; it multiplies INT8: set coat.weight.format and "
-        "coat.activation.format: int8",
-    )
-    monkeypatch.setattr(shared, "int8_obstacle", lambda device: "no")
-    assert rows_on(CUDA)["GEMMs"].why == "fallback: cuda: compute capability 8.0"
+    assert rows["GEMMs"].got == "products of dequantized weights"
+    assert rows["GEMMs"].why == "fallback: cuda: compute capability 8.0"
     assert (rows["kernels"].got, rows["kernels"].why) == ("PyTorch reference", "triton is not installed")
 
 

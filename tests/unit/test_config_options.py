@@ -62,7 +62,7 @@ SPEC_DEFAULTS = {
     "guard.max_saturation": 0.001,
     "guard.max_underflow": 0.5,
     "resume.allow": (),
-    "fallback": "bf16",
+    "fallback": "int8",
 }
 GOOD = {
     "optimizer.block_size": [16, 48, 128, 4096],

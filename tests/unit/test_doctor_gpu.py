@@ -92,8 +92,8 @@ def test_what_the_driver_says(monkeypatch, answer, names):
 def test_an_older_card_has_no_fp8(card):
     card.capability = (8, 6)
     assert texts(gpu.fp8_gemms()) == [
-        "- FP8 on GPU 0: compute capability 8.6 has no FP8 tensor cores (8.9 and up have): weights are kept in FP8, "
-        "products run in bf16; with coat.weight.format and coat.activation.format: int8 in INT8 (7.5 and up)"
+        "- FP8 on GPU 0: compute capability 8.6 has no FP8 tensor cores (8.9 and up have): "
+        "weights and products are INT8 (coat.fallback; from 7.5 on), with fallback: bf16 products run in bf16"
     ]
 
 

@@ -20,7 +20,7 @@ from ..base.errors import UserError
 from ..config.findings import ConfigError
 from .architectures import Architecture
 from .cast_loss import note_weight
-from .gemms import high_precision_reason
+from .gemms import config_for, high_precision_reason
 from .in_words import checkpointing_line, execution_line, shared_rows
 from .lookup import architecture_of, matches
 from .quantized import adopt, quantization_of
@@ -69,8 +69,9 @@ def apply_coat(
         return report
     _check_model(model)
     architecture = architecture_of(model)
-    report.asked = _asked(config)
     run_device = torch.device(device) if device is not None else next(model.parameters()).device
+    config = config_for(run_device, config)
+    report.asked = _asked(config)
     _check_patterns(model, config)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
@@ -124,7 +125,7 @@ def convert_weights(
     if not (config.enabled and config.weight.use_fp8):
         return None
     _check_patterns(model, config)
-    architecture = architecture_of(model)
+    config, architecture = config_for(device, config), architecture_of(model)
 
     def convert(name: str, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

@@ -9,26 +9,51 @@ far more, so `auto` keeps copies only where no block recomputes and all of them 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from coat_core.activation import FP8InputLinear
-from coat_core.linear.function import input_granularity
+from coat_core.config import FP8LinearConfig
+from coat_core.formats import FORMATS, INT8
+from coat_core.kernels.int8_mm import unsupported_reason as int8_obstacle
+from coat_core.linear.function import fp8_gemm_obstacle, input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight, wants_transposed
 
 from .lookup import matches
 
 if TYPE_CHECKING:
-    from coat_core.config import FP8LinearConfig
-
     from ..config.coat import COATConfig
     from .architectures import Architecture
+
+logger = logging.getLogger(__name__)
+
+
+def config_for(device: torch.device, config: COATConfig) -> COATConfig:
+    """Return the `coat:` block as it is run on this device: `fallback: int8` is INT8 where nothing multiplies FP8.
+
+    Weights that a product reads as stored are made once, so this is asked before the first is; asked again, it changes
+    nothing.
+    """
+    stores = config.enabled and config.weight.use_fp8 and config.activation.use_fp8
+    if not stores or config.fallback != INT8.name or config.weight.format not in FORMATS:
+        return config
+    obstacle = fp8_gemm_obstacle(device, FP8LinearConfig())
+    if obstacle is None or int8_obstacle(device) is not None:
+        return config
+    logger.warning("coat.fallback: int8: no FP8 products here (%s), so weights and products are INT8", obstacle)
+    return replace(
+        config,
+        weight=replace(config.weight, format=INT8.name, granularity="per_tensor"),
+        activation=replace(config.activation, format=INT8.name, linear_granularity="per_row"),
+    )
 
 
 class BlockGemms:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8
 from coat_core.kernels.dispatch import triton_obstacle
-from coat_core.kernels.int8_mm import unsupported_reason as int8_obstacle
 from coat_core.linear.function import fp8_gemm_obstacle
 
 from .block_bytes import block_bytes, read_blocks, shown_by
@@ -23,8 +23,6 @@ from .report import OWN_PRODUCTS, QUANTIZED, TableRow
 from .sizes import Tokens
 
 if TYPE_CHECKING:
-    from coat_core.config import FP8LinearConfig
-
     from ..config.coat import COATConfig
 
 NO_READER = "blocks without a reader"
@@ -165,20 +163,15 @@ def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRo
     asked = f"{kind}, forward {linear.input_format}, backward {backward}"
     obstacle = fp8_gemm_obstacle(device, linear)
     if obstacle is not None:
-        return TableRow("GEMMs", asked, DEQUANTIZED, f"fallback: {obstacle}{_instead(linear, device)}")
+        return TableRow("GEMMs", asked, DEQUANTIZED, f"fallback: {obstacle}")
     if plan.execution.gemm == "bf16":
         return TableRow("GEMMs", asked, DEQUANTIZED, "faster here, and at least as precise; see execution")
     if device.type == "cpu":
         got = f"{'int32' if kind == 'INT8' else 'fp32'} products of the {kind} codes"
         return TableRow("GEMMs", asked, got, "a cpu: a GPU's values, not its speed")
-    return TableRow("GEMMs", asked, "int8_mm" if kind == "INT8" else "torch._scaled_mm", f"a trial on {device} ran")
-
-
-def _instead(linear: FP8LinearConfig, device: torch.device) -> str:
-    """What to write where FP8 has no products and INT8 has; empty elsewhere."""
-    if device.type != "cuda" or linear.weight_format == INT8.name or int8_obstacle(device) is not None:
-        return ""
-    return "; it multiplies INT8: set coat.weight.format and coat.activation.format: int8"
+    ran, lacks = f"a trial on {device} ran", fp8_gemm_obstacle(device, FP8LinearConfig()) if kind == "INT8" else None
+    why = ran if lacks is None else f"{ran}; no FP8 products: {lacks}"
+    return TableRow("GEMMs", asked, "int8_mm" if kind == "INT8" else "torch._scaled_mm", why)
 
 
 def _kernels(device: torch.device) -> TableRow:

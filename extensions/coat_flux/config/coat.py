@@ -217,7 +217,11 @@ class COATConfig:
     data: DataOptions = field(default_factory=DataOptions)
     guard: GuardOptions = field(default_factory=GuardOptions)
     resume: ResumeOptions = field(default_factory=ResumeOptions)
-    fallback: str = choice(("bf16", "error"), "when FP8 cannot be used on this device, torch or layer")
+    fallback: str = choice(
+        ("int8", "bf16", "error"),
+        "when FP8 cannot be used on this device, torch or layer; int8: as weight.format: int8 where the device "
+        "multiplies INT8, else bf16",
+    )
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any] | None, *, file: str = "", key_path: str = "coat") -> COATConfig:
@@ -300,7 +304,7 @@ class COATConfig:
             input_granularity=self.activation.linear_granularity,
             group_size=self.activation.group_size,
             use_fp8_gemm=self.activation.use_fp8,
-            fallback=self.fallback,
+            fallback="error" if self.fallback == "error" else "bf16",
         )
 
 

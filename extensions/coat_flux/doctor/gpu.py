@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 FIRST_FP8_GEMM = (8, 9)
-INT8_INSTEAD = "with coat.weight.format and coat.activation.format: int8 in INT8 (7.5 and up)"
+WITHOUT_FP8 = "weights and products are INT8 (coat.fallback; from 7.5 on), with fallback: bf16 products run in bf16"
 SIDE = {"cuda": 4096, "cpu": 64}  # of the square matrices
 ATTENTION_TOKENS, ATTENTION_HEADS, HEAD_DIM = 512, 4, 128
 SECONDS_EACH = 0.25  # of multiplying, for each of three kinds
@@ -82,7 +82,7 @@ def fp8_gemms() -> Iterator[Line]:
         subject, capability = f"FP8 on GPU {index}", torch.cuda.get_device_capability(index)
         if capability < FIRST_FP8_GEMM:
             what = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9 and up have)"
-            yield absent(subject, f"{what}: weights are kept in FP8, products run in bf16; {INT8_INSTEAD}")
+            yield absent(subject, f"{what}: {WITHOUT_FP8}")
         else:
             yield from _rate_lines(subject, rates(torch.device("cuda", index)))
             yield good(subject, formats(torch.device("cuda", index)))

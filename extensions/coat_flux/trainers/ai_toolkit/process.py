@@ -94,6 +94,7 @@ class CoatFluxTrainer(HostTrainer):
         """Read and check everything that needs no model."""
         super().hook_before_model_load()
         load_core()
+        from ...blocks.gemms import config_for
         from ...config.coat import COATConfig
         from ...mini_flux.folder import provide_embedded
         from ...saves.lock import run_lock
@@ -119,6 +120,7 @@ class CoatFluxTrainer(HostTrainer):
         if self.accelerator.is_main_process:
             lines.open(Path(self.save_root))
         self._live = self._lock.enter_context(self._watched())
+        self.coat = config_for(self.device_torch, self.coat)
         set_active(self.coat)
         self._choose_at_load()
         compiled = bool(getattr(self.model_config, "compile", False))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from coat_core.optim import FP8AdamW
 from ...base.names import COAT_OPTIMIZER
 from ...blocks.apply import apply_coat
 from ...blocks.decide import budget_bytes
+from ...blocks.gemms import config_for
 from ...blocks.held import held_bytes, module_tensors, usable_bytes
 from ...blocks.lora import attach_lora
 from ...blocks.report import CoatReport
@@ -116,6 +117,7 @@ def open_session(
         ModelLoadError: the model cannot be loaded.
         ResumeError: the save does not fit this config.
     """
+    job = replace(job, coat=config_for(workers.device, job.coat))
     dtype = TORCH_DTYPES[job.train.dtype]
     policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
     t5 = job.model.extras_name_or_path or job.model.name_or_path
