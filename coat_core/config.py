@@ -108,6 +108,10 @@ class FP8LinearConfig:
             int8 "int8" or "bf16".
         input_granularity: "per_tensor", "per_row" (one scale per token; all that int8 has) or "per_group".
         group_size: the 1×G group of per_group: 16, 32, 64, 128 or 256.
+        wgrad_format: of a trained weight, format of the output gradient in wgrad, which x's codes are multiplied by:
+            "e4m3" or "e5m2"; "bf16" multiplies the dequantized x in high precision.
+        cache_weight: of a trained weight, keep its codes (1 byte per element) until it changes; False casts it in
+            every forward pass and again in backward. Same results. `coat_core.linear.forget_codes` has the limits.
         use_fp8_gemm: False keeps the FP8 weight but multiplies in the input's own precision.
         fallback: "bf16" multiplies in high precision where the device has no FP8 GEMM, "error" raises.
 
@@ -123,6 +127,8 @@ class FP8LinearConfig:
     group_size: int = 128
     use_fp8_gemm: bool = True
     fallback: str = "bf16"
+    wgrad_format: str = "bf16"
+    cache_weight: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("weight_format", self.weight_format, WEIGHT_FORMATS)
@@ -132,12 +138,19 @@ class FP8LinearConfig:
         _check_choice("input_granularity", self.input_granularity, GRANULARITIES)
         _check_choice("group_size", self.group_size, GROUP_SIZES)
         _check_choice("fallback", self.fallback, FALLBACKS)
+        _check_choice("wgrad_format", self.wgrad_format, (*FORMATS, "bf16"))
         _check_bool("use_fp8_gemm", self.use_fp8_gemm)
+        _check_bool("cache_weight", self.cache_weight)
         in_int8 = self.weight_format == INT8.name
         _check_choice("input_format", self.input_format, (INT8.name,) if in_int8 else tuple(FORMATS))
         _check_choice("grad_format", self.grad_format, (INT8.name, "bf16") if in_int8 else (*FORMATS, "bf16"))
         if in_int8:
             _check_choice("input_granularity", self.input_granularity, ("per_row",))
+        if self.wgrad_format != "bf16" and (in_int8 or self.input_granularity == "per_group"):
+            inputs = INT8.name if in_int8 else "per_group"
+            raise ValueError(
+                f"wgrad_format={self.wgrad_format!r}: not with {inputs} inputs; write bf16, or e4m3 inputs per_row"
+            )
 
     @property
     def weight_has_row_scales(self) -> bool:

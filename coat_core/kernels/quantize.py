@@ -146,7 +146,7 @@ def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
     The result lives as long as the tensor object, so that q, k, v and their adapters share one copy. A change of x in
     place invalidates it.
     """
-    if x.is_inference():  # such tensors count no in-place changes
+    if torch.compiler.is_compiling() or x.is_inference():  # such tensors count no in-place changes
         return quantize(x, fmt, granularity)
     key = (fmt, granularity, x._version)
     copy = _copies.get(x)

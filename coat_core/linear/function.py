@@ -2,7 +2,8 @@
 
     fprop   y  = (x_q · s_x)(W_q · s_W)ᵀ + b
     dgrad   dx = (dy_q · s_dy)(W_q · s_W)          dy_q in `grad_format`
-    wgrad   dW = dyᵀ x_q                           trainable weights only; from the FP8 x
+    wgrad   dW = dyᵀ (x_q · s_x)                   trainable weights only; from the FP8 x
+            dW = ((dy · s_x)ᵀ_q · s_t) x_q         the same as an FP8 product, with `wgrad_format`
 
 With W in INT8, x and W are rotated along K before they are rounded, and dx after its product (`coat_core.int8`):
 
@@ -12,6 +13,10 @@ With W in INT8, x and W are rotated along K before they are rounded, and dx afte
 A frozen W needs no x for dgrad, so `fp8_linear` saves nothing, or a reference to the codes of W. A per-row scale of W
 is on dgrad's contraction axis, so it is multiplied into dy before dy is cast. Tensor cores of sm_89 and sm_90 read W
 along its rows only, so dgrad wants Wᵀ [K, N]: a second copy of the codes, or one made at each use.
+
+wgrad sums over tokens, where a scale per token s_x [M, 1] cannot be taken out of the sum. It is multiplied into dy
+before that is cast along its tokens, with one scale s_t [N, 1] per output feature: x's codes serve as they were saved,
+and dy's is the only rounding that is added. dy's codes of dgrad, scaled per token, would not do.
 
 per_group inputs (1×G) have no GPU kernel that takes any G; their FP8 values are multiplied in high precision.
 
@@ -34,9 +39,10 @@ from coat_core.granularity import PER_ROW, Granularity
 from coat_core.kernels import int8_mm as int8_products
 from coat_core.kernels.int8 import quantize_int8, rotate
 from coat_core.kernels.quantize import dequantize, quantize, quantize_once
-from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
+from coat_core.kernels.scaled_mm import ALIGNMENT, scaled_mm, unsupported_reason
 from coat_core.kernels.weight_only import weight_only_linear
-from coat_core.linear.weight import StoredWeight, quantize_weight
+from coat_core.linear.trained import TrainedCodes
+from coat_core.linear.weight import StoredWeight
 from coat_core.quantize import Quantized
 
 
@@ -51,7 +57,7 @@ def quantized_input(x: Tensor, config: FP8LinearConfig) -> Quantized:
 
 
 def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | None:
-    """Return why `config` cannot run as FP8 GEMMs on `device` (fprop or dgrad), or None where it can."""
+    """Return why `config` cannot run as FP8 GEMMs on `device` (fprop, dgrad or wgrad), or None where it can."""
     if device.type == "meta":
         return None
     if config.weight_format == INT8.name:
@@ -64,6 +70,9 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
     if reason is None and config.grad_format != "bf16":
         grad_row_wise = config.input_granularity == "per_row"
         reason = unsupported_reason(device, get_format(config.grad_format).dtype, weight_dtype, grad_row_wise)
+    if reason is None and config.wgrad_format != "bf16":
+        formats = get_format(config.wgrad_format).dtype, get_format(config.input_format).dtype
+        reason = unsupported_reason(device, *formats, True)
     return reason
 
 
@@ -177,6 +186,34 @@ def dgrad(
     return dx if weight.rotation == 1 else rotate(dx, weight.rotation)
 
 
+def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:
+    """Return dW = dyᵀ x.
+
+    Args:
+        grad: dy [..., N].
+        x: FP8 [..., K], as the forward pass saved it.
+        config: its `wgrad_format` says what dy is cast to; "bf16" multiplies the dequantized x by dy as it is.
+
+    Returns:
+        Tensor [N, K] in dy's dtype.
+
+    Numerics: of Gaussian data e4m3 × e4m3 at 28 dB, e5m2 × e4m3 at 24 dB or better, at any spread of tokens' sizes.
+    """
+    if config.wgrad_format == "bf16":
+        x_hat = dequantize(x.codes, x.scale, x.granularity, grad.dtype)
+        return _rows(grad).t() @ _rows(x_hat)
+    dy, bits = _rows(grad), _rows(x.codes).view(torch.uint8)
+    factors = x.scale.reshape(-1) if x.scale.ndim else None
+    if tail := -dy.shape[0] % ALIGNMENT:  # tokens of zeros
+        dy, bits = (torch.nn.functional.pad(values, (0, 0, 0, tail)) for values in (dy, bits))
+        factors = None if factors is None else torch.nn.functional.pad(factors, (0, tail))
+    by_feature = quantize(dy.t(), config.wgrad_format, PER_ROW, factors)
+    unit = x.scale if factors is None else torch.ones((), device=dy.device)
+    codes = bits.view(x.codes.dtype).t()
+    dw: Tensor = scaled_mm(by_feature.codes, by_feature.scale, codes, unit, None, grad.dtype)
+    return dw
+
+
 def unit_scale(scale: Tensor) -> Tensor:
     """Return what is left of a weight's scale [] or [N, 1] in dgrad: one per row goes into dy before the cast.
 
@@ -219,7 +256,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 class _TrainableLinear(torch.autograd.Function):
-    """Trainable W: W is cast in each forward pass; x is saved in FP8 for wgrad."""
+    """Trainable W: cast once per version or at each use (`TrainedCodes`); x is saved in FP8 for wgrad."""
 
     @staticmethod
     def forward(
@@ -230,26 +267,24 @@ class _TrainableLinear(torch.autograd.Function):
         bias: Tensor | None,
         config: FP8LinearConfig,
         dtype: torch.dtype,
+        codes: TrainedCodes,
     ) -> Tensor:
-        cast = quantize_weight(weight, config)
-        ctx.save_for_backward(quantized.codes, quantized.scale, *cast)
-        ctx.config, ctx.granularity = config, quantized.granularity
-        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        return fprop(x, quantized, cast, bias, dtype, is_output=True)
+        ctx.save_for_backward(quantized.codes, quantized.scale, weight)
+        ctx.config, ctx.granularity, ctx.codes, ctx.x_dtype = config, quantized.granularity, codes, x.dtype
+        return fprop(x, quantized, codes.cast(weight, config), bias, dtype, is_output=True)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_codes, x_scale, *cast = ctx.saved_tensors
+        x_codes, x_scale, weight = ctx.saved_tensors
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = dgrad(grad, StoredWeight(*cast), ctx.config, in_fp8=True).to(ctx.x_dtype)
+            dx = dgrad(grad, ctx.codes.cast(weight, ctx.config), ctx.config, in_fp8=True).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
-            x_hat = dequantize(x_codes, x_scale, ctx.granularity, grad.dtype)
-            dw = (_rows(grad).t() @ _rows(x_hat)).to(ctx.weight_dtype)
+            dw = wgrad(grad, Quantized(x_codes, x_scale, ctx.granularity), ctx.config).to(weight.dtype)
         if ctx.needs_input_grad[3]:
             dbias = _rows(grad).sum(0)
-        return dx, None, dw, dbias, None, None
+        return dx, None, dw, dbias, None, None, None
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -287,17 +322,33 @@ def fp8_linear(
     return result
 
 
-def fp8_trainable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: FP8LinearConfig) -> Tensor:
-    """Linear layer whose high precision weight [N, K] is trained: FP8 fprop and dgrad, wgrad from the FP8 x.
+def fp8_trainable_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: FP8LinearConfig, codes: TrainedCodes | None = None
+) -> Tensor:
+    """Linear layer whose high precision weight is trained: FP8 fprop and dgrad, wgrad from the FP8 x.
 
-    Arguments, result and errors as `fp8_linear`; where FP8 cannot be used it is torch's own linear. A weight that does
-    not require a gradient is cast each time all the same, but keeps no x.
+    Where FP8 cannot be used it is torch's own linear. A weight that does not require a gradient keeps no x.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K].
+        weight: fp32, bf16 or fp16 [N, K].
+        bias: [N] or None.
+        config: formats and granularities.
+        codes: with `config.cache_weight`, keeps the weight's codes; None keeps them for this call.
+
+    Returns:
+        y [..., N] in the dtype of x (autocast's under autocast).
+
+    Raises:
+        RuntimeError: the device has no such FP8 GEMM and `config.fallback` is "error".
     """
     if not wants_fp8_gemm(x.device, config) or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
+    codes = TrainedCodes() if codes is None else codes
     if not weight.requires_grad:
-        return fp8_linear(x, quantize_weight(weight, config), bias, config)
-    result: Tensor = _TrainableLinear.apply(x, quantized_input(x, config), weight, bias, config, compute_dtype(x))
+        return fp8_linear(x, codes.cast(weight, config), bias, config)
+    quantized, dtype = quantized_input(x, config), compute_dtype(x)
+    result: Tensor = _TrainableLinear.apply(x, quantized, weight, bias, config, dtype, codes)
     return result
 
 

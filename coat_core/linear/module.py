@@ -14,6 +14,7 @@ from coat_core.config import FP8LinearConfig
 from coat_core.formats import FORMATS
 from coat_core.kernels.scaled_mm import ALIGNMENT
 from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantized_input
+from coat_core.linear.trained import TrainedCodes
 from coat_core.linear.weight import CODES, drop_weight, load_weight, read_weight, store_weight
 
 
@@ -179,10 +180,15 @@ class FP8Linear(nn.Linear):
 class FP8TrainableLinear(nn.Linear):
     """nn.Linear whose high precision weight is trained with FP8 GEMMs (full fine-tuning).
 
-    The weight is cast in every forward pass; x is kept for wgrad as FP8 codes.
+    The weight is cast at each use, or once per optimizer step (`config.cache_weight`); x is kept for wgrad as codes.
+
+    Attributes:
+        config: formats and granularities.
+        trained_codes: the codes of the weight, where they are kept; no part of the state dict.
     """
 
     config: FP8LinearConfig
+    trained_codes: TrainedCodes
 
     @staticmethod
     def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8TrainableLinear:
@@ -195,18 +201,25 @@ class FP8TrainableLinear(nn.Linear):
             raise ValueError(f"weight_format={config.weight_format!r}: is for frozen weights; write e4m3 or e5m2")
         linear.__class__ = FP8TrainableLinear
         assert isinstance(linear, FP8TrainableLinear)
-        linear.config = config
+        linear.config, linear.trained_codes = config, TrainedCodes()
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., K] to [..., N]."""
         hand_over_input(self, x, self.config)
-        return fp8_trainable_linear(x, self.weight, self.bias, self.config)
+        return fp8_trainable_linear(x, self.weight, self.bias, self.config, self.trained_codes)
 
     def to_linear(self) -> nn.Linear:
         """Convert back in place to nn.Linear."""
+        del self.trained_codes
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
+
+    def extra_repr(self) -> str:
+        """Return sizes and formats."""
+        c = self.config
+        formats = f"weight={c.weight_stored_as}{' kept' if c.cache_weight else ''}, input={c.input_format}/"
+        return f"{super().extra_repr()}, {formats}{c.input_granularity}, grad={c.grad_format}, wgrad={c.wgrad_format}"
 
 
 def obstacle_to_conversion(linear: nn.Linear) -> str | None:

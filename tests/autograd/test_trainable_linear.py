@@ -1,17 +1,40 @@
-"""FP8TrainableLinear: fprop and dgrad as FP8Linear's, wgrad from the FP8 x, and it trains."""
+"""FP8TrainableLinear: fprop and dgrad as FP8Linear's, wgrad from codes or in FP8, codes kept while W is the same."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from coat_core import FP8AdamW
+from coat_core.activation import PackedSavedTensors, PackingConfig
 from coat_core.config import FP8LinearConfig
-from coat_core.granularity import Granularity
-from coat_core.linear import FP8Linear, FP8TrainableLinear, replace_linear_with_fp8, restore_linear
+from coat_core.granularity import PER_ROW, Granularity
+from coat_core.kernels.scaled_mm import scaled_mm_on_cuda
+from coat_core.linear import (
+    FP8Linear,
+    FP8TrainableLinear,
+    forget_codes,
+    quantize_weight,
+    replace_linear_with_fp8,
+    restore_linear,
+    trained,
+)
+from coat_core.linear.function import wgrad
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
-from tests.tolerances import REGRESSION_LOSS_FRACTION, REGRESSION_LOSS_RATIO, product_floor_db
+from tests.tolerances import (
+    FP32_ORDER_FLOOR_DB,
+    REGRESSION_LOSS_FRACTION,
+    REGRESSION_LOSS_RATIO,
+    SCALED_MM_BF16_FLOOR_DB,
+    WGRAD_FEATURE_FLOOR_DB,
+    product_floor_db,
+)
 
 K, N = 64, 48
 
@@ -46,17 +69,212 @@ def frozen_state(layer: FP8TrainableLinear) -> dict[str, torch.Tensor]:
     return FP8Linear.from_linear(twin, layer.config).state_dict()
 
 
-def test_keeps_x_and_weight_as_codes_only() -> None:
-    layer, saved = make(), []
+@pytest.mark.parametrize("cache", [False, True])
+def test_keeps_x_as_codes_and_the_weight_itself(cache: bool) -> None:
+    layer, saved = make(cache_weight=cache), []
     x = torch.randn(4, K, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(x)
-    assert sorted((str(t.dtype), tuple(t.shape)) for t in saved) == [
-        ("torch.float32", ()),
-        ("torch.float32", (4, 1)),
-        ("torch.float8_e4m3fn", (4, K)),
-        ("torch.float8_e4m3fn", (N, K)),
-    ]
+    codes, scale, weight = saved
+    assert (codes.dtype, codes.shape, scale.shape) == (torch.float8_e4m3fn, (4, K), (4, 1))
+    assert weight.untyped_storage().data_ptr() == layer.weight.data_ptr()
+    assert (layer.trained_codes.codes is None) == (not cache)
+
+
+# -- codes of W ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The weights that are cast, as they are."""
+    found: list[Tensor] = []
+    monkeypatch.setattr(
+        trained, "quantize_weight", lambda weight, c: found.append(weight) or quantize_weight(weight, c)
+    )
+    return found
+
+
+def micro_batches(layer: nn.Module, recompute: bool = False, steps: int = 3) -> None:
+    for seed in range(steps):
+        x = torch.randn(32, K, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        x = x.to(next(layer.parameters()).dtype)
+        y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        y.square().mean().backward()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_cast_once_for_all_micro_batches_with_the_same_bits(casts: list[Tensor], recompute: bool) -> None:
+    kept, cast = make(cache_weight=True), make()
+    cast.load_state_dict(kept.state_dict())
+    with PackedSavedTensors(PackingConfig(min_elements=1)):  # backward gets another tensor object for the weight
+        micro_batches(kept, recompute)
+        assert len(casts) == 1
+        micro_batches(cast, recompute)
+    assert len(casts) == 1 + 3 * (3 if recompute else 2)
+    assert_bitwise(kept.weight.grad, cast.weight.grad)
+
+
+def write(change: Callable[[nn.Parameter], object]) -> Callable[[FP8TrainableLinear], None]:
+    def apply(layer: FP8TrainableLinear) -> None:
+        with torch.no_grad():
+            change(layer.weight)
+
+    return apply
+
+
+class WritesData(torch.optim.Optimizer):
+    """Writes as many optimizers do, so that autograd counts nothing."""
+
+    def step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data.sub_(param.grad)
+
+
+CHANGES: dict[str, Callable[[FP8TrainableLinear], object]] = {
+    "AdamW": lambda layer: torch.optim.AdamW(layer.parameters()).step(),
+    "AdamW, fused": lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(),
+    "FP8AdamW": lambda layer: FP8AdamW(layer.parameters()).step(),
+    "state dict": lambda layer: layer.load_state_dict(make(layer.weight.dtype).state_dict()),
+    "in place": write(lambda weight: weight.mul_(2)),
+    "another storage": lambda layer: setattr(layer.weight, "data", 2 * layer.weight.data),
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(2 * layer.weight.detach())),
+    "`.data` in a step": lambda layer: WritesData(layer.parameters(), {}).step(),
+    "unseen, and reported": lambda layer: (layer.weight.data.mul_(2), forget_codes(nn.Sequential(layer))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cast_again_after_every_change(casts: list[Tensor], dtype: torch.dtype, change: str) -> None:
+    layer = make(dtype, cache_weight=True)
+    micro_batches(layer)
+    CHANGES[change](layer)
+    x = torch.randn(8, K, dtype=dtype)
+    y = layer(x)
+    assert len(casts) == 2
+    fresh = make(dtype)
+    fresh.load_state_dict(layer.state_dict())
+    assert_bitwise(y.detach(), fresh(x).detach())
+
+
+def test_other_formats_are_cast_again_and_codes_are_freed() -> None:
+    layer = make(cache_weight=True)
+    x = torch.randn(4, K)
+    layer(x)
+    layer.config = FP8LinearConfig(cache_weight=True, weight_format="e5m2", weight_granularity="per_row")
+    layer(x)
+    codes, scale = layer.trained_codes.codes, layer.trained_codes.scale
+    assert (codes.dtype, scale.shape) == (torch.float8_e5m2, (N, 1))
+    layer.config = FP8LinearConfig()
+    layer(x)
+    assert layer.trained_codes.codes is None
+
+
+def test_codes_are_no_part_of_the_state_or_of_copies() -> None:
+    layer = make(cache_weight=True)
+    layer(torch.randn(4, K))
+    assert set(layer.state_dict()) == {"weight", "bias"}
+    twin = copy.deepcopy(layer)
+    assert twin.trained_codes.codes is None
+    assert layer.trained_codes.codes is not None
+
+
+def test_a_frozen_weight_is_cast_once_also_after_inference_mode(casts: list[Tensor]) -> None:
+    layer = make(cache_weight=True).requires_grad_(False)
+    with torch.inference_mode():
+        layer(torch.randn(4, K))  # its codes could not be saved for backward
+    micro_batches(layer)
+    assert len(casts) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call")
+def test_compiled_whole_it_casts_the_weight_it_has() -> None:
+    torch._dynamo.reset()
+    layer = make(cache_weight=True, wgrad_format="e4m3")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(20, K, requires_grad=True)
+    for _ in range(2):
+        expected = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))
+        found = torch.autograd.grad(compiled(x).square().sum(), (x, layer.weight))
+        for one, other in zip(expected, found, strict=True):
+            assert_bitwise(one, other)
+        with torch.no_grad():
+            layer.weight.mul_(1.5)
+
+
+def test_a_graph_under_capture_casts_for_itself(casts: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make(cache_weight=True)
+    micro_batches(layer, steps=1)
+    monkeypatch.setattr(trained, "_is_recorded", lambda weight: True)
+    micro_batches(layer, steps=1)
+    assert len(casts) == 3
+
+
+# -- wgrad in FP8 ----------------------------------------------------------------------------------------------------
+
+
+def spread(rows: int, columns: int, across: str, seed: int) -> Tensor:
+    """Gaussian [rows, columns], its rows (tokens) or columns (features) of very different size."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    sizes = {"tokens": (rows, 1), "features": (1, columns)}.get(across)
+    return x if sizes is None else x * torch.exp(2 * torch.randn(*sizes, generator=generator))
+
+
+@pytest.mark.parametrize("across", ["nothing", "tokens", "features"])
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
+@pytest.mark.parametrize("wgrad_format", ["e4m3", "e5m2"])
+def test_wgrad_in_fp8_adds_the_rounding_of_dy(wgrad_format: str, granularity: str, across: str) -> None:
+    config = FP8LinearConfig(wgrad_format=wgrad_format, input_granularity=granularity)
+    x = quantize(spread(509, K, across, 0), "e4m3", Granularity(granularity))  # not a multiple of 16 tokens
+    dy = 1e-6 * spread(509, N, across, 1)
+    x_hat, dw = x.dequantize(), wgrad(dy, x, config)
+    noise = (dw - dy.t() @ x_hat).square() / (dy.square().t() @ x_hat.square())
+    assert (
+        -10 * noise.mean(1).log10().max() > WGRAD_FEATURE_FLOOR_DB[wgrad_format]
+    )  # AdamW makes features equally large
+    folded = dy * x.scale if granularity == "per_row" else dy
+    by_feature = quantize(folded.t(), wgrad_format, PER_ROW).dequantize()
+    values = x.codes.float() * (1 if granularity == "per_row" else x.scale)
+    assert_sqnr(by_feature @ values, dw, FP32_ORDER_FLOOR_DB)
+
+
+def test_wgrad_in_fp8_of_what_a_layer_saved() -> None:
+    layer = make(wgrad_format="e4m3")
+    x, dy = torch.randn(2, 3, 5, K), torch.randn(2, 3, 5, N)
+    layer(x).backward(dy)
+    x_q = quantize(x, "e4m3", PER_ROW)
+    assert_bitwise(layer.weight.grad, wgrad(dy, x_q, layer.config))
+    assert_sqnr(dy.view(-1, N).t() @ x.view(-1, K), layer.weight.grad, product_floor_db("e4m3", "e4m3") - 1)
+
+
+def test_wgrad_in_fp8_is_what_torchs_operator_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FP8LinearConfig(wgrad_format="e4m3")
+    x, dy = quantize(torch.randn(40, K), "e4m3", PER_ROW), torch.randn(40, N).bfloat16()
+    expected = wgrad(dy, x, config)
+    monkeypatch.setattr("coat_core.linear.function.scaled_mm", scaled_mm_on_cuda)
+    try:
+        found = wgrad(dy, x, config)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}'s own operator does not take this on a CPU: {str(error)[-60:]}")
+    assert_sqnr(expected, found, SCALED_MM_BF16_FLOOR_DB)
+
+
+def test_where_wgrad_cannot_be_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="wgrad_format='e4m3': not with per_group inputs"):
+        FP8LinearConfig(wgrad_format="e4m3", input_granularity="per_group")
+    with pytest.raises(ValueError, match="wgrad_format='e4m3': not with int8 inputs"):
+        FP8LinearConfig("int8", input_format="int8", grad_format="int8", wgrad_format="e4m3")
+    with pytest.raises(ValueError, match="wgrad_format='fp8': must be one of e4m3, e5m2, bf16"):
+        FP8LinearConfig(wgrad_format="fp8")
+    monkeypatch.setattr(
+        "coat_core.linear.function.unsupported_reason",
+        lambda _, *pair: "cuda: no" if pair[:2] == (torch.float8_e5m2, torch.float8_e5m2) else None,
+    )
+    formats = {"input_format": "e5m2", "grad_format": "e4m3", "fallback": "error"}
+    make(wgrad_format="e4m3", **formats)(torch.randn(3, K))
+    with pytest.raises(RuntimeError, match="cuda: no"):
+        make(wgrad_format="e5m2", **formats)(torch.randn(3, K))
 
 
 def test_frozen_weight_keeps_no_x() -> None:

@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 from torch import Tensor, nn
 
-from coat_core import FP8AdamW, FP8Linear, FP8QuantizationConfig
+from coat_core import FP8AdamW, FP8Linear, FP8QuantizationConfig, replace_linear_with_fp8
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, PER_TENSOR, Granularity
 from coat_core.metrics import sqnr_db
@@ -122,6 +122,25 @@ def test_rows_name_every_layer_that_reads_a_cast() -> None:
     assert rows["out", "input"].underflow > 0.9
     assert {row.step for row in rows.values()} == {5}
     assert rows["to_q", "input"].elements == 8 * 32
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("wgrad", ["bf16", "e4m3"])
+def test_rows_of_trained_weights(wgrad: str, cache: bool) -> None:
+    config = FP8LinearConfig(wgrad_format=wgrad, cache_weight=cache)
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("to_q", "out")})
+    replace_linear_with_fp8(model, config, trainable=True)
+    for seed in range(2):  # the second step finds codes that were made before it
+        x = gaussian(16, 32, seed=seed).requires_grad_()
+        with CastProbe(model, {}) as probe:
+            model["out"](model["to_q"](x)).sum().backward()
+        rows = {(row.layer, row.kind): row.elements for row in probe.rows(5)}
+        of_gradients = 16 * 32 * (1 if wgrad == "bf16" else 2)
+        assert rows == {
+            (layer, kind): 16 * 32 if kind == "input" else of_gradients
+            for layer in model
+            for kind in ("input", "gradient")
+        }
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])

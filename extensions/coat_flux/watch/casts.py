@@ -35,7 +35,7 @@ from .precision import CastPrecision, merged
 
 __all__ = ["CastProbe"]
 
-WEIGHTS = "weights"  # of trainable linears, cast in every forward pass: not reported
+WEIGHTS = "weights"  # of trainable linears, cast as they change: not reported
 HEALTH_KINDS = {INPUT: INPUTS, GRADIENT: GRADIENTS, None: SAVED}
 PRECISION_KINDS = {INPUTS: INPUT, GRADIENTS: GRADIENT, SAVED: "saved", EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
 MOMENT_BLOCKS = 16  # measured per parameter and moment
@@ -146,8 +146,10 @@ class CastProbe(TorchDispatchMode):
         layers = self._layers_of(self._decoded.get(address, product.weight))
         if product.codes is not None:
             cast, weight = self._latest.get(_address(product.codes)), self._latest.get(address)
-            if weight is not None and not layers:
-                weight.kind, layers = WEIGHTS, (weight.where,)
+            if weight is not None and weight.kind == INPUTS:  # wgrad, whose other operand is x
+                layers = tuple(weight.layers)
+            elif weight is not None:
+                weight.kind, layers = WEIGHTS, layers or (weight.where,)
             if cast is not None:
                 cast.kind = HEALTH_KINDS[product.kind]
                 cast.where = cast.where or (layers[0] if layers else "")
@@ -258,7 +260,7 @@ def _address(tensor: Tensor) -> int:
 
 
 class _Weight(NamedTuple):
-    """Where a layer's frozen FP8 weight is held, its transposed copy, or a weight that is cast at each use."""
+    """Where a layer's frozen FP8 weight is held, its transposed copy, or a trained weight and its codes."""
 
     layer: str
     held_by: Mapping[str, Tensor | None]
@@ -289,6 +291,7 @@ def _weights(model: nn.Module) -> dict[int, list[_Weight]]:
         held = [_Weight(layer, module._buffers, buffer, is_there) for buffer in (CODES, TRANSPOSED)]
         if isinstance(module, FP8TrainableLinear):
             held.append(_Weight(layer, module._parameters, "weight", is_there))
+            held.append(_Weight(layer, vars(module.trained_codes), "codes", is_there))
         for weight in held:
             tensor = weight.held_by.get(weight.name)
             if tensor is not None:

@@ -1,0 +1,90 @@
+"""The FP8 codes of a weight that is being trained: cast once per version of the weight, or at each use.
+
+Between two optimizer steps W does not change, so that all micro-batches, their recomputation and dgrad can read one
+cast of it: 1 byte per element. A version is the parameter's storage and autograd's count of in-place changes. Fused
+AdamW and optimizers that write through `param.data` do not count; so every optimizer's step counts for them here.
+
+What nothing counts are other writes through `.data`, replays of a CUDA graph that holds the optimizer's step, and
+FSDP2, which gathers a weight into the same storage: call `forget_codes` after each, or leave `cache_weight` off.
+Compiled code and CUDA graphs always cast: they would otherwise be recorded without the cast, and read old codes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from coat_core.config import FP8LinearConfig
+from coat_core.linear.weight import StoredWeight, quantize_weight
+
+
+class TrainedCodes:
+    """The codes of one weight.
+
+    Attributes:
+        codes: FP8 [N, K] or None: no weight has been cast, or it is cast at each use.
+        scale: fp32 [] or [N, 1], or None.
+    """
+
+    def __init__(self) -> None:
+        self.codes: Tensor | None = None
+        self.scale: Tensor | None = None
+        self._made_from: tuple[Any, ...] = ()
+
+    def cast(self, weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
+        """Return W [N, K] as FP8 codes and scales: those that are kept, where the weight has not changed since."""
+        if not config.cache_weight:
+            self.forget()
+            return quantize_weight(weight, config)
+        if _is_recorded(weight) or torch.is_inference_mode_enabled() or weight.is_inference():
+            return quantize_weight(weight, config)  # inference tensors count no changes, and cannot be saved later
+        storage = StorageWeakRef(weight.untyped_storage())  # of an address that is not used again while we hold it
+        forms = config.weight_format, config.weight_granularity
+        made_from = storage, weight.storage_offset(), weight._version, weight.dtype, forms
+        if self.codes is None or self.scale is None or self._made_from != made_from:
+            _count_optimizer_steps()
+            self.forget()  # the old codes first, so that there is never a second copy
+            stored = quantize_weight(weight, config)
+            self.codes, self.scale, self._made_from = stored.codes, stored.scale, made_from
+        return StoredWeight(self.codes, self.scale)
+
+    def forget(self) -> None:
+        """Free the codes; the next use casts the weight."""
+        self.codes = self.scale = None
+        self._made_from = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainedCodes, ()  # a copy or a pickle of a module casts for itself
+
+
+def forget_codes(model: nn.Module) -> None:
+    """Make the trained FP8 linears of a model cast their weights again at their next use, and free the codes.
+
+    To be called after changes that nothing counts, which the module's docstring lists.
+    """
+    for module in model.modules():
+        kept = vars(module).get("trained_codes")
+        if isinstance(kept, TrainedCodes):
+            kept.forget()
+
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    """From now on, count the step of any optimizer as a change of its parameters, whichever way it writes them."""
+
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            increment_version([param for param in group["params"] if not param.is_inference()])
+
+    register_optimizer_step_post_hook(count)
+
+
+def _is_recorded(weight: Tensor) -> bool:
+    """Whether what runs now is compiled, or captured in a CUDA graph."""
+    return torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
