@@ -125,10 +125,11 @@ class FP8AdamW(torch.optim.Optimizer):
             "fp8": asdict(self.fp8_config),
         }
         self._packed: PackedState | None = None
+        self._groups: dict[int, dict[str, Any]] = {}  # of each parameter, by its id; for `step_parameter`
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "fp8_config": self.fp8_config, "_packed": None}
+        return {**super().__getstate__(), "fp8_config": self.fp8_config, "_packed": None, "_groups": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as torch.optim does, refusing values and parameters FP8AdamW cannot use.
@@ -144,6 +145,7 @@ class FP8AdamW(torch.optim.Optimizer):
         _check_torch_options({k: v for k, v in param_group.items() if k in TORCH_ONLY_OPTIONS})
         _check_hyper({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self._groups = {}
         group_index = len(self.param_groups) - 1
         for index, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in PARAM_DTYPES:
@@ -191,6 +193,29 @@ class FP8AdamW(torch.optim.Optimizer):
             for batch in packed.batches(params):
                 self._step_batch(group, batch)
         return loss
+
+    @torch.no_grad()
+    def step_parameter(self, param: Tensor) -> None:
+        """Do the step of one parameter that has a gradient; a step for each is the same as one `step` for all.
+
+        For a hook that runs in backward as soon as a gradient is there. The first call makes the state of every
+        parameter.
+
+        Args:
+            param: of a param group.
+
+        Raises:
+            ValueError: `found_inf` without `capturable`.
+        """
+        if self.found_inf is not None and not self.defaults["capturable"]:
+            raise ValueError("found_inf: needs step counters on the device; pass capturable=True")
+        if self._packed is None or not self._groups:
+            self._packed_state([param for group in self.param_groups for param in group["params"]])
+            self._groups = {id(param): group for group in self.param_groups for param in group["params"]}
+        assert self._packed is not None
+        self._packed.count_step([param], self.found_inf)
+        for batch in self._packed.batches([param]):
+            self._step_batch(self._groups[id(param)], batch)
 
     def _packed_state(self, params: list[Tensor]) -> PackedState:
         """Return the packed state, packed again if it no longer covers `params` and all others."""
@@ -256,7 +281,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
         def install(_: torch.optim.Optimizer) -> None:
             self.state.update(states)
-            self._packed = None
+            self._packed, self._groups = None, {}
             for group in self.param_groups:
                 adopt_group(group, self.defaults)
 

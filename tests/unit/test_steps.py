@@ -63,6 +63,7 @@ class Run:
             step=0,
             outstanding=None,
             captures=False,
+            fused=None,
             graphs=None,
         )
         self.late = late

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ def apply_coat(
     *,
     allow_recompute: bool = True,
     device: torch.device | str | None = None,
+    trained: Collection[str] = (),
 ) -> CoatReport:
     """Convert the linears of a diffusion transformer and take over what its blocks keep for backward, in place.
 
@@ -54,6 +55,8 @@ def apply_coat(
         config: the `coat:` block.
         allow_recompute: False (the job's `train.gradient_checkpointing: false`) forbids recomputation.
         device: where the model will run; default: where its parameters are.
+        trained: full names of linears whose weights are trained, without an adapter: those that multiply in FP8 are
+            cast at each use, all others stay as they are.
 
     Returns:
         CoatReport; `report.table()` is the start-up table, `report.metadata()` the same for the LoRA's file.
@@ -71,11 +74,11 @@ def apply_coat(
     architecture = architecture_of(model)
     run_device = torch.device(device) if device is not None else next(model.parameters()).device
     config = config_for(run_device, config)
-    report.asked = _asked(config)
+    report.asked = _asked(config, config.weight.use_fp8 and not trained)
     _check_patterns(model, config)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            _convert_one(name, module, config, architecture, run_device, report)
+            _convert_one(name, module, config, architecture, run_device, report, name in trained)
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             report.skipped[name] = f"a {type(module).__name__}: only linear layers become FP8"
             if config.activation.use_fp8:
@@ -104,7 +107,7 @@ def apply_coat(
 
 
 def convert_weights(
-    model: nn.Module, config: COATConfig, device: torch.device
+    model: nn.Module, config: COATConfig, device: torch.device, trained: Collection[str] = ()
 ) -> Callable[[str, nn.Module], None] | None:
     """What `apply_coat` does to a weight, for one linear at a time while a model is loaded.
 
@@ -115,6 +118,7 @@ def convert_weights(
         model: as `apply_coat` takes it; its weights may be on the meta device.
         config: the `coat:` block.
         device: where the model will run.
+        trained: as `apply_coat` takes it.
 
     Returns:
         A function of a linear's name and the linear, whose weight is there; None where weights stay as they are.
@@ -129,7 +133,7 @@ def convert_weights(
 
     def convert(name: str, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            _convert_one(name, module, config, architecture, device, CoatReport())
+            _convert_one(name, module, config, architecture, device, CoatReport(), name in trained)
 
     return convert
 
@@ -171,6 +175,7 @@ def _convert_one(
     architecture: Architecture,
     device: torch.device,
     report: CoatReport,
+    trained: bool,
 ) -> None:
     linear_config, why = _layer_config(name, config, architecture, device)
     if isinstance(module, FP8TrainableLinear):
@@ -195,7 +200,10 @@ def _convert_one(
     elif (reason := obstacle_to_conversion(module)) is not None:
         report.skipped[name] = f"fallback: {reason}"
         return
-    elif config.weight.use_fp8:
+    elif trained and not linear_config.use_fp8_gemm:
+        report.skipped[name] = f"trained; {why}"
+        return
+    elif config.weight.use_fp8 and not trained:
         # quantized where it will run: fast, and the high precision model is never whole on a GPU
         weight = module.to(device).weight
         note_weight(FP8Linear.from_linear(module, linear_config), weight, linear_config)
@@ -220,10 +228,10 @@ def _check_stored(name: str, stored: FP8LinearConfig, asked: FP8LinearConfig) ->
             )
 
 
-def _asked(config: COATConfig) -> str:
-    if not (config.weight.use_fp8 or config.activation.use_fp8):
+def _asked(config: COATConfig, stored: bool) -> str:
+    if not (stored or config.activation.use_fp8):
         return "W and GEMMs in high precision"
-    return describe_linear(config.linear_config(), config.weight.use_fp8, not config.activation.use_fp8)
+    return describe_linear(config.linear_config(), stored, not config.activation.use_fp8)
 
 
 def _check_fallback(report: CoatReport, config: COATConfig) -> None:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from ..config.findings import ConfigError
 from .architectures import ARCHITECTURES, FLUX, Architecture, BlockList
 from .fused.reading import argument_names
 
@@ -95,6 +96,36 @@ def target_names(
     """
     inside = [name for name in names if not transformer_only or name.split(".")[0] in FLUX.blocks]
     return [name for name in inside if _is_chosen(KEY_PREFIX + name, only_if_contains, ignore_if_contains)]
+
+
+def trained_names(parameters: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """Return those of the parameters' full names that full fine-tuning trains, in their order.
+
+    Args:
+        parameters: names of all.
+        include: `coat.include`, fnmatch patterns over names of parameters and of the modules that hold them.
+        exclude: `coat.exclude`, the same.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    names = list(parameters)
+    for key, patterns in (("include", include), ("exclude", exclude)):
+        for pattern in patterns:
+            if not any(_holds(name, (pattern,)) for name in names):
+                example = names[-1] if names else "transformer_blocks.0.attn.to_q"
+                raise ConfigError(
+                    f"coat.{key}: {pattern!r} matches no parameter of the transformer; patterns are matched against "
+                    f"full names such as {example!r}"
+                )
+    chosen = [name for name in names if _holds(name, include) and not _holds(name, exclude)]
+    if not chosen:
+        raise ConfigError("coat.include, coat.exclude: nothing of the transformer is left to train; exclude less")
+    return chosen
+
+
+def _holds(name: str, patterns: Sequence[str]) -> bool:
+    return matches(name, tuple(patterns)) or matches(name.rpartition(".")[0], tuple(patterns))
 
 
 def _is_chosen(name: str, only: Sequence[str] | None, ignore: Sequence[str] | None) -> bool:

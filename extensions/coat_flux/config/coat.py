@@ -209,6 +209,14 @@ class COATConfig:
     """The whole `coat:` block; `COATConfig()` has every default."""
 
     enabled: bool = switch(True, "false: an ordinary bf16 run, exactly as the trainer does it without COAT")
+    include: tuple[str, ...] = key(
+        ("*",),
+        "strings",
+        "full fine-tuning (no network:): fnmatch patterns over full names of modules and parameters: what is trained",
+    )
+    exclude: tuple[str, ...] = key(
+        (), "strings", "full fine-tuning: fnmatch patterns of what is not; its linears are stored as weight.* says"
+    )
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     weight: WeightOptions = field(default_factory=WeightOptions)
     activation: ActivationOptions = field(default_factory=ActivationOptions)

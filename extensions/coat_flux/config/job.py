@@ -18,6 +18,7 @@ from .coat import COATConfig
 from .combinations import check_combinations
 from .entry import STANDALONE, Entry
 from .findings import Findings
+from .full_rules import coat_of_full, is_full
 from .job_file import check_plain, check_shape, load_job_yaml, load_written, replace_name
 from .job_sections import (
     DTYPES,
@@ -98,7 +99,9 @@ class JobConfig(Job):
         job = build(
             cls, process, path, findings, others=OTHER_KEYS, file=file, meta=dict(meta), raw=plain, written=plain
         )
-        job = replace(_completed(job, config["name"]), coat=_coat_in_force(job, f"{path}.coat", findings))
+        job = replace(job, full=is_full(process))
+        coat = _coat_in_force(job, f"{path}.coat", findings)
+        job = replace(_completed(job, config["name"], path, findings), coat=coat)
         check_combinations(job.coat, f"{path}.coat", findings)
         check_entry(Entry(STANDALONE, process, path, findings, config["name"], job.coat))
         return replace(job, notes=tuple(warning.line() for warning in findings.warnings)), findings
@@ -143,6 +146,11 @@ def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
     Without a block ai-toolkit's own process types get from COAT what optimizer and qtype select, each alone, as in
     ai-toolkit; everything else is a plain run.
     """
+    coat = _coat_of_entry(job, path, findings)
+    return coat_of_full(coat, path, findings.given) if job.full else coat
+
+
+def _coat_of_entry(job: JobConfig, path: str, findings: Findings) -> COATConfig:
     optimizer = job.train.optimizer == COAT_OPTIMIZER
     weights = job.model.quantize and job.model.qtype == COAT_QTYPE
     if path not in findings.given and job.type != COAT_TYPE:
@@ -162,8 +170,12 @@ def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
     return job.coat
 
 
-def _completed(job: JobConfig, name: str) -> JobConfig:
-    """Resolve ai-toolkit's older and implied spellings, so that the trainer has one place to look."""
+def _completed(job: JobConfig, name: str, path: str, findings: Findings) -> JobConfig:
+    """Resolve ai-toolkit's older and implied spellings, so that the trainer has one place to look.
+
+    A model that is trained itself is saved as it is trained where `save.dtype` does not say otherwise.
+    """
+    as_trained = job.full and f"{path}.save.dtype" not in findings.given
     rank = job.network.linear if job.network.rank is None else job.network.rank
     alpha = job.network.linear_alpha if job.network.linear_alpha is not None else job.network.alpha
     cached = job.train.cache_text_embeddings
@@ -171,7 +183,7 @@ def _completed(job: JobConfig, name: str) -> JobConfig:
         job,
         name=job.name or name,
         network=replace(job.network, linear=rank, rank=rank, linear_alpha=alpha),
-        save=replace(job.save, dtype=DTYPES[job.save.dtype]),
+        save=replace(job.save, dtype=DTYPES[job.train.dtype if as_trained else job.save.dtype]),
         train=replace(
             job.train,
             dtype=DTYPES[job.train.dtype],

@@ -194,6 +194,9 @@ class TrainSection:
     train_unet: bool = _off(True, "train the transformer", "there is nothing else to train here; write true")
     train_text_encoder: bool = _off(False, "train the text encoders", _ONLY_AITK.format("false"))
     gradient_checkpointing: bool = switch(True, "blocks may be recomputed in backward")
+    fused_backward: bool = switch(
+        False, "without network: a weight is updated in backward as soon as its gradient is there, which is then freed"
+    )
     noise_scheduler: str = choice(("flowmatch",), "the objective")
     timestep_type: str = choice(
         TIMESTEP_TYPES,
@@ -216,11 +219,13 @@ class TrainSection:
     lr: float = key(1e-6, "float", "learning rate", above=0, example=1e-4)
     lr_scheduler: str = choice(LR_PARAMS, "course of the learning rate")
     lr_scheduler_params: Mapping[str, Any] | None = key(None, "mapping", "its further arguments", nullable=True)
-    max_grad_norm: float = key(1.0, "float", "gradients are clipped to this norm", above=0)
+    max_grad_norm: float = key(
+        1.0, "float", "gradients are clipped to this norm; with fused_backward each weight's by itself", above=0
+    )
     ema_config: EMASection = field(default_factory=EMASection)
     dtype: str = choice(
         TRAIN_DTYPES,
-        "precision of the frozen model",
+        "precision of the frozen model, or without network of the trained one",
         refused=tuple((name, _FP16) for name in ("fp16", "float16", "half")),
     )
     skip_first_sample: bool = switch(False, "no samples before the first step")
@@ -318,8 +323,9 @@ PROCESS_TYPES = (COAT_TYPE, "sd_trainer", "diffusion_trainer", "ui_trainer")
 class Job:
     """One job, with every default filled in: the process entry under ai-toolkit's names.
 
-    And `file`, the YAML's path for errors; `meta`, the user's own metadata; `notes`, lines the user should see; `raw`,
-    the job as read; `written`, the same with every `${VARIABLE}` unexpanded, for what is stored.
+    And `full`: without `network`, the transformer itself is trained; `file`, the YAML's path for errors; `meta`, the
+    user's own metadata; `notes`, lines the user should see; `raw`, the job as read; `written`, the same with every
+    `${VARIABLE}` unexpanded, for what is stored.
     """
 
     name: str | None = key(None, "str", "name of the run", nullable=True)
@@ -339,6 +345,7 @@ class Job:
     logging: LoggingSection = field(default_factory=LoggingSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
     coat: COATConfig = field(default_factory=COATConfig)
+    full: bool = False
     file: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from .build import parse_keys
 from .coat import ADAMW_OPTIONS, parse_optimizer_params
 from .data_rules import check_datasets, check_samples
 from .entry import ALONE, BOTH, STANDALONE, TOOLKIT, Entry, check_places
+from .full_rules import check_full, is_full
 from .job_sections import LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
 from .model_folder import STANDALONE_ARCHS, arch_of
 from .options import Option
@@ -36,6 +37,7 @@ def check_entry(entry: Entry) -> None:
     check_places(entry)
     _check_frame(entry)
     _check_network(entry)
+    check_full(entry)
     _check_train(entry)
     _check_loss(entry)
     _check_params(entry)
@@ -64,10 +66,8 @@ def _check_network(entry: Entry) -> None:
     get, rule, flux = entry.get, entry.rule, entry.is_flux
     coat = entry.coat is not None and entry.coat.enabled
     kind, linear, rank = get("network.type", "lora").lower(), get("network.linear"), get("network.rank")
-    missing = not entry.raw.get("network")
+    missing = is_full(entry.raw)
     example = "network: {type: lora, linear: 16, linear_alpha: 16}"
-    text = f"is missing, and the stand-alone trainer trains LoRAs only; add {example}"
-    rule(ALONE, "network", missing, text)
     whole = missing and coat and not any(map(entry.raw.get, ("embedding", "adapter", "decorator")))
     text = "without it ai-toolkit trains the whole model, which does not work with COAT yet"
     rule(TOOLKIT, "network", whole, f"{text}; write {example}, or coat: {{enabled: false}}")
@@ -105,7 +105,7 @@ def _check_train(entry: Entry) -> None:
     high = get("train.max_denoising_steps", 999)
     text = f"must not be above max_denoising_steps, which is {high}; write less"
     rule(BOTH, "train.min_denoising_steps", get("train.min_denoising_steps", 0) > high, text)
-    lr, tuned = get("train.lr", 1e-6), not optimizer.startswith(FINDS_LR)
+    lr, tuned = get("train.lr", 1e-6), not (optimizer.startswith(FINDS_LR) or is_full(entry.raw))
     text = f"LoRAs diverge with {optimizer} above about {HIGH_LR:g}; write 0.0001"
     rule(BOTH, "train.lr", tuned and lr > HIGH_LR, text, warn=True)
     text = "a LoRA hardly learns at so low a rate" + ("" if entry.given("train.lr") else ", which is the default")

@@ -3,7 +3,8 @@
     <run>/coat/.writing-<…>-state-000000500/     written here, every file flushed to the disk
     <run>/coat/state-000000500/                  after the rename: the set is committed
         commit/files.json                        size and SHA-256 of each file, and which of them are published
-    <run>/<name>_000000500.safetensors, ...      published: hard links (copies where there are none), each renamed in
+    <run>/<name>_000000500.safetensors, ...      published: hard links (copies where there are none), each renamed in;
+                                                 of a whole model a folder of them
     <run>/coat/state-000000250/                  the set before, known to be good: kept
     <run>/coat/state-000000000/                  those before it: removed at the very end
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.files import (
+    TEMP_PREFIX,
     discard,
     file_sha256,
     link_or_copy,
@@ -196,13 +198,43 @@ def publish_set(run_dir: Path, folder: Path) -> list[str]:
     for name, inside in manifest["publish"].items():
         _check_name(name)
         _check_name(inside)
-        if not _is_published(run_dir / name, folder / inside, manifest["files"][inside]):
+        entries = _entries_of(manifest, inside)
+        if all(_is_published(run_dir / name / part, folder / inside / part, entries[part]) for part in entries):
+            continue
+        if (folder / inside).is_dir():
+            _publish_folder(folder / inside, run_dir / name, entries)
+        else:
             with replacing(run_dir / name, sync=False) as temp:
                 link_or_copy(folder / inside, temp)
-            done.append(name)
+        done.append(name)
     if done:
         sync_folder(run_dir)
     return done
+
+
+def _entries_of(manifest: Mapping[str, Any], inside: str) -> dict[str, Any]:
+    """Entries of what is published: of a file under "", of the files of a folder under their names in it."""
+    found = {
+        name.removeprefix(inside).removeprefix("/"): entry
+        for name, entry in manifest["files"].items()
+        if name == inside or name.startswith(f"{inside}/")
+    }
+    if not found:
+        raise SaveError(f"{MANIFEST}: {inside!r} is to be published, and no file of it is there")
+    return found
+
+
+def _publish_folder(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Let a folder have second names of a set's files, in one rename."""
+    staging, aside = staging_path(target), target.with_name(f"{TEMP_PREFIX}{target.name}")
+    try:
+        for name in names:
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(source / name, staging / name)
+        replace_folder(staging, target, aside)
+    finally:
+        discard(staging)
+        discard(aside)
 
 
 def _check_name(name: str) -> None:
@@ -226,14 +258,15 @@ def replaced_sets(run_dir: Path) -> list[Path]:
 
 
 def is_known(path: Path, sets: Iterable[Path]) -> bool:
-    """Whether a file of the run's folder is, byte for byte, one that a whole set published under this name."""
+    """Whether a file or folder of the run's is, byte for byte, one that a whole set published under this name."""
     for folder in sets:
         try:
             manifest = manifest_of(folder) or {"publish": {}, "files": {}}
         except (OSError, ValueError):
             continue
         inside = manifest["publish"].get(path.name)
-        if inside is not None and _is_as_written(path, manifest["files"][inside]):
+        entries = {} if inside is None else _entries_of(manifest, inside)
+        if entries and all((path / part).is_file() and _is_as_written(path / part, entries[part]) for part in entries):
             return True
     return False
 
@@ -348,7 +381,8 @@ def _entries(folder: Path) -> list[Path]:
 def _bytes_of(run_dir: Path) -> int:
     """Of LoRAs and states that are there; hard links count once."""
     found = {}
-    for path in (*run_dir.glob("*.safetensors"), *run_dir.glob(f"{COAT}/state-*/**/*")):
+    published = (*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))
+    for path in (*published, *run_dir.glob(f"{COAT}/state-*/**/*")):
         try:
             stat = os.stat(path)
         except OSError:

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -96,7 +97,7 @@ def _settle(run_dir: Path, newest: Path, problems: Sequence[str]) -> list[str]:
         return lines
     sets = [*committed_sets(run_dir), *replaced_sets(run_dir)]
     published = (run_dir / name for name in manifest["publish"])
-    differing = [path for path in published if path.is_file() and not is_known(path, sets)]
+    differing = [path for path in published if path.exists() and not is_known(path, sets)]
     if differing:
         where = _aside_folder(run_dir, newest)
         for path in differing:
@@ -155,8 +156,9 @@ def go_back(run_dir: Path, step: int) -> list[str]:
 def _set_aside_newer(run_dir: Path, target: Path) -> list[str]:
     """Move sets and LoRAs that are newer than a set; LoRAs first, so that a kill in between leaves a whole run."""
     sets = [folder for folder in committed_sets(run_dir) if set_step(folder) > set_step(target)]
-    loras = [path for path in run_dir.glob("*.safetensors") if not is_known(path, [target])]
-    newer = [path for path in loras if _is_newer(path, set_step(target), sets)]
+    published = (*run_dir.glob("*.safetensors"), *_folders(run_dir, sets))
+    others = [path for path in published if not is_known(path, [target])]
+    newer = [path for path in others if _is_newer(path, set_step(target), sets)]
     if not sets and not newer:
         return []
     where = _aside_folder(run_dir, target)
@@ -166,6 +168,16 @@ def _set_aside_newer(run_dir: Path, target: Path) -> list[str]:
         os.replace(path, where / path.name)
     names = ", ".join(path.name for path in (*sets, *newer))
     return [f"{run_dir}: goes back to step {set_step(target)}; moved to {where}: {names}"]
+
+
+def _folders(run_dir: Path, sets: Sequence[Path]) -> list[Path]:
+    """Of whole models that these sets have published."""
+    found = []
+    for folder in sets:
+        with suppress(OSError, ValueError):
+            names = (manifest_of(folder) or {"publish": {}})["publish"]
+            found += [run_dir / name for name in names if (run_dir / name).is_dir()]
+    return found
 
 
 def _is_newer(path: Path, step: int, sets: Sequence[Path]) -> bool:

@@ -109,6 +109,11 @@ class RunState:
         """Optimizer steps done."""
         return int(self.record["step"])
 
+    @property
+    def has_lora(self) -> bool:
+        """Whether raw parameters are kept; a whole model that is saved as it is trained needs none."""
+        return (self.folder / self.trainer / LORA_FILE).exists()
+
     def lora(self) -> dict[str, Tensor]:
         """The raw LoRA."""
         return load_tensors(self.folder / self.trainer / LORA_FILE)

@@ -67,7 +67,7 @@ def watch_steps(
     Args:
         config: the `coat:` block.
         transformer: as `apply_coat` left it, already counted in `phases`.
-        network: the module that holds the adapters; None without any.
+        network: the module that holds the adapters; None without any, where the trainer counts gradients itself.
         lora: name → parameter of every adapter matrix.
         optimizer: of the run.
         log: of the run.
@@ -183,7 +183,7 @@ class StepWatch:
 
         Args:
             step: the number the step gets when done.
-            attempt: does it. Once `allows_update` has let its update begin, it is not tried again.
+            attempt: does it. Once its update has begun (`allows_update`, `begin_update`), it is not tried again.
             reset: puts back what an attempt that failed has changed, and drops its gradients; returns what memory it
                 gave back besides, in words.
 
@@ -227,6 +227,10 @@ class StepWatch:
             self._log.detail(CPU_NOTE)
             self._explained_lines = True
         self._log.detail(memory_line(moment, step, *used_bytes(self.phases.device)))
+
+    def begin_update(self) -> None:
+        """Note that the attempt under way has begun to update, before `allows_update` was asked: it is not retried."""
+        self._updating = True
 
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
         """The guard's verdict: `RunGuard.allows_update`."""

@@ -7,7 +7,7 @@ weight by weight (`weights`), on the device where it will run: it is never whole
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from ...data.flux2 import Flux2Text
 from .code_cache import find_cache
 from .weights import Weights, check_weights, fill, folder_weights, local_folder, original_weights
 
-__all__ = ["Encoders", "ModelLoadError", "load_encoders", "load_transformer"]
+__all__ = ["Encoders", "ModelLoadError", "base_weights", "load_encoders", "load_transformer"]
 
 MAX_TEXT_TOKENS = 512
 TRANSFORMERS = ("FluxTransformer2DModel", "Flux2Transformer2DModel")
@@ -39,6 +39,7 @@ TEXT_PARTS = {
     "Flux2KleinPipeline": ("Qwen3ForCausalLM", "AutoTokenizer"),
     "Flux2Pipeline": ("Mistral3ForConditionalGeneration", "AutoProcessor"),
 }
+QUANTIZED = "its weights are quantized and cannot be trained; give the original model, or add network to train a LoRA"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ def load_transformer(
     *,
     log: Callable[[str], None] = logger.info,
     writes: bool = True,
+    trained: Callable[[nn.Module], Collection[str]] | None = None,
 ) -> nn.Module:
     """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on `device`; never in CPU memory as a whole.
 
@@ -143,6 +145,8 @@ def load_transformer(
         device: where it will run.
         log: takes what is to be said of the cache.
         writes: whether this process writes the cache.
+        trained: of full fine-tuning: gives, of the model on the meta device, the full names of the linears that are
+            trained (`apply_coat`). Nothing is cached then.
 
     Raises:
         ModelLoadError: missing, unreadable or of another model.
@@ -151,22 +155,42 @@ def load_transformer(
     device = torch.device(device)
     try:
         cls, config, weights = _find_transformer(name_or_path)
+        if weights is None and trained is not None:
+            raise ModelLoadError(f"model.name_or_path={name_or_path}: {QUANTIZED}")
         if weights is None:  # another library quantized it
             return _load_weights(AutoModel, name_or_path, "transformer", torch_dtype=dtype).requires_grad_(False).eval()
         model = _on_meta(cls, config, dtype, name_or_path)
         check_weights(model, weights, cls.__name__)
-        cache = None if coat is None else find_cache(name_or_path, weights, dtype, coat, device, log)
+        linears = () if trained is None else trained(model)
+        cache = (
+            None if coat is None or trained is not None else find_cache(name_or_path, weights, dtype, coat, device, log)
+        )
         if cache is not None and cache.exists:
             codes = _on_meta(cls, config, dtype, name_or_path)
             if cache.load(codes, log):
                 return codes.requires_grad_(False).eval()
             del codes
-        fill(model, weights, dtype, device, None if coat is None else convert_weights(model, coat, device))
+        fill(model, weights, dtype, device, None if coat is None else convert_weights(model, coat, device, linears))
     except CheckpointError as error:
         raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
     if cache is not None and writes:
         cache.store(model, log)
     return model.requires_grad_(False).eval()
+
+
+def base_weights(name_or_path: str) -> Weights:
+    """Where the transformer's original weights are.
+
+    Raises:
+        ModelLoadError: they are not there any more, or another library quantized them.
+    """
+    try:
+        weights = _find_transformer(name_or_path)[2]
+    except CheckpointError as error:
+        raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
+    if weights is None:
+        raise ModelLoadError(f"model.name_or_path={name_or_path}: {QUANTIZED}")
+    return weights
 
 
 def _find_transformer(name_or_path: str) -> tuple[Any, Mapping[str, Any], Weights | None]:

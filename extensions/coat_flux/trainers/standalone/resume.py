@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from ...base.files import file_sha256
 from ...base.names import COAT_OPTIMIZER
 from ...config.job import JobConfig
-from ...saves.commit import damage, state_folder
+from ...saves.commit import damage, manifest_of, newest_set, state_folder
 from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity
-from ...saves.state import OPTIMIZER_FILE, REMEDY, STANDALONE, RunState, load_tensors
+from ...saves.state import OPTIMIZER_FILE, REMEDY, STANDALONE, RunState, load_tensors, restore_tensors
+from .full import PART, restore_model
 from .optim import restore_optimizer
 from .seeding import seed_of
 from .validation import held_out_of
@@ -44,7 +45,7 @@ class ResumePoint:
     """The newest save of a run.
 
     Attributes:
-        path: the LoRA file.
+        path: the LoRA file, or the folder of a whole model.
         step: optimizer steps done.
         epoch: passes over the data done.
         state: our own for this step; None where the save is ai-toolkit's.
@@ -60,11 +61,18 @@ class ResumePoint:
         """The contents of `state.json`, empty without it."""
         return {} if self.state is None else self.state.record
 
-    def lora(self) -> dict[str, Tensor]:
-        """The raw LoRA: fp32 from our state, or what the save holds."""
-        if self.state is not None:
-            return self.state.lora()
-        return {name: tensor.float() for name, tensor in load_tensors(self.path).items()}
+    def restore(self, trained: Mapping[str, Tensor]) -> None:
+        """Copy the raw parameters into those of a run: from our state, or what the save holds.
+
+        Raises:
+            ResumeError: they are other ones, or cannot be read.
+        """
+        if self.state is not None and (self.state.has_lora or self.path.is_file()):
+            restore_tensors(trained, self.state.lora(), self.path)
+        elif self.path.is_dir():
+            restore_model(trained, self.path)
+        else:
+            restore_tensors(trained, {name: x.float() for name, x in load_tensors(self.path).items()}, self.path)
 
     def restore_optimizer(self, optimizer: Optimizer, name: str, log: Callable[[str], None]) -> None:
         """Load the optimizer's state, converted where its formats changed; the config's hyper-parameters stay.
@@ -109,7 +117,7 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
         ResumeError: no save can be read, or the state of the newest is damaged, and no other one is whole.
     """
     pattern = re.compile(re.escape(name) + r"(_\d{9})?\.safetensors")
-    found, unreadable = [], []
+    found, unreadable = _models(run_dir), []
     for path in (path for path in run_dir.glob("*.safetensors") if pattern.fullmatch(path.name)):
         try:
             found.append(_point(path))
@@ -135,6 +143,16 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     if wanted is not None and optimizer.exists() and file_sha256(optimizer) != wanted:  # of versions whose sets lack it
         raise ResumeError(f"{optimizer}: is not the file written with {folder.name} (damaged or exchanged); {REMEDY}")
     return replace(newest, state=state)
+
+
+def _models(run_dir: Path) -> list[ResumePoint]:
+    """The whole model that the newest set has published; none where there is no set, or it is a LoRA's."""
+    newest = newest_set(run_dir)
+    state = None if newest is None else RunState.read(newest, STANDALONE)
+    if newest is None or state is None:
+        return []
+    names = (manifest_of(newest) or {"publish": {}})["publish"]
+    return [ResumePoint(run_dir / name, state.step, 0) for name in names if (run_dir / name / PART).is_dir()]
 
 
 def _point(path: Path) -> ResumePoint:
@@ -164,7 +182,9 @@ def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
             {key: getattr(dataset, key) for key in DATA_SETTINGS} | shared | {"held_out": names}
             for dataset, names in zip(job.datasets, held_out, strict=True)
         ],
-        network={
+        network={"linear": None, "include": list(job.coat.include), "exclude": list(job.coat.exclude)}
+        if job.full
+        else {
             "linear": network.linear,
             "transformer_only": network.transformer_only,
             "only_if_contains": network.network_kwargs.only_if_contains,

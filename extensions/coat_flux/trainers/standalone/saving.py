@@ -1,7 +1,8 @@
 """A save of the stand-alone trainer; `saves.commit` makes it whole or not at all.
 
     <run>/coat/state-000000500/   the set of 500 optimizer steps:
-        published.safetensors     the LoRA (the EMA where one is kept) in save.dtype
+        published.safetensors     the LoRA (the EMA where one is kept) in save.dtype; of full fine-tuning a folder
+                                  published/ with the whole model, see `full`
         optimizer.pt              optimizer.state_dict()
         ...                       what a resume needs besides, see `saves.state`
     <run>/<name>_000000500.safetensors, <run>/optimizer.pt   the first two, published: hard links where possible
@@ -11,6 +12,7 @@ LoRA keys are ai-toolkit's, `transformer.<module>.lora_A.weight`, which `FluxPip
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -25,18 +27,21 @@ from ...base.files import discard
 from ...saves.commit import commit
 from ...saves.rng import rng_state
 from ...saves.state import OPTIMIZER_FILE, STANDALONE, RunState, save_tensors
+from .full import PART, ModelFiles
 
 __all__ = ["lora_metadata", "rotate_saves", "save_checkpoint", "save_dtype", "save_name"]
 
 PUBLISHED_FILE = "published.safetensors"
+MODEL_FOLDER = "published"
 FP32_BYTES = 4
 SAVE_DTYPES = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 SAVE_DTYPES |= {"float32": torch.float32, "fp32": torch.float32, "float": torch.float32}
 
 
-def save_name(name: str, step: int | None) -> str:
-    """File name of a LoRA: `<name>_000000500.safetensors`, or `<name>.safetensors` without a step."""
-    return f"{name}.safetensors" if step is None else f"{name}_{step:09d}.safetensors"
+def save_name(name: str, step: int | None, *, full: bool = False) -> str:
+    """Name of a save: `<name>_000000500.safetensors`, `<name>.safetensors` without a step; `full`: a folder's name."""
+    ending = "" if full else ".safetensors"
+    return f"{name}{ending}" if step is None else f"{name}_{step:09d}{ending}"
 
 
 def lora_metadata(
@@ -100,6 +105,7 @@ def save_checkpoint(
     dtype: torch.dtype,
     check: Callable[[Path], None],
     apart: int = 1,
+    model: ModelFiles | None = None,
 ) -> Path:
     """Write and commit a set, and publish its LoRA and `optimizer.pt`; of the sets before one is kept.
 
@@ -114,26 +120,34 @@ def save_checkpoint(
         dtype: of the LoRA file.
         check: is given the LoRA file before anything is committed; what it raises leaves the checkpoint before.
         apart: steps that the older set is behind.
+        model: of full fine-tuning: a whole model is published in place of a LoRA file.
 
     Returns:
-        The LoRA file.
+        The LoRA file, or the model's folder.
 
     Raises:
         SaveError: the disk is full or cannot be written; the checkpoint before is as it was.
     """
     published, rng = lora if ema is None else ema, rng_state()
+    inside = PUBLISHED_FILE if model is None else MODEL_FOLDER
+    as_trained = model is not None and ema is None and all(tensor.dtype == dtype for tensor in lora.values())
+    raw = {} if as_trained else lora
 
     def write(folder: Path) -> None:
-        save_tensors(folder / PUBLISHED_FILE, {name: value.to(dtype) for name, value in published.items()}, metadata)
+        if model is None:
+            save_tensors(folder / inside, {name: value.to(dtype) for name, value in published.items()}, metadata)
+        else:
+            model.write(folder / inside, published, dtype, metadata)
         with (folder / OPTIMIZER_FILE).open("wb") as file:
             torch.save(dict(optimizer), file)
-        RunState.write(folder, STANDALONE, record, lora, ema, rng)
-        check(folder / PUBLISHED_FILE)
+        RunState.write(folder, STANDALONE, record, raw, ema, rng)
+        check(folder / inside)
 
     elements = sum(tensor.numel() for tensor in lora.values())
-    loose = sum(tensor.nbytes for tensor in (*_tensors(optimizer), *rng.values()))
-    needed = elements * (dtype.itemsize + FP32_BYTES * (1 if ema is None else 2)) + loose
-    publish = {file_name: PUBLISHED_FILE, OPTIMIZER_FILE: OPTIMIZER_FILE}
+    loose = sum(tensor.nbytes for tensor in (*_tensors(optimizer), *rng.values(), *raw.values()))
+    given = elements * dtype.itemsize if model is None else model.nbytes(dtype)
+    needed = given + elements * FP32_BYTES * (ema is not None) + loose
+    publish = {file_name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
     commit(run_dir, record["step"], write, publish, needed_bytes=needed, apart=apart)
     return run_dir / file_name
 
@@ -147,13 +161,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def rotate_saves(run_dir: Path, name: str, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` step saves, `<name>_<step>.safetensors`; the final LoRA is never touched.
+    """Remove all but the newest `keep` step saves, `<name>_<step>.safetensors` or a whole model's folder of that name.
+
+    The final one is never touched.
 
     Returns:
-        The files removed.
+        What was removed.
     """
-    pattern = re.compile(re.escape(name) + r"_\d{9}\.safetensors")
-    saves = sorted(path for path in run_dir.glob("*.safetensors") if pattern.fullmatch(path.name))
+    pattern = re.compile(re.escape(name) + r"_\d{9}(\.safetensors)?")
+    found = (path for path in run_dir.glob(f"{glob.escape(name)}_*") if pattern.fullmatch(path.name))
+    saves = sorted(path for path in found if path.suffix or (path / PART).is_dir())
     old = saves[: max(len(saves) - keep, 0)]
     for path in old:
         discard(path)

@@ -22,7 +22,7 @@ from ...base.names import COAT_OPTIMIZER
 from ...blocks.apply import apply_coat
 from ...blocks.decide import budget_bytes
 from ...blocks.gemms import config_for
-from ...blocks.held import held_bytes, module_tensors, usable_bytes
+from ...blocks.held import gradients, held_bytes, module_tensors, usable_bytes
 from ...blocks.lora import attach_lora
 from ...blocks.report import CoatReport
 from ...blocks.runner import BlockRunner
@@ -35,12 +35,13 @@ from ...plan.job import job_facts
 from ...plan.predict import outside_bytes
 from ...saves.identity import model_identity
 from ...saves.rng import set_rng_state
-from ...saves.state import keep_execution, restore_tensors
+from ...saves.state import keep_execution
 from ...watch.live import LiveRun
 from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch, watch_steps
 from ..optimizer import describe_optimizer
 from .ema import LoraEMA
+from .full import Chosen, UpdateInBackward
 from .loading import Encoders, load_encoders, load_transformer
 from .network import add_lora, lora_parameters, lora_targets
 from .objective import Objective
@@ -63,7 +64,8 @@ class Session:
 
     `step` counts optimizer steps done; `outstanding` is the last one while its numbers are on the device; `owes_save`:
     one was due while the guard was in doubt; `identity` and `record` go into `state.json`; `report` is None without
-    COAT; `captures`: steps are CUDA graphs, which `graphs` holds from the first one on.
+    COAT; `lora` are the trained parameters by name, without `network` the transformer's own; `fused` updates them in
+    backward, where that is asked for; `captures`: steps are CUDA graphs, which `graphs` holds from the first one on.
     """
 
     job: JobConfig
@@ -86,6 +88,7 @@ class Session:
     report: CoatReport | None = None
     step: int = 0
     captures: bool = False
+    fused: UpdateInBackward | None = None
     graphs: Any = None  # a step_graph.StepGraphs
     outstanding: Any = None  # a steps.Outstanding
     owes_save: bool = False
@@ -134,26 +137,28 @@ def open_session(
     validation = Validation(dataset, measured, trained)
     phases.enter("load")
     log.info(f"Loading the transformer of {job.model.name_or_path}")
-    transformer, report = _prepare_transformer(job, workers, dtype, log)
+    transformer, lora, report = _prepare_transformer(job, workers, dtype, log)
     phases.hold("transformer", transformer, module_tensors)
-    lora = lora_parameters(transformer)
     if identity["model"]["fingerprint"] is None:  # it was not on this machine before
         identity = {**identity, "model": model_identity(job.model.name_or_path)}
     if point is not None:
-        restore_tensors(lora, point.lora(), point.path)
+        point.restore(lora)
         keep_execution(transformer, point.record.get("path", {}))
     workers.share(list(lora.values()))
     train, params = job.train, job.train.optimizer_params or {}
     optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, params)
     if point is not None:
         point.restore_optimizer(optimizer, train.optimizer, log.info)
+    network = None if job.full else transformer
+    if job.full:
+        phases.hold("gradients", transformer, gradients)
     watch = watch_steps(
-        job.coat, transformer, transformer, lora, optimizer, log, phases, lambda: job, report=report, mean=workers.mean
+        job.coat, transformer, network, lora, optimizer, log, phases, lambda: job, report=report, mean=workers.mean
     )
     if point is not None:
         watch.load_state_dict(point.record.get("guard", {}))
     captures = _allow_capture(job, transformer, workers)
-    _log_start(job, report, optimizer, len(lora) // 2, log)
+    _log_start(job, report, optimizer, lora, log)
     ema, asked = None, train.ema_config
     if asked.use_ema:
         ema = LoraEMA(lora, asked.ema_decay, use_feedback=asked.use_feedback, param_multiplier=asked.param_multiplier)
@@ -178,10 +183,18 @@ def open_session(
         live=live,
         report=report,
         captures=captures,
+        fused=_fused_backward(job, optimizer, lora, workers, watch) if train.fused_backward else None,
     )
     if point is not None:
         continue_from(session, point)
     return session
+
+
+def _fused_backward(
+    job: JobConfig, optimizer: Any, trained: dict[str, nn.Parameter], workers: Workers, watch: StepWatch
+) -> UpdateInBackward:
+    params = list(trained.values())
+    return UpdateInBackward(optimizer, params, job.train.max_grad_norm, workers.average_gradients, watch.begin_update)
 
 
 def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> bool:
@@ -204,6 +217,8 @@ def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
         return "gradients travel between processes"
     if job.train.optimizer.lower() != COAT_OPTIMIZER:
         return f"{job.train.optimizer} cannot skip a step on the device; {COAT_OPTIMIZER} can"
+    if job.full:
+        return "all weights are trained"
     if job.network.dropout:
         return "network.dropout draws in the step"
     if job.coat.optimizer_config()[0].stochastic_rounding:
@@ -211,7 +226,13 @@ def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
     return ""
 
 
-def _log_start(job: JobConfig, report: CoatReport | None, optimizer: Optimizer, targets: int, log: RunLog) -> None:
+def _log_start(
+    job: JobConfig,
+    report: CoatReport | None,
+    optimizer: Optimizer,
+    trained: dict[str, nn.Parameter],
+    log: RunLog,
+) -> None:
     """Log the table of what was asked for, what there is, and why."""
     ours = isinstance(optimizer, FP8AdamW)
     got = describe_optimizer(optimizer) if ours else job.train.optimizer
@@ -222,7 +243,12 @@ def _log_start(job: JobConfig, report: CoatReport | None, optimizer: Optimizer, 
         log.record(report.table())
     elif ours:
         log.info(f"optimizer {job.train.optimizer}: {got}")
-    log.info(f"LoRA: rank {job.network.linear} on {targets} linears")
+    if job.full:
+        count = sum(param.numel() for param in trained.values())
+        when = ", updated in backward" if job.train.fused_backward else ""
+        log.info(f"full fine-tuning: {count:,} parameters in {len(trained)} tensors{when}")
+    else:
+        log.info(f"LoRA: rank {job.network.linear} on {len(trained) // 2} linears")
 
 
 def _prepare_data(
@@ -265,29 +291,38 @@ def _prepare_data(
 
 def _prepare_transformer(
     job: JobConfig, workers: Workers, dtype: torch.dtype, log: RunLog
-) -> tuple[nn.Module, CoatReport | None]:
-    name, device = job.model.name_or_path, workers.device
-    transformer = load_transformer(name, dtype, job.coat, device, log=log.info, writes=workers.is_main)
-    targets = lora_targets(
+) -> tuple[nn.Module, dict[str, nn.Parameter], CoatReport | None]:
+    """The transformer as it trains, its trained parameters by the names they are saved with, and what COAT did."""
+    name, device, coat = job.model.name_or_path, workers.device, job.coat
+    chosen = Chosen(coat)
+    find = chosen.find if job.full else None
+    transformer = load_transformer(name, dtype, coat, device, log=log.info, writes=workers.is_main, trained=find)
+    targets = [] if job.full else _targets(job, transformer)
+    report = None
+    if coat.enabled:
+        allowed = job.train.gradient_checkpointing
+        report = apply_coat(transformer, coat, allow_recompute=allowed, device=device, trained=chosen.linears)
+        if device.type == "cuda" and not job.full:
+            # TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly; ai-toolkit's loop does without it
+            torch.set_float32_matmul_precision("high")
+    elif job.train.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    transformer.to(device)
+    if job.full:
+        return transformer.train(), chosen.train(transformer), report
+    add_lora(transformer, targets, job.network.linear, seed=seed_of(job), dropout=job.network.dropout or 0.0)
+    if coat.enabled:
+        attach_lora(transformer, coat)
+    return transformer.train(), lora_parameters(transformer), report
+
+
+def _targets(job: JobConfig, transformer: nn.Module) -> list[str]:
+    return lora_targets(
         transformer,
         only_if_contains=job.network.network_kwargs.only_if_contains,
         ignore_if_contains=job.network.network_kwargs.ignore_if_contains,
         transformer_only=job.network.transformer_only,
     )
-    report = None
-    if job.coat.enabled:
-        allowed = job.train.gradient_checkpointing
-        report = apply_coat(transformer, job.coat, allow_recompute=allowed, device=workers.device)
-        if workers.device.type == "cuda":
-            # TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly; ai-toolkit's loop does without it
-            torch.set_float32_matmul_precision("high")
-    elif job.train.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
-    transformer.to(workers.device)
-    add_lora(transformer, targets, job.network.linear, seed=seed_of(job), dropout=job.network.dropout or 0.0)
-    if job.coat.enabled:
-        attach_lora(transformer, job.coat)
-    return transformer.train(), report
 
 
 def continue_from(session: Session, point: ResumePoint) -> None:

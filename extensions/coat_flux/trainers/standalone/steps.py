@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,7 @@ def _skips_on_device(session: Session) -> bool:
 
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
-    """Make the gradients of a step, clipped; returns fp32 [2]: loss and norm."""
+    """Make the gradients of a step, clipped; returns fp32 [2]: loss and norm. Fused, they are used up by then."""
     if session.graphs is not None:
         session.graphs.make_room()
 
@@ -124,6 +125,8 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
 
     session.optimizer.zero_grad(set_to_none=True)
     loss = session.watch.retry(number, lambda: _accumulate(session, batches), drop)
+    if session.fused is not None:
+        return torch.stack([loss, session.fused.norm().to(loss)])
     session.workers.average_gradients(list(session.lora.values()))
     return _clipped(session, loss)
 
@@ -134,11 +137,12 @@ def _clipped(session: Session, loss: Tensor) -> Tensor:
 
 
 def _update(session: Session, found_inf: Tensor | None) -> None:
-    """Update parameters and average; where `found_inf` is 1 on the device, nothing changes."""
-    seed_global(seed_of(session.job), Stream.OPTIMIZER, session.step)
-    if isinstance(session.optimizer, FP8AdamW):
-        session.optimizer.found_inf = found_inf
-    session.optimizer.step()
+    """Update parameters, unless backward did, and average; where `found_inf` is 1 on the device, nothing changes."""
+    if session.fused is None:
+        seed_global(seed_of(session.job), Stream.OPTIMIZER, session.step)
+        if isinstance(session.optimizer, FP8AdamW):
+            session.optimizer.found_inf = found_inf
+        session.optimizer.step()
     if session.ema is not None:
         session.ema.update(found_inf)
 
@@ -242,8 +246,17 @@ def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
         loss = session.objective(tensors, batch.draw)
         if first:
             session.watch.mark("after_forward", session.step + 1)
-        (loss / len(batches)).backward()
+        total += loss.detach() / len(batches)
+        with _update_in_backward(session, total) if micro_step == len(batches) - 1 else nullcontext():
+            (loss / len(batches)).backward()
         if first:
             session.watch.mark("after_backward", session.step + 1)
-        total += loss.detach() / len(batches)
     return total
+
+
+def _update_in_backward(session: Session, loss: Tensor) -> AbstractContextManager[None]:
+    """Around the backward pass that completes the gradients of a step with this loss."""
+    if session.fused is None:
+        return nullcontext()
+    seed_global(seed_of(session.job), Stream.OPTIMIZER, session.step)
+    return session.fused.updating(not_finite(loss))

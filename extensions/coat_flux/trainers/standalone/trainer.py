@@ -36,6 +36,8 @@ from ...watch.memory_report import finish
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.phases import MEMORY_FILE, PhaseTracker
 from .flow_matching import bypassed_guidance
+from .full import ModelFiles, check_model
+from .loading import base_weights
 from .progress import RunLog
 from .resume import check_same_run, find_resume_point, identity_of
 from .saving import lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name
@@ -47,7 +49,7 @@ __all__ = ["COATTrainer"]
 
 
 class COATTrainer:
-    """Trains a FLUX LoRA as a config says.
+    """Trains a FLUX LoRA as a config says, or without `network` the transformer itself.
 
     Args:
         config: path of a YAML, its content as a dictionary, or a `JobConfig`.
@@ -77,7 +79,7 @@ class COATTrainer:
             from_step: resume from this kept state; newer ones are moved aside.
 
         Returns:
-            The final LoRA, `<training_folder>/<name>/<name>.safetensors`.
+            The final LoRA, `<training_folder>/<name>/<name>.safetensors`; or the model, a folder `<name>` there.
 
         Raises:
             ConfigError: a package, the device or the model that the config needs is not here.
@@ -152,7 +154,7 @@ class COATTrainer:
                 return _run(open_session(job, workers, log, phases, None, identity, live), self._observer)
         for note in check_same_run(job, point, identity):
             log.info(f"Resume: {note}")
-        final = job.folder / save_name(job.name, None)
+        final = job.folder / save_name(job.name, None, full=job.full)
         if point.step == job.train.steps and point.path == final:
             log.info(f"{final} has {point.step} of {job.train.steps} steps: nothing is left to train")
             return final
@@ -183,7 +185,7 @@ def _run(
         log.info(f"validation loss {session.record['validation_loss']:.6f} -> {_validate(session):.6f}")
     table = log.detail if job.coat.memory.log_memory_stats else None
     finish(session.watch.phases, lambda: job, log.info, table)
-    log.info(f"Saved the LoRA to {path}")
+    log.info(f"Saved the {'model' if job.full else 'LoRA'} to {path}")
     return path
 
 
@@ -273,7 +275,7 @@ def _save_and_sample(session: Session, asked: frozenset[str]) -> None:
 
 def _save(session: Session, *, final: bool) -> Path:
     job, workers = session.job, session.workers
-    file_name = save_name(job.name, None if final else session.step)
+    file_name = save_name(job.name, None if final else session.step, full=job.full)
     session.watch.guard.check_now(session.step)
     if workers.is_main:
         with session.watch.phases.during("save"):
@@ -286,7 +288,8 @@ def _write_save(session: Session, file_name: str, *, final: bool) -> None:
     job = session.job
 
     def check(path: Path) -> None:
-        session.log.info(f"{file_name}: {_check_lora(session, path, final=final)}")
+        found = check_model(path, session.lora) if job.full else _check_lora(session, path, final=final)
+        session.log.info(f"{file_name}: {found}")
 
     save_checkpoint(
         job.folder,
@@ -299,6 +302,7 @@ def _write_save(session: Session, file_name: str, *, final: bool) -> None:
         dtype=save_dtype(job.save.dtype),
         check=check,
         apart=_apart(job),
+        model=ModelFiles(session.transformer, base_weights(job.model.name_or_path)) if job.full else None,
     )
     for old in rotate_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
         session.log.detail(f"Removing old save: {old}")

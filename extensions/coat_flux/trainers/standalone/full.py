@@ -1,0 +1,244 @@
+"""Full fine-tuning: which parameters are trained, the update inside backward, and the model as it is saved.
+
+`coat.include` and `coat.exclude` choose what is trained. Trained linears of the blocks multiply in FP8, by codes cast
+from their weights (`FP8TrainableLinear`); embedders, norms and modulation are trained in `train.dtype`. Linears that
+are not trained hold codes, as under a LoRA.
+
+With `train.fused_backward` a parameter is updated in the backward pass of the last micro-batch, as soon as its gradient
+is there, and the gradient is freed: of a whole model there are never more than a few. So nothing can depend on all of
+them: each gradient is clipped to `train.max_grad_norm` by itself, one that is not finite leaves its own parameter as it
+is, and a loss that is not finite leaves all.
+
+A save holds the whole model in diffusers' layout, `transformer/` with its config and shards, which
+`FluxTransformer2DModel.from_pretrained(save, subfolder="transformer")` reads: what was not trained is copied from the
+model that the run started from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_core.optim import FP8AdamW
+
+from ...blocks.lookup import trained_names
+from ...config.coat import COATConfig
+from ...saves.errors import ResumeError
+from ...saves.state import REMEDY, load_tensors, restore_tensors, save_tensors
+from .weights import INDEX, WEIGHTS, Weights
+
+__all__ = ["PART", "Chosen", "ModelFiles", "UpdateInBackward", "check_model", "restore_model"]
+
+PART = "transformer"  # folder of the model in a save
+SHARD_BYTES = 5 * 10**9
+CLIP_EPS = 1e-6  # as torch's clip_grad_norm_
+
+
+class Chosen:
+    """What `coat.include` and `coat.exclude` choose of a model, found before its linears are converted.
+
+    Args:
+        coat: the `coat:` block.
+
+    Attributes:
+        parameters: full names of what is trained, in the model's order.
+        linears: full names of the linears whose weight is.
+    """
+
+    def __init__(self, coat: COATConfig) -> None:
+        self._coat = coat
+        self.parameters: list[str] = []
+        self.linears: set[str] = set()
+
+    def find(self, model: nn.Module) -> set[str]:
+        """Choose of a model, which may be on the meta device; returns `linears`.
+
+        Raises:
+            ConfigError: a pattern matches nothing, or nothing is left to train.
+        """
+        names = [name for name, _ in model.named_parameters()]
+        self.parameters = trained_names(names, self._coat.include, self._coat.exclude)
+        chosen = set(self.parameters)
+        linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        self.linears = {name for name in linears if f"{name}.weight" in chosen}
+        return self.linears
+
+    def train(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Let these parameters of the model, and no others, be trained; returns them by name."""
+        model.requires_grad_(False)
+        own = dict(model.named_parameters())
+        return {name: own[name].requires_grad_() for name in self.parameters}
+
+
+class UpdateInBackward:
+    """Updates parameters in backward, inside `updating`.
+
+    Args:
+        optimizer: of the parameters; makes their states.
+        params: the trained ones.
+        max_norm: each gradient is clipped to it by itself.
+        average: takes parameters, and replaces their gradients by their means over all processes.
+        begins: called before the first update of a backward pass.
+    """
+
+    def __init__(
+        self,
+        optimizer: FP8AdamW,
+        params: list[nn.Parameter],
+        max_norm: float,
+        average: Callable[[list[nn.Parameter]], None],
+        begins: Callable[[], None],
+    ) -> None:
+        self._optimizer, self._max_norm, self._average, self._begins = optimizer, max_norm, average, begins
+        self._skip: Tensor | None = None  # fp32 []: 1 where the loss is not finite; None outside of `updating`
+        self._squares: Tensor | None = None
+        for param in params:
+            param.register_post_accumulate_grad_hook(self._on_gradient)
+
+    @contextmanager
+    def updating(self, skip: Tensor) -> Iterator[None]:
+        """Inside, a gradient that is complete updates its parameter and is freed.
+
+        Args:
+            skip: fp32 [] on the device, 1 where nothing is to be updated.
+        """
+        self._skip, self._squares = skip, None
+        try:
+            yield
+        finally:
+            self._skip = self._optimizer.found_inf = None
+
+    def norm(self) -> Tensor:
+        """L2 norm of all gradients of the last `updating`, before clipping; fp32 []."""
+        return torch.zeros(()) if self._squares is None else self._squares.sqrt()
+
+    @torch.no_grad()
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        if self._skip is None or param.grad is None:
+            return
+        if self._squares is None:
+            self._begins()
+            self._squares = torch.zeros((), device=param.device)
+        self._average([param])
+        norm = torch.linalg.vector_norm(param.grad, dtype=torch.float32)
+        self._squares += norm.square()
+        param.grad.mul_((self._max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
+        skip = torch.maximum(self._skip, 1.0 - norm.isfinite().to(torch.float32))
+        if self._optimizer.defaults["capturable"]:
+            self._optimizer.found_inf = skip
+        if self._optimizer.found_inf is not None or not skip:
+            self._optimizer.step_parameter(param)
+        param.grad = None
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A transformer as a save has it, in diffusers' layout.
+
+    Attributes:
+        model: the transformer, for its config.
+        base: the weights that the run started from, all of them by name.
+    """
+
+    model: Any
+    base: Weights
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """What the tensors take on disk."""
+        return sum(self._sizes(dtype).values())
+
+    def write(
+        self, folder: Path, trained: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str]
+    ) -> None:
+        """Write a folder `PART` with config, shards and their index.
+
+        Args:
+            folder: gets it.
+            trained: the tensors that are trained, or their average.
+            dtype: of floating tensors.
+            metadata: of each shard.
+
+        Raises:
+            CheckpointError: a file of `base` cannot be read any more.
+        """
+        target = folder / PART
+        target.mkdir(parents=True)
+        self.model.save_config(target)
+        shards = self._shards(dtype)
+        stem, count, found = WEIGHTS.removesuffix(".safetensors"), len(shards), {}
+        for i, shard in enumerate(shards):
+            file = WEIGHTS if count == 1 else f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors"
+            save_tensors(target / file, {name: self._tensor(name, trained, dtype) for name in shard}, metadata)
+            found |= dict.fromkeys(shard, file)
+        self.base.close()
+        if count > 1:
+            index = {"metadata": {"total_size": self.nbytes(dtype)}, "weight_map": found}
+            (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+    def _sizes(self, dtype: torch.dtype) -> dict[str, int]:
+        return {name: dtype.itemsize * math.prod(place.shape) for name, place in self.base.places.items()}
+
+    def _shards(self, dtype: torch.dtype) -> list[list[str]]:
+        """Names of the tensors of each shard."""
+        shards: list[list[str]] = [[]]
+        held = 0
+        for name, size in self._sizes(dtype).items():
+            if shards[-1] and held + size > SHARD_BYTES:
+                shards.append([])
+                held = 0
+            shards[-1].append(name)
+            held += size
+        return shards
+
+    def _tensor(self, name: str, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """One tensor on the CPU; of `base` a copy, which does not share the file's map."""
+        if name in trained:
+            return trained[name].detach().to("cpu", dtype)
+        tensor = self.base.read(name)
+        return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+
+def check_model(folder: Path, trained: Mapping[str, Tensor]) -> str:
+    """Read the shards of a save back, and check that every trained tensor is there and finite.
+
+    Returns:
+        A line to say.
+
+    Raises:
+        ResumeError: one is missing, of another shape, not finite, or a file cannot be read.
+    """
+    missing, size = dict(trained), 0
+    for file in sorted((folder / PART).glob("*.safetensors")):
+        size += file.stat().st_size
+        for name, tensor in load_tensors(file).items():
+            expected = missing.pop(name, None)
+            if expected is not None and (tensor.shape != expected.shape or not tensor.isfinite().all()):
+                raise ResumeError(f"{file}: {name} is not as it was trained, or not finite; {REMEDY}")
+    if missing:
+        raise ResumeError(f"{folder}: lacks {next(iter(missing))}; {REMEDY}")
+    return f"{len(trained)} trained tensors read back from {PART}/, {size / 1e9:.2f} GB"
+
+
+def restore_model(trained: Mapping[str, Tensor], folder: Path) -> None:
+    """Copy the trained tensors of a save into those of a run, shard by shard.
+
+    Raises:
+        ResumeError: one is missing or has another shape.
+    """
+    missing = dict(trained)
+    for file in sorted((folder / PART).glob("*.safetensors")):
+        saved = {name: tensor for name, tensor in load_tensors(file).items() if name in missing}
+        restore_tensors({name: missing.pop(name) for name in saved}, saved, file)
+    if missing:
+        raise ResumeError(f"{folder / PART}: lacks {next(iter(missing))} of this run; {REMEDY}")

@@ -1,0 +1,152 @@
+"""Full fine-tuning in the stand-alone trainer, on the embedded model: the update in backward, saves, resuming."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file
+
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.saves.commit import newest_set
+from coat_flux.saves.repair import go_back
+from coat_flux.trainers.standalone import full
+from coat_flux.trainers.standalone.resume import ResumeError
+from coat_flux.trainers.standalone.trainer import COATTrainer
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.operators import bits
+
+WHOLE = {"steps": 3, "gradient_accumulation": 2, "max_grad_norm": 1e9}  # which no gradient reaches
+NEAREST = {"optimizer": {"stochastic_rounding": False}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Model, images and output folder; prompts of 48 tokens and shards of 300 kB."""
+    root = tmp_path_factory.mktemp("full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 48)
+        patch.setattr(full, "SHARD_BYTES", 300_000)
+        yield {"model": make_tiny_flux(root / "tiny"), "images": write_images(root / "images", 4), "out": root / "out"}
+
+
+def full_job(name: str, place: dict[str, Path], **blocks: Any) -> dict[str, Any]:
+    job = engine_job(name, **place, **blocks)
+    del job["config"]["process"][0]["network"]
+    return job
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted((folder / full.PART).glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def losses(final: Path) -> list[str]:
+    with (final.parent / "coat" / "metrics.csv").open(encoding="utf-8") as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def separate(place: dict[str, Path]) -> Path:
+    """A run of three steps of two micro-batches, all gradients first, then the update."""
+    job = full_job("separate", place, coat=NEAREST, train=WHOLE, save={"dtype": "bf16", "save_every": 1})
+    return COATTrainer(job).train()
+
+
+class Killed(BaseException):
+    """Ends a process like SIGKILL: nothing of ours catches it."""
+
+
+def test_updates_in_backward_and_a_resume_are_the_separate_step_to_the_bit(
+    place: dict[str, Path], separate: Path
+) -> None:
+    job = full_job(
+        "fused", place, coat=NEAREST, train=WHOLE | {"fused_backward": True}, save={"dtype": "bf16", "save_every": 1}
+    )
+
+    def kill(session: Any) -> None:
+        assert all(param.grad is None for param in session.lora.values())
+        if session.step == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        COATTrainer(job, observer=kill).train()
+    final = COATTrainer(job).train()
+    assert losses(final) == losses(separate)
+    ours, theirs = tensors(final), tensors(separate)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert_bitwise(ours[name], theirs[name])
+    states = [torch.load(path.parent / "optimizer.pt", weights_only=True)["state"] for path in (final, separate)]
+    for index, state in states[0].items():
+        for key, value in state.items():
+            assert torch.equal(bits(value), bits(states[1][index][key])), (index, key)
+
+
+def test_the_saved_model_loads_with_diffusers_and_everything_was_trained(
+    place: dict[str, Path], separate: Path
+) -> None:
+    saved, start = tensors(separate), FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer")
+    assert len(list((separate / full.PART).glob("*.safetensors"))) > 1
+    loaded = FluxTransformer2DModel.from_pretrained(separate, subfolder=full.PART, torch_dtype=torch.bfloat16)
+    for name, param in loaded.named_parameters():
+        assert_bitwise(param, saved[name])
+    linears = [name for name, param in start.named_parameters() if param.ndim > 1]
+    same = [name for name in linears if torch.equal(dict(start.named_parameters())[name].bfloat16(), saved[name])]
+    assert same == []
+    assert not any(path.name == "lora.safetensors" for path in separate.parent.rglob("*"))  # nothing is kept twice
+
+
+def test_saves_are_rotated_gone_back_to_and_belong_to_their_run(place: dict[str, Path], separate: Path) -> None:
+    run = separate.parent
+    assert sorted(path.name for path in run.glob("separate*")) == [
+        "separate", "separate_000000001", "separate_000000002",
+    ]  # fmt: skip
+    lora = engine_job("separate", **place, coat=NEAREST, train=WHOLE)
+    with pytest.raises(ResumeError, match=r"network\.linear null -> 4"):
+        COATTrainer(lora).train()
+    final = tensors(separate)
+    lines = go_back(run, 2)
+    assert "separate" in lines[0]
+    assert not separate.exists()
+    job = full_job("separate", place, coat=NEAREST, train=WHOLE, save={"dtype": "bf16", "save_every": 1})
+    again = tensors(COATTrainer(job).train())
+    for name, value in again.items():
+        assert_bitwise(value, final[name])
+    (separate / full.PART / "config.json").unlink()  # a published folder that lost a file is put back
+    newest = newest_set(run)
+    assert newest is not None
+    assert COATTrainer(job).train() == separate
+    assert (separate / full.PART / "config.json").is_file()
+
+
+def test_include_and_exclude_choose_what_is_trained(place: dict[str, Path]) -> None:
+    coat = {"include": ["*.attn.*", "x_embedder"], "exclude": ["single_transformer_blocks.*", "*.bias"]}
+    job = full_job("some", place, coat=coat, train={"steps": 2, "ema_config": {"use_ema": True, "ema_decay": 0.5}})
+    final = COATTrainer(job).train()
+    start = FluxTransformer2DModel.from_pretrained(place["model"], subfolder="transformer", torch_dtype=torch.bfloat16)
+    saved = tensors(final)
+    assert {x.dtype for x in saved.values()} == {torch.float16}
+    changed = {name for name, param in start.named_parameters() if not torch.equal(param.half(), saved[name])}
+    wanted = {
+        name
+        for name, _ in start.named_parameters()
+        if name.endswith("weight")
+        and (name.startswith("x_embedder") or (name.startswith("transformer_blocks") and ".attn." in name))
+    }
+    assert changed <= wanted
+    assert {name for name in wanted if "norm" not in name} <= changed
+    state = newest_set(final.parent)
+    assert state is not None
+    raw, average = load_file(state / "lora.safetensors"), load_file(state / "ema.safetensors")
+    assert raw.keys() == average.keys() == wanted
+    assert {x.dtype for x in raw.values()} == {torch.bfloat16}
+    assert_bitwise(saved["x_embedder.weight"], average["x_embedder.weight"].half())
