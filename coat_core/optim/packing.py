@@ -142,7 +142,10 @@ class PackedState:
                 packed.steps += one
         else:
             steps = [self.devices[param.device].views[self._indices[id(param)]]["step"] for param in params]
-            torch._foreach_add_(steps, one)
+            if len(steps) == 1:
+                steps[0] += one
+            else:
+                torch._foreach_add_(steps, one)
 
     def batches(self, params: list[Tensor]) -> Iterator[Batch]:
         """Sort parameters with gradients by device, dtypes and, where the CPU knows it, step number."""

@@ -16,6 +16,7 @@ import yaml
 from torch import nn
 
 from coat_core.optim import FP8AdamW
+from coat_core.optim.state import state_bytes
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.block_bytes import block_bytes, largest_moment
 from coat_flux.blocks.decide import flow_settings
@@ -30,22 +31,34 @@ from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes, predict_facts
+from coat_flux.trainers.standalone.full import Chosen, UpdateInBackward
 from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from coat_flux.trainers.standalone.optim import make_optimizer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.helpers.engine_job import engine_job, write_images
-from tests.tolerances import PLAN_KEPT_RTOL, PLAN_MOMENT_RTOL
+from tests.tolerances import PLAN_FULL_RTOL, PLAN_KEPT_RTOL, PLAN_MOMENT_RTOL
 
 
 def flux_model(
     coat: COATConfig, heads: int, head_dim: int, blocks: tuple[int, int], rank: int, words: list[str] | None = None
 ) -> nn.Module:
     """A FLUX transformer with random weights under COAT, LoRA on the linears whose names contain one of the words."""
+    model = flux_transformer(heads, head_dim, blocks).to(torch.bfloat16).requires_grad_(False)
+    targets = lora_targets(model, only_if_contains=words)
+    apply_coat(model, coat)
+    add_lora(model, targets, rank, seed=0)
+    if coat.enabled:
+        attach_lora(model, coat)
+    return model.train()
+
+
+def flux_transformer(heads: int, head_dim: int, blocks: tuple[int, int]) -> nn.Module:
+    """With random weights."""
     from diffusers import FluxTransformer2DModel
 
     axis = (head_dim - head_dim // 8) // 2
-    model = FluxTransformer2DModel(
+    return FluxTransformer2DModel(
         num_layers=blocks[0],
         num_single_layers=blocks[1],
         attention_head_dim=head_dim,
@@ -55,13 +68,6 @@ def flux_model(
         guidance_embeds=True,
         axes_dims_rope=(head_dim // 8, axis, axis),
     )
-    model = model.to(torch.bfloat16).requires_grad_(False)
-    targets = lora_targets(model, only_if_contains=words)
-    apply_coat(model, coat)
-    add_lora(model, targets, rank, seed=0)
-    if coat.enabled:
-        attach_lora(model, coat)
-    return model.train()
 
 
 def flux_inputs(tokens: Tokens, device: str = "cpu") -> dict[str, Any]:
@@ -213,6 +219,53 @@ def test_largest_moment_of_a_step_is_as_predicted(block):
     sizes = [block_bytes(described, tokens, settings) for described in blocks]
     predicted = largest_moment(sizes, recomputed).total + around_bytes(blocks[-1], tokens, settings)
     assert predicted == pytest.approx(held.peak, rel=PLAN_MOMENT_RTOL)
+
+
+FULL = {"memory": {"checkpointing": "every_n", "every_n": 2}, "activation": {"flow": "generic"}}
+
+
+@pytest.mark.parametrize(
+    ("device", "frees"),
+    [("meta", True), ("meta", False), pytest.param("cpu", True, marks=pytest.mark.slow)],
+    ids=["updated in backward", "all gradients first", "on a CPU"],
+)
+@pytest.mark.usefixtures("meta_as_gpu")
+def test_bytes_of_full_fine_tuning_are_as_predicted(device: str, frees: bool) -> None:
+    """A step at FLUX.1's width: weights, codes, moments, the largest gradient or all, and saved activations."""
+    coat, tokens = COATConfig.from_dict(FULL), Tokens(1, 64, 192) if device == "cpu" else Tokens(1, 512, 2304)
+    with torch.device(device):
+        model = flux_transformer(24, 128, (1, 1) if device == "cpu" else (1, 4)).to(torch.bfloat16)
+    chosen = Chosen(coat)
+    apply_coat(model, coat, trained=chosen.find(model))
+    params = chosen.train(model.train())
+    runner = BlockRunner.of(model)
+    assert runner is not None
+    runner.expect(frees_gradients=frees)
+    model.pos_embed.forward = lambda ids: tuple(torch.empty(len(ids), 128, device=device) for _ in range(2))
+    optimizer = FP8AdamW(params.values(), lr=1e-5, capturable=device == "meta")  # which never asks what is finite
+    fused = UpdateInBackward(optimizer, list(params.values()), 1e9, lambda _: None, lambda: None) if frees else None
+    inputs = flux_inputs(tokens, device)
+
+    def step() -> None:
+        loss = model(**inputs)[0].sum()
+        with fused.updating(torch.zeros(())) if fused is not None else contextlib.nullcontext():
+            loss.backward()
+        if fused is None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    step()  # makes the states
+    with HeldTensors() as held:
+        step()
+    measured = sum(x.nbytes for x in [*model.parameters(), *model.buffers()]) + optimizer.state_bytes() + held.peak
+    blocks, recomputed = described_blocks(model)
+    settings = replace(flow_settings(coat, cuda=False, frees_gradients=frees), kernels=True)
+    sizes = [block_bytes(described, tokens, settings) for described in blocks]
+    predicted = largest_moment(sizes, recomputed).total + around_bytes(blocks[-1], tokens, settings)
+    predicted += sum(2 * param.numel() for param in params.values())
+    predicted += state_bytes(coat.optimizer_config()[0], [param.numel() for param in params.values()])
+    assert len(params) == len(list(model.parameters()))
+    assert predicted == pytest.approx(measured, rel=PLAN_FULL_RTOL)
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def run(facts: JobFacts, patch: pytest.MonkeyPatch) -> BlockPlan:
     runner = BlockRunner.of(model)
     assert runner is not None
     if job.coat.memory.stream_blocks == "auto":
-        runner.reserve(outside_bytes(facts))
+        runner.expect(reserve_bytes=outside_bytes(facts))
     patch.setattr(runner_module, "held_bytes", lambda _: float(HELD - runner.plan.freed_bytes))
     add_lora(model, targets, job.network.linear, seed=0, dropout=job.network.dropout)
     attach_lora(model, job.coat)

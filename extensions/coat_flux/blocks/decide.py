@@ -1,8 +1,8 @@
 """What each block of a model does, decided in one place: `coat-flux plan` and both trainers call `decide`.
 
-It is a pure function of the config and of what is given: the sizes of the blocks and of the micro-batch, the device,
-what the budget leaves, what was measured, which blocks cannot be fused. `runner.py` gathers what is given and carries
-the plan out, `report.py` puts it into words. Bytes come from `block_bytes`.
+It is a pure function of the config and of what is given: sizes of blocks and micro-batch, the device, what the budget
+leaves, what was measured, which blocks cannot be fused. `runner.py` gathers what is given and carries the plan out,
+`report.py` puts it into words. Bytes come from `block_bytes`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class Given:
         quantized: linears multiply by weights that ai-toolkit quantized its own way.
         device: type of the device.
         allow_recompute: False forbids recomputation (`train.gradient_checkpointing: false`).
-        free_bytes: what the budget leaves for a step after what is held all along, the codes of all blocks among it;
-            None: there is no limit.
-        stream_bytes: of each block's codes, where they can be in host memory; empty where they cannot.
+        free_bytes: what the budget leaves for a step after all that is held all along; None: there is no limit.
+        stream_bytes: of each block's codes, where they can be in host memory, else empty.
         reserve_bytes: what sampling or the optimizer need of what is free for a step.
         accumulates: the gradients of an earlier micro-batch are there all along.
         unfused: index of each block that cannot be fused → why.
@@ -56,6 +55,7 @@ class Given:
         recomputed: indices of the blocks that recompute, where it is not the config that says it.
         ran_out_with: how many blocks recomputed when memory ran out; None where it did not.
         without_copies: memory ran out with transposed copies.
+        frees_gradients: a gradient is used up in backward, as soon as it is there.
     """
 
     blocks: tuple[Block | UnknownBlock, ...]
@@ -82,6 +82,7 @@ class Given:
     recomputed: tuple[int, ...] | None = None
     ran_out_with: int | None = None
     without_copies: bool = False
+    frees_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,7 @@ def block_settings(config: COATConfig, given: Given, *, fused: bool = True) -> l
             dropout=given.dropout,
             quantized=given.quantized,
             cuda=given.device == "cuda",
+            frees_gradients=given.frees_gradients and not given.accumulates,
         )
         for fuses in (False, fused)
     ]
@@ -363,6 +365,7 @@ def flow_settings(
     dropout: bool = False,
     quantized: bool = False,
     cuda: bool = True,
+    frees_gradients: bool = False,
 ) -> FlowSettings:
     """How a block keeps what it saves; without COAT, or with FP8 weights alone, in high precision.
 
@@ -374,6 +377,7 @@ def flow_settings(
         dropout: whether the adapters have dropout.
         quantized: whether weights that ai-toolkit quantized its own way are dequantized at each use.
         cuda: whether the model runs on a GPU.
+        frees_gradients: of `FlowSettings`.
     """
     activation = config.activation
     in_fp8 = config.enabled and activation.use_fp8
@@ -392,4 +396,5 @@ def flow_settings(
         fp8_weights=config.enabled and (config.weight.use_fp8 or quantized),
         weight_format="e4m3" if quantized else config.weight.format,
         kernels=cuda,
+        frees_gradients=frees_gradients,
     )

@@ -72,6 +72,7 @@ class Block:
         trained_input: whether a gradient goes on to what lies before the block.
         trained_embedding: whether one goes on to the embedding that its modulation is made from, in FLUX.2 to the
             modulation.
+        trained: names in the block of its own parameters that are trained, without an adapter.
     """
 
     kind: str
@@ -81,11 +82,12 @@ class Block:
     ranks: tuple[tuple[str, int], ...] = ()
     trained_input: bool = True
     trained_embedding: bool = False
+    trained: tuple[str, ...] = ()
 
     @property
     def trained_output(self) -> bool:
         """Whether the block's output requires a gradient."""
-        return self.trained_input or self.trained_embedding or bool(self.ranks)
+        return self.trained_input or self.trained_embedding or bool(self.ranks) or bool(self.trained)
 
     @property
     def streams(self) -> int:
@@ -130,7 +132,8 @@ def read_block(module: Any, trained_input: bool = True) -> Block:
     hidden, heads = bases[0].in_features, module.attn.heads
     widest = bases[-1].in_features  # of the MLP's second linear
     mlp = widest if kind.endswith("double") else widest - hidden
-    return Block(kind, hidden, heads, mlp, tuple(ranks.items()), trained_input)
+    own = (name for name, param in module.named_parameters() if param.requires_grad and ".lora_" not in name)
+    return Block(kind, hidden, heads, mlp, tuple(ranks.items()), trained_input, trained=tuple(own))
 
 
 def _is_known(cls: type[nn.Module]) -> bool:

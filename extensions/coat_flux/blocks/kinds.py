@@ -12,9 +12,9 @@ from coat_core.activation.packing import ExactTensor
 
 KINDS = (
     "modulation", "inputs of norms", "LoRA inputs", "LoRA middles", "q, k, v, out", "statistics", "inputs of gates",
-    "MLP before GELU", "weights cast at each use",
+    "MLP before GELU", "weights cast at each use", "inputs of trained linears",
 )  # fmt: skip
-MODULATION, NORMS, INPUTS, MIDDLES, ATTENTION, STATISTICS, GATES, MLP, WEIGHTS = KINDS
+MODULATION, NORMS, INPUTS, MIDDLES, ATTENTION, STATISTICS, GATES, MLP, WEIGHTS, LINEARS = KINDS
 FUSED_KINDS = {
     "x": NORMS,
     "h": MIDDLES,
@@ -58,6 +58,8 @@ def _kind_of(node: Any, name: str, i: int, shape: torch.Size, rank: int) -> str:
         return ATTENTION if name in ("query", "key", "value", "output") else STATISTICS
     if operator in ("NativeLayerNorm", "_RMSNorm"):
         return NORMS if name == "input" or (name == "tensors" and i == 0) else STATISTICS
+    if operator == "_TrainableLinear":
+        return LINEARS if i < 2 else WEIGHTS  # codes and scale of x; then those of W
     if operator in ("Mm", "Addmm", "Bmm"):
         return MIDDLES if shape[-1] == rank else INPUTS
     if operator == "Mul" and len(shape) == 3 and shape[1] > 1:

@@ -176,9 +176,9 @@ class BlockRunner:
             self._pick.graph_obstacle = obstacle
         self._decide(graph_obstacle=obstacle)
 
-    def reserve(self, size: int) -> None:
-        """Take in, before the first step, how many bytes of a step's have to be left to what is not a block's."""
-        self._decide(reserve_bytes=size)
+    def expect(self, **known: Any) -> None:
+        """Take in, before the first step, what a trainer knows of it: fields of `decide.Given`."""
+        self._decide(**known)
 
     def keep_execution(self, mode: ExecutionMode) -> None:
         """Let the first step take this mode, where the config allows it: `SpeedPick.keep_execution`."""

@@ -80,6 +80,7 @@ class FlowSettings:
         fp8_weights: linears hold codes; where not, GEMMs make them at each use, and the generic flow keeps them.
         weight_format: of these codes; what is not FP8 is decoded for a product.
         kernels: casts and norms run as kernels; where not, they go through whole fp32 tensors.
+        frees_gradients: a gradient is used up in backward, as soon as it is there (`train.fused_backward`).
     """
 
     flow: str = "fused"
@@ -96,6 +97,7 @@ class FlowSettings:
     fp8_weights: bool = True
     weight_format: str = "e4m3"
     kernels: bool = True
+    frees_gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.flow not in FLOWS:
@@ -110,7 +112,7 @@ class BlockBytes(NamedTuple):
         recomputed: kept when it is.
         workspace: needed for a moment of its forward or backward pass besides what is kept.
         recomputation: the same, when the block is recomputed.
-        gradients: of its adapters.
+        gradients: of what is trained in it; 0 where they are freed at once, and then in `workspace`.
     """
 
     kept: int
@@ -135,11 +137,17 @@ def flux_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> BlockByt
             return fp8_checkpoint(eager, *args, granularity=settings.packing)
         return checkpoint(eager, *args, use_reentrant=False)
 
+    freed = trained_in(module) if settings.frees_gradients else []
+    frees = [param.register_post_accumulate_grad_hook(_free) for param in freed]
     kept, peak = _count(_run_of(module, settings), block, tokens, settings)
+    module.zero_grad()
     inputs, highest = _count(recomputed, block, tokens, settings)
     module.zero_grad()
+    for hook in frees:
+        hook.remove()
     random_state = 0 if settings.cuda else torch.get_rng_state().nbytes  # kept by `checkpoint`, in CPU memory
-    return BlockBytes(kept, inputs + random_state, peak - kept, highest - inputs, lora_bytes(block))
+    gradients = 0 if settings.frees_gradients else lora_bytes(block) + trained_bytes(block, settings.value_bytes)
+    return BlockBytes(kept, inputs + random_state, peak - kept, highest - inputs, gradients)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -198,6 +206,15 @@ class _WithoutKernels(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if operator is None else operator[0]._init_fn(*args, **(kwargs or {}))
 
 
+def trained_in(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters of a module that are trained."""
+    return [param for param in module.parameters() if param.requires_grad]
+
+
+def _free(param: Tensor) -> None:
+    param.grad = None
+
+
 class _Loss(torch.autograd.Function):
     """Lets its inputs go; backward makes their gradients, which belong to nobody else."""
 
@@ -251,7 +268,7 @@ def _run_of(module: nn.Module, settings: FlowSettings) -> Callable[..., Any]:
 def _module_for(block: Block, settings: FlowSettings) -> nn.Module:
     """The module, which does not depend on all of both."""
     fixed = {"attention": "bf16", "packing": PER_GROUP, "fp8_checkpoint": True, "cuda": True, "kernels": True}
-    settings = replace(settings, flow="eager", **fixed)
+    settings = replace(settings, flow="eager", frees_gradients=False, **fixed)
     return _module(replace(block, trained_input=True, trained_embedding=False), settings)
 
 
@@ -270,7 +287,10 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
         module = make_block(block).to(VALUES[settings.value_bytes]).requires_grad_(False)
         for name, linear in [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
             multiplies = settings.fp8_gemms and not modulates(name)  # `Architecture.weight_only`
-            if settings.fp8_weights:
+            if f"{name}.weight" in block.trained:
+                if multiplies:
+                    FP8TrainableLinear.from_linear(linear, gemms)
+            elif settings.fp8_weights:
                 stored = replace(gemms, use_fp8_gemm=multiplies, weight_format=settings.weight_format)
                 FP8Linear.from_linear(linear, stored)
             elif multiplies:
@@ -283,6 +303,8 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
         if ".lora_" in name:
             parameter.data = parameter.data.to(VALUES[settings.lora_bytes])
             parameter.requires_grad_()
+        elif name in block.trained:
+            parameter.requires_grad_()
     for layer in module.modules() if settings.fp8_adapters else ():
         if hasattr(layer, "lora_A"):
             shares = isinstance(layer.base_layer, FP8Linear | FP8TrainableLinear) and not settings.dropout
@@ -292,9 +314,20 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
 
 
 def around_bytes(block: Block, tokens: Tokens, settings: FlowSettings) -> int:
-    """What the model keeps outside its blocks: the last block's output, rotary tables, final norm and prediction."""
-    length = tokens.text + tokens.image
-    return tokens.rows * (block.hidden * settings.value_bytes + 2 * FP32) + 2 * FP32 * block.head_dim * length
+    """What the model keeps outside its blocks: the last block's output, rotary tables, final norm and prediction.
+
+    Where the model itself is trained, also what final modulation and projection read.
+    """
+    length, a = tokens.text + tokens.image, settings.value_bytes
+    read = 2 * tokens.batch * tokens.image * block.hidden * a if block.trained else 0
+    return tokens.rows * (block.hidden * a + 2 * FP32) + 2 * FP32 * block.head_dim * length + read
+
+
+@functools.lru_cache(maxsize=64)
+def trained_bytes(block: Block, value_bytes: int) -> int:
+    """Bytes of the block's own parameters that are trained."""
+    sizes = {name: param.numel() for name, param in make_block(block).named_parameters()} if block.trained else {}
+    return value_bytes * sum(sizes[name] for name in block.trained)
 
 
 def lora_bytes(block: Block) -> int:

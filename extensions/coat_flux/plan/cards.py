@@ -172,7 +172,7 @@ def _in_fp8(job: JobConfig) -> bool:
 
 
 def _fused_flow(job: JobConfig) -> Change | None:
-    if not _in_fp8(job) or job.coat.activation.flow == "fused":
+    if not _in_fp8(job) or job.full or job.coat.activation.flow == "fused":
         return None
     return Change("coat.activation.flow: fused", "nothing", _with_coat(job, "activation", flow="fused"))
 
@@ -190,8 +190,16 @@ def _fp8_optimizer(job: JobConfig) -> Change | None:
     return Change(f"train.optimizer: {COAT_OPTIMIZER}", "FP8 moments", changed)
 
 
+def _updated_in_backward(job: JobConfig) -> Change | None:
+    train = job.train
+    if not job.full or train.optimizer != COAT_OPTIMIZER or train.fused_backward:
+        return None
+    changed = _with(job, "train", fused_backward=True)
+    return Change("train.fused_backward: true", "gradients clipped one by one", changed)
+
+
 def _fp8_weights(job: JobConfig) -> Change | None:
-    if job.coat.enabled and job.coat.weight.use_fp8:
+    if job.coat.enabled and (job.coat.weight.use_fp8 or job.full):
         return None
     if job.coat.enabled:
         return Change("coat.weight.use_fp8: true", "FP8 rounding", _with_coat(job, "weight", use_fp8=True))
@@ -219,7 +227,7 @@ def _no_transposed(job: JobConfig) -> Change | None:
 
 def _streamed(job: JobConfig) -> Change | None:
     coat = job.coat
-    if not (coat.enabled and coat.weight.use_fp8) or coat.memory.stream_blocks == "auto":
+    if not (coat.enabled and coat.weight.use_fp8) or job.full or coat.memory.stream_blocks == "auto":
         return None
     cost = "host memory, and time where copies take longer than products"
     text, values = "coat.memory.stream_blocks: auto", {"stream_blocks": "auto"}
@@ -297,7 +305,7 @@ def _no_ema(job: JobConfig) -> Change | None:
 
 def _smaller_rank(job: JobConfig) -> Change | None:
     rank = job.network.linear // 2
-    if rank < 8:
+    if rank < 8 or job.full:
         return None
     changed = _with(job, "network", linear=rank, rank=rank, linear_alpha=float(rank))
     return Change(f"network.linear: {rank}", "a LoRA of half the rank", changed)
@@ -327,6 +335,7 @@ EDITS: tuple[Edit, ...] = (
     _fp8_inputs,
     _fp8_weights,
     _fp8_optimizer,
+    _updated_in_backward,
     _no_transposed,
     _streamed,
     _automatic_checkpointing,

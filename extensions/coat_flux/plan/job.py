@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from coat_core.linear.weight import code_bytes, wants_transposed
@@ -12,6 +13,7 @@ from ..blocks.decide import Given, block_settings
 from ..blocks.described import Block
 from ..blocks.fused.shadow import copied_bytes
 from ..blocks.gemms import high_precision_reason
+from ..blocks.lookup import trained_names
 from ..blocks.lora import DROPOUT
 from ..blocks.placement import aligned
 from ..blocks.sizes import FP32, FlowSettings, Tokens
@@ -56,6 +58,7 @@ class JobFacts:
         model: its model's parts.
         data: its images.
         targets: linears with an adapter.
+        trained: name → elements of each of the transformer's own parameters that is trained; empty with `network`.
         blocks: of the transformer, in forward order, with their adapters.
         tokens: of the largest micro-batch.
         sample_tokens: of the largest image to be drawn, or None where none is drawn.
@@ -65,6 +68,7 @@ class JobFacts:
     model: ModelParts
     data: Data
     targets: tuple[Linear, ...]
+    trained: Mapping[str, int]
     blocks: tuple[Block, ...]
     tokens: Tokens
     sample_tokens: Tokens | None
@@ -76,7 +80,7 @@ class JobFacts:
         copied = [
             linear.weights
             for linear in self.model.linears
-            if linear.is_fp8 and not high_precision_reason(linear.name, coat, self.model.architecture)
+            if self.is_stored(linear) and not high_precision_reason(linear.name, coat, self.model.architecture)
         ]
         copies = coat.enabled and coat.weight.use_fp8 and wants_transposed(coat.linear_config())
         return Given(
@@ -91,7 +95,17 @@ class JobFacts:
             stream_bytes=self._stream_bytes(),
             shadow_bytes=copied_bytes(coat, sum(self.adapter_sizes), self.value_bytes),
             transposed_bytes=sum(copied) if copies and not self.on_cpu else 0,
+            frees_gradients=train.fused_backward,
         )
+
+    def is_stored(self, linear: Linear) -> bool:
+        """Whether a linear can hold codes in place of its weight."""
+        return linear.is_fp8 and f"{linear.name}.weight" not in self.trained
+
+    @property
+    def transformer_bytes(self) -> int:
+        """The transformer in training: codes and scales, all else as it was loaded."""
+        return self.model.transformer_bytes(self.job.coat, self.value_bytes, self.trained)
 
     def _stream_bytes(self) -> tuple[int, ...]:
         """Of each block's codes, where the job lets them be in host memory."""
@@ -148,14 +162,33 @@ class JobFacts:
 
     @property
     def adapter_sizes(self) -> list[int]:
-        """Elements of each LoRA parameter: A and B of every target."""
+        """Elements of each trained parameter: A and B of every target, or the transformer's own."""
         rank = self.job.network.linear
+        if self.job.full:
+            return list(self.trained.values())
         return [size for linear in self.targets for size in (rank * linear.inputs, rank * linear.outputs)]
 
     @property
     def lora_bytes(self) -> int:
-        """The adapters, fp32."""
-        return FP32 * sum(self.adapter_sizes)
+        """The adapters, fp32; none in full fine-tuning."""
+        return 0 if self.job.full else FP32 * sum(self.adapter_sizes)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The most gradients there are at one moment outside of backward: each has its parameter's dtype."""
+        if self.frees_gradients:
+            return 0
+        return self.value_bytes * sum(self.adapter_sizes) if self.job.full else self.lora_bytes
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether there is never more than a gradient or two."""
+        return self.job.train.fused_backward and self.job.train.gradient_accumulation == 1
+
+    @property
+    def largest_gradient(self) -> int:
+        """Of one parameter."""
+        return self.value_bytes * max(self.trained.values(), default=0)
 
 
 def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
@@ -171,20 +204,29 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
     model = find_model(
         job.model.name_or_path, ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
     )
-    kwargs = job.network.network_kwargs
-    targets = tuple(
-        model.targets(job.network.transformer_only, kwargs.only_if_contains, tuple(kwargs.ignore_if_contains))
-    )
+    targets, trained = adapted(job, model), {}
+    if job.full:
+        names = trained_names(model.parameters, job.coat.include, job.coat.exclude)
+        trained = {name: model.parameters[name] for name in names}
     data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
     return JobFacts(
         job=job,
         model=model,
         data=data,
         targets=targets,
-        blocks=_blocks(model, targets, job.network.linear),
+        trained=trained,
+        blocks=_blocks(model, targets, job.network.linear, trained),
         tokens=_tokens(model, data.pixels, job.train.batch_size),
         sample_tokens=_sample_tokens(job, model),
     )
+
+
+def adapted(job: JobConfig, model: ModelParts) -> tuple[Linear, ...]:
+    """The linears with an adapter; none in full fine-tuning."""
+    kwargs = job.network.network_kwargs
+    if job.full:
+        return ()
+    return tuple(model.targets(job.network.transformer_only, kwargs.only_if_contains, tuple(kwargs.ignore_if_contains)))
 
 
 def _images(job: JobConfig) -> list[DatasetSection]:
@@ -204,23 +246,32 @@ def _sample_tokens(job: JobConfig, model: ModelParts) -> Tokens | None:
     return _tokens(model, max(item.width * item.height for item in items), 1)
 
 
-def _blocks(model: ModelParts, targets: tuple[Linear, ...], rank: int) -> tuple[Block, ...]:
+def _blocks(
+    model: ModelParts, targets: tuple[Linear, ...], rank: int, parameters: Collection[str]
+) -> tuple[Block, ...]:
     adapters: dict[str, list[str]] = {}
+    own: dict[str, list[str]] = {}
     known = model.architecture
+    for name in parameters:
+        parts = name.split(".", 2)
+        if parts[0] in known.blocks:
+            own.setdefault(f"{parts[0]}.{parts[1]}", []).append(parts[2])
     for linear in targets:
         parts = linear.name.split(".", 2)
         if parts[0] in known.blocks:
             adapters.setdefault(f"{parts[0]}.{parts[1]}", []).append(parts[2])
-    outside = [linear.name for linear in targets if linear.name.split(".")[0] not in known.blocks]
+    names = [*(linear.name for linear in targets), *(name.rpartition(".")[0] for name in parameters)]
+    outside = [name for name in names if name.split(".")[0] not in known.blocks]
     embedding = any(name.split(".")[0] in known.conditioning for name in outside)
     trained = any(name in known.inputs for name in outside)
     width = int(model.config.get("mlp_ratio", FLUX1_MLP_RATIO) * model.hidden)
     blocks = []
     for found in known.lists:
         for i in range(model.config[found.count]):
-            ranks = tuple((name, rank) for name in adapters.get(f"{found.pattern}.{i}", ()))
-            heads = model.config["num_attention_heads"]
-            blocks.append(Block(found.kind, model.hidden, heads, width, ranks, trained, embedding))
+            name, heads = f"{found.pattern}.{i}", model.config["num_attention_heads"]
+            ranks = tuple((linear, rank) for linear in adapters.get(name, ()))
+            itself = tuple(own.get(name, ()))
+            blocks.append(Block(found.kind, model.hidden, heads, width, ranks, trained, embedding, itself))
             trained = blocks[-1].trained_output
     return tuple(blocks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class ModelParts:
         config: the transformer's config.
         architecture: what is known of its class.
         linears: of the transformer, in module order.
+        parameters: name → elements of each of the transformer's parameters.
         elements: parameters of each of `PARTS` that it has.
         text_tokens: tokens of a prompt's embeddings.
         text_width: features of these.
@@ -77,6 +78,7 @@ class ModelParts:
     config: dict[str, Any] = field(hash=False)
     architecture: Architecture = field(hash=False)
     linears: tuple[Linear, ...]
+    parameters: dict[str, int] = field(hash=False)
     elements: dict[str, int] = field(hash=False)
     text_tokens: int
     text_width: int
@@ -92,13 +94,13 @@ class ModelParts:
         """Width d of hidden states."""
         return int(self.config["num_attention_heads"] * self.config["attention_head_dim"])
 
-    def transformer_bytes(self, coat: COATConfig, value_bytes: int) -> int:
-        """The transformer as `apply_coat` leaves it: codes and scales, all else as it was loaded."""
+    def transformer_bytes(self, coat: COATConfig, value_bytes: int, trained: Collection[str] = ()) -> int:
+        """The model as `apply_coat` leaves it: codes and scales; all else, and what is trained, as it was loaded."""
         total = self.elements["transformer"] * value_bytes
         if coat.enabled and coat.weight.use_fp8:
             config = coat.linear_config()
             for linear in self.linears:
-                if linear.is_fp8:
+                if linear.is_fp8 and f"{linear.name}.weight" not in trained:
                     total += stored_bytes(linear.outputs, linear.inputs, config) - linear.weights * value_bytes
         return total
 
@@ -201,6 +203,7 @@ def _make(configs_json: str, text_tokens: int) -> ModelParts:
             for name, m in transformer.named_modules()
             if isinstance(m, nn.Linear)
         ),
+        parameters={name: p.numel() for name, p in transformer.named_parameters()},
         elements={part: sum(p.numel() for p in model.parameters()) for part, model in models.items()},
         text_tokens=text_tokens,
         text_width=transformer.config.joint_attention_dim,

@@ -137,7 +137,7 @@ def _resident(facts: JobFacts) -> dict[str, int]:
     """What is on the device from load to end: the models, as far as training needs them, and the adapters."""
     encoders = 0 if facts.caches_text else facts.model.text_bytes(facts.value_bytes)
     return {
-        "transformer": facts.model.transformer_bytes(facts.job.coat, facts.value_bytes),
+        "transformer": facts.transformer_bytes,
         "lora": facts.lora_bytes,
         "text encoders": encoders,
         "vae": 0 if facts.caches_latents else _vae(facts),
@@ -146,7 +146,7 @@ def _resident(facts: JobFacts) -> dict[str, int]:
 
 def _held(facts: JobFacts) -> dict[str, int]:
     """What is on the device in every step, whatever its moment."""
-    ema = facts.lora_bytes if facts.job.train.ema_config.use_ema else 0
+    ema = FP32 * sum(facts.adapter_sizes) if facts.job.train.ema_config.use_ema else 0
     return {**_resident(facts), "optimizer": optimizer_bytes(facts), "ema": ema}
 
 
@@ -198,6 +198,9 @@ def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
     moment, around, update = plan.moment or Moment(0, 0, 0), plan.around_bytes, _update(facts)
     if update.total > moment.total + around:
         moment, around = update, 0
+    if facts.frees_gradients:  # they are made and used up while the blocks' backward passes run
+        largest = min(facts.largest_gradient, moment.workspace)
+        moment = moment._replace(gradients=largest, workspace=moment.workspace - largest + update.workspace)
     needs = {
         "saved activations": moment.kept + around,
         "workspace": moment.workspace + _library(facts),
@@ -211,7 +214,7 @@ def _update(facts: JobFacts) -> Moment:
     chunk = CHUNK_ELEMENTS_CPU if facts.on_cpu else CHUNK_ELEMENTS_GPU
     elements = sum(facts.adapter_sizes)
     updated = min(chunk, elements) if facts.job.train.optimizer == COAT_OPTIMIZER else elements // OPTIMIZER_BUFFERS
-    return Moment(0, FP32 * OPTIMIZER_BUFFERS * updated, facts.lora_bytes)
+    return Moment(0, FP32 * OPTIMIZER_BUFFERS * updated, facts.gradient_bytes)
 
 
 def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
@@ -222,7 +225,7 @@ def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
     workspace, there = 0, 0
     if coat.enabled and coat.weight.use_fp8:
         for linear in facts.model.linears:
-            if linear.is_fp8:
+            if facts.is_stored(linear):
                 workspace = max(workspace, there + linear.weights * (value_bytes + QUANTIZED_BYTES))
                 stored = stored_bytes(linear.outputs, linear.inputs, coat.linear_config())
                 there += 0 if facts.given.stream_bytes and not facts.on_cpu else stored
@@ -253,7 +256,7 @@ def _sample(facts: JobFacts) -> PhasePrediction | None:
     """Denoising or decoding the largest image, after a step: gradients stay until the next one begins."""
     if facts.sample_tokens is None:
         return None
-    held = {**_held(facts), "vae": _vae(facts), "gradients": facts.lora_bytes}
+    held = {**_held(facts), "vae": _vae(facts), "gradients": facts.gradient_bytes}
     held["ema"] *= 2
     denoise = max(forward_bytes(block, facts.sample_tokens, facts.settings) for block in facts.blocks)
     pixels = max(item.width * item.height for item in facts.job.sample.items())
@@ -262,7 +265,7 @@ def _sample(facts: JobFacts) -> PhasePrediction | None:
 
 
 def _save(facts: JobFacts) -> PhasePrediction:
-    return _phase("save", _held(facts), {"gradients": facts.lora_bytes})
+    return _phase("save", _held(facts), {"gradients": facts.gradient_bytes})
 
 
 def optimizer_bytes(facts: JobFacts) -> int:
@@ -291,11 +294,13 @@ def _latent_bytes(facts: JobFacts) -> int:
 def _disk(facts: JobFacts) -> int:
     """Saves that are kept, the final one, the states to resume from and one that is being written, and caches."""
     job = facts.job
-    total = save_space(job, facts.adapter_sizes).all
+    total = save_space(job, facts.adapter_sizes, facts.model.elements["transformer"]).all
     if any(entry.cache_latents_to_disk for entry in job.datasets):
         total += facts.data.latents * _latent_bytes(facts)
     if facts.caches_text:
         total += facts.data.captions * 2 * (facts.model.text_tokens * facts.model.text_width + facts.model.pooled_width)
+    if job.full:
+        return total
     return total + cached_codes(facts.job, facts.model, facts.value_bytes)
 
 

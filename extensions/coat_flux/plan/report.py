@@ -67,10 +67,16 @@ def _head(plan: Plan) -> str:
     model = f"{job.model.name_or_path}, {facts.model.elements['transformer'] / GB:.2f} B parameters"
     return (
         f"{job.file}{': ' if job.file else ''}'{job.name}' on {model}\n"
-        f"largest micro-batch: {tokens.batch} x ({tokens.text} text + {tokens.image} image tokens); "
-        f"LoRA rank {job.network.linear} on {len(facts.targets)} linears\n"
+        f"largest micro-batch: {tokens.batch} x ({tokens.text} text + {tokens.image} image tokens); {_trained(facts)}\n"
         f"kept for backward {kept}; {recomputed}"
     )
+
+
+def _trained(facts: JobFacts) -> str:
+    if not facts.job.full:
+        return f"LoRA rank {facts.job.network.linear} on {len(facts.targets)} linears"
+    how = ", each updated in backward" if facts.job.train.fused_backward else ""
+    return f"full fine-tuning of {sum(facts.adapter_sizes) / GB:.2f} B parameters{how}"
 
 
 def _phases(plan: Plan) -> str:

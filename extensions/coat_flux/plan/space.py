@@ -9,6 +9,7 @@ from coat_core.kernels.packing import n_blocks
 from coat_core.optim.state import state_bytes
 
 from ..base.names import COAT_OPTIMIZER
+from ..blocks.lookup import trained_names
 from ..blocks.sizes import FP32
 from ..config.job import JobConfig
 from ..saves.commit import SaveSpace
@@ -21,18 +22,23 @@ PUBLISHED_BYTES = 2  # of an element of a transformer on the hub: bf16
 BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale; smaller tensors keep fp32 moments
 
 
-def save_space(job: JobConfig, sizes: Sequence[int]) -> SaveSpace:
-    """By the sizes of the adapters.
+def save_space(job: JobConfig, sizes: Sequence[int], whole: int = 0) -> SaveSpace:
+    """By the sizes of what is trained.
 
     Args:
         job: its optimizer, EMA, dtype and number of saves decide.
-        sizes: elements of each LoRA parameter, A and B of each linear in turn.
+        sizes: elements of each LoRA parameter, A and B of each linear in turn; or of the transformer's own.
+        whole: elements of the transformer, which a save of full fine-tuning holds.
     """
     kept = min(job.save.max_step_saves_to_keep, (job.train.steps - 1) // job.save.save_every) + 1
+    average = FP32 * sum(sizes) if job.train.ema_config.use_ema else 0
     raw = FP32 * sum(sizes)
+    if job.full:  # a model that is saved as it is trained is its own state
+        as_trained = job.save.dtype == job.train.dtype and not average
+        raw = 0 if as_trained else sum(sizes) * (FP32 if job.train.dtype == "fp32" else 2)
     return SaveSpace(
-        lora=sum(sizes) * (FP32 if job.save.dtype == "fp32" else 2),
-        state=raw * (2 if job.train.ema_config.use_ema else 1) + moment_bytes(job, sizes),
+        lora=(whole if job.full else sum(sizes)) * (FP32 if job.save.dtype == "fp32" else 2),
+        state=raw + average + moment_bytes(job, sizes),
         loras=kept,
     )
 
@@ -44,6 +50,9 @@ def job_space(job: JobConfig) -> SaveSpace:
         ConfigError: the model's sizes cannot be known.
     """
     model = find_model(job.model.name_or_path, f"{job.file}: config.process[0].model.name_or_path")
+    if job.full:
+        trained = trained_names(model.parameters, job.coat.include, job.coat.exclude)
+        return save_space(job, [model.parameters[name] for name in trained], model.elements["transformer"])
     kwargs = job.network.network_kwargs
     only, ignore = kwargs.only_if_contains, tuple(kwargs.ignore_if_contains)
     targets, rank = model.targets(job.network.transformer_only, only, ignore), job.network.linear

@@ -1,7 +1,8 @@
 """How long a step would take if matrix products and attention were all there is: an estimate, and a lower bound.
 
     forward     Σ 2·K·N per token and linear, 4·L·d per token and block for attention over L tokens, adapters besides
-    backward    one product for dx per frozen linear, 2.5 times attention's forward, two products per adapter
+    backward    one product for dx per linear, another in bf16 for the gradient of a trained one, 2.5 times attention's
+                forward, two products per adapter
     recompute   the forward pass of the recomputed blocks once more
     streamed    codes are copied while blocks multiply: a pass takes the longer of the two
 
@@ -12,10 +13,11 @@ slower, most so at small resolutions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ..blocks.decide import BlockPlan
-from ..blocks.described import Block
+from ..blocks.described import LINEARS, Block, modulates
 from ..blocks.placement import BACKWARD_OF_ATTENTION, attention, products
 from ..blocks.sizes import Tokens
 from .facts import Card
@@ -76,8 +78,11 @@ def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> floa
     if not block.trained_output:
         return 0.0
     _, linear, other = _rates(facts, card)
+    sizes = {name: math.prod(block.shape(name)) for name in LINEARS[block.kind] if not modulates(name)}
+    own = sum(size for name, size in sizes.items() if f"{name}.weight" in block.trained)
+    gradients = own / sum(sizes.values()) * products(block, tokens) / other
     attended = BACKWARD_OF_ATTENTION * attention(block, tokens)
-    return products(block, tokens) / linear + (attended + 2 * _adapters(block, tokens)) / other
+    return gradients + products(block, tokens) / linear + (attended + 2 * _adapters(block, tokens)) / other
 
 
 def _adapters(block: Block, tokens: Tokens) -> float:

@@ -156,4 +156,4 @@ def leave_room(process: Any) -> None:
 
     if process.coat.memory.stream_blocks == "auto":
         with suppress(ConfigError):
-            BlockRunner.of(process.sd.unet).reserve(outside_bytes(job_facts(process._job_config())))
+            BlockRunner.of(process.sd.unet).expect(reserve_bytes=outside_bytes(job_facts(process._job_config())))

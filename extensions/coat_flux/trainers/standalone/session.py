@@ -203,9 +203,10 @@ def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> 
     if runner is None:
         return False
     runner.allow_capture(_capture_obstacle(job, workers))
+    runner.expect(frees_gradients=job.train.fused_backward)
     if job.coat.memory.stream_blocks == "auto":
         with suppress(ConfigError):  # sizes of a model that nobody knows
-            runner.reserve(outside_bytes(job_facts(job)))
+            runner.expect(reserve_bytes=outside_bytes(job_facts(job)))
     return runner.plan.execution.compile == "cudagraphs" and not runner.plan.given.graph_obstacle
 
 
