@@ -68,6 +68,8 @@ class Run:
                 block.register_forward_pre_hook(self._see_block, with_kwargs=True)
                 block.attn.register_forward_pre_hook(self._see_run)  # a block recomputes without its own hooks
         self.find_inputs = find_inputs
+        if self.fused:
+            predict(self.model)  # a process checks each class of blocks once, which keeps tensors of its own
         if find_inputs:
             gc.collect()  # what other tests left in reference cycles
         torch.manual_seed(seed)
