@@ -78,7 +78,7 @@ setup(
     package_data={
         "coat_flux.config": ["*.tsv"],
         "coat_flux.mini_flux": ["files/*.json", "files/*/*"],
-        "coat_flux.configs": ["*.yaml"],
+        "coat_flux.configs": ["*.yaml", "accelerate/*.yaml"],
         "coat_flux.datasets_example": ["*.md", "*/*.jpg", "*/*.png", "*/*.txt"],
     },
     install_requires=INSTALL_REQUIRES,

@@ -31,7 +31,9 @@ class Draws(Dataset):
         return index, random.random() + float(np.random.rand()) + float(torch.rand(()))  # noqa: NPY002
 
 
-def _loader(workers: int, batch_size: int | None, seed: int = SEED) -> ResumableLoader:
+def _loader(
+    workers: int, batch_size: int | None, seed: int = SEED, rank: int = 0, processes: int = 1
+) -> ResumableLoader:
     kept = {"prefetch_factor": 2, "persistent_workers": True} if workers else {}
     host = DataLoader(
         ConcatDataset([Draws()]),
@@ -41,7 +43,7 @@ def _loader(workers: int, batch_size: int | None, seed: int = SEED) -> Resumable
         collate_fn=list if batch_size else tuple,
         **kept,
     )
-    return make_resumable(host, seed)
+    return make_resumable(host, seed, rank, processes)
 
 
 def _take(loader: ResumableLoader, count: int) -> list:
@@ -55,7 +57,7 @@ def _take(loader: ResumableLoader, count: int) -> list:
 @pytest.mark.parametrize("batch_size", [None, 2])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_taken_up_anywhere_it_goes_on_as_if_it_had_not_stopped(workers: int, batch_size: int | None) -> None:
-    per_epoch = LENGTH if batch_size is None else -(-LENGTH // batch_size)
+    per_epoch = _per_epoch(batch_size)
     whole = _take(_loader(0, batch_size), 3 * per_epoch)
     for stop in (1, per_epoch - 1, per_epoch, per_epoch + 2):
         first = _loader(workers, batch_size)
@@ -63,6 +65,27 @@ def test_taken_up_anywhere_it_goes_on_as_if_it_had_not_stopped(workers: int, bat
         again = _loader(workers, batch_size)
         again.epoch, again.taken = first.epoch, first.taken
         assert begun + _take(again, 3 * per_epoch - stop) == whole
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("processes", [2, 3, LENGTH + 2])
+def test_processes_share_the_batches_of_one_and_any_number_goes_on(processes: int, batch_size: int | None) -> None:
+    """Also where an epoch has fewer batches than there are processes."""
+    whole, steps = _take(_loader(0, batch_size), 5 * processes + 3), 3
+    ranks = [_loader(0, batch_size, SEED, rank, processes) for rank in range(processes)]
+    for rank, loader in enumerate(ranks):
+        assert _take(loader, steps) == whole[rank : steps * processes : processes]
+    assert len({loader.epoch * _per_epoch(batch_size) + loader.taken for loader in ranks}) == 1
+    for others in (1, processes, 3):
+        for rank in range(others):
+            again = _loader(0, batch_size, SEED, rank, others)
+            again.epoch, again.taken = ranks[0].epoch, ranks[0].taken
+            rest = whole[steps * processes + rank :: others]
+            assert _take(again, len(rest)) == rest
+
+
+def _per_epoch(batch_size: int | None) -> int:
+    return -(-LENGTH // (batch_size or 1))
 
 
 def test_every_item_once_in_each_epoch_and_in_another_order() -> None:

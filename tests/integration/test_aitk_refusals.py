@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from coat_flux.base.errors import UserError
 from coat_flux.config.findings import ConfigError
 from tests.helpers.aitk_standin.host import (  # noqa: F401
     COAT_ENTRY,
@@ -60,10 +61,15 @@ def test_setting_is_refused_before_the_model_loads(host: Host, monkeypatch: pyte
     assert loaded == []
 
 
-def test_several_processes_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = host.load("jobs.process.BaseSDTrainProcess").Accelerator
-    monkeypatch.setattr(accelerator, "num_processes", 2)
-    with pytest.raises(ConfigError, match=r"num_processes=2: .* `accelerate launch"):
+def test_processes_that_do_not_know_of_each_other_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"2 processes were started, .*set ACCELERATE_USE_CPU=true"):
+        host.run(**COAT_ENTRY)
+
+
+def test_deepspeed_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match=r"DeepSpeed: .*configs/accelerate/ddp\.yaml"):
         host.run(**COAT_ENTRY)
 
 

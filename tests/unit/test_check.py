@@ -120,13 +120,26 @@ def test_ai_toolkit_s_own_surprises(changes: list[tuple[str, Any]], where: str, 
     assert words in item.line()
 
 
-def test_several_processes_and_entries_are_each_checked() -> None:
+PROCESSES = {
+    "ours": ([], None),
+    "ai-toolkit's own": ([("type", "sd_trainer"), ("coat", None)], "write type: coat_flux_trainer"),
+    "ours, left to ai-toolkit": ([("coat", {"enabled": False}), ("train.optimizer", "adamw")], "coat.enabled: true"),
+    "more than a network": ([("embedding", {"trigger": "x", "tokens": 4})], "a network (a LoRA) and nothing else"),
+}
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_several_processes_train_a_network_in_our_process(kind: str) -> None:
+    changes, words = PROCESSES[kind]
+    items = [item for item in found(*changes, trainer=AI_TOOLKIT, num_processes=2) if item.key == "num_processes"]
+    assert [words in item.line() for item in items] == ([] if words is None else [True])
+
+
+def test_entries_are_each_checked() -> None:
     raw = job()
     raw["config"]["process"].append({**raw["config"]["process"][0], "train": {"stpes": 1}})
-    items = check_job_dict(raw, trainer=AI_TOOLKIT, num_processes=2)
-    errors = [item.key for item in items if item.severity == "error"]
+    errors = [item.key for item in check_job_dict(raw, trainer=AI_TOOLKIT) if item.severity == "error"]
     assert "config.process[1].train.stpes" in errors
-    assert "num_processes" in errors
     assert not any(key.startswith("config.process[0].train") for key in errors)
 
 

@@ -207,7 +207,7 @@ def _session(
             parameter.grad = torch.empty_like(parameter)
 
     workers = SimpleNamespace(
-        device=META, average_gradients=after_backward, agree=lambda numbers, asked: (numbers, list(asked))
+        device=META, world_size=1, sum_gradients=after_backward, agree=lambda numbers, asked: (numbers, list(asked))
     )
     watch = SimpleNamespace(
         guard=guard,

@@ -58,8 +58,20 @@ def _check_frame(entry: Entry) -> None:
     wrong = not _DEVICE.fullmatch(device)
     rule(ALONE, "device", wrong, "must be cuda, cuda:0, mps or cpu; write one, or null")
     if entry.num_processes > 1:
-        text = "ai-toolkit does not synchronize LoRA gradients between processes; start one, or train on several GPUs "
-        entry.findings.add("num_processes", f"{text}with `accelerate launch ... coat-flux train`", entry.num_processes)
+        _check_processes(entry)
+
+
+def _check_processes(entry: Entry) -> None:
+    """Several processes inside ai-toolkit: our loop sums the gradients of a network, and of nothing else."""
+    missing = not entry.raw.get("network") or any(map(entry.raw.get, ("embedding", "adapter", "decorator")))
+    if entry.coat is None or not entry.coat.enabled:
+        text = f"ai-toolkit does not synchronize LoRA gradients between processes; write type: {COAT_TYPE}, with "
+        text += "coat.enabled: true, or start one"
+    elif missing or entry.get("train.merge_network_on_save") is True:
+        text = "several processes train a network (a LoRA) and nothing else; start one"
+    else:
+        return
+    entry.findings.add("num_processes", text, entry.num_processes)
 
 
 def _check_network(entry: Entry) -> None:

@@ -40,6 +40,7 @@ __all__ = [
 STRICT = ("model", "data", "network", "seed", "world_size", "batch")
 FREE = ("coat", "train")
 ALLOWABLE = ("data", "seed", "world_size")
+SHARED = ("world_size", "batch")  # who does what of a step; harmless as long as the step is the same
 PIECES, PIECE_BYTES = 16, 1 << 16
 MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 VERSIONS_FILE = Path("coat") / "versions.json"
@@ -177,12 +178,18 @@ def compare(
             continue
         found, harmless = DIFFERENCES.get(part, _plain_differences)(part, saved[part], now[part])
         notes += harmless
-        if part in FREE or part in allow:
+        if part in FREE or part in allow or (part in SHARED and _step_of(saved) == _step_of(now)):
             notes += found
         else:
             way_out = f", or set coat.resume.allow: [{part}]" if part in ALLOWABLE else ""
             refusals += [f"{line}; {NOT_A_RUN}{way_out}" for line in found]
     return refusals, notes
+
+
+def _step_of(identity: Mapping[str, Any]) -> tuple[Any, int]:
+    """Batch size, and batches of an optimizer step in all processes together."""
+    batch = identity.get("batch", {})
+    return batch.get("batch_size"), batch.get("gradient_accumulation", 1) * identity.get("world_size", 1)
 
 
 def require_same_run(

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from coat_flux.config.job_file import load_job_yaml
 from tests.helpers.aitk_standin.host import REPOSITORY
 
 STEPS = 6
+FIXED = {"HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0"}
+DDP = REPOSITORY / "configs" / "accelerate" / "ddp.yaml"
 OWN_FOLDERS = ("extensions", "configs", "datasets_example", "models", "output", ".git")
 
 
@@ -38,9 +41,9 @@ class Checkout:
                 shutil.copy2(path, root / path.name)
         (root / "extensions").mkdir()
 
-    def run(self, name: str, entry: dict[str, Any]) -> str:
+    def run(self, name: str, entry: dict[str, Any], processes: int = 1) -> str:
         """Run a job to its end through run.py; returns what it printed."""
-        code, out = self.start(name, entry)
+        code, out = self.start(name, entry, processes=processes)
         assert code == 0, f"{name}: {out[-6000:]}"
         return out
 
@@ -66,8 +69,9 @@ class Checkout:
         entry: dict[str, Any],
         *,
         at: str = "",
-        send: signal.Signals | None = None,
+        send: signal.Signals | Callable[[Any], None] | None = None,
         environment: dict[str, str] | None = None,
+        processes: int = 1,
     ) -> tuple[int, str]:
         """Run a job through run.py, and send it a signal when it prints a line with `at`.
 
@@ -75,19 +79,21 @@ class Checkout:
             name: of the job.
             entry: its process.
             at: part of a line.
-            send: what to send then.
+            send: what to send then, or what to do with the process.
             environment: more variables; with any the config is JSON, as the web UI writes it.
+            processes: several are started by `accelerate launch`.
 
         Returns:
             Exit code and what it printed.
         """
-        process = self._begin([self._write(name, name, entry, as_json=bool(environment))], environment or {})
+        path = self._write(name, name, entry, as_json=bool(environment))
+        process = self._begin([path], environment or {}, processes=processes)
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)
             if send is not None and at in line:
-                os.killpg(process.pid, send)
+                send(process) if callable(send) else os.killpg(process.pid, send)
                 send = None
         return process.wait(timeout=600), "".join(lines)
 
@@ -103,16 +109,20 @@ class Checkout:
         path.write_text(json.dumps(config) if as_json else yaml.safe_dump(config), encoding="utf-8")
         return path
 
-    def _begin(self, paths: list[Path], environment: dict[str, str], *options: str) -> subprocess.Popen[str]:
+    def _begin(
+        self, paths: list[Path], environment: dict[str, str], *options: str, processes: int = 1
+    ) -> subprocess.Popen[str]:
+        launch = ["-m", "accelerate.commands.launch", "--config_file", str(DDP), "--num_processes", str(processes)]
         return subprocess.Popen(
             [
                 os.environ.get("AI_TOOLKIT_PYTHON", sys.executable),
+                *(launch if processes > 1 else ()),
                 "run.py",
                 *options,
                 *(f"configs/{path.name}" for path in paths),
             ],
             cwd=self.root,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "SEED": "7", "PYTHONHASHSEED": "0", **environment},
+            env={**os.environ, **FIXED, **({"ACCELERATE_USE_CPU": "true"} if processes > 1 else {}), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

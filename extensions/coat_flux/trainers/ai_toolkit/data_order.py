@@ -7,8 +7,11 @@ later, and loader processes run ahead of the training. Here
     batches      `random`, numpy and torch are seeded while the data sets are loaded, and restored afterwards
     order        the permutation of an epoch comes from (seed, epoch)
     photo        what is drawn while a photo is loaded comes from (seed, epoch, place in the order)
+    draws        noise and timesteps of a micro-batch come from its number, where a step has several: in one process
+                 with accumulation as in several processes
 
-so (epoch, batches taken) determines where a run is, whatever `num_workers` is.
+so (epoch, batches taken) determines where a run is, whatever `num_workers` is. Of N processes each takes every N-th
+batch of the one order, across epoch borders: together they see what one process sees with accumulation N.
 """
 
 from __future__ import annotations
@@ -28,15 +31,29 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["ResumableLoader", "fingerprint", "make_resumable", "seeded"]
+__all__ = ["ResumableLoader", "draw_from", "fingerprint", "make_resumable", "seeded"]
 
 LOADING = 0  # the first number after the run's seed: what is drawn with it
 ORDER = 1
 ITEM = 2
+DRAWS = 3
 
 
 def _seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
+def draw_from(seed: int, number: int) -> None:
+    """Let the draws of a micro-batch come from its number, on all devices.
+
+    Args:
+        seed: the run's.
+        number: of the micro-batch since the run began, all processes together.
+    """
+    mixed = _seed_of(seed, DRAWS, number)
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)  # noqa: NPY002
+    torch.manual_seed(mixed)
 
 
 @contextmanager
@@ -81,19 +98,28 @@ class _SeededItems(Dataset):
 
 
 class _EpochOrder(Sampler):
-    """The keys of an epoch from a place on."""
+    """The keys of an epoch from a batch on, of every `stride`-th batch.
 
-    def __init__(self, length: int, seed: int):
-        self.length, self.seed = length, seed
-        self.epoch = self.place = 0
+    Args:
+        length: items of the data set.
+        batch_size: items that the loader takes together.
+        seed: of the order.
+        stride: how many processes share the batches.
+    """
+
+    def __init__(self, length: int, batch_size: int, seed: int, stride: int):
+        self.length, self.batch_size, self.seed, self.stride = length, batch_size, seed, stride
+        self.epoch = self.batch = 0
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[tuple[tuple[int, int], int]]:
         generator = torch.Generator().manual_seed(_seed_of(self.seed, ORDER, self.epoch))
-        order = torch.randperm(self.length, generator=generator).tolist()
-        return iter([((self.epoch, place), order[place]) for place in range(self.place, self.length)])
+        order, size = torch.randperm(self.length, generator=generator).tolist(), self.batch_size
+        starts = range(self.batch * size, self.length, self.stride * size)
+        places = [place for start in starts for place in range(start, min(start + size, self.length))]
+        return iter([((self.epoch, place), order[place]) for place in places])
 
 
 class ResumableLoader(DataLoader):
@@ -101,11 +127,14 @@ class ResumableLoader(DataLoader):
 
     Attributes:
         epoch: passes over the data done.
-        taken: batches of this epoch the loop has.
+        taken: batches that all processes together have taken since that epoch began, this one's next being `rank`
+            after them; of several processes one may be an epoch ahead of another, and its number be below 0.
+        rank: of this process.
     """
 
     epoch = 0
     taken = 0
+    rank = 0
     _under_way: weakref.ref[Generator[Any, None, None]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,11 +143,14 @@ class ResumableLoader(DataLoader):
         return batches
 
     def _epoch(self) -> Generator[Any, None, None]:
-        self.sampler.epoch, self.sampler.place = self.epoch, self.taken * (self.batch_size or 1)
+        order = self.sampler
+        order.epoch, order.batch = self.epoch, self.taken + self.rank
         for batch in super().__iter__():
-            self.taken += 1
+            self.taken += order.stride
             yield batch
-        self.epoch, self.taken = self.epoch + 1, 0
+        batches = -(-order.length // order.batch_size)
+        passes = (self.taken + self.rank) // batches  # more than one where there are fewer batches than processes
+        self.epoch, self.taken = self.epoch + passes, self.taken - passes * batches
 
     def close(self) -> None:
         """End the loader processes now; the garbage collector would wait 5 s for each of them."""
@@ -128,19 +160,21 @@ class ResumableLoader(DataLoader):
         self._iterator = None
 
 
-def make_resumable(loader: DataLoader, seed: int) -> ResumableLoader:
+def make_resumable(loader: DataLoader, seed: int, rank: int = 0, processes: int = 1) -> ResumableLoader:
     """Return a loader over the same data with an order of ours.
 
     Args:
         loader: ai-toolkit's, not yet iterated.
         seed: the run's seed for this loader.
+        rank: of this process.
+        processes: that share the batches.
     """
     if loader.num_workers and multiprocessing.get_start_method() != "fork":
         _let_workers_import()
-    return ResumableLoader(
+    resumable = ResumableLoader(
         _SeededItems(loader.dataset, seed),
         batch_size=loader.batch_size,
-        sampler=_EpochOrder(len(loader.dataset), seed),
+        sampler=_EpochOrder(len(loader.dataset), loader.batch_size or 1, seed, processes),
         drop_last=loader.drop_last,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
@@ -150,6 +184,8 @@ def make_resumable(loader: DataLoader, seed: int) -> ResumableLoader:
         worker_init_fn=_ignore_interrupts,
         generator=torch.Generator().manual_seed(seed),
     )
+    resumable.rank = rank
+    return resumable
 
 
 def _ignore_interrupts(worker: int) -> None:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .common import ai_toolkit_version, detail, info
+from .data_order import draw_from
 from .patched_step import StepFacts, patched_step
 from .resume import Continuation
 
-__all__ = ["TrainingLoop"]
+if TYPE_CHECKING:
+    from ...watch.live import LiveRun
+
+__all__ = ["TrainingLoop", "end_with", "live_run"]
 
 EXIT_CODE = 130  # of a process that was interrupted; run.py itself ends with 0
 
@@ -41,6 +45,9 @@ class TrainingLoop:
         from ...watch.step_watch import watch_steps
 
         self._process, self._continuation = process, continuation
+        self._team = process._team
+        self._given: tuple[str, ...] | None = None  # what all processes agreed on in this step
+        self._micro_batches = 0  # begun in this step
         self._log = _JobLog(process)
         self._stop = Interrupts(self._log.info)
         self.facts = StepFacts()
@@ -59,6 +66,7 @@ class TrainingLoop:
             process._phases,
             job,
             report=process._report,
+            mean=self._team.mean,
         )
         if getattr(process, "ema", None) is not None:
             process._phases.hold("ema", process.ema, lambda average: average.shadow_params)
@@ -70,8 +78,17 @@ class TrainingLoop:
 
     @property
     def stops(self) -> bool:
-        """Whether the run ends with the step under way."""
+        """Whether this process is asked to end the run with the step under way; others may not know yet."""
         return self._asked or self._stop.asked
+
+    def begin_micro_batch(self) -> None:
+        """Where a step has several micro-batches, in this process or in all, draw for the next one by its number."""
+        process, team = self._process, self._team
+        count = process.train_config.gradient_accumulation
+        if self._continuation is not None and count * team.size > 1:
+            number = (process.step_num * count + self._micro_batches) * team.size + team.rank
+            draw_from(self._continuation.seed, number)
+        self._micro_batches += 1
 
     def ask_to_stop(self, who: str) -> None:
         """Let the run end with the step under way, as Ctrl+C does."""
@@ -140,19 +157,26 @@ class TrainingLoop:
 
         process, watch = self._process, self.watch
         self.facts = facts = StepFacts()
-        began = time.monotonic()
+        self._micro_batches, self._given = 0, None
+        began, groups = time.monotonic(), process.optimizer.param_groups
 
         def may_update() -> bool:
-            groups = process.optimizer.param_groups
             parameters = [p for group in groups for p in group["params"]]
-            loss, norm = facts.loss(), facts.grad_norm(parameters)
+            loss, norm = self._agreed(facts.loss()), facts.grad_norm(parameters)
             facts.measured = loss, float(groups[0]["lr"]), norm
             return watch.allows_update(number, loss, norm)
 
         around = (lambda: watch.mark("after_forward", number), lambda: watch.mark("after_backward", number))
         with (
             watch.casts(number),
-            patched_step(process.accelerator, process.optimizer, facts, around_backward=around, may_update=may_update),
+            patched_step(
+                process.accelerator,
+                process.optimizer,
+                facts,
+                around_backward=around,
+                complete_gradients=lambda: self._team.sum_gradients(groups),
+                may_update=may_update,
+            ),
         ):
             # inside: on a CPU the memory report observes operators too, and such modes must be left in their order
             watch.mark("before_forward", number)
@@ -163,7 +187,18 @@ class TrainingLoop:
             stats = StepStats(number, process.epoch_num, *facts.measured, seconds, watch.guard.skipped)
             self._log.tables.step(stats)
         watch.end_step(number, seconds)
-        return losses
+        return losses if self._team.size == 1 or facts.measured is None else losses | {"loss": facts.measured[0]}
+
+    def _agreed(self, loss: float) -> float:
+        """The mean loss of all processes; what one of them was asked, all do after this step."""
+        if self._team.size == 1:
+            return loss
+        from ...watch.live import COMMANDS
+
+        asked = self._process._live.poll() | ({"stop"} if self.stops else frozenset())
+        loss, flags = self._team.agree(loss, [name in asked for name in COMMANDS])
+        self._given = tuple(name for name, wanted in zip(COMMANDS, flags, strict=True) if wanted)
+        return loss
 
     # -- a save ----------------------------------------------------------------------------------------------------
 
@@ -208,6 +243,9 @@ class TrainingLoop:
                 folder, self.done, self.watch.state_dict(), [] if self._held_out is None else self._held_out.curve
             )
 
+        if not self._team.is_main:
+            self._saved, self._owes_save = self.done, False
+            return
         path = self._continuation.saves.commit(self.done, write, write_state)
         self._saved, self._owes_save = self.done, False
         self._log.info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
@@ -230,11 +268,13 @@ class TrainingLoop:
         Raises:
             SystemExit: after saving, with the exit code of an interrupted process.
         """
-        process = self._process
-        self._obey(process._live.poll())
-        if self._owes_save and self.watch.guard.doubt is None and not self.stops:
+        process, several = self._process, self._team.size > 1
+        given = frozenset(self._given or ()) if several else process._live.poll()
+        self._obey(given)
+        stops = "stop" in given if several else self.stops
+        if self._owes_save and self.watch.guard.doubt is None and not stops:
             process.save(self.done)
-        if not self.stops:
+        if not stops:
             return
         if self._saved != self.done:
             process.save(self.done)
@@ -253,9 +293,9 @@ class TrainingLoop:
     def _obey(self, asked: frozenset[str]) -> None:
         """Do what the live page asks for."""
         process = self._process
-        if "stop" in asked:
-            self.ask_to_stop("the live page")
-        if self.stops or not asked:
+        if "stop" in asked and not self.stops:
+            self.ask_to_stop("the live page" if self._team.size == 1 else "the live page, or another process,")
+        if "stop" in asked or not asked or (self.stops and self._team.size == 1):
             return
         if process.progress_bar is not None:
             process.progress_bar.pause()
@@ -277,6 +317,22 @@ def _by_layer(network: Any) -> dict[str, torch.Tensor]:
         if hasattr(module, "lora_name"):
             names.update((id(param), f"{module.lora_name}.{name}") for name, param in module.named_parameters())
     return {names[id(param)]: param for param in network.parameters()}
+
+
+def live_run(process: Any) -> LiveRun:
+    """What `coat-flux watch` shows of a run whose continuation was found, and requests from it."""
+    from ...watch.live import LiveRun
+
+    state = None if process._continuation is None else process._continuation.state
+    sample = process.get_conf("sample", None) or {}
+    prompts = sample.get("samples") or sample.get("prompts")
+    return LiveRun(
+        Path(process.save_root),
+        0 if state is None else state.step,
+        process.train_config.steps,
+        samples=bool(prompts) and not (process.get_conf("train", None) or {}).get("disable_sampling"),
+        active=process.accelerator.is_main_process,
+    )
 
 
 class _JobLog:

@@ -8,11 +8,14 @@ accelerator between all jobs of a command.
     accelerator.clip_grad_norm_    returns the norm before clipping, once for each parameter group
     optimizer.step                 left out where the guard does not allow it
 
+Before the first of the last two the gradients of all processes are brought together.
+
 The loss before it is replaced comes from the methods that compute it (`StepFacts.record`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,6 +64,7 @@ def patched_step(
     facts: StepFacts,
     *,
     around_backward: tuple[Callable[[], None], Callable[[], None]],
+    complete_gradients: Callable[[], None],
     may_update: Callable[[], bool],
 ) -> Iterator[None]:
     """Observe the step inside the block.
@@ -70,11 +74,13 @@ def patched_step(
         optimizer: as the loop calls it, wrapped by the accelerator or not.
         facts: filled in.
         around_backward: called before and after each backward.
+        complete_gradients: called once, after the last backward.
         may_update: called before the update, with the facts complete; False leaves it out.
     """
     before, after = around_backward
     backward, step = accelerator.backward, optimizer.step
     clip = getattr(accelerator, "clip_grad_norm_", None)
+    complete = functools.lru_cache(None)(complete_gradients)
 
     def marked_backward(*args: Any, **kwargs: Any) -> None:
         before()
@@ -82,11 +88,13 @@ def patched_step(
         after()
 
     def recorded_clip(*args: Any, **kwargs: Any) -> Any:
+        complete()
         norm = clip(*args, **kwargs)
         facts.norms.append(torch.as_tensor(norm))
         return norm
 
     def guarded_step(*args: Any, **kwargs: Any) -> Any:
+        complete()
         return step(*args, **kwargs) if may_update() else None
 
     patches = [(accelerator, "backward", marked_backward), (optimizer, "step", guarded_step)]

@@ -31,14 +31,15 @@ except ImportError:
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer as HostTrainer
 
 from ...base import streams as steady
-from ...base.names import COAT_QTYPE
+from ..processes import EXIT_OTHER, first_to_fail
 from .common import AIToolkitError, detail, info, job_scope, load_core, run_lines, set_active, show_logs
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
-from .loop import TrainingLoop, end_with
+from .loop import TrainingLoop, end_with, live_run
 from .optimizer import check_optimizer
 from .preflight import check_job, check_photos, config_file, leave_room
-from .quantizer import convert, converted_linears, damaged_linears, plain_linears, store_only
+from .quantizer import choose_at_load, convert_model, damaged_linears
 from .resume import Continuation, find_continuation, kept_draws
+from .team import Team
 from .validation import HeldOutPhotos
 
 __all__ = ["CoatFluxTrainer"]
@@ -59,6 +60,7 @@ class CoatFluxTrainer(HostTrainer):
     _held_out: HeldOutPhotos | None = None
     _live: Any = None
     _begun = False
+    _team: Any = None
 
     def run(self) -> None:
         """Run the job; what it left for the optimizer and the qtype is forgotten afterwards."""
@@ -69,6 +71,8 @@ class CoatFluxTrainer(HostTrainer):
             try:
                 super().run()
             except (Exception, KeyboardInterrupt) as error:
+                if isinstance(error, Exception) and not first_to_fail():
+                    raise SystemExit(EXIT_OTHER) from error  # the first one says why
                 if self._phases is not None:
                     end_with(error, self, self._job_config)
                 raise
@@ -103,7 +107,10 @@ class CoatFluxTrainer(HostTrainer):
         steady.keep_streams()
         show_logs()
         file = config_file(self.save_root)
-        provide_embedded(self.model_config.name_or_path)
+        self._team = Team(self.accelerator)
+        self._team.begin(HostTrainer)
+        with self._team.in_turn():
+            provide_embedded(self.model_config.name_or_path)
         check_job(self)
         self.coat = COATConfig.from_dict(self.get_conf("coat", None), file=file, key_path="config.process[0].coat")
         if not self._on:
@@ -113,47 +120,24 @@ class CoatFluxTrainer(HostTrainer):
         if (line := untested_version()) is not None:
             info(f"[coat] note: {line}")
         self._lock = ExitStack()
-        self._lock.enter_context(run_lock(Path(self.save_root)))
+        if self._team.is_main:
+            self._lock.enter_context(run_lock(Path(self.save_root)))
         lines = self._lock.enter_context(run_lines(verbose=bool((self.get_conf("logging", None) or {}).get("verbose"))))
-        self._held_out = check_photos(self)
-        self._continuation = find_continuation(self)
-        if self.accelerator.is_main_process:
+        with self._team.in_turn():
+            self._held_out = check_photos(self)
+            self._continuation = find_continuation(self)
+        if self._sets:
+            self._continuation.seed = self._team.from_main(self._continuation.seed)
+        if self._team.is_main:
             lines.open(Path(self.save_root))
-        self._live = self._lock.enter_context(self._watched())
+        self._live = self._lock.enter_context(live_run(self))
         self.coat = config_for(self.device_torch, self.coat)
         set_active(self.coat)
-        self._choose_at_load()
+        choose_at_load(self)
         compiled = bool(getattr(self.model_config, "compile", False))
-        path = Path(self.save_root) / MEMORY_FILE if self.accelerator.is_main_process else None
+        path = Path(self.save_root) / MEMORY_FILE if self._team.is_main else None
         self._phases = PhaseTracker(self.device_torch, path, counts=not compiled)
         self._phases.enter("load")
-
-    def _watched(self) -> Any:
-        """What `coat-flux watch` shows of the run, and requests from it."""
-        from ...watch.live import LiveRun
-
-        state = None if self._continuation is None else self._continuation.state
-        sample = self.get_conf("sample", None) or {}
-        prompts = sample.get("samples") or sample.get("prompts")
-        return LiveRun(
-            Path(self.save_root),
-            0 if state is None else state.step,
-            self.train_config.steps,
-            samples=bool(prompts) and not (self.get_conf("train", None) or {}).get("disable_sampling"),
-            active=self.accelerator.is_main_process,
-        )
-
-    def _choose_at_load(self) -> None:
-        """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what is around them."""
-        from ...blocks.architectures import ARCHITECTURES
-        from ...config.archs import TRANSFORMERS
-
-        known = ARCHITECTURES.get(TRANSFORMERS.get(self.model_config.arch, ""))
-        if self._loads_fp8() and known is not None:
-            self.model_config.quantize_kwargs.setdefault("include", list(known.convert))
-
-    def _loads_fp8(self) -> bool:
-        return bool(self.model_config.quantize) and self.model_config.qtype == COAT_QTYPE
 
     # -- the model and its adapters --------------------------------------------------------------------------------
 
@@ -166,7 +150,7 @@ class CoatFluxTrainer(HostTrainer):
         from ...blocks.held import module_tensors
 
         if self.coat.weight.use_fp8:
-            self._convert_weights()
+            convert_model(self, self._text_encoders())
         else:
             let_lora_find("FP8TrainableLinear")
         self._report = apply_coat(
@@ -179,19 +163,6 @@ class CoatFluxTrainer(HostTrainer):
         self._phases.hold("transformer", self.sd.unet, module_tensors)
         self._phases.hold_models(getattr(self.sd, "vae", None), self._text_encoders())
 
-    def _convert_weights(self) -> None:
-        """Convert and count what loading did not: after "Failed to quantize" ai-toolkit's quantize() continues."""
-        model = self.sd.unet
-        at_load = sum(1 for _ in converted_linears(model))
-        if self._loads_fp8() and not at_load:
-            raise AIToolkitError(
-                f"loading with qtype {COAT_QTYPE} converted no linear; see the lines 'Failed to quantize' above"
-            )
-        names = plain_linears(model)
-        convert(model, names, self.coat.linear_config())
-        encoders = sum(store_only(encoder) for encoder in self._text_encoders())
-        info(f"[coat] FP8 weights: {at_load} linears at load, {len(names)} after it; {encoders} in text encoders")
-
     def _text_encoders(self) -> list[Any]:
         encoders = self.sd.text_encoder
         return [e for e in (encoders if isinstance(encoders, list) else [encoders]) if e is not None]
@@ -203,6 +174,7 @@ class CoatFluxTrainer(HostTrainer):
             return params
         # sampling would merge the LoRA into a base that holds no bf16 weight, or drift one that does
         self.network.can_merge_in = False
+        self._team.share(self.network.parameters())
         if self.network_config.type.lower() == "lora":
             from ...blocks.lora import attach_lora
 
@@ -230,7 +202,10 @@ class CoatFluxTrainer(HostTrainer):
             self._continuation.end_loading()
         if self._on:
             self._report.add_row("optimizer", *check_optimizer(self))
-        super().hook_before_train_loop()
+            with self._team.unwrapped(self):
+                super().hook_before_train_loop()
+        else:
+            super().hook_before_train_loop()
         if self._sets:
             self._continuation.restore()
             self._continuation.saves.check_room(self._job_config, self.network.parameters())
@@ -261,6 +236,12 @@ class CoatFluxTrainer(HostTrainer):
             self._training.validate()
         self._begun = True
 
+    def train_single_accumulation(self, batch: Any) -> Any:
+        """Draw for the micro-batch by its number, where a step has several."""
+        if self._on:
+            self._training.begin_micro_batch()
+        return super().train_single_accumulation(batch)
+
     def calculate_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Record the loss as computed."""
         return self._recorded(super().calculate_loss(*args, **kwargs))
@@ -276,20 +257,27 @@ class CoatFluxTrainer(HostTrainer):
     def _recorded(self, loss: Any) -> Any:
         return self._training.facts.record(loss) if self._training is not None else loss
 
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
+    def sample(self, *args: Any, **kwargs: Any) -> None:
         """Let ai-toolkit sample; the random numbers of the training go on as if it had not."""
         if not self._on:
-            return super().sample(*args, **kwargs)
+            super().sample(*args, **kwargs)
+            return
         try:
             self._leave_samples_out()
-            with self._phases.during("sample"), kept_draws():
-                return super().sample(*args, **kwargs)
+            with self._phases.during("sample"), kept_draws(), self._team.all_sample(self):
+                super().sample(*args, **kwargs)
         except SamplingStopped:
             info("[coat] samples are left out: the run ends here")
             if self.ema is not None:
                 self.ema.train()  # back from the average, which is what is sampled
             if not self._begun:
                 self._training.end_step()  # nothing was trained; ai-toolkit would begin with a step
+        self._team.wait()
+
+    def post_process_generate_image_config_list(self, images: list[Any]) -> list[Any]:
+        """Leave images to the other processes."""
+        images = super().post_process_generate_image_config_list(images)
+        return self._team.share_of(images) if self._on else images
 
     def sample_step_hook(self, *args: Any, **kwargs: Any) -> None:
         """Called after each sample."""
@@ -337,7 +325,10 @@ class CoatFluxTrainer(HostTrainer):
             if self._sets:
                 self._training.save(lambda folder: self._save_into(folder, step))
                 super().clean_up_saves()
-                super().post_save_hook(os.path.join(self.save_root, "optimizer.pt"))
+                if self._team.is_main:
+                    super().post_save_hook(os.path.join(self.save_root, "optimizer.pt"))
+                if step is not None:  # the last one is the main process's alone
+                    self._team.wait()
                 self.last_save_step = self._training.done  # what the web UI shows once the run has stopped
             else:
                 super().save(step)

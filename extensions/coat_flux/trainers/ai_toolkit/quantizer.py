@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig
 
 __all__ = [
+    "choose_at_load",
     "convert",
+    "convert_model",
     "converted_linears",
     "damaged_linears",
     "install_quantizer",
@@ -229,3 +231,39 @@ def damaged_linears(model: nn.Module) -> list[str]:
         for name, module in converted_linears(model)
         if any(module._buffers[held].dtype.is_floating_point for held in BUFFERS if held in module._buffers)
     ]
+
+
+def choose_at_load(process: Any) -> None:
+    """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what is around them."""
+    from ...blocks.architectures import ARCHITECTURES
+    from ...config.archs import TRANSFORMERS
+
+    known = ARCHITECTURES.get(TRANSFORMERS.get(process.model_config.arch, ""))
+    if _loads_fp8(process) and known is not None:
+        process.model_config.quantize_kwargs.setdefault("include", list(known.convert))
+
+
+def _loads_fp8(process: Any) -> bool:
+    return bool(process.model_config.quantize) and process.model_config.qtype == COAT_QTYPE
+
+
+def convert_model(process: Any, encoders: list[Any]) -> None:
+    """Convert and count what loading did not: after "Failed to quantize" ai-toolkit's quantize() continues.
+
+    Args:
+        process: of our type, its model loaded.
+        encoders: its text encoders.
+
+    Raises:
+        AIToolkitError: loading was to convert linears and has converted none.
+    """
+    model = process.sd.unet
+    at_load = sum(1 for _ in converted_linears(model))
+    if _loads_fp8(process) and not at_load:
+        raise AIToolkitError(
+            f"loading with qtype {COAT_QTYPE} converted no linear; see the lines 'Failed to quantize' above"
+        )
+    names = plain_linears(model)
+    convert(model, names, process.coat.linear_config())
+    stored = sum(map(store_only, encoders))
+    info(f"[coat] FP8 weights: {at_load} linears at load, {len(names)} after it; {stored} in text encoders")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .common import info
+from .common import AIToolkitError, info
 from .data_order import LOADING, ResumableLoader, fingerprint, make_resumable, seeded
 from .saves import Saves
 
@@ -143,11 +143,15 @@ class Continuation:
     def end_loading(self) -> None:
         """Put the random generators back and take over the order of the data."""
         self._loading.close()
+        team = self._process._team
         for number, (name, attribute) in enumerate(LOADERS.items()):
             loader = getattr(self._process, attribute)
             if loader is not None:
                 self._order[name] = fingerprint(loader)
-                setattr(self._process, attribute, make_resumable(loader, self.seed ^ number))
+                if self._order[name] != team.from_main(self._order[name]):
+                    raise AIToolkitError("the processes put the photos into batches in different ways")
+                resumable = make_resumable(loader, self.seed ^ number, team.rank, team.size)
+                setattr(self._process, attribute, resumable)
 
     def close(self) -> None:
         """End the loader processes; put the random generators back if loading failed."""

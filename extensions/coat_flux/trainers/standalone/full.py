@@ -85,7 +85,7 @@ class UpdateInBackward:
         optimizer: of the parameters; makes their states.
         params: the trained ones.
         max_norm: each gradient is clipped to it by itself.
-        average: takes parameters, and replaces their gradients by their means over all processes.
+        complete: takes parameters, and replaces their gradients by their sums over all processes.
         begins: called before the first update of a backward pass.
     """
 
@@ -94,10 +94,10 @@ class UpdateInBackward:
         optimizer: FP8AdamW,
         params: list[nn.Parameter],
         max_norm: float,
-        average: Callable[[list[nn.Parameter]], None],
+        complete: Callable[[list[nn.Parameter]], None],
         begins: Callable[[], None],
     ) -> None:
-        self._optimizer, self._max_norm, self._average, self._begins = optimizer, max_norm, average, begins
+        self._optimizer, self._max_norm, self._complete, self._begins = optimizer, max_norm, complete, begins
         self._skip: Tensor | None = None  # fp32 []: 1 where the loss is not finite; None outside of `updating`
         self._squares: Tensor | None = None
         for param in params:
@@ -127,7 +127,7 @@ class UpdateInBackward:
         if self._squares is None:
             self._begins()
             self._squares = torch.zeros((), device=param.device)
-        self._average([param])
+        self._complete([param])
         norm = torch.linalg.vector_norm(param.grad, dtype=torch.float32)
         self._squares += norm.square()
         param.grad.mul_((self._max_norm / (norm + CLIP_EPS)).clamp(max=1.0))

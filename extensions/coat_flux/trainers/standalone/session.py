@@ -194,7 +194,7 @@ def _fused_backward(
     job: JobConfig, optimizer: Any, trained: dict[str, nn.Parameter], workers: Workers, watch: StepWatch
 ) -> UpdateInBackward:
     params = list(trained.values())
-    return UpdateInBackward(optimizer, params, job.train.max_grad_norm, workers.average_gradients, watch.begin_update)
+    return UpdateInBackward(optimizer, params, job.train.max_grad_norm, workers.sum_gradients, watch.begin_update)
 
 
 def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> bool:

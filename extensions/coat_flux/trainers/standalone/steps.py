@@ -127,7 +127,7 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
     loss = session.watch.retry(number, lambda: _accumulate(session, batches), drop)
     if session.fused is not None:
         return torch.stack([loss, session.fused.norm().to(loss)])
-    session.workers.average_gradients(list(session.lora.values()))
+    session.workers.sum_gradients(list(session.lora.values()))
     return _clipped(session, loss)
 
 
@@ -238,6 +238,7 @@ def _end(session: Session, done: Outstanding) -> None:
 def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; returns their mean loss."""
     total = torch.zeros((), device=session.workers.device)
+    together = len(batches) * session.workers.world_size  # gradients are summed over processes
     for micro_step, batch in enumerate(batches):
         tensors = session.dataset.batch(batch)
         first = micro_step == 0
@@ -248,7 +249,7 @@ def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
             session.watch.mark("after_forward", session.step + 1)
         total += loss.detach() / len(batches)
         with _update_in_backward(session, total) if micro_step == len(batches) - 1 else nullcontext():
-            (loss / len(batches)).backward()
+            (loss / together).backward()
         if first:
             session.watch.mark("after_backward", session.step + 1)
     return total

@@ -35,6 +35,7 @@ from ...watch.live import LiveRun
 from ...watch.memory_report import finish
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.phases import MEMORY_FILE, PhaseTracker
+from ..processes import EXIT_OTHER, first_to_fail
 from .flow_matching import bypassed_guidance
 from .full import ModelFiles, check_model
 from .loading import base_weights
@@ -103,11 +104,15 @@ class COATTrainer:
             with run_lock(job.folder) if workers.is_main else nullcontext():
                 return self._train(workers, log, phases, from_step)
         except DeadRunError as error:
+            if not first_to_fail():
+                raise SystemExit(EXIT_OTHER) from error
             if error.since is None:
                 raise
             raise DeadRunError(f"{error}; {self._way_back(error.since)}", error.since) from error
         except Exception as error:
             log.record(f"Ended by {type(error).__name__}: {error}")
+            if not first_to_fail():
+                raise SystemExit(EXIT_OTHER) from error  # the first one says why
             if not is_oom(error):
                 raise
             raise OutOfMemory(explain_oom(error, phases, lambda: job)) from error

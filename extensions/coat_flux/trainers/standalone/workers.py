@@ -1,8 +1,9 @@
 """The processes of a run and their devices, over `accelerate`.
 
 Each process holds the whole model and its own micro-batches. Only LoRA gradients travel: after the last micro-batch of
-an optimizer step they are averaged in one all-reduce (344 MB at rank 16), instead of wrapping 12 GB of frozen codes
-in DistributedDataParallel, which would broadcast them and hook every backward.
+an optimizer step they are summed in one all-reduce (344 MB at rank 16), instead of wrapping 12 GB of frozen codes
+in DistributedDataParallel, which would broadcast them and hook every backward. Each process has divided its loss by
+the number of micro-batches of all of them, as one process with so much accumulation does: bf16 rounds alike.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, broadcast
 from torch import Tensor, nn
 
 from ...base.errors import UserError
+from ...config.launch import launch_obstacle
+from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, sum_gradients
 
 __all__ = ["LaunchError", "Reading", "Workers", "not_finite"]
 
-MAX_WAIT_HOURS = 12  # the others wait while the main process fills the caches or draws samples
 logger = logging.getLogger(__name__)
 
 
@@ -40,21 +42,25 @@ class Workers:
             goes to the CPU, with a warning.
 
     Raises:
-        LaunchError: `accelerate launch` was asked for several processes and started one.
+        LaunchError: `accelerate launch` was asked for several processes and started one, or for DeepSpeed.
     """
 
     def __init__(self, device: str | None = None):
+        if (obstacle := launch_obstacle(os.environ)) is not None:
+            raise LaunchError(obstacle)
         wanted = torch.device(device) if device is not None else None
         missing = wanted is not None and not _available(wanted)
         if missing:
             logger.warning("device=%s: torch finds no such device here; training on the CPU", device)
         on_cpu = missing or (wanted is not None and wanted.type == "cpu")
-        patience = InitProcessGroupKwargs(timeout=timedelta(hours=MAX_WAIT_HOURS))
+        patience = InitProcessGroupKwargs(timeout=STEP_LIMIT)
         self._accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[patience])
         self.rank = self._accelerator.process_index
         self.world_size = self._accelerator.num_processes
         self.is_main = self._accelerator.is_main_process
         _check_launch(self.world_size)
+        several = self.world_size > 1
+        self._patient = dist.new_group(backend="gloo", timeout=WAIT_LIMIT) if several else None
         if on_cpu:
             self.device = torch.device("cpu")
         else:
@@ -65,16 +71,24 @@ class Workers:
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """The main process runs the block before the others."""
-        with self._accelerator.main_process_first():
-            yield
+        if not self.is_main:
+            self.wait()
+        yield
+        if self.is_main:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until every process is here."""
-        self._accelerator.wait_for_everyone()
+        if self._patient is not None:
+            with exchange():
+                dist.barrier(self._patient)
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor over all processes."""
-        return self._accelerator.reduce(value, "mean") if self.world_size > 1 else value
+        if self.world_size == 1:
+            return value
+        with exchange():
+            return self._accelerator.reduce(value, "mean")
 
     def agree(self, numbers: Tensor, asked: Sequence[bool]) -> tuple[Tensor, list[bool]]:
         """The mean of some numbers [n] over all processes, on the device, and which flags are set in any of them."""
@@ -83,23 +97,19 @@ class Workers:
         means = self.mean(torch.cat([numbers, torch.tensor(asked).to(numbers)]))
         return means[: len(numbers)], [share > 0 for share in means[len(numbers) :].tolist()]
 
-    @torch.no_grad()
-    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by its mean over all processes, in one all-reduce; a missing one counts as zero."""
-        if self.world_size == 1:
-            return
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        flat = self.mean(torch.cat([grad.flatten() for grad in grads]))
-        for param, part in zip(params, flat.split([grad.numel() for grad in grads]), strict=True):
-            param.grad = part.view_as(param).clone()
+    def sum_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Replace every gradient by its sum over all processes."""
+        if self.world_size > 1:
+            sum_gradients(params)
 
     @torch.no_grad()
     def share(self, params: Sequence[nn.Parameter]) -> None:
         """Give every process the main process's values."""
         if self.world_size == 1:
             return
-        for param in params:
-            param.copy_(broadcast(param.detach().clone(), from_process=0))
+        with exchange():
+            for param in params:
+                param.copy_(broadcast(param.detach().clone(), from_process=0))
 
     def close(self) -> None:
         """End the process group; accelerate forgets its device, so that a next run may take another."""

@@ -1,0 +1,75 @@
+"""What the processes of a run do together, in both trainers: gradients are summed, and one process ends all.
+
+A process that is killed ends all others: gloo and sockets see the closed connection at the next exchange, and the
+launcher's agent ends those of its machine. What neither sees, a machine without power, ends by `STEP_LIMIT`. Waits for
+the main process, which caches, saves and samples alone, may take `WAIT_LIMIT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..base.errors import UserError
+
+__all__ = ["EXIT_OTHER", "STEP_LIMIT", "WAIT_LIMIT", "LostProcessError", "exchange", "first_to_fail", "sum_gradients"]
+
+STEP_LIMIT = timedelta(minutes=30)  # between two exchanges of a step; the first one also measures and compiles
+WAIT_LIMIT = timedelta(hours=12)
+EXIT_OTHER = 2  # of a process that ends because another one did
+
+
+class LostProcessError(UserError, RuntimeError):
+    """Another process of the run has ended, or does not answer."""
+
+
+@contextmanager
+def exchange() -> Iterator[None]:
+    """Exchange something inside the block; several processes must come here.
+
+    Raises:
+        LostProcessError: one of them has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo has no kind of its own
+        raise LostProcessError(
+            "another process of this run has ended or does not answer, so all of them end; the saves are as they were, "
+            f"the same command resumes from the newest (process {dist.get_rank()} of {dist.get_world_size()}: "
+            f"{str(error).splitlines()[0]})"
+        ) from error
+
+
+def first_to_fail() -> bool:
+    """Whether no other process has called this before: of processes that end by one cause, one says so."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return True
+    try:
+        return dist.distributed_c10d._get_default_store().add("coat_failed", 1) == 1
+    except (RuntimeError, ValueError):  # the launcher, which keeps the count, has ended too
+        return True
+
+
+@torch.no_grad()
+def sum_gradients(params: Sequence[nn.Parameter], group: Any = None) -> None:
+    """Replace every gradient by its sum over all processes, in one all-reduce; a missing one counts as zero.
+
+    Args:
+        params: the same ones in every process.
+        group: of processes; None is all of them.
+
+    Raises:
+        LostProcessError: a process has ended.
+    """
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    with exchange():
+        dist.all_reduce(flat, group=group)
+    for param, part in zip(params, flat.split([grad.numel() for grad in grads]), strict=True):
+        param.grad = part.view_as(param).clone()

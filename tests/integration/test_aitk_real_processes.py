@@ -1,0 +1,99 @@
+"""Several processes in a real ai-toolkit checkout, on a CPU (gloo): see test_aitk_real.py."""
+
+from __future__ import annotations
+
+import csv
+import re
+import signal
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from coat_flux.trainers.ai_toolkit.install import install
+from tests import tolerances
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry
+
+pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    checkout = Checkout(tmp_path_factory.mktemp("aitk_processes") / "ait")
+    install(checkout.root)
+    return checkout
+
+
+def entry_of(accumulation: int, *, steps: int = 4, **blocks: Any) -> dict[str, Any]:
+    entry = make_real_entry(gradient_accumulation=accumulation, steps=steps)
+    entry["sample"]["prompts"] = entry["sample"]["prompts"][:3]
+    entry["logging"] = {**entry.get("logging", {}), "verbose": True}  # memory lines are printed, too
+    for name, changes in blocks.items():
+        entry[name] = {**entry[name], **changes}
+    return entry
+
+
+def assert_same(checkout: Checkout, name: str, other: str) -> None:
+    left, right = checkout.lora(name), checkout.lora(other)
+    assert left.keys() == right.keys()
+    assert any(value.any() for key, value in left.items() if ".lora_B." in key)
+    rounding = {"rtol": tolerances.PROCESSES_LORA_RTOL, "atol": tolerances.PROCESSES_LORA_ATOL}
+    for key, value in left.items():
+        torch.testing.assert_close(value.float(), right[key].float(), **rounding, msg=key)
+    assert losses(checkout, name) == pytest.approx(losses(checkout, other), rel=tolerances.PROCESSES_LOSS_RTOL)
+
+
+def losses(checkout: Checkout, name: str) -> list[float]:
+    with (checkout.folder(name) / "coat" / "metrics.csv").open(encoding="utf-8") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_train_as_one_with_accumulation(checkout: Checkout, processes: int) -> None:
+    several, alone = f"p{processes}", f"accumulation_{processes}"
+    out = checkout.run(several, entry_of(1), processes=processes)
+    assert out.count("[coat] done: 4 steps") == 1
+    checkout.run(alone, entry_of(processes))
+    assert_same(checkout, several, alone)
+    samples = [p.name for p in (checkout.folder(several) / "samples").iterdir() if p.suffix == ".jpg"]
+    drawn = sorted(re.fullmatch(r"\d+__(\d{9})_(\d)\.jpg", name).groups() for name in samples)
+    assert drawn == [(f"{step:09}", str(prompt)) for step in (0, 3, 4) for prompt in range(3)]
+
+
+def test_a_run_of_two_is_resumed_by_one_and_by_three(checkout: Checkout) -> None:
+    allowed = {"coat": {"resume": {"allow": ["world_size"]}}}
+    for name, processes, accumulation in (("by_one", 1, 2), ("by_three", 3, 1)):
+        checkout.run(name, entry_of(1), processes=2)
+        checkout.run(name, entry_of(accumulation, steps=6, **allowed), processes=processes)
+        assert len(losses(checkout, name)) == 6
+    checkout.run("never_stopped", entry_of(2, steps=6))
+    assert_same(checkout, "by_one", "never_stopped")
+
+
+def test_a_stop_of_one_process_ends_all_after_one_save(checkout: Checkout) -> None:
+    code, out = checkout.start(
+        "stopped", entry_of(1, steps=50), at="[after_backward] Step 3", send=signal.SIGINT, processes=2
+    )
+    assert code != 0
+    assert out.count("[coat] stopped after") == 1
+    assert len(list((checkout.folder("stopped") / "coat").glob("state-*"))) >= 1
+    assert "Traceback" not in out.partition("torch.distributed.elastic")[0]
+
+
+def test_a_killed_process_ends_all_with_one_message(checkout: Checkout) -> None:
+    code, out = checkout.start(
+        "killed", entry_of(1, steps=50), at="[after_backward] Step 6", send=kill_second, processes=2
+    )
+    assert code != 0
+    assert out.count("Error running job: another process of this run has ended") <= 1
+    assert len(re.findall(r"^(?:\[rank\d\]: )?\S*LostProcessError: another process of this run", out, re.M)) == 1
+    checkout.run("killed", entry_of(1, steps=6), processes=2)
+    checkout.run("not_killed", entry_of(1, steps=6), processes=2)
+    assert_same(checkout, "killed", "not_killed")
+
+
+def kill_second(process: Any) -> None:
+    """Kill the process of rank 1."""
+    (victim,) = [p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"]
+    victim.kill()
