@@ -1,0 +1,70 @@
+"""scripts/language_model.py: it learns in bf16 and with COAT, counts bytes, pairs seeds, and repeats no run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import language_model as script
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("language_model")
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr(script, "print", lambda *args, **_: lines.append(" ".join(args)), raising=False)
+        patch.setitem(script.ARMS, "torchao", script.Arm("absent", script.imported("no_such_library", "AdamW")))
+        script.main(["--size", "tiny", "--seeds", "1", "--arms", "bf16", "coat", "torchao", "--out", str(folder)])
+    return "\n".join(lines), folder
+
+
+def results(folder: Path) -> dict[str, dict[str, object]]:
+    return {path.stem.split("-")[2]: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+def test_both_learn_from_the_same_start(printed: tuple[str, Path]) -> None:
+    found = results(printed[1])
+    for result in found.values():
+        assert result["losses"][0] == pytest.approx(math.log(256), abs=0.1)
+        assert result["losses"][-1] < 0.8 * result["losses"][0]
+        assert result["loss"] < 0.8 * math.log(256)
+    assert found["bf16"]["losses"] != found["coat"]["losses"]
+    assert found["bf16"]["losses"] == pytest.approx(found["coat"]["losses"], rel=0.02)
+
+
+def test_bytes_are_counted(printed: tuple[str, Path]) -> None:
+    found = results(printed[1])
+    assert found["bf16"]["state_bytes"] == pytest.approx(8.0, abs=0.01)
+    assert 2.0 < found["coat"]["state_bytes"] < 2.5  # many parameters are shorter than a block
+    assert found["coat"]["saved_bytes"] < 0.8 * found["bf16"]["saved_bytes"]
+
+
+def test_what_is_missing_is_named_and_finished_runs_are_kept(
+    printed: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, folder = printed
+    assert "| absent | not installed: No module named 'no_such_library' | | | | |" in text
+    monkeypatch.setattr(script, "train", lambda *_: pytest.fail("a finished run was repeated"))
+    script.main(["--size", "tiny", "--seeds", "1", "--arms", "bf16", "coat", "--out", str(folder)])
+    row = next(line for line in text.splitlines() if line.startswith("| bf16, AdamW |"))
+    assert row in capsys.readouterr().out
+
+
+def test_gaps_are_paired_by_seed() -> None:
+    losses = {"bf16": (1.0, 2.0, 3.0), "coat": (1.1, 2.1, 3.4)}
+    runs = {arm: [script.Result(loss, [], 8.0, 100.0, 0.1) for loss in each] for arm, each in losses.items()}
+    text = script.table(runs, {})
+    half = 4.303 * math.sqrt(0.03) / math.sqrt(3)  # of the gaps 0.1, 0.1, 0.4
+    assert f"| COAT, moments e4m3 expanded | 2.2000 | +0.2000 ± {half:.4f} |" in text
+    assert "standard deviation 1.0000" in text
+
+
+def test_held_out_files_are_not_trained_on() -> None:
+    train, held_out = (part.to(torch.uint8).numpy().tobytes() for part in script.standard_library(1e3))
+    assert 0.05 < len(held_out) / len(train) < 0.2
+    assert held_out[2000:3000] not in train
