@@ -4,11 +4,15 @@
 
 A frozen linear [1024, K] in bf16 reads bf16 x: Gaussian, and with the outliers that transformers have. dy has the same
 kinds. Everything runs on a CPU; ai-toolkit's format needs its packages besides ours.
+
+A second table is of a trained weight's gradient, dyᵀ x: of the whole, and of the output feature that lost the most,
+which AdamW makes as large as the others. Per output feature is what `wgrad_format` does.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from coat_core import FP8Linear, FP8LinearConfig, sqnr_db
+from coat_core.granularity import PER_ROW
 from coat_core.int8 import quantize_int8
+from coat_core.linear.function import wgrad
+from coat_core.quantize import Quantized, quantize
 
 OUTPUTS = 1024
 KINDS = ("gauss", "student", "1 % of channels x 30", "3 channels x 100", "after GELU")
@@ -26,6 +33,11 @@ FORMATS = {
     "e4m3 per row, dy e4m3": FP8LinearConfig(weight_granularity="per_row", grad_format="e4m3"),
     "int8 rotated, dy int8": FP8LinearConfig(weight_format="int8", input_format="int8", grad_format="int8"),
     "int8 rotated, dy bf16": FP8LinearConfig(weight_format="int8", input_format="int8", grad_format="bf16"),
+}
+WGRAD = {
+    "dy as it is": FP8LinearConfig(),
+    "dy e4m3 per output feature": FP8LinearConfig(wgrad_format="e4m3"),
+    "dy e5m2 per output feature": FP8LinearConfig(wgrad_format="e5m2"),
 }
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -81,8 +93,30 @@ def convrot8(weight: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     return _through(linear, x, dy)
 
 
+def weight_gradients(rows: int, width: int) -> None:
+    """Print the table of dW: whole / lowest output feature; x is e4m3 with one scale per token."""
+
+    def per_tensor(x: Quantized, dy: Tensor, fmt: str) -> Tensor:
+        return quantize(dy.float() * x.scale, fmt).dequantize().t() @ x.codes.float()
+
+    ways: dict[str, Callable[[Quantized, Tensor], Tensor]] = {
+        name: lambda x, dy, config=config: wgrad(dy, x, config) for name, config in WGRAD.items()
+    }
+    for fmt in ("e4m3", "e5m2"):
+        ways[f"dy {fmt} per tensor"] = functools.partial(per_tensor, fmt=fmt)
+    print(f"\n| dW, dB | {' | '.join(KINDS)} |\n|{'---|' * (len(KINDS) + 1)}")
+    for name, way in ways.items():
+        cells = []
+        for kind in KINDS:
+            x, dy = tokens(kind, rows, width, 1), tokens(kind, rows, OUTPUTS, 2)
+            exact, found = dy.double().t() @ x.double(), way(quantize(x, "e4m3", PER_ROW), dy)
+            lowest = min(sqnr_db(a, b) for a, b in zip(exact, found, strict=True))
+            cells.append(f"{sqnr_db(exact, found):.1f} / {lowest:.1f}")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
-    """Print the table: forward / dgrad."""
+    """Print both tables; the first: forward / dgrad."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256, help="tokens")
     parser.add_argument("--width", type=int, default=3072, help="K")
@@ -103,6 +137,7 @@ def main() -> None:
             found = run(weight, x, dy)
             cells.append(" / ".join(f"{sqnr_db(a, b):.1f}" for a, b in zip(exact, found, strict=True)))
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    weight_gradients(options.rows, options.width)
 
 
 if __name__ == "__main__":
