@@ -47,6 +47,9 @@ ELSEWHERE = {  # command: what runs it
 ONLY_PARSED = {  # command: what runs it in full
     "coat-flux bench --level step --resolution 512 1024": "tests/integration/test_bench_runs.py",
     "coat-flux bench --level count --resolution 512 1024 --verbose": "tests/unit/test_bench_count.py",
+    "coat-flux sweep configs/flux_clothing_coat.yaml --set train.lr=1e-4,3e-4 --set network.linear=8,16,32 --jobs 2": (
+        "tests/integration/test_sweep_runs.py"
+    ),
     "coat-flux verify configs/flux_clothing_coat.yaml --seeds 5 --steps 500": "tests/integration/test_verify_runs.py",
 }
 SAYS = {  # command: how its output shows that it did its work

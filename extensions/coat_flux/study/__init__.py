@@ -7,6 +7,13 @@ scoring.py     the final LoRAs in the bf16 model, and how alike they are
 judgement.py   the statistics, pure
 report.py      the verdict, as JSON and as a page
 compare.py     `verify`: all of it
+
+And which settings are best: `coat-flux sweep`.
+
+grid.py        the trials, checked before any starts
+sweep.py       their processes: start, interrupt, resume, read
+ranking.py     which is best, and by how much more than luck, pure
+sweep_page.py  the ranking as rows and as a page
 """
 
 from .compare import verify

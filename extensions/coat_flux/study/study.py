@@ -42,7 +42,7 @@ from .runs import BF16, Arm, ArmResult, VerifyError, prepare_job, read_result, r
 if TYPE_CHECKING:
     from ..trainers.standalone.session import Session
 
-__all__ = ["Settings", "Study", "open_study", "require_room"]
+__all__ = ["Settings", "Study", "open_study", "require_room", "require_same"]
 
 POINTS_OF_CURVE = 20
 LEAN = "train.gradient_checkpointing: true and train.cache_text_embeddings: true"
@@ -131,7 +131,7 @@ class Study:
         saved = run / "config.yaml"
         if saved.exists():
             found = yaml.safe_load(saved.read_text(encoding="utf-8"))
-            _require_same(found.get("config"), raw["config"], saved, "is of a run with other settings", run)
+            require_same(found.get("config"), raw["config"], saved, "is of a run with other settings", run)
 
         def observe(session: Session) -> None:
             """Measure the held-out loss at intervals, into the run's record: curve and, at the end, final."""
@@ -265,7 +265,7 @@ def _identity_and_split(job: JobConfig, settings: Settings, folder: Path) -> tup
     path = folder / "study.json"
     if path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))
-        _require_same(saved["study"], identity, path, "is of another comparison", folder)
+        require_same(saved["study"], identity, path, "is of another comparison", folder)
         return identity, Split(**{name: tuple(values) for name, values in saved["split"].items()})
     if settings.validation is not None:
         split = validation_entry(entries, Path(settings.validation))
@@ -275,7 +275,7 @@ def _identity_and_split(job: JobConfig, settings: Settings, folder: Path) -> tup
     return identity, split
 
 
-def _require_same(saved: Any, now: Any, path: Path, what: str, folder: Path) -> None:
+def require_same(saved: Any, now: Any, path: Path, what: str, folder: Path) -> None:
     """Refuse to continue in `folder` where what `path` has saved differs; names the first key that does."""
     differing = list(_differences("", saved, now))
     if differing:
