@@ -1,0 +1,157 @@
+"""FP8AdamW for parameters that FSDP2 (`fully_shard`) has sharded, and its state for torch.distributed.checkpoint.
+
+Each process steps its own rows: the update is by element, and a block of moments has its scale in the process that has
+its numbers. For that no shard may cut a block. Blocks run over the flattened parameter, and FSDP2 gives N processes
+ceil(R / N) rows of R each, so
+
+    row of K elements, K a multiple of the block size B     every shard ends where a block ends
+    K divides B                                             if ceil(R / N) is a multiple of B / K
+
+What fits neither (`cut_parameters`: small biases and norms) is left whole in every process, `fully_shard`'s
+`ignored_params`; the process that runs the model sums those gradients. So blocks, codes and scales are those of one
+process with the whole parameter, for any N, and a checkpoint of one number of processes is one of any other.
+
+Shapes: parameter [R, ...] with rows of K elements; numbers of blocks, flat in the optimizer, [R, K / B] or [R K / B, 1]
+in a checkpoint: sharded along dim 0, they are cut where the parameter is.
+Source: arXiv 2410.19313, section 3; torch.distributed.fsdp.fully_shard (rows by torch.chunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from coat_core.optim.fp8_adamw import FP8AdamW
+from coat_core.optim.state import MOMENTS, storages
+
+
+def cut_parameters(model: nn.Module, processes: int, block_size: int) -> set[nn.Parameter]:
+    """Return the trained parameters of which a shard would cut a block: `fully_shard`'s `ignored_params`.
+
+    Args:
+        model: not sharded yet.
+        processes: over which its rows are to be divided.
+        block_size: of the optimizer.
+    """
+    trained = (param for param in model.parameters() if param.requires_grad)
+    return {param for param in trained if not _fits(param.shape, processes, block_size)}
+
+
+def _fits(shape: torch.Size, processes: int, block_size: int) -> bool:
+    if not shape:
+        return False
+    width = shape[1:].numel()
+    if width % block_size == 0:
+        return True
+    return block_size % width == 0 and -(-shape[0] // processes) % (block_size // width) == 0
+
+
+class ShardedFP8AdamW(FP8AdamW):
+    """FP8AdamW over what this process holds of parameters sharded by `fully_shard`, and over whole ones.
+
+    Learning rates, `state_dict` and the state are those of the local rows; `checkpoint_state` gives what
+    torch.distributed.checkpoint saves and loads for any number of processes.
+
+    Args:
+        params: name → parameter, after `fully_shard`; names are those of the checkpoint.
+        options: FP8AdamW's.
+
+    Raises:
+        ValueError: a parameter is sharded along another dimension than the first, over several, or cuts a block.
+
+    Numerics: the local rows get the bits that FP8AdamW gives those rows of the whole parameter, given the same gradient
+        and `stochastic_rounding` off, which draws in each process for itself.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], **options: Any) -> None:
+        self._whole = dict(params)
+        self._own = {name: _local(param) for name, param in self._whole.items()}
+        super().__init__([param for param in self._own.values() if param.numel()], **options)
+        for name, param in self._whole.items():
+            _check(name, param, self.fp8_config.block_size)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> float | None:  # type: ignore[override]
+        """Do one optimization step on the rows of every parameter that has a gradient; as FP8AdamW's."""
+        if closure is not None:
+            raise ValueError("closure: is not supported with sharded parameters; compute the loss before the step")
+        for name, param in self._whole.items():
+            self._own[name].grad = None if param.grad is None else _local_values(param.grad)
+        super().step()
+        for own in self._own.values():
+            own.grad = None
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters."""
+        for param in self._whole.values():
+            param.grad = None
+
+    @torch.no_grad()
+    def checkpoint_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state of each parameter by name; loading into these tensors is loading the optimizer.
+
+        Moments have the parameter's shape and sharding; 8-bit ones as uint8, since gloo exchanges no FP8. Their keys
+        say how they are stored: a checkpoint stored in another way has no such key, which is an error of torch's. The
+        numbers of their blocks, as in the module's docstring, are sharded along with them. Made where there is none
+        yet: all zero, as before the first step.
+        """
+        every = [param for param in self._own.values() if param.numel()]
+        if every:
+            self._packed_state(every)
+        return {name: self._named_state(param, self._own[name]) for name, param in self._whole.items()}
+
+    def _named_state(self, param: Tensor, own: Tensor) -> dict[str, Tensor]:
+        state, block = self.state.get(own) or self._empty_state(own), self.fp8_config.block_size
+        stored = storages(self.fp8_config)
+        rows, width = (param.shape[0], param.shape[1:].numel()) if param.ndim else (1, 1)
+        each = 1 if width % block else width // block  # blocks of a row, or one of several rows
+        whole = torch.Size((-(-rows * width // (block * each)), each))
+        found = {"step": state["step"]}
+        for key, value in state.items():
+            if key in MOMENTS:
+                bits = value.view(torch.uint8) if value.itemsize == 1 else value
+                found[f"{key} {stored[key].describe()}"] = _sharded_like(param, bits, param.shape)
+            elif key != "step":
+                found[key] = _sharded_like(param, value.view(-1, each), whole)
+        return found
+
+    def _empty_state(self, own: Tensor) -> dict[str, Tensor]:
+        """What a process without rows holds: nothing, of the dtypes that the others have."""
+        other = next(iter(self.state.values()))
+        sizes = {key: own.shape if key in MOMENTS else (0,) for key in other if key != "step"}
+        empty = {key: torch.empty(size, dtype=other[key].dtype, device=own.device) for key, size in sizes.items()}
+        return {"step": other["step"].clone(), **empty}
+
+
+def _sharded_like(param: Tensor, own: Tensor, shape: torch.Size) -> Tensor:
+    """A tensor of `shape` of which this process has `own`, sharded as the parameter is; `own` where that is whole."""
+    if not isinstance(param, DTensor):
+        return own
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _check(name: str, param: Tensor, block_size: int) -> None:
+    if not isinstance(param, DTensor):
+        return
+    if len(param.placements) != 1 or param.placements[0] != Shard(0):
+        raise ValueError(f"{name} has placements {param.placements}: FP8AdamW takes Shard(0) over one mesh dimension")
+    if not _fits(param.shape, param.device_mesh.size(), block_size):
+        raise ValueError(
+            f"{name} of shape {tuple(param.shape)} over {param.device_mesh.size()} processes: a shard cuts a block of "
+            f"{block_size} moments; pass cut_parameters(...) to fully_shard as ignored_params"
+        )
+
+
+def _local(param: Tensor) -> Tensor:
+    """The rows of this process, in the memory of the parameter."""
+    return _local_values(param).detach().requires_grad_()
+
+
+def _local_values(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

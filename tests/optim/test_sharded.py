@@ -1,0 +1,198 @@
+"""FP8AdamW under FSDP2: real processes (gloo), and what one process can tell without others."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
+from coat_core.linear.module import FP8TrainableLinear
+from coat_core.optim.sharded import ShardedFP8AdamW, cut_parameters
+from tests.helpers.asserts import assert_bitwise
+
+BLOCK, STEPS, MORE = 64, 3, 2
+
+
+class Layer(nn.Module):
+    """A linear trained with FP8 GEMMs, and next to it frozen codes, which FSDP2 gathers as codes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = FP8TrainableLinear.from_linear(nn.Linear(inputs, outputs), FP8LinearConfig())
+        self.norm = nn.LayerNorm(outputs)
+        codes = torch.randn(outputs, outputs).to(torch.float8_e4m3fn).view(torch.uint8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frozen = self.codes.view(torch.float8_e4m3fn).float()
+        return self.norm(self.linear(x)) @ frozen.t() / 16
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(64, 128), Layer(128, 32))
+
+
+def make_optimizer(model: nn.Module) -> ShardedFP8AdamW:
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return ShardedFP8AdamW(named, lr=1e-2, fp8_config=FP8QuantizationConfig(block_size=BLOCK))
+
+
+def loss_of(model: nn.Module, step: int, half: int) -> Tensor:
+    torch.manual_seed(100 * step + half)
+    return model(torch.randn(16, 64)).square().mean()
+
+
+def train_alone(model: nn.Module, optimizer: ShardedFP8AdamW, steps: range, halves: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        for half in range(halves):
+            (loss_of(model, step, half) / halves).backward()
+        optimizer.step()
+
+
+def shard(model: nn.Module) -> set[nn.Parameter]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = cut_parameters(model, mesh.size(), BLOCK)
+    for layer in (*model, model):
+        sharded = fully_shard(layer, mesh=mesh, ignored_params=whole)
+        sharded.set_gradient_divide_factor(1.0)  # a sum, not a mean, which gloo has only with the next line
+        sharded.set_force_sum_reduction_for_comms(True)
+    return whole
+
+
+def train_sharded(model: nn.Module, optimizer: ShardedFP8AdamW, whole: set[nn.Parameter], steps: range) -> None:
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        optimizer.zero_grad()
+        (loss_of(model, step, rank) / processes).backward()
+        for param in (param for param in model.parameters() if param in whole):
+            dist.all_reduce(param.grad)
+        optimizer.step()
+
+
+def checkpoint(model: nn.Module, optimizer: ShardedFP8AdamW) -> dict[str, Any]:
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return {"model": {name: param.detach() for name, param in trained.items()}, "optim": optimizer.checkpoint_state()}
+
+
+def whole_state(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: whole_state(value) for name, value in tree.items()}
+    return tree.full_tensor() if hasattr(tree, "full_tensor") else tree
+
+
+def work(rank: int, processes: int, port: int, folder: Path, resumes: bool) -> None:
+    """One process: train and save, or go on from what others have saved; the first one writes all of it as one."""
+    method = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=processes)
+    model = make_model()
+    whole = shard(model)
+    optimizer = make_optimizer(model)
+    if resumes:
+        dcp.load(state := checkpoint(model, optimizer), checkpoint_id=folder / "saved")
+        found = whole_state(state)
+        if rank == 0:
+            torch.save(found, folder / f"loaded_by_{processes}.pt")
+        train_sharded(model, optimizer, whole, range(STEPS, STEPS + MORE))
+    else:
+        assert {type(param).__name__ for param in (model[0].codes, model[0].linear.weight)} == {"DTensor"}
+        assert sum(param.numel() for param in whole) == 3 * 32
+        train_sharded(model, optimizer, whole, range(STEPS))
+        dcp.save(checkpoint(model, optimizer), checkpoint_id=folder / "saved")
+    final = whole_state(checkpoint(model, optimizer))
+    if rank == 0:
+        torch.save(final, folder / f"end_of_{processes}.pt")
+    dist.destroy_process_group()
+
+
+def run(processes: int, folder: Path, *, resumes: bool = False) -> dict[str, Any]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (processes, port, folder, resumes), nprocs=processes)
+    return torch.load(folder / f"end_of_{processes}.pt")
+
+
+def flat(tree: dict[str, Any], path: str = "") -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
+    return found
+
+
+def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
+    one, other = flat(left), flat(right)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert_bitwise(other[name], value)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, run(2, folder)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_to_the_bit_and_one_resumes_them(two: tuple[Path, dict[str, Any]]) -> None:
+    folder, end = two
+    model = make_model()
+    optimizer = make_optimizer(model)
+    train_alone(model, optimizer, range(STEPS), halves=2)
+    assert_same(end, checkpoint(model, optimizer))
+    assert end["optim"]["0.linear.weight"]["exp_avg e4m3 (block 64, expanded)"].dtype == torch.uint8
+    assert end["optim"]["0.linear.weight"]["exp_avg_scale"].shape == (128, 1)
+    again = make_model()
+    with torch.no_grad():
+        for param in again.parameters():
+            param.zero_() if param.requires_grad else None
+    resumed = make_optimizer(again)
+    dcp.load(state := checkpoint(again, resumed), checkpoint_id=folder / "saved")
+    assert_same(end, state)
+    for trained in ((model, optimizer), (again, resumed)):
+        train_alone(*trained, range(STEPS, STEPS + MORE), halves=2)
+    assert_same(checkpoint(model, optimizer), checkpoint(again, resumed))
+
+
+@pytest.mark.slow
+def test_three_processes_resume_two(two: tuple[Path, dict[str, Any]]) -> None:
+    folder, saved = two
+    end = run(3, folder, resumes=True)
+    assert_same(torch.load(folder / "loaded_by_3.pt"), saved)
+    model = make_model()
+    optimizer = make_optimizer(model)
+    dcp.load(checkpoint(model, optimizer), checkpoint_id=folder / "saved")
+    train_alone(model, optimizer, range(STEPS, STEPS + MORE), halves=3)
+    alone = checkpoint(model, optimizer)
+    for name, value in end["model"].items():
+        torch.testing.assert_close(value, alone["model"][name].detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "processes", "cut"),
+    [
+        ((48, 128), 5, False),
+        ((48, 32), 2, False),
+        ((48, 32), 5, False),
+        ((50, 32), 2, True),
+        ((128,), 2, False),
+        ((96,), 2, True),
+        ((10, 100), 2, True),
+        ((), 2, True),
+    ],
+)
+def test_what_a_shard_would_cut(shape: tuple[int, ...], processes: int, cut: bool) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(shape))
+    module.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    assert bool(cut_parameters(module, processes, BLOCK)) is cut
