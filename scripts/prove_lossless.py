@@ -39,6 +39,7 @@ from coat_flux.study import BF16, Arm, Judgement, Settings, Study, Verdict, open
 from coat_flux.study import judge as judge_gap
 from coat_flux.study.report import TONES
 from coat_flux.study.runs import run_name
+from coat_flux.trainers.standalone.loading import load_transformer
 
 ROOT = Path(__file__).resolve().parents[1]
 COAT: dict[str, Any] = {"memory": {"checkpointing": "every_n", "every_n": 2}}  # all else are the defaults: all is on
@@ -74,6 +75,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="ROW",
         help="instead of COAT: bf16 with the frozen linears of this row of w4a4g4.py",
     )
+    parser.add_argument("--full", action="store_true", help="full fine-tuning in place of LoRAs; see --lr")
     parser.add_argument("--prompts", type=int, default=96, metavar="N", help="pictures drawn with each LoRA")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, one thread each")
     parser.add_argument("--page", type=Path, metavar="FILE", help="such as docs/lossless.html")
@@ -86,9 +88,13 @@ def job_of(options: argparse.Namespace) -> dict[str, Any]:
     coat = {**COAT, "weight": {"format": options.weight}}
     if options.weight == "int8":  # on both sides of a product
         coat["activation"] = {"format": "int8"}
-    return make_job(
+    job = make_job(
         options.model, photos, options.out, steps=options.steps, coat=coat, lr=options.lr, batch=options.batch
     )
+    if options.full:
+        process = job["config"]["process"][0]
+        del process["network"], process["save"]["dtype"], process["model"]["quantize"], process["model"]["qtype"]
+    return job
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
@@ -149,10 +155,12 @@ def score(options: argparse.Namespace, loras: Mapping[str, Path]) -> dict[str, d
     for name, lora in {BASE: None, **loras}.items():
         if name in found:
             continue
-        if lora is not None:
+        if options.full:
+            pipeline.transformer = load_transformer(str(lora or options.model), pipeline.dtype)
+        elif lora is not None:
             pipeline.load_lora_weights(lora.parent, weight_name=lora.name)
         pixels = draw_prompts(pipeline, prompts)
-        if lora is not None:
+        if lora is not None and not options.full:
             pipeline.unload_lora_weights()
         sheet(pixels[:SHOWN], [], SHOWN_COLUMNS, enlarged=1).save(folder / f"{name}.png", optimize=True)
         found[name] = accuracies(right(judge(scorer, pixels), items)) | {"prompts": options.prompts}
@@ -225,8 +233,9 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def setting_of(options: argparse.Namespace) -> str:
     """What was run, in one paragraph."""
+    what = "Full fine-tuning of" if options.full else "LoRA of rank 16 on"
     return (
-        f"LoRA of rank 16 on the mini-FLUX for a garment it has never seen (trigger word {TRIGGER}): "
+        f"{what} the mini-FLUX for a garment it has never seen (trigger word {TRIGGER}): "
         f"{TRAIN_PHOTOS} drawn photos of 64 px, batch {options.batch}, {options.steps} steps, lr {options.lr:g}, "
         f"{options.seeds} seeds; COAT with every part on, every second block recomputed from FP8. Validation: "
         f"{VALIDATION_PHOTOS} photos of other combinations at 8 noise levels each, the same noise for all. Accuracy: "

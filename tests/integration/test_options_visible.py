@@ -1,7 +1,4 @@
-"""Every row of the `coat:` block changes something that can be read from the tensors of a training step.
-
-YAML in, tensors out: the config object is parsed and never looked at again.
-"""
+"""Every row of the `coat:` block changes something in the tensors of a training step: YAML in, tensors out."""
 
 from __future__ import annotations
 
@@ -272,8 +269,9 @@ CASES = [
 SEPARATE = {"weight.cache", "optimizer.stochastic_rounding", "memory.log_memory_stats", "memory.log_every", "fallback"}
 # change no tensor of a step: test_compile.py, test_(speed_pick|attention_pick|transposed_weights|streaming).py
 SPEED = {"speed.compile", "speed.measure", "speed.attention", "memory.transposed_weights", "memory.stream_blocks"}
-# of the run, not of a step: tests/reliability, and of full fine-tuning test_engine_full.py
-RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resume.", "include", "exclude"))}
+# of the run, not of a step: tests/reliability; of full fine-tuning: test_engine_full.py
+FULL = ("include", "exclude", "activation.wgrad_format")
+RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resume.", *FULL))}
 # chosen in a run's second step: test_precision_runs.py, and below
 CHOSEN = {"activation.min_sqnr_db"}
 

@@ -15,6 +15,8 @@ from coat_flux.config.options import Option, OptionError
 # SPEC section 2, written out once more: key -> default.
 SPEC_DEFAULTS = {
     "enabled": True,
+    "include": ("*",),
+    "exclude": (),
     "optimizer.use_fp8": True,
     "optimizer.use_fp8_m1": True,
     "optimizer.use_fp8_m2": True,
@@ -30,6 +32,7 @@ SPEC_DEFAULTS = {
     "activation.use_fp8": True,
     "activation.format": "e4m3",
     "activation.grad_format": "e5m2",
+    "activation.wgrad_format": "bf16",
     "activation.linear_granularity": "per_row",
     "activation.nonlinear_granularity": "per_group",
     "activation.group_size": 128,
@@ -66,6 +69,8 @@ SPEC_DEFAULTS = {
 }
 GOOD = {
     "optimizer.block_size": [16, 48, 128, 4096],
+    "include": [["*.attn.*"], []],
+    "exclude": [["x"], []],
     "activation.include": [["*"], ["transformer_blocks.*.attn.to_q", "single*"], []],
     "activation.exclude": [["x"], []],
     "activation.min_sqnr_db": [None, 20, 27.5],

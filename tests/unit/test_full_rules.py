@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from coat_core.linear.module import FP8TrainableLinear
 from coat_core.optim import FP8AdamW
+from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.lookup import trained_names
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import ConfigError
@@ -68,6 +70,31 @@ def test_what_a_lora_cannot_do_is_refused() -> None:
         JobConfig.from_dict(job(network=True, include=["*"]))
     found = check_job_dict(job({"train.fused_backward": True}, network=True), trainer="ai-toolkit")
     assert any("fused_backward=true: the stand-alone trainer's" in item.line() for item in found)
+
+
+def test_wgrad_format_is_for_trained_weights_with_one_scale_a_row() -> None:
+    parsed = JobConfig.from_dict(job(activation={"wgrad_format": "e4m3"}))
+    assert parsed.coat.linear_config().wgrad_format == "e4m3"
+    with pytest.raises(ConfigError, match=r"wgrad_format='e4m3': is not for int8, nor for linear_granularity: per_gro"):
+        JobConfig.from_dict(job(activation={"wgrad_format": "e4m3", "linear_granularity": "per_group"}))
+    with pytest.raises(ConfigError, match=r"wgrad_format='e5m2': is for full fine-tuning"):
+        JobConfig.from_dict(job(network=True, activation={"wgrad_format": "e5m2"}))
+
+
+def test_codes_of_trained_weights_are_kept_and_forgotten_as_copies_are() -> None:
+    block, x = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), torch.randn(4, 32)
+    for linear in block:
+        FP8TrainableLinear.from_linear(linear)
+    assert transposed_bytes([block]) == 2 * 32 * 64
+    expected = block(x)
+    assert block[0].trained_codes.codes is None
+    set_transposed([block], True)
+    assert torch.equal(block(x), expected)
+    assert block[0].trained_codes.codes is not None
+    set_transposed([block], False)
+    assert [linear.trained_codes.codes for linear in block] == [None, None]
+    block[1].weight.requires_grad_(False)
+    assert transposed_bytes([block]) == 32 * 64
 
 
 def test_patterns_choose_parameters_and_modules() -> None:

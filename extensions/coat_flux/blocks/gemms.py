@@ -2,6 +2,8 @@
 
 `memory.transposed_weights`: a second, transposed copy of FP8 weights, so that dgrad need not make one at each use.
 
+Of trained weights it is their codes, which are cast again at each use where they are not kept until the next update.
+
 Tensor cores of sm_89 and sm_90 multiply by W along its rows only. A copy costs one byte per weight (8.6 GB for
 FLUX.1-dev) and saves a transposition of each weight in each step, a few percent of the time. Recomputing a block costs
 far more, so `auto` keeps copies only where no block recomputes and all of them fit.
@@ -25,6 +27,7 @@ from coat_core.formats import FORMATS, INT8
 from coat_core.kernels.int8_mm import unsupported_reason as int8_obstacle
 from coat_core.linear.function import fp8_gemm_obstacle, input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
+from coat_core.linear.trained import forget_codes
 from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight, wants_transposed
 
 from .lookup import matches
@@ -119,17 +122,31 @@ def in_high_precision(block: nn.Module) -> Iterator[None]:
 
 
 def transposed_bytes(blocks: Iterable[nn.Module]) -> int:
-    """What transposed copies of the blocks' weights take, or would take."""
-    return sum(math.prod(load_weight(module, config).shape) for module, config in _transposable(blocks))
+    """What transposed copies of the blocks' weights take, or would take, and the codes of trained ones."""
+    blocks = list(blocks)
+    copies = sum(math.prod(load_weight(module, config).shape) for module, config in _transposable(blocks))
+    return copies + sum(module.weight.numel() for module in _cast_at_each_use(blocks))
 
 
 def set_transposed(blocks: Iterable[nn.Module], wanted: bool) -> None:
-    """Make or drop the copies."""
+    """Make or drop the copies, and keep or forget codes of trained weights, which their next use makes."""
+    blocks = list(blocks)
+    for linear in _cast_at_each_use(blocks):
+        linear.config = replace(linear.config, cache_weight=wanted)
+        forget_codes(linear)
     for module, config in _transposable(blocks):
         if wanted:
             keep_transposed(module, config)
         else:
             drop_transposed(module)
+
+
+def _cast_at_each_use(blocks: Iterable[nn.Module]) -> Iterator[FP8TrainableLinear]:
+    """Linears whose weight is trained and multiplied in FP8."""
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, FP8TrainableLinear) and module.weight.requires_grad and module.config.use_fp8_gemm:
+                yield module
 
 
 def _transposable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:

@@ -78,6 +78,11 @@ class ActivationOptions:
     grad_format: str = choice(
         ("e5m2", "e4m3", INT8, "bf16"), "format of the backward gradient; with weight.format: int8 the default is int8"
     )
+    wgrad_format: str = choice(
+        ("bf16", *FORMATS),
+        "full fine-tuning: format of the output's gradient in the product that makes a weight's gradient, by the FP8 "
+        "input; bf16: by the input's dequantized values",
+    )
     linear_granularity: str = choice(("per_row", "per_tensor", "per_group"), "scaling of GEMM inputs")
     nonlinear_granularity: str = choice(
         ("per_group", "per_tensor"), "scaling of what norms, GELU, gates and attention save"
@@ -125,7 +130,8 @@ class MemoryOptions:
     )
     transposed_weights: str = choice(
         ("auto", "always", "never"),
-        "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1); auto: if nothing is recomputed and it fits",
+        "a second FP8 copy of the weights for backward (8.6 GB for FLUX.1); in full fine-tuning the codes of trained "
+        "weights, kept from one update to the next; auto: if nothing is recomputed and it fits",
     )
     stream_blocks: int | str = key(
         0,
@@ -311,6 +317,7 @@ class COATConfig:
             grad_format=self.grad_format,
             input_granularity=self.activation.linear_granularity,
             group_size=self.activation.group_size,
+            wgrad_format=self.activation.wgrad_format,
             use_fp8_gemm=self.activation.use_fp8,
             fallback="error" if self.fallback == "error" else "bf16",
         )

@@ -45,6 +45,10 @@ def check_combinations(config: Any, path: str, findings: Findings) -> None:
             rule = "is not for linear_granularity: per_group; write null, or linear_granularity: per_row"
         if rule:
             findings.add(f"{path}.activation.min_sqnr_db", rule, config.activation.min_sqnr_db)
+    wgrad = config.activation.wgrad_format
+    if wgrad != "bf16" and (config.weight.format == INT8 or config.activation.linear_granularity == "per_group"):
+        rule = "is not for int8, nor for linear_granularity: per_group; write bf16, or per_row inputs in e4m3"
+        findings.add(f"{path}.activation.wgrad_format", rule, wgrad)
     for part in config.resume.allow:
         if part not in RESUME_PARTS:
             near = closest(part, RESUME_PARTS)

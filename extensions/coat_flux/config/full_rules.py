@@ -53,6 +53,7 @@ def check_full(entry: Entry) -> None:
         for key in ("coat.include", "coat.exclude"):
             words = "network.network_kwargs.only_if_contains and ignore_if_contains"
             rule(ALONE, key, entry.given(key), f"{text} ({words} choose its layers)")
+        rule(ALONE, "coat.activation.wgrad_format", get("coat.activation.wgrad_format", "bf16") != "bf16", text)
         return
     name = entry.get("name") or entry.name
     text = "is also the name of the final model's folder in the run's folder, which has another of that name; change it"

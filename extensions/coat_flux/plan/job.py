@@ -77,12 +77,13 @@ class JobFacts:
     def given(self) -> Given:
         """What the run's decision on its blocks rests on; the budget is for `predict` to add."""
         train, coat, dropout = self.job.train, self.job.coat, bool(self.job.network.dropout)
-        copied = [
-            linear.weights
+        products = [
+            linear
             for linear in self.model.linears
-            if self.is_stored(linear) and not high_precision_reason(linear.name, coat, self.model.architecture)
+            if linear.is_fp8 and not high_precision_reason(linear.name, coat, self.model.architecture)
         ]
         copies = coat.enabled and coat.weight.use_fp8 and wants_transposed(coat.linear_config())
+        copied = [linear.weights for linear in products if copies or not self.is_stored(linear)]
         return Given(
             self.blocks,
             tokens=self.tokens,
@@ -94,7 +95,7 @@ class JobFacts:
             unfused={i: DROPOUT for i, block in enumerate(self.blocks) if block.ranks} if dropout else {},
             stream_bytes=self._stream_bytes(),
             shadow_bytes=copied_bytes(coat, sum(self.adapter_sizes), self.value_bytes),
-            transposed_bytes=sum(copied) if copies and not self.on_cpu else 0,
+            transposed_bytes=sum(copied) if coat.enabled and not self.on_cpu else 0,
             frees_gradients=train.fused_backward,
         )
 

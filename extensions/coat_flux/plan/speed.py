@@ -80,7 +80,8 @@ def _backward(facts: JobFacts, block: Block, tokens: Tokens, card: Card) -> floa
     _, linear, other = _rates(facts, card)
     sizes = {name: math.prod(block.shape(name)) for name in LINEARS[block.kind] if not modulates(name)}
     own = sum(size for name, size in sizes.items() if f"{name}.weight" in block.trained)
-    gradients = own / sum(sizes.values()) * products(block, tokens) / other
+    rate = linear if facts.job.coat.activation.wgrad_format != "bf16" else other
+    gradients = own / sum(sizes.values()) * products(block, tokens) / rate
     attended = BACKWARD_OF_ATTENTION * attention(block, tokens)
     return gradients + products(block, tokens) / linear + (attended + 2 * _adapters(block, tokens)) / other
 

@@ -20,7 +20,7 @@ from ..watch.guard import DeadRunError
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, broken, judge
 from .report import ARM_BF16, ARM_COAT, Verdict, write_page
 from .runs import BF16, Arm, ArmResult, VerifyError
-from .scoring import score_loras, weight_grams
+from .scoring import model_grams, score_loras, weight_grams
 from .study import Settings, Study, open_study
 
 __all__ = ["verify"]
@@ -105,7 +105,8 @@ def _train_and_judge(study: Study, seeds: int, arm: Arm, log: Callable[[str], No
     in_own = judge(own[ARM_BF16], own[ARM_COAT], where=" with each run in its own precision")
     notes = _notes(study, runs, final)
     worse = max((in_bf16, in_own), key=lambda one: (LOSSLESS, UNDECIDED, NOT_LOSSLESS).index(one.outcome))
-    return Verdict(worse, study, tuple(runs), scores, weight_grams(loras), notes, in_bf16, in_own)
+    grams = model_grams(job.model.name_or_path, loras) if job.full else weight_grams(loras)
+    return Verdict(worse, study, tuple(runs), scores, grams, notes, in_bf16, in_own)
 
 
 def _progress(bar: Any) -> Callable[[int], None]:

@@ -86,6 +86,7 @@ def prepare_job(
         process["datasets"] = [dict(entry) for entry in datasets]
     if not coat["enabled"] and job.train.optimizer in EIGHT_BIT:
         train["optimizer"] = "adamw"
+        train.pop("fused_backward", None)
     if process["model"].get("qtype") == COAT_QTYPE and not (coat["enabled"] and coat["weight"]["use_fp8"]):
         process["model"]["quantize"] = False
     return JobConfig.from_dict(raw, file=f"{job.file} ({name})").raw

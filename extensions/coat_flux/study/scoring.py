@@ -1,5 +1,7 @@
 """The final LoRAs in the bf16 model, which is where other programs load them: their loss, and how alike they are.
 
+Of full fine-tuning, the final models themselves in bf16, and how alike their changes of the weights are.
+
 A cosine means nothing by itself: LoRAs of two bf16 runs that differ in their seed alone are far from parallel. So every
 cosine of a (bf16, COAT) pair is compared with that of two bf16 seeds.
 
@@ -10,6 +12,7 @@ The change of a layer is B · A, N × K numbers, 9 million in a square linear of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +20,16 @@ from statistics import fmean
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config.job import JobConfig
 from ..saves.state import restore_tensors
-from ..trainers.standalone.loading import load_transformer
+from ..trainers.standalone.loading import base_weights, load_transformer
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from ..trainers.standalone.session import TORCH_DTYPES
 from .held_out import HeldOut
 
-__all__ = ["Gram", "Scores", "mean_cosine", "score_loras", "weight_grams"]
+__all__ = ["Gram", "Scores", "mean_cosine", "model_grams", "score_loras", "weight_grams"]
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -76,11 +79,11 @@ def score_loras(
     sigmas: int = 8,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Load each LoRA into one high precision model and run it on the held-out photos.
+    """Load each LoRA into one high precision model, or each model, and run it on the held-out photos.
 
     Args:
         job: of any of the runs: model, dtype, LoRA's rank and targets.
-        loras: run → LoRA file.
+        loras: run → LoRA file; or a model's folder, and then all of them are in memory.
         held_out: the photos.
         device: where to run.
         sigmas: noise levels per photo.
@@ -89,31 +92,16 @@ def score_loras(
     Raises:
         ResumeError: a LoRA does not fit the job's network.
     """
-    dtype, kwargs = TORCH_DTYPES[job.train.dtype], job.network.network_kwargs
-    transformer = load_transformer(job.model.name_or_path, dtype, device=device)
-    targets = lora_targets(
-        transformer,
-        only_if_contains=kwargs.only_if_contains,
-        ignore_if_contains=kwargs.ignore_if_contains,
-        transformer_only=job.network.transformer_only,
-    )
-    add_lora(transformer, targets, job.network.linear, seed=0)
-    transformer.eval()
-
-    files = {name: load_file(path) for name, path in loras.items()}
-    losses: list[list[Tensor]] = [[] for _ in range(len(files) + 1)]
-    outputs = torch.zeros(len(files), len(files), dtype=torch.float64)
+    dtype = TORCH_DTYPES[job.train.dtype]
+    variants = _models(job, loras, dtype, device) if job.full else _with_loras(job, loras, dtype, device)
+    losses: list[list[Tensor]] = [[] for _ in variants]
+    outputs = torch.zeros(len(loras), len(loras), dtype=torch.float64)
     changes = outputs.clone()
     batches = list(held_out.batches(sigmas))
     for done, points in enumerate(batches, 1):
         rows = []
-        for run, (name, tensors) in enumerate([("", None), *files.items()]):
-            if tensors is not None:
-                restore_tensors(lora_parameters(transformer), tensors, name)
-            else:  # without a LoRA: B = 0
-                for key, parameter in lora_parameters(transformer).items():
-                    if ".lora_B." in key:
-                        parameter.zero_()
+        for run, variant in enumerate(variants):
+            transformer = variant()
             velocity, loss = held_out.predictions(transformer, points, dtype=dtype, device=device)
             rows.append(velocity.flatten().double().cpu())
             losses[run].append(loss.double().cpu())
@@ -123,7 +111,57 @@ def score_loras(
         if on_batch is not None:
             on_batch(done, len(batches))
     base, *finals = (torch.cat(parts).mean().item() for parts in losses)
-    return Scores(base, dict(zip(files, finals, strict=True)), Gram(files, outputs), Gram(files, changes))
+    return Scores(base, dict(zip(loras, finals, strict=True)), Gram(loras, outputs), Gram(loras, changes))
+
+
+def _with_loras(
+    job: JobConfig, loras: Mapping[str, Path], dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], nn.Module]]:
+    """What gives the one model without a LoRA, then with each of them."""
+    kwargs = job.network.network_kwargs
+    transformer = load_transformer(job.model.name_or_path, dtype, device=device)
+    targets = lora_targets(
+        transformer,
+        only_if_contains=kwargs.only_if_contains,
+        ignore_if_contains=kwargs.ignore_if_contains,
+        transformer_only=job.network.transformer_only,
+    )
+    add_lora(transformer, targets, job.network.linear, seed=0)
+    transformer.eval()
+    files = {name: load_file(path) for name, path in loras.items()}
+
+    def without() -> nn.Module:
+        for key, parameter in lora_parameters(transformer).items():
+            if ".lora_B." in key:
+                parameter.zero_()
+        return transformer
+
+    def loaded(name: str) -> nn.Module:
+        restore_tensors(lora_parameters(transformer), files[name], name)
+        return transformer
+
+    return [without, *(functools.partial(loaded, name) for name in files)]
+
+
+def _models(
+    job: JobConfig, folders: Mapping[str, Path], dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], nn.Module]]:
+    """What gives the model that all runs started from, then each run's."""
+    places = (job.model.name_or_path, *map(str, folders.values()))
+    models = [load_transformer(place, dtype, device=device) for place in places]
+    return [functools.partial(lambda model: model, model) for model in models]
+
+
+def model_grams(base: str, folders: Mapping[str, Path]) -> dict[str, Gram]:
+    """As `weight_grams`, of whole models that were trained from `base`."""
+    sources = [base_weights(place) for place in (base, *map(str, folders.values()))]
+    grams: dict[str, Gram] = {}
+    for name in (name for name in sources[0].places if name.endswith(".weight")):
+        start, *ends = (source.read(name).double().flatten() for source in sources)
+        rows = torch.stack(ends) - start
+        grams[name.removesuffix(".weight")] = Gram(folders, rows @ rows.T)
+    total = torch.stack([gram.products for gram in grams.values()]).sum(dim=0)
+    return {"": Gram(folders, total), **grams}
 
 
 def weight_grams(loras: Mapping[str, Path]) -> dict[str, Gram]:
