@@ -165,6 +165,7 @@ ARMS = {
     "bitsandbytes": Arm("bf16, bitsandbytes AdamW8bit", imported("bitsandbytes.optim", "AdamW8bit")),
     "torchao": Arm("bf16, torchao AdamWFp8", imported("torchao.optim", "AdamWFp8")),
 }
+COMPARED = ("bf16", "coat", "integer", "bitsandbytes", "torchao")  # unless other ones are asked for
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -326,7 +327,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, 11), metavar="1..10")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=COMPARED)
     parser.add_argument("--steps", type=int, help="other than the size's own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("output/language_model"))
