@@ -67,7 +67,8 @@ def test_what_a_lora_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.fused_backward=true: is for full fine-tuning"):
         JobConfig.from_dict(job({"train.fused_backward": True}, network=True))
     with pytest.raises(ConfigError, match=r"coat\.include=.*only_if_contains and ignore_if_contains choose its layers"):
-        JobConfig.from_dict(job(network=True, include=["*"]))
+        JobConfig.from_dict(job(network=True, include=["*.attn.*"]))
+    assert JobConfig.from_dict(job(network=True, include=["*"], exclude=[])).coat.include == ("*",)
     found = check_job_dict(job({"train.fused_backward": True}, network=True), trainer="ai-toolkit")
     assert any("fused_backward=true: the stand-alone trainer's" in item.line() for item in found)
 

@@ -50,9 +50,9 @@ def check_full(entry: Entry) -> None:
     text = "is for full fine-tuning, and network trains a LoRA; remove it, or network"
     if not is_full(entry.raw):
         rule(ALONE, "train.fused_backward", fused, text)
-        for key in ("coat.include", "coat.exclude"):
+        for key, default in (("coat.include", ["*"]), ("coat.exclude", [])):
             words = "network.network_kwargs.only_if_contains and ignore_if_contains"
-            rule(ALONE, key, entry.given(key), f"{text} ({words} choose its layers)")
+            rule(ALONE, key, list(get(key, default)) != default, f"{text} ({words} choose its layers)")
         rule(ALONE, "coat.activation.wgrad_format", get("coat.activation.wgrad_format", "bf16") != "bf16", text)
         return
     name = entry.get("name") or entry.name
