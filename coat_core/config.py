@@ -11,6 +11,7 @@ from coat_core.granularity import NAMES as GRANULARITIES
 INPUT_FORMATS = (*FORMATS, INT8.name)
 GRAD_FORMATS = (*INPUT_FORMATS, "bf16")
 FALLBACKS = ("bf16", "error")
+MOMENT_ROUNDINGS = ("nearest", "stochastic")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -70,6 +71,8 @@ class FP8QuantizationConfig:
         use_dynamic_range_expansion: apply f(x) = sign(x)·abs(x/center)^k per block before the cast to e4m3 or e5m2;
             of no effect on a moment in int8_ratio or uint8_log, whose grids lie between the ends of the block anyway.
         stochastic_rounding: write bf16/fp16 parameters back with stochastic rounding.
+        moment_rounding: "nearest", or "stochastic": exp_avg_sq goes to one of its two neighbouring codes at random, so
+            that it does not drift (`coat_core.rounding`).
         expansion: the constants of the expansion.
 
     Raises:
@@ -83,6 +86,7 @@ class FP8QuantizationConfig:
     block_size: int = 128
     use_dynamic_range_expansion: bool = True
     stochastic_rounding: bool = False
+    moment_rounding: str = "nearest"
     expansion: ExpansionConfig = ExpansionConfig()
 
     def __post_init__(self) -> None:
@@ -90,6 +94,7 @@ class FP8QuantizationConfig:
             _check_bool(name, getattr(self, name))
         _check_choice("m1_format", self.m1_format, tuple(M1_FORMATS))
         _check_choice("m2_format", self.m2_format, tuple(M2_FORMATS))
+        _check_choice("moment_rounding", self.moment_rounding, MOMENT_ROUNDINGS)
         size = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size % 16 or not 16 <= size <= 4096:
             raise ValueError(f"block_size={size!r}: must be a multiple of 16 from 16 to 4096")

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from coat_core.config import ExpansionConfig
 from coat_core.formats import Format
-from coat_core.quantize import finite_abs, saturating_cast, scale_from_amax
+from coat_core.quantize import finite_abs, neighbours, saturating_cast, scale_from_amax
+from coat_core.rounding import between
 
 # The smallest exponent. fp32 magnitudes span 2^-149 … 2^128; (2^277)^(1/16) = 2^17.3 is inside e4m3's 2^17.8.
 EXPONENT_MIN = 1.0 / 16.0
@@ -91,8 +92,16 @@ def clamp_infinities(blocks: Tensor, without_finite: float) -> Tensor:
     return blocks.clamp(-limit, limit)
 
 
-def quantize_blocks(blocks: Tensor, fmt: Format, expansion: ExpansionConfig | None) -> QuantizedBlocks:
+def quantize_blocks(
+    blocks: Tensor, fmt: Format, expansion: ExpansionConfig | None, uniform: Tensor | None = None
+) -> QuantizedBlocks:
     """Quantize each row of fp32 [n, B] with one scale, expanding its range first when `expansion` is given.
+
+    Args:
+        blocks: values; of 0 or more where they are rounded at random.
+        fmt: of the codes.
+        expansion: constants of the expansion, or None without it.
+        uniform: fp32 [n, B], what decides between neighbouring codes (`coat_core.rounding`); None rounds to nearest.
 
     Returns:
         QuantizedBlocks; scale = amax of the (expanded) row / fmt.max.
@@ -100,12 +109,17 @@ def quantize_blocks(blocks: Tensor, fmt: Format, expansion: ExpansionConfig | No
     Numerics: with expansion no nonzero element gets a zero code.
     """
     center = exponent = None
-    blocks = clamp_infinities(blocks, fmt.max)
+    blocks = expanded = clamp_infinities(blocks, fmt.max)
     if expansion is not None:
         center, exponent = expansion_parameters(blocks, fmt, expansion)
-        blocks = expand(blocks, center, exponent)
-    scale = scale_from_amax(finite_abs(blocks).amax(dim=-1, keepdim=True), fmt)
-    return QuantizedBlocks(saturating_cast(blocks / scale, fmt), scale, center, exponent)
+        expanded = expand(blocks, center, exponent)
+    scale = scale_from_amax(finite_abs(expanded).amax(dim=-1, keepdim=True), fmt)
+    codes = expanded / scale
+    if uniform is not None:
+        pair = neighbours(codes, fmt)
+        lower, upper = (dequantize_blocks(QuantizedBlocks(code, scale, center, exponent)) for code in pair)
+        codes = torch.where(between(blocks, lower, upper, uniform), pair[1], pair[0])
+    return QuantizedBlocks(saturating_cast(codes, fmt), scale, center, exponent)
 
 
 def dequantize_blocks(stored: QuantizedBlocks) -> Tensor:

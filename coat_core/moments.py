@@ -35,6 +35,7 @@ from torch import Tensor
 from coat_core.expansion import FP32_MAX, FP32_SMALLEST_NORMAL, QuantizedBlocks, clamp_infinities
 from coat_core.formats import INT8_RATIO, UINT8_LOG
 from coat_core.quantize import finite_abs
+from coat_core.rounding import between
 
 RATIO_MAX, RATIO_NAN = 127, -128
 LOG_MAX, LOG_NAN = 254, 255
@@ -61,8 +62,12 @@ def dequantize_ratio(codes: Tensor, scale: Tensor) -> Tensor:
     return torch.where(codes == RATIO_NAN, torch.nan, codes.to(torch.float32) * scale)
 
 
-def quantize_log(blocks: Tensor) -> QuantizedBlocks:
+def quantize_log(blocks: Tensor, uniform: Tensor | None = None) -> QuantizedBlocks:
     """Quantize each row of fp32 [n, B], values of 0 or more, to uint8 with codes evenly spaced in the logarithm.
+
+    Args:
+        blocks: values of 0 or more.
+        uniform: fp32 [n, B], what decides between neighbouring codes (`coat_core.rounding`); None rounds to nearest.
 
     Returns:
         QuantizedBlocks; scale is the largest value, exponent the step of log2 from code to code; 1 and 0 in a row of
@@ -79,7 +84,12 @@ def quantize_log(blocks: Tensor) -> QuantizedBlocks:
     high_log2 = torch.log2(high)
     exponent = (high_log2 - torch.log2(low)) / (LOG_MAX - 1)
     below = (high_log2 - torch.log2(torch.where(positive, blocks, high))) / torch.where(exponent > 0, exponent, 1.0)
-    codes = (LOG_MAX - torch.round(below)).clamp(1, LOG_MAX)
+    if uniform is None:
+        codes = (LOG_MAX - torch.round(below)).clamp(1, LOG_MAX)
+    else:
+        pair = [(LOG_MAX - torch.ceil(below) + more).clamp(1, LOG_MAX) for more in (0, 1)]
+        lower, upper = (dequantize_log(code, high, exponent) for code in pair)
+        codes = torch.where(between(blocks, lower, upper, uniform), pair[1], pair[0])
     codes = torch.where(blocks.isnan(), LOG_NAN, torch.where(positive, codes, 0))
     return QuantizedBlocks(codes.to(torch.uint8), high, exponent=exponent)
 
@@ -96,12 +106,13 @@ class Codec(NamedTuple):
     """How blocks get into one integer format and out of it.
 
     Attributes:
-        encode: fp32 [n, B] → QuantizedBlocks.
+        encode: fp32 [n, B] → QuantizedBlocks; of a format of exp_avg_sq, then what decides between neighbouring codes
+            (`coat_core.rounding.uniform`), where they are rounded at random.
         decode: codes [n, B] and the format's numbers [n, 1], in their order → fp32 [n, B]. A new state has zero codes
             and numbers of 1, which must give 0.
     """
 
-    encode: Callable[[Tensor], QuantizedBlocks]
+    encode: Callable[..., QuantizedBlocks]
     decode: Callable[..., Tensor]
 
 

@@ -57,6 +57,19 @@ def saturating_cast(x: Tensor, fmt: Format) -> Tensor:
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
+def neighbours(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Return the largest code that is not above x and the one after it, as fp32 of one shape; fmt.max has no next.
+
+    Args:
+        x: fp32, 0 or more; NaN gives NaN.
+        fmt: of the codes.
+    """
+    exponent = x.clamp(min=fmt.smallest_normal).view(torch.int32) & 0x7F800000
+    spacing = (exponent - (fmt.mantissa_bits << 23)).view(torch.float32)
+    lower = torch.floor(x / spacing) * spacing
+    return lower.clamp(max=fmt.max), (lower + spacing).clamp(max=fmt.max)
+
+
 def stochastic_cast(x: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
     """Round fp32 up or down to bf16 or fp16 at random so that the mean is x.
 

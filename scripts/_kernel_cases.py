@@ -345,6 +345,7 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
         *,
         stochastic: bool = False,
         table: bool = False,
+        draws: bool = False,
     ) -> Callable[[], Any]:
         size, fp32 = 16 * HIDDEN, torch.float32
         n = -(-size // block)
@@ -355,7 +356,8 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
         tensors = [_empty(size, dtype=dtype)] * 2
         hyper = [0.1, 0.999, 0.001, 1e-8, 0.99, 0.1, 0.3]
         rows = _empty(2, 3, dtype=fp32) if table else None
-        how = ([0, n], hyper, rows, [4 / 7, 0.0, 256.0], False, stochastic)
+        drawn = _empty(2, 2, dtype=torch.int32) if draws else None
+        how = ([0, n], hyper, rows, drawn, [4 / 7, 0.0, 256.0], False, stochastic)
         return partial(fp8_adamw_step, tensors, tensors, *moments[0], *moments[1], *how)
 
     e4m3, e5m2, fp32, bf16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
@@ -370,6 +372,10 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
         ),
         "adamw int8_ratio e4m3": case(fp32, (torch.int8, e4m3), (1, 3), 128),
         "adamw e4m3 uint8_log": case(fp32, (e4m3, torch.uint8), (3, 2), 128),
+        "adamw e4m3, v drawn": case(fp32, e4m3, 3, 128, draws=True),
+        "adamw bf16 e5m2, v drawn on the device": case(bf16, e5m2, 3, 4096, table=True, draws=True),
+        "adamw plain, v drawn": case(fp32, e4m3, 1, 16, draws=True),
+        "adamw integers, v drawn": case(fp32, (torch.int8, torch.uint8), (1, 2), 128, draws=True),
         "adamw unquantized": case(fp32, fp32, 0, 128),
     }
 

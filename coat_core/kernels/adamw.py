@@ -7,7 +7,8 @@ The paper's Algorithm 1 (decoupled weight decay) with t the step counted from 1,
     v   ← β2·v + (1 − β2)·g²
     w   ← w − lr/(1 − β1^t) · m / ( sqrt(v)/sqrt(1 − β2^t) + ε )
 
-with m and v dequantized before and quantized after. The moments of all tensors are in one packed buffer each: tensor i
+with m and v dequantized before and quantized after, v between its neighbouring codes at random where the call has draws
+(`coat_core.rounding`). The moments of all tensors are in one packed buffer each: tensor i
 has its blocks from row first_blocks[i] on, the last one padded with zeros (`packing`). So the operator takes two lists,
 parameters and gradients; lists for the moments and their numbers per block as well would cost the dispatcher 4.3 ms a
 step for 1000 tensors instead of 0.7 (measured on a CPU core).
@@ -35,6 +36,7 @@ from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.packing import Chunk, chunk_elements, chunks
 from coat_core.moments import CODECS, update_ratio
 from coat_core.quantize import stochastic_cast
+from coat_core.rounding import uniform
 
 
 class Hyper(NamedTuple):
@@ -128,13 +130,19 @@ def read_moments(exp_avg: Moment, exp_avg_sq: Moment, rows: slice) -> tuple[Tens
 
 
 def write_moments(
-    exp_avg: Moment, exp_avg_sq: Moment, rows: slice, m: Tensor, v: Tensor, expansion: ExpansionConfig
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    rows: slice,
+    m: Tensor,
+    v: Tensor,
+    expansion: ExpansionConfig,
+    uniform: Tensor | None = None,
 ) -> None:
-    """Inverse of `read_moments`, in place."""
+    """Inverse of `read_moments`, in place; v rounded by `coat_core.rounding.uniform` where that is given."""
     if exp_avg.codes.dtype == INT8_RATIO.dtype:
         m = update_ratio(m, v)
     _write(exp_avg, rows, m, expansion)
-    _write(exp_avg_sq, rows, v, expansion)
+    _write(exp_avg_sq, rows, v, expansion, uniform)
 
 
 def _read(moment: Moment, rows: slice) -> Tensor:
@@ -147,15 +155,17 @@ def _read(moment: Moment, rows: slice) -> Tensor:
     return dequantize_blocks(QuantizedBlocks(codes, scale, center, exponent))
 
 
-def _write(moment: Moment, rows: slice, values: Tensor, expansion: ExpansionConfig) -> None:
+def _write(
+    moment: Moment, rows: slice, values: Tensor, expansion: ExpansionConfig, uniform: Tensor | None = None
+) -> None:
     dtype, numbers = moment.codes.dtype, moment.numbers
     if not len(numbers):
         moment.codes[rows] = values
         return
     if dtype in CODECS:
-        stored = CODECS[dtype].encode(values)
+        stored = CODECS[dtype].encode(values, *(() if uniform is None else (uniform,)))
     else:
-        stored = quantize_blocks(values, format_of(dtype), expansion if len(numbers) == 3 else None)
+        stored = quantize_blocks(values, format_of(dtype), expansion if len(numbers) == 3 else None, uniform)
     moment.codes[rows] = stored.codes
     found = (number for number in (stored.scale, stored.exponent, stored.center) if number is not None)
     for row, number in zip(numbers, found, strict=True):
@@ -176,6 +186,7 @@ def _fp8_adamw_step(
     first_blocks: list[int],
     hyper: list[float],
     table: Tensor | None,
+    draws: Tensor | None,
     expansion: list[float],
     maximize: bool,
     stochastic_rounding: bool,
@@ -195,7 +206,8 @@ def _fp8_adamw_step(
         rows_table = None if table is None else _per_block(table, chunk)
         before = None if rows_table is None else _copies(moments, chunk.rows, param)
         adamw_update_(param, -grad if maximize else grad, m, v, Hyper(*hyper), rows_table)
-        write_moments(*moments, chunk.rows, m, v, ExpansionConfig(*expansion))
+        rounding = None if draws is None else _uniform(draws, chunk)
+        write_moments(*moments, chunk.rows, m, v, ExpansionConfig(*expansion), rounding)
         if stochastic_rounding and params[0].dtype != torch.float32:
             param = stochastic_cast(param, params[0].dtype)
         if before is not None and rows_table is not None:
@@ -234,6 +246,7 @@ def _(
     first_blocks: list[int],
     hyper: list[float],
     table: Tensor | None,
+    draws: Tensor | None,
     expansion: list[float],
     maximize: bool,
     stochastic_rounding: bool,
@@ -259,6 +272,15 @@ def _per_block(table: Tensor, chunk: Chunk) -> Tensor:
     )
 
 
+def _uniform(draws: Tensor, chunk: Chunk) -> Tensor:
+    """The numbers from 0 to 1 of a chunk's elements; elements are counted from the start of their parameter."""
+    starts = [
+        torch.arange(blocks, dtype=torch.int32, device=draws.device) * chunk.layout.shape[1] + start
+        for (_, start, _), blocks in zip(chunk.pieces, chunk.layout.blocks, strict=True)
+    ]
+    return uniform(_per_block(draws, chunk), torch.cat(starts), chunk.layout.shape[1])
+
+
 def fp8_adamw_step(
     params: list[Tensor],
     grads: list[Tensor],
@@ -268,6 +290,7 @@ def fp8_adamw_step(
     hyper: Hyper,
     *,
     table: Tensor | None = None,
+    draws: Tensor | None = None,
     expansion: ExpansionConfig,
     maximize: bool = False,
     stochastic_rounding: bool = False,
@@ -285,6 +308,8 @@ def fp8_adamw_step(
         hyper: the scalars of this step.
         table: fp32 [n, 3], one row of `hyper_table` for each parameter, in place of the last three of `hyper`. A row of
             NaN leaves its parameter and moments as they are.
+        draws: int32 [n, 2], stream (`coat_core.rounding.streams`) and step of each parameter: exp_avg_sq in 8 bits is
+            rounded at random by them. None rounds it to nearest, as exp_avg always is.
         expansion: constants of the expansion, for moments stored with it.
         maximize: ascend instead of descend.
         stochastic_rounding: round bf16 and fp16 parameters stochastically.
@@ -295,12 +320,12 @@ def fp8_adamw_step(
     Numerics: one step from the same state. Without expansion the kernel has the reference's codes and scales to the
         bit, and parameters within 1 ulp of the update (torch's own sqrt on a CPU is not correctly rounded). With it,
         and in int8_ratio and uint8_log, powers and logarithms are the GPU's own: at most 10 of 10,000 codes are one
-        code off (measured 0.2), all others equal.
+        code off (measured 0.2), all others equal. What is drawn has the same bits everywhere.
     Source: arXiv 2410.19313, section 3.
     """
     _check_sizes(params, grads, exp_avg.codes, first_blocks)
     _fp8_adamw_step(
-        params, grads, *exp_avg, *exp_avg_sq, first_blocks, list(hyper), table,
+        params, grads, *exp_avg, *exp_avg_sq, first_blocks, list(hyper), table, draws,
         [expansion.range_fraction, expansion.exponent_step, expansion.exponent_max], maximize, stochastic_rounding,
     )  # fmt: skip
 

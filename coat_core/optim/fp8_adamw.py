@@ -20,7 +20,7 @@ from torch import Tensor
 from coat_core.config import FP8QuantizationConfig
 from coat_core.kernels.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
 from coat_core.optim.loading import TORCH_ONLY_OPTIONS, adopt_group, check_groups, restored_states
-from coat_core.optim.packing import Batch, PackedState
+from coat_core.optim.packing import Batch, Numbering, PackedState
 from coat_core.optim.state import State, storages
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ def _check_hyper(group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0.0:
             raise ValueError(f"{name}={group[name]!r}: must be 0 or more")
+    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int) or group["seed"] < 0:
+        raise ValueError(f"seed={group['seed']!r}: must be a whole number, 0 or more")
     if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
         raise ValueError(f"betas={group['betas']!r}: must be two numbers from 0 to below 1")
 
@@ -81,6 +83,8 @@ class FP8AdamW(torch.optim.Optimizer):
         capturable: keep the step counters on the parameters' device, so that a step captured in a CUDA graph counts on
             when it is replayed. A lr that changes between replays is a tensor on the device. The same for all groups;
             a state file does not change it.
+        seed: of the draws that round exp_avg_sq (`moment_rounding: stochastic`). It is in the groups and so in the
+            state file, and with it and the step counters a resumed run draws the same. The same for all groups.
         fp8_config: how the moments are stored; None is `FP8QuantizationConfig()`.
         torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
 
@@ -110,6 +114,7 @@ class FP8AdamW(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         capturable: bool = False,
+        seed: int = 0,
         fp8_config: FP8QuantizationConfig | None = None,
         **torch_options: Any,
     ) -> None:
@@ -122,6 +127,7 @@ class FP8AdamW(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "capturable": capturable,
+            "seed": seed,
             "fp8": asdict(self.fp8_config),
         }
         self._packed: PackedState | None = None
@@ -137,7 +143,7 @@ class FP8AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: see the class; the group is not added.
         """
-        for key, argument in (("fp8", "fp8_config"), ("capturable", "capturable")):
+        for key, argument in (("fp8", "fp8_config"), ("capturable", "capturable"), ("seed", "seed")):
             if param_group.get(key, self.defaults[key]) != self.defaults[key]:
                 raise ValueError(
                     f"param group has its own {key!r}: it is the same for all groups; pass {argument} instead"
@@ -230,8 +236,15 @@ class FP8AdamW(torch.optim.Optimizer):
                     "first step inside a CUDA graph: do a step before the capture, which makes the state"
                 )
         if self._packed is None or not known:
-            self._packed = PackedState(self.state, params, storages(self.fp8_config), self.defaults["capturable"])
+            stored, capturable = storages(self.fp8_config), self.defaults["capturable"]
+            self._packed = PackedState(self.state, params, stored, capturable, self._numbering())
         return self._packed
+
+    def _numbering(self) -> Numbering | None:
+        if self.fp8_config.moment_rounding == "nearest":
+            return None
+        params = [param for group in self.param_groups for param in group["params"]]
+        return Numbering(self.param_groups[0]["seed"], {id(param): number for number, param in enumerate(params)})
 
     def _check_gradients(self) -> None:
         for group_index, group in enumerate(self.param_groups):
@@ -252,6 +265,7 @@ class FP8AdamW(torch.optim.Optimizer):
             [batch.packed.first_blocks[index] for index in batch.indices],
             hyper,
             table=table,
+            draws=batch.draws(),
             expansion=self.fp8_config.expansion,
             maximize=group["maximize"],
             stochastic_rounding=self.fp8_config.stochastic_rounding,

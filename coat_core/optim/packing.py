@@ -6,6 +6,7 @@ are. Files do not change: `state_dict` has the same tensors per parameter, and t
     codes of a moment    [n_blocks, B]        parameter 0 from block 0 on, the next one in the block after its last
     numbers of a moment  fp32 [S, n_blocks]   scale, exponent, center
     steps                fp32 [n_params]
+    streams              int32 [n_params]     with exp_avg_sq rounded at random: of its draws; in no file
 """
 
 from __future__ import annotations
@@ -20,6 +21,24 @@ from torch import Tensor
 
 from coat_core.kernels.packing import n_blocks
 from coat_core.optim.state import State, Storage, empty_moment, moment_views
+from coat_core.rounding import streams
+
+
+class Numbering(NamedTuple):
+    """From where draws are taken that depend on no other parameter.
+
+    Attributes:
+        seed: of all.
+        numbers: id of a parameter → its number in the optimizer's groups.
+    """
+
+    seed: int
+    numbers: dict[int, int]
+
+    def streams(self, params: list[Tensor]) -> Tensor:
+        """Return int32 [n] on the device of these parameters; nothing is uploaded, so nothing waits."""
+        every = streams(self.seed, len(self.numbers), params[0].device).unbind()
+        return torch.stack([every[self.numbers.get(id(param), 0)] for param in params])  # one in no group has no step
 
 
 class DeviceState:
@@ -29,15 +48,23 @@ class DeviceState:
         params: the parameters.
         moments: how each moment is stored.
         steps_on_device: whether the step counters are on the device and not on the CPU.
+        numbering: which number each parameter has among all, for its stream; None without streams.
 
     Attributes:
         moments: packed codes and numbers, zero codes and ones at first.
         steps: fp32 [n_params], zeros at first.
+        streams: int32 [n_params], or None (`coat_core.rounding`).
         views: the state of each parameter, as views.
         first_blocks: where each parameter's blocks start.
     """
 
-    def __init__(self, params: list[Tensor], moments: dict[str, Storage], steps_on_device: bool) -> None:
+    def __init__(
+        self,
+        params: list[Tensor],
+        moments: dict[str, Storage],
+        steps_on_device: bool,
+        numbering: Numbering | None = None,
+    ) -> None:
         device, block_size = params[0].device, next(iter(moments.values())).block_size
         self.first_blocks = []
         blocks = 0
@@ -46,6 +73,7 @@ class DeviceState:
             blocks += n_blocks(param.numel(), block_size)
         self.moments = {name: empty_moment(blocks, storage, device) for name, storage in moments.items()}
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device if steps_on_device else "cpu")
+        self.streams = None if numbering is None else numbering.streams(params)
         self.views: list[State] = []
         for step, param, first in zip(self.steps.unbind(), params, self.first_blocks, strict=True):
             state: State = {"step": step}
@@ -75,10 +103,19 @@ class Batch(NamedTuple):
         """Return the step numbers as fp32 [n] on the parameters' device, without reading any."""
         if self.step is not None:
             return torch.full((len(self.params),), self.step, device=self.params[0].device)
-        first, steps = self.indices[0], self.packed.steps
+        return self._chosen(self.packed.steps)
+
+    def draws(self) -> Tensor | None:
+        """Return stream and step of each parameter, int32 [n, 2], without reading any; None without streams."""
+        if self.packed.streams is None:
+            return None
+        return torch.stack((self._chosen(self.packed.streams), self.steps().to(torch.int32)), dim=-1)
+
+    def _chosen(self, numbers: Tensor) -> Tensor:
+        first = self.indices[0]
         if self.indices == list(range(first, first + len(self.indices))):
-            return steps[first:][: len(self.indices)]
-        return torch.stack([steps[index] for index in self.indices])
+            return numbers[first:][: len(self.indices)]
+        return torch.stack([numbers[index] for index in self.indices])
 
 
 class PackedState:
@@ -89,6 +126,7 @@ class PackedState:
         new: parameters that get a state now.
         moments: how each moment is stored.
         steps_on_device: whether the step counters are on the parameters' device and not on the CPU.
+        numbering: for draws, or None without any.
 
     Attributes:
         devices: the packed state on each device.
@@ -100,6 +138,7 @@ class PackedState:
         new: Iterable[Tensor],
         moments: dict[str, Storage],
         steps_on_device: bool,
+        numbering: Numbering | None = None,
     ) -> None:
         self._steps_on_device = steps_on_device
         added = {id(param) for param in new if not state.setdefault(param, {})}
@@ -110,7 +149,7 @@ class PackedState:
         self._indices: dict[int, int] = {}
         for device in dict.fromkeys(self._devices):
             here = [i for i, other in enumerate(self._devices) if other == device]
-            packed = DeviceState([self._params[i] for i in here], moments, steps_on_device)
+            packed = DeviceState([self._params[i] for i in here], moments, steps_on_device, numbering)
             self.devices[device] = packed
             for index, (i, views) in enumerate(zip(here, packed.views, strict=True)):
                 self._indices[id(self._params[i])] = index

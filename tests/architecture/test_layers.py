@@ -17,6 +17,7 @@ ORDER = (
     "coat_core.config",
     "coat_core.metrics",
     "coat_core.quantize",
+    "coat_core.rounding",
     "coat_core.int8",
     "coat_core.nvfp4",
     "coat_core.expansion",

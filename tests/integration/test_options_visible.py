@@ -266,14 +266,14 @@ CASES = [
     Case("memory.budget_gb", "memory: {budget_gb: 0.001}", block_runs, 8),
     Case("memory.budget_gb", "memory: {budget_gb: 1000.0}", block_runs, 4),
 ]
-SEPARATE = {"weight.cache", "optimizer.stochastic_rounding", "memory.log_memory_stats", "memory.log_every", "fallback"}
+ROUNDING = {"optimizer.stochastic_rounding", "optimizer.moment_rounding"}  # below, and tests/optim
+SEPARATE = {"weight.cache", *ROUNDING, "memory.log_memory_stats", "memory.log_every", "fallback"}
 # change no tensor of a step: test_compile.py, test_(speed_pick|attention_pick|transposed_weights|streaming).py
 SPEED = {"speed.compile", "speed.measure", "speed.attention", "memory.transposed_weights", "memory.stream_blocks"}
 # of the run, not of a step: tests/reliability; of full fine-tuning: test_engine_full.py
 FULL = ("include", "exclude", "activation.wgrad_format")
 RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resume.", *FULL))}
-# chosen in a run's second step: test_precision_runs.py, and below
-CHOSEN = {"activation.min_sqnr_db"}
+CHOSEN = {"activation.min_sqnr_db"}  # in a run's second step: test_precision_runs.py, and below
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key}: {case.probe.__name__} of {case.yaml}")

@@ -133,7 +133,9 @@ def assert_same_step(ours: Problem, theirs: Problem, before: list[Tensor]) -> No
             assert_near(mine, other, finite_abs(other.float() - start.float()).amax())
 
 
-def run_both(device: torch.device, steps: int = 4, spoil: Any = None, **options: Any) -> tuple[Problem, Problem]:
+def run_both(
+    device: torch.device, steps: int = 4, spoil: Any = None, drawn: bool = False, **options: Any
+) -> tuple[Problem, Problem]:
     """Steps of the reference on a CPU; before each, the kernel's problem gets its state."""
     call = {k: options.pop(k) for k in ("expansion", "maximize", "betas") if k in options}
     ours, theirs = Problem(device, **options), Problem(torch.device("cpu"), **options)
@@ -143,8 +145,10 @@ def run_both(device: torch.device, steps: int = 4, spoil: Any = None, **options:
         if spoil is not None and step == steps:
             spoil(grads)
         before = [param.clone() for param in theirs.params]
-        theirs.step(step, grads, reference, **call)
-        ours.step(step, [grad.to(device) for grad in grads], kernel, **call)
+        for problem, body in ((theirs, reference), (ours, kernel)):
+            draws = torch.tensor([[number * 977, step] for number in range(len(grads))], dtype=torch.int32)
+            call["draws"] = draws.to(problem.params[0].device) if drawn else None
+            problem.step(step, [grad.to(problem.params[0].device) for grad in grads], body, **call)
         assert_same_step(ours, theirs, before)
     return ours, theirs
 
@@ -214,8 +218,8 @@ def test_without_expansion_moments_have_the_references_bits_on_a_cpu(device: str
     """In blocks of 128, where torch's vector loops have no rest; on a GPU torch itself rounds otherwise."""
     if triton_version() < (3, 9):
         pytest.skip(f"Triton {triton_version()}'s interpreter rounds an fma twice; 3.9 and up once")
-    for formats in [("e4m3", "e5m2"), (None, None)]:
-        ours, theirs = run_both(torch.device(device), formats=formats, expanded=False)
+    for formats, drawn in [(("e4m3", "e5m2"), False), (("e5m2", "e4m3"), True), ((None, None), False)]:
+        ours, theirs = run_both(torch.device(device), formats=formats, expanded=False, drawn=drawn)
         for mine, other in zip(ours.moments, theirs.moments, strict=True):
             assert torch.equal(bits(mine.codes), bits(other.codes))
             assert_bitwise(mine.numbers, other.numbers)
@@ -240,7 +244,11 @@ def _zeros_and_extremes(grads: list[Tensor]) -> None:
 )
 @pytest.mark.parametrize("spoil", [_nan_and_inf, _zeros_and_extremes])
 def test_kernel_on_special_gradients(spoil: Any, stored: dict[str, Any], steps: int, device: torch.device) -> None:
-    ours, theirs = run_both(device, steps=steps, spoil=spoil, **stored)
+    assert_special(device, spoil, steps=steps, **stored)
+
+
+def assert_special(device: torch.device, spoil: Any, steps: int, **stored: Any) -> None:
+    ours, theirs = run_both(device, steps, spoil, **stored)
     for mine, other in zip(values_of(ours), values_of(theirs), strict=True):
         assert torch.equal(mine.isnan().cpu(), other.isnan())
         assert torch.equal((mine == 0).cpu(), other == 0)
@@ -369,6 +377,7 @@ def test_operator_passes_opcheck_and_changes_what_it_says() -> None:
             problem.first_blocks,
             hyper,
             None,
+            torch.zeros((2, 2), dtype=torch.int32),
             [0.5, 0.0, 256.0],
             False,
             True,

@@ -79,11 +79,38 @@ def test_use_fp8_false_is_torch_adamw_to_the_last_bit() -> None:
             {"m1_format": "int8_ratio", "stochastic_rounding": True},
             "exp_avg int8_ratio (block 128), exp_avg_sq e4m3 (block 128, expanded), stochastic rounding",
         ),
+        (
+            {"m2_format": "uint8_log", "moment_rounding": "stochastic"},
+            "exp_avg e4m3 (block 128, expanded), exp_avg_sq uint8_log (block 128), exp_avg_sq rounded stochastically",
+        ),
+        (
+            {"use_fp8_m2": False, "moment_rounding": "stochastic"},
+            "exp_avg e4m3 (block 128, expanded), exp_avg_sq fp32",
+        ),
     ],
 )
 def test_the_start_line_says_how_each_moment_is_stored(optimizer: dict, stored: str) -> None:
     built = build_optimizer([Parameter(torch.ones(200))], 1e-3, COATConfig.from_dict({"optimizer": optimizer}))
     assert describe_optimizer(built) == f"FP8AdamW over 200 parameters, {stored}"
+
+
+@pytest.mark.parametrize("where", ["block", "optimizer_params"])
+def test_moment_rounding_comes_from_the_config_and_draws_from_the_seed(where: str) -> None:
+    given = {"moment_rounding": "stochastic"}
+    config = COATConfig.from_dict({"optimizer": given} if where == "block" else {})
+    found = []
+    for seed in (3, 4):
+        params = make_params([(64, 64)])
+        optimizer = build_optimizer(params, 1e-3, config, given if where == "optimizer_params" else None, seed=seed)
+        run(optimizer, params, range(2))
+        found.append(optimizer.state_dict())
+    (first, second), groups = [made["state"][0] for made in found], [made["param_groups"][0] for made in found]
+    assert [(group["seed"], group["fp8"]["moment_rounding"]) for group in groups] == [
+        (3, "stochastic"),
+        (4, "stochastic"),
+    ]
+    assert torch.equal(first["exp_avg"].view(torch.uint8), second["exp_avg"].view(torch.uint8))
+    assert not torch.equal(first["exp_avg_sq"].view(torch.uint8), second["exp_avg_sq"].view(torch.uint8))
 
 
 def test_unknown_optimizer_param_is_refused_by_name() -> None:

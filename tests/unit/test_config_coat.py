@@ -199,7 +199,7 @@ def test_to_dict_holds_every_option_and_reads_back(block):
     assert COATConfig.from_dict(tree) == config
     assert set(tree) == {option.key.split(".")[0] for option in OPTIONS}
     assert tree["activation"]["include"] == ["*"]
-    assert len(tree["optimizer"]) == 8
+    assert len(tree["optimizer"]) == 9
 
 
 def test_the_optimizer_gets_the_block_s_values():

@@ -25,6 +25,7 @@ SPEC_DEFAULTS = {
     "optimizer.block_size": 128,
     "optimizer.use_dynamic_range_expansion": True,
     "optimizer.stochastic_rounding": False,
+    "optimizer.moment_rounding": "nearest",
     "weight.use_fp8": True,
     "weight.format": "e4m3",
     "weight.granularity": "per_tensor",

@@ -26,13 +26,14 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_core.formats import format_of
-from coat_core.kernels.gpu.moments import EXPANDED, FP32, PLAIN, RATIO, form_of, read, write
+from coat_core.kernels.gpu.moments import EXPANDED, FP32, PLAIN, RATIO, form_of, read, uniform, write
 from coat_core.kernels.gpu.runtime import blocks, finished, launch, power_of_two
 from coat_core.kernels.gpu.tables import device_table
 
 TILE_ELEMENTS = 1024
 ELEMENTS_PER_WARP = 256
 REGISTERS = 80  # a thread; left alone, ptxas takes 64 or 72 and spills 16 bytes on some cards
+REGISTERS_DRAWN = 96  # with draws; 80 spill 8 to 24 bytes
 SEED_MAX = 1 << 31
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 DROPPED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of an fp32 mantissa
@@ -59,6 +60,7 @@ def _fp8_adamw_step_kernel(
     exp_avg_sq_ptr,
     exp_avg_sq_numbers_ptr,
     table_ptr,
+    draws_ptr,
     seed_ptr,
     stride,
     weight1,
@@ -127,9 +129,13 @@ def _fp8_adamw_step_kernel(
     if FORM1 == RATIO:
         usable = (v > 0) & (v < float("inf"))
         m = tl.where(usable, m / tl.where(usable, sqrt_v, 1.0), 0.0)  # `coat_core.moments.update_ratio`
-    write(m, exp_avg_ptr, exp_avg_numbers_ptr, places, inside, rows, in_rows, stride,
+    write(m, None, exp_avg_ptr, exp_avg_numbers_ptr, places, inside, rows, in_rows, stride,
           FORM1, MAX1, BOUND1_LOG2, STEP, EXPONENT_MAX, ON_GPU)  # fmt: skip
-    write(v, exp_avg_sq_ptr, exp_avg_sq_numbers_ptr, places, inside, rows, in_rows, stride,
+    if draws_ptr is None:
+        drawn = None
+    else:
+        drawn = uniform(tl.load(draws_ptr + 2 * tensor), tl.load(draws_ptr + 2 * tensor + 1), offsets)
+    write(v, drawn, exp_avg_sq_ptr, exp_avg_sq_numbers_ptr, places, inside, rows, in_rows, stride,
           FORM2, MAX2, BOUND2_LOG2, STEP, EXPONENT_MAX, ON_GPU)  # fmt: skip
 
 
@@ -143,6 +149,7 @@ def fp8_adamw_step(
     first_blocks: list[int],
     hyper: list[float],
     table: Tensor | None,
+    draws: Tensor | None,
     expansion: list[float],
     maximize: bool,
     stochastic_rounding: bool,
@@ -171,6 +178,7 @@ def fp8_adamw_step(
         codes2,
         exp_avg_sq_numbers,
         table,
+        draws,
         torch.randint(SEED_MAX, (1,), device=device) if dropped else None,
         len(exp_avg),
         *hyper,
@@ -185,7 +193,7 @@ def fp8_adamw_step(
         R=per_program,
         P=padded,
         num_warps=max(4, padded // ELEMENTS_PER_WARP),
-        maxnreg=REGISTERS,
+        maxnreg=REGISTERS if draws is None else REGISTERS_DRAWN,
     )
     for tensor, buffer in zip(written, own, strict=True):
         if buffer is not tensor:

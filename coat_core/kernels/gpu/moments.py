@@ -5,6 +5,8 @@ by 2^-22, absolute near 1 and relative elsewhere, so x^k errs by 2^-18 for k abo
 neighbouring codes are 2^-4 apart. For the same reason what is divided by a number of its block is multiplied by its
 reciprocal. Without expansion all is rounded as in the reference.
 
+Which of two neighbouring codes a value becomes at random: `coat_core.rounding`, with the same draws to the bit.
+
 Shapes: tiles [R, P], P the power of two from the block size on; numbers of a block [R].
 """
 
@@ -15,9 +17,10 @@ import triton
 import triton.language as tl
 
 from coat_core.expansion import EXPONENT_MIN
-from coat_core.formats import INT8_RATIO, UINT8_LOG
+from coat_core.formats import E4M3, E5M2, INT8_RATIO, UINT8_LOG
 from coat_core.kernels.gpu.common import as_codes, as_values, finite_abs, saturated, scale_from_amax
 from coat_core.moments import LOG_MAX, LOG_NAN, RATIO_MAX, RATIO_NAN
+from coat_core.rounding import MULTIPLIER_1, MULTIPLIER_2
 
 # how a moment is stored
 FP32, PLAIN, EXPANDED, RATIO, LOG = (tl.constexpr(form) for form in range(5))
@@ -28,7 +31,10 @@ HUGE = tl.constexpr(torch.finfo(torch.float32).max)
 SMALLEST_EXPONENT = tl.constexpr(EXPONENT_MIN)
 RATIO_TOP, RATIO_NOT_A_NUMBER = tl.constexpr(RATIO_MAX), tl.constexpr(RATIO_NAN)
 LOG_TOP, LOG_NOT_A_NUMBER = tl.constexpr(LOG_MAX), tl.constexpr(LOG_NAN)
+E4M3_MAX, E4M3_SMALLEST, E4M3_BITS = map(tl.constexpr, (E4M3.max, E4M3.smallest_normal, E4M3.mantissa_bits))
+E5M2_SMALLEST, E5M2_BITS = tl.constexpr(E5M2.smallest_normal), tl.constexpr(E5M2.mantissa_bits)
 HALF_INTEGERS = tl.constexpr(1.5 * 2.0**23)
+FIRST_FACTOR, SECOND_FACTOR = tl.constexpr(MULTIPLIER_1), tl.constexpr(MULTIPLIER_2)
 
 
 def form_of(dtype: torch.dtype, numbers: int) -> int:
@@ -123,6 +129,46 @@ def _largest(x):
 
 
 @triton.jit
+def _mix(x):
+    """32 well mixed bits of each uint32: `coat_core.rounding.mix`."""
+    x = (x ^ (x >> 16)) * FIRST_FACTOR
+    x = (x ^ (x >> 13)) * SECOND_FACTOR
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def uniform(stream, step, elements):
+    """From 0 to below 1 for each of a parameter's elements [R, P]: `coat_core.rounding.uniform`."""
+    stream, step = stream.to(tl.uint32, bitcast=True), step.to(tl.uint32, bitcast=True)
+    bits = _mix(_mix(elements.to(tl.uint32) ^ stream) + _mix(step ^ _mix(stream)))
+    return (bits >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
+
+
+@triton.jit
+def _between(x, lower, upper, drawn):
+    """Whether x becomes `upper`: `coat_core.rounding.between`."""
+    return drawn * (upper - lower) < x - lower
+
+
+@triton.jit
+def _neighbours(x, MAX: tl.constexpr):
+    """The FP8 values below and above x, which is 0 to MAX: `coat_core.quantize.neighbours`."""
+    SMALLEST: tl.constexpr = E4M3_SMALLEST if MAX == E4M3_MAX else E5M2_SMALLEST
+    BITS: tl.constexpr = E4M3_BITS if MAX == E4M3_MAX else E5M2_BITS
+    exponent = (tl.maximum(x, SMALLEST).to(tl.int32, bitcast=True) & 0x7F800000) - (BITS << 23)
+    spacing, per_spacing = exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    lower = tl.floor(x * per_spacing) * spacing
+    return lower, tl.minimum(lower + spacing, MAX)
+
+
+@triton.jit
+def _log_values(codes, scale, exponent):
+    """Values of uint8_log's codes 1 to 254: `coat_core.moments.dequantize_log`."""
+    root = tl.exp2(exponent * -0.5 * (LOG_TOP - codes))
+    return _held(root * scale * root)
+
+
+@triton.jit
 def read(
     codes_ptr,
     numbers_ptr,
@@ -143,8 +189,7 @@ def read(
             values = tl.where(values == RATIO_NOT_A_NUMBER, float("nan"), values * scale)
         elif FORM == LOG:
             exponent = tl.load(numbers_ptr + stride + rows, mask=in_rows, other=0.0)[:, None]
-            root = tl.exp2(exponent * -0.5 * (LOG_TOP - values))
-            magnitude = tl.where(values == 0, 0.0, _held(root * scale * root))
+            magnitude = tl.where(values == 0, 0.0, _log_values(values, scale, exponent))
             values = tl.where(values == LOG_NOT_A_NUMBER, float("nan"), magnitude)
         else:
             values *= scale
@@ -165,7 +210,7 @@ def _ratio_codes(values):
 
 
 @triton.jit
-def _log_codes(values):
+def _log_codes(values, drawn):
     """Codes, scale and exponent of values of 0 or more: `coat_core.moments.quantize_log`."""
     high = _largest(values)
     high = tl.where(high > 0, high, 1.0)
@@ -175,7 +220,13 @@ def _log_codes(values):
     exponent = tl.div_rn(high_log2 - _log2(tl.minimum(low, high)), LOG_TOP - 1.0)
     per_code = tl.div_rn(1.0, tl.where(exponent > 0, exponent, 1.0))
     below = (high_log2 - _log2(tl.where(positive, _within(values, high), high))) * per_code
-    codes = tl.clamp(LOG_TOP - _nearest(below), 1.0, LOG_TOP)
+    if drawn is None:
+        codes = tl.clamp(LOG_TOP - _nearest(below), 1.0, LOG_TOP)
+    else:
+        codes = tl.clamp(LOG_TOP - tl.ceil(below), 1.0, LOG_TOP)
+        upper_code = tl.minimum(codes + 1.0, LOG_TOP)
+        lower, upper = _log_values(codes, high, exponent), _log_values(upper_code, high, exponent)
+        codes = tl.where(_between(_within(values, high), lower, upper, drawn), upper_code, codes)
     codes = tl.where(positive, codes, 0.0)
     return tl.where(values != values, LOG_NOT_A_NUMBER, codes), high, exponent
 
@@ -183,6 +234,7 @@ def _log_codes(values):
 @triton.jit
 def write(
     values,
+    drawn,
     codes_ptr,
     numbers_ptr,
     places,
@@ -197,19 +249,19 @@ def write(
     EXPONENT_MAX: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Inverse of `read`."""
+    """Inverse of `read`; to nearest, or where something was drawn, of values of 0 or more, at random."""
     rows, in_rows = rows[:, None], in_rows[:, None]
     if FORM == RATIO:
         values, scale = _ratio_codes(values)
         tl.store(numbers_ptr + rows, scale, mask=in_rows)
     elif FORM == LOG:
-        values, scale, exponent = _log_codes(values)
+        values, scale, exponent = _log_codes(values, drawn)
         tl.store(numbers_ptr + rows, scale, mask=in_rows)
         tl.store(numbers_ptr + stride + rows, exponent, mask=in_rows)
     elif FORM != FP32:
         limit = _largest(values)
         values = _within(values, tl.where(limit > 0, limit, MAX))
-        magnitude = finite_abs(values)
+        exact, magnitude = values, finite_abs(values)
         high = tl.max(magnitude, axis=1)[:, None]
         if FORM == EXPANDED:
             center, exponent = _expansion_parameters(magnitude, high, BOUND_LOG2, STEP, EXPONENT_MAX)
@@ -220,6 +272,12 @@ def write(
         scale = scale_from_amax(high, MAX)
         tl.store(numbers_ptr + rows, scale, mask=in_rows)
         values = saturated(values * tl.div_rn(1.0, scale) if FORM == EXPANDED else tl.div_rn(values, scale), MAX)
+        if drawn is not None:
+            values, upper_code = _neighbours(values, MAX)
+            lower, upper = values * scale, upper_code * scale
+            if FORM == EXPANDED:
+                lower, upper = _contract(lower, center, exponent, ON_GPU), _contract(upper, center, exponent, ON_GPU)
+            values = tl.where(_between(exact, lower, upper, drawn), upper_code, values)
     if FORM == LOG:
         codes = values.to(tl.uint8)
     else:

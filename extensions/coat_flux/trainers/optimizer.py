@@ -21,6 +21,7 @@ def build_optimizer(
     optimizer_params: Mapping[str, Any] | None = None,
     *,
     capturable: bool = False,
+    seed: int = 0,
 ) -> FP8AdamW:
     """Build FP8AdamW from the `coat:` block and the job's `train.optimizer_params`.
 
@@ -34,6 +35,7 @@ def build_optimizer(
         config: the `coat:` block; its `optimizer` part counts.
         optimizer_params: `betas`, `eps`, `weight_decay`, and keys of `coat.optimizer`, which override the block.
         capturable: of FP8AdamW.
+        seed: of FP8AdamW, for `optimizer.moment_rounding: stochastic`.
 
     Raises:
         ConfigError: unknown keys or refused values in `optimizer_params`.
@@ -42,7 +44,7 @@ def build_optimizer(
     fp8_config, adamw = config.optimizer_config(optimizer_params)
     if not config.enabled:
         fp8_config = replace(fp8_config, use_fp8_m1=False, use_fp8_m2=False, stochastic_rounding=False)
-    return FP8AdamW(params, lr=lr, capturable=capturable, fp8_config=fp8_config, **adamw)
+    return FP8AdamW(params, lr=lr, capturable=capturable, seed=seed, fp8_config=fp8_config, **adamw)
 
 
 def describe_optimizer(optimizer: FP8AdamW) -> str:
@@ -51,4 +53,7 @@ def describe_optimizer(optimizer: FP8AdamW) -> str:
     count = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     stored = ", ".join(f"{name} {storage.describe()}" for name, storage in storages(config).items())
     rounding = ", stochastic rounding" if config.stochastic_rounding else ""
-    return f"FP8AdamW over {count:,} parameters, {stored}{rounding}"
+    drawn = (
+        ", exp_avg_sq rounded stochastically" if config.use_fp8_m2 and config.moment_rounding == "stochastic" else ""
+    )
+    return f"FP8AdamW over {count:,} parameters, {stored}{drawn}{rounding}"

@@ -48,7 +48,12 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def make_optimizer(
-    name: str, params: Iterable[torch.nn.Parameter], lr: float, config: COATConfig, optimizer_params: Mapping[str, Any]
+    name: str,
+    params: Iterable[torch.nn.Parameter],
+    lr: float,
+    config: COATConfig,
+    optimizer_params: Mapping[str, Any],
+    seed: int = 0,
 ) -> Optimizer:
     """The optimizer `train.optimizer` names, with ai-toolkit's defaults: eps 1e-6 for Adam's kin, Prodigy's lr 1.
 
@@ -60,6 +65,7 @@ def make_optimizer(
         lr: `train.lr`.
         config: the coat block.
         optimizer_params: `train.optimizer_params`, passed on as keywords.
+        seed: the run's, for coat_fp8_adamw.
 
     Raises:
         ValueError: unknown name.
@@ -70,7 +76,7 @@ def make_optimizer(
     if lowered == COAT_OPTIMIZER:
         params = list(params)  # counted on a GPU, steps can be skipped there
         on_gpu = all(param.is_cuda for param in params)
-        return build_optimizer(params, lr, config, dict(optimizer_params), capturable=on_gpu)
+        return build_optimizer(params, lr, config, dict(optimizer_params), capturable=on_gpu, seed=seed)
     if lowered not in CLASSES:
         raise ValueError(
             f"train.optimizer={name!r}: the stand-alone engine knows {COAT_OPTIMIZER}, {', '.join(CLASSES)}; "

@@ -146,7 +146,7 @@ def open_session(
         keep_execution(transformer, point.record.get("path", {}))
     workers.share(list(lora.values()))
     train, params = job.train, job.train.optimizer_params or {}
-    optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, params)
+    optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, params, seed_of(job))
     if point is not None:
         point.restore_optimizer(optimizer, train.optimizer, log.info)
     network = None if job.full else transformer

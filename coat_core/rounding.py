@@ -1,0 +1,74 @@
+"""Rounding at random between two neighbouring codes, drawn from nothing but seed, parameter, step and element.
+
+exp_avg_sq decays by 0.1 % a step, and its codes are 5 to 12 % apart: to nearest, a value that should fall stays on its
+code, and one that a gradient lifts past the middle stays up. Rounded to the upper code with probability
+
+    (x − lower) / (upper − lower),   lower ≤ x ≤ upper as the two codes are read back
+
+what is stored is x on average, whatever the spacing. exp_avg needs no such thing: it changes by 10 % a step, so to
+nearest it does not drift, and at random its error doubles (measured: EXPERIMENTS.md).
+
+The draws come from a hash of a counter, so they need no generator whose state is saved, are the same bits in PyTorch,
+in Triton's interpreter and on a GPU, and depend on no other parameter:
+
+    stream  = mix(mix(seed's low half ^ mix(its high half)) + number of the parameter)
+    uniform = mix(mix(element ^ stream) + mix(step ^ mix(stream))) / 2^32,   of which the upper 24 bits are used
+
+all modulo 2^32. Source of mix: the finalizer of MurmurHash3 (Appleby), a bijection.
+
+Shapes: blocks [n, B].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MULTIPLIER_1, MULTIPLIER_2 = 0x85EBCA6B, 0xC2B2AE35
+
+
+def _shifted_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _wrapped(x: int) -> int:
+    """The number that has these lowest 32 bits in int32."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Return 32 well mixed bits of each int32."""
+    x = (x ^ _shifted_right(x, 16)) * _wrapped(MULTIPLIER_1)
+    x = (x ^ _shifted_right(x, 13)) * _wrapped(MULTIPLIER_2)
+    return x ^ _shifted_right(x, 16)
+
+
+def streams(seed: int, count: int, device: torch.device | None = None) -> Tensor:
+    """Return the stream of each of `count` parameters, int32 [count], without waiting for the device.
+
+    Args:
+        seed: 0 or more; the lowest 64 bits count.
+        count: of parameters, in the order of the optimizer's groups.
+        device: where they are.
+    """
+    low, high = (torch.full((count,), _wrapped(part), dtype=torch.int32, device=device) for part in (seed, seed >> 32))
+    return mix(mix(low ^ mix(high)) + torch.arange(count, dtype=torch.int32, device=device))
+
+
+def uniform(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
+    """Return a number for each element of blocks: fp32 [n, B], from 0 to below 1 in steps of 2^-24.
+
+    Args:
+        draws: int32 [n, 2], stream and step of the parameter that each block is of.
+        first_elements: int32 [n], where each block starts in that parameter.
+        block_size: B.
+    """
+    stream, step = draws[:, :1], draws[:, 1:]
+    element = first_elements[:, None] + torch.arange(block_size, dtype=torch.int32, device=draws.device)
+    bits = mix(mix(element ^ stream) + mix(step ^ mix(stream)))
+    return _shifted_right(bits, 8).to(torch.float32) * 2.0**-24
+
+
+def between(x: Tensor, lower: Tensor, upper: Tensor, uniform: Tensor) -> Tensor:
+    """Whether x becomes `upper` instead of `lower`, bool; with equal chances for each of `uniform`, x on average."""
+    return uniform * (upper - lower) < x - lower

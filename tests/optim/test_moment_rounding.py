@@ -1,0 +1,158 @@
+"""FP8AdamW with `moment_rounding: stochastic`: exp_avg_sq does not drift, and the draws depend on nothing else."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from coat_core.config import FP8QuantizationConfig
+from coat_core.kernels import adamw
+from coat_core.optim import FP8AdamW
+from coat_core.optim.state import read_state, storages
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.operators import bits
+from tests.optim.common import SHAPES, UNQUANTIZED, make_params, run, set_grads
+
+STORED: dict[str, dict[str, Any]] = {
+    "e4m3": {},
+    "plain": {"use_dynamic_range_expansion": False},
+    "e5m2": {"m2_format": "e5m2"},
+    "integers": {"m1_format": "int8_ratio", "m2_format": "uint8_log"},
+}
+
+
+def config(name: str, rounding: str = "stochastic") -> FP8QuantizationConfig:
+    return FP8QuantizationConfig(**STORED[name], moment_rounding=rounding)
+
+
+def copies(params: list[Parameter]) -> list[Parameter]:
+    return [Parameter(param.detach().clone()) for param in params]
+
+
+def assert_same(ours: FP8AdamW, theirs: FP8AdamW, keys: tuple[str, ...] = ()) -> None:
+    """Every state, or these entries of it, to the bit."""
+    for group, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for a, b in zip(group["params"], other["params"], strict=True):
+            assert ours.state[a].keys() == theirs.state[b].keys()
+            for key in keys or ours.state[a]:
+                assert torch.equal(bits(ours.state[a][key]), bits(theirs.state[b][key])), key
+
+
+def codes_differ(ours: FP8AdamW, theirs: FP8AdamW, key: str) -> bool:
+    pairs = zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True)
+    return any(not torch.equal(bits(ours.state[a][key]), bits(theirs.state[b][key])) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "integers"])
+def test_mean_of_exp_avg_sq_stays_where_nearest_drifts(name: str) -> None:
+    """200 steps of gradients that are each as large as ever: v is far from its end, and falls and rises."""
+    spread = torch.logspace(-3, 0, 32 * 128)[torch.randperm(32 * 128, generator=torch.Generator().manual_seed(0))]
+    params = [Parameter(torch.zeros(32, 128)) for _ in range(3)]
+    kinds = [config(name), config(name, "nearest"), UNQUANTIZED]
+    optimizers = [FP8AdamW([param], fp8_config=kind) for param, kind in zip(params, kinds, strict=True)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(200):
+        grad = torch.randn(32, 128, generator=generator) * spread.view(32, 128)
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = grad
+            optimizer.step()
+    stochastic, nearest, exact = (
+        read_state(optimizer.state[param], storages(kind))[1].double()
+        for param, optimizer, kind in zip(params, optimizers, kinds, strict=True)
+    )
+    assert (stochastic / exact).mean().item() == pytest.approx(1.0, abs=0.01)
+    assert (nearest / exact).mean().item() > 1.02
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_resumed_run_draws_the_same(name: str) -> None:
+    params, torch_generator = make_params(), torch.get_rng_state()
+    optimizer = FP8AdamW(params, seed=2**40 + 3, fp8_config=config(name))
+    run(optimizer, params, range(3))
+    assert torch.equal(torch.get_rng_state(), torch_generator)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    twins = copies(params)
+    twin = FP8AdamW(twins, fp8_config=config(name))  # its seed is in the file
+    twin.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert_same(optimizer, twin)
+    run(optimizer, params, range(3, 6))
+    run(twin, twins, range(3, 6))
+    assert_same(optimizer, twin)
+    for a, b in zip(params, twins, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+
+
+def test_another_seed_draws_otherwise_and_exp_avg_is_rounded_to_nearest() -> None:
+    made = []
+    for seed, rounding in ((0, "stochastic"), (1, "stochastic"), (0, "nearest")):
+        params = make_params()
+        made.append(FP8AdamW(params, seed=seed, fp8_config=config("e4m3", rounding)))
+        run(made[-1], params, range(2))
+    for other in made[1:]:
+        assert codes_differ(made[0], other, "exp_avg_sq")
+        assert not codes_differ(made[0], other, "exp_avg")
+
+
+@pytest.mark.parametrize("name", ["e4m3", "integers"])
+def test_a_parameter_draws_the_same_whoever_else_has_a_gradient(name: str) -> None:
+    """Neither where its blocks are packed, nor how many parameters step with it, nor their order of arrival."""
+    together, apart = make_params(), make_params()
+    optimizer, other = (FP8AdamW(params, fp8_config=config(name)) for params in (together, apart))
+    run(optimizer, together, range(4))
+    for index in reversed(range(len(SHAPES))):
+        for step in range(4):
+            set_grads(apart, step)
+            for number, param in enumerate(apart):
+                if number != index:
+                    param.grad = None
+            other.step()
+    assert_same(optimizer, other)
+
+
+def test_a_parameter_cut_into_chunks_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, made = [(40, 70), (7,)], []
+    for limit in (1 << 17, 256):
+        monkeypatch.setattr(adamw, "chunk_elements", lambda _, limit=limit: limit)
+        params = make_params(shapes)
+        made.append(FP8AdamW(params, fp8_config=config("integers")))
+        run(made[-1], params, range(3))
+    assert_same(*made)
+
+
+def test_counters_on_the_device_draw_the_same(device: torch.device) -> None:
+    made = []
+    for capturable in (False, True):
+        params = [Parameter(param.detach().to(device)) for param in make_params()]
+        made.append(FP8AdamW(params, capturable=capturable, fp8_config=config("plain")))
+        for step in range(3):
+            twins = make_params()
+            set_grads(twins, step)
+            for param, twin in zip(params, twins, strict=True):
+                param.grad = twin.grad.to(device)
+            made[-1].step()
+    assert_same(*made, keys=("exp_avg", "exp_avg_sq", "exp_avg_sq_scale"))
+
+
+def test_a_file_from_before_has_no_seed_and_is_read() -> None:
+    params = make_params()
+    optimizer = FP8AdamW(params)
+    run(optimizer, params, range(2))
+    old = optimizer.state_dict()
+    del old["param_groups"][0]["seed"], old["param_groups"][0]["fp8"]["moment_rounding"]
+    twins = copies(params)
+    twin = FP8AdamW(twins, seed=9, fp8_config=config("e4m3"))
+    twin.load_state_dict(old)
+    assert_same(optimizer, twin)
+    assert twin.param_groups[0]["seed"] == 9
+    run(twin, twins, range(2, 4))
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"seed=.*: must be a whole number, 0 or more"):
+        FP8AdamW(make_params(), seed=seed)
