@@ -27,24 +27,20 @@ from tests.architecture.sources import ROOT
 from tests.helpers.driver import until
 from tests.helpers.engine_job import engine_job, write_images
 
-LAUNCH = [
-    sys.executable,
-    "-m",
-    "accelerate.commands.launch",
-    "--config_file",
-    str(ROOT / "configs/accelerate/ddp.yaml"),
-]
+ACCELERATE = ROOT / "configs" / "accelerate"
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "extensions")])
 
 
-def launch(config: Path, processes: int) -> subprocess.Popen[str]:
+def launch(config: Path, processes: int, how: str = "ddp.yaml") -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
-    command = [*LAUNCH, "--num_processes", str(processes), "-m", "coat_flux.cli", "train", str(config)]
+    command = [*LAUNCH, str(ACCELERATE / how), "--num_processes", str(processes)]
+    command += ["-m", "coat_flux.cli", "train", str(config)]
     return subprocess.Popen(command, env=environment, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True)
 
 
-def train(config: Path, processes: int) -> str:
-    process = launch(config, processes)
+def train(config: Path, processes: int, how: str = "ddp.yaml") -> str:
+    process = launch(config, processes, how)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out[-3000:]
     return out
@@ -103,6 +99,23 @@ def test_two_processes_train_as_one_with_accumulation_two_which_resumes_them(pla
     assert losses(run) == pytest.approx(losses(one)[:4], rel=tolerances.PROCESSES_LOSS_RTOL)
     COATTrainer(job_of(place, "two", steps=6, accumulation=2)).train()
     assert_same(run, one)
+
+
+@pytest.mark.slow
+def test_with_fsdp2_two_processes_share_the_frozen_codes_out_and_are_one(place: dict[str, Path]) -> None:
+    """With samples and a loss on photos held out, for which all processes run the transformer."""
+    job = job_of(place, "shared", steps=4, accumulation=1)
+    process = job["config"]["process"][0]
+    process["train"]["disable_sampling"], process["validation"] = False, {"hold_out": 1, "every": 2}
+    out = train(written(place, job), 2, "fsdp2.yaml")
+    assert out.count("FSDP2: each of 2 processes keeps 0.00 GB of the blocks' codes") == 1
+    alone = job_of(place, "not_shared", steps=4, accumulation=2)
+    alone["config"]["process"][0]["validation"] = process["validation"]
+    one = COATTrainer(alone).train().parent
+    assert_same(place["out"] / "shared", one)
+    tables = [(run / "coat" / "validation.csv").read_text() for run in (place["out"] / "shared", one)]
+    assert tables[0] == tables[1]
+    assert len(list((place["out"] / "shared" / "samples").glob("*.jpg"))) == 2
 
 
 @pytest.mark.slow

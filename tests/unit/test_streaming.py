@@ -26,8 +26,8 @@ def made(stream: Any, checkpointing: str = "none", flow: str = "fused", weight: 
 def streaming_of(model: nn.Module) -> StreamedWeights:
     runner = BlockRunner.of(model)
     assert runner is not None
-    assert runner._streaming is not None
-    return runner._streaming
+    assert runner.streaming is not None
+    return runner.streaming
 
 
 @pytest.fixture
@@ -68,6 +68,38 @@ def test_bits_are_those_of_a_resident_run(stream: Any, how: tuple[str, ...], mos
         with torch.no_grad():
             assert torch.equal(predict(resident), predict(streamed))
     assert 0 < max(most_outside) <= 2
+
+
+def test_codes_shared_out_over_processes_are_gathered_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes in turn, each with its own model; what one gathers is taken from where the others keep it."""
+    resident, models, gathered = made(0), [made("all") for _ in range(3)], []
+    whole = sum(streaming_of(models[0]).bytes)
+
+    def gather(target: Tensor, source: Tensor, group: str) -> None:
+        (index,) = {i for model in models for i, codes in parts(model) if codes is source}
+        assert group == "group"
+        target.copy_(torch.cat([dict(parts(model))[index] for model in models]))
+        gathered.append(index)
+
+    monkeypatch.setattr(streaming.dist, "get_world_size", lambda group: len(models))
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        monkeypatch.setattr(streaming.dist, name, gather, raising=False)
+    for rank, model in enumerate(models):
+        monkeypatch.setattr(streaming.dist, "get_rank", lambda group, rank=rank: rank)
+        kept = streaming_of(model).share_out("group")
+        assert whole / 3 <= kept <= whole / 3 + 256 * len(streaming_of(model).streamed)
+    for model in models:
+        gathered.clear()
+        assert same(lora_gradients(resident), lora_gradients(model))
+        order = list(range(len(streaming_of(model).streamed)))
+        assert gathered == [*order, *order[-3::-1]]  # the last two are still there when backward begins
+        with torch.no_grad():
+            assert torch.equal(predict(resident), predict(model))
+
+
+def parts(model: nn.Module) -> list[tuple[int, Tensor]]:
+    """Which part of each streamed block's codes a process keeps."""
+    return [(i, codes.host) for i, codes in enumerate(streaming_of(model)._codes) if codes.host is not None]
 
 
 def test_a_weight_can_be_read_at_any_time() -> None:

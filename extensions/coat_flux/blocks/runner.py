@@ -85,7 +85,7 @@ class BlockRunner:
         measures = self._fusable and config.speed.measure != "never" and not adopted
         self._pick = SpeedPick(blocks, config, self._run_kept) if measures else None
         self.attention = AttentionPick(config)
-        self._streaming: StreamedWeights | None = None
+        self.streaming: StreamedWeights | None = None
         self._trials: dict[str, tuple[BlockChoice, ...]] = {}  # of the start-up measurement, by compilation
         self._forms = FusedForms()
         refused = NOT_COMPILED if adopted and config.speed.compile == "blocks" else ""
@@ -130,7 +130,7 @@ class BlockRunner:
         ready = None
         if config.memory.stream_blocks != 0:
             here = next(model.parameters()).device if device is None else device
-            streaming = runner._streaming = StreamedWeights(runner._modules, here)
+            streaming = runner.streaming = StreamedWeights(runner._modules, here)
             runner._decide(stream_bytes=streaming.bytes)
             ready = streaming.ready
         take_over(model, blocks.values(), runner, runner._note, ready)
@@ -225,8 +225,8 @@ class BlockRunner:
         """Run one block as the plan has it."""
         self._update_plan(block, args, kwargs)
         outputs = self._table[block](block, args, kwargs)
-        if self._streaming is not None:
-            self._streaming.announce(block, outputs)
+        if self.streaming is not None:
+            self.streaming.announce(block, outputs)
         if block is self._modules[-1]:
             counts = in_words.treatments(self.plan, self.ran)
             if counts != self._logged:
@@ -279,7 +279,7 @@ class BlockRunner:
         if self._held is None:
             self._trained = [p for block in self._modules for p in trained_parameters(block)]
             states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in self._trained])
-            freed = 0 if self._streaming is None else self._plan.freed_bytes
+            freed = 0 if self.streaming is None else self._plan.freed_bytes
             self._held = held_bytes(device) + states + freed  # states are made after the first backward pass
         facts, budget = shown_by(args), budget_bytes(self._config, usable_bytes(device))
         trained = sum(p.numel() for p in self._trained) if self._fusable else 0
@@ -302,8 +302,8 @@ class BlockRunner:
         self._decisions += 1
         self._given = replace(self._given, **changed)
         plan = self._plan = decide(self._config, self._given)
-        if self._streaming is not None and tuple(plan.streamed) != self._streaming.streamed:
-            self._streaming.stream(plan.streamed)
+        if self.streaming is not None and tuple(plan.streamed) != self.streaming.streamed:
+            self.streaming.stream(plan.streamed)
         choices = zip(self._modules, plan.blocks, strict=True)
         self._table = {block: functools.partial(self._run, choice) for block, choice in choices}
         if plan.copies != (before is not None and before.copies):

@@ -13,6 +13,10 @@ in them changes. So what was read of a block stays valid, and a step can be a CU
 A pass ends with the codes that the next one begins with, unless graphs were captured: a replay leaves no note of what
 it copied, so each pass then copies all it needs.
 
+Shared out over processes (`share_out`, as FSDP2 does with weights), each keeps one part of every streamed block's codes
+on its device, and a block's codes are gathered from all of them where they would be copied from host memory. All
+processes then run the same blocks in the same order.
+
 Source: block swapping of kohya-ss/musubi-tuner (docs/advanced_config.md), host to device only.
 """
 
@@ -26,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -57,7 +62,10 @@ class _View:
 
 @dataclass
 class _Codes:
-    """The codes of one block: its buffers and, while it is streamed, the host memory they are in."""
+    """The codes of one block: its buffers and, while it is streamed, the host memory they are in.
+
+    Shared out, `host` is this process's part, on the device, and `bytes` counts all parts.
+    """
 
     views: list[_View]
     bytes: int
@@ -98,6 +106,7 @@ class StreamedWeights:
         self._hooked: set[int] = set()  # places of blocks whose backward will be announced
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._captured = False
+        self._group: Any = None  # of the processes over which the codes are shared out
         self.stream(range(len(self._blocks)))
 
     @property
@@ -149,6 +158,30 @@ class StreamedWeights:
                     fetch, here = functools.partial(self.ready, block), functools.partial(self._holds, place)
                 vars(view.module).update(fetch_weight=fetch, codes_are_here=here)
                 vars(view.module)["_apply"] = functools.partial(_apply_to_rest, view.module)
+
+    @torch.no_grad()
+    def share_out(self, group: Any) -> int:
+        """Keep one part of each streamed block's codes in this process, on the device, and gather them from there.
+
+        Args:
+            group: of processes, in all of which this is called; `torch.distributed`'s.
+
+        Returns:
+            Bytes of this process's parts.
+        """
+        processes, rank = dist.get_world_size(group), dist.get_rank(group)
+        for index in self._order:
+            codes = self._codes[index]
+            assert codes.host is not None
+            each = aligned(-(-codes.bytes // processes))
+            whole = torch.zeros(each * processes, dtype=torch.uint8)
+            whole[: codes.bytes] = codes.host
+            _unpin(codes.host)
+            codes.host = whole[rank * each :][:each].to(self._device, copy=True)
+            codes.bytes = each * processes
+        self._group = group
+        self.stream(self._order)
+        return sum(codes.host.numel() for codes in self._codes if codes.host is not None)
 
     def ready(self, block: nn.Module, backward: bool = False) -> None:
         """Have the codes of a block in its buffers for all that is queued from here on; the next ones are on their way.
@@ -207,13 +240,20 @@ class StreamedWeights:
         slot.holds, target = index, slot.writes[: codes.bytes]
         assert codes.host is not None
         if self._stream is None:
-            target.copy_(codes.host)
+            self._bring(codes.host, target)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            target.copy_(codes.host, non_blocking=True)
+            self._bring(codes.host, target)
             slot.copied = torch.cuda.Event()
             slot.copied.record(self._stream)
+
+    def _bring(self, source: Tensor, target: Tensor) -> None:
+        if self._group is None:
+            target.copy_(source, non_blocking=True)
+        else:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # from torch 2.13 on
+            gather(target, source, group=self._group)
 
 
 def _again(ready: Callable[..., None], block: nn.Module, _: Tensor) -> None:

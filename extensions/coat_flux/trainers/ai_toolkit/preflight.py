@@ -39,13 +39,12 @@ def check_job(process: Any) -> None:
 
     Raises:
         ConfigError: with every error found, a line each.
-        UserError: `accelerate launch` started the processes in a way that cannot train here.
+        LaunchError: `accelerate launch` started the processes in a way that cannot train here.
     """
-    from ...base.errors import UserError
     from ...config.check import check_here, check_job_dict
     from ...config.findings import ConfigError
     from ...config.job_file import load_job_yaml
-    from ...config.launch import launch_obstacle
+    from ...config.launch import DDP, LaunchError, launch_obstacle, shares_weights
 
     # as ai-toolkit read it: the process has changed its own entry since
     raw = load_job_yaml(os.path.join(process.save_root, "config.yaml"))
@@ -56,8 +55,10 @@ def check_job(process: Any) -> None:
     for warning in found:
         if warning.severity != "error":
             info(f"[coat] note: {warning.line()}")
+    if shares_weights(os.environ):
+        raise LaunchError(f"accelerate launch with FSDP: inside ai-toolkit each process holds the model; {DDP}")
     if (obstacle := launch_obstacle(os.environ)) is not None:
-        raise UserError(obstacle)
+        raise LaunchError(obstacle)
     errors = [finding for finding in found if finding.severity == "error"]
     if errors:
         raise ConfigError(errors)

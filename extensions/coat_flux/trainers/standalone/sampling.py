@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from ...base.files import replacing
@@ -58,13 +59,13 @@ class ImageSampler:
         self._pipeline, self._embeds = _prepared(encoders, prompts)
 
     @torch.no_grad()
-    def draw(self, transformer: nn.Module, step: int, folder: Path) -> list[Path]:
+    def draw(self, transformer: nn.Module, step: int, folder: Path | None) -> list[Path]:
         """Draw and write all images.
 
         Args:
             transformer: with its adapters; in eval mode meanwhile.
             step: optimizer steps done, for the names.
-            folder: the run's `samples`.
+            folder: the run's `samples`; None in a process that draws because others need its part of the weights.
 
         Returns:
             The files.
@@ -73,17 +74,18 @@ class ImageSampler:
         transformer.eval()
         self._vae.to(self._device)
         try:
-            return [self._draw_one(transformer, number, step, folder) for number in range(len(self.items))]
+            images = (self._draw_one(transformer, number) for number in range(len(self.items)))
+            return [self._write(image, i, step, folder) for i, image in enumerate(images) if folder is not None]
         finally:
             self._vae.to(home)
             transformer.train(was_training)
 
-    def _draw_one(self, transformer: nn.Module, number: int, step: int, folder: Path) -> Path:
+    def _draw_one(self, transformer: nn.Module, number: int) -> Image:
         item = self.items[number]
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config)
         pipeline = self._pipeline(scheduler=scheduler, vae=self._vae, transformer=transformer)
         pipeline.set_progress_bar_config(disable=True)
-        image = pipeline(
+        drawn: Image = pipeline(
             **{name: x.to(self._device, self._vae.dtype) for name, x in self._embeds[number].items()},
             width=item.width,
             height=item.height,
@@ -91,6 +93,9 @@ class ImageSampler:
             num_inference_steps=item.sample_steps,
             generator=torch.Generator("cpu").manual_seed(item.seed),
         ).images[0]
+        return drawn
+
+    def _write(self, image: Image, number: int, step: int, folder: Path) -> Path:
         path = folder / f"{int(time.time() * 1000)}__{step:09d}_{number}.{self._extension}"
         with replacing(path) as temp:
             image.save(temp, format=FORMATS[self._extension], quality=JPEG_QUALITY)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -274,7 +275,7 @@ def _prepare_data(
         )
     images = None
     wanted = job.sample.items()
-    draws = workers.is_main and wanted and not job.train.disable_sampling
+    draws = (workers.is_main or workers.shares_weights) and wanted and not job.train.disable_sampling
     if draws:
         with on_device(encoders.text.models, device, room, last=True):
             images = ImageSampler(wanted, job.trigger_word, encoders, device, job.sample.format)
@@ -303,6 +304,10 @@ def _prepare_transformer(
     if coat.enabled:
         allowed = job.train.gradient_checkpointing
         report = apply_coat(transformer, coat, allow_recompute=allowed, device=device, trained=chosen.linears)
+        if workers.shares_weights:
+            streaming: Any = BlockRunner.of(transformer).streaming  # `sharing_job` has seen to it
+            size = streaming.share_out(dist.group.WORLD) / 1e9
+            log.info(f"FSDP2: each of {workers.world_size} processes keeps {size:.2f} GB of the blocks' codes")
         if device.type == "cuda" and not job.full:
             # TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly; ai-toolkit's loop does without it
             torch.set_float32_matmul_precision("high")

@@ -124,7 +124,10 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
         return "CUDA graphs: their memory was given back" if dropped else None
 
     session.optimizer.zero_grad(set_to_none=True)
-    loss = session.watch.retry(number, lambda: _accumulate(session, batches), drop)
+    if session.workers.shares_weights:  # another try of one process alone would wait for the others' codes
+        loss = _accumulate(session, batches)
+    else:
+        loss = session.watch.retry(number, lambda: _accumulate(session, batches), drop)
     if session.fused is not None:
         return torch.stack([loss, session.fused.norm().to(loss)])
     session.workers.sum_gradients(list(session.lora.values()))

@@ -20,6 +20,7 @@ from ...config.check import require_here
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml
+from ...config.launch import sharing_job
 from ...data.hold_out import describe_lowest
 from ...export.check import check_export
 from ...mini_flux.folder import provide_embedded
@@ -98,6 +99,8 @@ class COATTrainer:
         job = self.job
         require_here(job)
         workers = Workers(job.device)
+        if workers.shares_weights:
+            job = self.job = sharing_job(job)
         log = RunLog(job, workers.device, active=workers.is_main)
         phases = PhaseTracker(workers.device, None)
         try:
@@ -352,13 +355,14 @@ def _metadata(session: Session) -> dict[str, str]:
 
 def _draw_samples(session: Session) -> None:
     if session.images is not None:
-        folder = session.job.folder / "samples"
+        folder = session.job.folder / "samples" if session.workers.is_main else None
         _drop_graphs(session)
         with session.watch.phases.during("sample"), session.averaged():
             try:
                 paths = session.images.draw(session.transformer, session.step, folder)
-                session.log.images(paths, [item.prompt for item in session.images.items], session.step)
-                session.log.info(f"Samples of step {session.step} are in {folder}")
+                if folder is not None:
+                    session.log.images(paths, [item.prompt for item in session.images.items], session.step)
+                    session.log.info(f"Samples of step {session.step} are in {folder}")
             except OSError as error:
                 session.log.info(
                     f"{folder}: samples of step {session.step} cannot be written ({error}); the run goes on"

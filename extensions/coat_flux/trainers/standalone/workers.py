@@ -20,17 +20,12 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, broadcast
 from torch import Tensor, nn
 
-from ...base.errors import UserError
-from ...config.launch import launch_obstacle
+from ...config.launch import LaunchError, launch_obstacle, shares_weights
 from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, sum_gradients
 
-__all__ = ["LaunchError", "Reading", "Workers", "not_finite"]
+__all__ = ["Reading", "Workers", "not_finite"]
 
 logger = logging.getLogger(__name__)
-
-
-class LaunchError(UserError, RuntimeError):
-    """The processes were started in a way that cannot train together."""
 
 
 class Workers:
@@ -40,6 +35,11 @@ class Workers:
         device: `device` of the config: cpu, mps, cuda, cuda:<n>, or None for the best there is. Started by
             `accelerate launch` on several GPUs, each process takes its own. Where the wanted device is missing the run
             goes to the CPU, with a warning.
+
+    Attributes:
+        rank, world_size, is_main, device: of this process.
+        shares_weights: the frozen codes are shared out over the processes (accelerate's FSDP2), so that all of them run
+            the transformer at the same time or none does.
 
     Raises:
         LaunchError: `accelerate launch` was asked for several processes and started one, or for DeepSpeed.
@@ -58,6 +58,7 @@ class Workers:
         self.rank = self._accelerator.process_index
         self.world_size = self._accelerator.num_processes
         self.is_main = self._accelerator.is_main_process
+        self.shares_weights = self.world_size > 1 and shares_weights(os.environ)
         _check_launch(self.world_size)
         several = self.world_size > 1
         self._patient = dist.new_group(backend="gloo", timeout=WAIT_LIMIT) if several else None
