@@ -154,11 +154,13 @@ def imported(module: str, name: str) -> Callable[..., torch.optim.Optimizer]:
 FP8 = FP8LinearConfig(cache_weight=True)
 FP8_WGRAD = replace(FP8, wgrad_format="e4m3")
 INTEGER = functools.partial(fp8_adamw, m1_format="int8_ratio", m2_format="uint8_log")
+UNDRIFTING = functools.partial(INTEGER, moment_rounding="stochastic")
 ROUNDED = functools.partial(fp8_adamw, stochastic_rounding=True)
 ARMS = {
     "bf16": Arm("bf16, AdamW", torch.optim.AdamW),
     "coat": Arm("COAT, moments e4m3 expanded", fp8_adamw, FP8),
     "integer": Arm("COAT, moments int8_ratio and uint8_log", INTEGER, FP8),
+    "undrifting": Arm("the same, exp_avg_sq rounded at random", UNDRIFTING, FP8),
     "wgrad": Arm("COAT, wgrad in e4m3 too", fp8_adamw, FP8_WGRAD),
     "bf16-weights": Arm("bf16 weights, AdamW", torch.optim.AdamW, None, torch.bfloat16),
     "coat-bf16-weights": Arm("bf16 weights rounded at random, COAT, wgrad too", ROUNDED, FP8_WGRAD, torch.bfloat16),
