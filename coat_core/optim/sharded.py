@@ -64,7 +64,8 @@ class ShardedFP8AdamW(FP8AdamW):
         ValueError: a parameter is sharded along another dimension than the first, over several, or cuts a block.
 
     Numerics: the local rows get the bits that FP8AdamW gives those rows of the whole parameter, given the same gradient
-        and `stochastic_rounding` off, which draws in each process for itself.
+        and nothing rounded at random: `stochastic_rounding` and `moment_rounding` draw by the place in a process's own
+        rows, so with them another number of processes is another sequence of draws.
     """
 
     def __init__(self, params: Mapping[str, Tensor], **options: Any) -> None:
