@@ -59,12 +59,13 @@ def uniform(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
     """Return a number for each element of blocks: fp32 [n, B], from 0 to below 1 in steps of 2^-24.
 
     Args:
-        draws: int32 [n, 2], stream and step of the parameter that each block is of.
-        first_elements: int32 [n], where each block starts in that parameter.
+        draws: int32 [n, 3], of the parameter that each block is of: stream, step, and the number of the first of its
+            elements that are here (0, but for a shard).
+        first_elements: int32 [n], where each block starts from there.
         block_size: B.
     """
-    stream, step = draws[:, :1], draws[:, 1:]
-    element = first_elements[:, None] + torch.arange(block_size, dtype=torch.int32, device=draws.device)
+    stream, step, first = draws[:, :, None].unbind(1)
+    element = first + first_elements[:, None] + torch.arange(block_size, dtype=torch.int32, device=draws.device)
     bits = mix(mix(element ^ stream) + mix(step ^ mix(stream)))
     return _shifted_right(bits, 8).to(torch.float32) * 2.0**-24
 

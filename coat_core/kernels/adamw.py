@@ -308,8 +308,8 @@ def fp8_adamw_step(
         hyper: the scalars of this step.
         table: fp32 [n, 3], one row of `hyper_table` for each parameter, in place of the last three of `hyper`. A row of
             NaN leaves its parameter and moments as they are.
-        draws: int32 [n, 2], stream (`coat_core.rounding.streams`) and step of each parameter: exp_avg_sq in 8 bits is
-            rounded at random by them. None rounds it to nearest, as exp_avg always is.
+        draws: int32 [n, 3], as of `coat_core.rounding.uniform`, for each parameter: exp_avg_sq in 8 bits is rounded at
+            random by them. None rounds it to nearest, as exp_avg always is.
         expansion: constants of the expansion, for moments stored with it.
         maximize: ascend instead of descend.
         stochastic_rounding: round bf16 and fp16 parameters stochastically.

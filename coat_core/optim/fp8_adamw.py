@@ -243,8 +243,13 @@ class FP8AdamW(torch.optim.Optimizer):
     def _numbering(self) -> Numbering | None:
         if self.fp8_config.moment_rounding == "nearest":
             return None
-        params = [param for group in self.param_groups for param in group["params"]]
-        return Numbering(self.param_groups[0]["seed"], {id(param): number for number, param in enumerate(params)})
+        places = self._places()
+        return Numbering(self.param_groups[0]["seed"], places, len(places))
+
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Of each parameter, by id: its number, and the number of its first element in the parameter as a whole."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return {id(param): (number, 0) for number, param in enumerate(params)}
 
     def _check_gradients(self) -> None:
         for group_index, group in enumerate(self.param_groups):

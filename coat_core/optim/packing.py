@@ -6,7 +6,7 @@ are. Files do not change: `state_dict` has the same tensors per parameter, and t
     codes of a moment    [n_blocks, B]        parameter 0 from block 0 on, the next one in the block after its last
     numbers of a moment  fp32 [S, n_blocks]   scale, exponent, center
     steps                fp32 [n_params]
-    streams              int32 [n_params]     with exp_avg_sq rounded at random: of its draws; in no file
+    draws                int32 [n_params, 2]  with exp_avg_sq rounded at random: stream, first element; in no file
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ class Numbering(NamedTuple):
 
     Attributes:
         seed: of all.
-        numbers: id of a parameter → its number in the optimizer's groups.
+        places: id of a parameter → its number in the optimizer's groups and, of a shard, the number of its first
+            element.
+        total: number of all parameters.
     """
 
     seed: int
-    numbers: dict[int, int]
+    places: dict[int, tuple[int, int]]
+    total: int
 
-    def streams(self, params: list[Tensor]) -> Tensor:
-        """Return int32 [n] on the device of these parameters; nothing is uploaded, so nothing waits."""
-        every = streams(self.seed, len(self.numbers), params[0].device).unbind()
-        return torch.stack([every[self.numbers.get(id(param), 0)] for param in params])  # one in no group has no step
+    def draws(self, params: list[Tensor]) -> Tensor:
+        """Return stream and first element, int32 [n, 2] on the device of these parameters, which nothing waits for."""
+        every = streams(self.seed, self.total, params[0].device)
+        places = [self.places.get(id(param), (0, 0)) for param in params]  # one in no group has no step
+        return torch.stack([torch.stack((every[i], torch.full_like(every[i], first))) for i, first in places])
 
 
 class DeviceState:
@@ -48,12 +52,12 @@ class DeviceState:
         params: the parameters.
         moments: how each moment is stored.
         steps_on_device: whether the step counters are on the device and not on the CPU.
-        numbering: which number each parameter has among all, for its stream; None without streams.
+        numbering: where draws are taken from; None without draws.
 
     Attributes:
         moments: packed codes and numbers, zero codes and ones at first.
         steps: fp32 [n_params], zeros at first.
-        streams: int32 [n_params], or None (`coat_core.rounding`).
+        draws: int32 [n_params, 2], stream and first element (`coat_core.rounding`), or None.
         views: the state of each parameter, as views.
         first_blocks: where each parameter's blocks start.
     """
@@ -73,7 +77,7 @@ class DeviceState:
             blocks += n_blocks(param.numel(), block_size)
         self.moments = {name: empty_moment(blocks, storage, device) for name, storage in moments.items()}
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device if steps_on_device else "cpu")
-        self.streams = None if numbering is None else numbering.streams(params)
+        self.draws = None if numbering is None else numbering.draws(params)
         self.views: list[State] = []
         for step, param, first in zip(self.steps.unbind(), params, self.first_blocks, strict=True):
             state: State = {"step": step}
@@ -106,10 +110,11 @@ class Batch(NamedTuple):
         return self._chosen(self.packed.steps)
 
     def draws(self) -> Tensor | None:
-        """Return stream and step of each parameter, int32 [n, 2], without reading any; None without streams."""
-        if self.packed.streams is None:
+        """Return stream, step and first element, int32 [n, 3], without reading any; None where nothing is drawn."""
+        if self.packed.draws is None:
             return None
-        return torch.stack((self._chosen(self.packed.streams), self.steps().to(torch.int32)), dim=-1)
+        stream, first = self._chosen(self.packed.draws).unbind(-1)
+        return torch.stack((stream, self.steps().to(torch.int32), first), dim=-1)
 
     def _chosen(self, numbers: Tensor) -> Tensor:
         first = self.indices[0]

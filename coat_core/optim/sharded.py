@@ -64,8 +64,8 @@ class ShardedFP8AdamW(FP8AdamW):
         ValueError: a parameter is sharded along another dimension than the first, over several, or cuts a block.
 
     Numerics: the local rows get the bits that FP8AdamW gives those rows of the whole parameter, given the same gradient
-        and nothing rounded at random: `stochastic_rounding` and `moment_rounding` draw by the place in a process's own
-        rows, so with them another number of processes is another sequence of draws.
+        and `stochastic_rounding` off, which draws in each process for itself. `moment_rounding: stochastic` draws by
+        the number of an element in the whole parameter.
     """
 
     def __init__(self, params: Mapping[str, Tensor], **options: Any) -> None:
@@ -86,6 +86,10 @@ class ShardedFP8AdamW(FP8AdamW):
         for own in self._own.values():
             own.grad = None
         return None
+
+    def _places(self) -> dict[int, tuple[int, int]]:
+        pairs = enumerate(self._whole.items())
+        return {id(self._own[name]): (number, _first_element(param)) for number, (name, param) in pairs}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the parameters."""
@@ -127,6 +131,14 @@ class ShardedFP8AdamW(FP8AdamW):
         sizes = {key: own.shape if key in MOMENTS else (0,) for key in other if key != "step"}
         empty = {key: torch.empty(size, dtype=other[key].dtype, device=own.device) for key, size in sizes.items()}
         return {"step": other["step"].clone(), **empty}
+
+
+def _first_element(param: Tensor) -> int:
+    """The number of the first element that this process has."""
+    if not isinstance(param, DTensor):
+        return 0
+    rows = -(-param.shape[0] // param.device_mesh.size())
+    return int(param.device_mesh.get_local_rank() * rows * param.shape[1:].numel())
 
 
 def _sharded_like(param: Tensor, own: Tensor, shape: torch.Size) -> Tensor:

@@ -146,7 +146,7 @@ def run_both(
             spoil(grads)
         before = [param.clone() for param in theirs.params]
         for problem, body in ((theirs, reference), (ours, kernel)):
-            draws = torch.tensor([[number * 977, step] for number in range(len(grads))], dtype=torch.int32)
+            draws = torch.tensor([[number * 977, step, number] for number in range(len(grads))], dtype=torch.int32)
             call["draws"] = draws.to(problem.params[0].device) if drawn else None
             problem.step(step, [grad.to(problem.params[0].device) for grad in grads], body, **call)
         assert_same_step(ours, theirs, before)
@@ -377,7 +377,7 @@ def test_operator_passes_opcheck_and_changes_what_it_says() -> None:
             problem.first_blocks,
             hyper,
             None,
-            torch.zeros((2, 2), dtype=torch.int32),
+            torch.zeros((2, 3), dtype=torch.int32),
             [0.5, 0.0, 256.0],
             False,
             True,

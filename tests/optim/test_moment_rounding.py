@@ -114,6 +114,17 @@ def test_a_parameter_draws_the_same_whoever_else_has_a_gradient(name: str) -> No
     assert_same(optimizer, other)
 
 
+def test_a_step_for_each_parameter_draws_as_one_for_all() -> None:
+    together, apart = make_params(), make_params()
+    optimizer, other = (FP8AdamW(params, fp8_config=config("integers")) for params in (together, apart))
+    run(optimizer, together, range(2))
+    for step in range(2):
+        set_grads(apart, step)
+        for param in apart:
+            other.step_parameter(param)
+    assert_same(optimizer, other)
+
+
 def test_a_parameter_cut_into_chunks_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, made = [(40, 70), (7,)], []
     for limit in (1 << 17, 256):

@@ -42,7 +42,8 @@ def make_model() -> nn.Sequential:
 
 def make_optimizer(model: nn.Module) -> ShardedFP8AdamW:
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    return ShardedFP8AdamW(named, lr=1e-2, fp8_config=FP8QuantizationConfig(block_size=BLOCK))
+    config = FP8QuantizationConfig(block_size=BLOCK, moment_rounding="stochastic")  # draws by the element of the whole
+    return ShardedFP8AdamW(named, lr=1e-2, fp8_config=config)
 
 
 def loss_of(model: nn.Module, step: int, half: int) -> Tensor:

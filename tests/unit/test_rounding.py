@@ -21,7 +21,7 @@ FORMATS = ["e4m3", "e4m3 expanded", "e5m2", "e5m2 expanded", "uint8_log"]
 def draws_of(stream: int, steps: range, seed: int = 5, blocks: int = 1) -> Tensor:
     """What the elements of a parameter draw, fp32 [steps, blocks · BLOCK]."""
     number = streams(seed, stream + 1)[stream].item()
-    table = torch.tensor([[number, step] for step in steps for _ in range(blocks)], dtype=torch.int32)
+    table = torch.tensor([[number, step, 0] for step in steps for _ in range(blocks)], dtype=torch.int32)
     starts = torch.arange(blocks, dtype=torch.int32).repeat(len(steps)) * BLOCK
     return uniform(table, starts, BLOCK).view(len(steps), -1)
 
@@ -42,10 +42,12 @@ def scalar_uniform(seed: int, number: int, step: int, element: int) -> float:
 def test_draws_are_those_of_whole_numbers(seed: int, device: torch.device) -> None:
     """So they are the same bits wherever they are computed."""
     places = [(number, step, first) for number in (0, 1, 977) for step in (1, 2000) for first in (0, 128, 3 * 2**20)]
-    every = streams(seed, 978, device)
-    table = torch.stack([torch.stack((every[number], torch.full_like(every[0], step))) for number, step, _ in places])
-    found = uniform(table, torch.tensor([first for *_, first in places], dtype=torch.int32, device=device), 16)
+    every = streams(seed, 978).tolist()
+    table = torch.tensor([[every[number], step, first - 48] for number, step, first in places], dtype=torch.int32)
+    starts = torch.full((len(places),), 48, dtype=torch.int32, device=device)
+    found = uniform(table.to(device), starts, 16)
     expected = [[scalar_uniform(seed, number, step, first + i) for i in range(16)] for number, step, first in places]
+    assert streams(seed, 978, device).tolist() == every
     assert found.tolist() == expected
 
 

@@ -134,7 +134,8 @@ def _fp8_adamw_step_kernel(
     if draws_ptr is None:
         drawn = None
     else:
-        drawn = uniform(tl.load(draws_ptr + 2 * tensor), tl.load(draws_ptr + 2 * tensor + 1), offsets)
+        stream, step = tl.load(draws_ptr + 3 * tensor), tl.load(draws_ptr + 3 * tensor + 1)
+        drawn = uniform(stream, step, offsets + tl.load(draws_ptr + 3 * tensor + 2))
     write(v, drawn, exp_avg_sq_ptr, exp_avg_sq_numbers_ptr, places, inside, rows, in_rows, stride,
           FORM2, MAX2, BOUND2_LOG2, STEP, EXPONENT_MAX, ON_GPU)  # fmt: skip
 

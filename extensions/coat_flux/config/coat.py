@@ -44,7 +44,7 @@ class OptimizerOptions:
     moment_rounding: str = choice(
         ("nearest", "stochastic"),
         "stochastic: exp_avg_sq in 8 bits goes to one of its two neighbouring codes at random, so it stays right on "
-        "average; nearest lets it drift upwards, 21 to 24 % by step 2,000",
+        "average; nearest lets it drift upwards, by more than 20 % in 2,000 steps",
     )
 
     @property
