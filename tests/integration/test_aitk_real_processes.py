@@ -26,7 +26,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 
 def entry_of(accumulation: int, *, steps: int = 4, **blocks: Any) -> dict[str, Any]:
-    entry = make_real_entry(gradient_accumulation=accumulation, steps=steps)
+    entry = make_real_entry(gradient_accumulation=accumulation, steps=steps, lr_scheduler="constant")
     entry["sample"]["prompts"] = entry["sample"]["prompts"][:3]
     entry["logging"] = {**entry.get("logging", {}), "verbose": True}  # memory lines are printed, too
     for name, changes in blocks.items():
@@ -79,7 +79,7 @@ def test_a_stop_of_one_process_ends_all_after_one_save(checkout: Checkout) -> No
     assert code != 0
     assert out.count("[coat] stopped after") == 1
     assert len(list((checkout.folder("stopped") / "coat").glob("state-*"))) >= 1
-    assert "Traceback" not in out.partition("torch.distributed.elastic")[0]
+    assert "[rank" not in out  # with which torch marks a traceback of one of them; the launcher has its own
 
 
 def test_a_killed_process_ends_all_with_one_message(checkout: Checkout) -> None:
