@@ -201,6 +201,11 @@ class FP8AdamW(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
+    def make_states(self) -> None:
+        """Make the state of every parameter that has none, or pack what was loaded, as the first step would."""
+        self._packed_state([param for group in self.param_groups for param in group["params"]])
+
+    @torch.no_grad()
     def step_parameter(self, param: Tensor) -> None:
         """Do the step of one parameter that has a gradient; a step for each is the same as one `step` for all.
 
@@ -216,7 +221,7 @@ class FP8AdamW(torch.optim.Optimizer):
         if self.found_inf is not None and not self.defaults["capturable"]:
             raise ValueError("found_inf: needs step counters on the device; pass capturable=True")
         if self._packed is None or not self._groups:
-            self._packed_state([param for group in self.param_groups for param in group["params"]])
+            self.make_states()
             self._groups = {id(param): group for group in self.param_groups for param in group["params"]}
         assert self._packed is not None
         self._packed.count_step([param], self.found_inf)

@@ -76,6 +76,7 @@ class BlockRunner:
             )
         self.blocks = blocks
         self.ran: dict[int, str] = {}
+        self.states_are_made = False  # the optimizer's, before the first step; a trainer says so
         self._config = config
         self._modules = list(blocks.values())
         self._places = {block: i for i, block in enumerate(self._modules)}
@@ -278,9 +279,9 @@ class BlockRunner:
         self._size = max(size, self._size)
         if self._held is None:
             self._trained = [p for block in self._modules for p in trained_parameters(block)]
-            states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in self._trained])
-            freed = 0 if self.streaming is None else self._plan.freed_bytes
-            self._held = held_bytes(device) + states + freed  # states are made after the first backward pass
+            missing = [] if self.states_are_made else self._trained  # made after the first backward pass
+            states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in missing])
+            self._held = held_bytes(device) + states + (0 if self.streaming is None else self._plan.freed_bytes)
         facts, budget = shown_by(args), budget_bytes(self._config, usable_bytes(device))
         trained = sum(p.numel() for p in self._trained) if self._fusable else 0
         copied = facts["device"] == "cuda" and self._config.memory.transposed_weights != "never"

@@ -153,6 +153,7 @@ def open_session(
     network = None if job.full else transformer
     if job.full:
         phases.hold("gradients", transformer, gradients)
+        _make_states(optimizer, transformer)
     watch = watch_steps(
         job.coat, transformer, network, lora, optimizer, log, phases, lambda: job, report=report, mean=workers.mean
     )
@@ -189,6 +190,15 @@ def open_session(
     if point is not None:
         continue_from(session, point)
     return session
+
+
+def _make_states(optimizer: Optimizer, transformer: nn.Module) -> None:
+    """Of a whole model they are large: made, or packed after a resume, while nothing of a step is there."""
+    runner = BlockRunner.of(transformer)
+    if isinstance(optimizer, FP8AdamW):
+        optimizer.make_states()
+        if runner is not None:
+            runner.states_are_made = True
 
 
 def _fused_backward(
