@@ -70,7 +70,9 @@ def neighbours(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     return lower.clamp(max=fmt.max), (lower + spacing).clamp(max=fmt.max)
 
 
-def stochastic_cast(x: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
+def stochastic_cast(
+    x: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None, bits: Tensor | None = None
+) -> Tensor:
     """Round fp32 up or down to bf16 or fp16 at random so that the mean is x.
 
     Adds uniform random bits below the target's last mantissa bit and truncates. Works on the fp32 bit pattern; fp16
@@ -80,6 +82,7 @@ def stochastic_cast(x: Tensor, dtype: torch.dtype, generator: torch.Generator | 
         x: fp32, any shape. Finite values must be within the target's range (fp16: they are clamped to ±65504).
         dtype: torch.bfloat16 or torch.float16.
         generator: source of the random bits.
+        bits: the random bits themselves, int32 of the shape of x, of which the lowest count.
 
     Returns:
         Tensor of `dtype`, the shape of x; exactly representable values, ±inf and NaN come back unchanged.
@@ -92,7 +95,9 @@ def stochastic_cast(x: Tensor, dtype: torch.dtype, generator: torch.Generator | 
     if x.dtype != torch.float32:
         raise ValueError(f"x of dtype {x.dtype}: must be torch.float32; convert it first")
     dropped_bits = 16 if dtype == torch.bfloat16 else 13
-    noise = torch.randint(0, 1 << dropped_bits, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    if bits is None:
+        bits = torch.randint(0, 1 << dropped_bits, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    noise = bits & ((1 << dropped_bits) - 1)
     mask = -1 << dropped_bits
     rounded = ((x.view(torch.int32) + noise) & mask).view(torch.float32)
     if dtype == torch.float16:

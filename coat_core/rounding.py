@@ -12,7 +12,11 @@ The draws come from a hash of a counter, so they need no generator whose state i
 in Triton's interpreter and on a GPU, and depend on no other parameter:
 
     stream  = mix(mix(seed's low half ^ mix(its high half)) + number of the parameter)
-    uniform = mix(mix(element ^ stream) + mix(step ^ mix(stream))) / 2^32,   of which the upper 24 bits are used
+    bits    = mix(mix(element ^ stream) + mix(step ^ mix(stream)))
+    uniform = bits / 2^32,   of which the upper 24 bits are used
+
+Parameters in bf16 and fp16 are rounded by the lower bits (`coat_core.quantize.stochastic_cast`) of streams of their
+own, those of `PARAMETERS` ^ seed.
 
 all modulo 2^32. Source of mix: the finalizer of MurmurHash3 (Appleby), a bijection.
 
@@ -24,6 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+PARAMETERS = 1 << 63  # in the seed of streams that round parameters
 MULTIPLIER_1, MULTIPLIER_2 = 0x85EBCA6B, 0xC2B2AE35
 
 
@@ -55,8 +60,8 @@ def streams(seed: int, count: int, device: torch.device | None = None) -> Tensor
     return mix(mix(low ^ mix(high)) + torch.arange(count, dtype=torch.int32, device=device))
 
 
-def uniform(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
-    """Return a number for each element of blocks: fp32 [n, B], from 0 to below 1 in steps of 2^-24.
+def random_bits(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
+    """Return 32 bits for each element of blocks, int32 [n, B].
 
     Args:
         draws: int32 [n, 3], of the parameter that each block is of: stream, step, and the number of the first of its
@@ -66,8 +71,12 @@ def uniform(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
     """
     stream, step, first = draws[:, :, None].unbind(1)
     element = first + first_elements[:, None] + torch.arange(block_size, dtype=torch.int32, device=draws.device)
-    bits = mix(mix(element ^ stream) + mix(step ^ mix(stream)))
-    return _shifted_right(bits, 8).to(torch.float32) * 2.0**-24
+    return mix(mix(element ^ stream) + mix(step ^ mix(stream)))
+
+
+def uniform(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
+    """Return a number for each element: fp32 [n, B], from 0 to below 1 in steps of 2^-24; as `random_bits`."""
+    return _shifted_right(random_bits(draws, first_elements, block_size), 8).to(torch.float32) * 2.0**-24
 
 
 def between(x: Tensor, lower: Tensor, upper: Tensor, uniform: Tensor) -> Tensor:

@@ -356,8 +356,8 @@ def _adamw_cases() -> dict[str, Callable[[], Any]]:
         tensors = [_empty(size, dtype=dtype)] * 2
         hyper = [0.1, 0.999, 0.001, 1e-8, 0.99, 0.1, 0.3]
         rows = _empty(2, 3, dtype=fp32) if table else None
-        drawn = _empty(2, 3, dtype=torch.int32) if draws else None
-        how = ([0, n], hyper, rows, drawn, [4 / 7, 0.0, 256.0], False, stochastic)
+        drawn, rounded = (_empty(2, 3, dtype=torch.int32) if wanted else None for wanted in (draws, stochastic))
+        how = ([0, n], hyper, rows, drawn, rounded, [4 / 7, 0.0, 256.0], False)
         return partial(fp8_adamw_step, tensors, tensors, *moments[0], *moments[1], *how)
 
     e4m3, e5m2, fp32, bf16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16

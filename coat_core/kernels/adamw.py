@@ -36,7 +36,7 @@ from coat_core.kernels.dispatch import run_by_triton
 from coat_core.kernels.packing import Chunk, chunk_elements, chunks
 from coat_core.moments import CODECS, update_ratio
 from coat_core.quantize import stochastic_cast
-from coat_core.rounding import uniform
+from coat_core.rounding import random_bits, uniform
 
 
 class Hyper(NamedTuple):
@@ -187,9 +187,9 @@ def _fp8_adamw_step(
     hyper: list[float],
     table: Tensor | None,
     draws: Tensor | None,
+    param_draws: Tensor | None,
     expansion: list[float],
     maximize: bool,
-    stochastic_rounding: bool,
 ) -> None:
     # non-contiguous parameters are updated in a flat copy and written back
     flat_params = [param.detach().reshape(-1) for param in params]
@@ -206,10 +206,10 @@ def _fp8_adamw_step(
         rows_table = None if table is None else _per_block(table, chunk)
         before = None if rows_table is None else _copies(moments, chunk.rows, param)
         adamw_update_(param, -grad if maximize else grad, m, v, Hyper(*hyper), rows_table)
-        rounding = None if draws is None else _uniform(draws, chunk)
+        rounding = None if draws is None else uniform(*_elements(draws, chunk))
         write_moments(*moments, chunk.rows, m, v, ExpansionConfig(*expansion), rounding)
-        if stochastic_rounding and params[0].dtype != torch.float32:
-            param = stochastic_cast(param, params[0].dtype)
+        if param_draws is not None and params[0].dtype != torch.float32:
+            param = stochastic_cast(param, params[0].dtype, bits=random_bits(*_elements(param_draws, chunk)))
         if before is not None and rows_table is not None:
             param = _unless_skipped(rows_table[:, -1].isnan(), before, moments, chunk.rows, param)
         chunk.layout.scatter(param, pieces)
@@ -247,9 +247,9 @@ def _(
     hyper: list[float],
     table: Tensor | None,
     draws: Tensor | None,
+    param_draws: Tensor | None,
     expansion: list[float],
     maximize: bool,
-    stochastic_rounding: bool,
 ) -> MomentUpdate:
     moments = (exp_avg, exp_avg_numbers), (exp_avg_sq, exp_avg_sq_numbers)
     return MomentUpdate(params, grads, *moments, first_blocks, hyper, maximize)
@@ -272,13 +272,13 @@ def _per_block(table: Tensor, chunk: Chunk) -> Tensor:
     )
 
 
-def _uniform(draws: Tensor, chunk: Chunk) -> Tensor:
-    """The numbers from 0 to 1 of a chunk's elements; elements are counted from the start of their parameter."""
+def _elements(draws: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, int]:
+    """Draws and first element of each block of a chunk, and its size; elements are counted from their parameter's."""
     starts = [
         torch.arange(blocks, dtype=torch.int32, device=draws.device) * chunk.layout.shape[1] + start
         for (_, start, _), blocks in zip(chunk.pieces, chunk.layout.blocks, strict=True)
     ]
-    return uniform(_per_block(draws, chunk), torch.cat(starts), chunk.layout.shape[1])
+    return _per_block(draws, chunk), torch.cat(starts), chunk.layout.shape[1]
 
 
 def fp8_adamw_step(
@@ -291,9 +291,9 @@ def fp8_adamw_step(
     *,
     table: Tensor | None = None,
     draws: Tensor | None = None,
+    param_draws: Tensor | None = None,
     expansion: ExpansionConfig,
     maximize: bool = False,
-    stochastic_rounding: bool = False,
 ) -> None:
     """Do one AdamW step in place on `params` and on the blocks of both moments that belong to them.
 
@@ -308,11 +308,11 @@ def fp8_adamw_step(
         hyper: the scalars of this step.
         table: fp32 [n, 3], one row of `hyper_table` for each parameter, in place of the last three of `hyper`. A row of
             NaN leaves its parameter and moments as they are.
-        draws: int32 [n, 3], as of `coat_core.rounding.uniform`, for each parameter: exp_avg_sq in 8 bits is rounded at
-            random by them. None rounds it to nearest, as exp_avg always is.
+        draws: int32 [n, 3], as of `coat_core.rounding.random_bits`, for each parameter: exp_avg_sq in 8 bits is rounded
+            at random by them. None rounds it to nearest, as exp_avg always is.
+        param_draws: the same, of streams of their own: bf16 and fp16 parameters are rounded stochastically by them.
         expansion: constants of the expansion, for moments stored with it.
         maximize: ascend instead of descend.
-        stochastic_rounding: round bf16 and fp16 parameters stochastically.
 
     Raises:
         ValueError: a gradient or the packed moments do not have the parameter's size.
@@ -326,7 +326,7 @@ def fp8_adamw_step(
     _check_sizes(params, grads, exp_avg.codes, first_blocks)
     _fp8_adamw_step(
         params, grads, *exp_avg, *exp_avg_sq, first_blocks, list(hyper), table, draws,
-        [expansion.range_fraction, expansion.exponent_step, expansion.exponent_max], maximize, stochastic_rounding,
+        param_draws, [expansion.range_fraction, expansion.exponent_step, expansion.exponent_max], maximize,
     )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
     w ← (1 − lr·λ)·w − lr·m̂/(sqrt(v̂) + ε), with m and v dequantized before and quantized after each step. The math is
     in fp32 for parameters of any precision; bf16 and fp16 parameters are rounded once per step, to nearest or
-    stochastically (`fp8_config.stochastic_rounding`, which draws from torch's global generator of the device).
+    stochastically (`fp8_config.stochastic_rounding`).
 
     Args:
         params: parameters or param groups as in torch.optim; fp32, bf16 or fp16. `fp8_config` is the same for all.
@@ -83,8 +83,9 @@ class FP8AdamW(torch.optim.Optimizer):
         capturable: keep the step counters on the parameters' device, so that a step captured in a CUDA graph counts on
             when it is replayed. A lr that changes between replays is a tensor on the device. The same for all groups;
             a state file does not change it.
-        seed: of the draws that round exp_avg_sq (`moment_rounding: stochastic`). It is in the groups and so in the
-            state file, and with it and the step counters a resumed run draws the same. The same for all groups.
+        seed: of the draws that round exp_avg_sq (`moment_rounding: stochastic`) and parameters
+            (`stochastic_rounding`). It is in the groups and so in the state file, and with it and the step counters a
+            resumed run draws the same. The same for all groups.
         fp8_config: how the moments are stored; None is `FP8QuantizationConfig()`.
         torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
 
@@ -246,10 +247,11 @@ class FP8AdamW(torch.optim.Optimizer):
         return self._packed
 
     def _numbering(self) -> Numbering | None:
-        if self.fp8_config.moment_rounding == "nearest":
+        moments, parameters = self.fp8_config.moment_rounding != "nearest", self.fp8_config.stochastic_rounding
+        if not (moments or parameters):
             return None
         places = self._places()
-        return Numbering(self.param_groups[0]["seed"], places, len(places))
+        return Numbering(self.param_groups[0]["seed"], places, len(places), moments, parameters)
 
     def _places(self) -> dict[int, tuple[int, int]]:
         """Of each parameter, by id: its number, and the number of its first element in the parameter as a whole."""
@@ -275,10 +277,10 @@ class FP8AdamW(torch.optim.Optimizer):
             [batch.packed.first_blocks[index] for index in batch.indices],
             hyper,
             table=table,
-            draws=batch.draws(),
+            draws=batch.draws(batch.packed.draws),
+            param_draws=batch.draws(batch.packed.param_draws),
             expansion=self.fp8_config.expansion,
             maximize=group["maximize"],
-            stochastic_rounding=self.fp8_config.stochastic_rounding,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

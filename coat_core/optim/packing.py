@@ -6,7 +6,8 @@ are. Files do not change: `state_dict` has the same tensors per parameter, and t
     codes of a moment    [n_blocks, B]        parameter 0 from block 0 on, the next one in the block after its last
     numbers of a moment  fp32 [S, n_blocks]   scale, exponent, center
     steps                fp32 [n_params]
-    draws                int32 [n_params, 2]  with exp_avg_sq rounded at random: stream, first element; in no file
+    draws                int32 [n_params, 2]  with exp_avg_sq or parameters rounded at random: stream, first element; in
+                                              no file
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from coat_core.kernels.packing import n_blocks
 from coat_core.optim.state import State, Storage, empty_moment, moment_views
-from coat_core.rounding import streams
+from coat_core.rounding import PARAMETERS, streams
 
 
 class Numbering(NamedTuple):
@@ -32,15 +33,19 @@ class Numbering(NamedTuple):
         places: id of a parameter → its number in the optimizer's groups and, of a shard, the number of its first
             element.
         total: number of all parameters.
+        moments: whether exp_avg_sq is rounded by them.
+        parameters: whether parameters in bf16 and fp16 are.
     """
 
     seed: int
     places: dict[int, tuple[int, int]]
     total: int
+    moments: bool = True
+    parameters: bool = False
 
-    def draws(self, params: list[Tensor]) -> Tensor:
+    def draws(self, params: list[Tensor], salt: int = 0) -> Tensor:
         """Return stream and first element, int32 [n, 2] on the device of these parameters, which nothing waits for."""
-        every = streams(self.seed, self.total, params[0].device)
+        every = streams(self.seed ^ salt, self.total, params[0].device)
         places = [self.places.get(id(param), (0, 0)) for param in params]  # one in no group has no step
         return torch.stack([torch.stack((every[i], torch.full_like(every[i], first))) for i, first in places])
 
@@ -57,7 +62,8 @@ class DeviceState:
     Attributes:
         moments: packed codes and numbers, zero codes and ones at first.
         steps: fp32 [n_params], zeros at first.
-        draws: int32 [n_params, 2], stream and first element (`coat_core.rounding`), or None.
+        draws: int32 [n_params, 2], stream and first element (`coat_core.rounding`), or None; of exp_avg_sq.
+        param_draws: the same, of the parameters.
         views: the state of each parameter, as views.
         first_blocks: where each parameter's blocks start.
     """
@@ -77,7 +83,11 @@ class DeviceState:
             blocks += n_blocks(param.numel(), block_size)
         self.moments = {name: empty_moment(blocks, storage, device) for name, storage in moments.items()}
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device if steps_on_device else "cpu")
-        self.draws = None if numbering is None else numbering.draws(params)
+        self.draws = self.param_draws = None
+        if numbering is not None and numbering.moments:
+            self.draws = numbering.draws(params)
+        if numbering is not None and numbering.parameters:
+            self.param_draws = numbering.draws(params, PARAMETERS)
         self.views: list[State] = []
         for step, param, first in zip(self.steps.unbind(), params, self.first_blocks, strict=True):
             state: State = {"step": step}
@@ -109,11 +119,15 @@ class Batch(NamedTuple):
             return torch.full((len(self.params),), self.step, device=self.params[0].device)
         return self._chosen(self.packed.steps)
 
-    def draws(self) -> Tensor | None:
-        """Return stream, step and first element, int32 [n, 3], without reading any; None where nothing is drawn."""
-        if self.packed.draws is None:
+    def draws(self, of: Tensor | None) -> Tensor | None:
+        """Return stream, step and first element, int32 [n, 3], without reading any; None where nothing is drawn.
+
+        Args:
+            of: `packed.draws` or `packed.param_draws`.
+        """
+        if of is None:
             return None
-        stream, first = self._chosen(self.packed.draws).unbind(-1)
+        stream, first = self._chosen(of).unbind(-1)
         return torch.stack((stream, self.steps().to(torch.int32), first), dim=-1)
 
     def _chosen(self, numbers: Tensor) -> Tensor:

@@ -63,9 +63,8 @@ class ShardedFP8AdamW(FP8AdamW):
     Raises:
         ValueError: a parameter is sharded along another dimension than the first, over several, or cuts a block.
 
-    Numerics: the local rows get the bits that FP8AdamW gives those rows of the whole parameter, given the same gradient
-        and `stochastic_rounding` off, which draws in each process for itself. `moment_rounding: stochastic` draws by
-        the number of an element in the whole parameter.
+    Numerics: the local rows get the bits that FP8AdamW gives those rows of the whole parameter, given the same
+        gradient; what is rounded at random draws by the number of the element in the whole.
     """
 
     def __init__(self, params: Mapping[str, Tensor], **options: Any) -> None:

@@ -62,13 +62,12 @@ def test_continuation_is_bitwise_equal(name: str, dtype: torch.dtype, caplog: py
     assert not caplog.records
 
 
-def test_continuation_with_stochastic_rounding_follows_the_generator() -> None:
+def test_continuation_with_stochastic_rounding_needs_no_generator() -> None:
     config = FP8QuantizationConfig(stochastic_rounding=True)
     params, optimizer = trained(config, torch.bfloat16)
-    generator_state = torch.get_rng_state()
     twins, twin = resumed(params, optimizer.state_dict(), config)
     run(optimizer, params, range(3, 6))
-    torch.set_rng_state(generator_state)
+    torch.manual_seed(123)
     run(twin, twins, range(3, 6))
     for a, b in zip(params, twins, strict=True):
         assert_bitwise(a.detach(), b.detach())

@@ -200,6 +200,23 @@ def test_stochastic_rounding_leaves_fp32_parameters_and_the_generator_alone() ->
         assert_bitwise(a.detach(), b.detach())
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_step_for_each_parameter_in_any_order_is_one_step_for_all(rounding: str) -> None:
+    config = FP8QuantizationConfig(stochastic_rounding=True, moment_rounding=rounding)
+    together, alone = make_params(dtype=torch.bfloat16), make_params(dtype=torch.bfloat16)
+    optimizers = [FP8AdamW(params, fp8_config=config, seed=5) for params in (together, alone)]
+    for step in range(3):
+        for params in (together, alone):
+            set_grads(params, step)
+        optimizers[0].step()
+        for param in reversed(alone):
+            optimizers[1].step_parameter(param)
+    for a, b in zip(together, alone, strict=True):
+        assert_bitwise(a.detach(), b.detach())
+        for key, value in optimizers[0].state[a].items():
+            assert_bitwise(value, optimizers[1].state[b][key])
+
+
 def _through_torch_save(optimizer: FP8AdamW) -> FP8AdamW:
     buffer = io.BytesIO()
     torch.save(optimizer, buffer)

@@ -269,7 +269,6 @@ def test_graphs_make_room_where_an_eager_step_would_find_none(monkeypatch: pytes
         ({}, "there are no CUDA graphs on a cpu"),
         ({"network": {"dropout": 0.1}}, "network.dropout draws in the step"),
         ({"train": {**TRAIN, "optimizer": "adamw"}}, "adamw cannot skip a step on the device; coat_fp8_adamw can"),
-        ({"coat": {"optimizer": {"stochastic_rounding": True}}}, "stochastic rounding draws in the step"),
     ],
 )
 def test_why_steps_are_not_captured(

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_core.formats import format_of
-from coat_core.kernels.gpu.moments import EXPANDED, FP32, PLAIN, RATIO, form_of, read, uniform, write
+from coat_core.kernels.gpu.moments import EXPANDED, FP32, PLAIN, RATIO, form_of, random_bits, read, uniform, write
 from coat_core.kernels.gpu.runtime import blocks, finished, launch, power_of_two
 from coat_core.kernels.gpu.tables import device_table
 
@@ -34,15 +34,14 @@ TILE_ELEMENTS = 1024
 ELEMENTS_PER_WARP = 256
 REGISTERS = 80  # a thread; left alone, ptxas takes 64 or 72 and spills 16 bytes on some cards
 REGISTERS_DRAWN = 96  # with draws; 80 spill 8 to 24 bytes
-SEED_MAX = 1 << 31
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 DROPPED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of an fp32 mantissa
 
 
 @triton.jit
-def _rounded_stochastically(x, seed_ptr, places, DROPPED: tl.constexpr):
+def _rounded_stochastically(x, bits, DROPPED: tl.constexpr):
     """X up or down to what a dtype without fp32's last DROPPED bits holds: `coat_core.quantize.stochastic_cast`."""
-    noise = tl.randint(tl.load(seed_ptr), places.to(tl.int32)).to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
+    noise = bits.to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
     rounded = ((x.to(tl.int32, bitcast=True) + noise) & (-1 << DROPPED)).to(tl.float32, bitcast=True)
     if DROPPED == 13:  # fp16: below its normal range on a fixed grid
         on_grid = tl.floor(x * 16777216.0 + noise.to(tl.float32) * (1.0 / 8192.0)) * (1.0 / 16777216.0)
@@ -61,7 +60,7 @@ def _fp8_adamw_step_kernel(
     exp_avg_sq_numbers_ptr,
     table_ptr,
     draws_ptr,
-    seed_ptr,
+    param_draws_ptr,
     stride,
     weight1,
     beta2,
@@ -124,7 +123,9 @@ def _fp8_adamw_step_kernel(
     else:
         param += m * -step_size / (sqrt_v * tl.div_rn(1.0, root) + eps)
     if DROPPED > 0:
-        param = _rounded_stochastically(param, seed_ptr, places, DROPPED)
+        stream, step = tl.load(param_draws_ptr + 3 * tensor), tl.load(param_draws_ptr + 3 * tensor + 1)
+        element = offsets + tl.load(param_draws_ptr + 3 * tensor + 2)
+        param = _rounded_stochastically(param, random_bits(stream, step, element), DROPPED)
     tl.store(param_ptr + offsets, param.to(PARAM_TYPE), mask=inside)
     if FORM1 == RATIO:
         usable = (v > 0) & (v < float("inf"))
@@ -151,9 +152,9 @@ def fp8_adamw_step(
     hyper: list[float],
     table: Tensor | None,
     draws: Tensor | None,
+    param_draws: Tensor | None,
     expansion: list[float],
     maximize: bool,
-    stochastic_rounding: bool,
 ) -> None:
     """Launcher of `coat::fp8_adamw_step`."""
     sizes, block_size, padded = tuple(map(Tensor.numel, params)), exp_avg.shape[1], power_of_two(exp_avg.shape[1])
@@ -163,7 +164,7 @@ def fp8_adamw_step(
     own = _launchable(written)
     own_params, (codes1, codes2) = own[:-2], own[-2:]
     own_grads = list(map(Tensor.contiguous, grads))
-    device, dropped = exp_avg.device, DROPPED_BITS[params[0].dtype] if stochastic_rounding else 0
+    device, dropped = exp_avg.device, 0 if param_draws is None else DROPPED_BITS[params[0].dtype]
     pairs = zip(map(Tensor.data_ptr, own_params), map(Tensor.data_ptr, own_grads), strict=True)
     addresses = tuple(chain.from_iterable(pairs))
     per_program = max(TILE_ELEMENTS // padded, 1)
@@ -180,7 +181,7 @@ def fp8_adamw_step(
         exp_avg_sq_numbers,
         table,
         draws,
-        torch.randint(SEED_MAX, (1,), device=device) if dropped else None,
+        param_draws if dropped else None,
         len(exp_avg),
         *hyper,
         PARAM_TYPE=TYPES[own_params[0].dtype],

@@ -137,11 +137,16 @@ def _mix(x):
 
 
 @triton.jit
+def random_bits(stream, step, elements):
+    """32 bits for each of a parameter's elements [R, P], uint32: `coat_core.rounding.random_bits`."""
+    stream, step = stream.to(tl.uint32, bitcast=True), step.to(tl.uint32, bitcast=True)
+    return _mix(_mix(elements.to(tl.uint32) ^ stream) + _mix(step ^ _mix(stream)))
+
+
+@triton.jit
 def uniform(stream, step, elements):
     """From 0 to below 1 for each of a parameter's elements [R, P]: `coat_core.rounding.uniform`."""
-    stream, step = stream.to(tl.uint32, bitcast=True), step.to(tl.uint32, bitcast=True)
-    bits = _mix(_mix(elements.to(tl.uint32) ^ stream) + _mix(step ^ _mix(stream)))
-    return (bits >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
+    return (random_bits(stream, step, elements) >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 
 
 @triton.jit

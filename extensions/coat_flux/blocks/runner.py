@@ -95,11 +95,10 @@ class BlockRunner:
         self._held: float | None = None  # bytes, before anything of a step is there
         self._trained: list[nn.Parameter] = []
         self._warned: set[str] = set()
-        self._checked = False
         self._logged: Counter[str] = Counter()
         self._table: dict[nn.Module, Callable[..., Any]] = {}
         self._plan: Any = None  # a BlockPlan, from the first decision on
-        self._decisions = 0
+        self._checked, self._decisions = False, 0
         names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
         facts = {"quantized": adopted, "compile_failed": self._compiled.failed, "picks_later": measures}
         self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, **facts)

@@ -233,8 +233,6 @@ def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
         return "all weights are trained"
     if job.network.dropout:
         return "network.dropout draws in the step"
-    if job.coat.optimizer_config()[0].stochastic_rounding:
-        return "stochastic rounding draws in the step"
     return ""
 
 

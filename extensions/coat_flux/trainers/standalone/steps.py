@@ -260,7 +260,4 @@ def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
 
 def _update_in_backward(session: Session, loss: Tensor) -> AbstractContextManager[None]:
     """Around the backward pass that completes the gradients of a step with this loss."""
-    if session.fused is None:
-        return nullcontext()
-    seed_global(seed_of(session.job), Stream.OPTIMIZER, session.step)
-    return session.fused.updating(not_finite(loss))
+    return nullcontext() if session.fused is None else session.fused.updating(not_finite(loss))
