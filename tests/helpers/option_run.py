@@ -60,7 +60,7 @@ class Run:
         self.lora = lora_parameters(self.model)
         for param in self.lora.values():
             param.data = param.data.to(lora_dtype)
-        self.optimizer = build_optimizer(list(self.lora.values()), 1e-3, config)
+        self.optimizer = build_optimizer(list(self.lora.values()), 1e-3, config, seed=seed)
         self.layer = self.model.transformer_blocks[0].attn.to_k.base_layer
         self.block_calls, self.block_inputs = 0, []
         if not self.fused:  # a block with hooks is not fused

@@ -40,6 +40,8 @@ ELSEWHERE = {  # command: what runs it
     'pip install -e ".[bench]"': "needs a download; tests/unit/test_bench_runner.py checks what is in it",
     "cd path/to/ai-toolkit": "a shell",
     "python run.py configs/flux_clothing_coat.yaml": "tests/integration/test_aitk_real.py, with a real ai-toolkit",
+    "accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes 2 -m coat_flux.cli train "
+    "configs/flux_clothing_coat.yaml": "tests/integration/test_engine_processes.py",
     "python scripts/gpu_check.py --out DIR --minutes 30": "tests/unit/test_gpu_check.py; for a GPU",
     "python scripts/benchmark_coat.py --hidden_size 1024 --num_layers 8 --batch_size 4 --num_steps 50 "
     "--use_fp8_activation": "tests/integration/test_bench_runs.py",
@@ -50,6 +52,7 @@ ONLY_PARSED = {  # command: what runs it in full
     "coat-flux sweep configs/flux_clothing_coat.yaml --set train.lr=1e-4,3e-4 --set network.linear=8,16,32 --jobs 2": (
         "tests/integration/test_sweep_runs.py"
     ),
+    "coat-flux train configs/flux_full_80gb.yaml": "tests/integration/test_engine_full.py, on the embedded model",
     "coat-flux verify configs/flux_clothing_coat.yaml --seeds 5 --steps 500": "tests/integration/test_verify_runs.py",
 }
 SAYS = {  # command: how its output shows that it did its work
