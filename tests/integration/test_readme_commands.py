@@ -193,7 +193,7 @@ def test_programs_of_others_have_these_options() -> None:
     (launch,) = [command for command in commands(*ENGLISH) if command.startswith("accelerate ")]
     parsed = launch_command_parser().parse_args(shlex.split(launch)[2:])
     assert parsed.module
-    assert load_config_from_file(ROOT / parsed.config_file).distributed_type == "MULTI_GPU"
+    assert load_config_from_file(str(ROOT / parsed.config_file)).distributed_type == "MULTI_GPU"
     assert parsed.training_script_args == ["train", "configs/flux_clothing_coat.yaml"]
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     program, *arguments = shlex.split("hf auth login")
