@@ -378,9 +378,9 @@ def test_operator_passes_opcheck_and_changes_what_it_says() -> None:
             hyper,
             None,
             torch.zeros((2, 3), dtype=torch.int32),
+            torch.zeros((2, 3), dtype=torch.int32),
             [0.5, 0.0, 256.0],
             False,
-            True,
         )
         torch.library.opcheck(adamw._fp8_adamw_step, args, test_utils=WITHOUT_SCHEMA)
         grads = [grad.clone() for grad in args[1]]

@@ -139,13 +139,16 @@ class CastProbe(TorchDispatchMode):
         observed.block = self._block
         self._casts.append(observed)
         self._latest[_address(cast.codes)] = observed
+        self._decoded.pop(_address(cast.codes), None)
 
     def _add_reader(self, product: Product) -> None:
         """Take from a product which layers read the codes, and as what."""
         address = _address(product.weight)
-        layers = self._layers_of(self._decoded.get(address, product.weight))
+        decoded = self._decoded.get(address)
+        layers = self._layers_of(product.weight if decoded is None else decoded)
         if product.codes is not None:
-            cast, weight = self._latest.get(_address(product.codes)), self._latest.get(address)
+            cast = self._latest.get(_address(product.codes))
+            weight = self._latest.get(address) if decoded is None else None  # decoded to memory that a cast had before
             if weight is not None and weight.kind == INPUTS:  # wgrad, whose other operand is x
                 layers = tuple(weight.layers)
             elif weight is not None:
