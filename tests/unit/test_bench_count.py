@@ -32,7 +32,7 @@ HELD = {
     "double backward": 77,
     "single forward": 9,
     "single backward": 25,
-    OUTSIDE: 138,
+    OUTSIDE: 140,
     MODULATION: 99,
     UPDATE: 106,
 }

@@ -207,7 +207,11 @@ def _session(
             parameter.grad = torch.empty_like(parameter)
 
     workers = SimpleNamespace(
-        device=META, world_size=1, sum_gradients=after_backward, agree=lambda numbers, asked: (numbers, list(asked))
+        device=META,
+        world_size=1,
+        shares_weights=False,
+        sum_gradients=after_backward,
+        agree=lambda numbers, asked: (numbers, list(asked)),
     )
     watch = SimpleNamespace(
         guard=guard,
@@ -226,6 +230,7 @@ def _session(
         dataset=SimpleNamespace(batch=lambda drawn: {}),
         objective=objective,
         optimizer=optimizer,
+        fused=None,
         lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
         ema=LoraEMA(lora),
         live=SimpleNamespace(poll=frozenset),
