@@ -38,7 +38,7 @@ from coat_flux.pages.html import Page
 from coat_flux.study import BF16, Arm, Judgement, Settings, Study, Verdict, open_study, verify
 from coat_flux.study import judge as judge_gap
 from coat_flux.study.report import TONES
-from coat_flux.study.runs import run_name
+from coat_flux.study.runs import bf16_arm, run_name
 from coat_flux.trainers.standalone.loading import load_transformer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +131,8 @@ def train(options: argparse.Namespace, arm: str, seed: int) -> str:
     torch.set_num_threads(1)
     if arm == "coat" and options.emulated:
         emulate(options.emulated)
-    run = study_of(options).train_arm(arm, BF16 if arm == "bf16" else coat_arm(options), seed)
+    study = study_of(options)
+    run = study.train_arm(arm, bf16_arm(study.job) if arm == "bf16" else coat_arm(options), seed)
     return f"{run.name}: loss {run.final_own:.6f}, {run.seconds:.0f} s"
 
 

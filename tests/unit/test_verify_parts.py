@@ -17,7 +17,7 @@ from coat_flux.study import BF16, ArmResult, Settings, Study, Verdict, VerifyErr
 from coat_flux.study.held_out import HeldOut, Split, choose_held_out, split_photos, validation_entry
 from coat_flux.study.judgement import broken
 from coat_flux.study.report import write_page
-from coat_flux.study.runs import prepare_job
+from coat_flux.study.runs import bf16_arm, prepare_job
 from coat_flux.study.scoring import mean_cosine, weight_grams
 from coat_flux.study.study import require_room
 from tests import tolerances
@@ -63,6 +63,20 @@ def test_bf16_differs_in_coat_quantize_and_optimizer_alone(tmp_path: Path) -> No
     right = {key: value for key, value in theirs.raw["config"]["process"][0].items() if key not in ("coat", "model")}
     left["train"], right["train"] = ({**part["train"], "optimizer": None} for part in (left, right))
     assert left == right
+
+
+def test_full_fine_tuning_is_compared_with_the_same_rounding_of_weights(tmp_path: Path) -> None:
+    raw = job_of(tmp_path, OPTIONS, train={"gradient_checkpointing": True}).raw
+    raw["config"]["process"][0]["model"] |= {"quantize": False}
+    del raw["config"]["process"][0]["network"]
+    job = JobConfig.from_dict(raw)
+    theirs, ours = prepared(job, dict(bf16_arm(job))), prepared(job, {})
+    assert (theirs.train.optimizer, theirs.coat.optimizer.stochastic_rounding) == ("coat_fp8_adamw", True)
+    parts = theirs.coat.weight, theirs.coat.activation, theirs.coat.optimizer
+    assert not any(part.use_fp8 for part in parts)
+    assert not theirs.coat.memory.enable_efficient_checkpoint
+    assert theirs.train == ours.train
+    assert bf16_arm(job_of(tmp_path, {})) == BF16
 
 
 def test_an_arm_is_laid_over_the_block_and_over_optimizer_params(tmp_path: Path) -> None:

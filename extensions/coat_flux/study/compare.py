@@ -19,7 +19,7 @@ from ..trainers.standalone.seeding import seed_of
 from ..watch.guard import DeadRunError
 from .judgement import LOSSLESS, NOT_LOSSLESS, UNDECIDED, broken, judge
 from .report import ARM_BF16, ARM_COAT, Verdict, write_page
-from .runs import BF16, Arm, ArmResult, VerifyError
+from .runs import BF16, Arm, ArmResult, VerifyError, bf16_arm
 from .scoring import model_grams, score_loras, weight_grams
 from .study import Settings, Study, open_study
 
@@ -79,7 +79,7 @@ def _train_and_judge(study: Study, seeds: int, arm: Arm, log: Callable[[str], No
     first, total = seed_of(study.job), 2 * seeds
     with tqdm(total=total * study.steps, desc="all runs", unit="step", smoothing=0, **bar_options()) as bar:
         for seed in range(first, first + seeds):
-            for name, block in ((ARM_BF16, BF16), (ARM_COAT, arm)):
+            for name, block in ((ARM_BF16, bf16_arm(study.job)), (ARM_COAT, arm)):
                 bar.set_postfix_str(f"{len(runs) + 1} of {total} runs", refresh=False)
                 try:
                     runs.append(study.train_arm(name, block, seed, on_step=_progress(bar)))

@@ -27,6 +27,10 @@ __all__ = ["BF16", "Arm", "ArmResult", "VerifyError", "prepare_job", "read_resul
 Arm: TypeAlias = Mapping[str, Any]
 
 BF16: Arm = {"enabled": False}
+_NOTHING_IN_FP8: Arm = {
+    **{key: {"use_fp8": False} for key in ("weight", "activation", "optimizer")},
+    "memory": {"enable_efficient_checkpoint": False},
+}
 EIGHT_BIT = (COAT_OPTIMIZER, "adamw8bit")
 ADAMW_KEYS = tuple(option.key for option in ADAMW_OPTIONS)
 
@@ -38,6 +42,15 @@ class VerifyError(UserError, RuntimeError):
 def run_name(arm_name: str, seed: int) -> str:
     """Name and folder of a run."""
     return f"{arm_name}_seed{seed}"
+
+
+def bf16_arm(job: JobConfig) -> Arm:
+    """Return what the COAT runs of a job are compared with: its run in bf16.
+
+    In full fine-tuning that is the config's own optimizer with fp32 moments. AdamW would round the weights to nearest
+    and lose most updates of bf16 weights, which has more effect on a run than FP8 has (EXPERIMENTS.md).
+    """
+    return _NOTHING_IN_FP8 if job.full and job.train.optimizer == COAT_OPTIMIZER else BF16
 
 
 def prepare_job(
