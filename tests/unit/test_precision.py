@@ -23,6 +23,7 @@ from coat_flux.pages.charts import heat_map_png
 from coat_flux.pages.precision import as_grid
 from coat_flux.watch.advice import exclude_yaml, kind_medians, standing_out, summaries, worst
 from coat_flux.watch.casts import CastProbe
+from coat_flux.watch.health import INPUTS, SAVED
 from coat_flux.watch.precision import COLUMNS, KINDS, CastPrecision, as_cells, merged, read_rows, weight_rows
 from tests import tolerances
 
@@ -122,6 +123,18 @@ def test_rows_name_every_layer_that_reads_a_cast() -> None:
     assert rows["out", "input"].underflow > 0.9
     assert {row.step for row in rows.values()} == {5}
     assert rows["to_q", "input"].elements == 8 * 32
+
+
+def test_a_weight_is_not_taken_for_a_cast_that_was_in_its_memory_before() -> None:
+    model = nn.ModuleDict({name: FP8Linear(32, 32) for name in ("to_q", "out")})
+    for kind in (INPUTS, SAVED):
+        with CastProbe(model, {}) as probe:
+            y = model["to_q"](gaussian(8, 32))
+            (earlier,) = probe._casts
+            probe._latest[model["out"].weight_codes.untyped_storage().data_ptr()] = earlier
+            earlier.kind = kind
+            model["out"](y)
+        assert {row.layer for row in probe.rows(1)} == {"to_q", "out"}
 
 
 @pytest.mark.parametrize("cache", [False, True])

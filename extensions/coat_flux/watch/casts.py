@@ -149,10 +149,10 @@ class CastProbe(TorchDispatchMode):
         if product.codes is not None:
             cast = self._latest.get(_address(product.codes))
             weight = self._latest.get(address) if decoded is None else None  # decoded to memory that a cast had before
-            if weight is not None and weight.kind == INPUTS:  # wgrad, whose other operand is x
+            if weight is not None and not layers and weight.kind == INPUTS:  # wgrad, whose other operand is x
                 layers = tuple(weight.layers)
-            elif weight is not None:
-                weight.kind, layers = WEIGHTS, layers or (weight.where,)
+            elif weight is not None and (not layers or (weight.kind == SAVED and weight.where in layers)):
+                weight.kind, layers = WEIGHTS, layers or (weight.where,)  # else it was in this memory before
             if cast is not None:
                 cast.kind = HEALTH_KINDS[product.kind]
                 cast.where = cast.where or (layers[0] if layers else "")
