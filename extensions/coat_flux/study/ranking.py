@@ -71,7 +71,7 @@ class Place:
         results: of its seeds.
         loss: mean over finished seeds; NaN without one.
         gap: to the best; NaN without a loss.
-        tied: the gap is no more than luck.
+        tied: luck alone could make the gap.
     """
 
     settings: Mapping[str, Any]

@@ -7,18 +7,27 @@ the main process, which caches, saves and samples alone, may take `WAIT_LIMIT`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.errors import UserError
 
-__all__ = ["EXIT_OTHER", "STEP_LIMIT", "WAIT_LIMIT", "LostProcessError", "exchange", "first_to_fail", "sum_gradients"]
+__all__ = [
+    "EXIT_OTHER",
+    "STEP_LIMIT",
+    "WAIT_LIMIT",
+    "LostProcessError",
+    "exchange",
+    "first_to_fail",
+    "share_values",
+    "sum_gradients",
+]
 
 STEP_LIMIT = timedelta(minutes=30)  # between two exchanges of a step; the first one also measures and compiles
 WAIT_LIMIT = timedelta(hours=12)
@@ -73,3 +82,21 @@ def sum_gradients(params: Sequence[nn.Parameter], group: Any = None) -> None:
         dist.all_reduce(flat, group=group)
     for param, part in zip(params, flat.split([grad.numel() for grad in grads]), strict=True):
         param.grad = part.view_as(param).clone()
+
+
+@torch.no_grad()
+def share_values(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give every process the main process's values.
+
+    Args:
+        tensors: changed in place; the same shapes in every process.
+        device: that processes exchange on.
+
+    Raises:
+        LostProcessError: a process has ended.
+    """
+    with exchange():
+        for tensor in tensors:
+            values = tensor.detach().to(device, copy=True)
+            dist.broadcast(values, src=0)
+            tensor.copy_(values)

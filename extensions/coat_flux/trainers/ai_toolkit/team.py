@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...base.errors import UserError
-from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, sum_gradients
+from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, share_values, sum_gradients
 from .common import AIToolkitError
 
 __all__ = ["Team"]
@@ -97,16 +97,10 @@ class Team:
             dist.broadcast_object_list(box, src=0, group=self._patient)
         return box[0]
 
-    @torch.no_grad()
     def share(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give every process the main process's values."""
-        if self.size == 1:
-            return
-        with exchange():
-            for parameter in parameters:
-                values = parameter.detach().to(self._device)
-                dist.broadcast(values, src=0)
-                parameter.copy_(values)
+        if self.size > 1:
+            share_values(parameters, self._device)
 
     @contextmanager
     def unwrapped(self, process: Any) -> Iterator[None]:

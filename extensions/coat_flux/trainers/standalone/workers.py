@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import InitProcessGroupKwargs, broadcast
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from ...config.launch import LaunchError, launch_obstacle, shares_weights
-from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, sum_gradients
+from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, share_values, sum_gradients
 
 __all__ = ["Reading", "Workers", "not_finite"]
 
@@ -103,14 +103,10 @@ class Workers:
         if self.world_size > 1:
             sum_gradients(params)
 
-    @torch.no_grad()
     def share(self, params: Sequence[nn.Parameter]) -> None:
         """Give every process the main process's values."""
-        if self.world_size == 1:
-            return
-        with exchange():
-            for param in params:
-                param.copy_(broadcast(param.detach().clone(), from_process=0))
+        if self.world_size > 1:
+            share_values(params, self.device)
 
     def close(self) -> None:
         """End the process group; accelerate forgets its device, so that a next run may take another."""
