@@ -73,7 +73,7 @@ def comparison(folder: Path) -> str:
     names = [run.name for run in runs]
     gram = Gram(names, torch.eye(4, dtype=torch.float64) + 0.5)
     scores = Scores(0.9, dict.fromkeys(names, 0.5), gram, gram)
-    judgement = judge([0.5, 0.51], [0.501, 0.512], 0.9, where=" with its LoRA in the bf16 model")
+    judgement = judge([0.5, 0.51], [0.501, 0.512], 0.9, where=" in the bf16 model")
     weights = {"": gram, **dict.fromkeys(LAYERS, gram)}
     verdict = Verdict(judgement, study, tuple(runs), scores, weights, ("A note.",), judgement, judgement)
     return write_page(verdict).read_text(encoding="utf-8")

@@ -90,7 +90,7 @@ def test_summary_curves_and_what_is_missing(tmp_path: Path) -> None:
         "No samples: sample_every 250.",
         "No coat/memory.json: COAT was off",
         "No FP8 cast was measured: coat/precision.csv is missing.",
-        "No table: no LoRA of this run has it",
+        "No table: no save of this run has it",
         "None has been saved yet.",
         "No coat/versions.json",
     ):
@@ -109,7 +109,7 @@ def test_summary_curves_and_what_is_missing(tmp_path: Path) -> None:
         ([0.5, 0.4], [], "", "plain>2 of 1000 steps are done; if the run has stopped, the same command resumes it."),
         ([0.5] * 999 + [0.4], [], "", "good>All steps are done, and the loss fell: 0.5 → "),
         ([0.5, 0.4], [], "shirt <b>", "good>All steps are done, and the loss fell: 0.5 → 0.4."),
-        ([0.5, 0.4], [], "torn", "bad>The newest LoRA, torn.safetensors, cannot be read"),
+        ([0.5, 0.4], [], "torn", "bad>The newest save, torn.safetensors, cannot be read"),
         ([0.5] * 1000, [(0, 0.5), (1000, 0.5)], "", "open>All steps are done, and the validation loss did not fall"),
         (
             [0.5] * 1000,
@@ -152,6 +152,24 @@ def test_the_newest_lora_and_where_to_copy_it(tmp_path: Path) -> None:
     assert "copy the file to ComfyUI/models/loras" in text
     assert "Put the trigger word in your prompts: sks." in text
     assert f"pipe.load_lora_weights('{run.resolve()}', weight_name='shirt.safetensors')" in text
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_whole_model_and_how_to_load_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for name, step in (("shirt <b>_000000500", 500), ("shirt <b>", 1000)):
+        folder = run / name / "transformer"
+        folder.mkdir(parents=True)
+        metadata = {"training_info": json.dumps({"step": step}), "coat.got.gemms": "bf16"}
+        for shard in range(2):
+            save_file({"a": torch.zeros(250_000)}, folder / f"model-{shard}.safetensors", metadata=metadata)
+    text = text_of(write_report(run))
+    place = str(run.resolve() / "shirt <b>")
+    assert f"\n{place}\nown = FluxTransformer2DModel.from_pretrained({place!r}" in text.replace("\ndiffusers:", "")
+    assert "\nshirt <b>_000000500\n2.00 MB\n500\n" in text
+    assert "All steps are done" in text
+    assert "\ngemms\n" in text
+    assert [(save.name, save.step) for save in RunFolder(run).saves()][-1] == ("shirt <b>", 1000)
 
 
 @pytest.mark.usefixtures("no_drawing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
@@ -277,6 +280,18 @@ def test_trials_run_fail_and_are_interrupted(config: Path, tmp_path: Path, train
     others[0].written["config"]["process"][0]["train"]["batch_size"] = 3
     with pytest.raises(VerifyError, match=r"of a run with other settings.*batch_size"):
         run_trials(others, tmp_path / "sweep", jobs=1, log=lines.append, on_result=lambda _: None)
+
+
+def test_a_trial_of_full_fine_tuning_is_finished_by_its_model(config: Path, tmp_path: Path) -> None:
+    (trial,) = make_trials(str(config), [find_axis("train.steps=4")], (7,), tmp_path / "sweep")
+    folder = tmp_path / "sweep" / trial.name / trial.name / "transformer"
+    folder.mkdir(parents=True)
+    (folder.parents[1] / "coat").mkdir()
+    (folder.parents[1] / "config.yaml").write_text("job: extension\n", encoding="utf-8")
+    for step, state in ((2, OPEN), (4, FINISHED)):
+        info = {"training_info": json.dumps({"step": step})}
+        save_file({"a": torch.zeros(1)}, folder / "model.safetensors", metadata=info)
+        assert read_trial(trial, tmp_path / "sweep").state == state
 
 
 def test_a_trial_that_outlived_its_sweep_is_waited_for(config: Path, tmp_path: Path, trainer: None) -> None:

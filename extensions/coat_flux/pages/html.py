@@ -80,11 +80,19 @@ class Page:
         """Add text as it is, to be copied."""
         self._parts.append(f"<pre>{_text(text)}</pre>")
 
-    def lora_file(self, path: Path, model: str, trigger: str | None, arch: str | None = None) -> None:
-        """Name a LoRA's file, and how ComfyUI and diffusers (which finds the model by its name) load it."""
+    def result(self, path: Path, model: str, trigger: str | None, arch: str | None = None) -> None:
+        """Name a LoRA's file, or a whole model's folder, and how others load it; diffusers finds `model` by name."""
         path = path.resolve()
         self.code(str(path))
         pipeline = next((name for name, archs in PIPELINES.items() if arch in archs), "FluxPipeline")
+        if path.is_dir():
+            transformer = "Flux2Transformer2DModel" if pipeline in FLUX2_PIPELINES else "FluxTransformer2DModel"
+            self.paragraph("diffusers:")
+            self.code(
+                f"own = {transformer}.from_pretrained({str(path)!r}, subfolder='transformer', dtype=torch.bfloat16)\n"
+                f"pipe = {pipeline}.from_pretrained({model!r}, transformer=own, torch_dtype=torch.bfloat16)"
+            )
+            return
         if pipeline in FLUX2_PIPELINES:
             self.paragraph("ComfyUI needs a file that the stand-alone trainer saved of FLUX.2 in another layout:")
             self.code(f"coat-flux export {shlex.quote(str(path))} --to comfyui")

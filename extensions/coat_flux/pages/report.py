@@ -15,7 +15,7 @@ from ..saves.identity import VERSIONS_FILE
 from ..watch.memory_report import forecast, stacked, tabulated
 from .html import Page, Tone
 from .precision import show_precision
-from .run import MEMORY_FILE, LoraFile, RunFolder, smoothed
+from .run import MEMORY_FILE, RunFolder, Saved, smoothed
 
 __all__ = ["REPORT_FILE", "write_report"]
 
@@ -42,12 +42,12 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """
     run = RunFolder(run_dir)
     target = run.path / REPORT_FILE if out is None else out
-    loras = run.loras()
+    saves = run.saves()
     page = Page(run.name, f"Run report by coat-flux {__version__}: {run.path.resolve()}")
-    _show(page, "Summary", lambda: _show_summary(page, run, loras))
+    _show(page, "Summary", lambda: _show_summary(page, run, saves))
     sections: dict[str, Callable[[], None]] = {
         "Samples": lambda: _show_samples(page, run),
-        "The LoRA": lambda: _show_newest(page, run, loras),
+        "The result": lambda: _show_newest(page, run, saves),
         "Loss": lambda: _show_loss(page, run),
     }
     for title, show in sections.items():
@@ -59,8 +59,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         "Memory": lambda: _show_memory(page, run),
         "Precision of FP8": lambda: show_precision(page, run, target.parent),
         "Guard": lambda: _show_guard(page, run),
-        "Asked, got, why": lambda: _show_treatment(page, loras),
-        "Saved LoRAs": lambda: _show_loras(page, loras),
+        "Asked, got, why": lambda: _show_treatment(page, saves),
+        "Saves": lambda: _show_saves(page, saves),
         "Versions": lambda: _show_versions(page, run),
         "Config": lambda: page.code(run.config_text) if run.config_text else page.missing(NO_CONFIG),
     }
@@ -81,13 +81,13 @@ def _show(page: Page, title: str, show: Callable[[], None]) -> None:
         page.missing(f"{title}: cannot be shown ({type(error).__name__}: {error})")
 
 
-def _show_summary(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
+def _show_summary(page: Page, run: RunFolder, saves: Sequence[Saved]) -> None:
     train, network, model = run.block("train"), run.block("network"), run.block("model")
     loss, pace, peak, skipped = (
         run.metrics.get(name, []) for name in ("loss", "s_per_it", "peak_memory_gb", "skipped")
     )
     held_out = "held-out loss" if run.block("validation") else "validation loss"
-    page.verdict(*_verdict(run, held_out, loras))
+    page.verdict(*_verdict(run, held_out, saves))
     change = [
         f"{curve[0][1]:.5f} → {curve[-1][1]:.5f}" if curve else None for curve in (smoothed(loss), run.validation)
     ]
@@ -106,7 +106,7 @@ def _show_summary(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None
     page.table(["", ""], [[name, value] for name, value in facts if value is not None])
 
 
-def _verdict(run: RunFolder, held_out: str, loras: Sequence[LoraFile]) -> tuple[str, Tone]:
+def _verdict(run: RunFolder, held_out: str, saves: Sequence[Saved]) -> tuple[str, Tone]:
     """The run in one sentence, and how good the news is."""
     loss, steps = run.metrics.get("loss", []), run.block("train").get("steps", "?")
     if not loss:
@@ -114,30 +114,30 @@ def _verdict(run: RunFolder, held_out: str, loras: Sequence[LoraFile]) -> tuple[
     if not math.isfinite(loss[-1][1]):
         good = max((int(step) for step, value in loss if math.isfinite(value)), default=0)
         return f"The loss has not been a finite number since step {good + 1}; use a save from before that step.", "bad"
-    if loras and loras[-1].problem:
-        return f"The newest LoRA, {loras[-1].path.name}, {loras[-1].problem}; use an older one.", "bad"
+    if saves and saves[-1].problem:
+        return f"The newest save, {saves[-1].path.name}, {saves[-1].problem}; use an older one.", "bad"
     done = int(loss[-1][0])
-    if done != steps and f"{run.name}.safetensors" not in (lora.path.name for lora in loras):
+    if done != steps and run.name not in (save.name for save in saves):
         return f"{done} of {steps} steps are done; if the run has stopped, the same command resumes it.", "plain"
     name, curve = (held_out, run.validation) if run.validation else ("loss", smoothed(loss))
     lowest, first, last = min(curve, key=lambda point: point[1]), curve[0][1], curve[-1][1]
     if run.validation and last > RISE * lowest[1]:
         return (
             f"All steps are done, but the {name} was lowest after step {lowest[0]:.0f} and has risen since; "
-            "an earlier save may be the better LoRA."
+            "an earlier save may be better."
         ), "open"
     if last < first:
         return f"All steps are done, and the {name} fell: {first:.4g} → {last:.4g}.", "good"
     return f"All steps are done, and the {name} did not fall: {first:.4g} → {last:.4g}.", "open"
 
 
-def _show_newest(page: Page, run: RunFolder, loras: Sequence[LoraFile]) -> None:
-    readable = [lora for lora in loras if not lora.problem]
+def _show_newest(page: Page, run: RunFolder, saves: Sequence[Saved]) -> None:
+    readable = [save for save in saves if not save.problem]
     if not readable:
         page.missing("None has been saved yet.")
         return
     model = str(run.block("model").get("name_or_path") or "black-forest-labs/FLUX.1-dev")
-    page.lora_file(readable[-1].path, model, run.process.get("trigger_word"), run.block("model").get("arch"))
+    page.result(readable[-1].path, model, run.process.get("trigger_word"), run.block("model").get("arch"))
 
 
 def _show_loss(page: Page, run: RunFolder) -> None:
@@ -235,23 +235,23 @@ def _show_guard(page: Page, run: RunFolder) -> None:
     page.table(["", ""], rows)
 
 
-def _show_treatment(page: Page, loras: Sequence[LoraFile]) -> None:
-    for lora in reversed(loras):
-        parts = [key.removeprefix("coat.got.") for key in sorted(lora.metadata) if key.startswith("coat.got.")]
+def _show_treatment(page: Page, saves: Sequence[Saved]) -> None:
+    for save in reversed(saves):
+        parts = [key.removeprefix("coat.got.") for key in sorted(save.metadata) if key.startswith("coat.got.")]
         if parts:
             columns = ("asked", "got", "why")
-            rows = [[part, *(lora.metadata.get(f"coat.{key}.{part}", "") for key in columns)] for part in parts]
+            rows = [[part, *(save.metadata.get(f"coat.{key}.{part}", "") for key in columns)] for part in parts]
             page.table(["part", *columns], rows)
-            page.missing(f"From the metadata of {lora.path.name}.")
+            page.missing(f"From the metadata of {save.path.name}.")
             return
-    page.missing("No table: no LoRA of this run has it in its metadata (coat.enabled: false, or nothing saved yet).")
+    page.missing("No table: no save of this run has it in its metadata (coat.enabled: false, or nothing saved yet).")
 
 
-def _show_loras(page: Page, loras: Sequence[LoraFile]) -> None:
-    if not loras:
+def _show_saves(page: Page, saves: Sequence[Saved]) -> None:
+    if not saves:
         page.missing("None has been saved yet.")
         return
-    rows = [[lora.path.name, f"{lora.path.stat().st_size / 1e6:.2f} MB", lora.step, lora.problem] for lora in loras]
+    rows = [[save.path.name, f"{save.nbytes / 1e6:.2f} MB", save.step, save.problem] for save in saves]
     page.table(["file", "size", "steps done", ""], rows)
 
 

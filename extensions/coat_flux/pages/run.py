@@ -21,7 +21,7 @@ from ..base.errors import UserError
 from ..base.table import METRICS_FILE, VALIDATION_FILE
 from ..data.captions import inject_trigger
 
-__all__ = ["MEMORY_FILE", "SAMPLE_NAME", "Curve", "LoraFile", "RunFolder", "RunFolderError", "Sample", "smoothed"]
+__all__ = ["MEMORY_FILE", "SAMPLE_NAME", "Curve", "RunFolder", "RunFolderError", "Sample", "Saved", "smoothed"]
 
 Curve: TypeAlias = list[tuple[float, float]]
 
@@ -30,6 +30,7 @@ TOOLKIT_LOG = "loss_log.db"  # of ai-toolkit, with COAT or without
 TOOLKIT_NAMES = {"learning_rate": "lr", "grad_norm": "grad_norm"}
 SIGNS = ("coat", "samples", "optimizer.pt")  # of a run, next to its config
 SAMPLE_NAME = re.compile(r"(?P<time>\d+)__(?P<step>\d+)_(?P<number>\d+)\.(?:png|jpe?g|webp)", re.IGNORECASE)
+MODEL_PART = "transformer"  # of a whole model that was saved
 SMOOTHING_SHARE = 50  # of a run's steps, one part in so many is averaged over
 
 
@@ -45,12 +46,18 @@ class Sample(NamedTuple):
     path: Path
 
 
-class LoraFile(NamedTuple):
-    """A saved LoRA: file, its metadata, and what is wrong with it, "" where nothing is."""
+class Saved(NamedTuple):
+    """A saved LoRA's file, or a whole model's folder: path, bytes, metadata, what is wrong with it, "" for nothing."""
 
     path: Path
+    nbytes: int
     metadata: dict[str, str]
     problem: str
+
+    @property
+    def name(self) -> str:
+        """The run's name, with the step where it is not the final one."""
+        return self.path.name.removesuffix(".safetensors")
 
     @property
     def step(self) -> int | None:
@@ -139,15 +146,20 @@ class RunFolder:
                 found[int(match["step"]), int(match["number"])] = path
         return [Sample(step, number, path) for (step, number), path in sorted(found.items())]
 
-    def loras(self) -> list[LoraFile]:
-        """LoRAs in the folder, the oldest first."""
+    def saves(self) -> list[Saved]:
+        """Saved LoRAs, or of full fine-tuning whole models, the oldest first."""
+        files = {path: [path] for path in self.path.glob("*.safetensors")}
+        for folder in self.path.glob(f"*/{MODEL_PART}"):
+            if shards := sorted(folder.glob("*.safetensors")):
+                files[folder.parent] = shards
         found = []
-        for path in sorted(self.path.glob("*.safetensors"), key=lambda path: (path.stat().st_mtime, path.name)):
+        for path in sorted(files, key=lambda path: (files[path][0].stat().st_mtime, path.name)):
+            nbytes = sum(file.stat().st_size for file in files[path])
             try:
-                with safe_open(path, "pt") as file:
-                    found.append(LoraFile(path, dict(file.metadata() or {}), ""))
+                with safe_open(files[path][0], "pt") as file:
+                    found.append(Saved(path, nbytes, dict(file.metadata() or {}), ""))
             except (OSError, SafetensorError) as error:
-                found.append(LoraFile(path, {}, f"cannot be read ({error})"))
+                found.append(Saved(path, nbytes, {}, f"cannot be read ({error})"))
         return found
 
     def guard(self) -> dict[str, Any] | None:

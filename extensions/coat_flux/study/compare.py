@@ -88,7 +88,7 @@ def _train_and_judge(study: Study, seeds: int, arm: Arm, log: Callable[[str], No
                         raise
                     judgement = broken(f"the COAT run of seed {seed} died: {error}", seeds)
                     return Verdict(judgement, study, tuple(runs))
-    log("verify: loading each LoRA into the bf16 model")
+    log("verify: loading each result into the bf16 model")
     job = JobConfig.from_dict(study.prepare(ARM_BF16, BF16, first), file=study.job.file)
     loras = {run.name: run.lora for run in runs}
     sigmas = study.settings.final_sigmas
@@ -101,7 +101,7 @@ def _train_and_judge(study: Study, seeds: int, arm: Arm, log: Callable[[str], No
         scores = score_loras(job, loras, study.held_out, device=study.device, sigmas=sigmas, on_batch=on_batch)
     final = {name: [scores.losses[run.name] for run in runs if run.arm == name] for name in (ARM_BF16, ARM_COAT)}
     own = {name: [run.final_own for run in runs if run.arm == name] for name in (ARM_BF16, ARM_COAT)}
-    in_bf16 = judge(final[ARM_BF16], final[ARM_COAT], scores.base, where=" with its LoRA in the bf16 model")
+    in_bf16 = judge(final[ARM_BF16], final[ARM_COAT], scores.base, where=" in the bf16 model")
     in_own = judge(own[ARM_BF16], own[ARM_COAT], where=" with each run in its own precision")
     notes = _notes(study, runs, final)
     worse = max((in_bf16, in_own), key=lambda one: (LOSSLESS, UNDECIDED, NOT_LOSSLESS).index(one.outcome))

@@ -58,12 +58,12 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
     - *not lossless*: it is wholly outside. On the lower side too: a run that learns less overfits less, so that a
       held-out loss below bf16's is a difference, not a merit;
     - *undecided*: it crosses an end of the band; or bf16 gives no measure: its seeds end equal (s = 0), or one of
-      its runs did not bring the loss below that of the model without a LoRA.
+      its runs did not bring the loss below that of the model before training.
 
     Args:
         bf16: final loss of each bf16 run.
         coat: of the COAT run with the same seed.
-        base: loss of the model without a LoRA, where it is known.
+        base: loss of the model before training, where it is known.
         where: the losses were measured, put behind "held-out loss" in the sentence.
 
     Raises:
@@ -85,7 +85,7 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
     if idle:
         reason = (
             f"{len(idle)} of {count} bf16 runs (first: number {idle[0]}, loss {bf16[idle[0] - 1]:.6f}) did not bring "
-            f"the held-out loss below that of the model without a LoRA, {base:.6f}, so there is nothing that could be "
+            f"the held-out loss below that of the model before training, {base:.6f}, so there is nothing that could be "
             "lost; train longer or with a higher lr, or where the training loss falls all the same (overfitting), "
             "take fewer steps or more photos"
         )

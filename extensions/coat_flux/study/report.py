@@ -31,9 +31,9 @@ LISTED_LAYERS = 10
 SPREAD = "bf16's spread over seeds"
 TONES: dict[str, Tone] = {LOSSLESS: "good", NOT_LOSSLESS: "bad", UNDECIDED: "open"}
 HOW = (
-    "Each seed was trained twice, in bf16 and with COAT, from the same initial LoRA, on the same photos in the same "
+    "Each seed was trained twice, in bf16 and with COAT, from the same start, on the same photos in the same "
     "order, with the same noise. The loss was measured on photos that neither run was trained on, with noise that is "
-    "the same for all: at the end of training, each run in its own precision, and with both LoRAs loaded into the bf16 "
+    "the same for all: at the end of training, each run in its own precision, and both results loaded into the bf16 "
     "model, as other programs do. The gap is COAT's loss minus bf16's. Lossless means that in both cases the 95% "
     "confidence interval of the mean gap is within ± the standard deviation of bf16's own loss over its seeds. A loss "
     "that is lower than bf16's by more than that is a difference, too."
@@ -143,7 +143,7 @@ def write_page(verdict: Verdict) -> Path:
     page.verdict(f"{verdict.sentence[:1].upper()}{verdict.sentence[1:]}.", TONES[verdict.judgement.outcome])
     for note in verdict.notes:
         page.paragraph(note)
-    judged = {"LoRA in the bf16 model": verdict.in_bf16, "each run in its own precision": verdict.in_own}
+    judged = {"result in the bf16 model": verdict.in_bf16, "each run in its own precision": verdict.in_own}
     rows = [
         [where, f"{one.gap:+.6f}", f"{one.low:+.6f} to {one.high:+.6f}", f"±{one.spread:.6f}", one.outcome]
         for where, one in judged.items()
@@ -160,12 +160,12 @@ def write_page(verdict: Verdict) -> Path:
             cells = [(f"seed {run.seed}", run.samples[number]) for run in runs]
             page.images(prompt, cells, columns=2, header=list(WORDS.values()))
     for first in verdict.arm(ARM_COAT)[:1]:
-        page.heading("The LoRAs")
+        page.heading("The results")
         page.paragraph(
-            f"COAT's LoRA of seed {first.seed}; those of the other runs are in the folders next to it. Photos that "
+            f"COAT's of seed {first.seed}; those of the other runs are in the folders next to it. Photos that "
             "were held out are not in it: coat-flux train makes one from all of them."
         )
-        page.lora_file(first.lora, study.job.model.name_or_path, study.job.trigger_word, study.job.model.arch)
+        page.result(first.lora, study.job.model.name_or_path, study.job.trigger_word, study.job.model.arch)
     _curves(page, verdict)
     page.heading("Details")
     with page.details("How it is judged"):
@@ -173,7 +173,7 @@ def write_page(verdict: Verdict) -> Path:
     with page.details("Every run"):
         _runs(page, verdict)
     if verdict.scores is not None:
-        with page.details("How alike the LoRAs are"):
+        with page.details("How alike the results are"):
             _cosines(page, verdict, verdict.scores)
     _precision(page, verdict)
     with page.details("Photos not trained on"):
@@ -220,10 +220,10 @@ def _runs(page: Page, verdict: Verdict) -> None:
         paces = [f"{1 / run.steps_per_s:.3f}" if run.steps_per_s else None for run in pair]
         peaks = [None if run.peak_bytes is None else f"{run.peak_bytes / 1e9:.2f}" for run in pair]
         rows.append([pair[0].seed, *losses, f"{pair[1].final_own:.6f}", *paces, *peaks])
-    page.paragraph("Held-out loss at the end, of the LoRAs in the bf16 model unless it says otherwise.")
+    page.paragraph("Held-out loss at the end, of the results in the bf16 model unless it says otherwise.")
     page.table(header, rows)
     if scores is not None:
-        page.paragraph(f"Loss of the model without a LoRA: {scores.base:.6f}.")
+        page.paragraph(f"Loss of the model before training: {scores.base:.6f}.")
     for arm, word in WORDS.items():
         curves = {f"seed {run.seed}": run.curve for run in verdict.arm(arm)}
         page.curves(f"Held-out loss of every {word} run", curves, x="step", y="loss")
@@ -231,13 +231,13 @@ def _runs(page: Page, verdict: Verdict) -> None:
 
 def _cosines(page: Page, verdict: Verdict, scores: Scores) -> None:
     page.paragraph(
-        "Cosine of a bf16 LoRA and the COAT LoRA of the same seed, next to that of two bf16 LoRAs that differ only in "
-        "the seed; 1 is the same direction. Where COAT's LoRA is closer to its twin than another seed's is, COAT "
-        "changes less than the seed does."
+        "Cosine of what bf16 and COAT of the same seed have changed, next to that of two bf16 runs that differ only in "
+        "the seed; 1 is the same direction. Where COAT is closer to its twin than another seed is, COAT changes less "
+        "than the seed does."
     )
     grams = {
-        "weight changes B·A, all layers": verdict.weights[""],
-        "what the LoRA adds to the model's output": scores.changes,
+        "weight changes, all layers": verdict.weights[""],
+        "what training adds to the model's output": scores.changes,
         "the model's output": scores.outputs,
     }
     layers = {name: gram for name, gram in verdict.weights.items() if name}

@@ -56,7 +56,7 @@ def read_trial(trial: Trial, folder: Path, failed: str = "") -> Result:
     path = folder / trial.name
     try:
         run = RunFolder(path)
-        done = any(lora.path.stem == trial.name and lora.step == _steps(trial) for lora in run.loras())
+        done = any(save.name == trial.name and save.step == _steps(trial) for save in run.saves())
         paces = [seconds for _, seconds in run.metrics.get("s_per_it", [])]
         state = FINISHED if done else FAILED if failed else OPEN
         return Result(trial, state, run.validation, median(paces) if paces else None, "" if done else failed)

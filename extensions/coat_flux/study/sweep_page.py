@@ -16,6 +16,7 @@ from ..data.captions import inject_trigger
 from ..pages.html import Page, Tone
 from ..pages.run import RunFolder, RunFolderError
 from ..pages.style import SERIES_COLOURS
+from ..trainers.standalone.saving import save_name
 from .grid import short_keys, value_text
 from .ranking import FAILED, FINISHED, SIGMAS, Noise, Place, Result, rank
 
@@ -219,10 +220,10 @@ def _show_samples(page: Page, places: Sequence[Place], folder: Path, job: JobCon
 def _show_best(page: Page, best: Place, folder: Path, job: JobConfig) -> None:
     if not best.finished:
         return
-    page.heading("The best LoRA")
+    page.heading("The best result")
     trial = best.finished[0].trial
-    path = folder / trial.name / f"{trial.name}.safetensors"
-    page.lora_file(path, job.model.name_or_path, job.trigger_word, job.model.arch)
+    path = folder / trial.name / save_name(trial.name, None, full=job.full)
+    page.result(path, job.model.name_or_path, job.trigger_word, job.model.arch)
     page.paragraph("Photos that were held out are not in it. For one from all of them, write into the config:")
     block: dict[str, Any] = {}
     for key, value in best.settings.items():
