@@ -108,5 +108,13 @@ STAGES = (
         toy_rows=("coat_recomputed",),
         sizes=((768, 1), (512, 4)),
     ),
+    Stage(
+        "full",
+        "full fine-tuning, wgrad in bf16 and in FP8",
+        240,
+        level="engine",
+        rows=("full", "full_wgrad"),
+        sizes=((1024, 1),),
+    ),
     Stage("optimizer", "optimizers alone", 120, level="optimizer", rows=("coat_fp8_adamw", "adamw_fused", "adamw8bit")),
 )

@@ -1,12 +1,12 @@
 """The setting of COAT's paper: all weights of a language model trained, in bf16 and with COAT, `coat_core` alone.
 
-    python scripts/language_model.py [--size small | full] [--seeds 3] [--arms bf16 coat ...] [--out FOLDER]
+    python scripts/language_model.py [--size small | full] [--steps N] [--batch N] [--seeds N] [--arms A ...] [--out D]
 
 A decoder-only transformer learns to predict the next byte of the Python standard library's own sources, of which every
 tenth file is held out. All arms start from the same weights and read the same batches in the same order, seed by seed,
 so that the difference of their losses on the held-out files is paired; its interval is Student's at 95 % over the
 seeds. Weights are fp32, products bf16 (autocast) or FP8. bitsandbytes and torchao are measured where they are
-installed. Finished runs are kept in FOLDER and not repeated. Prints Markdown. Needs torch only.
+installed. Finished runs are kept in D and not repeated. Prints Markdown. Needs torch only.
 
 Source: arXiv 2410.19313, section 6 (OLMo-1B and OLMo-7B pretrained with bf16 and with COAT).
 """
@@ -331,16 +331,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3, choices=range(1, 11), metavar="1..10")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=COMPARED)
     parser.add_argument("--steps", type=int, help="other than the size's own")
+    parser.add_argument("--batch", type=int, help="other than the size's own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("output/language_model"))
     options = parser.parse_args(arguments)
     size = SIZES[options.size]
-    size = replace(size, steps=options.steps or size.steps)
+    size = replace(size, steps=options.steps or size.steps, batch=options.batch or size.batch)
     results: dict[str, list[Result]] = {}
     missing: dict[str, str] = {}
     for seed in range(options.seeds):
         for arm in options.arms:
-            file = options.out / f"{options.size}-{size.steps}-{arm}-{seed}.json"
+            file = options.out / f"{options.size}-{size.steps}x{size.batch}-{arm}-{seed}.json"
             if not file.exists() and arm not in missing:
                 try:
                     result = train(ARMS[arm], size, seed, options.device)

@@ -82,7 +82,8 @@ def bench(script: ModuleType, tmp_path: Path) -> Bench:
 
 def test_the_most_informative_stage_comes_first(script: ModuleType) -> None:
     assert [stage.name for stage in script.STAGES] == [
-        *("versions", "tests", "rates", "operators", "blocks", "fp8", "bf16", "peers", "engine", "plan", "optimizer"),
+        *("versions", "tests", "rates", "operators", "blocks", "fp8", "bf16", "peers", "engine", "plan", "full"),
+        "optimizer",
     ]
     assert [stage.name for stage in script.STAGES if stage.needed] == ["versions"]
 

@@ -8,7 +8,7 @@ of the level "optimizer" are optimizers alone, those of "rates" single kernels. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER
@@ -41,6 +41,7 @@ class Configuration:
         optimizer: the name of a row of that level.
         needs: packages, as they are imported.
         gpu_only: it does not exist on a CPU.
+        full: the transformer itself is trained, each weight updated in backward.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Configuration:
     optimizer: str = "adamw_fused"
     needs: tuple[str, ...] = ()
     gpu_only: bool = False
+    full: bool = False
 
     @property
     def recomputes(self) -> bool:
@@ -104,6 +106,7 @@ COMPILED = {"measure": "never", "compile": "blocks"}
 REPLAYED = {"measure": "never", "compile": "cudagraphs"}
 
 PER_TENSOR = {"linear_granularity": "per_tensor"}
+FP8_WGRAD = {"wgrad_format": "e4m3"}
 
 
 def _coat(
@@ -214,6 +217,10 @@ CONFIGURATIONS = (
     ),
     _coat("coat_cudagraphs", "COAT, the step as a CUDA graph", ("step", ENGINE), memory=COPIED, speed=REPLAYED),
     _coat("coat_picked", "COAT, what its start-up measurement picks", ("step", ENGINE), memory=COPIED, speed={}),
+    replace(_coat("full", "full fine-tuning", (ENGINE,), memory=KEPT), full=True),
+    replace(
+        _coat("full_wgrad", "full fine-tuning, wgrad in e4m3", (ENGINE,), memory=KEPT, activation=FP8_WGRAD), full=True
+    ),
     Configuration("gemm_bf16", "bf16 matrix products of a step", (RATES,)),
     Configuration("gemm_fp8", "FP8 matrix products, one scale for each tensor", (RATES,)),
     Configuration("gemm_fp8_per_row", "FP8 matrix products, one scale for each row", (RATES,)),
@@ -246,7 +253,7 @@ def rivals(level: str, name: str) -> dict[str, str]:
     if level == RATES:
         return {}
     if level in ("op", ENGINE):
-        return {"bf16": "bf16"}
+        return {} if named(level)[name].full else {"bf16": "bf16"}
     if level == "optimizer":
         return {"torch fused": "adamw_fused"}
     compiled = "bf16_compiled_checkpointed" if named(level)[name].recomputes else "bf16_compiled"

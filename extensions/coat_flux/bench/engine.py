@@ -61,8 +61,11 @@ def _measured(row: Configuration, setting: Setting, resolution: int, batch: int,
     log, phases = RunLog(job, workers.device, active=True), PhaseTracker(workers.device, None)
     live = LiveRun(job.folder, 0, job.train.steps, samples=False)
 
-    def transformer(_: str, dtype: torch.dtype, *__: Any, **___: Any) -> Any:
-        return make_flux_dev_geometry(setting.device, dtype, seed=SEED, **sizes)
+    def transformer(_: str, dtype: torch.dtype, *__: Any, trained: Any = None, **___: Any) -> Any:
+        model = make_flux_dev_geometry(setting.device, dtype, seed=SEED, **sizes)
+        if trained is not None:
+            trained(model)
+        return model
 
     try:
         with mock.patch.object(engine, "load_transformer", transformer):
@@ -137,7 +140,6 @@ def _job(row: Configuration, setting: Setting, resolution: int, batch: int, fold
         "training_folder": str(folder / "output"),
         "device": str(setting.device),
         "training_seed": SEED,
-        "network": {"type": "lora", "linear": setting.geometry.rank},
         "datasets": [
             {
                 "folder_path": str(folder / "photos"),
@@ -153,10 +155,13 @@ def _job(row: Configuration, setting: Setting, resolution: int, batch: int, fold
             "dtype": "bf16",
             "optimizer": COAT_OPTIMIZER if row.coat is not None else "adamw",
             "gradient_checkpointing": row.recomputes,
-            "ema_config": {"use_ema": True},
+            "ema_config": {"use_ema": not row.full},
+            "fused_backward": row.full,
             "disable_sampling": True,
         },
         "model": {"name_or_path": str(folder / "model"), "is_flux": True},
         "coat": {"enabled": False} if row.coat is None else dict(row.coat),
     }
+    if not row.full:
+        process["network"] = {"type": "lora", "linear": setting.geometry.rank}
     return {"job": "extension", "config": {"name": NAME, "process": [process]}}

@@ -93,10 +93,15 @@ def forward_work(geometry: Geometry, resolution: int, batch: int) -> Work:
     )
 
 
-def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bool) -> Work:
-    """Forward and backward pass of all blocks on `batch` images, with every block recomputed or none."""
+def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bool, full: bool = False) -> Work:
+    """Forward and backward pass of all blocks on `batch` images, with every block recomputed or none.
+
+    `full`: the linears' weights are trained and not adapters.
+    """
     forward, more = forward_work(geometry, resolution, batch), int(recomputed)
     attention = (ATTENTION_STEP + more) * forward.attention
+    if full:
+        return Work((3 + more) * forward.linear, attention)
     return Work((2 + more) * forward.linear, attention, (3 + more) * forward.adapters)
 
 

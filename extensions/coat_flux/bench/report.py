@@ -118,7 +118,8 @@ def limit_ms(row: Result, geometry: Geometry, limit: Limit) -> float:
     elif row.what.endswith("forward"):
         work = forward_work(geometry, row.resolution, row.batch)
     else:
-        work = step_work(geometry, row.resolution, row.batch, recomputed=configuration.recomputes)
+        kind = {"recomputed": configuration.recomputes, "full": configuration.full}
+        work = step_work(geometry, row.resolution, row.batch, **kind)
     return limit.milliseconds(work, fp8_linears=configuration.fp8_linears)
 
 
