@@ -36,7 +36,7 @@ REFUSED = {
         {"train": {"optimizer": "adamw"}, "coat": {"optimizer": {"block_size": 64}}},
         r"train\.optimizer='adamw': the block coat\.optimizer would have no effect",
     ),
-    "no network": ({"network": None}, r"network=null: without it ai-toolkit trains the whole model, .*type: lora"),
+    "quantized without network": ({"network": None}, r"model\.quantize=true: quantizes frozen weights, .* add network"),
     "no GPU": ({"device": "cuda"}, r"device='cuda': .*, so the run would be on the CPU; "),
     "another model": (
         {"model": {**COAT_ENTRY["model"], "name_or_path": "photos", "is_flux": True}},

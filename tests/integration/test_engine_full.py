@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.saves.commit import newest_set
 from coat_flux.saves.repair import go_back
-from coat_flux.trainers.standalone import full
+from coat_flux.trainers import full
 from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise

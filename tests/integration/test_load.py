@@ -26,7 +26,8 @@ from coat_flux.blocks.held import HeldTensors
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.mini_flux.folder import MINI_FLUX
-from coat_flux.trainers.standalone import code_cache, loading, weights
+from coat_flux.trainers import weights
+from coat_flux.trainers.standalone import code_cache, loading
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_transformer
 from tests.helpers.flux2_folder import write_flux2
 from tests.helpers.original_layout import write_original

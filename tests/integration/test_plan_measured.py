@@ -31,7 +31,7 @@ from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes, predict_facts
-from coat_flux.trainers.standalone.full import Chosen, UpdateInBackward
+from coat_flux.trainers.full import Chosen, UpdateInBackward
 from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from coat_flux.trainers.standalone.optim import make_optimizer
 from coat_flux.trainers.standalone.trainer import COATTrainer

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from coat_flux.config.ai_toolkit_keys import (
-    ALONE_KEYS,
     BLOCKS,
+    OWN_KINDS,
     PROCESS,
     ROWS,
     TABLE,
@@ -108,7 +108,7 @@ def test_supported_keys_are_those_the_stand_alone_trainer_declares() -> None:
     read = {(row["block"], row["key"]) for row in ROWS}
     declared = {(block, key) for cls, block in AI_TOOLKIT_BLOCKS.items() for key in config_fields(cls)}
     assert supported == declared & read
-    assert declared - read == {(PROCESS, "coat"), (PROCESS, "validation"), *ALONE_KEYS}
+    assert declared - read == {(PROCESS, "coat"), (PROCESS, "validation"), *OWN_KINDS}
 
 
 def test_defaults_are_ai_toolkit_s() -> None:

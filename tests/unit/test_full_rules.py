@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.lookup import trained_names
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import ConfigError
+from coat_flux.config.full_rules import coat_of_entry
 from coat_flux.config.job import JobConfig
-from coat_flux.trainers.standalone.full import UpdateInBackward
+from coat_flux.trainers.full import UpdateInBackward
 from tests.helpers.engine_job import engine_job
 
 
@@ -63,14 +65,83 @@ def test_what_full_fine_tuning_cannot_do_is_refused(
         JobConfig.from_dict(job(changes, **coat))
 
 
+def inside_ai_toolkit(
+    changes: dict[str, Any] | None = None, network: bool = False, num_processes: int = 1, **coat: Any
+) -> list[str]:
+    """Errors of a job there."""
+    changes = {"train.noise_scheduler": "flowmatch", **(changes or {})}
+    found = check_job_dict(job(changes, network, **coat), trainer="ai-toolkit", num_processes=num_processes)
+    return [item.line() for item in found if item.severity == "error"]
+
+
+REFUSED_INSIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *(case for case in REFUSED if "name" not in case[0] and case[0].get("train.optimizer") != "prodigy"),
+    ({"name": "conf"}, {}, r"name='conf': ai-toolkit takes the newest entry .* write a longer one"),
+    (
+        {"model.arch": "qwen_image"},
+        {},
+        r"model\.arch='qwen_image': its whole model is not trained .* arch: flux, or add",
+    ),
+    ({"save": {"dtype": "float16"}}, {}, r"save\.dtype='float16': ai-toolkit saves a whole FLUX as .* write bf16"),
+    (
+        {"train.ema_config": {"use_ema": True}},
+        {},
+        r"train\.ema_config=.*unseen.* write use_ema: false, or train with `co",
+    ),
+    ({"model.lora_path": "x.safetensors"}, {}, r"model\.lora_path=.* would have it twice; remove it"),
+    ({"model.only_if_contains": ["attn"]}, {}, r"model\.only_if_contains=.*: coat\.include and coat\.exclude choose"),
+    ({"train.train_text_encoder": True}, {}, r"train\.train_text_encoder=true: more than the transformer"),
+    ({"adapter": {"type": "t2i"}}, {}, r"adapter=.*: a whole model is trained without one; remove it"),
+    ({"model.compile": True}, {}, r"model\.compile=true: blocks with trained weights run eager; write false"),
+    ({"model.split_model_over_gpus": True}, {}, r"model\.split_model_over_gpus=true: spreads the model"),
+    (
+        {"train.diff_output_preservation": True},
+        {},
+        r"train\.diff_output_preservation=true: compares with the model with",
+    ),
+    (
+        {"train.fused_backward": True, "train.single_item_batching": True},
+        {},
+        r"single_item_batching=true: .*several times",
+    ),
+    ({"train.fused_backward": True, "train.loss_type": "mean_flow"}, {}, r"loss_type='mean_flow': .* write mse"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "coat", "message"), REFUSED_INSIDE, ids=[str(number) for number in range(len(REFUSED_INSIDE))]
+)
+def test_what_it_cannot_do_inside_ai_toolkit_is_refused_there(
+    changes: dict[str, Any], coat: dict[str, Any], message: str
+) -> None:
+    assert any(re.search(message, line) for line in inside_ai_toolkit(changes, **coat)), inside_ai_toolkit(
+        changes, **coat
+    )
+
+
+def test_inside_ai_toolkit_a_job_without_network_is_as_in_the_stand_alone_trainer() -> None:
+    assert inside_ai_toolkit({"train.fused_backward": True}, include=["*.attn.*"], exclude=["*.bias"]) == []
+    assert inside_ai_toolkit({"save": {"dtype": "bf16"}}, activation={"wgrad_format": "e4m3"}) == []
+    several = inside_ai_toolkit(num_processes=2)
+    assert any("several processes train a network (a LoRA) and nothing else; start one" in line for line in several)
+    entry = job(activation={"format": "e4m3"})["config"]["process"][0]
+    coat = coat_of_entry(entry, "f.yaml")
+    assert (coat.activation.flow, coat.optimizer.stochastic_rounding, coat.speed.compile) == ("generic", True, "none")
+    assert coat_of_entry(entry | {"network": {"type": "lora"}}, "f.yaml").activation.flow == "fused"
+
+
 def test_what_a_lora_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.fused_backward=true: is for full fine-tuning"):
         JobConfig.from_dict(job({"train.fused_backward": True}, network=True))
     with pytest.raises(ConfigError, match=r"coat\.include=.*only_if_contains and ignore_if_contains choose its layers"):
         JobConfig.from_dict(job(network=True, include=["*.attn.*"]))
     assert JobConfig.from_dict(job(network=True, include=["*"], exclude=[])).coat.include == ("*",)
-    found = check_job_dict(job({"train.fused_backward": True}, network=True), trainer="ai-toolkit")
-    assert any("fused_backward=true: the stand-alone trainer's" in item.line() for item in found)
+    inside = inside_ai_toolkit({"train.fused_backward": True}, network=True, include=["*.attn.*"])
+    assert any("train.fused_backward=true: is for full fine-tuning" in line for line in inside)
+    assert any("coat.include" in line and "only_if_contains and ignore_if_contains choose" in line for line in inside)
+    assert any("fused_backward='yes'" in line for line in inside_ai_toolkit({"train.fused_backward": "yes"}))
+    plain = inside_ai_toolkit({"train.fused_backward": True, "train.optimizer": "adamw", "type": "sd_trainer"})
+    assert any("is read with type: coat_flux_trainer and coat.enabled: true only" in line for line in plain)
 
 
 def test_wgrad_format_is_for_trained_weights_with_one_scale_a_row() -> None:

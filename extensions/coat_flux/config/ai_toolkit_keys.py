@@ -42,7 +42,7 @@ COLUMNS = ("block", "key", "kind", "default", "corrected", "values", "stand-alon
 PROCESS, NETWORK_KWARGS = "process", "network_kwargs"
 ANY_CASE = ("optimizer", "type")  # ai-toolkit lowers these before it compares
 OWN_KEYS = ("coat", "validation")  # of the process entry; read by this package
-ALONE_KEYS = (("TrainConfig", "fused_backward"),)  # read by the stand-alone trainer only
+OWN_KINDS = {("TrainConfig", "fused_backward"): "bool"}  # of keys in ai-toolkit's blocks; read by this package
 _OPTION_KINDS = {"bool": "bool", "int": "int", "number": "float", "str": "str", "dict": "mapping"}
 _WORDS = {
     "int": "a whole number",
@@ -143,12 +143,10 @@ def check_keys(raw: Any, path: str, schema: Schema, findings: Findings, block: s
     """
     kinds = schema.classes[block]
     for key, value in as_mapping(raw, path, findings).items():
-        where, kind = f"{path}.{key}", kinds.get(key)
+        where, kind = f"{path}.{key}", kinds.get(key) or OWN_KINDS.get((block, key))
         findings.given.add(where)
         if kind is None:
-            if (block, key) in ALONE_KEYS:
-                findings.add(where, "the stand-alone trainer's, ai-toolkit does not have it; remove it", value)
-            elif block != PROCESS or key not in OWN_KEYS:
+            if block != PROCESS or key not in OWN_KEYS:
                 known = {*kinds, *(OWN_KEYS if block == PROCESS else ())}
                 inner = {name: one.strip("{}") for name, one in kinds.items() if one[0] in "{["}
                 nested = [f"{name}.{one}" for name, at in inner.items() for one in schema.classes[at.strip("[]")]]

@@ -78,15 +78,10 @@ def _check_network(entry: Entry) -> None:
     get, rule, flux = entry.get, entry.rule, entry.is_flux
     coat = entry.coat is not None and entry.coat.enabled
     kind, linear, rank = get("network.type", "lora").lower(), get("network.linear"), get("network.rank")
-    missing = is_full(entry.raw)
-    example = "network: {type: lora, linear: 16, linear_alpha: 16}"
-    whole = missing and coat and not any(map(entry.raw.get, ("embedding", "adapter", "decorator")))
-    text = "without it ai-toolkit trains the whole model, which does not work with COAT yet"
-    rule(TOOLKIT, "network", whole, f"{text}; write {example}, or coat: {{enabled: false}}")
-    merges = not missing and coat and get("train.merge_network_on_save") is True
+    merges = get("network") and coat and get("train.merge_network_on_save") is True
     text = "saves the whole model, which FP8 weights cannot give; write false, or coat: {enabled: false}"
     rule(TOOLKIT, "train.merge_network_on_save", merges, text)
-    fp8 = coat and get("save.dtype") in ("8bit", "e4m3fn", "float8")
+    fp8 = coat and get("network") and get("save.dtype") in ("8bit", "e4m3fn", "float8")
     rule(TOOLKIT, "save.dtype", fp8, "a LoRA in FP8 is read by no other program; write float16 or bf16")
 
     twice = "an old name of linear, which is given too; remove rank"

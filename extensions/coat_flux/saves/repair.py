@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import yaml
 from safetensors import SafetensorError, safe_open
 
 from ..base.files import TEMP_PREFIX, remove
@@ -35,8 +36,9 @@ from .commit import (
 )
 from .errors import ResumeError, save_errors
 
-__all__ = ["go_back", "good_step", "repair", "step_of", "way_back"]
+__all__ = ["MODEL_META", "go_back", "good_step", "repair", "step_of", "way_back"]
 
+MODEL_META = "aitk_meta.yaml"  # in the folder of a whole model; ai-toolkit resumes from the step it says
 RECORDS = ("state.json", "aitk/state.json")  # of the two trainers
 HEALTHY_GROWTH = 10.0  # of the LoRA's norm, at a save that is worth going back to
 
@@ -114,11 +116,13 @@ def _another_program_went_on(run_dir: Path, newest: Path) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """Steps by a LoRA's metadata; -1 where they do not say."""
+    """Steps by a LoRA's metadata, or by those ai-toolkit writes next to a whole model; -1 where they do not say."""
     try:
+        if path.is_dir():
+            return int(yaml.safe_load((path / MODEL_META).read_text(encoding="utf-8"))["training_info"]["step"])
         with safe_open(path, framework="pt") as file:
             return int(json.loads((file.metadata() or {})["training_info"])["step"])
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+    except (OSError, SafetensorError, yaml.YAMLError, KeyError, ValueError, TypeError):
         return -1
 
 

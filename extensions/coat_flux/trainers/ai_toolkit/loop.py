@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from .common import ai_toolkit_version, detail, info
 from .data_order import draw_from
 from .patched_step import StepFacts, patched_step
 from .resume import Continuation
+from .saves import read_back
 
 if TYPE_CHECKING:
     from ...watch.live import LiveRun
@@ -52,6 +54,7 @@ class TrainingLoop:
         self._stop = Interrupts(self._log.info)
         self.facts = StepFacts()
         self.done = process.step_num
+        self._full = process._full
         self._saved = self.done  # what the newest save holds, or nothing was trained
         self._asked = False  # to stop, by the web UI
         self._owes_save = False
@@ -60,7 +63,7 @@ class TrainingLoop:
             process.coat,
             process.sd.unet,
             process.network,
-            {} if process.network is None else _by_layer(process.network),
+            _trained_of(process),
             process.optimizer,
             self._log,
             process._phases,
@@ -68,6 +71,8 @@ class TrainingLoop:
             report=process._report,
             mean=self._team.mean,
         )
+        if self._full is not None:
+            self._full.begin(process, self.watch)
         if getattr(process, "ema", None) is not None:
             process._phases.hold("ema", process.ema, lambda average: average.shadow_params)
         if continuation is not None and continuation.state is not None:
@@ -163,6 +168,8 @@ class TrainingLoop:
         def may_update() -> bool:
             parameters = [p for group in groups for p in group["params"]]
             loss, norm = self._agreed(facts.loss()), facts.grad_norm(parameters)
+            if self._full is not None:
+                norm = self._full.grad_norm(norm)
             facts.measured = loss, float(groups[0]["lr"]), norm
             return watch.allows_update(number, loss, norm)
 
@@ -174,6 +181,7 @@ class TrainingLoop:
                 process.optimizer,
                 facts,
                 around_backward=around,
+                in_backward=self._in_backward,
                 complete_gradients=lambda: self._team.sum_gradients(groups),
                 may_update=may_update,
             ),
@@ -188,6 +196,11 @@ class TrainingLoop:
             self._log.tables.step(stats)
         watch.end_step(number, seconds)
         return losses if self._team.size == 1 or facts.measured is None else losses | {"loss": facts.measured[0]}
+
+    def _in_backward(self) -> AbstractContextManager[None]:
+        """Around a backward pass; with `train.fused_backward` the last one of a step updates."""
+        last = self._micro_batches == self._process.train_config.gradient_accumulation
+        return self._full.updating(self.facts.losses) if self._full is not None and last else nullcontext()
 
     def _agreed(self, loss: float) -> float:
         """The mean loss of all processes; what one of them was asked, all do after this step."""
@@ -230,13 +243,14 @@ class TrainingLoop:
 
         Raises:
             ExportError: the LoRA cannot be loaded elsewhere; the previous save stays.
+            ResumeError: the model that was written is not the one that was trained; the previous save stays.
             SaveError: it could not be written; the previous save stays.
         """
         lines: list[str] = []
 
         def write(folder: Path) -> None:
             write_host(folder)
-            lines.extend(self._check_export(path) for path in sorted(folder.glob("*.safetensors")))
+            lines.extend(read_back(self._process, folder))
 
         def write_state(folder: Path) -> None:
             self._continuation.write_state(
@@ -249,18 +263,6 @@ class TrainingLoop:
         path = self._continuation.saves.commit(self.done, write, write_state)
         self._saved, self._owes_save = self.done, False
         self._log.info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
-
-    def _check_export(self, path: Path) -> str:
-        """Read a LoRA back; one that is still zero (a warm-up) is the guard's to judge."""
-        from ...export.check import check_export
-
-        process = self._process
-        if not process.model_config.is_flux or process.network_config.type.lower() != "lora":
-            return "not read back, which is for LoRAs of FLUX"
-        ups = [value for name, value in process.network.named_parameters() if "lora_up" in name]
-        if not any(value.any() for value in ups):
-            return "the LoRA is still zero"
-        return check_export(path).line()
 
     def end_step(self) -> None:
         """Save what was put off; end the run here where it was asked to stop.
@@ -310,8 +312,11 @@ class TrainingLoop:
             process.progress_bar.unpause()
 
 
-def _by_layer(network: Any) -> dict[str, torch.Tensor]:
-    """Parameters of a network under the names of their layers, `transformer$$block$$to_q.lora_up.weight`."""
+def _trained_of(process: Any) -> dict[str, torch.Tensor]:
+    """What is trained, of a network under the names of its layers: `transformer$$block$$to_q.lora_up.weight`."""
+    network = process.network
+    if network is None:
+        return {} if process._full is None else process._full.trained
     names = {id(param): name for name, param in network.named_parameters()}
     for module in network.modules():
         if hasattr(module, "lora_name"):

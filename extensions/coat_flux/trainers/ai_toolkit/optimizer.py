@@ -145,7 +145,9 @@ def check_optimizer(process: Any) -> tuple[str, str, str]:
 def _check_loaded(process: Any, path: str) -> None:
     if not os.path.exists(path):
         return
-    remedy = "restore it, or start a new run from the LoRA: another config.name, and network.pretrained_lora_path"
+    remedy = "restore it, or start a new run: another config.name"
+    if process.network is not None:
+        remedy += ", from the LoRA: network.pretrained_lora_path"
     error = load_error(process.optimizer)
     if error is not None:
         raise RuntimeError(f"resume: {path} could not be loaded ({error}); {remedy}")

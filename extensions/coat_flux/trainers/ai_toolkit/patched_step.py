@@ -4,7 +4,7 @@ ai-toolkit turns a loss of NaN into 0 and continues, and does not report the gra
 three methods that a step passes through, on the instances and for the length of the step: ai-toolkit shares one
 accelerator between all jobs of a command.
 
-    accelerator.backward           marks before and after
+    accelerator.backward           marks before and after; inside a context, where backward updates
     accelerator.clip_grad_norm_    returns the norm before clipping, once for each parameter group
     optimizer.step                 left out where the guard does not allow it
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ def patched_step(
     facts: StepFacts,
     *,
     around_backward: tuple[Callable[[], None], Callable[[], None]],
+    in_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
     complete_gradients: Callable[[], None],
     may_update: Callable[[], bool],
 ) -> Iterator[None]:
@@ -74,6 +75,7 @@ def patched_step(
         optimizer: as the loop calls it, wrapped by the accelerator or not.
         facts: filled in.
         around_backward: called before and after each backward.
+        in_backward: each backward runs inside what it returns.
         complete_gradients: called once, after the last backward.
         may_update: called before the update, with the facts complete; False leaves it out.
     """
@@ -84,7 +86,8 @@ def patched_step(
 
     def marked_backward(*args: Any, **kwargs: Any) -> None:
         before()
-        backward(*args, **kwargs)
+        with in_backward():
+            backward(*args, **kwargs)
         after()
 
     def recorded_clip(*args: Any, **kwargs: Any) -> Any:

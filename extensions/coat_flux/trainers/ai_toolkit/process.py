@@ -2,7 +2,8 @@
 
     hook_before_model_load        check the whole job, ai-toolkit and the photos; find the save to go on from
     hook_after_model_load         FP8 linears (unless they were made at load), checkpoint policy
-    hook_add_extra_train_params   the LoRA network is complete: adapters share the FP8 input of their base linear
+    hook_add_extra_train_params   the LoRA network is complete: adapters share the FP8 input of their base linear;
+                                  without `network:` what of the transformer is trained (`full`)
     before_dataset_load           the order of the data comes from the run's seed
     hook_before_train_loop        the optimizer is the right one and a resume really happened; the start table
     hook_train_loop               a step, watched and guarded (`loop`)
@@ -34,6 +35,7 @@ from ...base import streams as steady
 from ..processes import EXIT_OTHER, first_to_fail
 from .common import AIToolkitError, detail, info, job_scope, load_core, run_lines, set_active, show_logs
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
+from .full import FullModel
 from .loop import TrainingLoop, end_with, live_run
 from .optimizer import check_optimizer
 from .preflight import check_job, check_photos, config_file, leave_room
@@ -58,6 +60,7 @@ class CoatFluxTrainer(HostTrainer):
     _training: TrainingLoop | None = None
     _lock: ExitStack | None = None
     _held_out: HeldOutPhotos | None = None
+    _full: FullModel | None = None
     _live: Any = None
     _begun = False
     _team: Any = None
@@ -89,7 +92,7 @@ class CoatFluxTrainer(HostTrainer):
 
     @property
     def _sets(self) -> bool:
-        """Whether saves are whole sets with all a resume needs: those of a LoRA and nothing else."""
+        """Whether saves are whole sets with all a resume needs: those of a LoRA, or of the transformer, alone."""
         return self._continuation is not None
 
     # -- before the model ------------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ class CoatFluxTrainer(HostTrainer):
         super().hook_before_model_load()
         load_core()
         from ...blocks.gemms import config_for
-        from ...config.coat import COATConfig
+        from ...config.full_rules import coat_of_entry
         from ...mini_flux.folder import provide_embedded
         from ...saves.lock import run_lock
         from ...watch.phases import MEMORY_FILE, PhaseTracker
@@ -112,7 +115,7 @@ class CoatFluxTrainer(HostTrainer):
         with self._team.in_turn():
             provide_embedded(self.model_config.name_or_path)
         check_job(self)
-        self.coat = COATConfig.from_dict(self.get_conf("coat", None), file=file, key_path="config.process[0].coat")
+        self.coat = coat_of_entry(self.config, file)
         if not self._on:
             info("[coat] coat.enabled=false: this is ai-toolkit's own run")
             return
@@ -149,8 +152,11 @@ class CoatFluxTrainer(HostTrainer):
         from ...blocks.apply import apply_coat
         from ...blocks.held import module_tensors
 
+        if self._sets and self.network_config is None:
+            self._full = FullModel(self)
+        trained = () if self._full is None else self._full.linears
         if self.coat.weight.use_fp8:
-            convert_model(self, self._text_encoders())
+            convert_model(self, self._text_encoders(), trained)
         else:
             let_lora_find("FP8TrainableLinear")
         self._report = apply_coat(
@@ -158,6 +164,7 @@ class CoatFluxTrainer(HostTrainer):
             self.coat,
             allow_recompute=bool(self.train_config.gradient_checkpointing),
             device=self.device_torch,
+            trained=trained,
         )
         leave_room(self)
         self._phases.hold("transformer", self.sd.unet, module_tensors)
@@ -168,8 +175,10 @@ class CoatFluxTrainer(HostTrainer):
         return [e for e in (encoders if isinstance(encoders, list) else [encoders]) if e is not None]
 
     def hook_add_extra_train_params(self, params: Any) -> Any:
-        """Let the adapters share the FP8 input of their base linears."""
+        """Let the adapters share the FP8 input of their base linears; without them choose what is trained."""
         params = super().hook_add_extra_train_params(params)
+        if self._full is not None:
+            return self._full.param_groups(self.train_config.lr)
         if not self._on or self.network is None:
             return params
         # sampling would merge the LoRA into a base that holds no bf16 weight, or drift one that does
@@ -208,7 +217,7 @@ class CoatFluxTrainer(HostTrainer):
             super().hook_before_train_loop()
         if self._sets:
             self._continuation.restore()
-            self._continuation.saves.check_room(self._job_config, self.network.parameters())
+            self._continuation.saves.check_room(self)
         if self._on:
             self._training = TrainingLoop(self, self._continuation, self._job_config)
             info(self._report.brief())
@@ -230,6 +239,8 @@ class CoatFluxTrainer(HostTrainer):
             raise AIToolkitError(
                 f"codes or scales of {len(damaged)} linears changed their dtype while sampling ({damaged[0]})"
             )
+        if self._full is not None:
+            self._full.make_states()
         if self._sets:
             self._continuation.restore_draws()
         if self._held_out is not None and self._training.done == 0:

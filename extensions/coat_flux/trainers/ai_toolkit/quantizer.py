@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_QTYPE
@@ -247,12 +247,13 @@ def _loads_fp8(process: Any) -> bool:
     return bool(process.model_config.quantize) and process.model_config.qtype == COAT_QTYPE
 
 
-def convert_model(process: Any, encoders: list[Any]) -> None:
+def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = ()) -> None:
     """Convert and count what loading did not: after "Failed to quantize" ai-toolkit's quantize() continues.
 
     Args:
         process: of our type, its model loaded.
         encoders: its text encoders.
+        trained: full names of linears that stay as they are.
 
     Raises:
         AIToolkitError: loading was to convert linears and has converted none.
@@ -263,7 +264,7 @@ def convert_model(process: Any, encoders: list[Any]) -> None:
         raise AIToolkitError(
             f"loading with qtype {COAT_QTYPE} converted no linear; see the lines 'Failed to quantize' above"
         )
-    names = plain_linears(model)
+    names = [name for name in plain_linears(model) if name not in trained]
     convert(model, names, process.coat.linear_config())
     stored = sum(map(store_only, encoders))
     info(f"[coat] FP8 weights: {at_load} linears at load, {len(names)} after it; {stored} in text encoders")

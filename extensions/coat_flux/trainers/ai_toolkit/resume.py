@@ -2,7 +2,7 @@
 
     hook_before_model_load   `find`: repair the folder, read the newest state, refuse what would be another run
     before_dataset_load      `begin_loading`: photos are grouped into batches by the run's seed
-    hook_before_train_loop   `restore`: raw LoRA, EMA, step, place in the data
+    hook_before_train_loop   `restore`: raw LoRA, EMA, step, place in the data; a whole model is as it was saved
     first hook_train_loop    `restore_draws`: random generators and lr schedule, which ai-toolkit still moves until then
 
 One number is set otherwise than ai-toolkit does: `start_step`, at which it neither saves nor samples, is the step
@@ -57,13 +57,15 @@ def find_continuation(process: Any) -> Continuation | None:
         process: built and checked, nothing loaded.
 
     Returns:
-        The run's place; None where more than a LoRA is trained: then ai-toolkit saves and resumes by itself.
+        The run's place; None where more than a LoRA, or than the transformer itself, is trained: then ai-toolkit saves
+        and resumes by itself.
 
     Raises:
         ResumeError: there is a save that this run cannot go on from.
     """
     others = (process.embed_config, process.adapter_config, process.decorator_config)
-    if process.network_config is None or process.train_config.merge_network_on_save or any(others):
+    merges = process.network_config is not None and process.train_config.merge_network_on_save
+    if merges or any(others):
         info("[coat] note: more than a LoRA is trained: saves and resumes are ai-toolkit's own")
         return None
     continuation = Continuation(process, identity_of(process))
@@ -109,13 +111,26 @@ class Continuation:
         folder = self.saves.newest()
         state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
         if state is None:
-            if folder is not None:
+            if self._process.network_config is None:
+                self._refuse_others()
+            elif folder is not None:
                 info(f"[coat] note: {folder} is the stand-alone trainer's: order of data and random numbers start over")
             return
         self._check_identity(state, allow)
         self.state = state
         if self._same_seed():
             self.seed = state.record["seed"]
+
+    def _refuse_others(self) -> None:
+        """Whole models are gone on with by the trainer that saved them: what they were made from is not known here."""
+        from ...saves.errors import ResumeError
+
+        other = self._process.get_latest_save_path(include_pretrained_lora=False)
+        if other is not None:
+            raise ResumeError(
+                f"{other}: is not a save of this trainer, and full fine-tuning goes on from its own; choose another "
+                "config.name to start a new run (all that is in this folder stays)"
+            )
 
     def _check_identity(self, state: RunState, allow: tuple[str, ...]) -> None:
         from ...saves.errors import ResumeError
@@ -182,7 +197,8 @@ class Continuation:
             raise ResumeError(f"ai-toolkit is at step {process.step_num}, the newest save is of step {state.step}")
         process.start_step = state.step - 1
         process.epoch_num = state.record["epoch"]
-        restore_tensors(dict(process.network.named_parameters()), state.lora(), state.folder)
+        if process.network is not None:
+            restore_tensors(dict(process.network.named_parameters()), state.lora(), state.folder)
         average = state.ema()
         if process.ema is not None and average is not None:
             restore_tensors(_numbered(process.ema.shadow_params), average, state.folder)
@@ -243,7 +259,8 @@ class Continuation:
             "identity": self._identity,
         }
         ema = None if process.ema is None else _numbered(process.ema.shadow_params)
-        RunState.write(folder, AI_TOOLKIT, record, dict(process.network.named_parameters()), ema, rng_state())
+        raw = {} if process.network is None else dict(process.network.named_parameters())
+        RunState.write(folder, AI_TOOLKIT, record, raw, ema, rng_state())
 
 
 def _numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -310,7 +327,9 @@ def identity_of(process: Any) -> dict[str, Any]:
     return run_identity(
         model=process.model_config.name_or_path,
         datasets=datasets,
-        network={key: getattr(network, key) for key in NETWORK},
+        network={"linear": None, "include": process.coat.include, "exclude": process.coat.exclude}
+        if network is None
+        else {key: getattr(network, key) for key in NETWORK},
         seed=seed,
         world_size=process.accelerator.num_processes,
         batch={key: getattr(process.train_config, key) for key in BATCH},

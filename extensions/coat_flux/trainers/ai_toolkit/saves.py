@@ -1,8 +1,9 @@
 """Saves of ai-toolkit as whole sets: written aside, committed by one rename, published in the run's folder.
 
-ai-toolkit writes the LoRA and `optimizer.pt` one after the other over the old ones, and continues when `optimizer.pt`
-could not be written. Here its `save` writes into a staging folder. It finds the newest of its saves by the time a
-file's entry changed (`getctime`), which making and removing hard links changes too: `_make_newest` puts that right.
+ai-toolkit writes the LoRA, or the folder of a whole model, and `optimizer.pt` one after the other over the old ones,
+and continues when `optimizer.pt` could not be written. Here its `save` writes into a staging folder. It finds the
+newest of its saves by the time an entry changed (`getctime`), which making and removing hard links changes too:
+`_make_newest` puts that right.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import shutil
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .common import info
 
-__all__ = ["Saves"]
+__all__ = ["Saves", "read_back"]
 
 OPTIMIZER = "optimizer.pt"
 TICKS, TICK_SECONDS = 100, 0.001
@@ -30,7 +31,7 @@ class Saves:
 
     Args:
         run_dir: ai-toolkit's save folder of the job.
-        name: of the job, with which its LoRA files begin.
+        name: of the job, with which its saves begin.
         save_every: steps from one save to the next.
     """
 
@@ -43,7 +44,7 @@ class Saves:
         """Repair what a killed process or a damaged disk left, and return the folder of the newest set.
 
         Returns:
-            None without one, or where another program went on with the run: its LoRA says more steps.
+            None without one, or where another program went on with the run: its save says more steps.
 
         Raises:
             ResumeError: it is damaged, and no other one is whole.
@@ -58,7 +59,7 @@ class Saves:
         folder = newest_set(self._dir)
         if folder is None:
             return None
-        newer = next((path for path in self._loras() if step_of(path) > set_step(folder)), None)
+        newer = next((path for path in self._saves() if step_of(path) > set_step(folder)), None)
         if newer is not None:
             info(f"[coat] note: {newer.name} is newer than {folder}: order of data and random numbers start over")
             return None
@@ -80,7 +81,7 @@ class Saves:
             write_state: writes ours next to it.
 
         Returns:
-            The published LoRA.
+            The published LoRA, or the folder of the model.
 
         Raises:
             SaveError: it could not be written; the previous set is untouched.
@@ -96,14 +97,13 @@ class Saves:
             write_state(folder)
 
         self._make_newest(commit(self._dir, step, write, published, apart=self._apart))
-        return self._dir / next(name for name in published if name.endswith(".safetensors"))
+        return self._dir / next(name for name in published if name.startswith(self._name) and name != OPTIMIZER)
 
-    def check_room(self, job: Callable[[], Any], parameters: Iterable[Any]) -> None:
+    def check_room(self, process: Any) -> None:
         """Warn or refuse where the disk has no room for the saves.
 
         Args:
-            job: makes the JobConfig.
-            parameters: of the LoRA.
+            process: with what it trains.
 
         Raises:
             SaveError: not even one save fits, or the folder cannot be written.
@@ -112,8 +112,10 @@ class Saves:
         from ...plan.space import save_space
         from ...saves.commit import require_room
 
+        full = process._full
+        parameters, whole = (process.network.parameters(), 0) if full is None else (full.trained.values(), full.size)
         try:
-            space = save_space(job(), [parameter.numel() for parameter in parameters])
+            space = save_space(process._job_config(), [parameter.numel() for parameter in parameters], whole)
         except ConfigError:  # a job that only ai-toolkit can run
             space = None
         require_room(self._dir, space, lambda line: info(f"[coat] WARNING: {line}"))
@@ -138,19 +140,41 @@ class Saves:
             "start the job again",
         )
 
-    def _loras(self) -> list[Path]:
-        return [path for path in self._dir.glob("*.safetensors") if path.name.startswith(self._name)]
+    def _saves(self) -> list[Path]:
+        """What ai-toolkit takes for saves of the run."""
+        return [path for path in self._dir.iterdir() if path.name.startswith(self._name)]
 
     def _make_newest(self, folder: Path) -> None:
-        """Let the files of a set be the last changed; two changes within one tick of the clock have the same time."""
-        own = [self._dir / path.name for path in folder.iterdir() if path.is_file()]
-        others = [path.stat().st_ctime_ns for path in self._loras() if path not in own]
+        """Let what a set publishes be the last changed; two changes within one tick of the clock have the same time."""
+        own = [self._dir / path.name for path in folder.iterdir() if (self._dir / path.name).exists()]
+        others = [path.stat().st_ctime_ns for path in self._saves() if path not in own]
         for path in own:
             for _ in range(TICKS):
                 os.utime(path)
                 if path.stat().st_ctime_ns > max(others, default=0):
                     break
                 time.sleep(TICK_SECONDS)
+
+
+def read_back(process: Any, folder: Path) -> list[str]:
+    """Read back what ai-toolkit has saved into a folder; a LoRA that is still zero (a warm-up) is the guard's to judge.
+
+    Returns:
+        Lines to say.
+
+    Raises:
+        ExportError: the LoRA cannot be loaded elsewhere.
+        ResumeError: the model is not the one that was trained.
+    """
+    from ...export.check import check_export
+
+    if process._full is not None:
+        return [process._full.check(folder)]
+    if not process.model_config.is_flux or process.network_config.type.lower() != "lora":
+        return ["not read back, which is for LoRAs of FLUX"]
+    if not any(value.any() for name, value in process.network.named_parameters() if "lora_up" in name):
+        return ["the LoRA is still zero"]
+    return [check_export(path).line() for path in sorted(folder.glob("*.safetensors"))]
 
 
 def _check_optimizer(path: Path) -> None:

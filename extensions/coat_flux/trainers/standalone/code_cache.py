@@ -42,7 +42,7 @@ from ...config.checkpoint_file import CheckpointError, read_header
 from ...config.coat import COATConfig
 from ...plan.space import LEAST_SAVED
 from ...saves.identity import file_digest
-from .weights import Place, Weights, check_weights
+from ..weights import Place, Weights, check_weights
 
 __all__ = ["CodeCache", "find_cache"]
 

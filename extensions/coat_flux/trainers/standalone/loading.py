@@ -27,8 +27,8 @@ from ...config.checkpoint_file import SUFFIXES, CheckpointError, base_model
 from ...config.coat import COATConfig
 from ...data.cache import TextEncoders
 from ...data.flux2 import Flux2Text
+from ..weights import Weights, check_weights, fill, folder_weights, local_folder, original_weights
 from .code_cache import find_cache
-from .weights import Weights, check_weights, fill, folder_weights, local_folder, original_weights
 
 __all__ = ["Encoders", "ModelLoadError", "base_weights", "load_encoders", "load_transformer"]
 

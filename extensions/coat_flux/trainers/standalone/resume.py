@@ -8,6 +8,7 @@ A resume that cannot be done right is an error; a run never starts over by itsel
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -27,8 +28,9 @@ from ...config.job import JobConfig
 from ...saves.commit import damage, manifest_of, newest_set, state_folder
 from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity
+from ...saves.repair import MODEL_META
 from ...saves.state import OPTIMIZER_FILE, REMEDY, STANDALONE, RunState, load_tensors, restore_tensors
-from .full import PART, restore_model
+from ..full import PART, restore_model
 from .optim import restore_optimizer
 from .seeding import seed_of
 from .validation import held_out_of
@@ -114,8 +116,15 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     cannot be read does not count as long as another one can.
 
     Raises:
-        ResumeError: no save can be read, or the state of the newest is damaged, and no other one is whole.
+        ResumeError: no save can be read, or the state of the newest is damaged, and no other one is whole; or a save is
+            a whole model of ai-toolkit's.
     """
+    other = next(run_dir.glob(f"{glob.escape(name)}*/{MODEL_META}"), None)
+    if other is not None:
+        raise ResumeError(
+            f"{other.parent}: is ai-toolkit's, and full fine-tuning goes on with the trainer that saved it; run this "
+            "config there, or choose another config.name to start over (all that is in this folder stays)"
+        )
     pattern = re.compile(re.escape(name) + r"(_\d{9})?\.safetensors")
     found, unreadable = _models(run_dir), []
     for path in (path for path in run_dir.glob("*.safetensors") if pattern.fullmatch(path.name)):

@@ -27,7 +27,7 @@ from ...base.files import discard
 from ...saves.commit import commit
 from ...saves.rng import rng_state
 from ...saves.state import OPTIMIZER_FILE, STANDALONE, RunState, save_tensors
-from .full import PART, ModelFiles
+from ..full import PART, ModelFiles
 
 __all__ = ["lora_metadata", "rotate_saves", "save_checkpoint", "save_dtype", "save_name"]
 

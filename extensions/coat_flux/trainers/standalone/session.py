@@ -40,9 +40,9 @@ from ...saves.state import keep_execution
 from ...watch.live import LiveRun
 from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch, watch_steps
+from ..full import Chosen, UpdateInBackward, make_states
 from ..optimizer import describe_optimizer
 from .ema import LoraEMA
-from .full import Chosen, UpdateInBackward
 from .loading import Encoders, load_encoders, load_transformer
 from .network import add_lora, lora_parameters, lora_targets
 from .objective import Objective
@@ -153,7 +153,7 @@ def open_session(
     network = None if job.full else transformer
     if job.full:
         phases.hold("gradients", transformer, gradients)
-        _make_states(optimizer, transformer)
+        make_states(optimizer, transformer)
     watch = watch_steps(
         job.coat, transformer, network, lora, optimizer, log, phases, lambda: job, report=report, mean=workers.mean
     )
@@ -190,15 +190,6 @@ def open_session(
     if point is not None:
         continue_from(session, point)
     return session
-
-
-def _make_states(optimizer: Optimizer, transformer: nn.Module) -> None:
-    """Of a whole model they are large: made, or packed after a resume, while nothing of a step is there."""
-    runner = BlockRunner.of(transformer)
-    if isinstance(optimizer, FP8AdamW):
-        optimizer.make_states()
-        if runner is not None:
-            runner.states_are_made = True
 
 
 def _fused_backward(

@@ -36,9 +36,9 @@ from ...watch.live import LiveRun
 from ...watch.memory_report import finish
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.phases import MEMORY_FILE, PhaseTracker
+from ..full import ModelFiles, check_model
 from ..processes import EXIT_OTHER, first_to_fail
 from .flow_matching import bypassed_guidance
-from .full import ModelFiles, check_model
 from .loading import base_weights
 from .progress import RunLog
 from .resume import check_same_run, find_resume_point, identity_of

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ...blocks.architectures import FLUX
-from ...config.checkpoint_file import CheckpointError, Header, flux_config, read_header, transformer_keys
-from ...export.layouts import original_linear
+from ..blocks.architectures import FLUX
+from ..config.checkpoint_file import CheckpointError, Header, flux_config, read_header, transformer_keys
+from ..export.layouts import original_linear
 
 __all__ = ["Place", "Weights", "check_weights", "fill", "folder_weights", "local_folder", "original_weights"]
 

@@ -1,4 +1,4 @@
-"""Full fine-tuning: which parameters are trained, the update inside backward, and the model as it is saved.
+"""Full fine-tuning in both trainers: what is trained, the update inside backward, and the model as it is saved.
 
 `coat.include` and `coat.exclude` choose what is trained. Trained linears of the blocks multiply in FP8, by codes cast
 from their weights (`FP8TrainableLinear`); embedders, norms and modulation are trained in `train.dtype`. Linears that
@@ -29,13 +29,14 @@ from torch import Tensor, nn
 
 from coat_core.optim import FP8AdamW
 
-from ...blocks.lookup import trained_names
-from ...config.coat import COATConfig
-from ...saves.errors import ResumeError
-from ...saves.state import REMEDY, load_tensors, restore_tensors, save_tensors
+from ..blocks.lookup import trained_names
+from ..blocks.runner import BlockRunner
+from ..config.coat import COATConfig
+from ..saves.errors import ResumeError
+from ..saves.state import REMEDY, load_tensors, restore_tensors, save_tensors
 from .weights import INDEX, WEIGHTS, Weights
 
-__all__ = ["PART", "Chosen", "ModelFiles", "UpdateInBackward", "check_model", "restore_model"]
+__all__ = ["PART", "Chosen", "ModelFiles", "UpdateInBackward", "check_model", "make_states", "restore_model"]
 
 PART = "transformer"  # folder of the model in a save
 SHARD_BYTES = 5 * 10**9
@@ -76,6 +77,20 @@ class Chosen:
         model.requires_grad_(False)
         own = dict(model.named_parameters())
         return {name: own[name].requires_grad_() for name in self.parameters}
+
+
+def make_states(optimizer: Any, transformer: nn.Module) -> None:
+    """Make the optimizer's states, or pack those of a resume, while nothing of a step is there: they are large.
+
+    Args:
+        optimizer: of the run; one that is not ours makes its states in its first step.
+        transformer: whose blocks decide what they recompute by the memory that is left.
+    """
+    runner = BlockRunner.of(transformer)
+    if isinstance(optimizer, FP8AdamW):
+        optimizer.make_states()
+        if runner is not None:
+            runner.states_are_made = True
 
 
 class UpdateInBackward:

@@ -1,0 +1,104 @@
+"""The whole model that a job without `network:` trains, inside the stand-in: what is chosen, converted and saved."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+from coat_core.linear.module import FP8TrainableLinear
+from coat_flux.blocks.apply import apply_coat
+from coat_flux.config.coat import COATConfig
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.saves.errors import ResumeError
+from coat_flux.saves.repair import step_of
+from tests.helpers.aitk_standin.host import Host, standin_host  # noqa: F401
+from tests.helpers.asserts import assert_bitwise
+
+INCLUDE, EXCLUDE = ["transformer_blocks.*", "x_embedder"], ["*.bias"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_flux(tmp_path_factory.mktemp("full") / "tiny")
+
+
+def _load(folder: Path) -> Any:
+    return FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16)
+
+
+def _process(folder: Path) -> Any:
+    """What `FullModel` reads of a process whose model is loaded."""
+    config = SimpleNamespace(name_or_path=str(folder), quantize=False, qtype="half", arch="flux")
+    coat = COATConfig.from_dict({"include": INCLUDE, "exclude": EXCLUDE, "activation": {"flow": "generic"}})
+    return SimpleNamespace(sd=SimpleNamespace(unet=_load(folder)), model_config=config, coat=coat)
+
+
+def _converted(host: Host, folder: Path) -> tuple[Any, Any]:
+    host.start()
+    process = _process(folder)
+    full = host.load("coat_flux.trainers.ai_toolkit.full").FullModel(process)
+    host.load("coat_flux.trainers.ai_toolkit.quantizer").convert_model(process, [], full.linears)
+    apply_coat(process.sd.unet, process.coat, device="cpu", trained=full.linears)
+    return process, full
+
+
+def test_the_chosen_parameters_are_trained_and_the_save_is_whole(host: Host, folder: Path, tmp_path: Path) -> None:
+    process, full = _converted(host, folder)
+    process.sd.unet.requires_grad_(True)  # as ai-toolkit has it by then
+    (group,) = full.param_groups(1e-5)
+    assert group["lr"] == 1e-5
+    trained = [name for name, parameter in process.sd.unet.named_parameters() if parameter.requires_grad]
+    assert list(full.trained) == trained
+    assert all(name.startswith(("transformer_blocks", "x_embedder")) and name.endswith("weight") for name in trained)
+    assert isinstance(process.sd.unet.transformer_blocks[0].attn.to_q, FP8TrainableLinear)
+    frozen = process.sd.unet.single_transformer_blocks[0].attn.to_q
+    assert frozen.weight_codes.dtype == torch.uint8
+    with torch.no_grad():
+        for parameter in full.trained.values():
+            parameter.add_(1.0)
+    saved = tmp_path / "run" / "run_000000002"
+    process.sd.save(str(saved), OrderedDict(training_info=OrderedDict(step=3, epoch=0), name="run"), torch.float16)
+    assert step_of(saved) == 3
+    assert "trained tensors read back" in full.check(saved.parent)
+    before, after = (dict(_load(place).named_parameters()) for place in (folder, saved))
+    for name, parameter in after.items():
+        assert parameter.dtype == torch.bfloat16
+        assert_bitwise(parameter.detach(), (before[name] + 1.0 if name in full.trained else before[name]).detach())
+    with torch.no_grad():
+        next(iter(full.trained.values())).fill_(torch.nan)
+    process.sd.save(str(tmp_path / "bad" / "bad"), OrderedDict(), torch.float16)
+    with pytest.raises(ResumeError, match="not as it was trained, or not finite"):
+        full.check(tmp_path / "bad")
+
+
+def test_a_folder_is_published_as_the_newest_and_another_programs_is_not_passed_over(
+    host: Host, tmp_path: Path
+) -> None:
+    host.start()
+    saves = host.load("coat_flux.trainers.ai_toolkit.saves").Saves(tmp_path, "run", 2)
+
+    def write(folder: Path, step: int) -> None:
+        (folder / f"run_{step:09d}" / "transformer").mkdir(parents=True)
+        (folder / f"run_{step:09d}" / "transformer" / "model.safetensors").write_text("weights")
+        (folder / f"run_{step:09d}" / "aitk_meta.yaml").write_text(f"training_info: {{step: {step}, epoch: 0}}\n")
+
+    def write_all(folder: Path, step: int) -> None:
+        write(folder, step)
+        torch.save({}, folder / "optimizer.pt")
+
+    for step in (2, 4):
+        path = saves.commit(step, lambda folder, step=step: write_all(folder, step), lambda folder: None)
+        assert path == tmp_path / f"run_{step:09d}"
+    time.sleep(0.01)
+    (tmp_path / "run_000000002" / "touched").write_text("")  # by now the last changed
+    assert saves.newest() == tmp_path / "coat" / "state-000000004"
+    assert max(tmp_path.glob("run*"), key=lambda path: path.stat().st_ctime_ns) == tmp_path / "run_000000004"
+    write(tmp_path, 6)
+    assert saves.newest() is None

@@ -1,0 +1,185 @@
+"""Full fine-tuning in a real ai-toolkit checkout, on a CPU; see test_aitk_real.py."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file
+
+from coat_flux.saves.errors import ResumeError
+from coat_flux.trainers.ai_toolkit.install import install
+from coat_flux.trainers.standalone.resume import find_resume_point
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.operators import bits
+
+pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+STEPS = 6
+WHOLE = "whole"
+
+
+def _entry(coat: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    """All that has a state: schedule, accumulation, dropped captions in two loader processes, a photo held out."""
+    train = {"steps": STEPS, "gradient_accumulation": 2, "lr": 2e-4, "max_grad_norm": 1e9, **train}
+    entry = make_real_entry(**train)
+    del entry["network"], entry["save"]["dtype"], entry["model"]["qtype"], entry["coat"]["activation"]["flow"]
+    del entry["coat"]["optimizer"]["stochastic_rounding"]
+    entry["model"]["quantize"] = False
+    entry["save"]["save_every"] = 2
+    entry["sample"].update(prompts=entry["sample"]["prompts"][:1], sample_every=4, sample_steps=1)
+    entry["datasets"][0].update(caption_dropout_rate=0.5, num_workers=2)
+    entry["validation"] = {"hold_out": 1, "every": 100}
+    entry["logging"] = {"verbose": True}  # memory lines are printed, too
+    entry["coat"] |= coat or {}
+    return entry
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    checkout = Checkout(tmp_path_factory.mktemp("aitk_full") / "ait")
+    install(checkout.root)
+    checkout.run(WHOLE, _entry())
+    return checkout
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted((folder / "transformer").glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def _saved(checkout: Checkout, name: str) -> dict[str, torch.Tensor]:
+    return _tensors(checkout.folder(name) / name)
+
+
+def _original(checkout: Checkout) -> dict[str, torch.Tensor]:
+    found = _tensors(checkout.root / "models" / "coat_mini_flux")
+    return {name: tensor.bfloat16() for name, tensor in found.items()}
+
+
+def _column(checkout: Checkout, name: str, table: str, column: str) -> list[float]:
+    with (checkout.folder(name) / "coat" / table).open(encoding="utf-8") as file:
+        return [float(row[column]) for row in csv.DictReader(file)]
+
+
+def _assert_same_end(checkout: Checkout, name: str, other: str = WHOLE) -> None:
+    """Weights, moments, random numbers and counters."""
+    ours, theirs = _saved(checkout, name), _saved(checkout, other)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert_bitwise(value, theirs[key])
+    states = [checkout.optimizer(each)["state"] for each in (name, other)]
+    assert states[0].keys() == states[1].keys()
+    for index, state in states[0].items():
+        for key, value in state.items():
+            assert torch.equal(bits(value), bits(states[1][index][key])), (index, key)
+    folders = [max((checkout.folder(each) / "coat").glob("state-*")) for each in (name, other)]
+    assert folders[0].name == folders[1].name
+    rng = [load_file(folder / "aitk" / "rng.safetensors") for folder in folders]
+    for key, value in rng[0].items():
+        assert_bitwise(value, rng[1][key])
+
+
+def _records(checkout: Checkout, name: str) -> dict[str, Any]:
+    return json.loads((max((checkout.folder(name) / "coat").glob("state-*")) / "aitk" / "state.json").read_text())
+
+
+def test_every_weight_is_trained_and_the_save_is_ai_toolkits_and_loads_with_diffusers(checkout: Checkout) -> None:
+    saved, start = _saved(checkout, WHOLE), _original(checkout)
+    assert saved.keys() == start.keys()
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert [name for name in start if start[name].ndim > 1 and torch.equal(start[name], saved[name])] == []
+    folder = checkout.folder(WHOLE)
+    names = ["whole", "whole_000000002", "whole_000000004"]
+    assert sorted(path.name for path in folder.glob("whole*")) == names
+    assert sorted(path.name for path in (folder / WHOLE).iterdir()) == ["aitk_meta.yaml", "transformer"]
+    loaded = FluxTransformer2DModel.from_pretrained(folder / WHOLE, subfolder="transformer", torch_dtype=torch.bfloat16)
+    for name, parameter in loaded.named_parameters():
+        assert_bitwise(parameter.detach(), saved[name])
+    losses, held_out = _column(checkout, WHOLE, "metrics.csv", "loss"), _records(checkout, WHOLE)["held_out_loss"]
+    assert len(losses) == STEPS
+    assert all(map(math.isfinite, losses))
+    assert held_out[-1][1] < held_out[0][1]
+    states = checkout.optimizer(WHOLE)["state"]
+    assert len(states) == len(start)
+    assert {state[key].dtype for state in states.values() for key in ("exp_avg", "exp_avg_sq")} == {torch.float8_e4m3fn}
+    state = max((folder / "coat").glob("state-*"))
+    assert not (state / "aitk" / "lora.safetensors").exists()  # nothing is kept twice
+
+
+@pytest.mark.parametrize("moment", ["Saving at step 4", "[after_backward] Step 4"])
+def test_killed_run_ends_as_the_one_that_was_not(checkout: Checkout, moment: str) -> None:
+    name = f"killed_{len(moment)}"
+    code, _ = checkout.start(name, _entry(), at=moment, send=signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    out = checkout.run(name, _entry())
+    assert "[coat] resume: continues after step 3" in out or "[coat] resume: continues after step 5" in out
+    _assert_same_end(checkout, name)
+    assert _records(checkout, name) == _records(checkout, WHOLE)
+
+
+def test_updates_in_backward_are_the_separate_step_to_the_bit(checkout: Checkout) -> None:
+    code, out = checkout.start("fused", _entry(fused_backward=True), at="[after_backward] Step 4", send=signal.SIGINT)
+    assert code == 130, out[-4000:]
+    assert "[coat] stopped after 4 steps, saved in" in out
+    checkout.run("fused", _entry(fused_backward=True))
+    _assert_same_end(checkout, "fused")
+    losses = [_column(checkout, name, "metrics.csv", "loss") for name in ("fused", WHOLE)]
+    assert losses[0] == losses[1]
+
+
+def test_include_and_exclude_choose_what_is_trained_and_the_rest_is_kept(checkout: Checkout) -> None:
+    coat = {"include": ["*.attn.*", "x_embedder"], "exclude": ["single_transformer_blocks.*", "*.bias"]}
+    out = checkout.run("some", _entry(coat))
+    assert "[coat] FP8 weights: 0 linears at load, 54 after it" in out
+    assert "[coat] FP8 weights: 0 linears at load, 0 after it" not in out
+    saved, start = _saved(checkout, "some"), _original(checkout)
+    wanted = {
+        name
+        for name in start
+        if name.endswith("weight")
+        and (name.startswith("x_embedder") or (name.startswith("transformer_blocks") and ".attn." in name))
+    }
+    changed = {name for name in start if not torch.equal(start[name], saved[name])}
+    assert changed <= wanted
+    assert {name for name in wanted if "norm" not in name} <= changed
+    checkout.start("again", _entry(coat), at="[after_backward] Step 4", send=signal.SIGKILL)
+    checkout.run("again", _entry(coat))
+    _assert_same_end(checkout, "again", "some")
+
+
+def test_ai_toolkit_itself_goes_on_from_the_save(checkout: Checkout) -> None:
+    plain = _entry()
+    del plain["coat"], plain["validation"]
+    checkout.run("handed_on", _entry(steps=2))
+    out = checkout.run("handed_on", {**plain, "type": "sd_trainer", "train": {**plain["train"], "steps": 3}})
+    assert "IMPORTANT RESUMING FROM" in out
+    assert "Found step 2 in metadata, starting from there" in out
+    before, after = _original(checkout), _saved(checkout, "handed_on")
+    assert before.keys() == after.keys()
+    code, out = checkout.start("handed_on", _entry(steps=4))
+    assert code == 1
+    assert "handed_on: is not a save of this trainer" in out
+
+
+def test_what_cannot_be_gone_on_with_is_refused_before_the_model_is_loaded(checkout: Checkout) -> None:
+    lora = make_real_entry()
+    code, out = checkout.start(WHOLE, lora)
+    assert code == 1
+    assert "network.linear null -> 16" in out
+    with pytest.raises(ResumeError, match="is ai-toolkit's, and full fine-tuning goes on with the trainer that saved"):
+        find_resume_point(checkout.folder(WHOLE), WHOLE)
+    code, out = checkout.start("several", _entry(), processes=2)
+    assert code != 0
+    assert "several processes train a network (a LoRA) and nothing else; start one" in out
+    assert "Loading transformer" not in out
