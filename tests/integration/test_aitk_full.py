@@ -13,6 +13,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from coat_core.linear.module import FP8TrainableLinear
+from coat_core.optim import FP8AdamW
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
 from coat_flux.mini_flux.folder import make_tiny_flux
@@ -102,3 +103,21 @@ def test_a_folder_is_published_as_the_newest_and_another_programs_is_not_passed_
     assert max(tmp_path.glob("run*"), key=lambda path: path.stat().st_ctime_ns) == tmp_path / "run_000000004"
     write(tmp_path, 6)
     assert saves.newest() is None
+
+
+def test_the_update_is_in_backward_and_a_loss_that_is_not_finite_changes_nothing(host: Host, folder: Path) -> None:
+    process, full = _converted(host, folder)
+    (group,) = full.param_groups(1e-2)
+    process.optimizer = SimpleNamespace(optimizer=FP8AdamW(group["params"], lr=1e-2))  # as accelerate wraps it
+    process.train_config = SimpleNamespace(max_grad_norm=1e9)
+    process.get_conf = lambda key, default=None: {"fused_backward": True}
+    watch: Any = SimpleNamespace(phases=SimpleNamespace(hold=lambda *_: None), begin_update=lambda: None)
+    full.begin(process, watch)
+    weight = full.trained["x_embedder.weight"]
+    for loss, changes in ((torch.nan, False), (1.0, True)):
+        before = weight.detach().clone()
+        with full.updating([torch.tensor(1.0), torch.tensor(loss)]):
+            weight.float().sum().backward()
+        assert weight.grad is None
+        assert torch.equal(weight, before) is not changes
+        assert full.grad_norm(0.0) == pytest.approx(weight.numel() ** 0.5)

@@ -14,7 +14,7 @@ from coat_core.linear.module import FP8TrainableLinear
 from coat_core.optim import FP8AdamW
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.lookup import trained_names
-from coat_flux.config.check import check_job_dict
+from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.full_rules import coat_of_entry
 from coat_flux.config.job import JobConfig
@@ -122,6 +122,8 @@ def test_what_it_cannot_do_inside_ai_toolkit_is_refused_there(
 def test_inside_ai_toolkit_a_job_without_network_is_as_in_the_stand_alone_trainer() -> None:
     assert inside_ai_toolkit({"train.fused_backward": True}, include=["*.attn.*"], exclude=["*.bias"]) == []
     assert inside_ai_toolkit({"save": {"dtype": "bf16"}}, activation={"wgrad_format": "e4m3"}) == []
+    shipped = Path(__file__).parents[2] / "configs" / "flux_full_80gb.yaml"
+    assert check_job_file(shipped, trainer="ai-toolkit") == check_job_file(shipped) == []
     several = inside_ai_toolkit(num_processes=2)
     assert any("several processes train a network (a LoRA) and nothing else; start one" in line for line in several)
     entry = job(activation={"format": "e4m3"})["config"]["process"][0]

@@ -94,7 +94,7 @@ def test_ai_toolkits_own_types_cannot_validate() -> None:
 def test_the_lowest_names_the_file_of_its_step_or_the_nearest(tmp_path: Path) -> None:
     curve = [(0, 3.0), (2, 1.0), (4, float("nan")), (6, 2.0)]
     assert describe_lowest(curve, tmp_path, "r").startswith(
-        "lowest held-out loss 1.000000 at step 2 (no LoRA is saved)"
+        "lowest held-out loss 1.000000 at step 2 (nothing is saved)"
     )
     for name, step in (("r_000000003", 4), ("r", 6), ("rather_000000002", 2)):
         about = {"training_info": json.dumps({"step": step, "epoch": 0})}
@@ -102,4 +102,8 @@ def test_the_lowest_names_the_file_of_its_step_or_the_nearest(tmp_path: Path) ->
     line = "lowest held-out loss 1.000000 at step 2 (not saved; the nearest is r_000000003.safetensors, step 4)"
     assert describe_lowest(curve, tmp_path, "r") == f"{line}; 2.000000 at step 6"
     assert "step 6 (r.safetensors)" in describe_lowest([(0, 3.0), (6, 2.0)], tmp_path, "r")
+    (tmp_path / "r_000000001" / "transformer").mkdir(parents=True)  # a whole model
+    about = {"training_info": json.dumps({"step": 2, "epoch": 0})}
+    save_file({"a": torch.zeros(1)}, tmp_path / "r_000000001" / "transformer" / "model.safetensors", about)
+    assert "step 2 (r_000000001)" in describe_lowest(curve, tmp_path, "r")
     assert describe_lowest([(0, float("nan"))], tmp_path, "r") == "the held-out loss was never finite"

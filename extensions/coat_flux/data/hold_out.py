@@ -190,11 +190,11 @@ def _noise(index: int, shape: torch.Size) -> Tensor:
 
 
 def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str) -> str:
-    """Say at which step the held-out loss was lowest, and which saved LoRA is of that step or the nearest one.
+    """Say at which step the held-out loss was lowest, and which save is of that step or the nearest one.
 
     Args:
         curve: (steps done, loss), the start of the run among them.
-        run_dir: with the LoRA files.
+        run_dir: with the LoRA files, or the folders of whole models.
         name: of the run.
 
     """
@@ -205,7 +205,7 @@ def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str
     saves = _saved_steps(run_dir, name)
     nearest = min(saves, key=lambda saved: (abs(saved - step), saved), default=None)
     if nearest is None:
-        file = "no LoRA is saved"
+        file = "nothing is saved"
     elif nearest == step:
         file = saves[nearest].name
     else:
@@ -216,10 +216,11 @@ def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str
 
 
 def _saved_steps(run_dir: Path, name: str) -> dict[int, Path]:
-    """Steps done → LoRA file, as the files' metadata say."""
+    """Steps done → LoRA file, or the folder of a whole model, as the files' metadata say."""
     found: dict[int, Path] = {}
-    for path in sorted(run_dir.glob("*.safetensors")):
-        if path.stem == name or path.stem.removeprefix(f"{name}_").isdecimal():
+    for path in sorted((*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))):
+        save = path if path.parent == run_dir else path.parents[1]
+        if save.stem == name or save.stem.removeprefix(f"{name}_").isdecimal():
             with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError), safe_open(path, "pt") as file:
-                found[int(json.loads((file.metadata() or {})["training_info"])["step"])] = path
+                found[int(json.loads((file.metadata() or {})["training_info"])["step"])] = save
     return found

@@ -41,6 +41,7 @@ HOOKS = (
     "done_hook",
     "on_error",
     "get_conf",
+    "get_latest_save_path",
 )
 LORA_PARTS = ("lora_down", "lora_up")
 PROCESS_MODULE = "jobs.process.BaseSDTrainProcess"

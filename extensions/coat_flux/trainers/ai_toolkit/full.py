@@ -61,7 +61,6 @@ class FullModel:
         self.size = sum(parameter.numel() for parameter in self._model.parameters())
         self.trained: dict[str, nn.Parameter] = {}
         self._fused: UpdateInBackward | None = None
-        self._optimizer: Any = None
         process.sd.save = self.save
 
     def param_groups(self, lr: float) -> list[dict[str, Any]]:
@@ -70,7 +69,10 @@ class FullModel:
         return [{"params": list(self.trained.values()), "lr": lr}]
 
     def begin(self, process: Any, watch: StepWatch) -> None:
-        """Take the optimizer, and let it update in backward where `train.fused_backward` asks for that.
+        """Make the optimizer's states, and let it update in backward where `train.fused_backward` asks for that.
+
+        To be called before the first step: until then ai-toolkit moves the model to the CPU and back, and switches its
+        gradients off and on.
 
         Args:
             process: with its optimizer.
@@ -78,23 +80,18 @@ class FullModel:
         """
         from ...blocks.held import gradients
         from ...blocks.runner import BlockRunner
-        from ..full import UpdateInBackward
+        from ..full import UpdateInBackward, make_states
 
         watch.phases.hold("gradients", self._model, gradients)
-        self._optimizer = getattr(process.optimizer, "optimizer", process.optimizer)  # without accelerate's wrapper
+        optimizer = getattr(process.optimizer, "optimizer", process.optimizer)  # without accelerate's wrapper
+        make_states(optimizer, self._model)
         if not (process.get_conf("train", None) or {}).get("fused_backward"):
             return
         params, norm = list(self.trained.values()), process.train_config.max_grad_norm
-        self._fused = UpdateInBackward(self._optimizer, params, norm, lambda _: None, watch.begin_update)
+        self._fused = UpdateInBackward(optimizer, params, norm, lambda _: None, watch.begin_update)
         runner = BlockRunner.of(self._model)
         if runner is not None:
             runner.expect(frees_gradients=True)
-
-    def make_states(self) -> None:
-        """Make the optimizer's states; to be called when ai-toolkit no longer moves the model to the CPU and back."""
-        from ..full import make_states
-
-        make_states(self._optimizer, self._model)
 
     def updating(self, losses: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Around the backward pass that completes the gradients of a step.
@@ -121,8 +118,9 @@ class FullModel:
             save_dtype: not used, as in ai-toolkit: a model is saved as it is trained.
         """
         folder, dtype = Path(output_file), next(iter(self.trained.values())).dtype
-        self._files.write(folder, self.trained, dtype, {"format": "pt"})
         plain = json.loads(json.dumps(meta))
+        text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
+        self._files.write(folder, self.trained, dtype, text | {"format": "pt"})
         (folder / MODEL_META).write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
 
     def check(self, folder: Path) -> str:

@@ -71,8 +71,6 @@ class TrainingLoop:
             report=process._report,
             mean=self._team.mean,
         )
-        if self._full is not None:
-            self._full.begin(process, self.watch)
         if getattr(process, "ema", None) is not None:
             process._phases.hold("ema", process.ema, lambda average: average.shadow_params)
         if continuation is not None and continuation.state is not None:

@@ -240,7 +240,7 @@ class CoatFluxTrainer(HostTrainer):
                 f"codes or scales of {len(damaged)} linears changed their dtype while sampling ({damaged[0]})"
             )
         if self._full is not None:
-            self._full.make_states()
+            self._full.begin(self, self._training.watch)
         if self._sets:
             self._continuation.restore_draws()
         if self._held_out is not None and self._training.done == 0:

@@ -125,7 +125,7 @@ class Continuation:
         """Whole models are gone on with by the trainer that saved them: what they were made from is not known here."""
         from ...saves.errors import ResumeError
 
-        other = self._process.get_latest_save_path(include_pretrained_lora=False)
+        other = self._process.get_latest_save_path()
         if other is not None:
             raise ResumeError(
                 f"{other}: is not a save of this trainer, and full fine-tuning goes on from its own; choose another "

@@ -227,13 +227,16 @@ class BaseSDTrainProcess:
         self.network.force_to(torch.float32)
         if self.model_config.quantize:
             self.network.can_merge_in = False
-        found = glob.glob(os.path.join(self.save_root, f"{self.job.name}*.safetensors"))
-        if found:
-            newest = max(found, key=os.path.getctime)
+        newest = self.get_latest_save_path()
+        if newest is not None:
             print_acc(f"#### IMPORTANT RESUMING FROM {newest} ####")
             self.network.load_weights(newest)
             with safe_open(newest, framework="pt") as file:
                 self.step_num = self.start_step = json.loads(file.metadata()["training_info"])["step"]
+
+    def get_latest_save_path(self):
+        found = glob.glob(os.path.join(self.save_root, f"{self.job.name}*.safetensors"))
+        return max(found, key=os.path.getctime, default=None)
 
     def _load_optimizer(self):
         path = os.path.join(self.save_root, "optimizer.pt")
