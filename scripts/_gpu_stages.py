@@ -110,10 +110,10 @@ STAGES = (
     ),
     Stage(
         "full",
-        "full fine-tuning, wgrad in bf16 and in FP8",
-        240,
+        "full fine-tuning, wgrad in bf16 and in FP8, moments in host memory",
+        300,
         level="engine",
-        rows=("full", "full_wgrad"),
+        rows=("full", "full_wgrad", "full_offload"),
         sizes=((1024, 1),),
     ),
     Stage("optimizer", "optimizers alone", 120, level="optimizer", rows=("coat_fp8_adamw", "adamw_fused", "adamw8bit")),

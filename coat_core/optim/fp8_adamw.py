@@ -19,12 +19,13 @@ from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.kernels.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
-from coat_core.optim.loading import TORCH_ONLY_OPTIONS, adopt_group, check_groups, restored_states
+from coat_core.optim.loading import TORCH_ONLY_OPTIONS, SavedState, adopt_group, check_groups, saved_states, write_state
 from coat_core.optim.packing import Batch, Numbering, PackedState
-from coat_core.optim.state import State, storages
+from coat_core.optim.state import storages
 
 logger = logging.getLogger(__name__)
 
+OFFLOADS = ("none", "cpu")
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -87,6 +88,9 @@ class FP8AdamW(torch.optim.Optimizer):
             (`stochastic_rounding`). It is in the groups and so in the state file, and with it and the step counters a
             resumed run draws the same. The same for all groups.
         fp8_config: how the moments are stored; None is `FP8QuantizationConfig()`.
+        offload: "none", or "cpu": the moments are in CPU memory, pinned where the parameters are on a GPU, and pass
+            through a few buffers there for each update; the same results to the bit, and the same files. Not in a CUDA
+            graph. What reads `state` calls `synchronize` first; `state_dict` does.
         torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
 
     Attributes:
@@ -117,9 +121,13 @@ class FP8AdamW(torch.optim.Optimizer):
         capturable: bool = False,
         seed: int = 0,
         fp8_config: FP8QuantizationConfig | None = None,
+        offload: str = "none",
         **torch_options: Any,
     ) -> None:
         _check_torch_options(torch_options)
+        if offload not in OFFLOADS:
+            raise ValueError(f"offload={offload!r}: must be one of {', '.join(OFFLOADS)}")
+        self.offload = offload
         self.fp8_config = fp8_config or FP8QuantizationConfig()
         defaults = {
             "lr": lr,
@@ -136,7 +144,9 @@ class FP8AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "fp8_config": self.fp8_config, "_packed": None, "_groups": {}}
+        self.synchronize()
+        own = {"fp8_config": self.fp8_config, "offload": self.offload, "_packed": None, "_groups": {}}
+        return {**super().__getstate__(), **own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as torch.optim does, refusing values and parameters FP8AdamW cannot use.
@@ -241,17 +251,27 @@ class FP8AdamW(torch.optim.Optimizer):
                 raise RuntimeError(
                     "first step inside a CUDA graph: do a step before the capture, which makes the state"
                 )
+            if self.offload != "none":
+                raise RuntimeError("offload='cpu': a CUDA graph cannot hold the copies of moments; pass offload='none'")
         if self._packed is None or not known:
-            stored, capturable = storages(self.fp8_config), self.defaults["capturable"]
-            self._packed = PackedState(self.state, params, stored, capturable, self._numbering())
+            self._packed = self._pack(params)
+        seed = self.param_groups[0]["seed"]
+        if self._packed.seed != seed and (numbering := self._numbering(seed)) is not None:
+            self._packed.number(numbering)
         return self._packed
 
-    def _numbering(self) -> Numbering | None:
+    def _pack(self, params: list[Tensor]) -> PackedState:
+        """Pack the state there is, and that of `params`."""
+        self.synchronize()
+        stored, capturable = storages(self.fp8_config), self.defaults["capturable"]
+        return PackedState(self.state, params, stored, capturable, self.offload != "none")
+
+    def _numbering(self, seed: int) -> Numbering | None:
         moments, parameters = self.fp8_config.moment_rounding != "nearest", self.fp8_config.stochastic_rounding
         if not (moments or parameters):
             return None
         places = self._places()
-        return Numbering(self.param_groups[0]["seed"], places, len(places), moments, parameters)
+        return Numbering(seed, places, len(places), moments, parameters)
 
     def _places(self) -> dict[int, tuple[int, int]]:
         """Of each parameter, by id: its number, and the number of its first element in the parameter as a whole."""
@@ -269,26 +289,46 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
         hyper, table = _hyper(group, batch, self.found_inf)
-        fp8_adamw_step(
-            batch.params,
-            batch.grads,
-            batch.packed.moments["exp_avg"],
-            batch.packed.moments["exp_avg_sq"],
-            [batch.packed.first_blocks[index] for index in batch.indices],
-            hyper,
-            table=table,
-            draws=batch.draws(batch.packed.draws),
-            param_draws=batch.draws(batch.packed.param_draws),
-            expansion=self.fp8_config.expansion,
-            maximize=group["maximize"],
-        )
+        draws, param_draws = batch.draws(batch.packed.draws), batch.draws(batch.packed.param_draws)
+        for call in batch.calls():
+            fp8_adamw_step(
+                call.params,
+                call.grads,
+                call.moments["exp_avg"],
+                call.moments["exp_avg_sq"],
+                call.first_blocks,
+                hyper,
+                table=call.rows(table),
+                draws=call.draws(draws),
+                param_draws=call.draws(param_draws),
+                expansion=self.fp8_config.expansion,
+                maximize=group["maximize"],
+            )
+
+    def synchronize(self) -> None:
+        """Wait until `state` has what the last step made of the moments, which copies to host memory with `offload`."""
+        for packed in () if self._packed is None else self._packed.devices.values():
+            if packed.staging is not None:
+                packed.staging.synchronize()
+
+    @property
+    def staging(self) -> list[Tensor]:
+        """What moments in host memory pass through, on the parameters' device; empty without `offload`."""
+        devices = () if self._packed is None else self._packed.devices.values()
+        return [x for packed in devices if packed.staging is not None for x in packed.staging.tensors]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch.optim does; the tensors are those of the optimizer."""
+        self.synchronize()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or torch.optim.AdamW's `state_dict` gave; codes and scales come back untouched.
 
         Everything is checked first; on an error the optimizer is as it was. A moment stored in another way than
         `fp8_config` says (format, block size, expansion, or not quantized) is re-quantized, and one line of log
-        says so. Hyper-parameters of the groups are those of the file, as in torch.optim.
+        says so. Hyper-parameters of the groups are those of the file, as in torch.optim. The moments are copied
+        parameter by parameter to where they stay: no device holds them twice.
 
         Args:
             state_dict: {"state": {index: {...}}, "param_groups": [...]}.
@@ -297,19 +337,25 @@ class FP8AdamW(torch.optim.Optimizer):
             ValueError: groups, indices, keys, dtypes or shapes that do not belong to these parameters. Also logged at
                 ERROR, because ai-toolkit swallows the exception.
         """
-        states: dict[Tensor, State] = {}
+        saved: dict[Tensor, SavedState] = {}
+        stored = storages(self.fp8_config)
 
         def prepare(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             check_groups(loaded, self.param_groups)
-            states.update(restored_states(loaded, self.param_groups, storages(self.fp8_config)))
+            saved.update(saved_states(loaded, self.param_groups, stored))
+            self.synchronize()  # the file may be what this optimizer's `state_dict` gave
             # torch would cast codes and scales to the parameter's dtype, so it gets only the groups.
             return {**loaded, "state": {}}
 
+        @torch.no_grad()
         def install(_: torch.optim.Optimizer) -> None:
-            self.state.update(states)
             self._packed, self._groups = None, {}
             for group in self.param_groups:
                 adopt_group(group, self.defaults)
+            if saved:
+                self._packed = self._pack(list(saved))
+            for param, values in saved.items():
+                write_state(self.state[param], values, stored, param.device)
 
         try:
             with (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,40 +62,53 @@ def adopt_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     group.update(fp8=defaults["fp8"], capturable=defaults["capturable"])
 
 
-def restored_states(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], moments: dict[str, Storage]
-) -> dict[Tensor, State]:
-    """Return the states of the file as tensors on their parameter's device, in the storage asked for.
+class SavedState(NamedTuple):
+    """What a file has of one parameter, checked, and how each moment is stored there."""
 
-    Tensors stored as asked are copied to the last bit. All entries are checked before the first conversion.
+    tensors: dict[str, Any]
+    stored: dict[str, Storage]
+
+
+def saved_states(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], moments: dict[str, Storage]
+) -> dict[Tensor, SavedState]:
+    """Return what the file has of each parameter, for `write_state`; logs which moments will be stored another way.
 
     Raises:
         ValueError: missing, unknown or misshapen entries, naming index, key, what was found and what is needed.
     """
-    entries = list(_entries(state_dict, groups))
-    found = [
-        {name: _storage_in_file(name, index, saved, param, fp8) for name in MOMENTS}
-        for index, saved, param, fp8 in entries
-    ]
-    changes: set[str] = set()
-    states: dict[Tensor, State] = {}
-    for (_, saved, param, _), old in zip(entries, found, strict=True):
-        state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).detach().cpu().reshape(()).clone()}
-        own = {key: saved[key].detach().to(param.device) for key in saved if key != "step"}
-        changed = [name for name, storage in moments.items() if not _same_storage(old[name], storage)]
-        converted = convert_state(own, old, moments) if changed else {}
-        for name, storage in moments.items():
-            if name in changed:
-                state.update({key: tensor for key, tensor in converted.items() if _moment_of(key) == name})
-                changes.add(_change(name, old[name], storage))
-            else:
-                own[name] = own[name].to(storage.dtype)  # an unquantized moment may come as bf16
-                kept = {key: tensor for key, tensor in own.items() if _moment_of(key) == name}
-                state.update({key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in kept.items()})
-        states[param] = state
+    found: dict[Tensor, SavedState] = {}
+    for index, saved, param, fp8 in _entries(state_dict, groups):
+        stored = {name: _storage_in_file(name, index, saved, param, fp8) for name in MOMENTS}
+        found[param] = SavedState(saved, stored)
+    changes = {
+        _change(name, saved.stored[name], storage)
+        for saved in found.values()
+        for name, storage in moments.items()
+        if not _same_storage(saved.stored[name], storage)
+    }
     if changes:
         logger.warning("FP8AdamW: %s", "; ".join(sorted(changes)))
-    return states
+    return found
+
+
+def write_state(state: State, saved: SavedState, moments: dict[str, Storage], device: torch.device) -> None:
+    """Copy a saved state to where a parameter has its own; tensors stored as asked to the last bit.
+
+    Args:
+        state: all entries of the parameter.
+        saved: what they become.
+        moments: how `state` stores them.
+        device: where a moment that the file stores in another way is converted.
+    """
+    values = {**saved.tensors, "step": torch.as_tensor(saved.tensors["step"]).reshape(())}
+    changed = {name for name, storage in moments.items() if not _same_storage(saved.stored[name], storage)}
+    if changed:
+        here = {key: tensor.detach().to(device) for key, tensor in values.items() if key != "step"}
+        converted = convert_state(here, saved.stored, moments)
+        values.update({key: tensor for key, tensor in converted.items() if _moment_of(key) in changed})
+    for key, own in state.items():
+        own.copy_(values[key].detach())  # an unquantized moment may come as bf16
 
 
 def _entries(

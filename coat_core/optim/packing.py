@@ -8,19 +8,24 @@ are. Files do not change: `state_dict` has the same tensors per parameter, and t
     steps                fp32 [n_params]
     draws                int32 [n_params, 2]  with exp_avg_sq or parameters rounded at random: stream, first element; in
                                               no file
+
+Codes and numbers are on the parameters' device, or in host memory (`offload`), where a step has them pass through the
+device in chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from itertools import chain
+from itertools import accumulate, chain
 from operator import is_
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from coat_core.kernels.packing import n_blocks
+from coat_core.kernels.adamw import Moment
+from coat_core.kernels.packing import chunks, n_blocks
+from coat_core.optim.offload import Staging
 from coat_core.optim.state import State, Storage, empty_moment, moment_views
 from coat_core.rounding import PARAMETERS, streams
 
@@ -57,10 +62,11 @@ class DeviceState:
         params: the parameters.
         moments: how each moment is stored.
         steps_on_device: whether the step counters are on the device and not on the CPU.
-        numbering: where draws are taken from; None without draws.
+        offload: whether the moments are in host memory.
 
     Attributes:
         moments: packed codes and numbers, zero codes and ones at first.
+        staging: what moments in host memory pass through; None for moments on the device.
         steps: fp32 [n_params], zeros at first.
         draws: int32 [n_params, 2], stream and first element (`coat_core.rounding`), or None; of exp_avg_sq.
         param_draws: the same, of the parameters.
@@ -69,11 +75,7 @@ class DeviceState:
     """
 
     def __init__(
-        self,
-        params: list[Tensor],
-        moments: dict[str, Storage],
-        steps_on_device: bool,
-        numbering: Numbering | None = None,
+        self, params: list[Tensor], moments: dict[str, Storage], steps_on_device: bool, offload: bool = False
     ) -> None:
         device, block_size = params[0].device, next(iter(moments.values())).block_size
         self.first_blocks = []
@@ -81,13 +83,12 @@ class DeviceState:
         for param in params:
             self.first_blocks.append(blocks)
             blocks += n_blocks(param.numel(), block_size)
-        self.moments = {name: empty_moment(blocks, storage, device) for name, storage in moments.items()}
+        home = torch.device("cpu") if offload else device
+        self.moments = {name: empty_moment(blocks, storage, home) for name, storage in moments.items()}
+        self.staging = Staging(self.moments, moments, device) if offload else None
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device if steps_on_device else "cpu")
-        self.draws = self.param_draws = None
-        if numbering is not None and numbering.moments:
-            self.draws = numbering.draws(params)
-        if numbering is not None and numbering.parameters:
-            self.param_draws = numbering.draws(params, PARAMETERS)
+        self.draws: Tensor | None = None
+        self.param_draws: Tensor | None = None
         self.views: list[State] = []
         for step, param, first in zip(self.steps.unbind(), params, self.first_blocks, strict=True):
             state: State = {"step": step}
@@ -96,8 +97,43 @@ class DeviceState:
             self.views.append(state)
 
 
+class Call(NamedTuple):
+    """What one call of the operator takes of a batch.
+
+    Attributes:
+        params: parameters, or as many of their elements, flat, as fit a slot.
+        grads: of these.
+        moments: both by name, packed.
+        first_blocks: where the blocks of each start in them.
+        first: where the first parameter is in the batch.
+        start: the number of its first element here.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    moments: dict[str, Moment]
+    first_blocks: list[int]
+    first: int = 0
+    start: int = 0
+
+    def rows(self, table: Tensor | None) -> Tensor | None:
+        """Return the rows of a table [n, ...] that has one for each parameter of the batch."""
+        if table is None or len(table) == len(self.params):
+            return table
+        return table[self.first :][: len(self.params)].clone()  # kernels want it at a multiple of 16 bytes
+
+    def draws(self, table: Tensor | None) -> Tensor | None:
+        """Return the rows of `Batch.draws`, with the number of the first element that is here."""
+        found = self.rows(table)
+        if found is None or not self.start:
+            return found
+        found = found.clone()
+        found[0, 2] += self.start
+        return found
+
+
 class Batch(NamedTuple):
-    """Parameters that one call of the operator takes.
+    """Parameters that are updated alike.
 
     Attributes:
         params: of one device and dtype.
@@ -130,6 +166,26 @@ class Batch(NamedTuple):
         stream, first = self._chosen(of).unbind(-1)
         return torch.stack((stream, self.steps().to(torch.int32), first), dim=-1)
 
+    def calls(self) -> Iterator[Call]:
+        """Yield the calls of the operator, each to be made before the next: one, or several for moments elsewhere."""
+        first_blocks, staging = [self.packed.first_blocks[index] for index in self.indices], self.packed.staging
+        if staging is None:
+            yield Call(self.params, self.grads, self.packed.moments, first_blocks)
+            return
+        params, grads = ([x.detach().reshape(-1) for x in tensors] for tensors in (self.params, self.grads))
+        block_size = self.packed.moments["exp_avg"].codes.shape[1]
+        sizes = tuple(map(Tensor.numel, params))
+        for chunk in chunks(sizes, tuple(first_blocks), block_size, staging.elements):
+            if chunk.rows.start == chunk.rows.stop:
+                continue
+            some, theirs = ([flat[i][start:stop] for i, start, stop in chunk.pieces] for flat in (params, grads))
+            first, start, _ = chunk.pieces[0]
+            with staging.blocks(chunk.rows) as moments:
+                yield Call(some, theirs, moments, [0, *accumulate(chunk.layout.blocks[:-1])], first, start)
+        for param, flat in zip(self.params, params, strict=True):
+            if not param.is_contiguous():  # then `flat` is a copy
+                param.copy_(flat.view(param.shape))
+
     def _chosen(self, numbers: Tensor) -> Tensor:
         first = self.indices[0]
         if self.indices == list(range(first, first + len(self.indices))):
@@ -145,10 +201,11 @@ class PackedState:
         new: parameters that get a state now.
         moments: how each moment is stored.
         steps_on_device: whether the step counters are on the parameters' device and not on the CPU.
-        numbering: for draws, or None without any.
+        offload: whether the moments are in host memory.
 
     Attributes:
         devices: the packed state on each device.
+        seed: of `number`.
     """
 
     def __init__(
@@ -157,9 +214,10 @@ class PackedState:
         new: Iterable[Tensor],
         moments: dict[str, Storage],
         steps_on_device: bool,
-        numbering: Numbering | None = None,
+        offload: bool = False,
     ) -> None:
         self._steps_on_device = steps_on_device
+        self.seed: int | None = None
         added = {id(param) for param in new if not state.setdefault(param, {})}
         self._params = [param for param, entry in state.items() if entry or id(param) in added]
         self._devices = [param.device for param in self._params]
@@ -168,7 +226,7 @@ class PackedState:
         self._indices: dict[int, int] = {}
         for device in dict.fromkeys(self._devices):
             here = [i for i, other in enumerate(self._devices) if other == device]
-            packed = DeviceState([self._params[i] for i in here], moments, steps_on_device, numbering)
+            packed = DeviceState([self._params[i] for i in here], moments, steps_on_device, offload)
             self.devices[device] = packed
             for index, (i, views) in enumerate(zip(here, packed.views, strict=True)):
                 self._indices[id(self._params[i])] = index
@@ -177,6 +235,14 @@ class PackedState:
                 self._entries[i].clear()
                 self._entries[i].update(views)
         self._addresses = _addresses(self._entries)
+
+    def number(self, numbering: Numbering) -> None:
+        """Take draws from here on."""
+        self.seed = numbering.seed
+        for device, packed in self.devices.items():
+            params = [param for param, other in zip(self._params, self._devices, strict=True) if other == device]
+            packed.draws = numbering.draws(params) if numbering.moments else None
+            packed.param_draws = numbering.draws(params, PARAMETERS) if numbering.parameters else None
 
     def holds(self, state: MutableMapping[Tensor, State], params: list[Tensor]) -> bool:
         """Whether this still is the state of all parameters, `params` among them.

@@ -61,13 +61,16 @@ class ShardedFP8AdamW(FP8AdamW):
         options: FP8AdamW's.
 
     Raises:
-        ValueError: a parameter is sharded along another dimension than the first, over several, or cuts a block.
+        ValueError: a parameter is sharded along another dimension than the first, over several, or cuts a block; or
+            `offload`: a checkpoint has the moments on the devices of the parameters.
 
     Numerics: the local rows get the bits that FP8AdamW gives those rows of the whole parameter, given the same
         gradient; what is rounded at random draws by the number of the element in the whole.
     """
 
     def __init__(self, params: Mapping[str, Tensor], **options: Any) -> None:
+        if options.get("offload", "none") != "none":
+            raise ValueError("offload='cpu': not for sharded parameters, whose moments are divided already; pass none")
         self._whole = dict(params)
         self._own = {name: _local(param) for name, param in self._whole.items()}
         super().__init__([param for param in self._own.values() if param.numel()], **options)

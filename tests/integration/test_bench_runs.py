@@ -110,7 +110,7 @@ def test_kernels_alone_and_their_rates() -> None:
 @pytest.mark.slow
 def test_the_trainers_own_steps() -> None:
     spec = {"level": "engine", "sizes": [[64, 1]], "geometry": GEOMETRY, "device": "cpu", "repeats": 2}
-    for name in ("bf16", "coat_recomputed", "full_wgrad"):
+    for name in ("bf16", "coat_recomputed", "full_wgrad", "full_offload"):
         found = worker.run({**spec, "configuration": name})
         assert found["status"] == "ok", found["traceback"]
         (step,) = found["measurements"]

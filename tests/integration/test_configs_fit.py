@@ -38,6 +38,20 @@ def test_72_gb_hold_full_fine_tuning_of_flux_dev() -> None:
     assert step.parts["lora"] == 0
 
 
+def test_44_gb_hold_it_with_the_moments_in_host_memory() -> None:
+    """What leaves the card is in the host's memory; three slots of 2^24 elements stay, and nothing is recomputed."""
+    jobs = [JobConfig.from_file(ROOT / "configs" / f"flux_full_{gb}gb.yaml") for gb in (80, 48)]
+    without, prediction = (predict(job, device_bytes=gb * 1e9) for job, gb in zip(jobs, (80, 48), strict=True))
+    step, before = prediction.phase("step"), without.phase("step")
+    assert step is not None
+    assert before is not None
+    assert prediction.peak == step.total <= 44e9 <= 48e9 * USABLE_FRACTION
+    assert prediction.recomputed == ()
+    assert step.parts["optimizer"] == 3 * 2**24 * (2 + 6 * 4 / 128)
+    assert prediction.ram_bytes > before.parts["optimizer"] > 2 * 11_901_408_320
+    assert {**step.parts, "optimizer": 0} == {**before.parts, "optimizer": 0}
+
+
 @pytest.mark.parametrize("name", ["flux_clothing_coat.yaml", "flux_clothing_coat_3090.yaml"])
 def test_24_gb_hold_flux_dev_without_recomputation(name: str) -> None:
     """One of the photos is 1024 x 1024; 23.65 GiB are what PyTorch reports of an RTX 4090, 92 % of them are used."""

@@ -95,7 +95,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return block
 
 
-FULL = ("include", "exclude", "activation.wgrad_format")  # of full fine-tuning
+FULL = ("include", "exclude", "activation.wgrad_format", "optimizer.offload")  # of full fine-tuning
 ALONE = [option for option in OPTIONS if not option.key.startswith((*TOGETHER, *FULL))]
 CASES = [
     pytest.param(option.key, value, marks=[pytest.mark.slow] if option.key == "speed.measure" else [])

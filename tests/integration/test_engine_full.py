@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 
 from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.plan.job import job_facts
+from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.saves.commit import newest_set
 from coat_flux.saves.repair import go_back
 from coat_flux.trainers import full
@@ -79,16 +82,51 @@ def test_updates_in_backward_and_a_resume_are_the_separate_step_to_the_bit(
 
     with pytest.raises(Killed):
         COATTrainer(job, observer=kill).train()
-    final = COATTrainer(job).train()
-    assert losses(final) == losses(separate)
-    ours, theirs = tensors(final), tensors(separate)
+    assert_same(COATTrainer(job).train(), separate)
+
+
+def assert_same(final: Path, other: Path) -> None:
+    """Two runs have the same losses, weights and states of the optimizer."""
+    assert losses(final) == losses(other)
+    ours, theirs = tensors(final), tensors(other)
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert_bitwise(ours[name], theirs[name])
-    states = [torch.load(path.parent / "optimizer.pt", weights_only=True)["state"] for path in (final, separate)]
+    states = [torch.load(path.parent / "optimizer.pt", weights_only=True)["state"] for path in (final, other)]
     for index, state in states[0].items():
         for key, value in state.items():
             assert torch.equal(bits(value), bits(states[1][index][key])), (index, key)
+
+
+def test_moments_in_host_memory_are_those_of_the_separate_step_to_the_bit(
+    place: dict[str, Path], separate: Path
+) -> None:
+    """Killed and resumed twice, with them there and not; they take what `plan` has for them."""
+    seen: list[tuple[int, bool]] = []
+    kills = [2, 3]
+
+    def kill(session: Any) -> None:
+        optimizer = session.optimizer
+        slots = sum(x.nbytes for x in optimizer.staging)
+        assert optimizer.state_bytes() + slots == optimizer_bytes(job_facts(session.job))
+        seen.append((session.step, slots > 0))
+        if kills and session.step == kills[0]:  # which is not saved yet
+            kills.pop(0)
+            raise Killed
+
+    for offload in ("cpu", "none", "cpu"):
+        job = full_job(
+            "offloaded",
+            place,
+            coat={"optimizer": {"offload": offload}},
+            train=WHOLE | {"fused_backward": True},
+            save={"dtype": "bf16", "save_every": 1},
+        )
+        with pytest.raises(Killed) if kills else nullcontext():
+            final = COATTrainer(job, observer=kill).train()
+    assert_same(final, separate)
+    runs = ((0, 1, 2), True), ((1, 2, 3), False), ((2, 3), True)
+    assert seen == [(step, offloaded) for steps, offloaded in runs for step in steps]
 
 
 def test_the_saved_model_loads_with_diffusers_and_everything_was_trained(

@@ -199,22 +199,22 @@ def test_to_dict_holds_every_option_and_reads_back(block):
     assert COATConfig.from_dict(tree) == config
     assert set(tree) == {option.key.split(".")[0] for option in OPTIONS}
     assert tree["activation"]["include"] == ["*"]
-    assert len(tree["optimizer"]) == 9
+    assert len(tree["optimizer"]) == 10
 
 
 def test_the_optimizer_gets_the_block_s_values():
     block = {"optimizer": {"m2_format": "e5m2", "block_size": 64, "stochastic_rounding": True}}
     config, adamw = COATConfig.from_dict(block).optimizer_config()
     assert config == FP8QuantizationConfig(m2_format="e5m2", block_size=64, stochastic_rounding=True)
-    assert adamw == {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2}
+    assert adamw == {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2, "offload": "none"}
 
 
 def test_optimizer_params_override_the_block_and_pass_adamw_s_arguments_on():
     config = COATConfig.from_dict({"optimizer": {"m1_format": "e4m3", "block_size": 64}})
-    params = {"m1_format": "e5m2", "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0}
+    params = {"m1_format": "e5m2", "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0, "offload": "cpu"}
     fp8, adamw = config.optimizer_config(params)
     assert fp8 == FP8QuantizationConfig(m1_format="e5m2", block_size=64)
-    assert adamw == {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}
+    assert adamw == {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0, "offload": "cpu"}
 
 
 @pytest.mark.parametrize(

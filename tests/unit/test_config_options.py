@@ -26,6 +26,7 @@ SPEC_DEFAULTS = {
     "optimizer.use_dynamic_range_expansion": True,
     "optimizer.stochastic_rounding": False,
     "optimizer.moment_rounding": "nearest",
+    "optimizer.offload": "none",
     "weight.use_fp8": True,
     "weight.format": "e4m3",
     "weight.granularity": "per_tensor",

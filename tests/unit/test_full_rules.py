@@ -53,6 +53,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model.quantize": True, "model.qtype": "coat_fp8"}, {}, r"model\.quantize=true: quantizes frozen weights"),
     ({"train.optimizer": "prodigy"}, {}, r"train\.optimizer='prodigy': keeps states .* coat_fp8_adamw, adamw"),
     ({"train.optimizer": "adamw", "train.fused_backward": True}, {}, r"train\.fused_backward=true: updates single wei"),
+    (
+        {"train.optimizer": "adamw"},
+        {"optimizer": {"use_fp8": False, "offload": "cpu"}},
+        r"optimizer\.offload='cpu': has the",
+    ),
     ({"name": "coat"}, {}, r"name='coat': is also the name of the final model's folder"),
 ]
 
@@ -137,6 +142,12 @@ def test_what_a_lora_cannot_do_is_refused() -> None:
         JobConfig.from_dict(job({"train.fused_backward": True}, network=True))
     with pytest.raises(ConfigError, match=r"coat\.include=.*only_if_contains and ignore_if_contains choose its layers"):
         JobConfig.from_dict(job(network=True, include=["*.attn.*"]))
+    for trainer in ("standalone", "ai-toolkit"):
+        for changes, coat in (({}, {"offload": "cpu"}), ({"train.optimizer_params": {"offload": "cpu"}}, {})):
+            found = check_job_dict(job(changes, network=True, optimizer=coat), trainer=trainer)
+            assert [
+                item.line() for item in found if "offload='cpu': is for full fine-tuning, and network" in item.line()
+            ]
     assert JobConfig.from_dict(job(network=True, include=["*"], exclude=[])).coat.include == ("*",)
     inside = inside_ai_toolkit({"train.fused_backward": True}, network=True, include=["*.attn.*"])
     assert any("train.fused_backward=true: is for full fine-tuning" in line for line in inside)

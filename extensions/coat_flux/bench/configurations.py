@@ -107,6 +107,7 @@ REPLAYED = {"measure": "never", "compile": "cudagraphs"}
 
 PER_TENSOR = {"linear_granularity": "per_tensor"}
 FP8_WGRAD = {"wgrad_format": "e4m3"}
+ON_HOST = {"offload": "cpu"}
 
 
 def _coat(
@@ -220,6 +221,10 @@ CONFIGURATIONS = (
     replace(_coat("full", "full fine-tuning", (ENGINE,), memory=KEPT), full=True),
     replace(
         _coat("full_wgrad", "full fine-tuning, wgrad in e4m3", (ENGINE,), memory=KEPT, activation=FP8_WGRAD), full=True
+    ),
+    replace(
+        _coat("full_offload", "full fine-tuning, moments in host memory", (ENGINE,), memory=KEPT, optimizer=ON_HOST),
+        full=True,
     ),
     Configuration("gemm_bf16", "bf16 matrix products of a step", (RATES,)),
     Configuration("gemm_fp8", "FP8 matrix products, one scale for each tensor", (RATES,)),

@@ -224,9 +224,10 @@ def gradients(module: nn.Module) -> Iterator[Tensor]:
 
 
 def state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Everything an optimizer keeps per parameter."""
+    """Everything an optimizer keeps per parameter, and what that passes through where it is kept elsewhere."""
     for state in optimizer.state.values():
         yield from (x for x in tree_iter(state) if isinstance(x, Tensor))
+    yield from getattr(optimizer, "staging", ())
 
 
 def usable_bytes(device: torch.device) -> float:

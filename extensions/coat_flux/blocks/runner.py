@@ -278,7 +278,7 @@ class BlockRunner:
         self._size = max(size, self._size)
         if self._held is None:
             self._trained = [p for block in self._modules for p in trained_parameters(block)]
-            missing = [] if self.states_are_made else self._trained  # made after the first backward pass
+            missing = [] if self.states_are_made or self._config.optimizer.offload == "cpu" else self._trained
             states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in missing])
             self._held = held_bytes(device) + states + (0 if self.streaming is None else self._plan.freed_bytes)
         facts, budget = shown_by(args), budget_bytes(self._config, usable_bytes(device))

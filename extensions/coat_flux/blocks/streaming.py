@@ -23,7 +23,6 @@ Source: block swapping of kohya-ss/musubi-tuner (docs/advanced_config.md), host 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,13 +34,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from coat_core.linear.weight import BUFFERS
+from coat_core.optim.offload import pin, unpin
 
 from .fused.chooser import fused_block
 from .fused.frozen import NotFusable
 from .gemms import stored_linears
 from .placement import SLOTS, aligned
-
-logger = logging.getLogger(__name__)
 
 PARKED = "parked_codes"
 
@@ -176,7 +174,7 @@ class StreamedWeights:
             each = aligned(-(-codes.bytes // processes))
             whole = torch.zeros(each * processes, dtype=torch.uint8)
             whole[: codes.bytes] = codes.host
-            _unpin(codes.host)
+            unpin(codes.host)
             codes.host = whole[rank * each :][:each].to(self._device, copy=True)
             codes.bytes = each * processes
         self._group = group
@@ -326,7 +324,7 @@ def _to_device(codes: _Codes, device: torch.device) -> None:
     memory = codes.host.to(device, copy=True)
     for view in codes.views:
         view.module._buffers[view.name] = view.of(memory)
-    _unpin(codes.host)
+    unpin(codes.host)
     codes.host = None
 
 
@@ -342,21 +340,8 @@ def _apply_to_rest(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
 
 
 def _pinned(size: int, device: torch.device) -> Tensor:
-    """Host memory uint8 [size] that a GPU reads by itself; registered, since torch's own is of a power of two."""
+    """Host memory uint8 [size] that a GPU reads by itself."""
     memory = torch.empty(size, dtype=torch.uint8)
-    if device.type == "cuda" and size:
-        failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
-        if failed:
-            logger.warning(
-                "memory.stream_blocks: %.2f GB of host memory cannot be pinned (CUDA error %d): copies are slower and "
-                "the host waits for them; free some memory, or stream fewer blocks",
-                size / 1e9,
-                failed,
-            )
+    if device.type == "cuda":
+        pin(memory, "memory.stream_blocks", "stream fewer blocks")
     return memory
-
-
-def _unpin(memory: Tensor) -> None:
-    """Undo `_pinned` before the memory is freed."""
-    if memory.device.type == "cpu" and memory.is_pinned():
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

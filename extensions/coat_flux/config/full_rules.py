@@ -19,6 +19,7 @@ from .options import FORMATS
 # what a run writes in its folder, where ai-toolkit takes the newest entry that begins with the name for its newest save
 WRITTEN = ("coat", "config.yaml", "optimizer.pt", "samples")
 FULL_OPTIMIZERS = (COAT_OPTIMIZER, "adamw", "adam", "adamw8bit", "lion")  # whose memory `plan` knows for any tensor
+OFFLOAD_KEYS = ("coat.optimizer.offload", "train.optimizer_params.offload")
 
 
 def is_full(process: Mapping[str, Any]) -> bool:
@@ -74,7 +75,10 @@ def check_full(entry: Entry) -> None:
     get, rule = entry.get, entry.rule
     fused, coat = get("train.fused_backward") is True, entry.coat is not None and entry.coat.enabled
     text = "is for full fine-tuning, and network trains a LoRA; remove it, or network"
+    offloads = [key for key in OFFLOAD_KEYS if get(key) == "cpu"]
     if not is_full(entry.raw):
+        for key in offloads:
+            rule(BOTH, key, True, text)
         rule(BOTH, "train.fused_backward", fused, text)
         for key, default in (("coat.include", ["*"]), ("coat.exclude", [])):
             words = "network.network_kwargs.only_if_contains and ignore_if_contains"
@@ -90,6 +94,9 @@ def check_full(entry: Entry) -> None:
     rule(ALONE, "train.optimizer", entry.optimizer not in FULL_OPTIMIZERS, text.format(", ".join(FULL_OPTIMIZERS)))
     text = f"updates single weights, which only {COAT_OPTIMIZER} can; write optimizer: {COAT_OPTIMIZER}, or false"
     rule(BOTH, "train.fused_backward", fused and entry.optimizer != COAT_OPTIMIZER, text)
+    text = f"has the moments of {COAT_OPTIMIZER} in host memory; write optimizer: {COAT_OPTIMIZER}, or none"
+    for key in offloads:
+        rule(BOTH, key, entry.optimizer != COAT_OPTIMIZER, text)
     text = "quantizes frozen weights, and without network the transformer is trained; write false, or add network"
     rule(BOTH if coat else ALONE, "model.quantize", get("model.quantize") is True, text)
     if entry.coat is None or not coat:

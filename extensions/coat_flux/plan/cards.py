@@ -236,6 +236,18 @@ def _streamed(job: JobConfig) -> Change | None:
     return Change(text, cost, _with_coat(job, "memory", **values))
 
 
+def _offloaded(job: JobConfig) -> Change | None:
+    params = job.train.optimizer_params
+    if not (job.full and job.coat.enabled) or job.train.optimizer != COAT_OPTIMIZER:
+        return None
+    if job.coat.optimizer_config(params)[1]["offload"] == "cpu":
+        return None
+    changed = _with_coat(job, "optimizer", offload="cpu")
+    changed = _with(changed, "train", optimizer_params={k: v for k, v in (params or {}).items() if k != "offload"})
+    cost = "host memory, and time where copies take longer than the backward pass"
+    return Change("coat.optimizer.offload: cpu", cost, changed)
+
+
 def _automatic_checkpointing(job: JobConfig) -> Change | None:
     memory, allowed = job.coat.memory, job.train.gradient_checkpointing
     if not job.coat.enabled or (allowed and memory.checkpointing in ("auto", "all") and memory.budget_gb is None):
@@ -338,6 +350,7 @@ EDITS: tuple[Edit, ...] = (
     _updated_in_backward,
     _no_transposed,
     _streamed,
+    _offloaded,
     _automatic_checkpointing,
     _full_checkpointing,
     _smaller_batch,

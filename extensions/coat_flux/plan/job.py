@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from coat_core.linear.weight import code_bytes, wants_transposed
 
+from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import Given, block_settings
 from ..blocks.described import Block
 from ..blocks.fused.shadow import copied_bytes
@@ -185,6 +186,13 @@ class JobFacts:
     def frees_gradients(self) -> bool:
         """Whether there is never more than a gradient or two."""
         return self.job.train.fused_backward and self.job.train.gradient_accumulation == 1
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the moments are in host memory, and pass through the device."""
+        train = self.job.train
+        given = self.job.coat.optimizer_config(train.optimizer_params)[1] if train.optimizer == COAT_OPTIMIZER else {}
+        return given.get("offload") == "cpu"
 
     @property
     def largest_gradient(self) -> int:

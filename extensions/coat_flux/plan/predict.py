@@ -18,8 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from coat_core.linear.weight import stored_bytes
+from coat_core.optim.offload import staging_bytes
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.block_bytes import Moment
@@ -27,10 +30,11 @@ from ..blocks.decide import BlockPlan, budget_bytes, decide
 from ..blocks.held import USABLE_FRACTION
 from ..blocks.sizes import FP32, forward_bytes
 from ..config.job import JobConfig
+from ..saves.state import SHARD_BYTES
 from .job import JobFacts, job_facts
 from .space import cached_codes, moment_bytes, save_space
 
-__all__ = ["PARTS", "PhasePrediction", "Prediction", "outside_bytes", "predict", "predict_facts"]
+__all__ = ["PARTS", "PhasePrediction", "Prediction", "offloaded_bytes", "outside_bytes", "predict", "predict_facts"]
 
 PARTS = (
     "transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "workspace",
@@ -269,21 +273,37 @@ def _save(facts: JobFacts) -> PhasePrediction:
 
 
 def optimizer_bytes(facts: JobFacts) -> int:
-    """Both moments of every adapter, with their scales, as `train.optimizer` stores them."""
-    return moment_bytes(facts.job, facts.adapter_sizes)
+    """Both moments of every trained parameter, with their scales, as `train.optimizer` stores them, on the device.
+
+    Of moments in host memory what they pass through; on a CPU, where these are one, both.
+    """
+    moments, job = moment_bytes(facts.job, facts.adapter_sizes), facts.job
+    if not facts.offloads:
+        return moments
+    stored, device = job.coat.optimizer_config(job.train.optimizer_params)[0], "cpu" if facts.on_cpu else "cuda"
+    staged = staging_bytes(stored, facts.adapter_sizes, torch.device(device))
+    return staged + (moments if facts.on_cpu else 0)
 
 
 def _ram(facts: JobFacts, peak: int) -> int:
     """CPU memory: the encoders first, then the transformer one weight at a time, next to the VAE that samples need.
 
-    Where blocks may be streamed, all codes are there until those of the other blocks go to the device.
+    Where blocks may be streamed, all codes are there until those of the other blocks go to the device. Moments are made
+    after all that has been loaded, and are there when the shards of a model are written.
     """
     model, a = facts.model, facts.value_bytes
     vae = _vae(facts) if facts.draws else 0
     latents = sum(entry.cache_latents for entry in facts.job.datasets) and facts.data.latents * _latent_bytes(facts)
     passing = 2 * a * max(linear.weights for linear in model.linears)  # as it is on disk, and in `train.dtype`
     staged = max(_vae(facts) + model.text_bytes(a), sum(facts.given.stream_bytes) + passing + vae)
-    return int(PROCESS_RAM[facts.on_cpu] + latents + (max(peak, staged) if facts.on_cpu else staged))
+    written = min(SHARD_BYTES, a * model.elements["transformer"]) if facts.job.full else 0
+    kept = sum(facts.given.stream_bytes) + vae + offloaded_bytes(facts) + written
+    return int(PROCESS_RAM[facts.on_cpu] + latents + (max(peak, staged) if facts.on_cpu else max(staged, kept)))
+
+
+def offloaded_bytes(facts: JobFacts) -> int:
+    """The moments that are in host memory and not on the device."""
+    return moment_bytes(facts.job, facts.adapter_sizes) if facts.offloads and not facts.on_cpu else 0
 
 
 def _latent_bytes(facts: JobFacts) -> int:

@@ -14,7 +14,7 @@ from ..config.job import JobConfig
 from .cards import CardFit, judge
 from .facts import CARDS, Card
 from .job import JobFacts, job_facts
-from .predict import PARTS, Prediction, predict_facts
+from .predict import PARTS, Prediction, offloaded_bytes, predict_facts
 from .speed import BF16_FRACTION, FP8_FRACTION
 
 __all__ = ["Plan", "as_json", "as_text", "make_plan"]
@@ -89,7 +89,10 @@ def _phases(plan: Plan) -> str:
         if any(sizes):
             rows.append([part, *(f"{size / scale:.2f}" if size else "-" for size in sizes)])
     rows.append(["total on the device", *(f"{phase.total / scale:.2f}" for phase in phases)])
-    memory = f"host memory {plan.prediction.ram_bytes / GB:.1f} GB; disk {plan.prediction.disk_bytes / GB:.1f} GB"
+    moments = offloaded_bytes(plan.facts)
+    there = f", {moments / GB:.1f} of it the moments" if moments else ""
+    disk = f"disk {plan.prediction.disk_bytes / GB:.1f} GB"
+    memory = f"host memory {plan.prediction.ram_bytes / GB:.1f} GB{there}; {disk}"
     return _table(rows) + f"\n{memory} for saves and caches, the model's own files not counted"
 
 

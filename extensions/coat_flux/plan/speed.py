@@ -5,6 +5,7 @@
                 forward, two products per adapter
     recompute   the forward pass of the recomputed blocks once more
     streamed    codes are copied while blocks multiply: a pass takes the longer of the two
+    offloaded   moments are copied both ways at once, with `train.fused_backward` in the last backward pass, else after
 
 Linears run at the card's FP8 rate where they multiply in FP8, all else at its bf16 rate, both at a fraction of the peak
 that large matrix products reach. Casts, norms, launches, optimizer, encoders and data are not counted: real steps are
@@ -22,7 +23,7 @@ from ..blocks.placement import BACKWARD_OF_ATTENTION, attention, products
 from ..blocks.sizes import Tokens
 from .facts import Card
 from .job import PIXELS_PER_TOKEN, JobFacts
-from .predict import Prediction
+from .predict import Prediction, offloaded_bytes
 
 __all__ = ["BF16_FRACTION", "FP8_FRACTION", "run_seconds", "step_seconds"]
 
@@ -43,7 +44,10 @@ def step_seconds(facts: JobFacts, plan: BlockPlan, card: Card, tokens: Tokens | 
     backward = sum(_backward(facts, block, size, card) for block in facts.blocks)
     backward += sum(forward[i] for i in plan.recomputed or ())
     copies = sum(facts.given.stream_bytes[i] for i in plan.streamed) / (card.copied_gb * 1e9)
-    return (max(sum(forward), copies) + max(backward, copies)) * facts.job.train.gradient_accumulation
+    moments = offloaded_bytes(facts) / (card.copied_gb * 1e9)
+    if facts.job.train.fused_backward:
+        moments = max(0.0, moments - backward)
+    return (max(sum(forward), copies) + max(backward, copies)) * facts.job.train.gradient_accumulation + moments
 
 
 def run_seconds(facts: JobFacts, prediction: Prediction, card: Card) -> float:

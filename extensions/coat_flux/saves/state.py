@@ -31,6 +31,7 @@ __all__ = [
     "AI_TOOLKIT",
     "OPTIMIZER_FILE",
     "REMEDY",
+    "SHARD_BYTES",
     "STANDALONE",
     "RunState",
     "execution_changes",
@@ -45,6 +46,7 @@ STANDALONE, AI_TOOLKIT = "", "aitk"  # where a trainer's state is in a set
 LORA_FILE, EMA_FILE, RNG_FILE = "lora.safetensors", "ema.safetensors", "rng.safetensors"
 RECORD_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
+SHARD_BYTES = 5 * 10**9  # of a file of a whole model; one is made in CPU memory at a time
 REMEDY = "restore it from a backup, or choose another config.name to start over (all that is in this folder stays)"
 EXECUTION_WORDS = {"gemm": "GEMMs of the blocks", "compile": "compilation", "recomputed": "blocks that recompute"}
 

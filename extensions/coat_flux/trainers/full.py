@@ -33,13 +33,12 @@ from ..blocks.lookup import trained_names
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..saves.errors import ResumeError
-from ..saves.state import REMEDY, load_tensors, restore_tensors, save_tensors
+from ..saves.state import REMEDY, SHARD_BYTES, load_tensors, restore_tensors, save_tensors
 from .weights import INDEX, WEIGHTS, Weights
 
 __all__ = ["PART", "Chosen", "ModelFiles", "UpdateInBackward", "check_model", "make_states", "restore_model"]
 
 PART = "transformer"  # folder of the model in a save
-SHARD_BYTES = 5 * 10**9
 CLIP_EPS = 1e-6  # as torch's clip_grad_norm_
 
 

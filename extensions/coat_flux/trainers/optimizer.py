@@ -44,6 +44,7 @@ def build_optimizer(
     fp8_config, adamw = config.optimizer_config(optimizer_params)
     if not config.enabled:
         fp8_config = replace(fp8_config, use_fp8_m1=False, use_fp8_m2=False, stochastic_rounding=False)
+        adamw["offload"] = "none"
     return FP8AdamW(params, lr=lr, capturable=capturable, seed=seed, fp8_config=fp8_config, **adamw)
 
 
@@ -56,4 +57,5 @@ def describe_optimizer(optimizer: FP8AdamW) -> str:
     drawn = (
         ", exp_avg_sq rounded stochastically" if config.use_fp8_m2 and config.moment_rounding == "stochastic" else ""
     )
-    return f"FP8AdamW over {count:,} parameters, {stored}{drawn}{rounding}"
+    place = ", in host memory" if optimizer.offload == "cpu" else ""
+    return f"FP8AdamW over {count:,} parameters, {stored}{place}{drawn}{rounding}"

@@ -182,7 +182,8 @@ class CastProbe(TorchDispatchMode):
                 continue
             for param, grad, first, two in zip(update.params, update.grads, update.first_blocks, measured, strict=True):
                 flat = codes.view(-1)[first * codes.shape[1] :][: grad.numel()]
-                where = self._parameters.get(param.data_ptr(), "")
+                whole = param.untyped_storage().data_ptr()  # of a part that is updated by itself
+                where = self._parameters.get(param.data_ptr()) or self._parameters.get(whole, "")
                 observed = _Observed(kind, torch.cat([_moment_losses(grad, flat), two]), grad.numel(), where)
                 observed.layers = [layer_of(where)]
                 self._casts.append(observed)

@@ -26,6 +26,7 @@ import torch
 
 from coat_core.kernels import attention as attention_kernels
 from coat_core.kernels import dispatch, int8_mm, scaled_mm
+from coat_core.optim import offload
 from coat_flux.blocks import streaming
 from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers.standalone.steps import train_step
@@ -126,10 +127,8 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
     from coat_core.kernels.gpu import quantize, tables
     from coat_flux.trainers.standalone import step_graph
 
-    def pinned(size: int, device: torch.device) -> torch.Tensor:
-        memory = torch.empty(size, dtype=torch.uint8)
+    def pin(memory: torch.Tensor, *_: Any) -> None:
         view.pinned.add(memory.untyped_storage())
-        return memory
 
     compiled_for()
     patch.setattr(quantize, "agrees_with_reference", lambda device: True)
@@ -139,7 +138,8 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
     with card_view(patch) as view, GPUOperators(view, attention) as operators:
         gpu = DryGPU(operators)
         patch.setattr(step_graph, "capture", gpu.capture)
-        patch.setattr(streaming, "_pinned", pinned)
+        patch.setattr(streaming, "pin", pin)
+        patch.setattr(offload, "pin", pin)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu._captures_now)
         patch.setattr(tables, "_copied_by_graphs", {})
         patch.setattr(tables, "_read_by_graphs", {})

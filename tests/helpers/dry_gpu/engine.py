@@ -6,7 +6,7 @@ Stood in for: the encoders and the caches (their tensors have the model's sizes)
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +63,7 @@ def dry_session(
     side: int = 1024,
     train: Mapping[str, Any] | None = None,
     arch: str | None = None,
+    full: bool = False,
 ) -> Session:
     """Open a session of a run at FLUX.1-dev's or FLUX.2-dev's geometry, rank 16, with an EMA.
 
@@ -73,6 +74,7 @@ def dry_session(
         side: of the images, pixels.
         train: further keys of `train`.
         arch: "flux2"; None for FLUX.1.
+        full: without `network:`.
     """
     folder = Path(tempfile.mkdtemp())
     patch.setenv("XDG_CACHE_HOME", str(folder))  # what the first step measures is kept there
@@ -89,6 +91,8 @@ def dry_session(
         network={"linear": 16},
     )
     raw["config"]["process"][0]["device"] = "cuda"
+    if full:
+        del raw["config"]["process"][0]["network"]
     if arch is not None:
         raw["config"]["process"][0]["model"] = {"name_or_path": str(folder), "arch": arch}
     job = JobConfig.from_dict(raw)
@@ -99,10 +103,13 @@ def dry_session(
         scheduler=FlowMatchEulerDiscreteScheduler(),
     )
 
-    def transformer(*_: Any, **__: Any) -> nn.Module:
+    def transformer(*_: Any, trained: Callable[[nn.Module], Any] | None = None, **__: Any) -> nn.Module:
         counts = {"num_layers": blocks[0], "num_single_layers": blocks[1]}
         if arch is None:
-            return make_flux_dev_geometry("meta", **counts)
+            model = make_flux_dev_geometry("meta", **counts)
+            if trained is not None:
+                trained(model)
+            return model
         from diffusers import Flux2Transformer2DModel
 
         with torch.device("meta"):

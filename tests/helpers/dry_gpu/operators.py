@@ -24,7 +24,7 @@ import coat_core
 import coat_flux
 
 from .card import CARD, CardView, Event
-from .streams import Memory
+from .streams import Memory, Stream
 
 aten = torch.ops.aten
 ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -80,7 +80,8 @@ class GPUOperators(TorchDispatchMode):
     def step(self, allowed: Mapping[str, float]) -> Iterator[None]:
         """A step: inside it the host may wait only at the places of `allowed`, where it reads these numbers."""
         self._allowed = allowed
-        Event.step, Event.on_wait = Event.step + 1, self._wait
+        Event.step += 1
+        Event.on_wait = Stream.on_wait = self._wait
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ writes it for all reading before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +23,11 @@ class Stream:
 
     Attributes:
         current: the one that work is queued on.
+        on_wait: called where the host waits for all of a stream.
     """
 
     current: Stream
+    on_wait: Callable[[str], Any] = staticmethod(lambda what: None)
 
     def __init__(self, *_: Any) -> None:
         self.done: Counter[Stream] = Counter()
@@ -35,6 +37,9 @@ class Stream:
 
     def wait_event(self, event: Any) -> None:
         self.done |= event.done
+
+    def synchronize(self) -> None:
+        Stream.on_wait("waits for a stream")
 
 
 class Memory:

@@ -98,7 +98,8 @@ class ResumePoint:
         if not path.exists():
             raise ResumeError(f"{path}: is missing, but the run folder holds a save to continue from; {REMEDY}")
         try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            # read as it is copied to its place, where `damage` has checked it: of a whole model it is 26 GB
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=path == own)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
         try:

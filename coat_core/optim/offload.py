@@ -1,0 +1,187 @@
+"""Moments in host memory, and how their blocks pass through the parameters' device for an update.
+
+    host memory    codes and numbers of all parameters, packed as on a device (`packing`), pinned for a GPU's copies
+    slots          SLOTS buffers on the device, each for as many blocks as the operator works on at once
+    two streams    in: the blocks of an update come as soon as a slot is free; out: they go back when it is done
+
+The operator finds the same codes, numbers and draws in a slot as in memory of its own, so the results are the same to
+the bit. A copy in waits for its slot alone and not for the gradient: while the CPU is ahead of the GPU, blocks are
+there before the update needs them, and both directions of the bus are in use at once. On a CPU these are plain copies.
+
+Source: the optimizer states of ZeRO-Offload (arXiv 2101.06840), with the update left on the GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_core.config import FP8QuantizationConfig
+from coat_core.kernels.adamw import Moment
+from coat_core.kernels.packing import chunk_elements, n_blocks
+from coat_core.optim.state import Storage, empty_moment, state_bytes
+
+logger = logging.getLogger(__name__)
+
+SLOTS = 3  # one is filled, one updated, one emptied
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory on the device, the blocks that it had last, and the event after which it is free."""
+
+    moments: dict[str, Moment]
+    rows: slice | None = None
+    free: Any = None  # a torch.cuda.Event
+
+
+class Staging:
+    """The slots of one device, for moments that stay in host memory.
+
+    Args:
+        host: both moments by name, packed, on the CPU; pinned here.
+        stored: how each is stored.
+        device: of the parameters.
+
+    Attributes:
+        elements: the most that fit a slot, a multiple of the block size.
+    """
+
+    def __init__(self, host: dict[str, Moment], stored: dict[str, Storage], device: torch.device) -> None:
+        self._host, self._device = host, device
+        blocks, block_size = host["exp_avg"].codes.shape
+        rows = _slot_rows(blocks, block_size, device)
+        self.elements = max(rows, 1) * block_size
+        self._slots = [
+            _Slot({name: empty_moment(rows, storage, device) for name, storage in stored.items()}) for _ in range(SLOTS)
+        ]
+        self._turn = 0
+        self._inward = self._outward = None
+        if device.type == "cuda":
+            self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._inward.wait_stream(torch.cuda.current_stream(device))  # which has made the slots
+            pinned = [part for moment in host.values() for part in moment]
+            for part in pinned:
+                pin(part, "optimizer.offload", "use a machine with more")
+            weakref.finalize(self, _release, pinned, self._outward).atexit = False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The slots."""
+        return [part for slot in self._slots for moment in slot.moments.values() for part in moment]
+
+    @contextmanager
+    def blocks(self, rows: slice) -> Iterator[dict[str, Moment]]:
+        """Have some blocks of both moments on the device; what they are at the end goes back to host memory.
+
+        Args:
+            rows: of the packed moments, at most as many as fit a slot.
+        """
+        slot, count = self._next(rows), rows.stop - rows.start
+        here = {
+            name: Moment(codes[:count], numbers.view(-1)[: len(numbers) * count].view(len(numbers), count))
+            for name, (codes, numbers) in slot.moments.items()
+        }
+        pairs = [
+            (target, source)
+            for name, staged in here.items()
+            for target, source in zip(_parts(staged), _parts(self._host[name], rows), strict=True)
+        ]
+        if self._inward is None or self._outward is None:
+            _copy(pairs)
+            yield here
+            _copy((kept, staged) for staged, kept in pairs)
+            return
+        if slot.free is not None:
+            self._inward.wait_event(slot.free)
+        _copy(pairs, self._inward)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._inward)
+        yield here
+        self._outward.wait_stream(current)
+        _copy(((kept, staged) for staged, kept in pairs), self._outward)
+        slot.free = torch.cuda.Event()
+        slot.free.record(self._outward)
+
+    def synchronize(self) -> None:
+        """Wait until host memory has what the last update has written."""
+        if self._outward is not None:
+            self._outward.synchronize()
+
+    def _next(self, rows: slice) -> _Slot:
+        """The slot that had these blocks last, since they may be on their way out of it; else the next one."""
+        slot = next((slot for slot in self._slots if slot.rows == rows), None)
+        if slot is None:
+            slot = self._slots[self._turn]
+            self._turn = (self._turn + 1) % SLOTS
+        slot.rows = rows
+        return slot
+
+
+def staging_bytes(config: FP8QuantizationConfig, sizes: Iterable[int], device: torch.device) -> int:
+    """Return what the slots take on a device.
+
+    Args:
+        config: of the optimizer.
+        sizes: elements of each parameter.
+        device: of the parameters.
+    """
+    block_size = config.block_size
+    rows = _slot_rows(sum(n_blocks(size, block_size) for size in sizes), block_size, device)
+    return SLOTS * state_bytes(config, [rows * block_size])
+
+
+def _slot_rows(blocks: int, block_size: int, device: torch.device) -> int:
+    return min(blocks, max(chunk_elements(device) // block_size, 1))
+
+
+def _parts(moment: Moment, rows: slice = slice(None)) -> list[Tensor]:
+    """Blocks of a moment as contiguous tensors: codes, and each row of numbers."""
+    return [moment.codes[rows], *moment.numbers[:, rows]]
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: Any = None) -> None:
+    """Copy into the first of each pair, on a stream."""
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+
+def _release(pinned: list[Tensor], stream: Any) -> None:
+    """Give up pinned memory that nothing is copied to or from any more."""
+    stream.synchronize()
+    for memory in pinned:
+        unpin(memory)
+
+
+def pin(memory: Tensor, what: str, remedy: str) -> None:
+    """Let a GPU read and write CPU memory by itself: registered, since torch's own is of a power of two.
+
+    Args:
+        memory: contiguous, on the CPU; `unpin` it before it is freed.
+        what: option that needs it, for the warning where it cannot be.
+        remedy: what to do then, after "free some memory, or".
+    """
+    failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) if memory.nbytes else 0
+    if failed:
+        logger.warning(
+            "%s: %.2f GB of host memory cannot be pinned (CUDA error %d): copies are slower and the host waits for "
+            "them; free some memory, or %s",
+            what,
+            memory.nbytes / 1e9,
+            failed,
+            remedy,
+        )
+
+
+def unpin(memory: Tensor) -> None:
+    """Undo `pin`; nothing happens to memory that is not pinned."""
+    if memory.device.type == "cpu" and memory.is_pinned():
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
