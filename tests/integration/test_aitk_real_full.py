@@ -14,9 +14,11 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 
+from coat_flux.config.job_file import load_job_yaml
 from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.ai_toolkit.install import install
 from coat_flux.trainers.standalone.resume import find_resume_point
+from tests.helpers.aitk_standin.host import REPOSITORY
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import bits
@@ -154,6 +156,22 @@ def test_include_and_exclude_choose_what_is_trained_and_the_rest_is_kept(checkou
     assert code == -signal.SIGKILL
     assert "[coat] resume: continues after step " in checkout.run("again", _entry(coat))
     _assert_same_end(checkout, "again", "some")
+
+
+def test_the_shipped_config_runs_with_captions_encoded_once(checkout: Checkout) -> None:
+    entry = load_job_yaml(REPOSITORY / "configs" / "flux_full_80gb.yaml")["config"]["process"][0]
+    small = {"width": 64, "height": 64, "sample_steps": 1, "sample_every": 2}
+    entry |= {"device": "cpu", "sample": entry["sample"] | small, "training_seed": 42}
+    entry["model"]["name_or_path"] = "models/coat_mini_flux"
+    entry["datasets"][0]["resolution"] = [64]
+    entry["train"].update(steps=3, lr=2e-4)
+    entry["save"]["save_every"] = 1
+    out = checkout.run("shipped", entry)
+    assert "UNLOADING TEXT ENCODER" in out
+    saved, start = _saved(checkout, "shipped"), _original(checkout)
+    assert [name for name in start if start[name].ndim > 1 and torch.equal(start[name], saved[name])] == []
+    assert all(map(math.isfinite, _column(checkout, "shipped", "metrics.csv", "grad_norm")))
+    assert sorted(path.name for path in checkout.folder("shipped").glob("shipped*")) == ["shipped", "shipped_000000002"]
 
 
 def test_ai_toolkit_itself_goes_on_from_the_save(checkout: Checkout) -> None:
