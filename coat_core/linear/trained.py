@@ -5,7 +5,8 @@ cast of it: 1 byte per element. A version is the parameter's storage and autogra
 AdamW and optimizers that write through `param.data` do not count; so every optimizer's step counts for them here.
 
 What nothing counts are other writes through `.data`, replays of a CUDA graph that holds the optimizer's step, and
-FSDP2, which gathers a weight into the same storage: call `forget_codes` after each, or leave `cache_weight` off.
+FSDP2, which gathers a weight into the same storage: call `forget_codes` after each, or leave `cache_weight` off (the
+stand-alone trainer does, there).
 Compiled code and CUDA graphs always cast: they would otherwise be recorded without the cast, and read old codes.
 """
 

@@ -10,6 +10,7 @@ ceil(R / N) rows of R each, so
 What fits neither (`cut_parameters`: small biases and norms) is left whole in every process, `fully_shard`'s
 `ignored_params`; the process that runs the model sums those gradients. So blocks, codes and scales are those of one
 process with the whole parameter, for any N, and a checkpoint of one number of processes is one of any other.
+So is a file of FP8AdamW's own `state_dict`, written by one process (`whole_state_dict`).
 
 Shapes: parameter [R, ...] with rows of K elements; numbers of blocks, flat in the optimizer, [R, K / B] or [R K / B, 1]
 in a checkpoint: sharded along dim 0, they are cut where the parameter is.
@@ -19,14 +20,24 @@ Source: arXiv 2410.19313, section 3; torch.distributed.fsdp.fully_shard (rows by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
+from coat_core.kernels.packing import n_blocks
 from coat_core.optim.fp8_adamw import FP8AdamW
+from coat_core.optim.loading import check_groups
 from coat_core.optim.state import MOMENTS, storages
+
+if dist.is_available():  # not in every build of torch
+    from torch.distributed.tensor import DTensor, Shard
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether FSDP2 has sharded a tensor."""
+    return dist.is_available() and isinstance(tensor, DTensor)
 
 
 def cut_parameters(model: nn.Module, processes: int, block_size: int) -> set[nn.Parameter]:
@@ -41,6 +52,36 @@ def cut_parameters(model: nn.Module, processes: int, block_size: int) -> set[nn.
     return {param for param in trained if not _fits(param.shape, processes, block_size)}
 
 
+def local_values(tensor: Tensor) -> Tensor:
+    """Return the rows that this process has, in the same memory; a tensor that is not sharded itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def rows_like(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Return, as a view, the rows of `whole` that this process has of `tensor`, which is of the same whole shape."""
+    if not is_sharded(tensor):
+        return whole
+    each = -(-tensor.shape[0] // tensor.device_mesh.size())
+    return whole[tensor.device_mesh.get_local_rank() * each :][:each]
+
+
+@torch.no_grad()
+def gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Return copies of whole tensors in CPU memory, gathered one after the other; all processes call it together.
+
+    Args:
+        tensors: sharded or whole, the same names in the same order in every process.
+        keep: False in processes that need no copies; theirs are empty.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach()
+        whole = own.full_tensor() if is_sharded(own) else own
+        if keep:
+            found[name] = whole.to("cpu", copy=True)
+    return found
+
+
 def _fits(shape: torch.Size, processes: int, block_size: int) -> bool:
     if not shape:
         return False
@@ -53,8 +94,8 @@ def _fits(shape: torch.Size, processes: int, block_size: int) -> bool:
 class ShardedFP8AdamW(FP8AdamW):
     """FP8AdamW over what this process holds of parameters sharded by `fully_shard`, and over whole ones.
 
-    Learning rates, `state_dict` and the state are those of the local rows; `checkpoint_state` gives what
-    torch.distributed.checkpoint saves and loads for any number of processes.
+    Learning rates, `state_dict` and the state are those of the local rows. For any number of processes are
+    `checkpoint_state`, which torch.distributed.checkpoint saves and loads, and `whole_state_dict`.
 
     Args:
         params: name → parameter, after `fully_shard`; names are those of the checkpoint.
@@ -83,7 +124,7 @@ class ShardedFP8AdamW(FP8AdamW):
         if closure is not None:
             raise ValueError("closure: is not supported with sharded parameters; compute the loss before the step")
         for name, param in self._whole.items():
-            self._own[name].grad = None if param.grad is None else _local_values(param.grad)
+            self._own[name].grad = None if param.grad is None else local_values(param.grad)
         super().step()
         for own in self._own.values():
             own.grad = None
@@ -112,6 +153,76 @@ class ShardedFP8AdamW(FP8AdamW):
             self._packed_state(every)
         return {name: self._named_state(param, self._own[name]) for name, param in self._whole.items()}
 
+    @torch.no_grad()
+    def whole_state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Return what `state_dict` of an FP8AdamW over the whole parameters would give, gathered tensor by tensor.
+
+        All processes call it together.
+
+        Args:
+            keep: False in processes that need no copy, which get the param groups alone.
+
+        Returns:
+            Copies in CPU memory; made where there is no state yet, as `checkpoint_state`.
+        """
+        stored = storages(self.fp8_config)
+        states: dict[int, dict[str, Tensor]] = {}
+        for index, named in enumerate(self.checkpoint_state().values()):
+            found = {key.partition(" ")[0]: value for key, value in gather(named, keep).items()}
+            states[index] = {
+                key: value.view(stored[key].dtype) if key in MOMENTS else value if key == "step" else value.flatten()
+                for key, value in found.items()
+            }
+        groups = [{**group, "params": list(range(len(self._whole)))} for group in self.param_groups]
+        return {"state": states if keep else {}, "param_groups": groups}
+
+    def load_whole_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the local rows of what `whole_state_dict`, or `state_dict` of one process, gave.
+
+        Args:
+            state_dict: may be mapped from a file (`torch.load(mmap=True)`): only the rows are read.
+
+        Raises:
+            ValueError: as FP8AdamW's `load_state_dict`, or a shard would cut a block of the file's.
+        """
+        check_groups(dict(state_dict), [{"params": list(self._whole)}])
+        (group,) = state_dict["param_groups"]
+        states: dict[int, dict[str, Any]] = {}
+        held: list[int] = []
+        for index, (name, param) in zip(group["params"], self._whole.items(), strict=True):
+            saved = state_dict["state"].get(index)
+            rows = self._rows_of_state(name, param, saved, group) if saved else {}
+            if self._own[name].numel():
+                held.append(index)
+                states |= {index: rows} if rows else {}
+        self.load_state_dict({"state": states, "param_groups": [{**group, "params": held}]})
+
+    def _rows_of_state(
+        self, name: str, param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The local rows of one parameter's saved state, the numbers of their blocks with them."""
+        if not is_sharded(param):
+            return dict(saved)
+        block, processes = int((group.get("fp8") or {}).get("block_size", 0)), param.device_mesh.size()
+        rows: dict[str, Any] = {}
+        for key, value in saved.items():
+            if key == "step":
+                rows[key] = value
+                continue
+            numbers = key not in MOMENTS
+            if numbers and not (block and _fits(param.shape, processes, block)):
+                raise ValueError(
+                    f"{name} over {processes} processes: a shard cuts a block of {block} moments of the file; "
+                    "go on with the block_size of the file, or with another number of processes"
+                )
+            whole = (n_blocks(param.numel(), block),) if numbers else tuple(param.shape)
+            if tuple(value.shape) != whole:
+                raise ValueError(f"{key} of {name} has shape {tuple(value.shape)}: must be {whole}")
+            first = _first_element(param) // block if numbers else 0
+            count = n_blocks(self._own[name].numel(), block) if numbers else 0
+            rows[key] = value[first : first + count] if numbers else rows_like(param, value)
+        return rows
+
     def _named_state(self, param: Tensor, own: Tensor) -> dict[str, Tensor]:
         state, block = self.state.get(own) or self._empty_state(own), self.fp8_config.block_size
         stored = storages(self.fp8_config)
@@ -137,7 +248,7 @@ class ShardedFP8AdamW(FP8AdamW):
 
 def _first_element(param: Tensor) -> int:
     """The number of the first element that this process has."""
-    if not isinstance(param, DTensor):
+    if not is_sharded(param):
         return 0
     rows = -(-param.shape[0] // param.device_mesh.size())
     return int(param.device_mesh.get_local_rank() * rows * param.shape[1:].numel())
@@ -145,14 +256,14 @@ def _first_element(param: Tensor) -> int:
 
 def _sharded_like(param: Tensor, own: Tensor, shape: torch.Size) -> Tensor:
     """A tensor of `shape` of which this process has `own`, sharded as the parameter is; `own` where that is whole."""
-    if not isinstance(param, DTensor):
+    if not is_sharded(param):
         return own
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _check(name: str, param: Tensor, block_size: int) -> None:
-    if not isinstance(param, DTensor):
+    if not is_sharded(param):
         return
     if len(param.placements) != 1 or param.placements[0] != Shard(0):
         raise ValueError(f"{name} has placements {param.placements}: FP8AdamW takes Shard(0) over one mesh dimension")
@@ -165,8 +276,4 @@ def _check(name: str, param: Tensor, block_size: int) -> None:
 
 def _local(param: Tensor) -> Tensor:
     """The rows of this process, in the memory of the parameter."""
-    return _local_values(param).detach().requires_grad_()
-
-
-def _local_values(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_values(param).detach().requires_grad_()

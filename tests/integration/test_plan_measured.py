@@ -243,7 +243,7 @@ def test_bytes_of_full_fine_tuning_are_as_predicted(device: str, frees: bool) ->
     runner.expect(frees_gradients=frees)
     model.pos_embed.forward = lambda ids: tuple(torch.empty(len(ids), 128, device=device) for _ in range(2))
     optimizer = FP8AdamW(params.values(), lr=1e-5, capturable=device == "meta")  # which never asks what is finite
-    fused = UpdateInBackward(optimizer, list(params.values()), 1e9, lambda _: None, lambda: None) if frees else None
+    fused = UpdateInBackward(optimizer, list(params.values()), 1e9, lambda: None) if frees else None
     inputs = flux_inputs(tokens, device)
 
     def step() -> None:

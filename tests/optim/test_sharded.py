@@ -101,6 +101,9 @@ def work(rank: int, processes: int, port: int, folder: Path, resumes: bool) -> N
     whole = shard(model)
     optimizer = make_optimizer(model)
     if resumes:
+        file = torch.load(folder / "whole.pt", weights_only=True, mmap=True)
+        optimizer.load_whole_state_dict(file)
+        assert_same(file["state"], optimizer.whole_state_dict()["state"])
         dcp.load(state := checkpoint(model, optimizer), checkpoint_id=folder / "saved")
         found = whole_state(state)
         if rank == 0:
@@ -111,6 +114,14 @@ def work(rank: int, processes: int, port: int, folder: Path, resumes: bool) -> N
         assert sum(param.numel() for param in whole) == 3 * 32
         train_sharded(model, optimizer, whole, range(STEPS))
         dcp.save(checkpoint(model, optimizer), checkpoint_id=folder / "saved")
+        file = optimizer.whole_state_dict(keep=rank == 0)
+        assert bool(file["state"]) == (rank == 0)
+        if rank == 0:
+            torch.save(file, folder / "whole.pt")
+        file["param_groups"][0]["fp8"]["block_size"] = 32 * 1024  # as if codes had been written with longer blocks
+        file = {**file, "state": {0: {"step": torch.zeros(()), "exp_avg_scale": torch.ones(1)}}}
+        with pytest.raises(ValueError, match=r"linear\.weight over 2 processes: a shard cuts a block of 32768 moments"):
+            optimizer.load_whole_state_dict(file)
     final = whole_state(checkpoint(model, optimizer))
     if rank == 0:
         torch.save(final, folder / f"end_of_{processes}.pt")
@@ -124,14 +135,14 @@ def run(processes: int, folder: Path, *, resumes: bool = False) -> dict[str, Any
     return torch.load(folder / f"end_of_{processes}.pt")
 
 
-def flat(tree: dict[str, Any], path: str = "") -> dict[str, Tensor]:
+def flat(tree: dict[Any, Any], path: str = "") -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in tree.items():
         found |= flat(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
     return found
 
 
-def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
+def assert_same(left: dict[Any, Any], right: dict[Any, Any]) -> None:
     one, other = flat(left), flat(right)
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -153,6 +164,9 @@ def test_two_processes_are_one_to_the_bit_and_one_resumes_them(two: tuple[Path, 
     assert_same(end, checkpoint(model, optimizer))
     assert end["optim"]["0.linear.weight"]["exp_avg e4m3 (block 64, expanded)"].dtype == torch.uint8
     assert end["optim"]["0.linear.weight"]["exp_avg_scale"].shape == (128, 1)
+    written, own = torch.load(folder / "whole.pt", weights_only=True), optimizer.state_dict()
+    assert_same(written["state"], own["state"])
+    assert written["param_groups"] == own["param_groups"]
     again = make_model()
     with torch.no_grad():
         for param in again.parameters():

@@ -197,7 +197,7 @@ def fused(capturable: bool, max_norm: float) -> tuple[list[nn.Parameter], Update
     params = [nn.Parameter(torch.full((4,), 1.0)) for _ in range(2)]
     begun: list[str] = []
     optimizer = FP8AdamW(params, lr=0.1, weight_decay=0.0, capturable=capturable)
-    made = UpdateInBackward(optimizer, params, max_norm, lambda _: None, lambda: begun.append("begun"))
+    made = UpdateInBackward(optimizer, params, max_norm, lambda: begun.append("begun"))
     return params, made, begun
 
 

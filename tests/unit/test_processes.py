@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from coat_flux.config.job import JobConfig
-from coat_flux.config.launch import LaunchError, launch_obstacle, sharing_job
+from coat_flux.config.launch import LaunchError, joint_job, launch_obstacle
 from coat_flux.saves.identity import compare
+from coat_flux.trainers import processes
 from coat_flux.trainers.standalone.workers import Workers
 from tests.helpers.engine_job import engine_job
 
@@ -39,19 +41,69 @@ def test_deepspeed_is_refused_with_what_to_use_instead(monkeypatch: pytest.Monke
 def test_fsdp_is_refused_but_for_its_second_version() -> None:
     fsdp = {"ACCELERATE_USE_FSDP": "true"}
     assert "only FSDP2 is supported" in str(launch_obstacle(fsdp))
-    assert launch_obstacle({**fsdp, "FSDP_VERSION": "2"}) is None
+    fsdp["FSDP_VERSION"] = "2"
+    asked = {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false"}  # as accelerate passes them on
+    assert launch_obstacle({**fsdp, **asked}) is None
+    assert "offload_params: true: " in str(launch_obstacle({**fsdp, "FSDP_OFFLOAD_PARAMS": "true"}))
+    assert "write true" in str(launch_obstacle({**fsdp, "FSDP_RESHARD_AFTER_FORWARD": "false"}))
+    assert launch_obstacle({"FSDP_OFFLOAD_PARAMS": "true"}) is None
 
 
-def test_what_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
-    place = {"model": tmp_path, "images": tmp_path / "images", "out": tmp_path / "out"}
+@pytest.fixture
+def place(tmp_path: Path) -> dict[str, Path]:
+    return {"model": tmp_path, "images": tmp_path / "images", "out": tmp_path / "out"}
+
+
+def test_what_cannot_be_shared_out_is_refused(place: dict[str, Path]) -> None:
     job = JobConfig.from_dict(engine_job("shared", **place, coat={}))
-    shared = sharing_job(job).coat
+    assert joint_job(job, shares=False) is job
+    shared = joint_job(job, shares=True).coat
     assert (shared.memory.stream_blocks, shared.speed.measure) == ("all", "never")
     with pytest.raises(LaunchError, match=r"set coat\.weight\.use_fp8: true"):
-        sharing_job(JobConfig.from_dict(engine_job("plain", **place)))
+        joint_job(JobConfig.from_dict(engine_job("plain", **place)), shares=True)
+    copies = JobConfig.from_dict(engine_job("t", **place, coat={"memory": {"transposed_weights": "always"}}))
     with pytest.raises(LaunchError, match=r"transposed_weights='always': .*write auto"):
-        sharing_job(JobConfig.from_dict(engine_job("t", **place, coat={"memory": {"transposed_weights": "always"}})))
-    whole = engine_job("whole", **place, coat={})
-    del whole["config"]["process"][0]["network"]
-    with pytest.raises(LaunchError, match="all weights are trained"):
-        sharing_job(JobConfig.from_dict(whole))
+        joint_job(copies, shares=True)
+
+
+def test_what_full_fine_tuning_needs_to_be_shared_out(place: dict[str, Path]) -> None:
+    def whole(**blocks: Any) -> JobConfig:
+        job = engine_job("whole", **place, **blocks)
+        del job["config"]["process"][0]["network"]
+        return JobConfig.from_dict(job)
+
+    shared = joint_job(whole(coat={}), shares=True).coat
+    assert (shared.memory.stream_blocks, shared.memory.transposed_weights) == (0, "never")  # no codes are kept
+    with pytest.raises(LaunchError, match=r"only coat_fp8_adamw .*not adamw; write optimizer: coat_fp8_adamw, or use"):
+        joint_job(whole(), shares=True)
+    with pytest.raises(LaunchError, match=r"offload='cpu': .*write none"):
+        joint_job(whole(coat={"optimizer": {"offload": "cpu"}}), shares=True)
+    for shares in (False, True):
+        with pytest.raises(LaunchError, match=r"train\.fused_backward: true: .*write false"):
+            joint_job(whole(coat={}, train={"fused_backward": True}), shares=shares)
+
+
+def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def double(flat: torch.Tensor, group: Any) -> None:
+        sizes.append(flat.numel())
+        flat.mul_(2)
+
+    monkeypatch.setattr(processes.dist, "all_reduce", double)
+    monkeypatch.setattr(processes, "BUCKET_BYTES", 40)
+    params = [torch.nn.Parameter(torch.full((n,), float(n))) for n in (4, 6, 1, 20, 3)]
+    for param in params[:-1]:
+        param.grad = param.detach().clone()
+    processes.sum_gradients(params)
+    assert sizes == [10, 1, 20, 3]
+    assert [param.grad.tolist() for param in params] == [[2.0 * n] * n for n in (4, 6, 1, 20)] + [[0.0] * 3]
+
+
+def test_a_norm_of_nothing_and_of_bf16_is_fp32() -> None:
+    values = [torch.full((3,), 1 + 2**-7, dtype=torch.bfloat16), torch.zeros(0)]
+    found = processes.whole_norms(values)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.tensor([3**0.5 * (1 + 2**-7), 0.0]))
+    assert processes.whole_norms([values[1]], float("inf")).tolist() == [0.0]
+    assert processes.whole_norms([]).numel() == 0

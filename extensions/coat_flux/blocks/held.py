@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from coat_core.optim.sharded import local_values
+
 __all__ = [
     "PARTS", "SAVED", "USABLE_FRACTION", "AsOnGPU", "HeldParts", "HeldTensors", "gradients", "held_bytes",
     "largest_held", "module_tensors", "state_tensors", "tensors_in", "trained", "usable_bytes",
@@ -196,6 +198,7 @@ def _kind(name: str, tensor: Tensor) -> str:
 
 def _new_bytes(tensor: Tensor, device: torch.device, seen: set[int]) -> int:
     """Bytes of a tensor's storage, if it is on the device and was not counted."""
+    tensor = local_values(tensor)
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of several tensors, as torchao's and quanto's weights
         return sum(_new_bytes(getattr(tensor, name), device, seen) for name in tensor.__tensor_flatten__()[0])
     if tensor.device.type != device.type or (device.index is not None and tensor.device.index != device.index):

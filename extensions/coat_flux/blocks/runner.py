@@ -263,7 +263,7 @@ class BlockRunner:
             self._decide(picked=picked, picks_later=False)
         hidden = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
         size = sum(x.numel() for x in hidden)
-        accumulates = bool(self._trained) and self._trained[0].grad is not None
+        accumulates = any(x.grad is not None for x in self._trained[:1] + self._trained[-1:])  # FSDP2 hides the first's
         first = self._given.tokens is None and bool(hidden or (args and self._plan.checkpointing != "auto"))
         if first or size > self._size or accumulates > self._given.accumulates:
             self._start(block, args, hidden, size, accumulates)

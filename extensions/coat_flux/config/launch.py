@@ -7,13 +7,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..base.errors import UserError
+from ..base.names import COAT_OPTIMIZER
 
 if TYPE_CHECKING:
     from .job import JobConfig
 
-__all__ = ["LaunchError", "launch_obstacle", "shares_weights", "sharing_job"]
+__all__ = ["LaunchError", "joint_job", "launch_obstacle", "shares_weights"]
 
 DDP = "use --config_file configs/accelerate/ddp.yaml"
+FSDP_SETTINGS = {  # of its fsdp_config, what cannot be chosen
+    "reshard_after_forward": ("false", "gathered weights are always freed after forward; write true"),
+    "offload_params": ("true", "weights and moments stay on the GPU; write false"),
+    "activation_checkpointing": ("true", "coat.memory.checkpointing decides what is recomputed; write false"),
+}
 
 
 class LaunchError(UserError, RuntimeError):
@@ -37,6 +43,9 @@ def launch_obstacle(environment: Mapping[str, str]) -> str | None:
         )
     if shares_weights(environment) and environment.get("FSDP_VERSION", "1") != "2":
         return "accelerate launch with FSDP: only FSDP2 is supported; use --config_file configs/accelerate/fsdp2.yaml"
+    for name, (value, why) in FSDP_SETTINGS.items() if shares_weights(environment) else ():
+        if environment.get(f"FSDP_{name.upper()}", "").lower() == value:
+            return f"accelerate launch with FSDP2, fsdp_{name}: {value}: {why}"
     return None
 
 
@@ -49,26 +58,43 @@ def _given(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(name, "").lower() in ("1", "true")
 
 
-def sharing_job(job: JobConfig) -> JobConfig:
-    """Return the job as it runs with the frozen codes of all blocks shared out over the processes.
+def joint_job(job: JobConfig, *, shares: bool) -> JobConfig:
+    """Return the job as several processes run it together.
 
-    Codes are gathered where they would be copied from host memory, block after block, in all processes alike; so
-    nothing may be run by one alone, as measuring does.
+    With FSDP2 a LoRA's frozen codes are gathered where they would be copied from host memory, block after block, in all
+    processes alike; so nothing may be run by one alone, as measuring does. Trained weights are gathered by FSDP2
+    itself, each time into the same memory, so no copy of their codes can be kept.
+
+    Args:
+        job: of one process.
+        shares: weights are shared out: `shares_weights`.
 
     Raises:
         LaunchError: it cannot run so.
     """
-    coat = job.coat
-    if job.full:
+    if job.train.fused_backward:
         raise LaunchError(
-            "accelerate launch with FSDP2: the trainer shares out frozen codes, and without network all weights are "
-            "trained (coat_core.optim.sharded is for loops of your own); train a LoRA, or one process"
+            "train.fused_backward: true: updates in backward are for one process; write false (with "
+            "configs/accelerate/fsdp2.yaml each process keeps only its share of the gradients)"
         )
-    if not (coat.enabled and coat.weight.use_fp8):
+    if not shares:
+        return job
+    coat, always = job.coat, job.coat.memory.transposed_weights == "always"
+    if always and coat.enabled:
+        raise LaunchError("coat.memory.transposed_weights='always': copies are not shared out with FSDP2; write auto")
+    if job.full and job.train.optimizer.lower() != COAT_OPTIMIZER:
+        raise LaunchError(
+            f"accelerate launch with FSDP2: of an optimizer only {COAT_OPTIMIZER} steps shared out weights, not "
+            f"{job.train.optimizer}; write optimizer: {COAT_OPTIMIZER}, or {DDP}"
+        )
+    if job.full and coat.enabled and coat.optimizer_config(job.train.optimizer_params)[1]["offload"] != "none":
+        raise LaunchError(
+            "coat.optimizer.offload='cpu': with FSDP2 moments are shared out already; write none, or start one process"
+        )
+    if not job.full and not (coat.enabled and coat.weight.use_fp8):
         raise LaunchError(
             f"accelerate launch with FSDP2: shares out FP8 codes; set coat.weight.use_fp8: true, or {DDP}"
         )
-    if coat.memory.transposed_weights == "always":
-        raise LaunchError("coat.memory.transposed_weights='always': copies are not shared out with FSDP2; write auto")
-    memory, speed = replace(coat.memory, stream_blocks="all"), replace(coat.speed, measure="never")
+    changed = {"transposed_weights": "never"} if job.full else {"stream_blocks": "all"}
+    memory, speed = replace(coat.memory, **changed), replace(coat.speed, measure="never")
     return replace(job, coat=replace(coat, memory=memory, speed=speed))

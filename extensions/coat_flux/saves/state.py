@@ -23,6 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from coat_core.optim.sharded import local_values, rows_like
+
 from ..blocks.execution import ExecutionMode
 from ..blocks.runner import BlockRunner
 from .errors import ResumeError
@@ -153,8 +155,8 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
     """Copy saved values into the tensors of a run.
 
     Args:
-        targets: by name.
-        saved: by name, any float dtype.
+        targets: by name; of a sharded one the rows that this process has are written.
+        saved: by name, whole, any float dtype.
         source: the file, for the error.
 
     Raises:
@@ -173,7 +175,7 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
                 "use the rank (network.linear) it was trained with, or another config.name to start over"
             )
     for name, tensor in targets.items():
-        tensor.copy_(saved[name])
+        local_values(tensor).copy_(rows_like(tensor, saved[name]))
 
 
 # -- the execution mode, measured at a run's first step; rounding depends on it ----------------------------------------

@@ -7,7 +7,7 @@ are not trained hold codes, as under a LoRA.
 With `train.fused_backward` a parameter is updated in the backward pass of the last micro-batch, as soon as its gradient
 is there, and the gradient is freed: of a whole model there are never more than a few. So nothing can depend on all of
 them: each gradient is clipped to `train.max_grad_norm` by itself, one that is not finite leaves its own parameter as it
-is, and a loss that is not finite leaves all.
+is, and a loss that is not finite leaves all. One process does that: several would have to agree on each gradient.
 
 A save holds the whole model in diffusers' layout, `transformer/` with its config and shards, which
 `FluxTransformer2DModel.from_pretrained(save, subfolder="transformer")` reads: what was not trained is copied from the
@@ -99,7 +99,6 @@ class UpdateInBackward:
         optimizer: of the parameters; makes their states.
         params: the trained ones.
         max_norm: each gradient is clipped to it by itself.
-        complete: takes parameters, and replaces their gradients by their sums over all processes.
         begins: called before the first update of a backward pass.
     """
 
@@ -108,10 +107,9 @@ class UpdateInBackward:
         optimizer: FP8AdamW,
         params: list[nn.Parameter],
         max_norm: float,
-        complete: Callable[[list[nn.Parameter]], None],
         begins: Callable[[], None],
     ) -> None:
-        self._optimizer, self._max_norm, self._complete, self._begins = optimizer, max_norm, complete, begins
+        self._optimizer, self._max_norm, self._begins = optimizer, max_norm, begins
         self._skip: Tensor | None = None  # fp32 []: 1 where the loss is not finite; None outside of `updating`
         self._squares: Tensor | None = None
         for param in params:
@@ -141,7 +139,6 @@ class UpdateInBackward:
         if self._squares is None:
             self._begins()
             self._squares = torch.zeros((), device=param.device)
-        self._complete([param])
         norm = torch.linalg.vector_norm(param.grad, dtype=torch.float32)
         self._squares += norm.square()
         param.grad.mul_((self._max_norm / (norm + CLIP_EPS)).clamp(max=1.0))

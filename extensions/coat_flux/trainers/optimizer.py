@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from coat_core.optim import FP8AdamW
+from coat_core.optim.sharded import ShardedFP8AdamW
 from coat_core.optim.state import storages
 
 from ..config.coat import COATConfig
@@ -15,7 +16,7 @@ __all__ = ["build_optimizer", "describe_optimizer"]
 
 
 def build_optimizer(
-    params: Iterable[Any],
+    params: Iterable[Any] | Mapping[str, Any],
     lr: float,
     config: COATConfig,
     optimizer_params: Mapping[str, Any] | None = None,
@@ -30,7 +31,7 @@ def build_optimizer(
     moments is itself near 1e-6 at the start, so with another eps it would not be comparable with the bf16 run.
 
     Args:
-        params: parameters or param groups.
+        params: parameters or param groups; or parameters by name, that FSDP2 has sharded.
         lr: learning rate of groups without one of their own.
         config: the `coat:` block; its `optimizer` part counts.
         optimizer_params: `betas`, `eps`, `weight_decay`, and keys of `coat.optimizer`, which override the block.
@@ -45,7 +46,8 @@ def build_optimizer(
     if not config.enabled:
         fp8_config = replace(fp8_config, use_fp8_m1=False, use_fp8_m2=False, stochastic_rounding=False)
         adamw["offload"] = "none"
-    return FP8AdamW(params, lr=lr, capturable=capturable, seed=seed, fp8_config=fp8_config, **adamw)
+    options = {"lr": lr, "capturable": capturable, "seed": seed, "fp8_config": fp8_config, **adamw}
+    return ShardedFP8AdamW(params, **options) if isinstance(params, Mapping) else FP8AdamW(params, **options)
 
 
 def describe_optimizer(optimizer: FP8AdamW) -> str:

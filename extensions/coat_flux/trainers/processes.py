@@ -7,6 +7,7 @@ the main process, which caches, saves and samples alone, may take `WAIT_LIMIT`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from coat_core.optim.sharded import is_sharded, local_values
+
 from ..base.errors import UserError
+from ..watch.guard import tensor_norms
 
 __all__ = [
     "EXIT_OTHER",
@@ -27,10 +31,12 @@ __all__ = [
     "first_to_fail",
     "share_values",
     "sum_gradients",
+    "whole_norms",
 ]
 
 STEP_LIMIT = timedelta(minutes=30)  # between two exchanges of a step; the first one also measures and compiles
 WAIT_LIMIT = timedelta(hours=12)
+BUCKET_BYTES = 2**29  # of gradients that are summed at once: those of a LoRA, or of a few blocks
 EXIT_OTHER = 2  # of a process that ends because another one did
 
 
@@ -67,7 +73,7 @@ def first_to_fail() -> bool:
 
 @torch.no_grad()
 def sum_gradients(params: Sequence[nn.Parameter], group: Any = None) -> None:
-    """Replace every gradient by its sum over all processes, in one all-reduce; a missing one counts as zero.
+    """Replace every gradient by its sum over all processes, bucket by bucket; a missing one counts as zero.
 
     Args:
         params: the same ones in every process.
@@ -76,12 +82,51 @@ def sum_gradients(params: Sequence[nn.Parameter], group: Any = None) -> None:
     Raises:
         LostProcessError: a process has ended.
     """
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    flat = torch.cat([grad.flatten() for grad in grads])
+    for bucket in _buckets(params):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        with exchange():
+            dist.all_reduce(flat, group=group)
+        for param, part in zip(bucket, flat.split([grad.numel() for grad in grads]), strict=True):
+            param.grad = part.view_as(param).clone()
+
+
+def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    for param in params:
+        if bucket and sum(held.nbytes for held in bucket) + param.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(param)
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norm of each tensor as a whole; those of shards are exchanged, all at once.
+
+    Args:
+        tensors: the same ones in every process, sharded or whole.
+        order: 2 or infinity.
+
+    Returns:
+        fp32 [n].
+
+    Raises:
+        LostProcessError: a process has ended.
+    """
+    own = tensor_norms([local_values(tensor) for tensor in tensors], order)
+    sharded = list(map(is_sharded, tensors))
+    if not any(sharded):
+        return own
+    largest = order == math.inf
+    # a maximum may lose NaN, so that counts as infinite
+    found = own.nan_to_num(nan=math.inf, posinf=math.inf) if largest else own.double().square()
     with exchange():
-        dist.all_reduce(flat, group=group)
-    for param, part in zip(params, flat.split([grad.numel() for grad in grads]), strict=True):
-        param.grad = part.view_as(param).clone()
+        dist.all_reduce(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    found = found if largest else found.sqrt().float()
+    return torch.where(torch.tensor(sharded).to(own.device, non_blocking=True), found, own)
 
 
 @torch.no_grad()

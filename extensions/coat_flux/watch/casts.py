@@ -27,6 +27,7 @@ from coat_core.formats import FORMATS
 from coat_core.kernels.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.linear.module import FP8TrainableLinear
 from coat_core.linear.weight import CODES, TRANSPOSED
+from coat_core.optim.sharded import is_sharded, local_values
 
 from ..blocks.cast_loss import SAMPLE, Measures, low_end, measure_cast, octaves, sampled
 from ..blocks.lookup import layer_of
@@ -69,7 +70,8 @@ class CastProbe(TorchDispatchMode):
         self._decoded: dict[int, Tensor] = {}  # address of decoded codes → the stored ones
         self._model = model
         self._layers = {} if model is None else _weights(model)
-        self._parameters = {param.data_ptr(): name for name, param in lora.items()}
+        self._sharded = {} if model is None else _sharded(model)
+        self._parameters = {local_values(param).data_ptr(): name for name, param in lora.items()}
         self._block = ""
         self._found: list[tuple[_Observed, Measures]] | None = None
 
@@ -133,8 +135,9 @@ class CastProbe(TorchDispatchMode):
             rows = rows.to(torch.float32) * cast.factors
         measures = measure_cast(rows, codes, scale, cast.granularity)
         address = _address(cast.values)
-        own = [] if cast.kind else self._layers.get(address, [])  # a weight that is cast at each use
-        where = own[0].layer if own and own[0].is_at(address) else ""
+        # a weight that is cast at each use; one that FSDP2 has gathered is in other memory each time
+        own = () if cast.kind else (*self._layers.get(address, ()), *self._sharded.get(cast.values.shape, ()))
+        where = next((weight.layer for weight in own if weight.is_at(address)), "")
         observed = _Observed(HEALTH_KINDS[cast.kind], measures, cast.values.numel(), where)
         observed.block = self._block
         self._casts.append(observed)
@@ -260,7 +263,7 @@ def _moment_losses(grad: Tensor, codes: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return local_values(tensor).untyped_storage().data_ptr()
 
 
 class _Weight(NamedTuple):
@@ -285,6 +288,15 @@ class _Weight(NamedTuple):
 
 def _always() -> bool:
     return True
+
+
+def _sharded(model: nn.Module) -> dict[torch.Size, list[_Weight]]:
+    """Trained weights that FSDP2 has sharded, by the shape they are gathered to."""
+    found: dict[torch.Size, list[_Weight]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FP8TrainableLinear) and is_sharded(module.weight):
+            found.setdefault(module.weight.shape, []).append(_Weight(name, module._parameters, "weight", _always))
+    return found
 
 
 def _weights(model: nn.Module) -> dict[int, list[_Weight]]:

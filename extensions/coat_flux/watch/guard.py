@@ -14,8 +14,8 @@ trainers save nothing until the doubt is over, so that the saves that are there 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..base.errors import UserError
 from ..config.coat import GuardOptions
 
-__all__ = ["KEPT", "WINDOW", "DeadRunError", "Divergence", "RunGuard"]
+__all__ = ["KEPT", "WINDOW", "DeadRunError", "Divergence", "Norms", "RunGuard", "tensor_norms"]
 
 KEPT = "the last good save is kept"
 UP_MATRICES = (".lora_B.", "lora_up")  # PEFT's name, ai-toolkit's
@@ -49,6 +49,22 @@ class DeadRunError(UserError, RuntimeError):
         self.since = since
 
 
+class Norms(Protocol):
+    """What gives the norm of each tensor, fp32 [n]: of order 2, or infinity."""
+
+    def __call__(self, tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+        """`tensor_norms`, or what knows of other processes."""
+
+
+@torch.no_grad()
+def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norm of each tensor, computed in fp32; of an empty one 0."""
+    if not tensors:
+        return torch.zeros(0)
+    filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    return torch.stack(torch._foreach_norm(filled, order, dtype=torch.float32))
+
+
 class RunGuard:
     """Watches one run.
 
@@ -56,6 +72,7 @@ class RunGuard:
         options: `coat.guard`.
         lora: name → parameter of every adapter matrix; may be set later as the attribute of this name.
         log: takes one line for the user.
+        norms: of tensors that this process may have only a part of.
 
     Attributes:
         lora: as given.
@@ -64,13 +81,19 @@ class RunGuard:
         nonfinite: steps in a row, up to the last one, that were not finite.
     """
 
-    def __init__(self, options: GuardOptions, lora: Mapping[str, Tensor], log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: GuardOptions,
+        lora: Mapping[str, Tensor],
+        log: Callable[[str], None],
+        norms: Norms = tensor_norms,
+    ) -> None:
         self.lora = lora
         self.skipped = self.updates = self.nonfinite = 0
-        self._options, self._log = options, log
+        self._options, self._log, self._norms = options, log, norms
         self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
-        self._divergence = Divergence()
+        self._divergence = Divergence(norms)
 
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
         """The guard's verdict on a step: whether the optimizer may use its gradients.
@@ -191,7 +214,7 @@ class RunGuard:
     def _check(self, step: int, *, dead: bool) -> None:
         if not self.lora:
             return
-        norms = torch.stack(torch._foreach_norm(list(self.lora.values()), math.inf)).tolist()
+        norms = self._norms(list(self.lora.values()), math.inf).tolist()
         largest = dict(zip(self.lora, norms, strict=True))
         broken = [name for name, value in largest.items() if not math.isfinite(value)]
         if broken:
@@ -240,12 +263,16 @@ class Divergence:
     a healthy LoRA grows too, B from zero. Weights of 100 times their norm are broken whatever the loss is: at A's usual
     start that is a change larger than the frozen weights themselves.
 
+    Args:
+        norms: as `RunGuard` takes it.
+
     Attributes:
         since: the step from which on the run is diverging; None where it is not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, norms: Norms = tensor_norms) -> None:
         self.since: int | None = None
+        self._norms = norms
         self._recent: list[float] = []
         self._usual: float | None = None
         self._steps = 0
@@ -254,11 +281,14 @@ class Divergence:
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Take the norm before the first step, unless a resumed state has brought it."""
         if self._start is None:
-            self._start = _norm(parameters)
+            self._start = self._norm(parameters)
 
     def growth(self, parameters: Iterable[Tensor]) -> float:
         """Norm now by the norm at the start; 1 where that was zero. Reads back one number."""
-        return _norm(parameters) / self._start if self._start else 1.0
+        return self._norm(parameters) / self._start if self._start else 1.0
+
+    def _norm(self, parameters: Iterable[Tensor]) -> float:
+        return float(torch.linalg.vector_norm(self._norms(list(parameters))))
 
     def on_step(self, step: int, loss: float, parameters: Iterable[Tensor]) -> None:
         """Take in the loss of a finite step; the norm is read only where the loss is far beyond the usual one."""
@@ -287,9 +317,3 @@ class Divergence:
         self._recent = [float(loss) for loss in state.get("recent", [])]
         self._usual, self._start = state.get("usual"), state.get("start", self._start)
         self._steps = int(state.get("steps", 0))
-
-
-@torch.no_grad()
-def _norm(parameters: Iterable[Tensor]) -> float:
-    found = list(parameters)
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)).float())) if found else 0.0

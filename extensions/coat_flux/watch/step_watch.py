@@ -26,7 +26,7 @@ from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
 from .casts import CastProbe
-from .guard import KEPT, DeadRunError, RunGuard
+from .guard import KEPT, DeadRunError, Norms, RunGuard, tensor_norms
 from .memory_stats import CPU_NOTE, SpillWatch, memory_line, used_bytes
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker
@@ -94,6 +94,7 @@ class StepWatch:
         job: makes the job.
         report: of `apply_coat`; gets the layers that `activation.min_sqnr_db` takes out of FP8.
         mean: over all processes.
+        norms: of tensors that this process may have only a part of.
 
     Attributes:
         phases: as given.
@@ -111,9 +112,10 @@ class StepWatch:
         *,
         report: CoatReport | None = None,
         mean: Callable[[Tensor], Tensor] = lambda value: value,
+        norms: Norms = tensor_norms,
     ) -> None:
         self.phases = phases
-        self.guard = RunGuard(config.guard, lora, log.info)
+        self.guard = RunGuard(config.guard, lora, log.info, norms)
         self._options, self._memory, self._report = config.guard, config.memory, report
         self._transformer, self._log, self._job = transformer, log, job
         minimum = config.activation.min_sqnr_db if config.enabled else None

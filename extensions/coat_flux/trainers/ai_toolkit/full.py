@@ -88,7 +88,7 @@ class FullModel:
         if not (process.get_conf("train", None) or {}).get("fused_backward"):
             return
         params, norm = list(self.trained.values()), process.train_config.max_grad_norm
-        self._fused = UpdateInBackward(optimizer, params, norm, lambda _: None, watch.begin_update)
+        self._fused = UpdateInBackward(optimizer, params, norm, watch.begin_update)
         runner = BlockRunner.of(self._model)
         if runner is not None:
             runner.expect(frees_gradients=True)

@@ -1,7 +1,8 @@
-"""Exponential moving average of the LoRA parameters.
+"""Exponential moving average of the trained parameters.
 
 shadow ← decay · shadow + (1 - decay) · parameter, after every optimizer step. The raw parameters go on training; the
-average is what is saved and sampled, as in ai-toolkit. Unlike there, both are kept for a resume.
+average is what is saved and sampled, as in ai-toolkit. Unlike there, both are kept for a resume. Of sharded parameters
+each process averages its rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from coat_core.optim.sharded import local_values
 
 from ...saves.state import restore_tensors
 
@@ -43,8 +46,9 @@ class LoraEMA:
         self.decay = decay
         self.use_feedback = use_feedback
         self.param_multiplier = param_multiplier
-        self._params = dict(params)
-        self.shadow = {name: param.detach().float().clone() for name, param in self._params.items()}
+        self.shadow = {name: param.detach().float().clone() for name, param in params.items()}
+        self._params = {name: local_values(param.detach()) for name, param in params.items()}
+        self._averages = {name: local_values(average) for name, average in self.shadow.items()}
 
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> None:
@@ -53,7 +57,7 @@ class LoraEMA:
         Args:
             found_inf: fp32 [] on the parameters' device, 1 where the step was skipped there: nothing changes then.
         """
-        params, shadows = list(self._params.values()), list(self.shadow.values())
+        params, shadows = list(self._params.values()), list(self._averages.values())
         deltas = torch._foreach_sub(shadows, [param.float() for param in params])
         torch._foreach_mul_(deltas, 1.0 - self.decay)
         multiplier: float | Tensor = self.param_multiplier
@@ -71,8 +75,8 @@ class LoraEMA:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Put the average into the parameters for a `with` block; the raw values come back bit for bit."""
-        raw = {name: param.detach().clone() for name, param in self._params.items()}
-        self._copy(self.shadow)
+        raw = {name: param.clone() for name, param in self._params.items()}
+        self._copy(self._averages)
         try:
             yield
         finally:

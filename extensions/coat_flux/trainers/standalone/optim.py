@@ -20,6 +20,8 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
 )
 
+from coat_core.optim.sharded import ShardedFP8AdamW
+
 from ...base.names import COAT_OPTIMIZER
 from ...config.coat import ADAMW_OPTIONS, COATConfig
 from ...config.findings import ConfigError
@@ -49,7 +51,7 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def make_optimizer(
     name: str,
-    params: Iterable[torch.nn.Parameter],
+    params: Iterable[torch.nn.Parameter] | Mapping[str, torch.nn.Parameter],
     lr: float,
     config: COATConfig,
     optimizer_params: Mapping[str, Any],
@@ -61,7 +63,7 @@ def make_optimizer(
 
     Args:
         name: coat_fp8_adamw or a key of `CLASSES`; upper and lower case are the same.
-        params: what is trained.
+        params: what is trained; by name where FSDP2 has sharded it, for coat_fp8_adamw.
         lr: `train.lr`.
         config: the coat block.
         optimizer_params: `train.optimizer_params`, passed on as keywords.
@@ -74,8 +76,9 @@ def make_optimizer(
     """
     lowered = name.lower()
     if lowered == COAT_OPTIMIZER:
-        params = list(params)  # counted on a GPU, steps can be skipped there
-        on_gpu = all(param.is_cuda for param in params)
+        params = params if isinstance(params, Mapping) else list(params)
+        every = params.values() if isinstance(params, Mapping) else params
+        on_gpu = all(param.is_cuda for param in every)  # counted there, steps can be skipped there
         return build_optimizer(params, lr, config, dict(optimizer_params), capturable=on_gpu, seed=seed)
     if lowered not in CLASSES:
         raise ValueError(
@@ -151,14 +154,17 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> list[st
 
     Args:
         optimizer: freshly built from the config.
-        state: from `optimizer.pt`.
+        state: from `optimizer.pt`, of whole parameters.
 
     Returns:
         One line for each hyper-parameter that differs from the file.
     """
     kept = ("params", *GROUP_STATE)
     wanted = [{key: value for key, value in group.items() if key not in kept} for group in optimizer.param_groups]
-    optimizer.load_state_dict(dict(state))
+    if isinstance(optimizer, ShardedFP8AdamW):
+        optimizer.load_whole_state_dict(state)
+    else:
+        optimizer.load_state_dict(dict(state))
     changes = []
     for group, hyper in zip(optimizer.param_groups, wanted, strict=True):
         for key, value in hyper.items():

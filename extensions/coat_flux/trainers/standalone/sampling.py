@@ -74,7 +74,8 @@ class ImageSampler:
         transformer.eval()
         self._vae.to(self._device)
         try:
-            images = (self._draw_one(transformer, number) for number in range(len(self.items)))
+            # all before the first is written: where that fails, no other process waits for the next one
+            images = [self._draw_one(transformer, number) for number in range(len(self.items))]
             return [self._write(image, i, step, folder) for i, image in enumerate(images) if folder is not None]
         finally:
             self._vae.to(home)

@@ -22,14 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from coat_core.optim.sharded import ShardedFP8AdamW, gather
 
 from ...base.files import discard
 from ...saves.commit import commit
 from ...saves.rng import rng_state
 from ...saves.state import OPTIMIZER_FILE, STANDALONE, RunState, save_tensors
 from ..full import PART, ModelFiles
+from ..processes import exchange
 
-__all__ = ["lora_metadata", "rotate_saves", "save_checkpoint", "save_dtype", "save_name"]
+__all__ = ["lora_metadata", "rotate_saves", "save_checkpoint", "save_dtype", "save_name", "whole_parts"]
 
 PUBLISHED_FILE = "published.safetensors"
 MODEL_FOLDER = "published"
@@ -91,6 +95,27 @@ def save_dtype(name: str) -> torch.dtype:
     if name not in SAVE_DTYPES:
         raise ValueError(f"save.dtype={name!r}: must be one of {', '.join(SAVE_DTYPES)}")
     return SAVE_DTYPES[name]
+
+
+def whole_parts(
+    trained: Mapping[str, Tensor], average: Mapping[str, Tensor] | None, optimizer: Optimizer, keep: bool
+) -> dict[str, Any]:
+    """What one process hands to `save_checkpoint`; shards are gathered, for which all processes call this together.
+
+    Args:
+        trained: by name.
+        average: of them, where one is kept.
+        optimizer: of them.
+        keep: whether this process saves: only there is all of it, of shards as copies in CPU memory.
+
+    Raises:
+        LostProcessError: a process has ended.
+    """
+    if not isinstance(optimizer, ShardedFP8AdamW):
+        return {"lora": trained, "ema": average, "optimizer": optimizer.state_dict()}
+    with exchange():
+        lora, ema = gather(trained, keep), None if average is None else gather(average, keep)
+        return {"lora": lora, "ema": ema, "optimizer": optimizer.whole_state_dict(keep)}
 
 
 def save_checkpoint(

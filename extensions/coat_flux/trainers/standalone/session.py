@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from coat_core.optim import FP8AdamW
+from coat_core.optim.sharded import local_values
 
 from ...base.names import COAT_OPTIMIZER
+from ...base.text import size_text
 from ...blocks.apply import apply_coat
 from ...blocks.decide import budget_bytes
 from ...blocks.gemms import config_for
@@ -42,6 +44,7 @@ from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch, watch_steps
 from ..full import Chosen, UpdateInBackward, make_states
 from ..optimizer import describe_optimizer
+from ..processes import whole_norms
 from .ema import LoraEMA
 from .loading import Encoders, load_encoders, load_transformer
 from .network import add_lora, lora_parameters, lora_targets
@@ -147,20 +150,25 @@ def open_session(
         keep_execution(transformer, point.record.get("path", {}))
     workers.share(list(lora.values()))
     train, params = job.train, job.train.optimizer_params or {}
-    optimizer = make_optimizer(train.optimizer, lora.values(), train.lr, job.coat, params, seed_of(job))
+    sharded = job.full and workers.shares_weights
+    chosen = lora if sharded else lora.values()
+    optimizer = make_optimizer(train.optimizer, chosen, train.lr, job.coat, params, seed_of(job))
     if point is not None:
         point.restore_optimizer(optimizer, train.optimizer, log.info)
     network = None if job.full else transformer
     if job.full:
         phases.hold("gradients", transformer, gradients)
         make_states(optimizer, transformer)
-    watch = watch_steps(
-        job.coat, transformer, network, lora, optimizer, log, phases, lambda: job, report=report, mean=workers.mean
-    )
+    others = {"report": report, "mean": workers.mean, "norms": whole_norms}
+    watch = watch_steps(job.coat, transformer, network, lora, optimizer, log, phases, lambda: job, **others)
     if point is not None:
         watch.load_state_dict(point.record.get("guard", {}))
     captures = _allow_capture(job, transformer, workers)
     _log_start(job, report, optimizer, lora, log)
+    if sharded:
+        kept = (sum(local_values(x).nbytes for x in module_tensors(transformer)), optimizer.state_bytes())
+        text = "FSDP2: each of {} processes keeps about {} of weights and {} of moments"
+        log.info(text.format(workers.world_size, *map(size_text, kept)))
     ema, asked = None, train.ema_config
     if asked.use_ema:
         ema = LoraEMA(lora, asked.ema_decay, use_feedback=asked.use_feedback, param_multiplier=asked.param_multiplier)
@@ -185,7 +193,7 @@ def open_session(
         live=live,
         report=report,
         captures=captures,
-        fused=_fused_backward(job, optimizer, lora, workers, watch) if train.fused_backward else None,
+        fused=_fused_backward(job, optimizer, lora, watch) if train.fused_backward else None,
     )
     if point is not None:
         continue_from(session, point)
@@ -193,10 +201,9 @@ def open_session(
 
 
 def _fused_backward(
-    job: JobConfig, optimizer: Any, trained: dict[str, nn.Parameter], workers: Workers, watch: StepWatch
+    job: JobConfig, optimizer: Any, trained: dict[str, nn.Parameter], watch: StepWatch
 ) -> UpdateInBackward:
-    params = list(trained.values())
-    return UpdateInBackward(optimizer, params, job.train.max_grad_norm, workers.sum_gradients, watch.begin_update)
+    return UpdateInBackward(optimizer, list(trained.values()), job.train.max_grad_norm, watch.begin_update)
 
 
 def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> bool:
@@ -303,8 +310,8 @@ def _prepare_transformer(
     if coat.enabled:
         allowed = job.train.gradient_checkpointing
         report = apply_coat(transformer, coat, allow_recompute=allowed, device=device, trained=chosen.linears)
-        if workers.shares_weights:
-            streaming: Any = BlockRunner.of(transformer).streaming  # `sharing_job` has seen to it
+        if workers.shares_weights and not job.full:
+            streaming: Any = BlockRunner.of(transformer).streaming  # `joint_job` has seen to it
             size = streaming.share_out(dist.group.WORLD) / 1e9
             log.info(f"FSDP2: each of {workers.world_size} processes keeps {size:.2f} GB of the blocks' codes")
         if device.type == "cuda" and not job.full:
@@ -314,7 +321,13 @@ def _prepare_transformer(
         transformer.enable_gradient_checkpointing()
     transformer.to(device)
     if job.full:
-        return transformer.train(), chosen.train(transformer), report
+        trained = chosen.train(transformer.train())
+        if workers.shares_weights:
+            from .sharding import shard  # FSDP2 is not in every build of torch
+
+            block_size = job.coat.optimizer_config(job.train.optimizer_params)[0].block_size
+            trained = shard(transformer, list(trained), device, block_size)
+        return transformer, trained, report
     add_lora(transformer, targets, job.network.linear, seed=seed_of(job), dropout=job.network.dropout or 0.0)
     if coat.enabled:
         attach_lora(transformer, coat)

@@ -22,15 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from coat_core.optim import FP8AdamW
+from coat_core.optim.sharded import local_values
 
 from ...blocks.runner import BlockRunner
 from ...data.dataset import Batch
 from ...saves.interrupts import Interrupts
 from ...watch.live import COMMANDS
 from ...watch.run_tables import StepStats
+from ..full import CLIP_EPS
+from ..processes import whole_norms
 from .optim import advance, learning_rate
 from .seeding import Stream, seed_global, seed_of
 from .session import Session
@@ -124,7 +126,7 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
         return "CUDA graphs: their memory was given back" if dropped else None
 
     session.optimizer.zero_grad(set_to_none=True)
-    if session.workers.shares_weights:  # another try of one process alone would wait for the others' codes
+    if session.workers.shares_weights:  # another try of one process alone would wait for the others' weights
         loss = _accumulate(session, batches)
     else:
         loss = session.watch.retry(number, lambda: _accumulate(session, batches), drop)
@@ -135,7 +137,12 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
 
 
 def _clipped(session: Session, loss: Tensor) -> Tensor:
-    norm = clip_grad_norm_(list(session.lora.values()), session.job.train.max_grad_norm)
+    """Clip the gradients by the norm of all of them, also of rows that other processes have."""
+    grads = [param.grad for param in session.lora.values() if param.grad is not None]
+    norm = torch.linalg.vector_norm(whole_norms(grads))
+    if grads:
+        scale = (session.job.train.max_grad_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+        torch._foreach_mul_([local_values(grad) for grad in grads], scale)
     return torch.stack([loss, norm.to(loss)])
 
 

@@ -20,7 +20,7 @@ from ...config.check import require_here
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml
-from ...config.launch import sharing_job
+from ...config.launch import joint_job
 from ...data.hold_out import describe_lowest
 from ...export.check import check_export
 from ...mini_flux.folder import provide_embedded
@@ -42,7 +42,7 @@ from .flow_matching import bypassed_guidance
 from .loading import base_weights
 from .progress import RunLog
 from .resume import check_same_run, find_resume_point, identity_of
-from .saving import lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name
+from .saving import lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name, whole_parts
 from .session import Session, open_session
 from .steps import settle, train_step
 from .workers import Workers
@@ -99,8 +99,8 @@ class COATTrainer:
         job = self.job
         require_here(job)
         workers = Workers(job.device)
-        if workers.shares_weights:
-            job = self.job = sharing_job(job)
+        if workers.world_size > 1:
+            job = self.job = joint_job(job, shares=workers.shares_weights)
         log = RunLog(job, workers.device, active=workers.is_main)
         phases = PhaseTracker(workers.device, None)
         try:
@@ -285,14 +285,19 @@ def _save(session: Session, *, final: bool) -> Path:
     job, workers = session.job, session.workers
     file_name = save_name(job.name, None if final else session.step, full=job.full)
     session.watch.guard.check_now(session.step)
-    if workers.is_main:
-        with session.watch.phases.during("save"):
-            _write_save(session, file_name, final=final)
+    with session.watch.phases.during("save"):
+        record = _record(session)  # by all processes, as the next line: shards are exchanged
+        average = None if session.ema is None else session.ema.shadow
+        parts = whole_parts(session.lora, average, session.optimizer, workers.is_main)
+        if workers.is_main:
+            _write_save(session, file_name, record, parts, final=final)
     workers.wait()
     return session.job.folder / file_name
 
 
-def _write_save(session: Session, file_name: str, *, final: bool) -> None:
+def _write_save(
+    session: Session, file_name: str, record: Mapping[str, Any], parts: Mapping[str, Any], *, final: bool
+) -> None:
     job = session.job
 
     def check(path: Path) -> None:
@@ -302,10 +307,8 @@ def _write_save(session: Session, file_name: str, *, final: bool) -> None:
     save_checkpoint(
         job.folder,
         file_name,
-        lora=session.lora,
-        ema=None if session.ema is None else session.ema.shadow,
-        optimizer=session.optimizer.state_dict(),
-        record=_record(session),
+        **parts,
+        record=record,
         metadata=_metadata(session),
         dtype=save_dtype(job.save.dtype),
         check=check,

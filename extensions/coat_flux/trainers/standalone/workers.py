@@ -1,9 +1,12 @@
 """The processes of a run and their devices, over `accelerate`.
 
-Each process holds the whole model and its own micro-batches. Only LoRA gradients travel: after the last micro-batch of
-an optimizer step they are summed in one all-reduce (344 MB at rank 16), instead of wrapping 12 GB of frozen codes
+Each process holds the whole model and its own micro-batches. Only gradients travel: after the last micro-batch of an
+optimizer step they are summed (a LoRA's 344 MB at rank 16 in one all-reduce), instead of wrapping 12 GB of frozen codes
 in DistributedDataParallel, which would broadcast them and hook every backward. Each process has divided its loss by
 the number of micro-batches of all of them, as one process with so much accumulation does: bf16 rounds alike.
+
+Under FSDP2 weights are shared out: of a LoRA's base the frozen codes of the blocks (`blocks.streaming`), in full
+fine-tuning the trained weights (`sharding`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
+
+from coat_core.optim.sharded import is_sharded
 
 from ...config.launch import LaunchError, launch_obstacle, shares_weights
 from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, share_values, sum_gradients
@@ -38,8 +43,8 @@ class Workers:
 
     Attributes:
         rank, world_size, is_main, device: of this process.
-        shares_weights: the frozen codes are shared out over the processes (accelerate's FSDP2), so that all of them run
-            the transformer at the same time or none does.
+        shares_weights: frozen codes or trained weights are shared out over the processes (accelerate's FSDP2), so that
+            all of them run the transformer at the same time or none does.
 
     Raises:
         LaunchError: `accelerate launch` was asked for several processes and started one, or for DeepSpeed.
@@ -99,14 +104,14 @@ class Workers:
         return means[: len(numbers)], [share > 0 for share in means[len(numbers) :].tolist()]
 
     def sum_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by its sum over all processes."""
+        """Replace every gradient by its sum over all processes; FSDP2 has done so with those of shards."""
         if self.world_size > 1:
-            sum_gradients(params)
+            sum_gradients(_whole(params))
 
     def share(self, params: Sequence[nn.Parameter]) -> None:
-        """Give every process the main process's values."""
+        """Give every process the main process's values of what is whole in each."""
         if self.world_size > 1:
-            share_values(params, self.device)
+            share_values(_whole(params), self.device)
 
     def close(self) -> None:
         """End the process group; accelerate forgets its device, so that a next run may take another."""
@@ -134,6 +139,10 @@ class Reading:
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy.tolist()
+
+
+def _whole(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    return [param for param in params if not is_sharded(param)]
 
 
 def not_finite(values: Tensor) -> Tensor:

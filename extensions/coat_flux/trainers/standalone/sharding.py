@@ -1,0 +1,81 @@
+"""Full fine-tuning under FSDP2: each process keeps its rows of every weight, and of its gradient and moments.
+
+`fully_shard` gathers the weights of one block after the other, in forward and again in backward, where it sums the
+block's gradients over the processes and leaves each its rows. What a shard would cut (`cut_parameters`: small biases
+and norms) is whole in every process; the step sums those gradients. Frozen FP8 codes are whole in every process, too.
+
+Sums, not means: each process has divided its loss by the micro-batches of all of them (`workers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from coat_core.optim.sharded import cut_parameters
+
+from ...blocks.lookup import architecture_of, listed_blocks
+from ..processes import exchange
+
+__all__ = ["shard"]
+
+
+def shard(model: nn.Module, trained: Iterable[str], device: torch.device, block_size: int) -> dict[str, nn.Parameter]:
+    """Shard a transformer over all processes, block by block.
+
+    Args:
+        model: whole, on `device`; its trained parameters require gradients.
+        trained: their full names.
+        device: that processes exchange on.
+        block_size: of the optimizer's moments.
+
+    Returns:
+        The trained parameters by name, as they are from now on: DTensors, and those that are whole everywhere.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    whole = cut_parameters(model, mesh.size(), block_size)
+    blocks = listed_blocks(model, architecture_of(model).blocks)
+    for module in (*blocks.values(), model):
+        own = type(module)
+        # always freed after forward: a gathered copy would not see an average that is put into the shards
+        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        sharded.set_custom_all_gather(_Exchange("all_gather_single", "all_gather_into_tensor"))
+        sharded.set_custom_reduce_scatter(_Exchange("reduce_scatter_single", "reduce_scatter_tensor"))
+        # its class stands for the one that plans, readers and saved configs know by name
+        kind = type(module)
+        kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
+    params = dict(model.named_parameters())
+    return {name: params[name] for name in trained}
+
+
+class _Exchange:
+    """A collective of FSDP2's, in which a process that has ended is found out as in any other exchange.
+
+    Args:
+        name: in torch.distributed.
+        before: its name in torch before 2.13.
+    """
+
+    def __init__(self, name: str, before: str) -> None:
+        self._run: Any = getattr(dist, name, None) or getattr(dist, before)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
+        """Run it.
+
+        Raises:
+            LostProcessError: a process has ended.
+        """
+        with exchange():
+            return self._run(output_tensor, input_tensor, group=group, **options)
