@@ -48,8 +48,8 @@ class OptimizerOptions:
     )
     offload: str = choice(
         ("none", "cpu"),
-        "full fine-tuning: cpu keeps the moments in pinned host memory (FLUX.1: 26 GB), through the GPU they pass for "
-        "each update; same results",
+        "full fine-tuning: cpu keeps the moments in pinned host memory (FLUX.1: 26 GB) and copies them to the GPU and "
+        "back at each update; same results",
     )
 
     @property
