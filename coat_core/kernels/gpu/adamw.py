@@ -160,6 +160,11 @@ def fp8_adamw_step(
     sizes, block_size, padded = tuple(map(Tensor.numel, params)), exp_avg.shape[1], power_of_two(exp_avg.shape[1])
     if not any(sizes):
         return
+    stride = len(exp_avg)
+    if len(params) == 1:  # from its own blocks on, so that tensors of equal size share a table
+        rows = slice(first_blocks[0], first_blocks[0] + blocks(sizes[0], block_size))
+        exp_avg, exp_avg_sq, first_blocks = exp_avg[rows], exp_avg_sq[rows], [0]
+        exp_avg_numbers, exp_avg_sq_numbers = exp_avg_numbers[:, rows], exp_avg_sq_numbers[:, rows]
     written = [*params, exp_avg, exp_avg_sq]
     own = _launchable(written)
     own_params, (codes1, codes2) = own[:-2], own[-2:]
@@ -182,7 +187,7 @@ def fp8_adamw_step(
         table,
         draws,
         param_draws if dropped else None,
-        len(exp_avg),
+        stride,
         *hyper,
         PARAM_TYPE=TYPES[own_params[0].dtype],
         GRAD_TYPE=TYPES[own_grads[0].dtype],

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from torch import Tensor
 
-KEPT_TABLES = 16
+KEPT_TABLES = 64  # weights of FLUX.1 that are updated one by one have some 20 sizes
 
 Key = tuple[torch.device, Hashable]
 _uploaded: OrderedDict[Key, Tensor] = OrderedDict()
