@@ -11,7 +11,8 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_OPTIMIZER
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["COAT_OPTIMIZER", "check_optimizer", "install_optimizer", "is_wrapped", "load_error"]
+__all__ = ["COAT_OPTIMIZER", "check_optimizer", "install_optimizer", "is_wrapped", "load_error", "states_left_alone"]
 
 PARAMETERS = ("params", "optimizer_type", "learning_rate", "optimizer_params")
 HYPER_PARAMETERS = ("betas", "eps", "weight_decay")
@@ -90,6 +91,7 @@ def _guard_loading(optimizer: torch.optim.Optimizer) -> None:
 
     A failed load is kept (`load_error`): ai-toolkit prints one line and continues with fresh moments. Hyper-parameters
     stay those of the config: torch takes them from the file, so a changed `optimizer_params` would do nothing (T2).
+    The file's moments wait in CPU memory: of a whole model, the GPU would not hold them twice.
     """
     load = optimizer.load_state_dict
 
@@ -97,6 +99,9 @@ def _guard_loading(optimizer: torch.optim.Optimizer) -> None:
     def load_state_dict(state_dict: dict) -> None:
         asked = [{key: group[key] for key in HYPER_PARAMETERS} for group in optimizer.param_groups]
         try:
+            if not optimizer.state:  # so this is a file's, which ai-toolkit reads to the GPU it was saved from
+                for values in state_dict["state"].values():
+                    values.update({key: value.cpu() for key, value in values.items() if hasattr(value, "cpu")})
             load(state_dict)
         except Exception as error:
             setattr(optimizer, _LOAD_ERROR, error)
@@ -114,6 +119,26 @@ def _guard_loading(optimizer: torch.optim.Optimizer) -> None:
 
 def _comparable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+@contextmanager
+def states_left_alone(process: Any) -> Iterator[None]:
+    """Let accelerate wrap the optimizer of a whole model inside the block without its state.
+
+    It would move the state to the GPU, also what belongs into host memory, and have it loaded from there: twice.
+    """
+    if process._full is None:
+        yield
+        return
+    optimizer = process.optimizer
+    own = vars(optimizer).get("load_state_dict")
+    optimizer.state_dict, optimizer.load_state_dict = dict, lambda _: None
+    try:
+        yield
+    finally:
+        del optimizer.state_dict, optimizer.load_state_dict
+        if own is not None:
+            optimizer.load_state_dict = own
 
 
 def load_error(optimizer: object) -> Exception | None:

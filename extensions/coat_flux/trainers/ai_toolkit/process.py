@@ -37,7 +37,7 @@ from .common import AIToolkitError, detail, info, job_scope, load_core, run_line
 from .contract import HOOKS, check_host, check_network, let_lora_find, untested_version
 from .full import FullModel
 from .loop import TrainingLoop, end_with, live_run
-from .optimizer import check_optimizer
+from .optimizer import check_optimizer, states_left_alone
 from .preflight import check_job, check_photos, config_file, leave_room
 from .quantizer import choose_at_load, convert_model, damaged_linears
 from .resume import Continuation, find_continuation, kept_draws
@@ -211,7 +211,7 @@ class CoatFluxTrainer(HostTrainer):
             self._continuation.end_loading()
         if self._on:
             self._report.add_row("optimizer", *check_optimizer(self))
-            with self._team.unwrapped(self):
+            with self._team.unwrapped(self), states_left_alone(self):
                 super().hook_before_train_loop()
         else:
             super().hook_before_train_loop()
