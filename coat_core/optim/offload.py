@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +179,8 @@ def pin(memory: Tensor, what: str, remedy: str) -> None:
             failed,
             remedy,
         )
+        with suppress(RuntimeError):  # CUDA keeps the error for the next launch to raise: this one
+            torch.ones(1, device="cuda")
 
 
 def unpin(memory: Tensor) -> None:

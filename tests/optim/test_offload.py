@@ -227,6 +227,13 @@ def test_memory_that_cannot_be_pinned_is_said(
     fails = SimpleNamespace(cudaHostRegister=lambda *args: given.append(args) or 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fails)
     memory: Tensor = torch.zeros(300, dtype=torch.float32)
+    launches: list[str] = []
+
+    def launch(_: int, device: str) -> None:
+        launches.append(device)
+        raise RuntimeError("CUDA error: out of memory")  # which the failed call left behind
+
+    monkeypatch.setattr(torch, "ones", launch)
     with caplog.at_level(logging.WARNING):
         pin(memory, "optimizer.offload", "use less")
         pin(torch.zeros(0), "optimizer.offload", "use less")
@@ -234,6 +241,7 @@ def test_memory_that_cannot_be_pinned_is_said(
     (line,) = caplog.messages
     assert line.startswith("optimizer.offload: 0.00 GB of host memory cannot be pinned (CUDA error 2): copies are slow")
     assert line.endswith("free some memory, or use less")
+    assert launches == ["cuda"]
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_a_parameter_broken_by_an_update_is_not_saved() -> None:
     run.train(1)
     name = next(iter(run.lora))
     run.lora[name].data[0, 0] = float("inf")
-    with pytest.raises(DeadRunError, match=r"step 1: 1 of 80 LoRA tensors are not finite"):
+    with pytest.raises(DeadRunError, match=r"step 1: 1 of 80 trained tensors are not finite"):
         run.guard.check_now(1)
 
 

@@ -89,7 +89,7 @@ def test_one_living_lora_b_is_enough_and_a_warm_up_has_two_updates() -> None:
 def test_a_parameter_that_is_not_finite_is_found_before_a_save_and_at_intervals(value: float) -> None:
     guard = guard_of(health_every=2, dead_lora_steps=100)
     guard.lora[A].data[1, 3] = value
-    message = f"step 7: 1 of 2 LoRA tensors are not finite .{A}.*lower train.lr"
+    message = f"step 7: 1 of 2 trained tensors are not finite .{A}.*lower train.lr"
     with pytest.raises(DeadRunError, match=message):
         guard.check_now(7)
     guard.after_update(6)

@@ -123,9 +123,9 @@ class RunGuard:
         if self._zero_gradients >= options.zero_gradient_steps:
             raise DeadRunError(
                 f"step {step}: gradient norm 0 for {self._zero_gradients} steps in a row "
-                "(coat.guard.zero_gradient_steps): no gradient reaches the LoRA; check that network trains layers of "
-                "the transformer, and set coat.activation.grad_format: e5m2 (its smallest values reach further down) "
-                f"or bf16; {KEPT}"
+                "(coat.guard.zero_gradient_steps): no gradient reaches what is trained; check that network, or "
+                "coat.include, chooses layers of the transformer, and set coat.activation.grad_format: e5m2 (its "
+                f"smallest values reach further down) or bf16; {KEPT}"
             )
         self._same_losses = self._same_losses + 1 if loss == self._last_loss else 1
         self._last_loss = loss
@@ -139,7 +139,7 @@ class RunGuard:
         since, limit = self._divergence.since, options.diverging_steps
         if since is not None and step - since >= limit:
             raise DeadRunError(
-                f"step {step}: {self._divergence.describe()}, and the LoRA's weights have grown "
+                f"step {step}: {self._divergence.describe()}, and the trained weights have grown "
                 f"{self._divergence.growth(self.lora.values()):.1f}-fold (coat.guard.diverging_steps={limit}): the run "
                 f"diverged; lower train.lr; {KEPT}",
                 since,
@@ -219,14 +219,14 @@ class RunGuard:
         broken = [name for name, value in largest.items() if not math.isfinite(value)]
         if broken:
             raise DeadRunError(
-                f"step {step}: {len(broken)} of {len(largest)} LoRA tensors are not finite ({broken[0]}): the last "
+                f"step {step}: {len(broken)} of {len(largest)} trained tensors are not finite ({broken[0]}): the last "
                 f"updates overflowed; lower train.lr, or use lr_scheduler: constant_with_warmup; {KEPT}",
                 step,
             )
         growth = self._divergence.growth(self.lora.values()) if self._options.enabled else 1.0
         if growth > BROKEN_GROWTH:
             raise DeadRunError(
-                f"step {step}: the LoRA's weights have grown {growth:,.0f}-fold since the start (largest now "
+                f"step {step}: the trained weights have grown {growth:,.0f}-fold since the start (largest now "
                 f"{max(norms):.3g}): the run diverged; lower train.lr; {KEPT}",
                 step,
             )
