@@ -128,7 +128,7 @@ PARAMS = {
 }
 READ = {
     "standalone": {*standalone_keys(), *coat_keys(), *PARAMS},
-    "ai-toolkit": {*ai_toolkit_keys(), "coat", *coat_keys(), *PARAMS},
+    "ai-toolkit": {*ai_toolkit_keys(), "train.fused_backward", "coat", *coat_keys(), *PARAMS},
 }
 FRAME = {"job", "config", "config.name", "config.process", "config.device"}
 
@@ -255,7 +255,6 @@ def test_the_known_keys_are_many_and_the_configs_have_no_finding() -> None:
     assert len(READ["ai-toolkit"]) > 350
     assert set(COATConfig().to_dict()) <= {key.removeprefix("coat.") for key in READ["standalone"]}
     for job in JOBS:
-        full = "network" not in job["config"]["process"][0]  # which the stand-alone trainer alone does
-        for host in ("standalone",) if full else BOTH:
+        for host in BOTH:
             assert errors(job, host) == []
             assert [dotted(path) for path in places(job) if isinstance(path[-1], str) and not is_read(path, host)] == []

@@ -12,7 +12,7 @@ from coat_flux.config.job import JobConfig
 from coat_flux.config.launch import LaunchError, joint_job, launch_obstacle
 from coat_flux.saves.identity import compare
 from coat_flux.trainers import processes
-from coat_flux.trainers.standalone.workers import Workers
+from coat_flux.trainers.standalone.workers import Workers, whole_norms
 from tests.helpers.engine_job import engine_job
 
 
@@ -102,8 +102,8 @@ def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_norm_of_nothing_and_of_bf16_is_fp32() -> None:
     values = [torch.full((3,), 1 + 2**-7, dtype=torch.bfloat16), torch.zeros(0)]
-    found = processes.whole_norms(values)
+    found = whole_norms(values)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, torch.tensor([3**0.5 * (1 + 2**-7), 0.0]))
-    assert processes.whole_norms([values[1]], float("inf")).tolist() == [0.0]
-    assert processes.whole_norms([]).numel() == 0
+    assert whole_norms([values[1]], float("inf")).tolist() == [0.0]
+    assert whole_norms([]).numel() == 0

@@ -7,7 +7,6 @@ the main process, which caches, saves and samples alone, may take `WAIT_LIMIT`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,10 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from coat_core.optim.sharded import is_sharded, local_values
-
 from ..base.errors import UserError
-from ..watch.guard import tensor_norms
 
 __all__ = [
     "EXIT_OTHER",
@@ -31,7 +27,6 @@ __all__ = [
     "first_to_fail",
     "share_values",
     "sum_gradients",
-    "whole_norms",
 ]
 
 STEP_LIMIT = timedelta(minutes=30)  # between two exchanges of a step; the first one also measures and compiles
@@ -100,33 +95,6 @@ def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         bucket.append(param)
     if bucket:
         yield bucket
-
-
-@torch.no_grad()
-def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """Return the norm of each tensor as a whole; those of shards are exchanged, all at once.
-
-    Args:
-        tensors: the same ones in every process, sharded or whole.
-        order: 2 or infinity.
-
-    Returns:
-        fp32 [n].
-
-    Raises:
-        LostProcessError: a process has ended.
-    """
-    own = tensor_norms([local_values(tensor) for tensor in tensors], order)
-    sharded = list(map(is_sharded, tensors))
-    if not any(sharded):
-        return own
-    largest = order == math.inf
-    # a maximum may lose NaN, so that counts as infinite
-    found = own.nan_to_num(nan=math.inf, posinf=math.inf) if largest else own.double().square()
-    with exchange():
-        dist.all_reduce(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    found = found if largest else found.sqrt().float()
-    return torch.where(torch.tensor(sharded).to(own.device, non_blocking=True), found, own)
 
 
 @torch.no_grad()

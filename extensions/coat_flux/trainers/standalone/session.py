@@ -44,7 +44,6 @@ from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch, watch_steps
 from ..full import Chosen, UpdateInBackward, make_states
 from ..optimizer import describe_optimizer
-from ..processes import whole_norms
 from .ema import LoraEMA
 from .loading import Encoders, load_encoders, load_transformer
 from .network import add_lora, lora_parameters, lora_targets
@@ -55,7 +54,7 @@ from .resume import ResumePoint
 from .sampling import ImageSampler
 from .seeding import seed_of
 from .validation import Validation, held_out_of
-from .workers import Workers
+from .workers import Workers, whole_norms
 
 __all__ = ["Session", "open_session"]
 

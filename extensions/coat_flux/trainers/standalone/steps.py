@@ -32,12 +32,11 @@ from ...saves.interrupts import Interrupts
 from ...watch.live import COMMANDS
 from ...watch.run_tables import StepStats
 from ..full import CLIP_EPS
-from ..processes import whole_norms
 from .optim import advance, learning_rate
 from .seeding import Stream, seed_global, seed_of
 from .session import Session
 from .step_graph import Drawn, StepGraphs
-from .workers import Reading, not_finite
+from .workers import Reading, not_finite, whole_norms
 
 __all__ = ["settle", "train_step"]
 

@@ -12,6 +12,7 @@ fine-tuning the trained weights (`sharding`).
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +24,13 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from coat_core.optim.sharded import is_sharded
+from coat_core.optim.sharded import is_sharded, local_values
 
 from ...config.launch import LaunchError, launch_obstacle, shares_weights
+from ...watch.guard import tensor_norms
 from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, share_values, sum_gradients
 
-__all__ = ["Reading", "Workers", "not_finite"]
+__all__ = ["Reading", "Workers", "not_finite", "whole_norms"]
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,33 @@ class Reading:
 
 def _whole(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [param for param in params if not is_sharded(param)]
+
+
+@torch.no_grad()
+def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norm of each tensor as a whole; those of shards are exchanged, all at once.
+
+    Args:
+        tensors: the same ones in every process, sharded or whole.
+        order: 2 or infinity.
+
+    Returns:
+        fp32 [n].
+
+    Raises:
+        LostProcessError: a process has ended.
+    """
+    own = tensor_norms([local_values(tensor) for tensor in tensors], order)
+    sharded = list(map(is_sharded, tensors))
+    if not any(sharded):
+        return own
+    largest = order == math.inf
+    # a maximum may lose NaN, so that counts as infinite
+    found = own.nan_to_num(nan=math.inf, posinf=math.inf) if largest else own.double().square()
+    with exchange():
+        dist.all_reduce(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    found = found if largest else found.sqrt().float()
+    return torch.where(torch.tensor(sharded).to(own.device, non_blocking=True), found, own)
 
 
 def not_finite(values: Tensor) -> Tensor:
