@@ -57,7 +57,7 @@ def test_any_nested_block_is_a_config_or_a_config_error(raw):
 @given(junk)
 def test_any_optimizer_params_are_taken_or_refused(raw):
     result = parsed_or_refused(COATConfig().optimizer_config, raw)
-    assert result is None or set(result[1]) <= {"betas", "eps", "weight_decay"}
+    assert result is None or set(result[1]) <= {"betas", "eps", "weight_decay", "offload"}
 
 
 PROCESS_KEYS = ["type", "network", "save", "datasets", "train", "model", "sample", "logging", "coat", "device", "name"]
