@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import random
 import re
 import sqlite3
@@ -162,7 +163,9 @@ def test_a_whole_model_and_how_to_load_it(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         metadata = {"training_info": json.dumps({"step": step}), "coat.got.gemms": "bf16"}
         for shard in range(2):
-            save_file({"a": torch.zeros(250_000)}, folder / f"model-{shard}.safetensors", metadata=metadata)
+            file = folder / f"model-{shard}.safetensors"
+            save_file({"a": torch.zeros(250_000)}, file, metadata=metadata)
+            os.utime(file, (step, step))
     text = text_of(write_report(run))
     place = str(run.resolve() / "shirt <b>")
     assert f"\n{place}\nown = FluxTransformer2DModel.from_pretrained({place!r}" in text.replace("\ndiffusers:", "")
