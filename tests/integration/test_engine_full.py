@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 
+from coat_flux.cli.entry import main
+from coat_flux.config.findings import ConfigError
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.saves.commit import newest_set
 from coat_flux.saves.repair import go_back
 from coat_flux.trainers import full
+from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
@@ -188,3 +192,16 @@ def test_include_and_exclude_choose_what_is_trained(place: dict[str, Path]) -> N
     assert raw.keys() == average.keys() == wanted
     assert {x.dtype for x in raw.values()} == {torch.bfloat16}
     assert_bitwise(saved["x_embedder.weight"], average["x_embedder.weight"].half())
+
+
+def test_a_pattern_that_chooses_nothing_is_refused_before_anything_is_loaded(
+    place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = full_job("typo", place, coat={"include": ["*.atn.*"]}, train=WHOLE)
+    monkeypatch.setattr(session, "load_encoders", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"coat\.include: '\*\.atn\.\*' matches no parameter"):
+        COATTrainer(job).train()
+    path = tmp_path / "typo.yaml"
+    path.write_text(yaml.safe_dump(job), encoding="utf-8")
+    assert main(["check", str(path), "--no-data"]) == 2
+    assert f"error: {path}: config.process[0].coat.include: '*.atn.*' matches no" in capsys.readouterr().err

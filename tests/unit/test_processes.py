@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from coat_flux.config.job import JobConfig
 from coat_flux.config.launch import LaunchError, joint_job, launch_obstacle
 from coat_flux.saves.identity import compare
+from coat_flux.saves.interrupts import Interrupts
 from coat_flux.trainers import processes
+from coat_flux.trainers.ai_toolkit.team import Team
 from coat_flux.trainers.standalone.workers import Workers, whole_norms
 from tests.helpers.engine_job import engine_job
 
@@ -107,3 +110,54 @@ def test_a_norm_of_nothing_and_of_bf16_is_fp32() -> None:
     torch.testing.assert_close(found, torch.tensor([3**0.5 * (1 + 2**-7), 0.0]))
     assert whole_norms([values[1]], float("inf")).tolist() == [0.0]
     assert whole_norms([]).numel() == 0
+
+
+def test_the_launchers_signal_does_not_end_a_process_that_has_yet_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(processes.dist, "get_world_size", lambda: 2)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with (
+            pytest.raises(processes.LostProcessError, match="process 0 of 2: closed by peer"),
+            Interrupts(lambda _: None),
+            processes.exchange(),
+        ):
+            raise RuntimeError("closed by peer")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with Interrupts(lambda _: None):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Picture:
+    """As ai-toolkit's GenerateImageConfig: it moves all that is in its hidden folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.output_folder, self.output_filename_no_ext = str(folder), name
+
+    def save_image_atomic(self, image: str, count: int = 0) -> None:
+        folder = Path(self.output_folder)
+        (folder / ".tmp").mkdir(parents=True, exist_ok=True)
+        (folder / ".thumbs").mkdir(exist_ok=True)
+        (folder / ".tmp" / f"{self.output_filename_no_ext}.jpg").write_text(image)
+        for file in (folder / ".tmp").iterdir():
+            (folder / ".thumbs" / f"{file.name}.jpg").write_text("small")
+            file.replace(folder / file.name)
+
+
+def test_processes_inside_ai_toolkit_do_not_move_each_others_pictures(tmp_path: Path) -> None:
+    team = object.__new__(Team)
+    team.size, team.rank = 2, 1
+    pictures = [Picture(tmp_path, f"7_[count]_{i}") for i in range(4)]
+    (tmp_path / ".tmp").mkdir()
+    (tmp_path / ".tmp" / "of_another.jpg").write_text("half")
+    own = team.share_of(pictures)
+    for number, picture in enumerate(own):
+        picture.save_image_atomic(f"picture {number}", number)
+        assert picture.output_folder == str(tmp_path)
+    assert (tmp_path / ".tmp" / "of_another.jpg").read_text() == "half"
+    assert sorted(path.name for path in tmp_path.glob("*.jpg")) == ["7_1_1.jpg", "7_3_3.jpg"]
+    assert sorted(path.name for path in (tmp_path / ".thumbs").iterdir()) == ["7_1_1.jpg.jpg", "7_3_3.jpg.jpg"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [".thumbs", ".tmp"]

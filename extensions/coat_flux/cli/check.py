@@ -86,16 +86,20 @@ def run(args: argparse.Namespace) -> int:
 
 def check_outputs(raw: dict[str, Any], file: str) -> bool:
     """Print what is wrong with where the job saves, and with the space there; whether that stops it."""
+    from ..plan.job import check_trained
     from ..plan.space import job_space
     from ..saves.commit import check_output
 
     ours = [process for process in raw["config"]["process"] if process.get("type") in PROCESS_TYPES]
     job, findings = JobConfig.examine(raw, file=file) if ours else (None, None)
-    space = None  # where the model's sizes are not known, or its LoRA is not one of ours
+    failed, space = False, None  # where the model's sizes are not known, or its LoRA is not one of ours
     if job is not None and not findings.errors:
+        try:
+            check_trained(job)
+        except ConfigError as error:
+            failed = print_findings([f"{file}: config.process[0].{error}"], [])
         with suppress(ConfigError):
             space = job_space(job)
-    failed = False
     for process in ours:
         folder = Path(process["training_folder"]) / (process.get("name") or raw["config"]["name"])
         failed = print_findings(*check_output(folder, space)) or failed

@@ -18,13 +18,14 @@ from ..blocks.lookup import trained_names
 from ..blocks.lora import DROPOUT
 from ..blocks.placement import aligned
 from ..blocks.sizes import FP32, FlowSettings, Tokens
+from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_sections import DatasetSection
 from ..data.dataset import scan
 from ..data.files import DatasetError
 from .models import Linear, ModelParts, find_model
 
-__all__ = ["JobFacts", "job_facts"]
+__all__ = ["JobFacts", "check_trained", "job_facts", "trained_sizes"]
 
 PIXELS_PER_TOKEN = 256  # the VAE takes 8 × 8 pixels to a latent, FLUX packs 2 × 2 of them
 FLUX1_MLP_RATIO = 4
@@ -213,10 +214,7 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
     model = find_model(
         job.model.name_or_path, ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
     )
-    targets, trained = adapted(job, model), {}
-    if job.full:
-        names = trained_names(model.parameters, job.coat.include, job.coat.exclude)
-        trained = {name: model.parameters[name] for name in names}
+    targets, trained = adapted(job, model), trained_sizes(job, model) if job.full else {}
     data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
     return JobFacts(
         job=job,
@@ -228,6 +226,31 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
         tokens=_tokens(model, data.pixels, job.train.batch_size),
         sample_tokens=_sample_tokens(job, model),
     )
+
+
+def trained_sizes(job: JobConfig, model: ModelParts) -> dict[str, int]:
+    """Elements of each parameter that full fine-tuning trains, by full name.
+
+    Raises:
+        ConfigError: a pattern of `coat.include` or `coat.exclude` matches nothing, or nothing is left to train.
+    """
+    names = trained_names(model.parameters, job.coat.include, job.coat.exclude)
+    return {name: model.parameters[name] for name in names}
+
+
+def check_trained(job: JobConfig) -> None:
+    """Check what `coat.include` and `coat.exclude` choose, before captions and photos are encoded.
+
+    Raises:
+        ConfigError: as `trained_sizes`; a model whose parameters are not known yet is checked when it is loaded.
+    """
+    if not job.full:
+        return
+    try:
+        model = find_model(job.model.name_or_path, "model.name_or_path")
+    except ConfigError:
+        return
+    trained_sizes(job, model)
 
 
 def adapted(job: JobConfig, model: ModelParts) -> tuple[Linear, ...]:

@@ -9,10 +9,10 @@ from coat_core.kernels.packing import n_blocks
 from coat_core.optim.state import state_bytes
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.lookup import trained_names
 from ..blocks.sizes import FP32
 from ..config.job import JobConfig
 from ..saves.commit import SaveSpace
+from .job import trained_sizes
 from .models import ModelParts, find_model
 
 __all__ = ["LEAST_SAVED", "cached_codes", "job_space", "moment_bytes", "save_space"]
@@ -51,8 +51,7 @@ def job_space(job: JobConfig) -> SaveSpace:
     """
     model = find_model(job.model.name_or_path, f"{job.file}: config.process[0].model.name_or_path")
     if job.full:
-        trained = trained_names(model.parameters, job.coat.include, job.coat.exclude)
-        return save_space(job, [model.parameters[name] for name in trained], model.elements["transformer"])
+        return save_space(job, list(trained_sizes(job, model).values()), model.elements["transformer"])
     kwargs = job.network.network_kwargs
     only, ignore = kwargs.only_if_contains, tuple(kwargs.ignore_if_contains)
     targets, rank = model.targets(job.network.transformer_only, only, ignore), job.network.linear

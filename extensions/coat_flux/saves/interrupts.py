@@ -47,9 +47,10 @@ class Interrupts:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored}
 
     def close(self) -> None:
-        """Give them back; may be called twice."""
+        """Give them back, but for those that somebody else has taken over; may be called twice."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
         self._before = {}
 
     def __enter__(self) -> Interrupts:

@@ -7,6 +7,8 @@ the main process, which caches, saves and samples alone, may take `WAIT_LIMIT`.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,11 +51,18 @@ def exchange() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo has no kind of its own
+        _outlive_the_launcher()
         raise LostProcessError(
             "another process of this run has ended or does not answer, so all of them end; the saves are as they were, "
             f"the same command resumes from the newest (process {dist.get_rank()} of {dist.get_world_size()}: "
             f"{str(error).splitlines()[0]})"
         ) from error
+
+
+def _outlive_the_launcher() -> None:
+    """It ends those that are left by SIGTERM, and this one has yet to say why; SIGKILL follows if it does not end."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def first_to_fail() -> bool:

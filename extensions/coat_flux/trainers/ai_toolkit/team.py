@@ -13,7 +13,9 @@ A job of one process has none of this: every method does nothing.
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -159,7 +161,11 @@ class Team:
         for number, image in enumerate(images):
             count = str(number).zfill(len(str(len(images))))
             image.output_filename_no_ext = image.output_filename_no_ext.replace("[count]", count)
-        return images[self.rank :: self.size]
+        own = images[self.rank :: self.size]
+        for image in own:
+            if hasattr(image, "save_image_atomic"):
+                image.save_image_atomic = functools.partial(_save_apart, image, f".{self.rank}")
+        return own
 
     @contextmanager
     def all_sample(self, process: Any) -> Iterator[None]:
@@ -173,6 +179,28 @@ class Team:
             yield
         finally:
             process.accelerator = own
+
+
+def _save_apart(image: Any, name: str, *args: Any) -> None:
+    """Save an image through a folder of this process: ai-toolkit moves all that is in the one it uses.
+
+    Args:
+        image: ai-toolkit's GenerateImageConfig.
+        name: of the folder.
+        args: of its `save_image_atomic`.
+    """
+    folder = image.output_folder
+    image.output_folder = apart = os.path.join(folder, name)
+    try:
+        type(image).save_image_atomic(image, *args)
+    finally:
+        image.output_folder = folder
+    for part in (".thumbs", ""):  # as in ai-toolkit: a picture's thumbnail is there before it
+        files = os.scandir(os.path.join(apart, part)) if os.path.isdir(os.path.join(apart, part)) else ()
+        for file in [file for file in files if file.is_file()]:
+            os.makedirs(os.path.join(folder, part), exist_ok=True)
+            os.replace(file.path, os.path.join(folder, part, file.name))
+    shutil.rmtree(apart)
 
 
 class _AsMain:

@@ -24,6 +24,7 @@ from ...config.launch import joint_job
 from ...data.hold_out import describe_lowest
 from ...export.check import check_export
 from ...mini_flux.folder import provide_embedded
+from ...plan.job import check_trained
 from ...plan.space import save_space
 from ...saves.commit import newest_set, require_room, set_step
 from ...saves.errors import save_errors
@@ -98,6 +99,7 @@ class COATTrainer:
         """
         job = self.job
         require_here(job)
+        check_trained(job)
         workers = Workers(job.device)
         if workers.world_size > 1:
             job = self.job = joint_job(job, shares=workers.shares_weights)
