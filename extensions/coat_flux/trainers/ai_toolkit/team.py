@@ -18,12 +18,14 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...base.errors import UserError
+from ...base.files import link_or_copy
 from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, share_values, sum_gradients
 from .common import AIToolkitError
 
@@ -199,7 +201,7 @@ def _save_apart(image: Any, name: str, *args: Any) -> None:
         files = os.scandir(os.path.join(apart, part)) if os.path.isdir(os.path.join(apart, part)) else ()
         for file in [file for file in files if file.is_file()]:
             os.makedirs(os.path.join(folder, part), exist_ok=True)
-            os.replace(file.path, os.path.join(folder, part, file.name))
+            link_or_copy(Path(file.path), Path(folder, part, file.name))
     shutil.rmtree(apart)
 
 
