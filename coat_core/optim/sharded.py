@@ -163,7 +163,7 @@ class ShardedFP8AdamW(FP8AdamW):
             keep: False in processes that need no copy, which get the param groups alone.
 
         Returns:
-            Copies in CPU memory; made where there is no state yet, as `checkpoint_state`.
+            Copies in CPU memory. State that does not exist yet is made first, as in `checkpoint_state`.
         """
         stored = storages(self.fp8_config)
         states: dict[int, dict[str, Tensor]] = {}

@@ -128,7 +128,7 @@ class Continuation:
         other = self._process.get_latest_save_path()
         if other is not None:
             raise ResumeError(
-                f"{other}: is not a save of this trainer, and full fine-tuning goes on from its own; choose another "
+                f"{other}: is not a save of this trainer, and full fine-tuning resumes from its own; choose another "
                 "config.name to start a new run (all that is in this folder stays)"
             )
 
