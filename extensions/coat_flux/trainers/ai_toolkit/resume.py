@@ -122,7 +122,7 @@ class Continuation:
             self.seed = state.record["seed"]
 
     def _refuse_others(self) -> None:
-        """Whole models are gone on with by the trainer that saved them: what they were made from is not known here."""
+        """Whole models are resumed by the trainer that saved them: what they were made from is not known here."""
         from ...saves.errors import ResumeError
 
         other = self._process.get_latest_save_path()

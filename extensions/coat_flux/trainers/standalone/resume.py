@@ -123,7 +123,7 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     other = next(run_dir.glob(f"{glob.escape(name)}*/{MODEL_META}"), None)
     if other is not None:
         raise ResumeError(
-            f"{other.parent}: is ai-toolkit's, and full fine-tuning goes on with the trainer that saved it; run this "
+            f"{other.parent}: is ai-toolkit's, and full fine-tuning resumes in the trainer that saved it; run this "
             "config there, or choose another config.name to start over (all that is in this folder stays)"
         )
     pattern = re.compile(re.escape(name) + r"(_\d{9})?\.safetensors")
