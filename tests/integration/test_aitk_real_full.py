@@ -195,7 +195,7 @@ def test_what_cannot_be_gone_on_with_is_refused_before_the_model_is_loaded(check
     code, out = checkout.start(WHOLE, lora)
     assert code == 1
     assert "network.linear null -> 16" in out
-    with pytest.raises(ResumeError, match="is ai-toolkit's, and full fine-tuning goes on with the trainer that saved"):
+    with pytest.raises(ResumeError, match="is ai-toolkit's, and full fine-tuning resumes in the trainer that saved"):
         find_resume_point(checkout.folder(WHOLE), WHOLE)
     code, out = checkout.start("several", _entry(), processes=2)
     assert code != 0
