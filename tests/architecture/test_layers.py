@@ -46,7 +46,7 @@ LAYERS = {unit: number for number, unit in enumerate(ORDER)}
 MAX_FOLDERS = 15  # of coat_flux
 SIBLINGS = ("coat_flux.trainers.standalone", "coat_flux.trainers.ai_toolkit")
 AI_TOOLKIT_MODULES = {"toolkit", "jobs", "extensions_built_in"}
-MAX_LINES = 400
+MAX_LINES = 800
 
 ROOTS = ("coat_core", "coat_flux")
 
