@@ -5,7 +5,7 @@ linears are called in the original checkpoint (and so in saved LoRAs), and which
 without an entry is treated cautiously: what stands in its outermost block lists is converted, and takes the generic
 flow.
 
-To add a model's blocks: write their reader after `fused/flux1.py` (`reading.py` has what readers share, and
+To add a model's blocks: write their reader after `models/flux1.py` (`fused/reading.py` has what readers share, and
 `single_block.py` and `double_block.py` compute), and an entry here whose `BlockList`s name the class and the reader;
 add it to `ARCHITECTURES`, by which `lookup.py` finds it. `described.py` has the linears of a block, where `plan` shall
 know its bytes.
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .fused import chroma, flux1, flux2, qwen_image, sd3, zimage
 from .fused.reading import Reader
+from .models import chroma, flux1, flux2, qwen_image, sd3, zimage
 from .original_names import (
     FLUX2_DOUBLE,
     FLUX2_MODULATION,

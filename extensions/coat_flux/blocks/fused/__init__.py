@@ -1,7 +1,7 @@
 """The fused FP8 flow: a block with a reader is one autograd function that saves in FP8 only what cannot be recomputed.
 
 reading.py         what the readers of all block families share
-flux1.py           FLUX.1's reader; of others: flux2.py, chroma.py, qwen_image.py, sd3.py, zimage.py
+../models/         a reader per family of models
 double_block.py    a double block, forward and backward, and
 single_block.py    a single one, and
 stream_block.py    one with norms after its linears, of any model, put together from

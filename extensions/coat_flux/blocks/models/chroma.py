@@ -17,16 +17,15 @@ from coat_core.activation import PackingConfig
 from coat_core.kernels.attention import additive_mask
 from coat_core.linear.function import compute_dtype
 
-from .attention import Rotary, Shared
-from .block import Call
-from .double_block import DoubleBlock, Stream
-from .flux1 import PROCESSOR
-from .frozen import NotFusable
-from .gated_linear import GatedLinear
-from .kept import Saving
-from .linears import read_group, read_linear
-from .norm_linears import NormLinears
-from .reading import (
+from ..fused.attention import Rotary, Shared
+from ..fused.block import Call
+from ..fused.double_block import DoubleBlock, Stream
+from ..fused.frozen import NotFusable
+from ..fused.gated_linear import GatedLinear
+from ..fused.kept import Saving
+from ..fused.linears import read_group, read_linear
+from ..fused.norm_linears import NormLinears
+from ..fused.reading import (
     OncePerPass,
     Outside,
     Reader,
@@ -41,7 +40,8 @@ from .reading import (
     toolkit_heads,
     toolkit_rotary,
 )
-from .single_block import SingleBlock
+from ..fused.single_block import SingleBlock
+from .flux1 import PROCESSOR
 
 # -- diffusers' class -------------------------------------------------------------------------------------------------
 

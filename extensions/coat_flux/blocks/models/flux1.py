@@ -11,12 +11,12 @@ from torch import Tensor
 
 from coat_core.activation import PackingConfig
 
-from .attention import Shared
-from .block import Call
-from .double_block import DoubleBlock
-from .frozen import NotFusable
-from .reading import Outside, Reader, check_attention, clipped, read_double, read_modulation, read_single
-from .single_block import SingleBlock
+from ..fused.attention import Shared
+from ..fused.block import Call
+from ..fused.double_block import DoubleBlock
+from ..fused.frozen import NotFusable
+from ..fused.reading import Outside, Reader, check_attention, clipped, read_double, read_modulation, read_single
+from ..fused.single_block import SingleBlock
 
 ARGUMENTS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 PROCESSOR = "FluxAttnProcessor"

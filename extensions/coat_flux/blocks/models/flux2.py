@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
 
-from .attention import Attention, Shared
-from .block import Call
-from .double_block import DoubleBlock, Stream
-from .frozen import NotFusable
-from .gated_linear import GatedLinear
-from .kept import Saving
-from .linears import LinearGroup, read_group, read_linear
-from .norm_linears import NormLinears
-from .reading import (
+from ..fused.attention import Attention, Shared
+from ..fused.block import Call
+from ..fused.double_block import DoubleBlock, Stream
+from ..fused.frozen import NotFusable
+from ..fused.gated_linear import GatedLinear
+from ..fused.kept import Saving
+from ..fused.linears import LinearGroup, read_group, read_linear
+from ..fused.norm_linears import NormLinears
+from ..fused.reading import (
     Reader,
     check_attention,
     check_dropout,
@@ -35,7 +35,7 @@ from .reading import (
     toolkit_heads,
     toolkit_rotary,
 )
-from .single_block import SingleBlock
+from ..fused.single_block import SingleBlock
 
 SWIGLU = "silu_and_mul"
 ACTIVATIONS = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from coat_core.activation import PackingConfig
 
-from .attention import Rotary, Shared
-from .block import Call
-from .double_block import DoubleBlock
-from .frozen import NotFusable
-from .modulation import Modulation
-from .reading import OncePerPass, Outside, Reader, check_attention, read_double, read_modulation
+from ..fused.attention import Rotary, Shared
+from ..fused.block import Call
+from ..fused.double_block import DoubleBlock
+from ..fused.frozen import NotFusable
+from ..fused.modulation import Modulation
+from ..fused.reading import OncePerPass, Outside, Reader, check_attention, read_double, read_modulation
 
 PROCESSOR = "JointAttnProcessor2_0"
 HEAD_DIM = 64  # of all SD3 and SD3.5; a block's arguments do not show it

@@ -15,13 +15,13 @@ from coat_core.activation import PackingConfig
 from coat_core.kernels.attention import additive_mask
 from coat_core.linear.function import compute_dtype
 
-from .attention import Rotary, Shared
-from .block import Call
-from .double_block import DoubleBlock
-from .frozen import NotFusable
-from .linears import read_linear
-from .modulation import Modulation
-from .reading import OncePerPass, Outside, Reader, check_attention, clipped, read_double
+from ..fused.attention import Rotary, Shared
+from ..fused.block import Call
+from ..fused.double_block import DoubleBlock
+from ..fused.frozen import NotFusable
+from ..fused.linears import read_linear
+from ..fused.modulation import Modulation
+from ..fused.reading import OncePerPass, Outside, Reader, check_attention, clipped, read_double
 
 PROCESSOR = "QwenDoubleStreamAttnProcessor2_0"
 

@@ -16,16 +16,16 @@ from coat_core.activation import PackingConfig
 from coat_core.kernels.attention import additive_mask
 from coat_core.linear.function import compute_dtype
 
-from .attention import Attention, Rotary, Shared
-from .block import Call
-from .frozen import NotFusable
-from .gated_linear import GatedLinear
-from .kept import Saving
-from .linears import read_group, read_linear
-from .modulation import Modulation
-from .norm_linears import NormLinears
-from .reading import OncePerPass, Reader, check_attention, check_dropout, qk_norm
-from .stream_block import StreamBlock
+from ..fused.attention import Attention, Rotary, Shared
+from ..fused.block import Call
+from ..fused.frozen import NotFusable
+from ..fused.gated_linear import GatedLinear
+from ..fused.kept import Saving
+from ..fused.linears import read_group, read_linear
+from ..fused.modulation import Modulation
+from ..fused.norm_linears import NormLinears
+from ..fused.reading import OncePerPass, Reader, check_attention, check_dropout, qk_norm
+from ..fused.stream_block import StreamBlock
 
 PROCESSOR = "ZSingleStreamAttnProcessor"
 
