@@ -30,7 +30,7 @@ class ExpansionConfig:
 
     The defaults put a block's largest value on the format's max and its smallest on exactly 2 subnormal steps
     (max² · 4/7 = max / (2 · smallest subnormal), in both formats). A value stored again after each optimizer step then
-    keeps its code; with the paper's constants (`PAPER_EXPANSION`) the block's edge drifts. Measured: EXPERIMENTS.md.
+    keeps its code; with the paper's constants (`PAPER_EXPANSION`) the block's edge drifts. Measured: RESULTS.md.
 
     Args:
         range_fraction: expanded blocks span a ratio of max²·range_fraction from smallest to largest.

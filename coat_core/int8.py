@@ -34,7 +34,7 @@ def rotation_size(width: int) -> int:
     """Return how many neighbours a rotation of rows of `width` mixes: the largest power of 4 up to 256 that divides it.
 
     256 divides the widths of every linear of FLUX.1, FLUX.2 and Qwen-Image that is quantized. 64 costs up to 4 dB where
-    a row has outliers, 1024 gains up to 2: EXPERIMENTS.md.
+    a row has outliers, 1024 gains up to 2: RESULTS.md.
     """
     size = 1
     while size < LARGEST_ROTATION and width % (4 * size) == 0:

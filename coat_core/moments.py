@@ -19,7 +19,7 @@ Both ends of the block are on codes, so storing what was read changes nothing, a
 
 Zeros are exact in both. NaN has a code of its own and touches no other element; ±inf becomes ± the largest finite
 magnitude of its block. Where v is 0 or inf, and the update has no direction, the ratio is 0.
-Source: own; measured against the paper's formats on captured moments, EXPERIMENTS.md.
+Source: own; measured against the paper's formats on captured moments, RESULTS.md.
 
 Shapes: blocks [n, B]; scale, exponent [n, 1].
 """

@@ -6,7 +6,7 @@ code, and one that a gradient lifts past the middle stays up. Rounded to the upp
     (x − lower) / (upper − lower),   lower ≤ x ≤ upper as the two codes are read back
 
 what is stored is x on average, whatever the spacing. exp_avg needs no such thing: it changes by 10 % a step, so to
-nearest it does not drift, and at random its error doubles (measured: EXPERIMENTS.md).
+nearest it does not drift, and at random its error doubles (measured: RESULTS.md).
 
 The draws come from a hash of a counter, so they need no generator whose state is saved, are the same bits in PyTorch,
 in Triton's interpreter and on a GPU, and depend on no other parameter:

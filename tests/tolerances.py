@@ -126,7 +126,7 @@ EXAMPLE_IMAGE_LEVELS = 48
 EXAMPLE_IMAGE_MEAN_LEVELS = 1.0
 
 # Range expansion against plain e4m3 on the update m/(sqrt(v) + eps) of real LoRA moments: how many times lower the mean
-# squared error must be. The acceptance line asks for 2.5 at steps 100 and 400 of the long run (EXPERIMENTS.md).
+# squared error must be. The acceptance line asks for 2.5 at steps 100 and 400 of the long run (RESULTS.md).
 EXPANSION_GAIN = 2.0
 
 # --- engine: flow matching and schedules ---------------------------------------------------------------------------
@@ -366,7 +366,7 @@ LOG_GRID_REL = 8 * 2.0**-16
 # A value over its scale is 127 up to the rounding of both, and so is a sqrt on each side.
 SINGLE_MAGNITUDE_REL = 8 * 2.0**-24
 # How many times lower than that of expanded e4m3 the squared error of the update must be, at steps 1 and 2 and from
-# step 10 on. The acceptance line asks for 1/1.2 and 2; measured 5 and more: EXPERIMENTS.md.
+# step 10 on. The acceptance line asks for 1/1.2 and 2; measured 5 and more: RESULTS.md.
 INTEGER_FORMATS_GAIN = (1.0, 4.0)
 
 # --- verify --------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ LOCAL_SQNR_DB = 0.1
 FP32_SUM_RTOL = 1e-5
 
 # --- mini-FLUX -----------------------------------------------------------------------------------------------------
-# Share of 24 unseen prompts drawn right, by attribute (200 are scored in EXPERIMENTS.md), and the share of pictures
+# Share of 24 unseen prompts drawn right, by attribute (200 are scored in RESULTS.md), and the share of pictures
 # that chance alone lets pass for another prompt's: 1 in 1440 if all were equally likely.
 MINI_FLUX_ACCURACY = 0.9
 MINI_FLUX_CHANCE = 0.1

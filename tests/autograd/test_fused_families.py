@@ -36,7 +36,7 @@ from tests.tolerances import (
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PER_ROW = FP8LinearConfig(weight_granularity="per_row", input_granularity="per_row")
-# bytes per token and hidden element, EXPERIMENTS.md; a StreamBlock is like a stream of a double block
+# bytes per token and hidden element, RESULTS.md; a StreamBlock is like a stream of a double block
 KEPT_BY_FLUX = {"DoubleBlock": 12.5, "StreamBlock": 12.5, "SingleBlock": 10.4}
 IMAGE_TOKENS = 4096  # at 1024 x 1024
 

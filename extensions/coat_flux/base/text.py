@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 __all__ = ["GB", "MB", "columns", "size_text"]
 
-GB, MB = 1e9, 1e6  # as everywhere here: memory.budget_gb, metrics.csv, EXPERIMENTS.md
+GB, MB = 1e9, 1e6  # as everywhere here: memory.budget_gb, metrics.csv, RESULTS.md
 UNITS = ((GB, "GB"), (MB, "MB"), (1e3, "kB"))
 
 

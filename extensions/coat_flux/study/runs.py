@@ -48,7 +48,7 @@ def bf16_arm(job: JobConfig) -> Arm:
     """Return what the COAT runs of a job are compared with: its run in bf16.
 
     In full fine-tuning that is the config's own optimizer with fp32 moments. AdamW would round the weights to nearest
-    and lose most updates of bf16 weights, which has more effect on a run than FP8 has (EXPERIMENTS.md).
+    and lose most updates of bf16 weights, which has more effect on a run than FP8 has (RESULTS.md).
     """
     return _NOTHING_IN_FP8 if job.full and job.train.optimizer == COAT_OPTIMIZER else BF16
 
