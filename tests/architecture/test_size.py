@@ -1,0 +1,86 @@
+"""The size of the house: what a newcomer must read. The test prints the numbers (`pytest -s`) and holds them."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from coat_flux.config.coat import OPTIONS
+from tests.architecture.sources import ROOT, library_sources
+
+SOURCES = library_sources()
+TEXTS = {source.module: source.path.read_text(encoding="utf-8") for source in SOURCES}
+LIMITS = {  # lower them when the house has become smaller
+    "lines": 52_100,
+    "files": 310,
+    "characters in 100 lines": 4_175,
+    "functions of four lines or fewer": 870,
+    "private functions called once in their file": 640,
+    "dataclasses and named tuples": 190,
+    "docstring lines": 10_400,
+    "coat: options": 58,
+}
+
+
+def _functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _called_once(tree: ast.Module, text: str) -> int:
+    """Private functions whose name stands twice in their file: where they are defined, and where they are used."""
+    names = [function.name for function in _functions(tree) if re.fullmatch(r"_[a-z]\w*", function.name)]
+    return sum(len(re.findall(rf"\b{name}\b", text)) == 2 for name in names)
+
+
+def _is_record(node: ast.AST) -> bool:
+    if not isinstance(node, ast.ClassDef):
+        return False
+    marks = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
+    return any("dataclass" in mark or "NamedTuple" in mark for mark in marks)
+
+
+def _docstring_lines(tree: ast.Module) -> int:
+    lines = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                lines += (first.end_lineno or 0) - first.lineno + 1
+    return lines
+
+
+def _counts() -> dict[str, int]:
+    lines = sum(text.count("\n") for text in TEXTS.values())
+    functions = [function for source in SOURCES for function in _functions(source.tree)]
+    return {
+        "lines": lines,
+        "files": len(SOURCES),
+        "characters in 100 lines": 100 * sum(len(text) - text.count("\n") for text in TEXTS.values()) // lines,
+        "functions of four lines or fewer": sum((each.end_lineno or 0) - each.lineno < 4 for each in functions),
+        "private functions called once in their file": sum(
+            _called_once(source.tree, TEXTS[source.module]) for source in SOURCES
+        ),
+        "dataclasses and named tuples": sum(_is_record(node) for source in SOURCES for node in ast.walk(source.tree)),
+        "docstring lines": sum(_docstring_lines(source.tree) for source in SOURCES),
+        "coat: options": len(OPTIONS),
+    }
+
+
+def test_the_house_does_not_grow() -> None:
+    counts = _counts()
+    for name, count in counts.items():
+        print(f"{count:7,}  {name} (at most {LIMITS[name]:,})")
+    assert {name: count for name, count in counts.items() if count > LIMITS[name]} == {}
+
+
+def _lines_below(folder: str) -> int:
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_scripts_and_tests_do_not_grow() -> None:
+    assert _lines_below("scripts") <= 9_200
+    assert _lines_below("tests") <= 46_200
