@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from coat_flux.config.ai_toolkit_keys import PROCESS, shipped_schema
+from coat_flux.config.ai_toolkit_keys import KINDS, PROCESS
 from coat_flux.config.build import config_fields
 from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.coat import ADAMW_OPTIONS, BY_KEY, COATConfig
@@ -25,7 +25,6 @@ from tests.reliability.bad_config import ALONE, BOTH, BadConfig, valid_job
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 JOBS: tuple[dict[str, Any], ...] = (valid_job(), *(load_job_yaml(path) for path in CONFIGS))
-SCHEMA = shipped_schema()
 FREE = ("meta",)  # the user's own
 Path_ = tuple[Any, ...]
 
@@ -113,7 +112,7 @@ def standalone_keys(cls: type = JobConfig, prefix: str = "") -> Iterator[str]:
 
 
 def ai_toolkit_keys(block: str = PROCESS, prefix: str = "") -> Iterator[str]:
-    for name, kind in SCHEMA.classes[block].items():
+    for name, kind in KINDS[block].items():
         yield f"{prefix}{name}"
         if kind[0] in "{[":
             yield from ai_toolkit_keys(kind.strip("{}[]"), f"{prefix}{name}.")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coat_flux.cli.check import add_parser, run
-from coat_flux.config.ai_toolkit_keys import VERSION, shipped_schema
+from coat_flux.config.ai_toolkit_keys import SOURCES, VERSION
 from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.findings import Finding
 from tests.reliability.bad_config import BadConfig, valid_job
@@ -153,35 +153,9 @@ def test_keys_of_ai_toolkit_alone_are_legal_there() -> None:
     ]
 
 
-def checkout(
-    root: Path,
-    *,
-    train: str = "steps",
-    version: str = VERSION,
-    dropout: str = "get_dropout_caption",
-    gone: str = "",
-) -> Path:
-    """A folder with just what is read of ai-toolkit; with the key `train` in TrainConfig and without `gone`."""
-    schema = shipped_schema()
-    lines = []
-    for name, keys in schema.classes.items():
-        if name not in ("process", "network_kwargs"):
-            lines += [f"class {name}:", "    def __init__(self, **kwargs):"]
-            defaults = {key: "{}" if kind in ("dict", "{network_kwargs}") else "None" for key, kind in keys.items()}
-            defaults.pop(gone.removeprefix(f"{name}."), None)
-            lines += [f"        self.{key} = kwargs.get('{key}', {default})" for key, default in defaults.items()]
-            lines += [f"        self.x: int = kwargs.get('{train}', 1)"] if name == "TrainConfig" else []
-    files = {
-        "toolkit/config_modules.py": "\n".join(lines),
-        "toolkit/lora_special.py": "class LoRASpecialNetwork:\n    def __init__(self, only_if_contains=None): ...\n",
-        "toolkit/dataloader_mixins.py": dropout,
-        "version.py": f'VERSION = "{version}"\n',
-        "extensions_built_in/sd_trainer/DiffusionTrainer.py": "self.config.get('sqlite_db_path')",
-    }
-    reads = "\n".join(f"self.get_conf('{key}', None)" for key in schema.classes["process"] if key != "sqlite_db_path")
-    for name in ("BaseProcess", "BaseTrainProcess", "BaseSDTrainProcess"):
-        files[f"jobs/process/{name}.py"] = reads
-    files["extensions_built_in/sd_trainer/SDTrainer.py"] = ""
+def checkout(root: Path, *, train: str = "steps", version: str = VERSION) -> Path:
+    """A folder with just what is read of ai-toolkit; its source has the key `train`."""
+    files = {"version.py": f'VERSION = "{version}"\n', **dict.fromkeys(SOURCES, f"self.x = kwargs.get('{train}', 1)")}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")

@@ -17,7 +17,7 @@ from ..config.check import (
     check_job_dict,
     find_toolkit,
     is_toolkit,
-    schema_of,
+    toolkit_of,
 )
 from ..config.findings import ConfigError, Finding
 from ..config.job import JobConfig
@@ -109,7 +109,7 @@ def check_outputs(raw: dict[str, Any], file: str) -> bool:
 def _print_other_host(host: str, judged: Mapping[str, Sequence[Finding]], root: Path | None) -> None:
     """One line: would the other trainer run it; then its errors that were not shown."""
     other = STANDALONE if host == AI_TOOLKIT else AI_TOOLKIT
-    name = "the stand-alone trainer" if other == STANDALONE else f"{AI_TOOLKIT} {schema_of(root).version}"
+    name = "the stand-alone trainer" if other == STANDALONE else f"{AI_TOOLKIT} {toolkit_of(root).version}"
     errors = [item for item in judged[other] if _stops(item)]
     seen = {(item.key, item.text()) for item in judged[host] if _stops(item)}
     own = [item for item in errors if (item.key, item.text()) not in seen]

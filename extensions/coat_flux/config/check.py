@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_TYPE
-from .ai_toolkit_keys import CLASSES_FILE, NoToolkitError, Schema, check_keys, read_schema, shipped_schema
+from .ai_toolkit_keys import CLASSES_FILE, NoToolkitError, Toolkit, check_keys, read_toolkit
 from .build import build
 from .coat import COATConfig
 from .combinations import check_combinations
@@ -39,8 +39,7 @@ def check_job_file(
         path: YAML or JSON.
         name: takes the place of `config.name`.
         trainer: who would run it: one of `TRAINERS`.
-        toolkit_root: ai-toolkit's folder, whose own config classes say which keys it knows; without one the list that
-            comes with this package does.
+        toolkit_root: ai-toolkit's folder, whose source may have newer keys than the list that comes with this package.
 
     Returns:
         Errors, then warnings; empty where all is well. A file that cannot be read is one error.
@@ -81,7 +80,7 @@ def check_job_dict(
     if trainer != AI_TOOLKIT:
         raise ValueError(f"trainer={trainer!r}: must be one of {', '.join(TRAINERS)}; write {AI_TOOLKIT}")
     findings = Findings(file)
-    _check_for_ai_toolkit(raw, findings, schema_of(toolkit_root, findings), num_processes)
+    _check_for_ai_toolkit(raw, findings, toolkit_of(toolkit_root, findings), num_processes)
     return findings.all
 
 
@@ -113,17 +112,17 @@ def require_here(job: JobConfig) -> None:
         raise ConfigError(errors)
 
 
-def schema_of(root: Path | None, findings: Findings | None = None) -> Schema:
-    """What an ai-toolkit reads; the shipped list, with a warning, where its source is not as we know it."""
+def toolkit_of(root: Path | None, findings: Findings | None = None) -> Toolkit:
+    """The ai-toolkit in a folder; the one of the table, with a warning, where its source cannot be read."""
     if root is None:
-        return shipped_schema()
+        return Toolkit()
     try:
-        return read_schema(Path(root).resolve())
+        return read_toolkit(Path(root).resolve())
     except NoToolkitError as error:
-        schema = shipped_schema()
+        toolkit = Toolkit()
         if findings is not None:
-            findings.warn("ai-toolkit", f"its keys cannot be read from its source ({error}); {schema.source} is used")
-        return schema
+            findings.warn("ai-toolkit", f"{error}; the list of {toolkit.version} is used")
+        return toolkit
 
 
 def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
@@ -173,7 +172,7 @@ def require_packages(job: Job) -> None:
         raise ConfigError(missing)
 
 
-def _check_for_ai_toolkit(raw: Any, findings: Findings, schema: Schema, num_processes: int) -> None:
+def _check_for_ai_toolkit(raw: Any, findings: Findings, toolkit: Toolkit, num_processes: int) -> None:
     """Add what ai-toolkit would refuse late, ignore in silence, or take for something else."""
     check_shape(raw, findings)
     check_plain(raw, findings)
@@ -189,7 +188,7 @@ def _check_for_ai_toolkit(raw: Any, findings: Findings, schema: Schema, num_proc
         elif extra not in ("name", "process"):
             findings.add(f"config.{extra}", "unknown key; known here: name, process")
     for i, process in enumerate(job["config"]["process"]):
-        entry = Entry(AI_TOOLKIT, process, f"config.process[{i}]", findings, job["config"]["name"], None, schema)
+        entry = Entry(AI_TOOLKIT, process, f"config.process[{i}]", findings, job["config"]["name"], None, toolkit)
         _check_process(replace(entry, num_processes=num_processes))
 
 
@@ -205,7 +204,7 @@ def _check_process(entry: Entry) -> None:
         else:
             entry.add("type", "a process type of another extension, which is not checked here", warn=True)
         return
-    check_keys(process, path, entry.schema, findings)
+    check_keys(process, path, entry.toolkit, findings)
     coat = None
     if kind in (None, COAT_TYPE):
         coat = build(COATConfig, process.get("coat"), f"{path}.coat", findings)

@@ -109,11 +109,9 @@ def _check_ai_toolkit_dataset(dataset: Entry, is_cached: bool) -> None:
             dataset.add("num_frames", f"{rule}; write 1")
         if dataset.get("auto_frame_count") is True:
             dataset.add("auto_frame_count", f"{rule}; write false")
-    keeps_dropout = dataset.schema is not None and dataset.schema.drops_cached_captions
-    for key in ("token_dropout_rate",) if keeps_dropout else ("token_dropout_rate", "caption_dropout_rate"):
-        if is_cached and dataset.get(key, 0) > 0:
-            rule = f"ai-toolkit {dataset.schema.version} ignores it with cached text embeddings"
-            dataset.add(key, f"{rule}; write 0, or cache_text_embeddings: false")
+    if is_cached and dataset.get("token_dropout_rate", 0) > 0:
+        rule = "ai-toolkit ignores it with cached text embeddings; write 0, or cache_text_embeddings: false"
+        dataset.add("token_dropout_rate", rule)
 
 
 def check_samples(entry: Entry) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .ai_toolkit_keys import Schema
+from .ai_toolkit_keys import Toolkit
 from .coat import COATConfig
 from .findings import Findings
 
@@ -29,7 +29,7 @@ class Entry:
         findings: what was found so far; receives more.
         name: `config.name`.
         coat: its `coat:` block; None for ai-toolkit's own process types inside ai-toolkit.
-        schema: what this ai-toolkit reads.
+        toolkit: the ai-toolkit that would run it.
         num_processes: how many processes accelerate started.
         outer: the entry of `config.process` that a block of a list is in.
     """
@@ -40,7 +40,7 @@ class Entry:
     findings: Findings
     name: str = ""
     coat: COATConfig | None = None
-    schema: Schema | None = None
+    toolkit: Toolkit | None = None
     num_processes: int = 1
     outer: Entry | None = None
 

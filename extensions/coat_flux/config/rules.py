@@ -217,7 +217,7 @@ def _check_model(entry: Entry) -> None:
     rule(ALONE, "model.qtype", qtype not in (None, COAT_QTYPE), text, default=qtype)
     family = arch_of(get("model", {}))
     if entry.coat is not None and entry.coat.enabled:
-        refused, warns = refusal(family, frozenset() if entry.schema is None else entry.schema.archs)
+        refused, warns = refusal(family, frozenset() if entry.toolkit is None else entry.toolkit.archs)
         rule(TOOLKIT, "model.arch", refused, refused, warn=warns)
     text = f"ai-toolkit does not quantize {family} while it loads, whatever the qtype; write quantize: false"
     text += ", COAT converts its linears after loading" if entry.coat is not None and entry.coat.enabled else ""
