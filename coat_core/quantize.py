@@ -1,6 +1,6 @@
 """Scaling to FP8 and back: the specification of how a high precision tensor becomes codes.
 
-`coat_core.kernels.quantize` has the same functions by the device's kernel.
+`coat_core.ops.quantize` has the same functions by the device's kernel.
 
     scale = amax / format.max            (fp32; the dequantization multiplier)
     codes = saturating_cast(x / scale)

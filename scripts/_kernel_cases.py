@@ -12,15 +12,15 @@ import torch
 from _z_image_cases import z_image_cases
 from torch import Tensor
 
+from coat_core import ops
 from coat_core.formats import FORMATS
-from coat_core.kernels import gpu
 
 TOKENS, HIDDEN, MLP = 4608, 3072, 12288
 
 
 def launcher_modules() -> list[Any]:
-    """Every module of `coat_core.kernels.gpu`."""
-    return [importlib.import_module(f"{gpu.__name__}.{found.name}") for found in pkgutil.iter_modules(gpu.__path__)]
+    """Every module of `coat_core.ops`."""
+    return [importlib.import_module(f"{ops.__name__}.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -28,8 +28,8 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _quantize_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu.quantize import cast_by_amax, dequantize, quantize, transpose_codes
-    from coat_core.kernels.gpu.quantize_and_save import quantize_and_save
+    from coat_core.ops.quantize_and_save_kernel import quantize_and_save
+    from coat_core.ops.quantize_kernel import cast_by_amax, dequantize, quantize, transpose_codes
 
     cases: dict[str, Callable[[], Any]] = {}
     x, wide, row_scale = _empty(TOKENS, HIDDEN), _empty(TOKENS, MLP), _empty(TOKENS, 1, dtype=torch.float32)
@@ -70,7 +70,7 @@ def _quantize_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _weight_only_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu.weight_only import weight_only_linear
+    from coat_core.ops.weight_only_kernel import weight_only_linear
 
     bias, scale = _empty(6 * HIDDEN), _empty(dtype=torch.float32)
     codes = {name: _empty(6 * HIDDEN, HIDDEN, dtype=fmt.dtype) for name, fmt in FORMATS.items()}
@@ -83,9 +83,9 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _int8_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu.int8 import int8_mm, quantize_int8, rotate
-    from coat_core.kernels.gpu.quantize import dequantize
-    from coat_core.kernels.gpu.weight_only import weight_only_linear
+    from coat_core.ops.int8_kernel import int8_mm, quantize_int8, rotate
+    from coat_core.ops.quantize_kernel import dequantize
+    from coat_core.ops.weight_only_kernel import weight_only_linear
 
     fp32, bf16, wide = torch.float32, torch.bfloat16, 3 * HIDDEN + MLP
     cases: dict[str, Callable[[], Any]] = {
@@ -115,7 +115,7 @@ def _int8_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _nvfp4_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu.nvfp4 import decode_nvfp4
+    from coat_core.ops.nvfp4_kernel import decode_nvfp4
 
     codes, scales = (_empty(3 * HIDDEN, HIDDEN // size, dtype=torch.uint8) for size in (2, 16))
     return {
@@ -125,7 +125,7 @@ def _nvfp4_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _gate_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu import gate
+    from coat_core.ops import gate_kernel as gate
 
     x, modulation, dtype = _empty(1, TOKENS, HIDDEN), _empty(1, HIDDEN), torch.bfloat16
     dx = _empty(1, TOKENS, HIDDEN, dtype=torch.float32)
@@ -155,7 +155,7 @@ def _gate_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _norm_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
+    from coat_core.ops.norm_kernel import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 
     x, modulation, eps, bf16 = _empty(1, TOKENS, HIDDEN), _empty(1, 6 * HIDDEN)[:, :HIDDEN], 1e-6, torch.bfloat16
     grad = _empty(1, TOKENS, HIDDEN, dtype=torch.float32)
@@ -181,9 +181,10 @@ def _norm_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _qkv_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu import gelu, qkv
-    from coat_core.kernels.gpu.mlp_activation_backward import mlp_activation_backward
-    from coat_core.kernels.gpu.mlp_activation_down import mlp_activation_down
+    from coat_core.ops import gelu_kernel as gelu
+    from coat_core.ops import qkv_kernel as qkv
+    from coat_core.ops.mlp_activation_backward_kernel import mlp_activation_backward
+    from coat_core.ops.mlp_activation_down_kernel import mlp_activation_down
 
     fp8, bf16 = FORMATS["e4m3"].dtype, torch.bfloat16
     wide = _empty(1, TOKENS, 3 * HIDDEN + MLP)
@@ -272,9 +273,9 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
 
 def _swiglu_cases() -> dict[str, Callable[[], Any]]:
     """Kernels that read both halves of FLUX.2-klein-4B's MLP: of FLUX.1's cases, those that need most registers."""
-    from coat_core.kernels.gpu.mlp_activation_backward import mlp_activation_backward
-    from coat_core.kernels.gpu.mlp_activation_down import mlp_activation_down
-    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient
+    from coat_core.ops.mlp_activation_backward_kernel import mlp_activation_backward
+    from coat_core.ops.mlp_activation_down_kernel import mlp_activation_down
+    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient
 
     f, rank, fp32, bf16, fp8 = 3 * HIDDEN, 128, torch.float32, torch.bfloat16, FORMATS["e4m3"].dtype
     out, mlp = _empty(1, TOKENS, HIDDEN), _empty(1, TOKENS, 3 * HIDDEN + 2 * f)[..., 3 * HIDDEN :]
@@ -292,7 +293,7 @@ def _swiglu_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _mlp_gradient_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient
+    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient
 
     fp32, bf16 = torch.float32, torch.bfloat16
     cases: dict[str, Callable[[], Any]] = {}
@@ -314,7 +315,7 @@ def _mlp_gradient_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _lora_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu.lora import lora_up_gradients
+    from coat_core.ops.lora_kernel import lora_up_gradients
 
     joined, bf16, fp32 = [HIDDEN] * 3 + [MLP], torch.bfloat16, torch.float32  # q, k, v and the MLP
     cases: dict[str, Callable[[], Any]] = {}
@@ -335,7 +336,7 @@ def _lora_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _adamw_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.kernels.gpu.adamw import fp8_adamw_step
+    from coat_core.ops.adamw_kernel import fp8_adamw_step
 
     def case(
         dtype: torch.dtype,

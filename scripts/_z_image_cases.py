@@ -23,10 +23,10 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def z_image_cases() -> dict[str, Callable[[], Any]]:
     """Name → call of a launcher."""
-    from coat_core.kernels.gpu.gate import gated_sum, gated_sum_backward
-    from coat_core.kernels.gpu.mlp_activation_down import mlp_activation_down
-    from coat_core.kernels.gpu.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
-    from coat_core.kernels.gpu.qkv import qkv_rope, qkv_rope_backward
+    from coat_core.ops.gate_kernel import gated_sum, gated_sum_backward
+    from coat_core.ops.mlp_activation_down_kernel import mlp_activation_down
+    from coat_core.ops.norm_kernel import norm_modulate, norm_modulate_backward, norm_modulate_quantize
+    from coat_core.ops.qkv_kernel import qkv_rope, qkv_rope_backward
 
     d, f, eps, fp32, bf16 = 3840, 10240, 1e-5, torch.float32, torch.bfloat16
     x, vectors, weight, none = _empty(2, TOKENS, d), _empty(2, 4 * d)[:, :d], _empty(d), ("none", 0)

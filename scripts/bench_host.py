@@ -1,7 +1,7 @@
 """Time the host needs for a training step of FLUX.1-dev's 57 blocks: `python scripts/bench_host.py [--rounds N]`.
 
 Forward and backward pass on a CPU at a width of 64, with 8 + 8 tokens, with all kernels stubbed: our operators run what
-they run on CUDA up to the launch (`coat_core.kernels.gpu`; without Triton their fakes), and torch's own products,
+they run on CUDA up to the launch (`coat_core.ops`; without Triton their fakes), and torch's own products,
 attention and copies only allocate. What is left is Python, autograd and torch's dispatcher: what stands between two
 launches on a GPU. Launching itself takes longer there (5 µs of the driver each, and Triton's own launcher).
 
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core.kernels import dispatch, scaled_mm
-from coat_core.kernels.operators import Operator
+from coat_core.ops import dispatch, scaled_mm
+from coat_core.ops.operators import Operator
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.fused import linears, modulation
 from coat_flux.blocks.fused.gradients import written_gradients
@@ -90,8 +90,8 @@ def stub_our_operators(kernels: str) -> None:
             op.register_kernel("cpu")(kernel)
     if kernels == "fakes":
         return
-    from coat_core.kernels import gpu
-    from coat_core.kernels.gpu import runtime
+    from coat_core import ops
+    from coat_core.ops import launch as runtime
 
     as_on_a_gpu = {  # which has types that a CPU's interpreter has not
         "empty_values": runtime.empty,
@@ -100,8 +100,8 @@ def stub_our_operators(kernels: str) -> None:
     }
     for module in (linears, modulation):  # whose sums a GPU writes in fp32 at once
         vars(module)["product"] = lambda a, b, dtype: a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
-    for found in pkgutil.iter_modules(gpu.__path__):
-        names = vars(importlib.import_module(f"{gpu.__name__}.{found.name}"))
+    for found in pkgutil.iter_modules(ops.__path__):
+        names = vars(importlib.import_module(f"{ops.__name__}.{found.name}"))
         names |= {name: function for name, function in as_on_a_gpu.items() if name in names}
     dispatch.triton_obstacle = functools.cache(lambda device: None)
     torch.cuda.current_device = lambda: None  # of a CPU tensor's device, the index
@@ -145,7 +145,7 @@ def no_launches(kernels: str) -> AbstractContextManager[None]:
     """While this is open launchers launch nothing."""
     if kernels == "fakes":
         return nullcontext()
-    from coat_core.kernels.gpu.runtime import recorded_launches
+    from coat_core.ops.launch import recorded_launches
 
     return recorded_launches(lambda kernel, grid, args, options: None)
 

@@ -25,9 +25,9 @@ from moment_error import BEST, COAT, Method, bitsandbytes_method, own_methods, s
 from torch import Tensor
 
 from coat_core.config import ExpansionConfig, FP8QuantizationConfig
-from coat_core.kernels.adamw import read_moments, write_moments
-from coat_core.kernels.packing import Layout
 from coat_core.moments import update_ratio
+from coat_core.ops.adamw import read_moments, write_moments
+from coat_core.ops.packing import Layout
 from coat_core.optim.state import empty_moment, state_bytes, storages
 from coat_core.quantize import join_groups, split_groups
 from coat_core.rounding import between, streams, uniform

@@ -23,8 +23,8 @@ from coat_core.autograd import autocast_is_on, first_order_only
 from coat_core.formats import INT8, get_format
 from coat_core.granularity import Granularity
 from coat_core.int8 import rotation_size
-from coat_core.kernels.int8 import rotate
-from coat_core.kernels.quantize import dequantize, quantize_once
+from coat_core.ops.int8 import rotate
+from coat_core.ops.quantize import dequantize, quantize_once
 from coat_core.quantize import Quantized
 
 

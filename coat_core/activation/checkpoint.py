@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation.packing import PACKED_DTYPES, ExactTensor, unpack_saved
 from coat_core.autograd import first_order_only
 from coat_core.granularity import PER_GROUP, Granularity
-from coat_core.kernels.quantize import quantize
+from coat_core.ops.quantize import quantize
 from coat_core.quantize import Quantized
 
 

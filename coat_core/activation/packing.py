@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coat_core.autograd import refuse_second_order
 from coat_core.formats import FORMATS, get_format
 from coat_core.granularity import PER_GROUP, Granularity
-from coat_core.kernels.quantize import quantize
+from coat_core.ops.quantize import quantize
 from coat_core.quantize import Quantized
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

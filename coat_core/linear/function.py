@@ -36,13 +36,13 @@ from coat_core.autograd import autocast_is_on, first_order_only, refuse_second_o
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8, get_format, product_format
 from coat_core.granularity import PER_ROW, Granularity
-from coat_core.kernels import int8_mm as int8_products
-from coat_core.kernels.int8 import quantize_int8, rotate
-from coat_core.kernels.quantize import dequantize, quantize, quantize_once
-from coat_core.kernels.scaled_mm import ALIGNMENT, scaled_mm, unsupported_reason
-from coat_core.kernels.weight_only import weight_only_linear
 from coat_core.linear.trained import TrainedCodes
 from coat_core.linear.weight import StoredWeight
+from coat_core.ops import int8_mm as int8_products
+from coat_core.ops.int8 import quantize_int8, rotate
+from coat_core.ops.quantize import dequantize, quantize, quantize_once
+from coat_core.ops.scaled_mm import ALIGNMENT, scaled_mm, unsupported_reason
+from coat_core.ops.weight_only import weight_only_linear
 from coat_core.quantize import Quantized
 
 
@@ -218,7 +218,7 @@ def unit_scale(scale: Tensor) -> Tensor:
     """Return what is left of a weight's scale [] or [N, 1] in dgrad: one per row goes into dy before the cast.
 
     Returns:
-        fp32 []. Kept for row-wise GEMMs, it is kept as [K, 1]: `coat_core.kernels.scaled_mm.row_scale`.
+        fp32 []. Kept for row-wise GEMMs, it is kept as [K, 1]: `coat_core.ops.scaled_mm.row_scale`.
     """
     return scale.new_ones(()) if scale.ndim == 2 else scale
 

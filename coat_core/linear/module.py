@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import FORMATS
-from coat_core.kernels.scaled_mm import ALIGNMENT
 from coat_core.linear.function import fp8_linear, fp8_trainable_linear, quantized_input
 from coat_core.linear.trained import TrainedCodes
 from coat_core.linear.weight import CODES, drop_weight, load_weight, read_weight, store_weight
+from coat_core.ops.scaled_mm import ALIGNMENT
 
 
 def run_stored_linear(module: nn.Module, x: Tensor, config: FP8LinearConfig) -> Tensor:

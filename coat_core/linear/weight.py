@@ -19,9 +19,9 @@ from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8, NVFP4, product_format
 from coat_core.granularity import PER_ROW, PER_TENSOR
 from coat_core.int8 import rotation_size
-from coat_core.kernels.int8 import rotate
-from coat_core.kernels.nvfp4 import decode_nvfp4
-from coat_core.kernels.quantize import dequantize, quantize, transpose_codes
+from coat_core.ops.int8 import rotate
+from coat_core.ops.nvfp4 import decode_nvfp4
+from coat_core.ops.quantize import dequantize, quantize, transpose_codes
 
 CODES, SCALE, BLOCK_SCALES = "weight_codes", "weight_scale_bits", "weight_block_scales"
 TRANSPOSED = "weight_codes_transposed"

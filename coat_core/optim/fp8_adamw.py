@@ -1,6 +1,6 @@
 """FP8AdamW: torch.optim.AdamW with its moments stored in FP8.
 
-A step is one call of the operator `coat_core.kernels.adamw` for all parameters of a group, on state packed in
+A step is one call of the operator `coat_core.ops.adamw` for all parameters of a group, on state packed in
 one buffer of each kind (`packing`), so that launches do not grow with the number of parameters and nothing is read back
 from the device. What is stored: `state`; what a state file may contain: `loading`.
 Source: arXiv 2410.19313, section 3.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.kernels.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
+from coat_core.ops.adamw import Hyper, fp8_adamw_step, hyper_of_step, hyper_table
 from coat_core.optim.loading import TORCH_ONLY_OPTIONS, SavedState, adopt_group, check_groups, saved_states, write_state
 from coat_core.optim.packing import Batch, Numbering, PackedState
 from coat_core.optim.state import storages

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.formats import M1_FORMATS, M2_FORMATS, Format, IntegerFormat
-from coat_core.kernels.packing import n_blocks
+from coat_core.ops.packing import n_blocks
 from coat_core.optim.state import MOMENTS, State, Storage, convert_state
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coat_core.kernels.adamw import Moment
-from coat_core.kernels.packing import chunks, n_blocks
+from coat_core.ops.adamw import Moment
+from coat_core.ops.packing import chunks, n_blocks
 from coat_core.optim.offload import Staging
 from coat_core.optim.state import State, Storage, empty_moment, moment_views
 from coat_core.rounding import PARAMETERS, streams

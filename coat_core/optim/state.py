@@ -23,8 +23,8 @@ from torch import Tensor
 
 from coat_core.config import ExpansionConfig, FP8QuantizationConfig
 from coat_core.formats import M1_FORMATS, M2_FORMATS, Format, IntegerFormat
-from coat_core.kernels.adamw import Moment, read_moments, write_moments
-from coat_core.kernels.packing import Layout, n_blocks
+from coat_core.ops.adamw import Moment, read_moments, write_moments
+from coat_core.ops.packing import Layout, n_blocks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 State = dict[str, Tensor]

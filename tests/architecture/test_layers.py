@@ -22,7 +22,7 @@ ORDER = (
     "coat_core.nvfp4",
     "coat_core.expansion",
     "coat_core.moments",
-    "coat_core.kernels",
+    "coat_core.ops",
     "coat_core.optim",
     "coat_core.linear",
     "coat_core.activation",
@@ -157,7 +157,7 @@ def test_core_imports_torch_and_the_standard_library_only() -> None:
         for found in source.imports()
         if source.module.startswith("coat_core")
         and _top(found) not in allowed
-        and not (_top(found) == "triton" and _unit(source.module) == "coat_core.kernels")  # lazily: test_lean_import.py
+        and not (_top(found) == "triton" and _unit(source.module) == "coat_core.ops")  # lazily: test_lean_import.py
     ]
     assert wrong == []
 

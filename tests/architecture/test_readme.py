@@ -61,6 +61,6 @@ def test_every_file_of_the_maps_exists(folder):
     named = set(re.findall(r"`([\w/]+\.(?:py|md))`", _text(f"{folder}/README.md")))
     assert len(named) > 10
     missing = [
-        name for name in named if not any((ROOT / base / name).exists() for base in ("", folder, f"{folder}/kernels"))
+        name for name in named if not any((ROOT / base / name).exists() for base in ("", folder, f"{folder}/ops"))
     ]
     assert sorted(missing) == []

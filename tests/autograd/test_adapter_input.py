@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import FP8InputLinear
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_ROW, Granularity
-from coat_core.kernels.quantize import _copies, quantize
 from coat_core.linear import FP8Linear, FP8TrainableLinear
+from coat_core.ops.quantize import _copies, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import product_floor_db
 

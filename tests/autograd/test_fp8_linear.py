@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import fp8_checkpoint
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Granularity
-from coat_core.kernels.quantize import _copies, quantize
-from coat_core.kernels.scaled_mm import row_scale
 from coat_core.linear import FP8Linear, fp8_linear
 from coat_core.linear.function import dgrad, fprop, unit_scale
 from coat_core.linear.weight import StoredWeight, quantize_weight
+from coat_core.ops.quantize import _copies, quantize
+from coat_core.ops.scaled_mm import row_scale
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import BF16_ORDER_FLOOR_DB, FP32_ORDER_FLOOR_DB, product_floor_db
 

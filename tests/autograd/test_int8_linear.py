@@ -12,9 +12,9 @@ from coat_core import FP8Linear, FP8LinearConfig, FP8TrainableLinear
 from coat_core.activation import FP8InputLinear
 from coat_core.granularity import PER_ROW
 from coat_core.int8 import quantize_int8, rotate
-from coat_core.kernels.quantize import quantize
 from coat_core.linear.weight import keep_transposed, load_weight, stored_bytes
 from coat_core.metrics import sqnr_db
+from coat_core.ops.quantize import quantize
 from coat_flux.blocks.fused.linears import read_group
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_bitwise, assert_sqnr

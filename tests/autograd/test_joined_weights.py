@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from coat_core.kernels.quantize import quantize
 from coat_core.linear.module import FP8Linear
 from coat_core.linear.weight import keep_transposed
+from coat_core.ops.quantize import quantize
 from coat_flux.blocks.fused.frozen import join_buffers
 from coat_flux.blocks.fused.linears import read_group
 from tests.helpers.asserts import assert_bitwise

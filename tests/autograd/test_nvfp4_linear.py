@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from coat_core import FP8Linear, FP8LinearConfig, FP8TrainableLinear, nvfp4
 from coat_core.formats import NVFP4
-from coat_core.kernels.quantize import quantize
 from coat_core.linear.function import input_granularity
 from coat_core.linear.weight import BUFFERS, load_weight, stored_bytes
 from coat_core.metrics import sqnr_db
+from coat_core.ops.quantize import quantize
 from coat_flux.blocks.fused.linears import read_group
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import FP32_ORDER_FLOOR_DB, product_floor_db

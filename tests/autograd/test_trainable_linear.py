@@ -14,7 +14,6 @@ from coat_core import FP8AdamW
 from coat_core.activation import PackedSavedTensors, PackingConfig
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_ROW, Granularity
-from coat_core.kernels.scaled_mm import scaled_mm_on_cuda
 from coat_core.linear import (
     FP8Linear,
     FP8TrainableLinear,
@@ -25,6 +24,7 @@ from coat_core.linear import (
     trained,
 )
 from coat_core.linear.function import wgrad
+from coat_core.ops.scaled_mm import scaled_mm_on_cuda
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import (

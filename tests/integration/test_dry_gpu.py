@@ -20,8 +20,9 @@ from coat_flux.config.options import Option
 from coat_flux.saves.state import execution_of
 
 pytest.importorskip("triton", reason="the kernels' signatures are Triton's")
-from coat_core.kernels import scaled_mm
-from coat_core.kernels.gpu import gate, norm
+from coat_core.ops import gate_kernel as gate
+from coat_core.ops import norm_kernel as norm
+from coat_core.ops import scaled_mm
 from tests.helpers import flux2
 from tests.helpers.dry_gpu import COMPARED, DeviceError, HostWaits, LaunchError, dry_gpu, dry_session
 from tests.helpers.dry_gpu.card import CARD
@@ -222,7 +223,7 @@ def test_an_item_in_a_launcher_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def reads(grad: Tensor, *rest: Any) -> Any:
         return right(grad * grad.sum().item(), *rest)
 
-    with pytest.raises(HostWaits, match=r"kernels/dispatch\.py:run: the host waits for the GPU, it reads a number"):
+    with pytest.raises(HostWaits, match=r"ops/dispatch\.py:run: the host waits for the GPU, it reads a number"):
         run_with(reads, monkeypatch)
 
 

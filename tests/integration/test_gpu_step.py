@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from coat_core import FP8AdamW
-from coat_core.kernels.dispatch import triton_obstacle
+from coat_core.ops.dispatch import triton_obstacle
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone.network import lora_parameters

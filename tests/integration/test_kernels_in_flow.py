@@ -19,7 +19,7 @@ from coat_core import FP8AdamW
 from coat_core.activation import PackingConfig
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import Granularity
-from coat_core.kernels import dispatch
+from coat_core.ops import dispatch
 from coat_flux.blocks.fused.chooser import fused_block
 from tests.autograd.test_fused_flow import arguments, blocks, gradients
 from tests.helpers import flux2
@@ -46,7 +46,7 @@ class Kernels:
         library = self._undo.enter_context(torch.library._scoped_library("coat", "IMPL"))
         for name, (_, launcher) in dispatch.launchers.items():
             module, function = launcher.split(".")
-            launch = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), function)
+            launch = getattr(importlib.import_module(f"coat_core.ops.{module}_kernel"), function)
             library.impl(name, self._counted(name, launch), "CPU")
         return self
 

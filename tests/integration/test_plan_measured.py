@@ -187,7 +187,7 @@ def meta_as_gpu(monkeypatch):
         torch.nn.functional, "scaled_dot_product_attention", lambda query, key, value, **_: kernel(query, key, value)[0]
     )
     monkeypatch.setattr(chooser, "relative_difference", lambda *_: 0.0)
-    monkeypatch.setattr("coat_core.kernels.attention.chosen_kernel", lambda *_: "flash_cpu")
+    monkeypatch.setattr("coat_core.ops.attention.chosen_kernel", lambda *_: "flash_cpu")
 
 
 @pytest.mark.parametrize(

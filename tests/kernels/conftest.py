@@ -11,7 +11,7 @@ from torch import Tensor
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill whatever a launcher allocates with NaN (0x7f in codes), so that an element nobody writes shows."""
     pytest.importorskip("triton")
-    from coat_core.kernels.gpu import runtime
+    from coat_core.ops import launch as runtime
 
     def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         if dtype.itemsize == 1:
@@ -28,6 +28,6 @@ def _launcher_modules() -> list[object]:
     import importlib
     import pkgutil
 
-    from coat_core.kernels import gpu
+    from coat_core import ops
 
-    return [importlib.import_module(f"{gpu.__name__}.{found.name}") for found in pkgutil.iter_modules(gpu.__path__)]
+    return [importlib.import_module(f"{ops.__name__}.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]

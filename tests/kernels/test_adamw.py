@@ -10,9 +10,9 @@ from torch import Tensor
 
 from coat_core.config import PAPER_EXPANSION, ExpansionConfig
 from coat_core.formats import M1_FORMATS, M2_FORMATS, Format, IntegerFormat
-from coat_core.kernels import adamw
-from coat_core.kernels.adamw import Moment, fp8_adamw_step, hyper_of_step, hyper_table
-from coat_core.kernels.packing import n_blocks
+from coat_core.ops import adamw
+from coat_core.ops.adamw import Moment, fp8_adamw_step, hyper_of_step, hyper_table
+from coat_core.ops.packing import n_blocks
 from coat_core.optim.state import Storage, empty_moment
 from coat_core.quantize import finite_abs
 from tests.helpers.asserts import assert_bitwise
@@ -75,7 +75,7 @@ class Problem:
 
 
 def kernel(*args: Any) -> None:
-    from coat_core.kernels.gpu.adamw import fp8_adamw_step as launcher
+    from coat_core.ops.adamw_kernel import fp8_adamw_step as launcher
 
     launcher(*args)
 

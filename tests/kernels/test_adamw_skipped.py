@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from coat_core.kernels.adamw import hyper_table
+from coat_core.ops.adamw import hyper_table
 from tests.kernels.test_adamw import BETAS, DECAY, INTEGERS, LR, Problem, bits_of, copy_state, kernel, reference
 
 pytestmark = pytest.mark.triton

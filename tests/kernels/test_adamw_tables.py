@@ -17,7 +17,7 @@ from tests.kernels.test_adamw import Problem, kernel
 def test_one_launch_whatever_the_number_of_tensors(
     tensors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coat_core.kernels.gpu import adamw as kernels
+    from coat_core.ops import adamw_kernel as kernels
 
     launches: list[str] = []
     launch = kernels.launch
@@ -32,8 +32,8 @@ def test_one_launch_whatever_the_number_of_tensors(
 def test_tensors_one_by_one_have_the_bits_of_one_launch_and_equal_sizes_share_a_table(
     formats: tuple[str | None, str | None], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coat_core.kernels.gpu import adamw as kernels
-    from coat_core.kernels.gpu import tables
+    from coat_core.ops import adamw_kernel as kernels
+    from coat_core.ops import tables
 
     made: list[tuple[int, ...]] = []
     programs = kernels._programs
@@ -60,7 +60,7 @@ def test_tensors_one_by_one_have_the_bits_of_one_launch_and_equal_sizes_share_a_
 
 @pytest.mark.triton
 def test_tables_are_uploaded_when_they_change_and_forgotten_in_time(device: torch.device) -> None:
-    from coat_core.kernels.gpu import tables
+    from coat_core.ops import tables
 
     made: list[int] = []
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import coat_core.kernels.attention as attention
+import coat_core.ops.attention as attention
 from coat_core.granularity import PER_GROUP
-from coat_core.kernels import attention_trial
-from coat_core.kernels.attention import (
+from coat_core.ops import attention_trial
+from coat_core.ops.attention import (
     GPU_KERNELS,
     TAKES_MASK,
     additive_mask,
@@ -23,7 +23,7 @@ from coat_core.kernels.attention import (
     chosen_kernel,
     use_kernel,
 )
-from coat_core.kernels.attention_trial import AttentionTrial, kernel_obstacles
+from coat_core.ops.attention_trial import AttentionTrial, kernel_obstacles
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.rows import assert_rows_close

@@ -6,18 +6,17 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import pkgutil
 
 import pytest
 import torch
 
-from coat_core import kernels
-from coat_core.kernels import dispatch
+from coat_core import ops
+from coat_core.ops import dispatch
 
 CUDA = torch.device("cuda", 0)
 
-for found in pkgutil.iter_modules(kernels.__path__):
-    importlib.import_module(f"{kernels.__name__}.{found.name}")
+for family in ops.FAMILIES:
+    importlib.import_module(f"{ops.__name__}.{family}")
 
 
 @pytest.mark.triton
@@ -25,7 +24,7 @@ for found in pkgutil.iter_modules(kernels.__path__):
 def test_the_launcher_takes_what_the_operator_takes(name: str) -> None:
     op, launcher = dispatch.launchers[name]
     module, function = launcher.split(".")
-    launch = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), function)
+    launch = getattr(importlib.import_module(f"coat_core.ops.{module}_kernel"), function)
     assert list(inspect.signature(launch).parameters) == list(inspect.signature(op._init_fn).parameters)
 
 
@@ -79,7 +78,7 @@ def test_a_capture_is_no_place_for_the_trial_and_gives_no_answer(monkeypatch: py
 
 @pytest.mark.triton
 def test_the_trial_may_wait_where_waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from coat_core.kernels.gpu.runtime import waiting_allowed
+    from coat_core.ops.launch import waiting_allowed
 
     modes: list[object] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 2)
@@ -105,7 +104,7 @@ def test_the_trial_succeeds_where_waiting_is_an_error() -> None:
 
 @pytest.mark.triton
 def test_the_trial_is_the_same_whatever_torchs_defaults_are() -> None:
-    from coat_core.kernels.gpu import quantize
+    from coat_core.ops import quantize_kernel as quantize
 
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_default_dtype(torch.bfloat16)
@@ -119,7 +118,7 @@ def test_the_trial_is_the_same_whatever_torchs_defaults_are() -> None:
 
 @pytest.mark.triton
 def test_the_trial_agrees_here_and_sees_wrong_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from coat_core.kernels.gpu import quantize
+    from coat_core.ops import quantize_kernel as quantize
 
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert quantize.agrees_with_reference(here)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coat_core.casts import declarations
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
-from coat_core.kernels.gate import gated_sum, gated_sum_backward
+from coat_core.ops.gate import gated_sum, gated_sum_backward
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, reference
@@ -99,7 +99,7 @@ def test_operators_keep_torch_library_rules() -> None:
 @pytest.mark.parametrize("saved", [("none", 0), ("e4m3", 128), ("e5m2", 16), ("e4m3", 256)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_sum_kernel_has_the_references_bits(kind: str, saved: tuple[str, int], device: torch.device) -> None:
-    from coat_core.kernels.gpu.gate import gated_sum as kernel
+    from coat_core.ops.gate_kernel import gated_sum as kernel
 
     for shape in SHAPES:
         for dtype in kernel_dtypes(device):
@@ -117,7 +117,7 @@ def test_gated_sum_kernel_has_the_references_bits(kind: str, saved: tuple[str, i
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 100, 256])
 def test_gated_sum_kernel_completes_the_result(rank: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu.gate import gated_sum as kernel
+    from coat_core.ops.gate_kernel import gated_sum as kernel
 
     for kind, shape in (
         ("plain", (2, 17, 48)),
@@ -141,7 +141,7 @@ def test_gated_sum_kernel_completes_the_result(rank: int, device: torch.device) 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gated_sum_kernel_in_half_precision(dtype: torch.dtype, device: torch.device) -> None:
-    from coat_core.kernels.gpu.gate import gated_sum as kernel
+    from coat_core.ops.gate_kernel import gated_sum as kernel
 
     residual, gate, result = tensors("plain", (2, 17, 48), device, dtype)
     h, up = adapter((2, 17, 48), 16, device, dtype)
@@ -157,7 +157,7 @@ def test_gated_sum_kernel_in_half_precision(dtype: torch.dtype, device: torch.de
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_gated_sum_backward_kernel(case: tuple[str, str, str], device: torch.device) -> None:
-    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+    from coat_core.ops.gate_kernel import gated_sum_backward as kernel
 
     kind, *spec = case
     for shape in SHAPES:
@@ -178,7 +178,7 @@ def test_gated_sum_backward_kernel(case: tuple[str, str, str], device: torch.dev
 def test_gated_sum_backward_kernel_reads_codes(
     dtype: torch.dtype, fmt: str, granularity: Granularity, device: torch.device
 ) -> None:
-    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+    from coat_core.ops.gate_kernel import gated_sum_backward as kernel
 
     for shape in SHAPES:
         grad, gate, result = tensors("heavy tails", shape, device, dtype)
@@ -197,8 +197,8 @@ def test_gated_sum_backward_kernel_reads_codes(
 def test_each_program_takes_its_share_of_the_rows(
     programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coat_core.kernels.gpu import codes
-    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+    from coat_core.ops import rows as codes
+    from coat_core.ops.gate_kernel import gated_sum_backward as kernel
 
     monkeypatch.setattr(codes, "PROGRAMS", programs)
     monkeypatch.setattr(codes, "TILE_ELEMENTS", 128)  # two rows at once
@@ -213,7 +213,7 @@ def test_each_program_takes_its_share_of_the_rows(
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_without_result_there_is_no_gradient_of_gate(device: torch.device) -> None:
-    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+    from coat_core.ops.gate_kernel import gated_sum_backward as kernel
 
     grad, gate, _ = tensors("plain", (2, 7, 48), device)
     for run in (kernel, gated_sum_backward):
@@ -226,7 +226,7 @@ def test_without_result_there_is_no_gradient_of_gate(device: torch.device) -> No
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", ["per_row", "per_tensor"])
 def test_dy_is_quantized_as_it_is_returned(granularity: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+    from coat_core.ops.gate_kernel import gated_sum_backward as kernel
 
     grad, gate, _ = tensors("plain", (2, 7, 48), device)
     dy, codes, scale, _ = kernel(grad, gate.bfloat16(), None, None, 128, BF16, "e5m2", granularity)
@@ -236,7 +236,7 @@ def test_dy_is_quantized_as_it_is_returned(granularity: str, device: torch.devic
 
 @pytest.mark.triton
 def test_two_launches_agree(device: torch.device) -> None:
-    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+    from coat_core.ops.gate_kernel import gated_sum_backward as kernel
 
     grad, gate, result = tensors("heavy tails", (2, 40, 48), device)
     first, second = (kernel(grad, gate, result, None, 128, FP32, "e5m2", "per_tensor") for _ in range(2))
@@ -246,7 +246,7 @@ def test_two_launches_agree(device: torch.device) -> None:
 
 @pytest.mark.triton
 def test_rows_too_wide_for_a_program_are_refused(device: torch.device) -> None:
-    from coat_core.kernels.gpu.gate import gated_sum_backward as kernel
+    from coat_core.ops.gate_kernel import gated_sum_backward as kernel
 
     wide = torch.zeros(1, 1, 16385, device=device)
     with pytest.raises(ValueError, match="rows of 16385: the Triton kernel holds at most 16384"):

@@ -9,8 +9,8 @@ from torch import Tensor
 from coat_core.int8 import INT8_MAX
 from coat_core.int8 import quantize_int8 as quantize_reference
 from coat_core.int8 import rotate as rotate_reference
-from coat_core.kernels import int8 as ops
-from coat_core.kernels.int8_mm import int8_mm
+from coat_core.ops import int8 as ops
+from coat_core.ops.int8_mm import int8_mm
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, reference
 from tests.helpers.rows import extreme_values
@@ -25,7 +25,7 @@ KINDS = ["plain", "zeros", "outlier", "heavy tails", "tiny", "not finite", "rows
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantize_kernel_has_the_references_bits(kind: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu.int8 import quantize_int8
+    from coat_core.ops.int8_kernel import quantize_int8
 
     for shape, size in SHAPES:
         x, factors = extreme_values(kind, shape), torch.rand(shape[-1]) + 0.5
@@ -39,7 +39,7 @@ def test_quantize_kernel_has_the_references_bits(kind: str, device: torch.device
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_rotate_kernel_has_the_references_bits(device: torch.device) -> None:
-    from coat_core.kernels.gpu.int8 import rotate
+    from coat_core.ops.int8_kernel import rotate
 
     for shape, size in SHAPES:
         x = torch.randn(shape)
@@ -57,7 +57,7 @@ def operands(m: int, n: int, k: int, one_scale: bool = False) -> tuple[Tensor, T
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gemm_kernel_has_the_references_bits(dtype: torch.dtype, device: torch.device) -> None:
-    from coat_core.kernels.gpu import int8
+    from coat_core.ops import int8_kernel as int8
 
     for shape, one_scale in (((3, 48, 80), False), ((65, 144, 16), True), ((130, 272, 160), False)):
         a, a_scale, b, b_scale, bias = operands(*shape, one_scale)

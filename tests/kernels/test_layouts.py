@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.kernels import dispatch, gate, gelu, lora, mlp_gradient, norm, qkv, weight_only
-from coat_core.kernels import quantize as quantizing
+from coat_core.ops import dispatch, gate, gelu, lora, mlp_gradient, norm, qkv, weight_only
+from coat_core.ops import quantize as quantizing
 from coat_core.quantize import quantize
 from tests.helpers.operators import check_layout, moved, tensors_in
 from tests.helpers.rows import SPECS
@@ -156,7 +156,7 @@ def weight_only_cases() -> Iterator[Case]:
 def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.device) -> None:
     for op, args in cases():
         module, function = dispatch.launchers[op._qualname][1].split(".")
-        launch = getattr(importlib.import_module(f"coat_core.kernels.gpu.{module}"), function)
+        launch = getattr(importlib.import_module(f"coat_core.ops.{module}_kernel"), function)
         given = moved(args, device)
         results = launch(*given)
         check_layout(op, given, results)

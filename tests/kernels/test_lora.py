@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_core.kernels.lora import lora_up_gradients
+from coat_core.ops.lora import lora_up_gradients
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator
 from tests.helpers.rows import KINDS, assert_rows_close, rows_of_kind
@@ -74,7 +74,7 @@ def assert_gradients(
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have programs take several tiles of rows each, as they do of large tensors."""
     pytest.importorskip("triton")
-    from coat_core.kernels.gpu import lora
+    from coat_core.ops import lora_kernel as lora
 
     monkeypatch.setattr(lora, "PROGRAMS", 8)
 
@@ -83,7 +83,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("poisoned", "few_programs")
 @pytest.mark.parametrize("rank", [1, 4, 16, 24, 32])
 def test_the_kernel_multiplies(rank: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu.lora import lora_up_gradients as kernel
+    from coat_core.ops.lora_kernel import lora_up_gradients as kernel
 
     for shape, widths in (((2, 7), [48]), ((1, 33), [40, 7, 130]), ((2, 133), [260, 20])):
         given = tensors(shape, widths, rank, device)
@@ -96,7 +96,7 @@ def test_the_kernel_multiplies(rank: int, device: torch.device) -> None:
 @pytest.mark.usefixtures("poisoned", "few_programs")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_takes_any_gradient(kind: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu.lora import lora_up_gradients as kernel
+    from coat_core.ops.lora_kernel import lora_up_gradients as kernel
 
     dy, (_, h, up) = rows_of_kind(kind, (3, 70, 150)).to(device), tensors((3, 70), [130, 20], 16, device)
     assert_gradients(kernel(dy, h, up, [130, 20], FP32), dy, h, up, [130, 20], (KERNEL_ROW_RTOL,) * 2)
@@ -107,7 +107,7 @@ def test_the_kernel_takes_any_gradient(kind: str, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("dtype_up", [FP32, BF16])
 def test_the_kernel_in_half_precision(dtype: torch.dtype, dtype_up: torch.dtype, device: torch.device) -> None:
-    from coat_core.kernels.gpu.lora import lora_up_gradients as kernel
+    from coat_core.ops.lora_kernel import lora_up_gradients as kernel
 
     for widths in ([48, 8], [600, 20]):
         dy, h, up = tensors((2, 70), widths, 16, device, dtype)
@@ -120,7 +120,7 @@ def test_the_kernel_in_half_precision(dtype: torch.dtype, dtype_up: torch.dtype,
 
 @pytest.mark.triton
 def test_ranks_without_a_kernel_are_torchs(device: torch.device) -> None:
-    from coat_core.kernels.gpu.lora import lora_up_gradients as kernel
+    from coat_core.ops.lora_kernel import lora_up_gradients as kernel
 
     given = tensors((2, 7), [40, 8], 100, device)
     for found, expected in zip(kernel(*given, [40, 8], FP32), lora_up_gradients(*given, [40, 8], FP32), strict=True):
@@ -130,7 +130,7 @@ def test_ranks_without_a_kernel_are_torchs(device: torch.device) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize(("rows", "widths"), [(4608, [3072] * 3 + [12288]), (4096, [3072] * 3), (4096, [12288])])
 def test_parts_are_few_and_programs_enough(rows: int, widths: list[int]) -> None:
-    from coat_core.kernels.gpu.lora import PROGRAMS, ROWS, STRETCHES, _division
+    from coat_core.ops.lora_kernel import PROGRAMS, ROWS, STRETCHES, _division
 
     block, stretches, shares, rounds = _division(tuple(widths), rows, 16, STRETCHES, PROGRAMS)
     assert stretches * block == sum(widths)

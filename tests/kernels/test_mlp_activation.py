@@ -10,8 +10,8 @@ from torch import Tensor
 
 from coat_core.casts import declarations
 from coat_core.granularity import PER_TENSOR, per_group
-from coat_core.kernels.dispatch import launcher_of
-from coat_core.kernels.gelu import mlp_activation, mlp_activation_backward
+from coat_core.ops.dispatch import launcher_of
+from coat_core.ops.gelu import mlp_activation, mlp_activation_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, moved, reference

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.kernels.gelu import mlp_activation
-from coat_core.kernels.mlp_gradient import mlp_down_gradient
+from coat_core.ops.gelu import mlp_activation
+from coat_core.ops.mlp_gradient import mlp_down_gradient
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, moved, reference
@@ -67,7 +67,7 @@ def gradient_rows(s: int, rank: int, dtype: torch.dtype = FP32) -> Tensor:
 @pytest.fixture(params=[1, 3], ids=["one share", "three shares"])
 def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Rows are shared among so many programs, whatever their number."""
-    kernels = pytest.importorskip("coat_core.kernels.gpu.mlp_gradient")
+    kernels = pytest.importorskip("coat_core.ops.mlp_gradient_kernel")
     monkeypatch.setattr(kernels, "_shared", lambda rows, *_: (request.param, -(-rows // (32 * request.param))))
     return request.param
 
@@ -76,7 +76,7 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 @pytest.mark.usefixtures("poisoned", "shares")
 @pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 128, 200])
 def test_kernel(rank: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient as kernel
 
     for d, f, group in ((48, 200, 0), (0, 70, 128), (130, 65, 16)):
         arguments = moved((gradient_rows(97, rank), *mlp_arguments(97, d, f, group), group, FP32, FP32), device)
@@ -90,7 +90,7 @@ def test_kernel(rank: int, device: torch.device) -> None:
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_kernel_reads_codes_of_every_group(fmt: str, group: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient as kernel
 
     x = torch.randn(2, 7, 300) * torch.logspace(-3, 3, 300)  # a scale of another group would show
     dh = gradient_rows(7, 4)
@@ -103,7 +103,7 @@ def test_kernel_reads_codes_of_every_group(fmt: str, group: int, device: torch.d
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_kernel_reads_scales_per_row_and_per_tensor(device: torch.device) -> None:
-    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient as kernel
 
     x = torch.randn(2, 7, 150) * torch.logspace(-2, 2, 14).view(2, 7, 1)
     for granularity in (PER_ROW, PER_TENSOR):
@@ -117,7 +117,7 @@ def test_kernel_reads_scales_per_row_and_per_tensor(device: torch.device) -> Non
 @pytest.mark.parametrize("dtype_down", [FP32, BF16])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_kernel_in_half_precision(dtype: torch.dtype, dtype_down: torch.dtype, device: torch.device) -> None:
-    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient as kernel
 
     for group in (0, 64):
         given = mlp_arguments(97, 48, 130, group, dtype)
@@ -130,7 +130,7 @@ def test_kernel_in_half_precision(dtype: torch.dtype, dtype_down: torch.dtype, d
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_kernel_rounds_values_before_it_multiplies(device: torch.device) -> None:
-    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient as kernel
 
     dh, x = torch.ones(1, 1, 1, device=device), torch.full((1, 1, 1), 257.0, device=device)
     assert kernel(dh, x, None, x, None, 16, BF16, FP32).tolist() == [[256.0, 256.0]]  # 257 is between two of bf16
@@ -139,8 +139,8 @@ def test_kernel_rounds_values_before_it_multiplies(device: torch.device) -> None
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_kernel_shares_rows_and_adds_the_parts_up_in_one_order(device: torch.device) -> None:
-    from coat_core.kernels.gpu.mlp_gradient import _shared
-    from coat_core.kernels.gpu.mlp_gradient import mlp_down_gradient as kernel
+    from coat_core.ops.mlp_gradient_kernel import _shared
+    from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient as kernel
 
     assert _shared(194, 1, 4) == (3, 3)
     arguments = moved((gradient_rows(97, 1), *mlp_arguments(97, 48, 130, 16), 16, FP32, FP32), device)
@@ -149,7 +149,7 @@ def test_kernel_shares_rows_and_adds_the_parts_up_in_one_order(device: torch.dev
 
 
 def test_shares_of_rows() -> None:
-    shared = pytest.importorskip("coat_core.kernels.gpu.mlp_gradient")._shared
+    shared = pytest.importorskip("coat_core.ops.mlp_gradient_kernel")._shared
     for rows, rank, programs in itertools.product((0, 1, 64, 512, 1536, 4608, 70000), (1, 16, 128), (1, 192, 240, 999)):
         shares, rounds = shared(rows, rank, programs)
         assert (shares - 1) * rounds * 32 < max(rows, 1) <= max(shares * rounds * 32, 1)

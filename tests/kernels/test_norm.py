@@ -12,7 +12,7 @@ from diffusers.models.normalization import AdaLayerNormZero
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
-from coat_core.kernels.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
+from coat_core.ops.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.operators import check_operator, reference
@@ -134,8 +134,8 @@ def test_operators_keep_torch_library_rules() -> None:
 def test_norm_modulate_quantize_kernel(
     case: tuple[str, str, str], saved: tuple[str, int], device: torch.device
 ) -> None:
-    from coat_core.kernels.gpu.norm import norm_modulate as norm_modulate_kernel
-    from coat_core.kernels.gpu.norm import norm_modulate_quantize as kernel
+    from coat_core.ops.norm_kernel import norm_modulate as norm_modulate_kernel
+    from coat_core.ops.norm_kernel import norm_modulate_quantize as kernel
 
     kind, *spec = case
     for shape in SHAPES:
@@ -153,7 +153,7 @@ def test_norm_modulate_quantize_kernel(
 @pytest.mark.parametrize("granularity", ["per_row", "per_tensor"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_norm_modulate_kernels_in_half_precision(dtype: torch.dtype, granularity: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu import norm as kernels
+    from coat_core.ops import norm_kernel as kernels
 
     x, scale, shift = rows("outlier", (2, 7, 48), device, dtype)
     for modulation in ((scale, shift), (scale.float(), shift.float())):
@@ -175,7 +175,7 @@ def test_norm_modulate_kernels_in_half_precision(dtype: torch.dtype, granularity
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_norm_modulate_kernels_read_codes(fmt: str, granularity: Granularity, device: torch.device) -> None:
-    from coat_core.kernels.gpu import norm as kernels
+    from coat_core.ops import norm_kernel as kernels
 
     for shape in SHAPES:
         x, scale, shift = rows("heavy tails", shape, device)
@@ -193,7 +193,7 @@ def test_norm_modulate_kernels_read_codes(fmt: str, granularity: Granularity, de
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("kind", KINDS)
 def test_norm_modulate_backward_kernel(kind: str, device: torch.device) -> None:
-    from coat_core.kernels.gpu.norm import norm_modulate_backward as kernel
+    from coat_core.ops.norm_kernel import norm_modulate_backward as kernel
 
     for shape in SHAPES:
         x, scale, _ = rows(kind, shape, device)
@@ -207,7 +207,7 @@ def test_norm_modulate_backward_kernel(kind: str, device: torch.device) -> None:
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_norm_modulate_backward_kernel_in_half_precision(device: torch.device) -> None:
-    from coat_core.kernels.gpu.norm import norm_modulate_backward as kernel
+    from coat_core.ops.norm_kernel import norm_modulate_backward as kernel
 
     x, scale, _ = rows("plain", (2, 7, 48), device, BF16)
     saved, groups, _ = quantize(x, "e4m3", per_group(16))
@@ -228,8 +228,8 @@ def test_norm_modulate_backward_kernel_in_half_precision(device: torch.device) -
 def test_norm_modulates_backward_shares_rows_among_programs(
     programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coat_core.kernels.gpu import codes
-    from coat_core.kernels.gpu.norm import norm_modulate_backward as kernel
+    from coat_core.ops import rows as codes
+    from coat_core.ops.norm_kernel import norm_modulate_backward as kernel
 
     monkeypatch.setattr(codes, "PROGRAMS", programs)
     monkeypatch.setattr(codes, "TILE_ELEMENTS", 128)  # two rows at once
@@ -242,7 +242,7 @@ def test_norm_modulates_backward_shares_rows_among_programs(
 
 @pytest.mark.triton
 def test_two_launches_agree(device: torch.device) -> None:
-    from coat_core.kernels.gpu import norm as kernels
+    from coat_core.ops import norm_kernel as kernels
 
     x, scale, shift = rows("heavy tails", (2, 40, 48), device)
     first, second = (
@@ -258,7 +258,7 @@ def test_two_launches_agree(device: torch.device) -> None:
 
 @pytest.mark.triton
 def test_a_row_too_wide_for_a_program_is_refused(device: torch.device) -> None:
-    from coat_core.kernels.gpu import norm as kernels
+    from coat_core.ops import norm_kernel as kernels
 
     wide = torch.zeros(1, 1, 16385, device=device)
     with pytest.raises(ValueError, match="rows of 16385: the Triton kernel holds at most 16384"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coat_core import nvfp4
-from coat_core.kernels.nvfp4 import decode_nvfp4
+from coat_core.ops.nvfp4 import decode_nvfp4
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, reference
 
@@ -25,7 +25,7 @@ def case(n: int, k: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (3, 128), (32, 144), (48, 272), (70, 64)])
 def test_kernel_is_the_reference(n: int, k: int, transposed: bool, device: torch.device) -> None:
-    from coat_core.kernels.gpu.nvfp4 import decode_nvfp4 as launcher
+    from coat_core.ops.nvfp4_kernel import decode_nvfp4 as launcher
 
     codes, scales = (x.to(device) for x in case(n, k))
     expected = reference(decode_nvfp4, codes, scales, transposed)
@@ -36,7 +36,7 @@ def test_kernel_is_the_reference(n: int, k: int, transposed: bool, device: torch
 
 @pytest.mark.triton
 def test_the_table_has_every_code_of_every_scale(device: torch.device) -> None:
-    from coat_core.kernels.gpu.nvfp4 import decode_nvfp4 as launcher
+    from coat_core.ops.nvfp4_kernel import decode_nvfp4 as launcher
 
     codes = nvfp4.pack(torch.arange(16, dtype=torch.uint8).expand(126, 16)).to(device)
     scales = torch.arange(1, 127, dtype=torch.uint8, device=device)[:, None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core.kernels.norm import norm_modulate
+from coat_core.ops.norm import norm_modulate
 
 
 def _arguments(requires_grad: bool = False) -> tuple[Any, ...]:

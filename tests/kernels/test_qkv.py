@@ -11,8 +11,8 @@ from torch import Tensor
 
 from coat_core.casts import declarations
 from coat_core.granularity import PER_TENSOR, per_group
-from coat_core.kernels.gelu import mlp_activation_backward
-from coat_core.kernels.qkv import qkv_mlp_backward, qkv_rope, qkv_rope_backward
+from coat_core.ops.gelu import mlp_activation_backward
+from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope, qkv_rope_backward
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.operators import check_operator, moved, reference
@@ -184,7 +184,7 @@ def with_own_angles(x: Streams, image: int | None = None) -> Streams:
 )
 def test_images_may_have_angles_of_their_own(by: int, device: torch.device) -> None:
     """Each image then gets what it gets alone."""
-    from coat_core.kernels.dispatch import launcher_of
+    from coat_core.ops.dispatch import launcher_of
 
     forward, backward = (launcher_of(op._qualname) if by else op for op in (qkv_rope, qkv_rope_backward))
     x = streams((3, 20), 3, 16, rank=4, device=device, whole=True)
@@ -270,7 +270,7 @@ def test_operators_keep_torch_library_rules() -> None:
 def test_qkv_rope_kernels_without_adapters(
     kind: str, heads: int, d: int, form: str, group: int, device: torch.device
 ) -> None:
-    from coat_core.kernels.gpu import qkv as kernels
+    from coat_core.ops import qkv_kernel as kernels
 
     x = streams((3, 20), heads, d, device=device, kind=kind)
     q, k, v, *saved = kernels.qkv_rope(*forward_arguments(x, form, group))
@@ -296,7 +296,7 @@ def test_qkv_rope_kernels_without_adapters(
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("rank", [1, 4, 16, 24, 64, 72, 128])
 def test_qkv_rope_kernel_adds_the_adapters(rank: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu import qkv as kernels
+    from coat_core.ops import qkv_kernel as kernels
 
     x = streams((3, 20), 3, 16, rank, device=device, wider=8, whole=True)
     q, k, v, *saved = kernels.qkv_rope(*forward_arguments(x, "e4m3", 16))
@@ -313,7 +313,7 @@ def test_qkv_rope_kernel_adds_the_adapters(rank: int, device: torch.device) -> N
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_qkv_rope_kernels_in_half_precision(dtype: torch.dtype, device: torch.device) -> None:
-    from coat_core.kernels.gpu import qkv as kernels
+    from coat_core.ops import qkv_kernel as kernels
 
     x = streams((3, 20), 3, 16, 4, dtype, device, wider=32)
     q, k, v, *saved = kernels.qkv_rope(*forward_arguments(x, "e4m3", 16))
@@ -332,7 +332,7 @@ def test_qkv_rope_kernels_in_half_precision(dtype: torch.dtype, device: torch.de
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("group", [16, 64, 0], ids=["groups in a head", "groups over heads", "per tensor"])
 def test_qkv_rope_kernels_read_codes(group: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu import qkv as kernels
+    from coat_core.ops import qkv_kernel as kernels
 
     x = streams((3, 20), 3, 16)
     granularity = per_group(group) if group else PER_TENSOR
@@ -356,7 +356,7 @@ def test_qkv_rope_kernels_read_codes(group: int, device: torch.device) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("rank", [0, 4])
 def test_qkv_mlp_backward_kernels_write_one_tensor(rank: int, device: torch.device) -> None:
-    from coat_core.kernels.gpu import qkv as kernels
+    from coat_core.ops import qkv_kernel as kernels
 
     x = streams((20,), 3, 16, device=device, wider=96)
     grads = [torch.randn(2, 3, 20, 16, device=device).transpose(1, 2) for _ in range(3)]
@@ -370,7 +370,7 @@ def test_qkv_mlp_backward_kernels_write_one_tensor(rank: int, device: torch.devi
 
 @pytest.mark.triton
 def test_two_launches_agree(device: torch.device) -> None:
-    from coat_core.kernels.gpu import qkv as kernels
+    from coat_core.ops import qkv_kernel as kernels
 
     x = streams((3, 20), 3, 16, 4, device=device)
     backward = ([torch.randn(2, 23, 3, 16, device=device)] * 3, x.ys, [], x.weights, x.cos, x.sin, EPS, 16, FP32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coat_core.formats import FORMATS, Format, get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
-from coat_core.kernels import quantize as ops
+from coat_core.ops import quantize as ops
 from coat_core.quantize import dequantize as dequantize_reference
 from coat_core.quantize import quantize as quantize_reference
 from tests.helpers.asserts import assert_bitwise
@@ -43,7 +43,7 @@ def assert_quantized(x: Tensor, codes: Tensor, scale: Tensor, fmt: str, granular
 def test_quantize_kernel_has_the_references_bits(
     kind: str, fmt: str, granularity: Granularity, device: torch.device
 ) -> None:
-    from coat_core.kernels.gpu.quantize import quantize
+    from coat_core.ops.quantize_kernel import quantize
 
     for shape in SHAPES:
         x = extreme_values(kind, shape).to(device)
@@ -55,7 +55,7 @@ def test_quantize_kernel_has_the_references_bits(
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quantize_kernel_reads_half_precision(dtype: torch.dtype, device: torch.device) -> None:
-    from coat_core.kernels.gpu.quantize import quantize
+    from coat_core.ops.quantize_kernel import quantize
 
     x = torch.randn(5, 200, device=device).to(dtype)
     for granularity in GRANULARITIES:
@@ -66,7 +66,7 @@ def test_quantize_kernel_reads_half_precision(dtype: torch.dtype, device: torch.
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_per_tensor_amax_covers_more_than_one_share_a_program(device: torch.device) -> None:
-    from coat_core.kernels.gpu import quantize as kernels
+    from coat_core.ops import quantize_kernel as kernels
 
     x = torch.randn(kernels.SHARE_BLOCK * 5 + 3, device=device)
     for place in (0, kernels.SHARE_BLOCK, x.numel() - 1):
@@ -82,7 +82,7 @@ def test_per_tensor_amax_covers_more_than_one_share_a_program(device: torch.devi
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 def test_quantize_kernel_multiplies_columns_first(granularity: Granularity, device: torch.device) -> None:
-    from coat_core.kernels.gpu.quantize import quantize
+    from coat_core.ops.quantize_kernel import quantize
 
     for shape in SHAPES:
         x = torch.randn(shape, device=device).to(torch.bfloat16)
@@ -96,7 +96,7 @@ def test_quantize_kernel_multiplies_columns_first(granularity: Granularity, devi
 @pytest.mark.triton
 @pytest.mark.usefixtures("poisoned")
 def test_cast_by_amax_is_per_tensor_quantization_from_rows(device: torch.device) -> None:
-    from coat_core.kernels.gpu.quantize import cast_by_amax
+    from coat_core.ops.quantize_kernel import cast_by_amax
 
     x = torch.randn(37, 130, device=device)
     codes, scale = cast_by_amax(x, x.abs().amax(1), "e5m2")
@@ -108,7 +108,7 @@ def test_cast_by_amax_is_per_tensor_quantization_from_rows(device: torch.device)
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_dequantize_kernel_has_the_references_bits(fmt: str, granularity: Granularity, device: torch.device) -> None:
-    from coat_core.kernels.gpu.quantize import dequantize
+    from coat_core.ops.quantize_kernel import dequantize
 
     for shape in SHAPES:
         codes, scale, _ = quantize_reference(extreme_values("heavy tails", shape).to(device), fmt, granularity)
@@ -119,7 +119,7 @@ def test_dequantize_kernel_has_the_references_bits(fmt: str, granularity: Granul
 @pytest.fixture
 def e4m3_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels write e4m3 as they do on a GPU without an instruction for it: byte by byte, with integers."""
-    from coat_core.kernels.gpu import quantize as kernels
+    from coat_core.ops import quantize_kernel as kernels
 
     def in_bytes(shape: tuple[int, ...], fmt: Format, device: torch.device) -> Tensor:
         return torch.zeros(shape, dtype=torch.uint8, device=device)
@@ -131,7 +131,7 @@ def e4m3_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.triton
 @pytest.mark.usefixtures("e4m3_in_bytes")
 def test_e4m3_by_integers_has_the_casts_bits() -> None:
-    from coat_core.kernels.gpu import quantize as kernels
+    from coat_core.ops import quantize_kernel as kernels
 
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(torch.float32)
     ties = torch.arange(-(1 << 12), 1 << 12, dtype=torch.float32) * 2.0**-11  # between all small codes
@@ -145,7 +145,7 @@ def test_e4m3_by_integers_has_the_casts_bits() -> None:
 
 @pytest.mark.triton
 def test_a_card_without_e4m3_gets_bytes(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    from coat_core.kernels.gpu import runtime
+    from coat_core.ops import launch as runtime
 
     given: list[torch.dtype | int] = []
     kernel = {(1,): lambda *args, **options: given.extend(getattr(arg, "dtype", arg) for arg in args)}
@@ -158,7 +158,7 @@ def test_a_card_without_e4m3_gets_bytes(monkeypatch: pytest.MonkeyPatch, device:
 
 @pytest.mark.triton
 def test_e4m3_in_bytes_is_read_by_integers() -> None:
-    from coat_core.kernels.gpu.quantize import dequantize
+    from coat_core.ops.quantize_kernel import dequantize
 
     codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
     found = dequantize(codes, torch.tensor(3.0), "per_tensor", 128, torch.float32)
@@ -170,7 +170,7 @@ def test_e4m3_in_bytes_is_read_by_integers() -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("shape", [(64, 64), (48, 80), (130, 16), (1, 16)])
 def test_transpose_kernel(shape: tuple[int, int], device: torch.device) -> None:
-    from coat_core.kernels.gpu.quantize import transpose_codes
+    from coat_core.ops.quantize_kernel import transpose_codes
 
     codes = torch.randint(0, 255, shape, dtype=torch.uint8, device=device).view(get_format("e4m3").dtype)
     found = transpose_codes(codes)

@@ -12,8 +12,8 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
-from coat_core.kernels.gate import gated_sum, gated_sum_backward
-from coat_core.kernels.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
+from coat_core.ops.gate import gated_sum, gated_sum_backward
+from coat_core.ops.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 from coat_core.quantize import dequantize, quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.helpers.operators import check_operator, reference
@@ -148,7 +148,8 @@ def test_the_gradient_of_a_norm_needs_what_it_normed() -> None:
 
 def kernels() -> Any:
     pytest.importorskip("triton")
-    from coat_core.kernels.gpu import gate, norm
+    from coat_core.ops import gate_kernel as gate
+    from coat_core.ops import norm_kernel as norm
 
     return type("kernels", (), {"gate": gate, "norm": norm})
 
@@ -266,7 +267,7 @@ def tensors(found: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
 def test_each_program_takes_its_share_of_the_rows(
     programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coat_core.kernels.gpu import codes
+    from coat_core.ops import rows as codes
 
     monkeypatch.setattr(codes, "PROGRAMS", programs)
     monkeypatch.setattr(codes, "TILE_ELEMENTS", 128)  # two rows at once

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.formats import get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR
-from coat_core.kernels.scaled_mm import row_scale, scaled_mm, scaled_mm_on_cuda, unsupported_reason
+from coat_core.ops.scaled_mm import row_scale, scaled_mm, scaled_mm_on_cuda, unsupported_reason
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import SCALED_MM_BF16_FLOOR_DB, SCALED_MM_FP32_FLOOR_DB

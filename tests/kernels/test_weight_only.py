@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR
-from coat_core.kernels.weight_only import weight_only_linear as operator
+from coat_core.ops.weight_only import weight_only_linear as operator
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_sqnr
 from tests.helpers.operators import check_operator, reference
@@ -31,7 +31,7 @@ def case(rows: tuple[int, ...], n: int, k: int, granularity: object, kind: str =
 @pytest.mark.parametrize("kind", ["plain", "outlier", "zero row", "strided"])
 @pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW], ids=str)
 def test_kernel_is_the_reference_in_another_order(kind: str, granularity: object, device: torch.device) -> None:
-    from coat_core.kernels.gpu.weight_only import weight_only_linear
+    from coat_core.ops.weight_only_kernel import weight_only_linear
 
     for rows, n, k in [((1,), 48, 80), ((4,), 33, 16), ((2, 3), 64, 300), ((16,), 16, 128), ((17,), 48, 32)]:
         x, codes, scale, bias = (t.to(device) for t in case(rows, n, k, granularity, kind))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core.kernels import adamw
+from coat_core.ops import adamw
 from coat_core.optim import FP8AdamW
 from tests.optim.common import make_params, run, set_grads
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.kernels import adamw
+from coat_core.ops import adamw
 from coat_core.optim import FP8AdamW
 from coat_core.optim.state import read_state, storages
 from tests.helpers.asserts import assert_bitwise

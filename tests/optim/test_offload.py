@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.kernels.packing import CHUNK_ELEMENTS_CPU
+from coat_core.ops.packing import CHUNK_ELEMENTS_CPU
 from coat_core.optim import FP8AdamW
 from coat_core.optim.offload import SLOTS, Staging, pin, staging_bytes
 from coat_core.optim.sharded import ShardedFP8AdamW

@@ -12,8 +12,8 @@ import torch
 from torch.nn import Parameter
 
 from coat_core.config import FP8QuantizationConfig
-from coat_core.kernels import adamw
-from coat_core.kernels.packing import chunks, spans
+from coat_core.ops import adamw
+from coat_core.ops.packing import chunks, spans
 from coat_core.optim import FP8AdamW
 from tests.helpers.asserts import assert_bitwise
 from tests.optim.common import CONFIGS, make_params, run, set_grads

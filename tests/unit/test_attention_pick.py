@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_core.kernels import attention, attention_trial
+from coat_core.ops import attention, attention_trial
 from coat_flux.blocks import attention_pick, measure
 from coat_flux.blocks.attention_pick import AttentionPick, PickedAttention
 from coat_flux.config.coat import COATConfig

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from coat_core.kernels.gpu.norm import norm_modulate_backward, norm_modulate_quantize
-from coat_core.kernels.gpu.quantize import quantize
-from coat_core.kernels.gpu.runtime import recorded_launches
+from coat_core.ops.launch import recorded_launches
+from coat_core.ops.norm_kernel import norm_modulate_backward, norm_modulate_quantize
+from coat_core.ops.quantize_kernel import quantize
 from coat_flux.bench.configurations import COUNT, named
 from coat_flux.bench.count import MODULATION, OUTSIDE, UPDATE, Launch, Recorder
 from coat_flux.bench.counted_step import count_step

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coat_core.kernels import attention_trial, dispatch, scaled_mm
+from coat_core.ops import attention_trial, dispatch, scaled_mm
 from coat_flux.doctor import gpu
 
 

@@ -14,10 +14,10 @@ from coat_core import FP8AdamW, FP8Linear, FP8QuantizationConfig
 from coat_core.casts import declarations
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, PER_TENSOR, Granularity
-from coat_core.kernels.gelu import mlp_activation
-from coat_core.kernels.norm import norm_modulate_quantize
-from coat_core.kernels.quantize import quantize
 from coat_core.metrics import cast_losses
+from coat_core.ops.gelu import mlp_activation
+from coat_core.ops.norm import norm_modulate_quantize
+from coat_core.ops.quantize import quantize
 from coat_flux.config.coat import GuardOptions
 from coat_flux.watch.casts import SAMPLE, CastProbe
 from coat_flux.watch.health import EXP_AVG, EXP_AVG_SQ, GRADIENTS, INPUTS, SAVED, CastHealth, Loss
@@ -130,7 +130,7 @@ def test_an_operator_may_declare_several_casts() -> None:
 
 def test_every_operator_that_makes_codes_declares_what_it_casts() -> None:
     for name in ("int8", "int8_mm"):
-        importlib.import_module(f"coat_core.kernels.{name}")
+        importlib.import_module(f"coat_core.ops.{name}")
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("coat::")]
     schemas = {name: getattr(torch.ops.coat, name.removeprefix("coat::")).default._schema for name in names}
     formats = {"fmt", "saved_format"}

@@ -9,8 +9,8 @@ import torch
 
 from coat_core.formats import E4M3, FORMATS
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity, per_group
-from coat_core.kernels.quantize import quantize_once
 from coat_core.metrics import cast_losses
+from coat_core.ops.quantize import quantize_once
 from coat_core.quantize import amax, dequantize, join_groups, quantize, scale_from_amax, split_groups
 from tests.helpers.asserts import assert_bitwise, assert_sqnr
 from tests.tolerances import GAUSSIAN_FLOOR_DB, GAUSSIAN_UNDERFLOW, OUTLIER_REST_FLOOR_DB, OUTLIER_UNDERFLOW_REL

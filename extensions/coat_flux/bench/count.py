@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_core.kernels import scaled_mm
-from coat_core.kernels.dispatch import launcher_of
-from coat_core.kernels.gpu.runtime import recorded_launches
+from coat_core.ops import scaled_mm
+from coat_core.ops.dispatch import launcher_of
+from coat_core.ops.launch import recorded_launches
 
 from ..blocks.held import tensors_in
 from .limits import NARROW

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from coat_core.formats import E4M3
-from coat_core.kernels.attention import attention_backward, attention_forward, use_kernel
-from coat_core.kernels.scaled_mm import scaled_mm
+from coat_core.ops.attention import attention_backward, attention_forward, use_kernel
+from coat_core.ops.scaled_mm import scaled_mm
 
 from .configurations import RATES, Configuration
 from .limits import ATTENTION_STEP, HEAD_DIM, token_count

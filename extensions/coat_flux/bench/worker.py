@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
-from coat_core.kernels.attention import chosen_kernel
-from coat_core.kernels.attention_trial import kernel_obstacles
-from coat_core.kernels.dispatch import triton_obstacle
-from coat_core.kernels.scaled_mm import unsupported_reason
+from coat_core.ops.attention import chosen_kernel
+from coat_core.ops.attention_trial import kernel_obstacles
+from coat_core.ops.dispatch import triton_obstacle
+from coat_core.ops.scaled_mm import unsupported_reason
 
 from ..base.files import write_file
 from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY, named
@@ -212,7 +212,7 @@ def _choices(device: torch.device) -> dict[str, Any]:
 def _self_test(device: torch.device) -> str:
     """The whole of the self-test's error, of which `triton_obstacle` keeps a line."""
     try:
-        from coat_core.kernels.gpu.quantize import agrees_with_reference
+        from coat_core.ops.quantize_kernel import agrees_with_reference
 
         return f"agrees with the reference: {agrees_with_reference(device)}"
     except Exception:  # as `triton_obstacle`

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coat_core.kernels.attention import GPU_KERNELS, TAKES_MASK, chosen_kernel, use_kernel
-from coat_core.kernels.attention_trial import AttentionTrial
+from coat_core.ops.attention import GPU_KERNELS, TAKES_MASK, chosen_kernel, use_kernel
+from coat_core.ops.attention_trial import AttentionTrial
 
 from .measure import from_first_process, key_on, read_times, timed, version_of, write_times
 
@@ -37,7 +37,7 @@ class PickedAttention:
     """The attention kernel of the run, and why.
 
     Attributes:
-        kernel: as `coat_core.kernels.attention` names it.
+        kernel: as `coat_core.ops.attention` names it.
         why: in words.
         milliseconds: of one block's attention, forward and backward, by kernel; empty where nothing was measured.
         refused: kernel → why it cannot be used here.

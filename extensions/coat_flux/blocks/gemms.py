@@ -24,11 +24,11 @@ from torch import nn
 from coat_core.activation import FP8InputLinear
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import FORMATS, INT8
-from coat_core.kernels.int8_mm import unsupported_reason as int8_obstacle
 from coat_core.linear.function import fp8_gemm_obstacle, input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.linear.trained import forget_codes
 from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight, wants_transposed
+from coat_core.ops.int8_mm import unsupported_reason as int8_obstacle
 
 from .lookup import matches
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8
-from coat_core.kernels.dispatch import triton_obstacle
 from coat_core.linear.function import fp8_gemm_obstacle
+from coat_core.ops.dispatch import triton_obstacle
 
 from .block_bytes import block_bytes, read_blocks, shown_by
 from .decide import BlockChoice, BlockPlan, Given, block_settings, packing_of

@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 from coat_core.activation import FP8InputLinear, PackedSavedTensors, PackingConfig, fp8_checkpoint
 from coat_core.config import FP8LinearConfig
 from coat_core.granularity import PER_GROUP, PER_ROW, Granularity
-from coat_core.kernels.dispatch import launchers
 from coat_core.linear.function import input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
+from coat_core.ops.dispatch import launchers
 
 from .described import Block, make_block, modulates, shared_arguments
 from .fused.chooser import fused_block

@@ -106,7 +106,7 @@ def _rate_lines(subject: str, found: dict[str, float | str]) -> Iterator[Line]:
 def formats(device: torch.device) -> str:
     """Which pairs of FP8 formats the device multiplies, in words."""
     from coat_core.formats import FORMATS
-    from coat_core.kernels.scaled_mm import unsupported_reason
+    from coat_core.ops.scaled_mm import unsupported_reason
 
     texts = []
     for name in GRANULARITIES:
@@ -123,7 +123,7 @@ def rates(device: torch.device) -> dict[str, float | str]:
     """TFLOP/s of square matrix products by kind: per_tensor and per_row in FP8, bf16; or why a kind does not run."""
     import torch
 
-    from coat_core.kernels.scaled_mm import scaled_mm, unsupported_reason
+    from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason
 
     side = SIDE[device.type]
     x = torch.randn(side, side, device=device)
@@ -157,7 +157,7 @@ def triton() -> Iterator[Line]:
     """Whether a Triton kernel compiles, runs and agrees with its reference."""
     import torch
 
-    from coat_core.kernels.dispatch import triton_obstacle
+    from coat_core.ops.dispatch import triton_obstacle
 
     version = _triton_version()
     if not torch.cuda.is_available():
@@ -181,8 +181,8 @@ def attention() -> Iterator[Line]:
     """Which attention kernels run on every GPU, forward and backward, and agree with plain matrix products."""
     import torch
 
-    from coat_core.kernels.attention import chosen_kernel
-    from coat_core.kernels.attention_trial import kernel_obstacles
+    from coat_core.ops.attention import chosen_kernel
+    from coat_core.ops.attention_trial import kernel_obstacles
 
     if not torch.cuda.is_available():
         yield absent("attention", f"{NO_GPU}; torch's kernel for a CPU runs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from coat_core.kernels.packing import n_blocks
+from coat_core.ops.packing import n_blocks
 from coat_core.optim.state import state_bytes
 
 from ..base.names import COAT_OPTIMIZER

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.casts import GRADIENT, INPUT, Cast, Decoded, MomentUpdate, Product, declarations
 from coat_core.formats import FORMATS
-from coat_core.kernels.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.linear.module import FP8TrainableLinear
 from coat_core.linear.weight import CODES, TRANSPOSED
+from coat_core.ops.adamw import Hyper, Moment, adamw_update_, read_moments
 from coat_core.optim.sharded import is_sharded, local_values
 
 from ..blocks.cast_loss import SAMPLE, Measures, low_end, measure_cast, octaves, sampled

@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 import torch
 
-from coat_core.kernels import attention as attention_kernels
-from coat_core.kernels import dispatch, int8_mm, scaled_mm
+from coat_core.ops import attention as attention_kernels
+from coat_core.ops import dispatch, int8_mm, scaled_mm
 from coat_core.optim import offload
 from coat_flux.blocks import streaming
 from coat_flux.saves.interrupts import Interrupts
@@ -42,8 +42,8 @@ __all__ = ["DeviceError", "DryGPU", "HostWaits", "LaunchError", "RaceError", "St
 # Where the host may wait inside a step, and the number it reads there.
 # In the first step of a process.
 FIRST = {
-    "coat_core/kernels/attention_trial.py:__init__": 0.0,  # tensors to try attention with
-    "coat_core/kernels/attention_trial.py:_tried": 0.0,  # how far a kernel is from plain products
+    "coat_core/ops/attention_trial.py:__init__": 0.0,  # tensors to try attention with
+    "coat_core/ops/attention_trial.py:_tried": 0.0,  # how far a kernel is from plain products
     "coat_flux/blocks/measure.py:timed": 0.0,  # how long a block takes
     "coat_flux/blocks/fused/chooser.py:relative_difference": 0.0,  # fused blocks against diffusers' own
     "coat_flux/blocks/streaming.py:_to_device": 0.0,  # what the first step finds need not be streamed
@@ -91,7 +91,7 @@ class DryGPU:
             self._captures_now = False
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **keywords: Any) -> None:
-        """In place of `coat_core.kernels.gpu.runtime.launch`."""
+        """In place of `coat_core.ops.launch.launch`."""
         for x in (*args, *keywords.values()):
             self.operators.memory.read(x)
         self.launches[check_launch(kernel, grid, args, keywords).kernel] += 1
@@ -124,7 +124,8 @@ def dry_gpu(patch: pytest.MonkeyPatch, attention: str = "cudnn") -> Iterator[Dry
         patch: ends with the test.
         attention: the kernel that torch's attention chooses, a key of `operators.ATTENTION`.
     """
-    from coat_core.kernels.gpu import quantize, tables
+    from coat_core.ops import quantize_kernel as quantize
+    from coat_core.ops import tables
     from coat_flux.trainers.standalone import step_graph
 
     def pin(memory: torch.Tensor, *_: Any) -> None:

@@ -216,9 +216,9 @@ def compiled_for() -> dict[tuple[str, str], frozenset[torch.dtype | None]]:
 
 
 def launcher_modules() -> list[Any]:
-    """Every module of `coat_core.kernels.gpu`."""
+    """Every module of `coat_core.ops`."""
     import pkgutil
 
-    from coat_core.kernels import gpu
+    from coat_core import ops
 
-    return [importlib.import_module(f"{gpu.__name__}.{found.name}") for found in pkgutil.iter_modules(gpu.__path__)]
+    return [importlib.import_module(f"{ops.__name__}.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from coat_core.kernels.attention import AttentionContext, attention_backward, attention_forward
-from coat_core.kernels.qkv import qkv_rope
+from coat_core.ops.attention import AttentionContext, attention_backward, attention_forward
+from coat_core.ops.qkv import qkv_rope
 
 from .kept import Kept, Saving
 from .linears import LinearGroup, LowRank, as_dtype

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coat_core.kernels.gelu import mlp_activation_backward
-from coat_core.kernels.mlp_gradient import mlp_down_gradient
-from coat_core.kernels.qkv import qkv_rope_backward
-from coat_core.kernels.quantize import quantize, quantize_and_save
+from coat_core.ops.gelu import mlp_activation_backward
+from coat_core.ops.mlp_gradient import mlp_down_gradient
+from coat_core.ops.qkv import qkv_rope_backward
+from coat_core.ops.quantize import quantize, quantize_and_save
 from coat_core.quantize import Quantized
 
 from .attention import Attention, Projected, Shared
@@ -166,7 +166,7 @@ class Stream:
         output: attention's projection.
         up: the MLP's first linear.
         down: the MLP's second linear.
-        activation: of the MLP, as `coat_core.kernels.gelu` names it.
+        activation: of the MLP, as `coat_core.ops.gelu` names it.
     """
 
     modulation: Modulation | None

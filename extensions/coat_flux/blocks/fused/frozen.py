@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8
 from coat_core.granularity import Granularity
-from coat_core.kernels.quantize import quantize
-from coat_core.kernels.scaled_mm import row_scale
 from coat_core.linear.function import (
     compute_dtype,
     dgrad,
@@ -35,6 +33,8 @@ from coat_core.linear.function import (
 )
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.linear.weight import OUTPUT_DIM, StoredWeight, as_stored, load_weight, quantize_weight
+from coat_core.ops.quantize import quantize
+from coat_core.ops.scaled_mm import row_scale
 from coat_core.quantize import Quantized
 
 from ..quantized import input_gradient, is_adopted, own_product

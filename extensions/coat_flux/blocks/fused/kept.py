@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coat_core.activation import PackingConfig
 from coat_core.granularity import PER_GROUP
-from coat_core.kernels.quantize import dequantize, quantize
+from coat_core.ops.quantize import dequantize, quantize
 
 NOT_SAVED = ("none", PER_GROUP.group_size)  # `saved_format` and `group_size` of kernels that are to pack nothing
 Packed = tuple[Tensor, ...]  # (codes, scale), or (values,) where a tensor is kept as it is

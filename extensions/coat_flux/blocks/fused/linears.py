@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coat_core.kernels.codes import product
-from coat_core.kernels.lora import lora_up_gradients
+from coat_core.ops.codes import product
+from coat_core.ops.lora import lora_up_gradients
 from coat_core.quantize import Quantized
 
 from ..lora import NotPlain, PlainAdapter, plain_adapters

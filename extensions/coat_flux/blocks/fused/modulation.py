@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from coat_core.autograd import first_order_only, without_autocast
-from coat_core.kernels.codes import product
-from coat_core.kernels.quantize import quantize
+from coat_core.ops.codes import product
+from coat_core.ops.quantize import quantize
 
 from .gradients import leaves_of, returned
 from .kept import Kept

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coat_core.kernels.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
+from coat_core.ops.norm import norm_modulate, norm_modulate_backward, norm_modulate_quantize
 
 from .frozen import in_passing, quantized_by
 from .kept import Kept, Saving

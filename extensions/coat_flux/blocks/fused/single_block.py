@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coat_core.kernels.gelu import activated_width
-from coat_core.kernels.mlp_gradient import mlp_down_gradient
-from coat_core.kernels.qkv import qkv_mlp_backward
+from coat_core.ops.gelu import activated_width
+from coat_core.ops.mlp_gradient import mlp_down_gradient
+from coat_core.ops.qkv import qkv_mlp_backward
 
 from .attention import Attention, Projected, Shared
 from .block import run_block
@@ -36,7 +36,7 @@ class SingleBlock:
         inputs: to q, k, v and the MLP.
         attention: of its one stream.
         output: reads attention's out and the MLP.
-        activation: of the MLP, as `coat_core.kernels.gelu` names it.
+        activation: of the MLP, as `coat_core.ops.gelu` names it.
         parameters: the adapters' matrices but those of the modulation.
     """
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coat_core.kernels.gelu import mlp_activation_backward
-from coat_core.kernels.mlp_gradient import mlp_down_gradient
-from coat_core.kernels.qkv import qkv_rope_backward
-from coat_core.kernels.quantize import quantize_and_save
+from coat_core.ops.gelu import mlp_activation_backward
+from coat_core.ops.mlp_gradient import mlp_down_gradient
+from coat_core.ops.qkv import qkv_rope_backward
+from coat_core.ops.quantize import quantize_and_save
 from coat_core.quantize import Quantized
 
 from .attention import Attention, Projected, Shared

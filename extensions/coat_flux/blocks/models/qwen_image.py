@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
-from coat_core.kernels.attention import additive_mask
 from coat_core.linear.function import compute_dtype
+from coat_core.ops.attention import additive_mask
 
 from ..fused.attention import Rotary, Shared
 from ..fused.block import Call

@@ -101,7 +101,7 @@ class _Backend:
         self.config = config
 
     def can_quantize(self, module: nn.Linear) -> bool:
-        from coat_core.kernels.scaled_mm import ALIGNMENT
+        from coat_core.ops.scaled_mm import ALIGNMENT
 
         return module.in_features % ALIGNMENT == 0 and module.out_features % ALIGNMENT == 0
 

@@ -1,0 +1,205 @@
+"""The gate and the residual at the end of a block, forward and backward, as operators.
+
+    gated_sum            y = residual + gate·result, with the result's adapter, and what is saved of it
+    gated_sum_backward   dy = grad·gate, which the dgrad of the linear before it reads, in FP8 too;
+                         dgate = Σ_S grad·result
+
+With a weight, RMSNorm(result) = result·rstd·weight stands in place of result, as after the linears of Z-Image's blocks;
+`coat_core.ops.norm` has the norm.
+
+Shapes: residual, result, grad [B, S, D]; gate [B, D]; weight [D]; h [B, S, r]; up [D, r]. `fmt`, `granularity`,
+`saved_format` and `group_size` as in `coat_core.ops.codes`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coat_core.casts import GRADIENT, Cast, declares
+from coat_core.ops.codes import (
+    cast_of,
+    codes_of,
+    fake_codes_of,
+    fake_saved_codes_of,
+    saved_cast_of,
+    saved_codes_of,
+    values_of,
+    with_adapter,
+)
+from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.norm import rms_norm, rms_norm_backward
+from coat_core.ops.operators import operator
+
+
+@operator("coat::gated_sum")
+def gated_sum(
+    residual: Tensor,
+    gate: Tensor,
+    result: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    saved_format: str,
+    group_size: int,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return residual + gate·norm(result'), result' = result + h upᵀ, and result' as it is saved.
+
+    Args:
+        residual: floating [B, S, D].
+        gate: [B, D].
+        result: of the linear [B, S, D].
+        h: what its adapter's up-projection reads [B, S, r], r at most 256, in the dtype of result; None: no adapter.
+        up: [D, r], likewise.
+        saved_format: of the saved codes, "e4m3", "e5m2" or "none".
+        group_size: G of the saved codes.
+        weight: of an RMSNorm [D]; None: norm(x) = x.
+        eps: of that norm, added to the mean square.
+
+    Returns:
+        y [B, S, D], in the dtype residual, gate and result (or weight) promote to; codes of result' [B, S, D]; their
+        scale [B, S, ceil(D/G)].
+
+    Raises:
+        ValueError: unknown format or group size.
+
+    Numerics: result' is rounded once, the product before the sum, as eager PyTorch does; without adapter and norm
+    kernel and reference have the same bits, and the reference has those of diffusers' RMSNorm on a CPU.
+    Source: FLUX's adaLN-Zero gates, diffusers models/transformers/transformer_flux.py; Z-Image's norms after linears,
+    its transformer_z_image.py.
+    """
+    result = with_adapter(result, h, up)
+    normed = result if weight is None else rms_norm(result, weight, eps)
+    return (residual + gate[:, None] * normed).contiguous(), *saved_codes_of(result, saved_format, group_size)
+
+
+@gated_sum.register_fake
+def _(
+    residual: Tensor,
+    gate: Tensor,
+    result: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    saved_format: str,
+    group_size: int,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    normed = result if weight is None else weight
+    dtype = torch.promote_types(residual.dtype, torch.promote_types(gate.dtype, normed.dtype))
+    return residual.new_empty(residual.shape, dtype=dtype), *fake_saved_codes_of(result, saved_format, group_size)
+
+
+@declares(gated_sum)
+def _(
+    out: tuple[Tensor, ...],
+    residual: Tensor,
+    gate: Tensor,
+    result: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    saved_format: str,
+    group_size: int,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Cast, ...]:
+    return saved_cast_of(with_adapter(result, h, up), out[1:], group_size)
+
+
+@operator("coat::gated_sum_backward")
+def gated_sum_backward(
+    grad: Tensor,
+    gate: Tensor,
+    result: Tensor | None,
+    result_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    fmt: str,
+    granularity: str,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of result' and gate; that of residual is `grad` itself.
+
+        no norm   dy = grad·gate,   dgate = Σ_S grad·result'
+        RMSNorm   z = result'·rstd,   dz = grad·gate·weight,   dgate = Σ_S grad·z·weight
+                  dy = rstd·(dz - z·mean(dz·z))
+
+    Args:
+        grad: of the output [B, S, D].
+        gate: [B, D].
+        result: result' [B, S, D], as it was, or its FP8 codes; None where neither dgate nor a norm needs it.
+        result_scale: of the codes, of the shape of any granularity; None where result is not codes.
+        group_size: elements that share a scale where each row has several.
+        dtype: of result' when it was made: what dy, and result' from its codes, are rounded to.
+        fmt: of the codes of dy, "e4m3" or "e5m2".
+        granularity: of the codes of dy, "none", "per_row" or "per_tensor".
+        weight: as in the forward pass.
+        eps: likewise.
+
+    Returns:
+        dy [B, S, D] of `dtype`, with a norm computed in fp32 and rounded once; its codes; the scale of the codes; dgate
+        fp32 [B, D], or of shape [0] without result.
+
+    Raises:
+        ValueError: unknown format or granularity, or a norm without result.
+    """
+    check_result(result, weight)
+    if result is None:
+        dy, dgate = (grad * gate[:, None]).to(dtype).contiguous(), gate.new_empty(0, dtype=torch.float32)
+        return dy, *codes_of(dy, fmt, granularity), dgate
+    values, g = values_of(result, result_scale, group_size, dtype).to(torch.float32), grad.to(torch.float32)
+    if weight is None:
+        dy = grad * gate[:, None]
+    else:
+        of_norm = weight.to(torch.float32)
+        dy, z = rms_norm_backward(g * (gate.to(torch.float32)[:, None] * of_norm), values, eps)
+        values = z * of_norm
+    dy = dy.to(dtype).contiguous()
+    return dy, *codes_of(dy, fmt, granularity), (g * values).sum(1)
+
+
+@gated_sum_backward.register_fake
+def _(
+    grad: Tensor,
+    gate: Tensor,
+    result: Tensor | None,
+    result_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    fmt: str,
+    granularity: str,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy = grad.new_empty(grad.shape, dtype=dtype)
+    dgate = gate.new_empty(0 if result is None else gate.shape, dtype=torch.float32)
+    return dy, *fake_codes_of(dy, fmt, granularity), dgate
+
+
+@declares(gated_sum_backward)
+def _(
+    out: tuple[Tensor, ...],
+    grad: Tensor,
+    gate: Tensor,
+    result: Tensor | None,
+    result_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    fmt: str,
+    granularity: str,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Cast | None:
+    return cast_of(GRADIENT, out, granularity)
+
+
+def check_result(result: Tensor | None, weight: Tensor | None) -> None:
+    """Raise ValueError where a norm's gradient is asked for without what it normed."""
+    if weight is not None and result is None:
+        raise ValueError("result=None: the gradient of a norm needs what it normed; save it in the forward pass")
+
+
+run_by_triton(gated_sum, "gate.gated_sum")
+run_by_triton(gated_sum_backward, "gate.gated_sum_backward")

@@ -1,0 +1,301 @@
+"""Gate and residual, forward (with the result's adapter, and saving it in passing) and backward (quantized).
+
+With a norm, forward goes over the columns of its rows twice: for their mean square, then for the sum. Their second
+reading comes from the cache.
+
+Shapes: residual, result, grad [B, S, D], gate [B, D], weight [D], h [B, S, r], up [D, r]. In the backward pass a
+program holds whole rows, takes a share of one image's and leaves its part of the sum over S, added up by torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_core.ops.device import add_low_rank, load_saved, rounded, store_group_codes, store_row_codes
+from coat_core.ops.gate import check_result
+from coat_core.ops.launch import blocks, dot_operand, empty, empty_values, finished, launch, power_of_two
+from coat_core.ops.rows import (
+    LOW_RANK_ROWS,
+    TL_DTYPES,
+    GroupCodes,
+    RowCodes,
+    check_width,
+    rank_options,
+    saved_groups,
+    shared_rows,
+    tile_rows,
+    warps,
+    with_row_stride,
+)
+
+WIDEST_BLOCK = 1024
+WIDEST_LOW_RANK_BLOCK = 256  # also the largest group
+
+
+@triton.jit
+def _complete_tile(
+    result_ptr,
+    h_ptr,
+    up_ptr,
+    rows,
+    are_rows,
+    columns,
+    h_stride,
+    D,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
+    """A tile of result with its adapter, in fp32, rounded as it is saved; 0 outside."""
+    inside = are_rows[:, None] & (columns < D)[None, :]
+    result = tl.load(result_ptr + rows[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    if h_ptr is not None:
+        result = add_low_rank(
+            result, h_ptr, up_ptr, rows * h_stride, columns * RANK, 1, are_rows, columns < D, RANK, RANK_BLOCK
+        )
+        result = rounded(result, result_ptr)
+    return result
+
+
+@triton.jit
+def _gated_sum_fwd_kernel(
+    residual_ptr,
+    gate_ptr,
+    result_ptr,
+    h_ptr,
+    up_ptr,
+    y_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    gate_stride,
+    h_stride,
+    S,
+    D,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    SAVED_GROUP: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile of R rows of one image a program; rounds where eager PyTorch does."""
+    image, place = tl.program_id(2).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
+    rows, first = image * S + place, tl.program_id(1) * BLOCK
+    columns = first + tl.arange(0, BLOCK)
+    inside = (place < S)[:, None] & (columns < D)[None, :]
+    offsets = rows[:, None] * D + columns[None, :]
+    result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
+    if saved_ptr is not None:
+        store_group_codes(
+            result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
+        )
+    gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
+    product = gate[None, :] * result
+    if gate_ptr.dtype.element_ty == result_ptr.dtype.element_ty:
+        product = rounded(product, gate_ptr)
+    y = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + product
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_norm_fwd_kernel(
+    residual_ptr,
+    gate_ptr,
+    weight_ptr,
+    result_ptr,
+    h_ptr,
+    up_ptr,
+    y_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    gate_stride,
+    h_stride,
+    S,
+    D,
+    eps,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    SAVED_GROUP: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """R rows of one image a program; rounds where eager PyTorch does."""
+    image, place = tl.program_id(1).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
+    rows = image * S + place
+    squares = tl.zeros([R], tl.float32)
+    for first in range(0, D, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
+        if saved_ptr is not None:
+            store_group_codes(
+                result, saved_ptr, saved_scale_ptr, rows, place < S, first, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK
+            )
+        squares += tl.sum(result * result, axis=1)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, D * 1.0) + eps))
+    for first in range(0, D, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = (place < S)[:, None] & (columns < D)[None, :]
+        offsets = rows[:, None] * D + columns[None, :]
+        result = _complete_tile(result_ptr, h_ptr, up_ptr, rows, place < S, columns, h_stride, D, RANK, RANK_BLOCK)
+        weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+        normed = rounded(rounded(result * rstd[:, None], weight_ptr) * weight[None, :], weight_ptr)
+        gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
+        product = gate[None, :] * normed
+        if gate_ptr.dtype.element_ty == weight_ptr.dtype.element_ty:
+            product = rounded(product, gate_ptr)
+        y = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + product
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_sum_bwd_kernel(
+    grad_ptr,
+    gate_ptr,
+    weight_ptr,
+    result_ptr,
+    result_scale_ptr,
+    dy_ptr,
+    codes_ptr,
+    code_scale_ptr,
+    dgate_ptr,
+    gate_stride,
+    scales_per_row,
+    S,
+    D,
+    eps,
+    rounds,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """rounds·R rows of one image a program."""
+    image, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
+    gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
+    dgate = tl.zeros([R, BLOCK], tl.float32)
+    for turn in range(rounds):
+        place = (share * rounds + turn) * R + tl.arange(0, R)
+        rows = image * S + place
+        inside = (place[:, None] < S) & (columns < D)
+        offsets = rows[:, None] * D + columns
+        g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        if result_ptr is not None:
+            groups = rows[:, None] * scales_per_row + columns // GROUP
+            normed = load_saved(result_ptr, result_scale_ptr, offsets, groups, inside, DTYPE)
+        if weight_ptr is None:
+            dy = g * gate
+            if grad_ptr.dtype.element_ty == gate_ptr.dtype.element_ty:
+                dy = rounded(dy, grad_ptr)
+        else:
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(normed * normed, axis=1), D * 1.0) + eps))[:, None]
+            weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+            z, dz = normed * rstd, g * (gate * weight)
+            dy = rstd * (dz - z * tl.div_rn(tl.sum(dz * z, axis=1), D * 1.0)[:, None])
+            normed = z * weight
+        dy = dy.to(DTYPE).to(tl.float32)
+        tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+        if result_ptr is not None:
+            dgate += g * normed
+        store_row_codes(dy, codes_ptr, code_scale_ptr, rows, place < S, offsets, inside, FORMAT_MAX)
+    if result_ptr is not None:
+        part = (image * tl.num_programs(1) + share) * D + columns
+        tl.store(dgate_ptr + part, tl.sum(dgate, axis=0)[None, :], mask=columns < D)
+
+
+def gated_sum(
+    residual: Tensor,
+    gate: Tensor,
+    result: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    saved_format: str,
+    group_size: int,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launcher of `coat::gated_sum`."""
+    residual, result, (gate, gate_stride) = residual.contiguous(), result.contiguous(), with_row_stride(gate)
+    (images, s, d), shape = residual.shape, tuple(residual.shape)
+    normed = result if weight is None else weight
+    dtype = torch.promote_types(residual.dtype, torch.promote_types(gate.dtype, normed.dtype))
+    h, h_stride = (None, 0) if h is None else with_row_stride(dot_operand(h))
+    is_narrow = h is not None or weight is not None
+    block = min(power_of_two(d), WIDEST_LOW_RANK_BLOCK if is_narrow else WIDEST_BLOCK)
+    tile = max(tile_rows(block), LOW_RANK_ROWS) if is_narrow else tile_rows(block)
+    y, saved = empty_values(shape, dtype, residual.device), GroupCodes(shape, saved_format, group_size, residual.device)
+    inputs = (result, h, None if up is None else dot_operand(up).contiguous(), y, saved.codes, saved.scale)
+    sizes = (gate_stride, h_stride, s, d)
+    options = {
+        **rank_options(up),
+        "SAVED_MAX": saved.format_max,
+        "SAVED_GROUP": min(group_size, block),
+        "R": tile,
+        "BLOCK": block,
+        "num_warps": warps(tile * block),
+    }
+    if weight is None:
+        grid = (blocks(s, tile), blocks(d, block), images)
+        launch(_gated_sum_fwd_kernel, grid, residual, gate, *inputs, *sizes, **options)
+    else:
+        given = (residual, gate, weight.contiguous(), *inputs, *sizes, eps)
+        launch(_gated_norm_fwd_kernel, (blocks(s, tile), images), *given, **options, num_stages=1)
+    return finished(y, dtype), *saved.results()
+
+
+def gated_sum_backward(
+    grad: Tensor,
+    gate: Tensor,
+    result: Tensor | None,
+    result_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    fmt: str,
+    granularity: str,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launcher of `coat::gated_sum_backward`."""
+    check_width(grad.shape[-1])
+    check_result(result, weight)
+    grad, (gate, gate_stride) = grad.contiguous(), with_row_stride(gate)
+    (images, s, d), shape = grad.shape, tuple(grad.shape)
+    result = None if result is None else result.contiguous()
+    result_scale, per_row, group = saved_groups(result_scale, group_size, d)
+    block = power_of_two(d)
+    tile = tile_rows(block)
+    programs, rounds = shared_rows(images, s, tile)
+    dy, codes = empty_values(shape, dtype, grad.device), RowCodes(shape, fmt, granularity, grad.device)
+    dgate = None if result is None else empty((images, programs, d), torch.float32, grad.device)
+    launch(
+        _gated_sum_bwd_kernel,
+        (images, programs),
+        grad,
+        gate,
+        None if weight is None else weight.contiguous(),
+        result,
+        result_scale,
+        dy,
+        codes.codes,
+        codes.scale,
+        dgate,
+        gate_stride,
+        per_row,
+        s,
+        d,
+        eps,
+        rounds,
+        GROUP=group,
+        DTYPE=TL_DTYPES[dtype],
+        FORMAT_MAX=codes.format_max,
+        R=tile,
+        BLOCK=block,
+        num_warps=warps(tile * block),
+    )
+    dy = finished(dy, dtype)
+    found = gate.new_empty(0, dtype=torch.float32) if dgate is None else dgate.sum(1)
+    return dy, *codes.results(dy), found

@@ -1,0 +1,346 @@
+"""What stands between the linears of an MLP, forward (quantizing what the next linear reads) and backward.
+
+    mlp_activation             [attention | act(mlp)] with mlp's adapter, and what is kept for backward; from codes too
+    mlp_activation_backward    the gradient of mlp, with the adapter of the linear after it
+    mlp_activation_down        mlp_activation's codes, and the values times the next linear's down-projection
+
+`activation` is one of
+
+    gelu_tanh       act(x) = x/2·(1 + tanh(u)),   u = sqrt(2/π)·(x + 0.044715·x³)
+    silu_and_mul    act([gate | up]) = silu(gate)·up,   silu(x) = x/(1 + exp(-x)):   SwiGLU, of two halves of mlp
+
+Shapes: attention [..., D]; mlp [..., N]; act(mlp) [..., F], with N = F of GELU and N = 2·F of SwiGLU; its adapter
+h [..., r], up [N, r], or h [..., 2·r] where SwiGLU's halves are of two linears: r columns for each; `fmt`,
+`granularity`, `saved_format` and `group_size` as in `coat_core.ops.codes`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coat_core.autograd import without_autocast
+from coat_core.casts import INPUT, Cast, Declared, declarations, declares
+from coat_core.ops.codes import (
+    cast_of,
+    codes_of,
+    fake_codes_of,
+    fake_saved_codes_of,
+    no_codes,
+    saved_cast_of,
+    saved_codes_of,
+    values_of,
+    with_adapter,
+)
+from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.operators import operator
+
+ACTIVATIONS = ("gelu_tanh", "silu_and_mul")
+
+
+def is_gated(activation: str) -> bool:
+    """Return whether an activation reads two halves of what the linear before it made.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}")
+    return activation == "silu_and_mul"
+
+
+def activated_width(mlp: Tensor, activation: str) -> int:
+    """Return F of mlp [..., N].
+
+    Raises:
+        ValueError: the activation is unknown, or N is not even where it has two halves.
+    """
+    width = mlp.shape[-1]
+    if not is_gated(activation):
+        return width
+    if width % 2:
+        raise ValueError(f"mlp of width {width}: must be even, a gate and as much that it multiplies")
+    return width // 2
+
+
+def columns_of_up(h: Tensor | None, up: Tensor | None) -> int:
+    """Return which column of h the second half of mlp begins to read at: 0 where both halves share one adapter."""
+    return 0 if h is None or up is None or h.shape[-1] == up.shape[-1] else up.shape[-1]
+
+
+def complete_mlp(mlp: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
+    """Return mlp with its adapter, or with those of its halves."""
+    if h is None or up is None or not columns_of_up(h, up):
+        return with_adapter(mlp, h, up)
+    parts = zip(mlp.chunk(2, dim=-1), h.chunk(2, dim=-1), up.chunk(2), strict=True)
+    return torch.cat([with_adapter(*part) for part in parts], dim=-1)
+
+
+def _activated(mlp: Tensor, activation: str) -> Tensor:
+    """act(mlp), rounding as torch does: SwiGLU's silu by itself, then the product."""
+    if activated_width(mlp, activation) == mlp.shape[-1]:
+        return torch.nn.functional.gelu(mlp, approximate="tanh").contiguous()
+    gate, up = mlp.chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).contiguous()
+
+
+@operator("coat::mlp_activation")
+def mlp_activation(
+    attention: Tensor | None,
+    attention_scale: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return [attention | act(mlp + h upᵀ)] along the features, its codes, and what is kept for backward.
+
+    Args:
+        attention: [B, S, D], values or codes of 1×G groups; None for the activation alone.
+        attention_scale: of the codes, fp32 [B, S, ceil(D / G)]; None where attention is values.
+        mlp: [B, S, N], values or codes.
+        mlp_scale: likewise.
+        h: [B, S, r], or of two linears' halves [B, S, 2·r]; None without an adapter, and for codes.
+        up: [N, r]; likewise.
+        fmt: of the codes, "e4m3" or "e5m2"; "none" with the granularity "none".
+        granularity: of the codes, "none", "per_row" or "per_tensor".
+        saved_format: of what is kept, "e4m3", "e5m2" or "none".
+        group_size: G of the codes that are read, or kept.
+        dtype: of the values.
+        activation: one of `ACTIVATIONS`.
+
+    Returns:
+        values [B, S, D + F] of `dtype`; their codes; the scale of the codes; attention's codes as kept, of shape [0]
+        without attention, and their scale; the codes as kept of mlp + h upᵀ, and their scale.
+
+    Raises:
+        ValueError: unknown format, granularity, group size or activation; SwiGLU of an odd width.
+
+    Numerics: the reference has the bits of torch's GELU, or of its SiLU and product. The kernel takes sigmoid(2u) for
+    (1 + tanh(u))/2, which differs by at most tests/tolerances.py's GELU_RTOL times abs(x), and rounds SiLU as torch
+    does, within SILU_RTOL.
+    Source: FLUX's single blocks, diffusers models/transformers/transformer_flux.py, and FLUX.2's, its
+    transformer_flux2.py; what is kept: arXiv 2410.19313, section 5.
+    """
+    mlp = complete_mlp(values_of(mlp, mlp_scale, group_size, dtype), h, up)
+    values = _activated(mlp, activation)
+    attention_saved = no_codes(mlp, "none")
+    if attention is not None:
+        attention = values_of(attention, attention_scale, group_size, dtype)
+        values = torch.cat([attention, values], dim=-1)
+        attention_saved = saved_codes_of(attention, saved_format, group_size)
+    codes = codes_of(values, fmt, granularity)
+    return values, *codes, *attention_saved, *saved_codes_of(mlp, saved_format, group_size)
+
+
+@mlp_activation.register_fake
+def _(
+    attention: Tensor | None,
+    attention_scale: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    width = activated_width(mlp, activation) + (0 if attention is None else attention.shape[-1])
+    values = mlp.new_empty((*mlp.shape[:-1], width), dtype=dtype)
+    codes = fake_codes_of(values, fmt, granularity)
+    attention_saved = no_codes(mlp, "none")
+    if attention is not None:
+        attention_saved = fake_saved_codes_of(attention, saved_format, group_size)
+    return values, *codes, *attention_saved, *fake_saved_codes_of(mlp, saved_format, group_size)
+
+
+@declares(mlp_activation)
+def _(
+    out: tuple[Tensor, ...],
+    attention: Tensor | None,
+    attention_scale: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    h: Tensor | None,
+    up: Tensor | None,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> tuple[Cast, ...]:
+    cast = cast_of(INPUT, out, granularity)
+    casts = [] if cast is None else [cast]
+    if saved_format != "none":
+        casts += () if attention is None else saved_cast_of(attention, out[3:5], group_size)
+        casts += saved_cast_of(complete_mlp(mlp, h, up), out[5:], group_size)
+    return tuple(casts)
+
+
+@operator("coat::mlp_activation_backward")
+def mlp_activation_backward(
+    grad: Tensor,
+    dh: Tensor | None,
+    down: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> Tensor:
+    """Return the gradient of mlp + h upᵀ.
+
+        g = grad + dh·down,   x = mlp + h upᵀ, of SwiGLU [gate | up]
+        GELU      dmlp = g·(s + x·s·(1 - s)·2u'),   s = (1 + tanh(u))/2,   u' = sqrt(2/π)·(1 + 3·0.044715·x²)
+        SwiGLU    dmlp = [g·up·s·(1 + gate·(1 - s)) | g·gate·s],   s = 1/(1 + exp(-gate))
+
+    Args:
+        grad: of act(mlp) without the adapter of the linear that reads it [B, S, F].
+        dh: of that adapter [B, S, r], in grad's dtype; None without one.
+        down: that adapter's down-projection [r, F]; a slice of a wider one is read in place.
+        mlp: what the activation read [B, S, N], values or codes of 1×G groups.
+        mlp_scale: of the codes, fp32 [B, S, ceil(N / G)]; None where mlp is values.
+        group_size: G.
+        dtype: of the values.
+        activation: one of `ACTIVATIONS`.
+
+    Returns:
+        dmlp [B, S, N] of `dtype`, computed in fp32 and rounded once; g is rounded to grad's dtype.
+
+    Raises:
+        ValueError: as `mlp_activation`.
+    """
+    mlp = values_of(mlp, mlp_scale, group_size, dtype).to(torch.float32)
+    g = with_adapter(grad, dh, None if down is None else down.t()).to(torch.float32)
+    if activated_width(mlp, activation) == mlp.shape[-1]:
+        dmlp: Tensor = torch.ops.aten.gelu_backward(g, mlp, approximate="tanh")
+    else:
+        gate, up = mlp.chunk(2, dim=-1)
+        dmlp = torch.cat([torch.ops.aten.silu_backward(g * up, gate), g * torch.nn.functional.silu(gate)], dim=-1)
+    return dmlp.to(dtype).contiguous()
+
+
+@mlp_activation_backward.register_fake
+def _(
+    grad: Tensor,
+    dh: Tensor | None,
+    down: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> Tensor:
+    return mlp.new_empty(mlp.shape, dtype=dtype)
+
+
+@operator("coat::mlp_activation_down")
+def mlp_activation_down(
+    attention: Tensor | None,
+    mlp: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    down: Tensor,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what the linear after an MLP's activation reads: the codes of the values, and their down-projection.
+
+        values = [attention | act(mlp + h upᵀ)],   h_next = values downᵀ
+
+    Args:
+        attention: floating [B, S, D]; None for the activation alone.
+        mlp: floating [B, S, N].
+        h: as `mlp_activation`; None without an adapter of mlp.
+        up: [N, r]; likewise.
+        down: of the next linear's adapters [R, D + F], R from 1 to 256, in `dtype`.
+        fmt: of the codes, "e4m3" or "e5m2".
+        granularity: of the codes, "per_row" or "per_tensor".
+        saved_format: of what is kept, "e4m3", "e5m2" or "none".
+        group_size: G of what is kept.
+        dtype: of the values.
+        activation: one of `ACTIVATIONS`.
+
+    Returns:
+        h_next [B, S, R] of `dtype`; then as `mlp_activation` without its values.
+
+    Raises:
+        ValueError: as `mlp_activation`; another granularity, or a down-projection of another width.
+
+    Numerics: codes as `mlp_activation`. The kernel sums h_next in fp32 in an order that depends on the shapes alone and
+    rounds once; the reference has the bits of torch's linear.
+    """
+    check_down(attention, mlp, down, granularity, activation)
+    how = (fmt, granularity, saved_format, group_size, dtype, activation)
+    found = mlp_activation._init_fn(attention, None, mlp, None, h, up, *how)
+    with without_autocast(mlp.device):
+        return torch.nn.functional.linear(found[0], down), *found[1:]
+
+
+@mlp_activation_down.register_fake
+def _(
+    attention: Tensor | None,
+    mlp: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    down: Tensor,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_down(attention, mlp, down, granularity, activation)
+    how = (fmt, granularity, saved_format, group_size, dtype, activation)
+    found = mlp_activation._abstract_fn(attention, None, mlp, None, h, up, *how)
+    return mlp.new_empty((*mlp.shape[:-1], len(down)), dtype=dtype), *found[1:]
+
+
+@declares(mlp_activation_down)
+def _(
+    out: tuple[Tensor, ...],
+    attention: Tensor | None,
+    mlp: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    down: Tensor,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> Declared:
+    given = (attention, None, mlp, None, h, up)
+    values = mlp_activation._init_fn(*given, "none", "none", "none", group_size, dtype, activation)[0]
+    how = (fmt, granularity, saved_format, group_size, dtype, activation)
+    return declarations["coat::mlp_activation"]((values, *out[1:]), *given, *how)
+
+
+def check_down(attention: Tensor | None, mlp: Tensor, down: Tensor, granularity: str, activation: str) -> None:
+    """Raise ValueError unless `mlp_activation_down` takes such a down-projection, granularity and activation."""
+    if granularity not in ("per_row", "per_tensor"):
+        raise ValueError(f"granularity={granularity!r}: must be per_row or per_tensor; mlp_activation makes values")
+    width = activated_width(mlp, activation) + (0 if attention is None else attention.shape[-1])
+    if down.shape[-1] != width:
+        raise ValueError(f"down of shape {tuple(down.shape)}: must have a column for each of {width} values of a row")
+
+
+run_by_triton(mlp_activation, "gelu.mlp_activation")
+run_by_triton(mlp_activation_backward, "mlp_activation_backward.mlp_activation_backward")
+run_by_triton(mlp_activation_down, "mlp_activation_down.mlp_activation_down")

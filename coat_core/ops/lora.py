@@ -1,0 +1,77 @@
+"""Gradients of LoRA's up-projections, as an operator.
+
+    lora_up_gradients   dh_i = dy_i up_i,  dup_i = dy_iᵀ h_i for n linears that read the same x, from one reading of dy
+
+Shapes: dy [..., ΣN], the columns of each linear in turn; h [..., n·r], r columns for each of them; up [ΣN, r].
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from coat_core.autograd import without_autocast
+from coat_core.ops.codes import product
+from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.operators import operator
+
+
+@operator("coat::lora_up_gradients")
+def lora_up_gradients(
+    dy: Tensor, h: Tensor, up: Tensor, widths: list[int], dtype_up: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of h and up, where y_i = h_i up_iᵀ for each linear i.
+
+        dh_i = dy_i up_i,   dup_i = dy_iᵀ h_i
+
+    Args:
+        dy: gradient of the linears' outputs [..., ΣN].
+        h: what their up-projections read [..., n·r], r at most 256.
+        up: [ΣN, r], in the dtype of h.
+        widths: N of each linear.
+        dtype_up: of the up-projections' parameters.
+
+    Returns:
+        dh [..., n·r] in the dtype of h; dup [ΣN, r] of `dtype_up`.
+
+    Raises:
+        ValueError: the shapes do not go together.
+
+    Numerics: dy is rounded to the dtype of h; products are summed in fp32 and rounded once, except for dup on a CPU,
+    which is rounded to the dtype of h first.
+    """
+    check_shapes(dy, h, up, widths)
+    rows, flat_h, r = dy.to(h.dtype).reshape(-1, dy.shape[-1]), h.reshape(-1, h.shape[-1]), up.shape[1]
+    columns = list(pairwise(accumulate(widths, initial=0)))
+    with without_autocast(dy.device):
+        dhs = [rows[:, start:stop] @ up[start:stop] for start, stop in columns]
+        dups = [
+            product(rows[:, start:stop].t(), flat_h[:, i * r : (i + 1) * r], dtype_up)
+            for i, (start, stop) in enumerate(columns)
+        ]
+    dh, dup = (dhs[0], dups[0]) if len(widths) == 1 else (torch.cat(dhs, dim=1), torch.cat(dups))
+    return dh.view(h.shape), dup
+
+
+@lora_up_gradients.register_fake
+def _(dy: Tensor, h: Tensor, up: Tensor, widths: list[int], dtype_up: torch.dtype) -> tuple[Tensor, Tensor]:
+    check_shapes(dy, h, up, widths)
+    return h.new_empty(h.shape), up.new_empty(up.shape, dtype=dtype_up)
+
+
+def check_shapes(dy: Tensor, h: Tensor, up: Tensor, widths: list[int]) -> None:
+    """Raise ValueError unless dy [..., ΣN], h [..., n·r] and up [ΣN, r] go with these widths."""
+    if not sum(widths) == dy.shape[-1] == up.shape[0]:
+        raise ValueError(
+            f"widths={widths}: must add up to the columns of dy ({dy.shape[-1]}) and rows of up ({len(up)})"
+        )
+    if h.shape != (*dy.shape[:-1], len(widths) * up.shape[1]):
+        raise ValueError(
+            f"h of shape {tuple(h.shape)}: must have the rows of dy {tuple(dy.shape)}, and {up.shape[1]} columns for "
+            f"each of {len(widths)} linears"
+        )
+
+
+run_by_triton(lora_up_gradients, "lora.lora_up_gradients")

@@ -1,0 +1,373 @@
+"""The codes of [attention | act(mlp)] and its product with a down-projection, without the values in memory.
+
+The first kernel makes the values tile by tile, multiplies them, keeps what backward reads, and leaves each row's amax
+and its part of the product over a stretch of columns. The second one makes the same values once more, casts them, and
+adds up the parts. Both read every input once (the first one once for each NEXT_BLOCK of the product's columns), where
+values in memory would be written once and read twice.
+
+Shapes: attention [B, S, D], mlp [B, S, N], each read as rows, N = F or, of SwiGLU (GATED), 2·F; down [NEXT, D + F].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_core.autograd import without_autocast
+from coat_core.formats import get_format
+from coat_core.ops.device import scale_from_amax
+from coat_core.ops.gelu import activated_width, check_down, columns_of_up
+from coat_core.ops.gelu_kernel import LOW_RANK_BLOCK, mlp_activation, splits_groups
+from coat_core.ops.launch import (
+    blocks,
+    dot_operand,
+    empty,
+    empty_codes,
+    empty_values,
+    finished,
+    launch,
+    power_of_two,
+)
+from coat_core.ops.mlp_tiles import cast_tile, stretch, values_tile
+from coat_core.ops.rows import (
+    TL_DTYPES,
+    GroupCodes,
+    rank_options,
+    warps,
+    with_row_stride,
+)
+
+TILE = 4096  # elements: the adapters' matrices are read from the cache once for its rows, 32 in most cases
+STRETCH = 1024  # columns of a row that one program goes over, at least
+COLUMNS_A_SUM = 32  # of such a stretch for each fp32 sum that it leaves: a sixteenth of the bytes that it reads
+ADAPTER_RANKS_AT_ONCE = 32  # of mlp's adapter: with more, registers are few next to everything else
+RANKS_AT_ONCE = 128  # of the down-projection; fewer where wide groups or fp32 take the registers
+
+
+@triton.jit
+def _mlp_down_fwd_kernel(
+    attention_ptr,
+    mlp_ptr,
+    h_ptr,
+    up_ptr,
+    down_ptr,
+    amax_ptr,
+    sums_ptr,
+    saved_attention_ptr,
+    saved_attention_scale_ptr,
+    saved_mlp_ptr,
+    saved_mlp_scale_ptr,
+    attention_stride,
+    mlp_stride,
+    h_stride,
+    down_stride,
+    total,
+    D,
+    F,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    G: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
+    NEXT: tl.constexpr,
+    NEXT_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """A stretch of R rows of attention or of mlp a program, and NEXT_BLOCK columns of the product."""
+    row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
+    rows, ranks = tl.arange(0, R), tl.program_id(2) * NEXT_BLOCK + tl.arange(0, NEXT_BLOCK)
+    are_rows, before = tl.program_id(0) * R + rows < total, tl.cdiv(D, LENGTH)
+    if part < before:
+        if attention_ptr is not None:
+            stretch(
+                attention_ptr,
+                None,
+                None,
+                saved_attention_ptr,
+                saved_attention_scale_ptr,
+                down_ptr,
+                amax_ptr,
+                sums_ptr,
+                row,
+                rows,
+                are_rows,
+                ranks,
+                part * LENGTH,
+                attention_stride,
+                0,
+                down_stride,
+                D,
+                part,
+                parts,
+                False,
+                False,
+                DTYPE,
+                SAVED_MAX,
+                G,
+                0,
+                0,
+                0,
+                NEXT,
+                NEXT_BLOCK,
+                R,
+                BLOCK,
+                LENGTH,
+            )
+    else:
+        stretch(
+            mlp_ptr,
+            h_ptr,
+            up_ptr,
+            saved_mlp_ptr,
+            saved_mlp_scale_ptr,
+            down_ptr + D,
+            amax_ptr,
+            sums_ptr,
+            row,
+            rows,
+            are_rows,
+            ranks,
+            (part - before) * LENGTH,
+            mlp_stride,
+            h_stride,
+            down_stride,
+            F,
+            part,
+            parts,
+            True,
+            GATED,
+            DTYPE,
+            SAVED_MAX,
+            G,
+            RANK,
+            RANK_BLOCK,
+            SECOND,
+            NEXT,
+            NEXT_BLOCK,
+            R,
+            BLOCK,
+            LENGTH,
+        )
+
+
+@triton.jit
+def _mlp_down_cast_fwd_kernel(
+    attention_ptr,
+    mlp_ptr,
+    h_ptr,
+    up_ptr,
+    amax_ptr,
+    sums_ptr,
+    codes_ptr,
+    scale_ptr,
+    h_next_ptr,
+    attention_stride,
+    mlp_stride,
+    h_stride,
+    total,
+    D,
+    F,
+    parts,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
+    NEXT: tl.constexpr,
+    NEXT_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile of R rows of attention or of mlp a program; those of the first tile add up the product's parts."""
+    row, tile = tl.program_id(0).to(tl.int64) * R, tl.program_id(1)
+    rows, place = tl.arange(0, R), tl.arange(0, PARTS_BLOCK)
+    are_rows, before = tl.program_id(0) * R + rows < total, tl.cdiv(D, BLOCK)
+    if BY_ROW:
+        amax_ptr += row * parts + rows[:, None] * parts + place[None, :]
+        amax = tl.max(tl.load(amax_ptr, mask=are_rows[:, None] & (place < parts)[None, :], other=0.0), axis=1)
+    else:
+        amax = tl.load(amax_ptr + rows * 0)
+    scale = scale_from_amax(amax, FORMAT_MAX)
+    if tile < before:
+        if attention_ptr is not None:
+            first = tile * BLOCK
+            x = values_tile(
+                attention_ptr,
+                None,
+                None,
+                None,
+                None,
+                row,
+                rows,
+                are_rows,
+                first,
+                attention_stride,
+                0,
+                D,
+                False,
+                False,
+                DTYPE,
+                0.0,
+                1,
+                0,
+                0,
+                0,
+                R,
+                BLOCK,
+            )
+            cast_tile(x, codes_ptr, scale, row, rows, are_rows, first, D, D + F, FORMAT_MAX, BLOCK)
+    else:
+        first = (tile - before) * BLOCK
+        x = values_tile(
+            mlp_ptr,
+            h_ptr,
+            up_ptr,
+            None,
+            None,
+            row,
+            rows,
+            are_rows,
+            first,
+            mlp_stride,
+            h_stride,
+            F,
+            True,
+            GATED,
+            DTYPE,
+            0.0,
+            1,
+            RANK,
+            RANK_BLOCK,
+            SECOND,
+            R,
+            BLOCK,
+        )
+        cast_tile(x, codes_ptr + D, scale, row, rows, are_rows, first, F, D + F, FORMAT_MAX, BLOCK)
+    if tile == 0:
+        if BY_ROW:
+            tl.store(scale_ptr + row + rows, scale, mask=are_rows)
+        else:
+            tl.store(scale_ptr + rows, scale, mask=row + rows == 0)
+        for start in range(0, NEXT, NEXT_BLOCK):
+            ranks = start + tl.arange(0, NEXT_BLOCK)[None, :]
+            inside = are_rows[:, None] & (ranks < NEXT)
+            sums = tl.zeros([R, NEXT_BLOCK], tl.float32)
+            for part in range(parts):
+                places = (rows * parts + part)[:, None] * NEXT + ranks
+                sums += tl.load(sums_ptr + row * parts * NEXT + places, mask=inside, other=0.0)
+            h_next = h_next_ptr + row * NEXT + rows[:, None] * NEXT + ranks
+            tl.store(h_next, sums.to(h_next_ptr.dtype.element_ty), mask=inside)
+
+
+def mlp_activation_down(
+    attention: Tensor | None,
+    mlp: Tensor,
+    h: Tensor | None,
+    up: Tensor | None,
+    down: Tensor,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launcher of `coat::mlp_activation_down`."""
+    check_down(attention, mlp, down, granularity, activation)
+    device, d, form = mlp.device, 0 if attention is None else attention.shape[-1], get_format(fmt)
+    n, f = mlp.shape[-1], activated_width(mlp, activation)
+    rows, shape, next_rank, by_row = mlp.numel() // n, tuple(mlp.shape[:-1]), len(down), granularity == "per_row"
+    block = max(LOW_RANK_BLOCK, group_size)
+    if n > f and (block > LOW_RANK_BLOCK or splits_groups(n, f, group_size)):
+        # two tiles of wide groups would spill registers here
+        how = (fmt, granularity, saved_format, group_size, dtype, activation)
+        by_values = mlp_activation(attention, None, mlp, None, h, up, *how)
+        with without_autocast(device):
+            return torch.nn.functional.linear(by_values[0], down), *by_values[1:]
+    tile_rows = TILE // block
+    next_block = _at_once(down, block)
+    length = power_of_two(max(STRETCH, COLUMNS_A_SUM * next_rank))
+    parts = blocks(d, length) + blocks(f, length)
+    amax = empty((rows, parts), torch.float32, device)
+    sums = empty((rows, parts, next_rank), torch.float32, device)
+    saved_mlp = GroupCodes(tuple(mlp.shape), saved_format, group_size, device)
+    saved_attention = GroupCodes((*shape, d), saved_format if d else "none", group_size, device)
+    codes, h_next = empty_codes((*shape, d + f), form, device), empty_values((*shape, next_rank), dtype, device)
+    scale = empty((*shape, 1) if by_row else (), torch.float32, device)
+    mlp, mlp_stride = with_row_stride(mlp)
+    attention, attention_stride = (None, 0) if attention is None else with_row_stride(attention)
+    h, h_stride = (None, 0) if h is None else with_row_stride(dot_operand(h))
+    up = None if up is None else dot_operand(up).contiguous()
+    down, down_stride = with_row_stride(dot_operand(down))
+    inputs, strides = (attention, mlp, h, up), (attention_stride, mlp_stride, h_stride)
+    rank = rank_options(up)
+    options = {
+        "DTYPE": TL_DTYPES[dtype],
+        "GATED": n > f,
+        "RANK": rank["RANK"],
+        "RANK_BLOCK": min(rank["RANK_BLOCK"], ADAPTER_RANKS_AT_ONCE),
+        "SECOND": columns_of_up(h, up),
+        "NEXT": next_rank,
+        "NEXT_BLOCK": next_block,
+        "R": tile_rows,
+        "BLOCK": block,
+        "num_warps": warps(TILE),
+        "num_stages": 1,
+    }
+    launch(
+        _mlp_down_fwd_kernel,
+        (blocks(rows, tile_rows), parts, blocks(next_rank, next_block)),
+        *inputs,
+        down,
+        amax,
+        sums,
+        saved_attention.codes,
+        saved_attention.scale,
+        saved_mlp.codes,
+        saved_mlp.scale,
+        *strides,
+        down_stride,
+        rows,
+        d,
+        f,
+        SAVED_MAX=saved_mlp.format_max,
+        G=group_size,
+        LENGTH=length,
+        **options,
+    )
+    launch(
+        _mlp_down_cast_fwd_kernel,
+        (blocks(rows, tile_rows), blocks(d, block) + blocks(f, block)),
+        *inputs,
+        amax if by_row else amax.amax(),
+        sums,
+        codes,
+        scale,
+        h_next,
+        *strides,
+        rows,
+        d,
+        f,
+        parts,
+        FORMAT_MAX=form.max,
+        BY_ROW=by_row,
+        PARTS_BLOCK=power_of_two(parts),
+        **{**options, "NEXT_BLOCK": min(next_block, 32)},
+    )
+    found = finished(h_next, dtype), finished(codes, form.dtype), scale
+    return *found, *saved_attention.results(), *saved_mlp.results()
+
+
+def _at_once(down: Tensor, block: int) -> int:
+    """Return how many rows of the down-projection are multiplied at once."""
+    is_large = block > LOW_RANK_BLOCK or down.dtype == torch.float32
+    return min(max(power_of_two(len(down)), 16), 16 if is_large else RANKS_AT_ONCE)

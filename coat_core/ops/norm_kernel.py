@@ -1,0 +1,278 @@
+"""LayerNorm or RMSNorm with adaLN modulation, forward (quantized, and saving x in passing) and backward.
+
+Shapes: x [B, S, D], values or codes, read as B·S rows; scale, shift [B, D]; weight [D], of RMSNorm. A program holds
+whole rows: several where D is small. In the backward pass each program takes a share of one image's rows and leaves its
+part of the sums over S, added up by torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_core.ops.device import load_saved, rounded, store_group_codes, store_row_codes
+from coat_core.ops.launch import blocks, empty, empty_values, finished, launch, power_of_two
+from coat_core.ops.rows import (
+    TL_DTYPES,
+    GroupCodes,
+    RowCodes,
+    check_width,
+    saved_groups,
+    shared_rows,
+    tile_rows,
+    warps,
+    with_row_stride,
+)
+
+
+@triton.jit
+def _normalized(x, inside, D, eps, CENTRES: tl.constexpr):
+    """(x - mean)·rstd of rows, or x·rstd, and rstd; 0 outside, where x is 0."""
+    if CENTRES:
+        mean = tl.div_rn(tl.sum(x, axis=1), D * 1.0)
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    variance = tl.div_rn(tl.sum(x * x, axis=1), D * 1.0)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def _norm_modulate_fwd_kernel(
+    x_ptr,
+    x_scale_ptr,
+    scale_ptr,
+    shift_ptr,
+    weight_ptr,
+    n_ptr,
+    codes_ptr,
+    code_scale_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    scales_per_row,
+    scale_stride,
+    shift_stride,
+    total,
+    S,
+    D,
+    eps,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NORMED: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    SAVED_GROUP: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """R rows a program; rounds where eager PyTorch does. x is of DTYPE, or was before its cast, the norm of NORMED."""
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (rows[:, None] < total) & (columns < D)
+    offsets = rows[:, None] * D + columns
+    image = (rows // S)[:, None]
+    x = load_saved(x_ptr, x_scale_ptr, offsets, rows[:, None] * scales_per_row + columns // GROUP, inside, DTYPE)
+    if saved_ptr is not None:
+        store_group_codes(x, saved_ptr, saved_scale_ptr, rows, rows < total, 0, D, D, SAVED_MAX, SAVED_GROUP, R, BLOCK)
+    scale = tl.load(scale_ptr + image * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = _normalized(x, inside, D, eps, weight_ptr is None)[0].to(NORMED).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+        normed = (normed * weight).to(NORMED).to(tl.float32)
+    n = normed * rounded(1.0 + scale, scale_ptr)
+    if scale_ptr.dtype.element_ty == NORMED:
+        n = rounded(n, scale_ptr)
+    if shift_ptr is not None:
+        n += tl.load(shift_ptr + image * shift_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        if scale_ptr.dtype.element_ty == NORMED:
+            n = rounded(n, scale_ptr)
+    tl.store(n_ptr + offsets, n.to(n_ptr.dtype.element_ty), mask=inside)
+    store_row_codes(n, codes_ptr, code_scale_ptr, rows, rows < total, offsets, inside, FORMAT_MAX)
+
+
+@triton.jit
+def _norm_modulate_bwd_kernel(
+    grad_ptr,
+    x_ptr,
+    x_scale_ptr,
+    scale_ptr,
+    weight_ptr,
+    residual_ptr,
+    dx_ptr,
+    dmodulation_ptr,
+    scales_per_row,
+    scale_stride,
+    S,
+    D,
+    eps,
+    rounds,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """rounds·R rows of one image a program; of dmodulation, dshift comes first."""
+    image, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
+    dscale = tl.zeros([R, BLOCK], tl.float32)
+    dshift = tl.zeros([R, BLOCK], tl.float32)
+    for turn in range(rounds):
+        places = ((share * rounds + turn) * R + tl.arange(0, R))[:, None]
+        inside = (places < S) & (columns < D)
+        rows = image * S + places
+        offsets = rows * D + columns
+        x = load_saved(x_ptr, x_scale_ptr, offsets, rows * scales_per_row + columns // GROUP, inside, DTYPE)
+        g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        z, rstd = _normalized(x, inside, D, eps, weight_ptr is None)
+        scale = tl.load(scale_ptr + image * scale_stride + columns, mask=columns < D, other=0.0)
+        dz, normed = g * (1.0 + scale.to(tl.float32)), z
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+            dz, normed = dz * weight, z * weight
+        mean_dz_z = tl.div_rn(tl.sum(dz * z, axis=1), D * 1.0)[:, None]
+        if weight_ptr is None:
+            dz -= tl.div_rn(tl.sum(dz, axis=1), D * 1.0)[:, None]
+        dx = rstd[:, None] * (dz - z * mean_dz_z)
+        if residual_ptr is not None:
+            dx += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dscale += g * normed
+        dshift += g
+    part = dmodulation_ptr + (image * tl.num_programs(1) + share) * 2 * D + columns
+    tl.store(part, tl.sum(dshift, axis=0)[None, :], mask=columns < D)
+    tl.store(part + D, tl.sum(dscale, axis=0)[None, :], mask=columns < D)
+
+
+def norm_modulate_quantize(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    fmt: str,
+    granularity: str,
+    saved_format: str,
+    group_size: int,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launcher of `coat::norm_modulate_quantize`."""
+    return _forward(x, None, 0, scale, shift, eps, x.dtype, weight, (fmt, granularity), (saved_format, group_size))
+
+
+def norm_modulate(
+    x: Tensor,
+    x_scale: Tensor | None,
+    group_size: int,
+    scale: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Launcher of `coat::norm_modulate`."""
+    return _forward(x, x_scale, group_size, scale, shift, eps, dtype, weight, ("e4m3", "none"), ("none", 0))[0]
+
+
+def _forward(
+    x: Tensor,
+    x_scale: Tensor | None,
+    group_size: int,
+    scale: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    weight: Tensor | None,
+    code_spec: tuple[str, str],
+    saved_spec: tuple[str, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """n, its codes as (fmt, granularity) has them, and codes of x as (saved_format, group_size) has them."""
+    check_width(x.shape[-1])
+    x, (scale, scale_stride) = x.contiguous(), with_row_stride(scale)
+    shift, shift_stride = (None, 0) if shift is None else with_row_stride(shift)
+    (_, s, d), shape = x.shape, tuple(x.shape)
+    x_scale, per_row, group = saved_groups(x_scale, group_size, d)
+    rows, block = x.numel() // d, power_of_two(d)
+    tile = tile_rows(block)
+    normed = dtype if weight is None else weight.dtype
+    n_dtype = torch.promote_types(normed, scale.dtype)
+    n, codes = empty_values(shape, n_dtype, x.device), RowCodes(shape, *code_spec, x.device)
+    saved = GroupCodes(shape, *saved_spec, x.device)
+    launch(
+        _norm_modulate_fwd_kernel,
+        (blocks(rows, tile),),
+        x,
+        x_scale,
+        scale,
+        shift,
+        None if weight is None else weight.contiguous(),
+        n,
+        codes.codes,
+        codes.scale,
+        saved.codes,
+        saved.scale,
+        per_row,
+        scale_stride,
+        shift_stride,
+        rows,
+        s,
+        d,
+        eps,
+        GROUP=group,
+        DTYPE=TL_DTYPES[dtype],
+        NORMED=TL_DTYPES[normed],
+        FORMAT_MAX=codes.format_max,
+        SAVED_MAX=saved.format_max,
+        SAVED_GROUP=min(saved_spec[1], block),
+        R=tile,
+        BLOCK=block,
+        num_warps=warps(tile * block),
+    )
+    n = finished(n, n_dtype)
+    return n, *codes.results(n), *saved.results()
+
+
+def norm_modulate_backward(
+    grad: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    group_size: int,
+    scale: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of `coat::norm_modulate_backward`."""
+    check_width(x.shape[-1])
+    grad, x, (scale, scale_stride) = grad.contiguous(), x.contiguous(), with_row_stride(scale)
+    images, s, d = x.shape
+    x_scale, per_row, group = saved_groups(x_scale, group_size, d)
+    block = power_of_two(d)
+    tile = tile_rows(block)
+    programs, rounds = shared_rows(images, s, tile)
+    dx = empty_values(tuple(x.shape), dtype, x.device)
+    dmodulation = empty((images, programs, 2, d), torch.float32, x.device)
+    launch(
+        _norm_modulate_bwd_kernel,
+        (images, programs),
+        grad,
+        x,
+        x_scale,
+        scale,
+        None if weight is None else weight.contiguous(),
+        None if residual is None else residual.contiguous(),
+        dx,
+        dmodulation,
+        per_row,
+        scale_stride,
+        s,
+        d,
+        eps,
+        rounds,
+        GROUP=group,
+        DTYPE=TL_DTYPES[dtype],
+        R=tile,
+        BLOCK=block,
+        num_warps=warps(tile * block),
+    )
+    return finished(dx, dtype), dmodulation.sum(1)

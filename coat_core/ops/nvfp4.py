@@ -1,0 +1,46 @@
+"""NVFP4 weights decoded to FP8 for one product, as an operator; `coat_core.nvfp4` has the format.
+
+Shapes: codes [N, K/2], two a byte; block scales [N, K/16]; result [N, K], or [K, N] for dgrad.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coat_core import nvfp4
+from coat_core.casts import Decoded, declares
+from coat_core.formats import E4M3
+from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.operators import operator
+
+
+@operator("coat::decode_nvfp4")
+def decode_nvfp4(codes: Tensor, block_scales: Tensor, transposed: bool) -> Tensor:
+    """Decode a weight.
+
+    Args:
+        codes: uint8 [N, K/2].
+        block_scales: uint8 [N, K/16].
+        transposed: return Wᵀ.
+
+    Returns:
+        e4m3 [N, K], or [K, N]; contiguous.
+    """
+    blocks = nvfp4.unpack(codes).unflatten(-1, (-1, nvfp4.BLOCK))
+    bits = nvfp4.decode(blocks, block_scales).view(torch.uint8).flatten(-2)
+    return (bits.t() if transposed else bits).contiguous().view(E4M3.dtype)
+
+
+@decode_nvfp4.register_fake
+def _(codes: Tensor, block_scales: Tensor, transposed: bool) -> Tensor:
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    return codes.new_empty((k, n) if transposed else (n, k), dtype=E4M3.dtype)
+
+
+@declares(decode_nvfp4)
+def _(out: Tensor, codes: Tensor, block_scales: Tensor, transposed: bool) -> Decoded:
+    return Decoded(codes, out)
+
+
+run_by_triton(decode_nvfp4, "nvfp4.decode_nvfp4")

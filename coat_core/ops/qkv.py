@@ -1,0 +1,323 @@
+"""From the linears' q, k, v to attention's, and back: adapters, QK-RMSNorm, rotary embedding, what is kept.
+
+    qkv_rope             q, k, v of all streams from [q|k|v] of each
+    qkv_rope_backward    the gradient of each stream's [q|k|v]
+    qkv_mlp_backward     that of a single block, [q|k|v|mlp], in one tensor
+
+A stream's q, k and v come side by side, as one GEMM makes them: [B, S_i, 3·H·d], heads of d. The bodies are the
+reference. The forward pass rounds where diffusers' FLUX blocks round; the backward passes are computed in fp32 from
+what was kept and rounded once.
+
+Shapes: one or two streams i of S_i tokens, the text first, S tokens together; q, k, v [B, S, H, d]; weight [d]; cos,
+sin [S, d], or [B, S, d] where images have their own, each rotary angle repeated for its pair of neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from coat_core.autograd import without_autocast
+from coat_core.casts import Cast, declares
+from coat_core.ops.codes import fake_saved_codes_of, saved_cast_of, saved_codes_of, values_of, with_adapter
+from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.gelu import mlp_activation_backward
+from coat_core.ops.operators import operator
+
+
+def complete_qkv(y: Tensor, h: Tensor | None, ups: Tensor | None) -> Tensor:
+    """Return a stream's [q|k|v] with its adapters.
+
+    Args:
+        y: as the GEMM made it [B, S_i, 3·H·d].
+        h: [B, S_i, 3·r], r columns for each of q, k, v; None without adapters.
+        ups: [3·H·d, r], likewise.
+    """
+    if h is None or ups is None:
+        return y
+    parts = zip(y.chunk(3, dim=-1), h.chunk(3, dim=-1), ups.chunk(3), strict=True)
+    return torch.cat([with_adapter(*part) for part in parts], dim=-1)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """(a, b) → (-b, a) for each pair of neighbours."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([-b, a], dim=-1).flatten(-2)
+
+
+def norm_and_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm(x)·weight, each pair of neighbours rotated by its angle.
+
+    Args:
+        x: floating [B, S_i, H, d], d even.
+        weight: [d].
+        cos: fp32 [S_i, d], or [B, S_i, d].
+        sin: likewise.
+        eps: added to the mean square.
+
+    Numerics: bit-equal to torch.nn.RMSNorm followed by diffusers' apply_rotary_emb on a CPU.
+    Source: FLUX's QK norm and rotary embedding, diffusers models/transformers/transformer_flux.py.
+    """
+    with without_autocast(x.device):
+        normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return (normed.to(torch.float32) * cos + _turned(normed).to(torch.float32) * sin).to(x.dtype)
+
+
+def norm_and_rotate_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Return the gradient of x in fp32; arguments as `norm_and_rotate`.
+
+    g = (gradient rotated back)·weight,   z = x·rstd,   dx = rstd·(g - z·mean(g·z))
+    """
+    g, values = grad.to(torch.float32), x.to(torch.float32)
+    back = g * cos.unsqueeze(-2) - _turned(g * sin.unsqueeze(-2))
+    weighted = back * weight.to(torch.float32)
+    rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    z = values * rstd
+    return rstd * (weighted - z * (weighted * z).mean(-1, keepdim=True))
+
+
+def _spans(ys: list[Tensor]) -> Iterator[slice]:
+    """Where each stream's tokens are among all."""
+    start = 0
+    for y in ys:
+        yield slice(start, start + y.shape[1])
+        start += y.shape[1]
+
+
+def _by_head(y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S_i, 3·H·d] as q, k, v [B, S_i, H, d]."""
+    q, k, v = y.unflatten(-1, (3, -1, weight.shape[0])).unbind(2)
+    return q, k, v
+
+
+@operator("coat::qkv_rope")
+def qkv_rope(
+    ys: list[Tensor],
+    y_scales: list[Tensor],
+    hs: list[Tensor],
+    ups: list[Tensor],
+    weights: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Return what attention reads, and what is kept for backward.
+
+        [q|k|v] = y + h upᵀ of each third,   q ← rotate(RMSNorm(q)·weight), k likewise, v as it is
+
+    Args:
+        ys: of each stream [B, S_i, 3·H·d]; the rows may be the beginning of wider ones. Values, or codes of 1×G groups.
+        y_scales: of the codes, fp32 [B, S_i, ceil(3·H·d / G)]; empty where `ys` are values.
+        hs: of each stream [B, S_i, 3·r], r columns for each of q, k, v; empty without adapters, and for codes.
+        ups: of each stream [3·H·d, r]; likewise.
+        weights: norm_q's and norm_k's [d] of each stream in turn.
+        cos: fp32 [S, d] or [B, S, d], of the tokens of all streams.
+        sin: likewise.
+        eps: added to the mean square.
+        saved_format: of what is kept, "e4m3", "e5m2" or "none".
+        group_size: G of the codes that are read, or kept.
+        dtype: of the values.
+
+    Returns:
+        q, k, v [B, S, H, d] of `dtype`; then, unless the format is "none", for each stream the codes and scale of the
+        complete [q|k|v] before the norm.
+
+    Raises:
+        ValueError: unknown format or group size.
+
+    Numerics: on a CPU bit-equal to addmm, torch.nn.RMSNorm and diffusers' apply_rotary_emb after each other.
+    Source: FLUX's QK norm and rotary embedding, diffusers models/transformers/transformer_flux.py; what is kept:
+    arXiv 2410.19313, section 5.
+    """
+    parts: tuple[list[Tensor], ...] = ([], [], [])
+    saved: list[Tensor] = []
+    for i, span in enumerate(_spans(ys)):
+        y = values_of(ys[i], y_scales[i] if y_scales else None, group_size, dtype)
+        y = complete_qkv(y, hs[i], ups[i]) if hs else y
+        if saved_format != "none":
+            saved += saved_codes_of(y, saved_format, group_size)
+        q, k, v = _by_head(y, weights[0])
+        parts[0].append(norm_and_rotate(q, weights[2 * i], cos[..., span, :], sin[..., span, :], eps))
+        parts[1].append(norm_and_rotate(k, weights[2 * i + 1], cos[..., span, :], sin[..., span, :], eps))
+        parts[2].append(v)
+    return [*(torch.cat(part, dim=1) for part in parts), *saved]
+
+
+@qkv_rope.register_fake
+def _(
+    ys: list[Tensor],
+    y_scales: list[Tensor],
+    hs: list[Tensor],
+    ups: list[Tensor],
+    weights: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    d = weights[0].shape[0]
+    shape = (ys[0].shape[0], sum(y.shape[1] for y in ys), ys[0].shape[-1] // 3 // d, d)
+    results = [ys[0].new_empty(shape, dtype=dtype) for _ in range(3)]
+    for y in ys if saved_format != "none" else ():
+        results += fake_saved_codes_of(y, saved_format, group_size)
+    return results
+
+
+@declares(qkv_rope)
+def _(
+    out: list[Tensor],
+    ys: list[Tensor],
+    y_scales: list[Tensor],
+    hs: list[Tensor],
+    ups: list[Tensor],
+    weights: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    saved_format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> tuple[Cast, ...]:
+    if saved_format == "none":
+        return ()
+    casts: list[Cast] = []
+    for i, y in enumerate(ys):
+        y = complete_qkv(y, hs[i], ups[i]) if hs else y
+        casts += saved_cast_of(y, (out[3 + 2 * i], out[4 + 2 * i]), group_size)
+    return tuple(casts)
+
+
+@operator("coat::qkv_rope_backward")
+def qkv_rope_backward(
+    grads: list[Tensor],
+    ys: list[Tensor],
+    y_scales: list[Tensor],
+    weights: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    group_size: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Return the gradient of each stream's complete [q|k|v].
+
+        g = (gradient rotated back)·weight,   z = q·rstd,   dq = rstd·(g - z·mean(g·z)),   dk likewise
+
+    Args:
+        grads: of q, k, v [B, S, H, d].
+        ys: complete [q|k|v] of each stream [B, S_i, 3·H·d], values or codes of 1×G groups.
+        y_scales: of the codes; empty where `ys` are values.
+        weights: as in the forward pass.
+        cos: as in the forward pass.
+        sin: as in the forward pass.
+        eps: as in the forward pass.
+        group_size: G.
+        dtype: of the values.
+
+    Returns:
+        dy of each stream [B, S_i, 3·H·d] of `dtype`, computed in fp32 and rounded once.
+    """
+    results = []
+    for i, span in enumerate(_spans(ys)):
+        y = values_of(ys[i], y_scales[i] if y_scales else None, group_size, dtype)
+        dq, dk, dv = (grad[:, span] for grad in grads)
+        q, k, _ = _by_head(y, weights[0])
+        dq = norm_and_rotate_backward(dq, q, weights[2 * i], cos[..., span, :], sin[..., span, :], eps)
+        dk = norm_and_rotate_backward(dk, k, weights[2 * i + 1], cos[..., span, :], sin[..., span, :], eps)
+        results.append(torch.stack([part.to(dtype) for part in (dq, dk, dv)], dim=2).flatten(2))
+    return results
+
+
+@qkv_rope_backward.register_fake
+def _(
+    grads: list[Tensor],
+    ys: list[Tensor],
+    y_scales: list[Tensor],
+    weights: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    group_size: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    return [y.new_empty(y.shape, dtype=dtype) for y in ys]
+
+
+@operator("coat::qkv_mlp_backward")
+def qkv_mlp_backward(
+    grads: list[Tensor],
+    y: Tensor,
+    y_scale: Tensor | None,
+    weights: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    grad_mlp: Tensor,
+    dh: Tensor | None,
+    down: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> Tensor:
+    """Return the gradient of a single block's complete [q|k|v|mlp].
+
+    Args:
+        grads: as `qkv_rope_backward`, of one stream.
+        y: complete [q|k|v] [B, S, 3·H·d], values or codes.
+        y_scale: of the codes; None where y is values.
+        weights: norm_q's and norm_k's [d].
+        cos: as in the forward pass.
+        sin: as in the forward pass.
+        eps: as in the forward pass.
+        grad_mlp: as `mlp_activation_backward`.
+        dh: likewise.
+        down: likewise.
+        mlp: likewise.
+        mlp_scale: likewise.
+        group_size: G of both.
+        dtype: of the values.
+        activation: as `mlp_activation_backward`.
+
+    Returns:
+        [dq|dk|dv|dmlp] [B, S, 3·H·d + N] of `dtype`: what the one dgrad of these linears reads.
+    """
+    scales = [] if y_scale is None else [y_scale]
+    (dy,) = qkv_rope_backward(grads, [y], scales, weights, cos, sin, eps, group_size, dtype)
+    dmlp = mlp_activation_backward(grad_mlp, dh, down, mlp, mlp_scale, group_size, dtype, activation)
+    return torch.cat([dy, dmlp], dim=-1)
+
+
+@qkv_mlp_backward.register_fake
+def _(
+    grads: list[Tensor],
+    y: Tensor,
+    y_scale: Tensor | None,
+    weights: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    grad_mlp: Tensor,
+    dh: Tensor | None,
+    down: Tensor | None,
+    mlp: Tensor,
+    mlp_scale: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    activation: str = "gelu_tanh",
+) -> Tensor:
+    return y.new_empty((*y.shape[:-1], y.shape[-1] + mlp.shape[-1]), dtype=dtype)
+
+
+run_by_triton(qkv_rope, "qkv.qkv_rope")
+run_by_triton(qkv_rope_backward, "qkv.qkv_rope_backward")
+run_by_triton(qkv_mlp_backward, "qkv.qkv_mlp_backward")

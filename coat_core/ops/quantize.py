@@ -1,0 +1,173 @@
+"""Quantize, dequantize and transpose as operators; the references of the first ones are `coat_core.quantize`.
+
+Shapes: x [..., K]; codes like x; scale as `Granularity.scale_shape` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from coat_core.casts import Cast, declares
+from coat_core.formats import INT8, Format, get_format
+from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
+from coat_core.int8 import rotation_size
+from coat_core.ops.codes import fake_saved_codes_of, no_codes, saved_cast_of, saved_codes_of
+from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.int8 import quantize_int8
+from coat_core.ops.operators import operator
+from coat_core.quantize import Quantized, check_input
+from coat_core.quantize import dequantize as dequantize_reference
+from coat_core.quantize import quantize as quantize_reference
+
+
+@operator("coat::quantize")
+def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x if factors is None else x.to(torch.float32) * factors
+    codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size))
+    return codes.contiguous(), scale.contiguous()
+
+
+@_quantize.register_fake
+def _(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    scale_shape = Granularity(granularity, group_size).scale_shape(tuple(x.shape))
+    return x.new_empty(x.shape, dtype=get_format(fmt).dtype), x.new_empty(scale_shape, dtype=torch.float32)
+
+
+@declares(_quantize)
+def _(
+    out: tuple[Tensor, Tensor], x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None = None
+) -> Cast:
+    return Cast(None, x, *out, Granularity(granularity, group_size), factors)
+
+
+@operator("coat::quantize_and_save")
+def quantize_and_save(
+    x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the codes of x that a linear reads, and those that are saved for backward, with one reading of x.
+
+    Args:
+        x: floating [..., K], rows of at most 16384, at any stride.
+        fmt: of the linear's codes, "e4m3" or "e5m2"; any where there are none.
+        granularity: of the linear's codes, or "none".
+        group_size_in: G of the linear's codes where they are per_group.
+        saved_format: of the saved codes, "e4m3", "e5m2" or "none".
+        group_size: G of the saved codes.
+
+    Returns:
+        codes, like x, and their scale; saved codes, like x, and their scale [..., ceil(K/G)]; those that were not asked
+        for have shape [0].
+
+    Raises:
+        ValueError: unknown format, granularity or group size.
+
+    Numerics: the codes and scales of `coat_core.quantize.quantize`, to the bit.
+    """
+    if granularity == "none":
+        return *no_codes(x, fmt), *saved_codes_of(x, saved_format, group_size)
+    codes, scale, _ = quantize_reference(x, fmt, Granularity(granularity, group_size_in))
+    return codes.contiguous(), scale.contiguous(), *saved_codes_of(x, saved_format, group_size)
+
+
+@quantize_and_save.register_fake
+def _(
+    x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    saved = fake_saved_codes_of(x, saved_format, group_size)
+    if granularity == "none":
+        return *no_codes(x, fmt), *saved
+    scale_shape = Granularity(granularity, group_size_in).scale_shape(tuple(x.shape))
+    codes = x.new_empty(x.shape, dtype=get_format(fmt).dtype)
+    return codes, x.new_empty(scale_shape, dtype=torch.float32), *saved
+
+
+@declares(quantize_and_save)
+def _(
+    out: tuple[Tensor, ...],
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    group_size_in: int,
+    saved_format: str,
+    group_size: int,
+) -> tuple[Cast, ...]:
+    saved = saved_cast_of(x, out[2:], group_size)
+    if granularity == "none":
+        return saved
+    return Cast(None, x, out[0], out[1], Granularity(granularity, group_size_in)), *saved
+
+
+@operator("coat::dequantize")
+def _dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
+    return dequantize_reference(codes, scale, Granularity(granularity, group_size), dtype).contiguous()
+
+
+@_dequantize.register_fake
+def _(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@operator("coat::transpose_codes")
+def transpose_codes(codes: Tensor) -> Tensor:
+    """Return the FP8 codes [N, K] as a contiguous [K, N]: the layout dgrad multiplies by."""
+    bits = codes.view(torch.uint8).t()
+    return bits.clone(memory_format=torch.contiguous_format).view(codes.dtype)  # one row's transpose is a view already
+
+
+@transpose_codes.register_fake
+def _(codes: Tensor) -> Tensor:
+    return codes.new_empty((codes.shape[1], codes.shape[0]))
+
+
+def quantize(
+    x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
+) -> Quantized:
+    """Quantize to FP8 with just-in-time scales, by the device's kernel; "int8" is rotated first: `coat_core.int8`.
+
+    Arguments, result and errors as `coat_core.quantize.quantize`; `factors`, fp32 [K], multiply x first, in fp32.
+
+    Numerics: the codes and scales of `coat_core.quantize.quantize`, to the bit.
+    """
+    check_input(x)
+    if fmt == INT8.name:
+        return Quantized(*quantize_int8(x.detach(), rotation_size(x.shape[-1]), factors), PER_ROW)
+    name = get_format(fmt).name if isinstance(fmt, str) else fmt.name
+    codes, scale = _quantize(x.detach(), name, granularity.name, granularity.group_size, factors)
+    return Quantized(codes, scale, granularity)
+
+
+def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
+    """Quantize x once for all that read this very tensor; arguments, result and errors as `quantize`.
+
+    The result lives as long as the tensor object, so that q, k, v and their adapters share one copy. A change of x in
+    place invalidates it.
+    """
+    if torch.compiler.is_compiling() or x.is_inference():  # such tensors count no in-place changes
+        return quantize(x, fmt, granularity)
+    key = (fmt, granularity, x._version)
+    copy = _copies.get(x)
+    if copy is None or copy[0] != key:
+        copy = _copies[x] = key, quantize(x, fmt, granularity)
+    return copy[1]
+
+
+# a dictionary and not an attribute of the tensors, which torch.save and copy.deepcopy would take along
+_copies: MutableMapping[Tensor, tuple[tuple[str, Granularity, int], Quantized]] = WeakTensorKeyDictionary()
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, granularity: Granularity = PER_TENSOR, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`coat_core.quantize.dequantize`, by the device's kernel."""
+    values: Tensor = _dequantize(codes, scale, granularity.name, granularity.group_size, dtype)
+    return values
+
+
+run_by_triton(_quantize, "quantize.quantize")
+run_by_triton(quantize_and_save, "quantize_and_save.quantize_and_save")
+run_by_triton(_dequantize, "quantize.dequantize")
+run_by_triton(transpose_codes, "quantize.transpose_codes")

@@ -1,0 +1,160 @@
+"""What launchers share whose kernels make rows of values and quantize them in passing.
+
+Per row a kernel leaves codes and scales. Per tensor it leaves the amax of each row, and the cast is a second launch.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from coat_core.formats import E4M3, get_format
+from coat_core.granularity import per_group
+from coat_core.ops.codes import check_granularity
+from coat_core.ops.launch import blocks, empty, empty_codes, finished, nothing, power_of_two
+from coat_core.ops.quantize_kernel import cast_by_amax
+
+WIDEST_ROW = 16384  # beyond 8192 the kernels that also hold sums over rows spill registers: slower, still right
+TILE_ELEMENTS = 2048
+ELEMENTS_A_THREAD = 16
+WARPS_MAX = 16
+RANKS_AT_ONCE, FP32_RANKS_AT_ONCE = 64, 16  # fp32 is multiplied without tensor cores, from registers
+LOW_RANK_ROWS = 16  # what a tile of tl.dot has at least
+TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
+# large GPU, as many as fit there at once with the registers of LayerNorm's backward
+PROGRAMS = 256
+
+
+class RowCodes:
+    """Buffers for the codes of values [..., K], as a kernel's arguments `codes_ptr`, `scale_ptr` and FORMAT_MAX.
+
+    Attributes:
+        codes: what the kernel writes codes to; None unless per row.
+        scale: fp32 [..., 1], for each row's scale, or its amax where there are no codes; None where none are asked for.
+        format_max: of the format.
+    """
+
+    def __init__(self, shape: tuple[int, ...], fmt: str, granularity: str, device: torch.device) -> None:
+        check_granularity(granularity)
+        self._fmt = form = E4M3 if fmt == "none" else get_format(fmt)
+        self.format_max = form.max
+        self.codes = empty_codes(shape, form, device) if granularity == "per_row" else None
+        self.scale = None if granularity == "none" else empty((*shape[:-1], 1), torch.float32, device)
+
+    def results(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scale once the kernel has run; `values` are its own, contiguous, in their dtype."""
+        if self.scale is None:
+            return nothing(self._fmt.dtype, values.device), nothing(torch.float32, values.device)
+        if self.codes is None:
+            return cast_by_amax(values, self.scale.view(-1).amax(0, keepdim=True), self._fmt.name)
+        return finished(self.codes, self._fmt.dtype), self.scale
+
+
+class GroupCodes:
+    """Buffers for what is kept of values [..., K] for backward, as arguments of `device.store_group_codes`.
+
+    Attributes:
+        codes: what the kernel writes codes to; None where nothing is kept.
+        scale: fp32 [..., ceil(K / G)]; likewise.
+        format_max: of the format; 0 where nothing is kept.
+    """
+
+    def __init__(self, shape: tuple[int, ...], saved_format: str, group_size: int, device: torch.device) -> None:
+        self._device, self._fmt, self.format_max = device, E4M3, 0.0
+        self.codes = self.scale = None
+        if saved_format != "none":
+            self._fmt = form = get_format(saved_format)
+            self.format_max, self.codes = form.max, empty_codes(shape, form, device)
+            self.scale = empty(per_group(group_size).scale_shape(shape), torch.float32, device)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return codes and scale once the kernel has run."""
+        if self.codes is None or self.scale is None:
+            return nothing(self._fmt.dtype, self._device), nothing(torch.float32, self._device)
+        return finished(self.codes, self._fmt.dtype), self.scale
+
+
+def rank_options(up: Tensor | None, dim: int = -1) -> dict[str, int]:
+    """Return the constants of `device.add_low_rank`; zeros without an adapter.
+
+    Args:
+        up: an adapter's matrix.
+        dim: which of its dimensions is the rank.
+    """
+    if up is None:
+        return {"RANK": 0, "RANK_BLOCK": 0}
+    rank, at_once = up.shape[dim], FP32_RANKS_AT_ONCE if up.dtype == torch.float32 else RANKS_AT_ONCE
+    return {"RANK": rank, "RANK_BLOCK": min(max(power_of_two(rank), 16), at_once)}
+
+
+def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Tensor | None, int, int]:
+    """Return the scale of codes [..., width] as kernels read it with `device.load_saved`.
+
+    Args:
+        scale: of the shape of any granularity; None where there are values in place of codes.
+        group_size: elements that share a scale where each row has several.
+        width: elements of a row.
+
+    Returns:
+        scale, contiguous; how many of them a row has, 0 where one serves all; elements of a row that share one.
+    """
+    if scale is None:
+        return None, 0, width
+    per_row = scale.shape[-1] if scale.ndim else 0
+    return scale.contiguous(), per_row, group_size if per_row > 1 else width
+
+
+def with_row_stride(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [..., K] and the distance of its rows in elements, copied only where that is not the same for all."""
+    width = x.shape[-1]
+    if x.is_contiguous():  # most are
+        return x, width
+    if x.stride(-1) != 1 and width != 1:
+        return x.contiguous(), width
+    rows, beyond = width, None  # distance of rows; where the next dimension starts if that is the same for all
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if beyond is None:
+            rows = stride
+        elif stride != beyond:
+            return x.contiguous(), width
+        beyond = stride * size
+    return x, rows
+
+
+def check_width(width: int) -> None:
+    """Raise ValueError where one program cannot hold a row."""
+    if width > WIDEST_ROW:
+        raise ValueError(f"x with rows of {width}: the Triton kernel holds at most {WIDEST_ROW}; split the rows")
+
+
+def tile_rows(block: int) -> int:
+    """Return how many rows of `block` elements one program takes: several where they are short."""
+    return max(TILE_ELEMENTS // block, 1)
+
+
+@functools.cache
+def warps(elements: int) -> int:
+    """Return how many warps share so many elements (a power of two)."""
+    return min(max(elements // (32 * ELEMENTS_A_THREAD), 1), WARPS_MAX)
+
+
+def shared_rows(images: int, rows: int, tile: int) -> tuple[int, int]:
+    """Share each image's rows among programs that each leave column sums.
+
+    Args:
+        images: B.
+        rows: S, of each image.
+        tile: rows that a program takes at once.
+
+    Returns:
+        programs for each image, and how many tiles each of them takes.
+    """
+    tiles = blocks(rows, tile)
+    rounds = max(blocks(tiles, max(PROGRAMS // max(images, 1), 1)), 1)
+    return blocks(tiles, rounds), rounds

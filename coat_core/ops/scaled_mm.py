@@ -1,0 +1,205 @@
+"""The FP8 GEMM: y = (a · a_scale)(b · b_scale)ᵀ + bias, as the operator `coat::fp8_mm`.
+
+On CUDA it is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that operator's e4m3 × e4m3 path is a naive loop, about
+1000 times slower than a GEMM, so the reference multiplies the codes in fp32: codes are exact there, the sum is
+accumulated in fp32 and rounded once, as the GPU does.
+
+Shapes: a [M, K], b [N, K] (any strides: on CUDA a transposed view is copied by `coat::transpose_codes`), a_scale [] or
+[M, 1], b_scale [] or [N, 1], bias [N], result [M, N]. K and N must be multiples of 16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from coat_core.casts import GRADIENT, INPUT, Product, declares
+from coat_core.ops.operators import operator
+from coat_core.ops.quantize import transpose_codes
+
+ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
+
+
+def check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless these can be multiplied: shapes as of the module, sizes as `ALIGNMENT` says."""
+    of_a, of_b = a.shape, b.shape
+    if len(of_a) != 2 or len(of_b) != 2 or of_a[1] != of_b[1]:
+        raise ValueError(f"a {tuple(of_a)} and b {tuple(of_b)}: must be [M, K] and [N, K]")
+    (m, k), n = of_a, of_b[0]
+    if k % ALIGNMENT or n % ALIGNMENT:
+        raise ValueError(f"K={k}, N={n}: must be multiples of {ALIGNMENT}; leave this layer in bf16")
+    for name, scale, rows in (("a_scale", a_scale, m), ("b_scale", b_scale, n)):
+        if scale.ndim != 0 and scale.shape != (rows, 1):
+            raise ValueError(f"{name} {tuple(scale.shape)}: must be [] or [{rows}, 1]")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias {tuple(bias.shape)}: must be [{n}]")
+
+
+def row_scale(scale: Tensor, rows: int) -> Tensor:
+    """Return a scale [] or [rows, 1] as [rows, 1] in one piece, as row-wise GEMMs read it.
+
+    Of a weight that is multiplied many times, keep it: from another shape each product launches a copy.
+    """
+    if scale.ndim == 2 and scale.shape[0] == rows and scale.is_contiguous():
+        return scale
+    return scale.reshape(-1, 1).expand(rows, 1).contiguous()
+
+
+# a new signature takes a new name: torch.compile's cache on disk calls an operator as it was
+@operator("coat::fp8_mm")
+def scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    forward: bool = False,
+) -> Tensor:
+    """Return (a · a_scale)(b · b_scale)ᵀ + bias in `out_dtype`; this body is the reference.
+
+    Args:
+        a: FP8 [M, K].
+        a_scale: fp32 [] or [M, 1].
+        b: FP8 [N, K].
+        b_scale: fp32 [] or [N, 1]; see `row_scale` where a_scale is [M, 1].
+        bias: floating [N] or None.
+        out_dtype: bf16, fp16 or fp32.
+        forward: a is the input of a linear (fprop), and not a gradient: Hopper's tensor cores may then accumulate with
+            about 14 bits, which is faster.
+
+    Returns:
+        Tensor [M, N] of `out_dtype`.
+
+    Raises:
+        ValueError: shapes that do not fit, or K or N not a multiple of 16.
+
+    Numerics: fp32 accumulation, one rounding to `out_dtype`; agrees with `torch._scaled_mm` to that rounding.
+    """
+    check_shapes(a, a_scale, b, b_scale, bias)
+    with torch.autocast(a.device.type, enabled=False):
+        product = (a.to(torch.float32) @ b.to(torch.float32).t()) * a_scale * b_scale.reshape(-1)
+        if bias is not None:
+            product = product + bias.to(torch.float32)
+        return product.to(out_dtype)
+
+
+def product_like(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    forward: bool = False,
+) -> Tensor:
+    """Return an empty result of `scaled_mm` or `int8_mm`, as torch.compile asks for one; errors as theirs."""
+    check_shapes(a, a_scale, b, b_scale, bias)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def declared_product(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    forward: bool = False,
+) -> Product:
+    """Declare which codes a call of either read."""
+    return Product(b, a, INPUT if forward else GRADIENT)
+
+
+scaled_mm.register_fake(product_like)
+declares(scaled_mm)(declared_product)
+
+
+def rows_in_one_piece(b: Tensor) -> Tensor:
+    """Return b [N, K] contiguous, as tensor cores read it; its transposed codes by our kernel."""
+    if b.is_contiguous():
+        return b
+    return transpose_codes(b.t()) if b.t().is_contiguous() else b.contiguous()
+
+
+@scaled_mm.register_kernel("cuda")
+def scaled_mm_on_cuda(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    forward: bool = False,
+) -> Tensor:
+    """Multiply by `torch._scaled_mm`; arguments, result and errors as `scaled_mm`."""
+    try:
+        return _by_cublas(a, a_scale, b, b_scale, bias, out_dtype, forward)
+    except (RuntimeError, ValueError):
+        check_shapes(a, a_scale, b, b_scale, bias)  # says it in words that help
+        raise
+
+
+def _by_cublas(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, forward: bool
+) -> Tensor:
+    row_wise = a_scale.ndim == 2 or b_scale.ndim == 2
+    if row_wise:
+        a_scale, b_scale = row_scale(a_scale, a.shape[0]), row_scale(b_scale, b.shape[0]).view(1, -1)
+    # row-wise kernels write bf16 only; tensor-wise ones take a bias of their own output type
+    kernel_dtype = torch.bfloat16 if row_wise else out_dtype
+    kernel_bias = None if kernel_dtype == torch.float32 else bias
+    if kernel_bias is not None and kernel_bias.dtype != kernel_dtype:
+        kernel_bias = kernel_bias.to(kernel_dtype)
+    a, b = a.contiguous(), rows_in_one_piece(b)
+    if a.shape[0] == 1:  # one row is contiguous with any strides, and torch looks at them
+        a = a.view(-1).view(a.shape)
+    out: Tensor = torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale,
+        scale_b=b_scale,
+        bias=kernel_bias,
+        out_dtype=kernel_dtype,
+        use_fast_accum=forward,
+    )
+    if bias is not None and kernel_bias is None:
+        out = out + bias
+    return out if out.dtype == out_dtype else out.to(out_dtype)
+
+
+@functools.cache
+def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool) -> str | None:
+    """Return why this device cannot multiply these FP8 dtypes, or None where it can.
+
+    The answer comes from multiplying once on the device: formats and scalings differ by GPU, CUDA and torch version.
+    """
+
+    def multiply_once() -> None:
+        a = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(a_dtype)
+        b = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(b_dtype)
+        scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
+        scaled_mm(a, scale, b, scale, None, torch.bfloat16)
+
+    return why_refused(device, multiply_once)
+
+
+def why_refused(device: torch.device, multiply_once: Callable[[], object]) -> str | None:
+    """Return why a product cannot run on this device, by trying it, or None where it can; a CPU can.
+
+    Raises:
+        torch.OutOfMemoryError: it says nothing about the product, and answers are kept.
+    """
+    if device.type == "cpu":
+        return None
+    try:
+        multiply_once()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is a RuntimeError; mps: TypeError
+        return f"{device.type}: {str(error).splitlines()[0]}"
+    return None

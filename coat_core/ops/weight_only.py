@@ -1,0 +1,52 @@
+"""y = x Wᵀ + b with W in FP8 and x as it is, as an operator: for linears that read one row per image.
+
+Reading W is all the time such a product takes, so the kernel reads its one byte per element and nothing besides.
+
+Shapes: x [..., K], codes [N, K], y [..., N].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coat_core.autograd import without_autocast
+from coat_core.casts import Product, declares
+from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.operators import operator
+from coat_core.quantize import dequantize
+
+
+@operator("coat::weight_only_linear")
+def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x Wᵀ + b, W = codes · scale.
+
+    Args:
+        x: floating [..., K].
+        codes: FP8 [N, K].
+        scale: fp32 [] or [N, 1].
+        bias: floating [N] or None.
+        dtype: of x and W in the product, and of y.
+
+    Returns:
+        y [..., N] of `dtype`.
+
+    Numerics: the reference rounds W to `dtype` before the product; the kernel multiplies by the exact codes and scales
+    the fp32 sum.
+    """
+    weight = dequantize(codes, scale, dtype=dtype)
+    with without_autocast(x.device):
+        return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
+
+
+@weight_only_linear.register_fake
+def _(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=dtype)
+
+
+@declares(weight_only_linear)
+def _(out: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
+    return Product(codes)
+
+
+run_by_triton(weight_only_linear, "weight_only.weight_only_linear")
