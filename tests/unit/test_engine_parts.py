@@ -253,5 +253,5 @@ def test_missing_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:
     workers = Workers("cuda:0")
     assert workers.device == torch.device("cpu")
     assert "device=cuda:0: torch finds no such device here; training on the CPU" in caplog.text
-    assert (workers.rank, workers.world_size, workers.is_main) == (0, 1, True)
+    assert (workers.rank, workers.size, workers.is_main) == (0, 1, True)
     workers.close()

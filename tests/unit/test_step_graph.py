@@ -276,6 +276,6 @@ def test_why_steps_are_not_captured(
 ) -> None:
     raw = engine_job("run", out=tmp_path, **places, **{"coat": COAT, "train": TRAIN, **job})
     device = torch.device("cuda" if job else "cpu")
-    workers: Any = SimpleNamespace(device=device, world_size=1)
+    workers: Any = SimpleNamespace(device=device, size=1)
     assert sessions._capture_obstacle(JobConfig.from_dict(raw), workers) == obstacle
-    assert not job or sessions._capture_obstacle(JobConfig.from_dict(raw), SimpleNamespace(device=device, world_size=2))
+    assert not job or sessions._capture_obstacle(JobConfig.from_dict(raw), SimpleNamespace(device=device, size=2))

@@ -208,7 +208,7 @@ def _session(
 
     workers = SimpleNamespace(
         device=META,
-        world_size=1,
+        size=1,
         shares_weights=False,
         sum_gradients=after_backward,
         agree=lambda numbers, asked: (numbers, list(asked)),

@@ -69,7 +69,7 @@ def _measured(row: Configuration, setting: Setting, resolution: int, batch: int,
 
     try:
         with mock.patch.object(engine, "load_transformer", transformer):
-            session = engine.open_session(job, workers, log, phases, None, identity_of(job, workers.world_size), live)
+            session = engine.open_session(job, workers, log, phases, None, identity_of(job, workers.size), live)
         log.open(0)
         with live:
             log.start(0)

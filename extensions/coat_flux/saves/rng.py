@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["rng_state", "set_rng_state"]
+__all__ = ["kept_draws", "mixed_seed", "rng_state", "set_rng_state"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,3 +62,18 @@ def set_rng_state(states: Mapping[str, Tensor]) -> None:
     odd = sorted(saved.keys() ^ set(here))
     if odd:
         logger.warning("resume: GPUs %s are only in the save or only here; their random numbers start over", odd)
+
+
+@contextmanager
+def kept_draws() -> Iterator[None]:
+    """Let the generators go on after the block as if it had drawn nothing."""
+    states = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(states)
+
+
+def mixed_seed(*numbers: int) -> int:
+    """One seed in [0, 2^63) of several numbers, none negative: a run's seed, what is drawn, the index of the draw."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1

@@ -216,8 +216,8 @@ def open_study(
 def _device_of(job: JobConfig) -> torch.device:
     workers = Workers(job.device)
     try:
-        if workers.world_size > 1:
-            raise VerifyError(f"{workers.world_size} processes: verify runs in one; start it without accelerate launch")
+        if workers.size > 1:
+            raise VerifyError(f"{workers.size} processes: verify runs in one; start it without accelerate launch")
         return workers.device
     finally:
         workers.close()

@@ -1,4 +1,4 @@
-"""What the processes of a run do together, in both trainers: gradients are summed, and one process ends all.
+"""What the processes of a run do together, in both trainers (`Processes`), and how one that ends is found out.
 
 A process that is killed ends all others: gloo and sockets see the closed connection at the next exchange, and the
 launcher's agent ends those of its machine. What neither sees, a machine without power, ends by `STEP_LIMIT`. Waits for
@@ -25,6 +25,7 @@ __all__ = [
     "STEP_LIMIT",
     "WAIT_LIMIT",
     "LostProcessError",
+    "Processes",
     "exchange",
     "first_to_fail",
     "share_values",
@@ -39,6 +40,86 @@ EXIT_OTHER = 2  # of a process that ends because another one did
 
 class LostProcessError(UserError, RuntimeError):
     """Another process of the run has ended, or does not answer."""
+
+
+class Processes:
+    """The processes of a run. Of one process alone every method returns at once.
+
+    Args:
+        size: how many there are.
+        rank: of this one; 0 is the main process, which writes.
+        device: that they exchange on.
+    """
+
+    def __init__(self, size: int, rank: int, device: torch.device) -> None:
+        self.size, self.rank, self.device = size, rank, device
+        self.is_main = rank == 0
+        self._patient = dist.new_group(backend="gloo", timeout=WAIT_LIMIT) if size > 1 else None
+
+    def wait(self) -> None:
+        """Wait until every process is here."""
+        if self.size > 1:
+            with exchange():
+                dist.barrier(self._patient)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main process runs the block before the others, which then run it at the same time."""
+        if not self.is_main:
+            self.wait()
+        yield
+        if self.is_main:
+            self.wait()
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """One process after the other runs the block, the main process first."""
+        for _ in range(self.rank):
+            self.wait()
+        yield
+        for _ in range(self.size - self.rank):
+            self.wait()
+
+    def from_main(self, value: Any) -> Any:
+        """The main process's value, in all of them."""
+        if self.size == 1:
+            return value
+        box = [value]
+        with exchange():
+            dist.broadcast_object_list(box, src=0, group=self._patient)
+        return box[0]
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a tensor over all processes."""
+        if self.size == 1:
+            return value
+        total = value.clone()
+        with exchange():
+            dist.all_reduce(total)
+        return total / self.size
+
+    def agree(self, numbers: Tensor, asked: Sequence[bool]) -> tuple[Tensor, list[bool]]:
+        """The mean of some numbers [n] over all processes, on the device, and which flags are set in any of them."""
+        if self.size == 1:
+            return numbers, list(asked)
+        means = self.mean(torch.cat([numbers, torch.tensor(asked).to(numbers)]))
+        return means[: len(numbers)], [share > 0 for share in means[len(numbers) :].tolist()]
+
+    def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Replace every gradient by its sum over all processes; FSDP2 has done so with those of shards."""
+        if self.size > 1:
+            sum_gradients(_whole(params))
+
+    def share(self, params: Iterable[Tensor]) -> None:
+        """Give every process the main process's values of what is whole in each."""
+        if self.size > 1:
+            share_values(_whole(params), self.device)
+
+
+def _whole(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    from coat_core.optim.sharded import is_sharded  # ai-toolkit imports this module before coat_core is found
+
+    return [param for param in params if not is_sharded(param)]
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
+
+from ...saves.rng import mixed_seed
 
 if TYPE_CHECKING:
     from ...config.job import JobConfig
@@ -47,8 +48,7 @@ def derived_seed(seed: int, stream: Stream, index: int) -> int:
     Returns:
         A seed in [0, 2^63).
     """
-    state = np.random.SeedSequence([seed, int(stream), index]).generate_state(1, np.uint64)
-    return int(state[0]) >> 1
+    return mixed_seed(seed, int(stream), index)
 
 
 def generator_for(seed: int, stream: Stream, index: int) -> torch.Generator:

@@ -167,7 +167,7 @@ def open_session(
     if sharded:
         kept = (sum(local_values(x).nbytes for x in module_tensors(transformer)), optimizer.state_bytes())
         text = "FSDP2: each of {} processes keeps about {} of weights and {} of moments"
-        log.info(text.format(workers.world_size, *map(size_text, kept)))
+        log.info(text.format(workers.size, *map(size_text, kept)))
     ema, asked = None, train.ema_config
     if asked.use_ema:
         ema = LoraEMA(lora, asked.ema_decay, use_feedback=asked.use_feedback, param_multiplier=asked.param_multiplier)
@@ -179,7 +179,7 @@ def open_session(
         watch=watch,
         dataset=dataset,
         validation=validation,
-        sampler=BucketBatchSampler(trained, train.batch_size, seed_of(job), workers.rank, workers.world_size),
+        sampler=BucketBatchSampler(trained, train.batch_size, seed_of(job), workers.rank, workers.size),
         images=images,
         transformer=transformer,
         dtype=dtype,
@@ -222,7 +222,7 @@ def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
     """Why steps of this run cannot be CUDA graphs; empty where they can."""
     if workers.device.type != "cuda":
         return f"there are no CUDA graphs on a {workers.device.type}"
-    if workers.world_size > 1:
+    if workers.size > 1:
         return "gradients travel between processes"
     if job.train.optimizer.lower() != COAT_OPTIMIZER:
         return f"{job.train.optimizer} cannot skip a step on the device; {COAT_OPTIMIZER} can"
@@ -312,7 +312,7 @@ def _prepare_transformer(
         if workers.shares_weights and not job.full:
             streaming: Any = BlockRunner.of(transformer).streaming  # `joint_job` has seen to it
             size = streaming.share_out(dist.group.WORLD) / 1e9
-            log.info(f"FSDP2: each of {workers.world_size} processes keeps {size:.2f} GB of the blocks' codes")
+            log.info(f"FSDP2: each of {workers.size} processes keeps {size:.2f} GB of the blocks' codes")
         if device.type == "cuda" and not job.full:
             # TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly; ai-toolkit's loop does without it
             torch.set_float32_matmul_precision("high")
@@ -367,7 +367,7 @@ def _place(session: Session, point: ResumePoint) -> dict[str, int]:
         session.log.info(
             "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
         )
-        draws = point.step * session.job.train.gradient_accumulation * session.workers.world_size
+        draws = point.step * session.job.train.gradient_accumulation * session.workers.size
         epoch, within = divmod(draws, session.sampler.batches_per_epoch)
         return {**session.sampler.state_dict(), "epoch": epoch, "position": within}
     return saved

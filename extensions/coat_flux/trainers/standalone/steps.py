@@ -247,7 +247,7 @@ def _end(session: Session, done: Outstanding) -> None:
 def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; returns their mean loss."""
     total = torch.zeros((), device=session.workers.device)
-    together = len(batches) * session.workers.world_size  # gradients are summed over processes
+    together = len(batches) * session.workers.size  # gradients are summed over processes
     for micro_step, batch in enumerate(batches):
         tensors = session.dataset.batch(batch)
         first = micro_step == 0

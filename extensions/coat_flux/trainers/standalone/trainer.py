@@ -101,7 +101,7 @@ class COATTrainer:
         require_here(job)
         check_trained(job)
         workers = Workers(job.device)
-        if workers.world_size > 1:
+        if workers.size > 1:
             job = self.job = joint_job(job, shares=workers.shares_weights)
         log = RunLog(job, workers.device, active=workers.is_main)
         phases = PhaseTracker(workers.device, None)
@@ -153,7 +153,7 @@ class COATTrainer:
             require_room(job.folder)
         workers.wait()
         point = find_resume_point(job.folder, job.name)
-        identity = identity_of(job, workers.world_size)
+        identity = identity_of(job, workers.size)
         samples = bool(job.sample.items()) and not job.train.disable_sampling
         first = 0 if point is None else point.step
         live = LiveRun(job.folder, first, job.train.steps, samples=samples, active=workers.is_main)

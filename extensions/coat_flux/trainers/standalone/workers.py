@@ -14,29 +14,28 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
-from torch import Tensor, nn
+from torch import Tensor
 
 from coat_core.optim.sharded import is_sharded, local_values
 
 from ...config.launch import LaunchError, launch_obstacle, shares_weights
 from ...watch.guard import tensor_norms
-from ..processes import STEP_LIMIT, WAIT_LIMIT, exchange, share_values, sum_gradients
+from ..processes import STEP_LIMIT, Processes, exchange
 
 __all__ = ["Reading", "Workers", "not_finite", "whole_norms"]
 
 logger = logging.getLogger(__name__)
 
 
-class Workers:
-    """This process among the others.
+class Workers(Processes):
+    """The processes of a stand-alone run, as accelerate starts them.
 
     Args:
         device: `device` of the config: cpu, mps, cuda, cuda:<n>, or None for the best there is. Started by
@@ -44,7 +43,6 @@ class Workers:
             goes to the CPU, with a warning.
 
     Attributes:
-        rank, world_size, is_main, device: of this process.
         shares_weights: frozen codes or trained weights are shared out over the processes (accelerate's FSDP2), so that
             all of them run the transformer at the same time or none does.
 
@@ -62,58 +60,15 @@ class Workers:
         on_cpu = missing or (wanted is not None and wanted.type == "cpu")
         patience = InitProcessGroupKwargs(timeout=STEP_LIMIT)
         self._accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[patience])
-        self.rank = self._accelerator.process_index
-        self.world_size = self._accelerator.num_processes
-        self.is_main = self._accelerator.is_main_process
-        self.shares_weights = self.world_size > 1 and shares_weights(os.environ)
-        _check_launch(self.world_size)
-        several = self.world_size > 1
-        self._patient = dist.new_group(backend="gloo", timeout=WAIT_LIMIT) if several else None
-        if on_cpu:
-            self.device = torch.device("cpu")
-        else:
-            self.device = wanted if wanted is not None and self.world_size == 1 else self._accelerator.device
+        size = self._accelerator.num_processes
+        _check_launch(size)
+        own = torch.device("cpu") if on_cpu else self._accelerator.device
+        if wanted is not None and not on_cpu and size == 1:
+            own = wanted
+        super().__init__(size, self._accelerator.process_index, own)
+        self.shares_weights = size > 1 and shares_weights(os.environ)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """The main process runs the block before the others."""
-        if not self.is_main:
-            self.wait()
-        yield
-        if self.is_main:
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until every process is here."""
-        if self._patient is not None:
-            with exchange():
-                dist.barrier(self._patient)
-
-    def mean(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over all processes."""
-        if self.world_size == 1:
-            return value
-        with exchange():
-            return self._accelerator.reduce(value, "mean")
-
-    def agree(self, numbers: Tensor, asked: Sequence[bool]) -> tuple[Tensor, list[bool]]:
-        """The mean of some numbers [n] over all processes, on the device, and which flags are set in any of them."""
-        if self.world_size == 1:
-            return numbers, list(asked)
-        means = self.mean(torch.cat([numbers, torch.tensor(asked).to(numbers)]))
-        return means[: len(numbers)], [share > 0 for share in means[len(numbers) :].tolist()]
-
-    def sum_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by its sum over all processes; FSDP2 has done so with those of shards."""
-        if self.world_size > 1:
-            sum_gradients(_whole(params))
-
-    def share(self, params: Sequence[nn.Parameter]) -> None:
-        """Give every process the main process's values of what is whole in each."""
-        if self.world_size > 1:
-            share_values(_whole(params), self.device)
 
     def close(self) -> None:
         """End the process group; accelerate forgets its device, so that a next run may take another."""
@@ -141,10 +96,6 @@ class Reading:
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy.tolist()
-
-
-def _whole(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    return [param for param in params if not is_sharded(param)]
 
 
 @torch.no_grad()
