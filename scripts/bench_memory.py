@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _flux_block import (
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.helpers.flux_block import (
     HEAD_DIM,
     block_call,
     block_inputs,

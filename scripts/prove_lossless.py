@@ -5,7 +5,7 @@
 Draws photos of the held-out garment, trains a LoRA on them in pairs of runs (`coat_flux.study`: same LoRA start,
 order, noise and timesteps; all of COAT is on), and measures each LoRA twice: its loss on other photos, with noise that
 is the same for all, and how many pictures drawn from prompts with the trigger word show what was asked for, by the
-classifier of `score_mini_flux.py`. Each measure's mean gap is held against bf16's own standard deviation over seeds.
+classifier of `mini_flux/scorer.py`. Each measure's mean gap is held against bf16's own standard deviation over seeds.
 
 Writes results.json, table.md and, with --page, one HTML page. Started again it goes on where it was interrupted.
 """
@@ -27,22 +27,19 @@ import torch
 from mini_flux.experiment import TRAIN_PHOTOS, TRIGGER, VALIDATION_PHOTOS, make_job, prompt_items, write_photos
 from mini_flux.samples import draw_prompts, load_pipeline, prompts_of, sheet
 from mini_flux.scorer import accuracies, judge, load_scorer, right
-from w4a4g4 import SETTINGS as W4A4G4
-from w4a4g4 import convert
 
-import coat_flux.trainers.standalone.session as trainer_session
 from coat_flux.base.files import replacing
 from coat_flux.config.coat import WEIGHT_FORMATS
 from coat_flux.pages.charts import Band, Points
 from coat_flux.pages.html import Page
-from coat_flux.study import BF16, Arm, Judgement, Settings, Study, Verdict, open_study, verify
+from coat_flux.study import Judgement, Settings, Study, Verdict, open_study, verify
 from coat_flux.study import judge as judge_gap
 from coat_flux.study.report import TONES
 from coat_flux.study.runs import bf16_arm, run_name
 from coat_flux.trainers.standalone.loading import load_transformer
 
 ROOT = Path(__file__).resolve().parents[1]
-COAT: dict[str, Any] = {"memory": {"checkpointing": "every_n", "every_n": 2}}  # all else are the defaults: all is on
+COAT: dict[str, Any] = {"memory": {"checkpointing": "none"}}  # all else are the defaults: all is on
 ARMS = ("bf16", "coat")
 WORDS = {"bf16": "bf16", "coat": "COAT"}
 FIRST_SEED = 1  # as in `make_job`
@@ -69,12 +66,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, metavar="N")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--weight", choices=WEIGHT_FORMATS, default="e4m3", help="how COAT stores frozen weights")
-    parser.add_argument(
-        "--emulated",
-        choices=W4A4G4,
-        metavar="ROW",
-        help="instead of COAT: bf16 with the frozen linears of this row of w4a4g4.py",
-    )
     parser.add_argument("--full", action="store_true", help="full fine-tuning in place of LoRAs; see --lr")
     parser.add_argument("--prompts", type=int, default=96, metavar="N", help="pictures drawn with each LoRA")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, one thread each")
@@ -108,31 +99,11 @@ def study_of(options: argparse.Namespace) -> Study:
     return open_study(job_of(options), settings_of(options), folder=options.out / "runs")
 
 
-def coat_arm(options: argparse.Namespace) -> Arm:
-    """What the COAT runs have in their `coat:` block; an emulation is put into a bf16 run by `emulate`."""
-    return BF16 if options.emulated else {}
-
-
-def emulate(row: str) -> None:
-    """Let the trainer of this process replace the frozen linears under the adapters it adds."""
-    add_lora = trainer_session.add_lora
-
-    def add_and_convert(model: Any, *args: Any, **kwargs: Any) -> None:
-        add_lora(model, *args, **kwargs)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)  # branches of low rank are found with random vectors
-            convert(model, W4A4G4[row])
-
-    trainer_session.add_lora = add_and_convert
-
-
 def train(options: argparse.Namespace, arm: str, seed: int) -> str:
     """Trains one run, or goes on with it, or finds it done; a line to say."""
     torch.set_num_threads(1)
-    if arm == "coat" and options.emulated:
-        emulate(options.emulated)
     study = study_of(options)
-    run = study.train_arm(arm, bf16_arm(study.job) if arm == "bf16" else coat_arm(options), seed)
+    run = study.train_arm(arm, bf16_arm(study.job) if arm == "bf16" else {}, seed)
     return f"{run.name}: loss {run.final_own:.6f}, {run.seconds:.0f} s"
 
 
@@ -238,7 +209,7 @@ def setting_of(options: argparse.Namespace) -> str:
     return (
         f"{what} the mini-FLUX for a garment it has never seen (trigger word {TRIGGER}): "
         f"{TRAIN_PHOTOS} drawn photos of 64 px, batch {options.batch}, {options.steps} steps, lr {options.lr:g}, "
-        f"{options.seeds} seeds; COAT with every part on, every second block recomputed from FP8. Validation: "
+        f"{options.seeds} seeds; COAT with every part on, nothing recomputed. Validation: "
         f"{VALIDATION_PHOTOS} photos of other combinations at 8 noise levels each, the same noise for all. Accuracy: "
         f"{options.prompts} prompts of combinations that are in neither, 20 steps. A run's seed decides LoRA start, "
         f"order, noise, timesteps and dropped captions. torch {torch.__version__}, {platform.machine()} CPU."
@@ -320,7 +291,6 @@ def main() -> None:
         job_of(options),
         seeds=options.seeds,
         settings=settings_of(options),
-        arm=coat_arm(options),
         folder=options.out / "runs",
     )
     shares = score(options, {run.name: run.lora for run in verdict.runs})

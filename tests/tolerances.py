@@ -239,11 +239,11 @@ ARCHITECTURE_GRADIENT_COSINE = {"UNet": (0.95, 0.985, 0.993), "transformer": (0.
 # Packing alone, weights and GEMMs in bf16: the lowest of all adapters. Measured 0.9939 (UNet), 0.9971 (others).
 PACKED_GRADIENT_COSINE = 0.99
 # Bytes kept for backward in bf16 over COAT's, kept and recomputed. Measured 2.68 and 12.0 (UNet), 2.64 to 2.94 and at
-# least 14.6 (others); scripts/bench_architectures.py measures larger models.
+# least 14.6 (others).
 ARCHITECTURE_KEPT_RATIO = {"UNet": (2.5, 10.5), "transformer": (2.5, 13.0)}
-# Small models of every arch of ai-toolkit (scripts/bench_archs.py): cosine of all LoRA gradients together with bf16's;
-# of the adapter with the lowest; and bytes that the blocks keep in bf16 over COAT's. Measured at least 0.9930, 0.9252,
-# 2.5, of UNets 0.9978, 0.9827 and 2.7: docs/models.md.
+# Small models of every arch of ai-toolkit (tests/helpers/aitk_archs.py): cosine of all LoRA gradients together with
+# bf16's; of the adapter with the lowest; and bytes that the blocks keep in bf16 over COAT's. Measured at least 0.9930,
+# 0.9252, 2.5, of UNets 0.9978, 0.9827 and 2.7: docs/models.md.
 ARCH_GRADIENT_COSINE = 0.99
 ARCH_LOWEST_COSINE = {"UNet": 0.98, "transformer": 0.9}
 ARCH_FEWER_BYTES = {"UNet": 2.6, "transformer": 2.5}

@@ -20,9 +20,9 @@ from coat_core.config import FP8LinearConfig
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.frozen import NotFusable
 from coat_flux.blocks.lookup import block_name, read_list
-from scripts._toolkit_lora import ROOT_VARIABLE
 from tests.helpers.families import FAMILIES, Made, largest_difference, made, results
 from tests.helpers.saved_tensors import recording_fused
+from tests.helpers.toolkit_lora import ROOT_VARIABLE
 from tests.tolerances import (
     ARCH_GRADIENT_COSINE,
     BLOCK_GRADIENT_FLOOR_DB,

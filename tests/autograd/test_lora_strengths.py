@@ -14,8 +14,8 @@ import torch
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.frozen import NotFusable
 from coat_flux.blocks.lora import plain_adapters
-from scripts._toolkit_lora import ROOT_VARIABLE, LoRAModule, Network
 from tests.helpers.strengths import CASES, IMAGE, TEXT, strength_differences, strengths_in, toolkit_model
+from tests.helpers.toolkit_lora import ROOT_VARIABLE, LoRAModule, Network
 from tests.tolerances import FUSED_BF16_RTOL, FUSED_FP32_RTOL
 
 REPOSITORY = Path(__file__).resolve().parents[2]

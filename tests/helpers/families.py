@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.module import FP8Linear
 from coat_flux.blocks.fused.chooser import fused_block
-from scripts._toolkit_lora import Network
+from tests.helpers.toolkit_lora import Network
 
 TEXT, IMAGE, PADDING, BATCH, RANK = 24, 40, 7, 2, 4
 TOOLKIT_LAYERS = "extensions_built_in.diffusion_models.chroma.src.layers"

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from coat_core.config import FP8LinearConfig
 from coat_core.linear.module import FP8Linear
-from scripts._toolkit_lora import Network
+from tests.helpers.toolkit_lora import Network
 
 TEXT, IMAGE, RANK = 24, 40, 4
 REARRANGEMENTS: dict[str, Callable[..., Tensor]] = {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from coat_flux.blocks.fused.chooser import fused_block
 from coat_flux.blocks.fused.reading import FusedBlock
 from coat_flux.blocks.fused.single_block import SingleBlock
-from scripts._toolkit_lora import attach_network
 from tests.helpers.flux import tiny_flux
+from tests.helpers.toolkit_lora import attach_network
 
 TEXT, IMAGE, RANK, B_STD = 24, 40, 4, 0.1
 CASES = {  # strengths as ai-toolkit sets them, and the batch; guidance doubles it

@@ -1,6 +1,6 @@
 """Every `arch` of the pinned ai-toolkit: refused before anything is loaded, or trained as the table says.
 
-Small models of ai-toolkit's own classes, made and measured by scripts/bench_archs.py in its environment.
+Small models of ai-toolkit's own classes, made and measured by tests/helpers/aitk_archs.py in its environment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """What the script found, by arch: of those whose tests are to run."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     archs = {item.callspec.params["arch"] for item in items} - REFUSED.keys()
-    command = [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), str(ROOT / "scripts" / "bench_archs.py"), "--json"]
+    command = [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), str(ROOT / "tests" / "helpers" / "aitk_archs.py")]
     done = subprocess.run(
         [*command, *sorted(archs)], cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False
     )

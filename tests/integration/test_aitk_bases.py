@@ -1,8 +1,8 @@
 """Every kind of base that ai-toolkit quantizes itself, below COAT's activations: next to the same base without COAT.
 
-Small models of ai-toolkit's own classes, made and measured by scripts/bench_archs.py in its environment, each qtype by
-itself: 10 s, but up to five minutes where ai-toolkit searches for a code book (orbitvq2 to orbitvq4). quanto's qint4 is
-not among them: it multiplies on GPUs alone.
+Small models of ai-toolkit's own classes, made and measured by tests/helpers/aitk_archs.py in its environment, each
+qtype by itself: 10 s, but up to five minutes where ai-toolkit searches for a code book (orbitvq2 to orbitvq4). quanto's
+qint4 is not among them: it multiplies on GPUs alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHERS = {"flux2_klein_4b": "fused", "chroma": "fused", "qwen_image": "fused", "
 @functools.cache
 def measured(arch: str, *qtypes: str) -> dict[str, dict[str, Any]]:
     """What the script found, by qtype."""
-    command = [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), str(ROOT / "scripts" / "bench_archs.py"), "--json"]
+    command = [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), str(ROOT / "tests" / "helpers" / "aitk_archs.py")]
     command += [arch, *(f"--qtype={qtype}" for qtype in qtypes)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -21,14 +21,13 @@ from coat_flux.blocks.lookup import architecture_of
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
-from scripts.bench_architectures import ARCHITECTURES as BENCHMARK
-from scripts.bench_architectures import frozen_model
 from scripts.bench_memory import kept_bytes
 from tests.helpers.architectures import (
     ARCHITECTURES,
     WAN,
     Architecture,
     coat_model,
+    frozen_model,
     lora_parameters,
     loss_of,
     predict,
@@ -99,7 +98,7 @@ def without_gradients() -> dict[str, Tensor]:
 
 @ALL
 def test_what_is_converted_what_is_left_and_why(name: str) -> None:
-    model = frozen_model(architecture(name), **architecture(name).options)
+    model = frozen_model(architecture(name))
     linears = {key for key, module in model.named_modules() if isinstance(module, nn.Linear)}
     convolutions = {key for key, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d)}
     report = apply_coat(model, COATConfig.from_dict(KEEP))
@@ -269,15 +268,15 @@ def test_unknown_class_gets_the_cautious_policy(wrapped: bool, name: str) -> Non
 
 
 def test_a_known_class_without_its_block_lists_is_an_error() -> None:
-    model = frozen_model(ARCHITECTURES["SD3"], **ARCHITECTURES["SD3"].options)
+    model = frozen_model(ARCHITECTURES["SD3"])
     model.layers = model.transformer_blocks
     del model.transformer_blocks
     with pytest.raises(ValueError, match=r"SD3Transformer2DModel: has none of the block lists .*transformer_blocks"):
         apply_coat(model, COATConfig.from_dict(KEEP))
 
 
-def test_the_benchmark_measures_every_known_architecture(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_known_architecture_is_here(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), torch.device("meta"):
-        classes = {type(item.build(**item.options)).__name__ for item in BENCHMARK.values()}
+        classes = {type(item.build(**item.options)).__name__ for item in ARCHITECTURES.values()}
     read = {name for name, entry in KNOWN.items() if any(each.reader for each in entry.lists)}
     assert classes - read == KNOWN.keys() - read - PLAIN.keys()

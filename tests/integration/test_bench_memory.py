@@ -1,4 +1,4 @@
-"""scripts/bench_memory.py and scripts/gradient_error.py at a small size, as processes."""
+"""scripts/bench_memory.py at a small size, and the precision of its block's gradients."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from coat_core import sqnr_db
+from tests.helpers.asserts import assert_sqnr
+from tests.helpers.flux_block import block_call, block_inputs, lora_parameters, make_model, prepare
 from tests.tolerances import (
     BLOCK_GRADIENT_FLOOR_DB,
     BLOCK_OUTPUT_FLOOR_DB,
@@ -59,17 +65,33 @@ def test_bytes_kept_by_loop_and_flow(tmp_path: Path) -> None:
     )
 
 
-def test_gradient_errors_of_every_adapter(tmp_path: Path) -> None:
-    out = run("gradient_error.py", "--setting", "fused, per_row", "--json", str(tmp_path / "g.json"))
-    results = json.loads((tmp_path / "g.json").read_text(encoding="utf-8"))
-    assert [(r["block"], r["outliers"]) for r in results] == [
-        (kind, outliers) for kind in ("double", "single") for outliers in (1.0, 30.0)
-    ]
-    for result in results:
-        adapters = dict(result["rows"])
-        assert adapters.pop("output")["db"] > BLOCK_OUTPUT_FLOOR_DB
-        assert len(adapters) == {"double": 2 * 14, "single": 2 * 6}[result["block"]]  # A and B of each linear
-        decibels = [row["db"] for row in adapters.values()]
-        assert statistics.median(decibels) > BLOCK_GRADIENT_FLOOR_DB
-        assert min(decibels) > SMALL_BLOCK_GRADIENT_FLOOR_DB
-    assert out.count("\n| fused, per_row |") == 4
+@pytest.mark.parametrize("outliers", [1.0, 30.0], ids=["plain", "outlier channels"])
+@pytest.mark.parametrize("kind", ["double", "single"])
+def test_gradient_errors_of_every_adapter(kind: str, outliers: float) -> None:
+    """The fused flow with every scale per row, next to the same block in bf16."""
+    coat = {
+        "memory": {"checkpointing": "none"},
+        "activation": {"linear_granularity": "per_row"},
+        "weight": {"granularity": "per_row"},
+    }
+    base = make_model(2)
+    expected, exact = run_block(prepare(base, {"enabled": False}, "peft", RANK), kind, outliers)
+    output, gradients = run_block(prepare(base, coat, "peft", RANK), kind, outliers)
+    assert_sqnr(output, expected, BLOCK_OUTPUT_FLOOR_DB)
+    assert len(gradients) == {"double": 2 * 14, "single": 2 * 6}[kind]  # A and B of each linear
+    decibels = [float(sqnr_db(exact[name], gradient)) for name, gradient in gradients.items()]
+    assert statistics.median(decibels) > BLOCK_GRADIENT_FLOOR_DB
+    assert min(decibels) > SMALL_BLOCK_GRADIENT_FLOOR_DB
+
+
+def run_block(model: Any, kind: str, outliers: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output of a block, both streams as one, and the gradient of every adapter matrix."""
+    block = {"double": model.transformer_blocks, "single": model.single_transformer_blocks}[kind][0]
+    hidden, encoder, temb = block_inputs(model, 32, 96, outliers)
+    hidden.requires_grad_(), encoder.requires_grad_()
+    streams = block_call(model)(block, hidden, encoder, temb, model.pos_embed(torch.zeros(32 + 96, 3)))
+    output = torch.cat(streams, dim=1)
+    draw = torch.Generator().manual_seed(3)
+    output.backward(torch.randn(output.shape, generator=draw).to(output.dtype))
+    gradients = {name: p.grad for name, p in lora_parameters(model).items() if p.grad is not None}
+    return output.detach(), gradients

@@ -23,9 +23,9 @@ from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
-from scripts._toolkit_lora import Network
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.architecture.sources import ROOT
+from tests.helpers.toolkit_lora import Network
 from tests.integration.test_plan_measured import flux_inputs, flux_model, predicted_kept
 from tests.tolerances import PLAN_KEPT_RTOL
 

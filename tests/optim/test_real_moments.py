@@ -7,8 +7,15 @@ import torch
 from torch import Tensor
 
 from coat_core.config import PAPER_EXPANSION
-from scripts.capture_moments import build_flux, build_lora_flux, train_and_capture
-from scripts.moment_error import bitsandbytes_method, depth_of, measure, stored
+from tests.helpers.moments import (
+    bitsandbytes_method,
+    build_flux,
+    build_lora_flux,
+    depth_of,
+    measure,
+    stored,
+    train_and_capture,
+)
 from tests.tolerances import EXPANSION_GAIN, INTEGER_FORMATS_GAIN
 
 STEPS = [1, 2, 10, 30]
@@ -67,7 +74,7 @@ def test_plain_e4m3_loses_part_of_exp_avg_sq(captures: dict[int, dict[str, Tenso
 @pytest.mark.parametrize("step", STEPS)
 def test_not_above_bitsandbytes(step: int, captures: dict[int, dict[str, Tensor]]) -> None:
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes to compare with")
-    _, dynamic = bitsandbytes_method()
+    dynamic = bitsandbytes_method()
     assert measure(captures[step], EXPANDED)[0] <= measure(captures[step], dynamic)[0]
 
 
@@ -94,6 +101,6 @@ def test_integer_formats_are_better_than_expansion_at_every_depth(
 @pytest.mark.parametrize("trained", ["captures", "full_captures"])
 def test_integer_formats_are_better_than_bitsandbytes(trained: str, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes to compare with")
-    _, dynamic = bitsandbytes_method()
+    dynamic = bitsandbytes_method()
     for moments in request.getfixturevalue(trained).values():
         assert measure(moments, INTEGERS)[0] < measure(moments, dynamic)[0]

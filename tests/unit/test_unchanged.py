@@ -19,8 +19,8 @@ from coat_core.linear.weight import drop_transposed, keep_transposed, store_weig
 from coat_flux.blocks.fused.chooser import FusedForms
 from coat_flux.blocks.fused.frozen import NotFusable
 from coat_flux.blocks.gemms import multiply_in_bf16
-from scripts._toolkit_lora import Network
 from tests.helpers.flux import coat_flux_model, tiny_flux
+from tests.helpers.toolkit_lora import Network
 from tests.unit.test_flow_chooser import arguments
 
 Change = Callable[[Any, Any], Any]

@@ -1,11 +1,10 @@
-"""What COAT does to every `arch` of ai-toolkit: `AI_TOOLKIT_ROOT=... python scripts/bench_archs.py [ARCH ...]`.
+"""What COAT does to small models of ai-toolkit's own classes, one JSON object a line.
 
-Runs in ai-toolkit's environment, on a CPU. Each model is a small one of ai-toolkit's or diffusers' own class with
-random weights in bf16 and an fp32 LoRA of ai-toolkit's on the linears of its blocks, as COAT's process makes them.
-Compared with the same model without COAT: the cosine of the LoRA's gradients, all together and the lowest of one
-adapter, and the bytes that the blocks keep for backward, counted by the allocator. Prints a Markdown table, or with
---json one object a line. Archs with the same model share their figures. With --qtype both have a base that ai-toolkit
-quantized its own way, with --network other adapters.
+Runs in ai-toolkit's environment, on a CPU: `AI_TOOLKIT_ROOT=... python tests/helpers/aitk_archs.py [ARCH ...]`. Each
+model has random weights in bf16 and an fp32 LoRA of ai-toolkit's on the linears of its blocks, as COAT's process makes
+them. Compared with the same model without COAT: the cosine of the LoRA's gradients, all together and the lowest of one
+adapter, and the bytes that the blocks keep for backward, counted by the allocator. With --qtype both have a base that
+ai-toolkit quantized its own way, with --network other adapters.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from _host_models import MODELS
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from _host_models import MODELS
 
 RANK = 4
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -229,27 +231,12 @@ def measure(arch: str, qtype: str = "", kind: str = "lora") -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Measure what is asked for; archs with the same model share their figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archs", nargs="*", metavar="ARCH", help=f"of {', '.join(MODELS)} (default: all)")
-    parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--qtype", action="append", help="of ai-toolkit's own, such as uint4; may be given again")
     parser.add_argument("--network", default="lora", choices=NETWORKS, help="kind of the adapters")
     args = parser.parse_args()
-    head = (
-        "arch",
-        "class",
-        "flow",
-        "B per token·d",
-        "bf16",
-        "fewer",
-        "cosine",
-        "lowest",
-        "recomputed: cosine",
-        "lowest",
-    )
-    if not args.json:
-        print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     sys.path.insert(0, os.environ["AI_TOOLKIT_ROOT"])
     done: dict[Any, dict[str, Any]] = {}
     for qtype, arch in itertools.product(args.qtype or [""], args.archs or MODELS):
@@ -260,18 +247,7 @@ def main() -> None:
                     done[key] = measure(arch, qtype, args.network)
             except Exception as error:
                 done[key] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        found = {**done[key], "arch": arch, "qtype": qtype}
-        if args.json:
-            print(json.dumps(found), flush=True)
-        elif "error" in found:
-            print(f"| {arch} {qtype} | {found['error']} |", flush=True)
-        else:
-            kept, again = found["kept"], found["recomputed"]
-            per_token = [found[f"{name}_bytes"] / found["elements"] for name in ("kept", "bf16")]
-            cells = [f"{arch} {qtype}".strip(), found["class"], kept["treatment"].split(" flow")[0].split()[-1]]
-            cells += [*(f"{bytes:.1f}" for bytes in per_token), f"{per_token[1] / per_token[0]:.1f}"]
-            cells += [f"{one[key]:.4f}" for one in (kept, again) for key in ("cosine", "lowest")]
-            print(f"| {' | '.join(cells)} |", flush=True)
+        print(json.dumps({**done[key], "arch": arch, "qtype": qtype}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Three training loops, all with fp32 adapters on bf16 blocks: "autocast" (PEFT under bf16 autocast, as accelerate runs
 it), "peft" (PEFT without autocast, as the stand-alone trainer runs it), "toolkit" (ai-toolkit's modules, see
-_toolkit_lora.py).
+toolkit_lora.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _toolkit_lora import attach_network, convert_linears, toolkit_is_real
 from torch import Tensor, nn
 
 from coat_flux.blocks.runner import BlockRunner
+from tests.helpers.toolkit_lora import attach_network, convert_linears, toolkit_is_real
 
 __all__ = [
     "HEAD_DIM",
