@@ -21,7 +21,7 @@ from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.study import sweep
 from coat_flux.study.grid import Axis, SweepError, Trial, find_axis, make_trials
 from coat_flux.study.ranking import FAILED, FINISHED, OPEN, Result, rank, spread_of
-from coat_flux.study.study import VerifyError
+from coat_flux.study.runs import VerifyError
 from coat_flux.study.sweep import read_trial, run_trials
 from coat_flux.study.sweep_page import ranking_rows, sentence_of, write_sweep_page
 from tests.helpers.engine_job import engine_job, write_images

@@ -15,7 +15,7 @@ from .charts import heat_map_png
 from .html import Page
 from .run import RunFolder
 
-__all__ = ["PICTURE", "as_grid", "show_precision"]
+__all__ = ["PICTURE", "as_grid", "show_layers", "show_precision"]
 
 PICTURE = "precision.png"
 ENDS_DB = (0.0, 2 * LOW_DB)  # of the heat map's colours, red to blue: white is where a tenth of the size is noise
@@ -68,6 +68,20 @@ def show_precision(page: Page, run: RunFolder, picture_folder: Path) -> None:
     write_file(picture_folder / PICTURE, picture)
     page.paragraph(
         f"The heat map as a picture: {PICTURE} next to this page; all numbers: {FILE.as_posix()} in the run."
+    )
+
+
+def show_layers(page: Page, runs: Sequence[Path]) -> None:
+    """The kinds of tensors and the worst layers of several run folders together, in short."""
+    files = [run / FILE for run in runs]
+    found = summaries(row for path in files if path.exists() for row in read_rows(path))
+    if not found:
+        page.missing(NOT_MEASURED)
+        return
+    page.table(["tensors", "median SQNR, dB"], [[kind, f"{value:.1f}"] for kind, value in kind_medians(found).items()])
+    page.table(
+        ["layers furthest below the median", "tensors", "SQNR, dB", "below the median, dB"],
+        [[row.layer, row.kind, f"{row.sqnr_db:.1f}", f"{row.below_median_db:.1f}"] for row in worst(found)],
     )
 
 

@@ -1,19 +1,14 @@
-"""Is COAT lossless on your data? Paired runs with and without it, judged against what the seed alone does.
+"""Is COAT lossless on your data (`coat-flux verify`)? Which settings are best (`coat-flux sweep`)?
 
-runs.py        arms, the jobs of their runs, and what a finished run came to
+runs.py        arms, the jobs of their runs, and the result of a finished one
 held_out.py    which photos are held out, and the loss on them, with noise that is the same for every run
-study.py       a comparison in its folder: open it, train an arm, continue
+study.py       a comparison in its folder: open it, train an arm, resume
+compare.py     `verify`: all of it
 scoring.py     the final LoRAs in the bf16 model, and how alike they are
 judgement.py   the statistics, pure
 report.py      the verdict, as JSON and as a page
-compare.py     `verify`: all of it
-
-And which settings are best: `coat-flux sweep`.
-
-grid.py        the trials, checked before any starts
-sweep.py       their processes: start, interrupt, resume, read
-ranking.py     which is best, and by how much more than luck, pure
-sweep_page.py  the ranking as rows and as a page
+sweep.py       the trials of a sweep, chosen by Optuna, and their processes
+ranking.py     which trial is best, by how much more than luck, and the page that shows it
 """
 
 from .compare import verify

@@ -1,4 +1,4 @@
-"""`verify`: the runs, their scores, the judgement, and what is written about them."""
+"""`verify`: the runs, their scores and the judgement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def verify(
 ) -> Verdict:
     """Train with and without COAT from several seeds, and judge whether COAT loses anything; see `judgement`.
 
-    Run again on the same folder it resumes where it was interrupted, or adds the seeds that are missing.
+    Run again on the same folder it resumes where it was interrupted, or adds the seeds that are missing. Writes
+    `verdict.json` and `report.html`.
 
     Args:
         config: path, dictionary or job; its own run is not touched.
@@ -50,9 +51,6 @@ def verify(
         arm: laid over the `coat:` block of the COAT runs; None is the config as it is.
         folder: of the comparison; None is `<training_folder>/<name>_verify`.
         log: takes lines.
-
-    Returns:
-        The verdict; `verdict.json` and `report.html` are written.
 
     Raises:
         UserError: see `open_study` and `COATTrainer.train`. A COAT run that dies is a verdict, not an error.
@@ -68,28 +66,41 @@ def verify(
             f"verify: {seeds} seeds, each bf16 and COAT, {study.steps} steps, in {study.folder}; "
             f"{len(names)} photos are not trained on: {', '.join(names[:LISTED_PHOTOS])}{more}"
         )
-        verdict = _train_and_judge(study, seeds, arm or {}, log)
+        runs: list[ArmResult] = []
+        died = _train(study, seeds, arm or {}, runs)
+        if died is None:
+            log("verify: loading each result into the bf16 model")
+            verdict = _judge(study, runs)
+        else:
+            verdict = Verdict(broken(died, seeds), study, tuple(runs))
         write_file(verdict.json_path, json.dumps(verdict.as_json(), indent=1, default=str) + "\n")
         write_page(verdict)
     return verdict
 
 
-def _train_and_judge(study: Study, seeds: int, arm: Arm, log: Callable[[str], None]) -> Verdict:
-    runs: list[ArmResult] = []
+def _train(study: Study, seeds: int, arm: Arm, runs: list[ArmResult]) -> str | None:
+    """Train all runs into `runs`; returns why a COAT run died."""
     first, total = seed_of(study.job), 2 * seeds
     with tqdm(total=total * study.steps, desc="all runs", unit="step", smoothing=0, **bar_options()) as bar:
         for seed in range(first, first + seeds):
             for name, block in ((ARM_BF16, bf16_arm(study.job)), (ARM_COAT, arm)):
                 bar.set_postfix_str(f"{len(runs) + 1} of {total} runs", refresh=False)
+                before = len(runs) * study.steps
+
+                def on_step(done: int, before: int = before) -> None:
+                    bar.update(before + done - bar.n)
+
                 try:
-                    runs.append(study.train_arm(name, block, seed, on_step=_progress(bar)))
+                    runs.append(study.train_arm(name, block, seed, on_step=on_step))
                 except DeadRunError as error:
                     if name == ARM_BF16:
                         raise
-                    judgement = broken(f"the COAT run of seed {seed} died: {error}", seeds)
-                    return Verdict(judgement, study, tuple(runs))
-    log("verify: loading each result into the bf16 model")
-    job = JobConfig.from_dict(study.prepare(ARM_BF16, BF16, first), file=study.job.file)
+                    return f"the COAT run of seed {seed} died: {error}"
+    return None
+
+
+def _judge(study: Study, runs: Sequence[ArmResult]) -> Verdict:
+    job = JobConfig.from_dict(study.prepare(ARM_BF16, BF16, seed_of(study.job)), file=study.job.file)
     loras = {run.name: run.lora for run in runs}
     sigmas = study.settings.final_sigmas
     with tqdm(desc="held-out photos", leave=False, **bar_options()) as bar:
@@ -109,21 +120,6 @@ def _train_and_judge(study: Study, seeds: int, arm: Arm, log: Callable[[str], No
     return Verdict(worse, study, tuple(runs), scores, grams, notes, in_bf16, in_own)
 
 
-def _progress(bar: Any) -> Callable[[int], None]:
-    """Moves the bar as one run reports its steps; the first that it reports were done before, and are not speed."""
-    before, fresh = bar.n, True
-
-    def on_step(done: int) -> None:
-        nonlocal fresh
-        new = before + done - bar.n
-        if fresh:
-            bar.initial += new
-            fresh = False
-        bar.update(new)
-
-    return on_step
-
-
 def _notes(study: Study, runs: Sequence[ArmResult], losses: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
     notes = []
     count = len(study.held_out.names)
@@ -131,8 +127,8 @@ def _notes(study: Study, runs: Sequence[ArmResult], losses: Mapping[str, Sequenc
         notes.append(f"Held-out photos: {count}. That is few to judge by; use --hold-out or --validation for more.")
     if losses[ARM_BF16] == losses[ARM_COAT]:
         notes.append("Every pair ends at exactly the same loss: these COAT options change nothing in this run.")
-    ends = [[loss for _, loss in run.curve] for run in runs if run.arm == ARM_BF16]
-    mean = [fmean(point) for point in zip(*ends, strict=True)]
+    curves = [[loss for _, loss in run.curve] for run in runs if run.arm == ARM_BF16]
+    mean = [fmean(point) for point in zip(*curves, strict=True)]
     if mean and mean[-1] > RISE * min(mean):
         step = runs[0].curve[mean.index(min(mean))][0]
         notes.append(

@@ -27,6 +27,7 @@ from ..saves.state import restore_tensors
 from ..trainers.standalone.loading import base_weights, load_transformer
 from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
 from ..trainers.standalone.session import TORCH_DTYPES
+from ..trainers.standalone.validation import predictions
 from .held_out import HeldOut
 
 __all__ = ["Gram", "Scores", "mean_cosine", "model_grams", "score_loras", "weight_grams"]
@@ -35,12 +36,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 
 class Gram:
-    """Inner products of the same thing of several runs.
-
-    Args:
-        names: of the R runs.
-        products: (R, R) fp64.
-    """
+    """Inner products (R, R) fp64 of the same tensor of R runs."""
 
     def __init__(self, names: Iterable[str], products: Tensor):
         self.names, self.products = list(names), products
@@ -50,6 +46,13 @@ class Gram:
         i, j = self.names.index(a), self.names.index(b)
         norms = (self.products[i, i] * self.products[j, j]).sqrt().item()
         return self.products[i, j].item() / norms if norms > 0 else None
+
+
+def mean_cosine(gram: Gram, pairs: Iterable[tuple[str, str]]) -> float | None:
+    """The mean cosine of pairs of runs; None where none of them has one."""
+    cosines = [gram.cosine(a, b) for a, b in pairs]
+    known = [cosine for cosine in cosines if cosine is not None]
+    return fmean(known) if known else None
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,7 @@ def score_loras(
     for done, points in enumerate(batches, 1):
         rows = []
         for run, variant in enumerate(variants):
-            transformer = variant()
-            velocity, loss = held_out.predictions(transformer, points, dtype=dtype, device=device)
+            velocity, loss = predictions(variant(), *held_out.drawn(points), dtype=dtype, device=device)
             rows.append(velocity.flatten().double().cpu())
             losses[run].append(loss.double().cpu())
         stacked = torch.stack(rows)
@@ -117,7 +119,7 @@ def score_loras(
 def _with_loras(
     job: JobConfig, loras: Mapping[str, Path], dtype: torch.dtype, device: torch.device
 ) -> list[Callable[[], nn.Module]]:
-    """What gives the one model without a LoRA, then with each of them."""
+    """Functions that return the one model, first without a LoRA, then with each of them."""
     kwargs = job.network.network_kwargs
     transformer = load_transformer(job.model.name_or_path, dtype, device=device)
     targets = lora_targets(
@@ -146,7 +148,7 @@ def _with_loras(
 def _models(
     job: JobConfig, folders: Mapping[str, Path], dtype: torch.dtype, device: torch.device
 ) -> list[Callable[[], nn.Module]]:
-    """What gives the model that all runs started from, then each run's."""
+    """Functions that return the model that all runs started from, then each run's."""
     places = (job.model.name_or_path, *map(str, folders.values()))
     models = [load_transformer(place, dtype, device=device) for place in places]
     return [functools.partial(lambda model: model, model) for model in models]
@@ -156,22 +158,19 @@ def model_grams(base: str, folders: Mapping[str, Path]) -> dict[str, Gram]:
     """As `weight_grams`, of whole models that were trained from `base`."""
     sources = [base_weights(place) for place in (base, *map(str, folders.values()))]
     grams: dict[str, Gram] = {}
-    for name in (name for name in sources[0].places if name.endswith(".weight")):
-        start, *ends = (source.read(name).double().flatten() for source in sources)
-        rows = torch.stack(ends) - start
-        grams[name.removesuffix(".weight")] = Gram(folders, rows @ rows.T)
-    total = torch.stack([gram.products for gram in grams.values()]).sum(dim=0)
-    return {"": Gram(folders, total), **grams}
+    for name in sources[0].places:
+        if name.endswith(".weight"):
+            start, *ends = (source.read(name).double().flatten() for source in sources)
+            rows = torch.stack(ends) - start
+            grams[name.removesuffix(".weight")] = Gram(folders, rows @ rows.T)
+    return _with_total(grams)
 
 
 def weight_grams(loras: Mapping[str, Path]) -> dict[str, Gram]:
-    """Inner products of the weight changes.
+    """Inner products of the weight changes: layer → Gram, and under "" that of all layers together.
 
     Args:
         loras: run → LoRA file, all with the same layers.
-
-    Returns:
-        layer → Gram, and under "" that of all layers together.
     """
     files = {name: load_file(path) for name, path in loras.items()}
     layers = sorted(key.removesuffix(DOWN) for key in next(iter(files.values())) if key.endswith(DOWN))
@@ -182,11 +181,9 @@ def weight_grams(loras: Mapping[str, Path]) -> dict[str, Gram]:
         inner_a = torch.einsum("irk,jsk->ijrs", downs, downs)
         inner_b = torch.einsum("inr,jns->ijrs", ups, ups)
         grams[layer] = Gram(files, (inner_a * inner_b).sum(dim=(2, 3)))
-    total = torch.stack([gram.products for gram in grams.values()]).sum(dim=0)
-    return {"": Gram(files, total), **grams}
+    return _with_total(grams)
 
 
-def mean_cosine(gram: Gram, pairs: Iterable[tuple[str, str]]) -> float | None:
-    """The mean cosine of pairs of runs; None where none of them has one."""
-    known = [cosine for a, b in pairs if (cosine := gram.cosine(a, b)) is not None]
-    return fmean(known) if known else None
+def _with_total(grams: dict[str, Gram]) -> dict[str, Gram]:
+    names = next(iter(grams.values())).names
+    return {"": Gram(names, torch.stack([gram.products for gram in grams.values()]).sum(dim=0)), **grams}

@@ -3,17 +3,15 @@
     <training_folder>/<name>_verify/
         study.json                what the comparison is of; another one is refused here
         photos/train, held_out    links to the user's photos and captions
-        held_out.safetensors      the held-out photos, encoded once
         bf16_seed42/, coat_seed42/ …   ordinary run folders
 
-A study that is opened again continues: finished runs are taken as they are, others resume from their newest save. The
-losses of a run are part of its saves, so they are as exact as the resume.
+Started again, finished runs are taken as they are, others resume from their newest save. The losses of a run are part
+of its saves, so they are as exact as the resume.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 
 from ..base.files import write_file
 from ..base.names import COAT_TYPE
@@ -37,12 +34,22 @@ from ..saves.identity import data_identity, model_identity
 from ..trainers.standalone.trainer import COATTrainer
 from ..trainers.standalone.workers import Workers
 from .held_out import HeldOut, Split, encode_held_out, split_photos, validation_entry
-from .runs import BF16, Arm, ArmResult, VerifyError, prepare_job, read_result, run_name
+from .runs import (
+    BF16,
+    Arm,
+    ArmResult,
+    VerifyError,
+    prepare_job,
+    read_result,
+    require_same,
+    require_same_job,
+    run_name,
+)
 
 if TYPE_CHECKING:
     from ..trainers.standalone.session import Session
 
-__all__ = ["Settings", "Study", "open_study", "require_room", "require_same"]
+__all__ = ["Settings", "Study", "open_study", "require_room"]
 
 POINTS_OF_CURVE = 20
 LEAN = "train.gradient_checkpointing: true and train.cache_text_embeddings: true"
@@ -71,16 +78,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Study:
-    """A comparison that is open; made by `open_study`.
-
-    Attributes:
-        job: the user's.
-        folder: of all its runs.
-        settings: with every default filled in.
-        split: photos trained on and held out.
-        held_out: the latter, encoded.
-        device: where runs train.
-    """
+    """A comparison that is open; made by `open_study`, with every default of the settings filled in."""
 
     job: JobConfig
     folder: Path
@@ -128,10 +126,7 @@ class Study:
         """
         raw = self.prepare(arm_name, arm, seed)
         run = self.folder / run_name(arm_name, seed)
-        saved = run / "config.yaml"
-        if saved.exists():
-            found = yaml.safe_load(saved.read_text(encoding="utf-8"))
-            require_same(found.get("config"), raw["config"], saved, "is of a run with other settings", run)
+        require_same_job(run, raw)
 
         def observe(session: Session) -> None:
             """Measure the held-out loss at intervals, into the run's record: curve and, at the end, final."""
@@ -169,6 +164,9 @@ def _restored() -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
+# -- opening a comparison ----------------------------------------------------------------------------------------------
+
+
 def open_study(
     config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig,
     settings: Settings | None = None,
@@ -201,15 +199,10 @@ def open_study(
     settings = replace(settings, steps=steps, every=settings.every or max(1, steps // POINTS_OF_CURVE))
     bf16 = prepare_job(job, BF16, name="bf16", folder=folder, seed=0)
     require_room(JobConfig.from_dict(bf16, file=job.file), device)
-    identity, split = _identity_and_split(job, settings, folder)
-    key = hashlib.sha256(json.dumps([identity, split.held_out, asdict(job.coat.data)]).encode()).hexdigest()
-    path = folder / "held_out.safetensors"
-    held_out = HeldOut.load(path, key)
-    if held_out is None:
-        raw = prepare_job(job, BF16, name="held_out", folder=folder, seed=0, datasets=split.held_out)
-        with _restored():
-            held_out = encode_held_out(JobConfig.from_dict(raw, file=job.file), device)
-        held_out.save(path, key)
+    split = _split(job, settings, folder)
+    raw = prepare_job(job, BF16, name="held_out", folder=folder, seed=0, datasets=split.held_out)
+    with _restored():
+        held_out = encode_held_out(JobConfig.from_dict(raw, file=job.file), device)
     return Study(job, folder, settings, split, held_out, device)
 
 
@@ -241,55 +234,35 @@ def require_room(bf16: JobConfig, device: torch.device, memory_bytes: float | No
     entries = tuple(replace(entry, cache_text_embeddings=True, shuffle_tokens=False) for entry in bf16.datasets)
     lean = make_plan(replace(bf16, train=train, datasets=entries), memory_bytes / 1e9).verdicts[0]
     needed, lean_needed = (one.prediction.peak / USABLE_FRACTION / 1e9 for one in (verdict, lean))
-    remedy = (
-        f"write {LEAN}: with both it fits"
-        if lean.fits
-        else f"run verify once on a larger card, {lean_needed:.0f} GB are enough with {LEAN}; the COAT runs alone do "
-        "not need one"
-    )
+    remedy = f"write {LEAN}: with both it fits"
+    if not lean.fits:
+        remedy = (
+            f"run verify once on a larger card, {lean_needed:.0f} GB are enough with {LEAN}; the COAT runs alone do "
+            "not need one"
+        )
     raise VerifyError(
         f"{bf16.file}: verify compares with a bf16 run, which needs a GPU of about {needed:.0f} GB (its weights alone "
         f"{weights:.1f} GB); this one has {memory_bytes / 1e9:.0f} GB\n{remedy}"
     )
 
 
-def _identity_and_split(job: JobConfig, settings: Settings, folder: Path) -> tuple[dict[str, Any], Split]:
-    """What the comparison is of, as plain JSON, and the split of the study in `folder`, or a new one."""
+def _split(job: JobConfig, settings: Settings, folder: Path) -> Split:
+    """The split of the study in `folder`, which must be of the same comparison, or a new one."""
     entries = [dict(entry) for entry in job.raw["config"]["process"][0]["datasets"]]
-    asked, read = asdict(settings), list(entries)
+    asked, folders = asdict(settings), list(entries)
     if settings.validation is not None:
         asked["validation"] = str(settings.validation)
-        read.append({**entries[0], "folder_path": asked["validation"]})
+        folders.append({**entries[0], "folder_path": asked["validation"]})
     model = model_identity(job.model.name_or_path)
-    identity = {"model": model, "trigger_word": job.trigger_word, "settings": asked, "data": data_identity(read)}
+    identity = {"model": model, "trigger_word": job.trigger_word, "settings": asked, "data": data_identity(folders)}
     path = folder / "study.json"
     if path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))
         require_same(saved["study"], identity, path, "is of another comparison", folder)
-        return identity, Split(**{name: tuple(values) for name, values in saved["split"].items()})
+        return Split(**{name: tuple(values) for name, values in saved["split"].items()})
     if settings.validation is not None:
         split = validation_entry(entries, Path(settings.validation))
     else:
         split = split_photos(entries, folder / "photos", settings.hold_out)
     write_file(path, json.dumps({"study": identity, "split": asdict(split)}, indent=1) + "\n")
-    return identity, split
-
-
-def require_same(saved: Any, now: Any, path: Path, what: str, folder: Path) -> None:
-    """Refuse to continue in `folder` where what `path` has saved differs; names the first key that does."""
-    differing = list(_differences("", saved, now))
-    if differing:
-        key, old, new = differing[0]
-        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        raise VerifyError(f"{path}: {what} ({key} {old!r} -> {new!r}{more}); choose another --name; {folder} stays")
-
-
-def _differences(path: str, saved: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        for key in sorted({*saved, *now}):
-            yield from _differences(f"{path}.{key}" if path else key, saved.get(key), now.get(key))
-    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
-        for number, (old, new) in enumerate(zip(saved, now, strict=True)):
-            yield from _differences(f"{path}[{number}]", old, new)
-    elif saved != now:
-        yield path, saved, now
+    return split

@@ -35,7 +35,7 @@ from ..saves.interrupts import Interrupts
 from ..saves.lock import run_lock
 from .grid import Trial
 from .ranking import FAILED, FINISHED, OPEN, Result
-from .study import require_same
+from .runs import require_same
 
 __all__ = ["read_trial", "run_trials"]
 
