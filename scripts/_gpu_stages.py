@@ -61,7 +61,7 @@ STAGES = (
         "one block of each kind",
         300,
         level="block",
-        rows=("coat_transposed", "bf16", "bf16_compiled", "coat_compiled"),
+        rows=("coat_transposed", "bf16", "bf16_compiled"),
         toy_rows=("coat_transposed", "bf16", "bf16_compiled"),
     ),
     Stage(
@@ -69,7 +69,7 @@ STAGES = (
         "the whole model in FP8",
         300,
         level="step",
-        rows=("coat_transposed", "coat_cudagraphs", "coat_compiled"),
+        rows=("coat_transposed", "coat_cudagraphs"),
         toy_rows=("coat_transposed", "coat_cudagraphs"),
     ),
     Stage(

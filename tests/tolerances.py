@@ -314,16 +314,7 @@ ADAMW_KERNEL_UPDATE_RTOL = 1e-4
 # Error of 20 steps with FP8 moments, kernel over reference: two draws of the same noise. Measured 0.998 to 1.01.
 ADAMW_KERNEL_ERROR_RTOL = 0.15
 
-# --- torch.compile -------------------------------------------------------------------------------------------------
-# Two tiny single blocks, outputs and every adapter's gradient, against eager. Through inductor's code, which keeps fp32
-# inside what it fuses, values fall to other FP8 codes here and there: measured 44.1 dB and more, and 20.9 dB where more
-# is left to inductor.
-COMPILED_FLOOR_DB = 18.0
-# Recomputed in backward: eager takes each dA from an FP8 x, the compiled block from x itself, and its adapters multiply
-# in bf16 where eager's are fp32. Measured 25.3 dB and more.
-COMPILED_RECOMPUTED_FLOOR_DB = 23.0
-# In high precision the order of bf16 operations in backward differs, and the adapters' precision as above: 39.8 dB.
-COMPILED_EXACT_FLOOR_DB = 37.0
+# --- CUDA graphs ----------------------------------------------------------------------------------------------------
 # Scalars from fp64 on the device against those from Python's floats, both rounded once to fp32; with FP8 moments that
 # may turn a code, for a change of the parameter far below lr = 1e-3.
 CAPTURABLE_PARAM_RTOL = 1e-5

@@ -127,15 +127,6 @@ def test_what_ai_toolkit_left_plain_becomes_fp8() -> None:
     assert set(BlockRunner.of(model).ran.values()) == {"fused"}  # type: ignore[union-attr]
 
 
-def test_they_are_not_compiled() -> None:
-    asked = {"speed": {"compile": "blocks", "measure": "never"}}
-    with pytest.raises(RuntimeError, match="linears that ai-toolkit quantized are not compiled"):
-        apply_coat(quantized(tiny_flux(), "codes"), COATConfig.from_dict({**asked, "fallback": "error"}))
-    model = quantized(tiny_flux(), "codes")
-    apply_coat(model, COATConfig.from_dict(asked))
-    assert not any(choice.compiled for choice in BlockRunner.of(model).plan.blocks)  # type: ignore[union-attr]
-
-
 def test_an_adapter_that_is_on_one_already_calls_the_adopted_one() -> None:
     class Adapter:
         def __init__(self, linear: Any) -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_flux.blocks.execution import ExecutionMode
 from coat_flux.blocks.fused.gradients import written_gradients
-from coat_flux.blocks.measure import SpeedPick
+from coat_flux.blocks.measure import GemmPick
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.standalone.network import lora_parameters
@@ -74,8 +73,8 @@ def test_the_measurement_at_the_start_leaves_no_gradients() -> None:
     assert runner is not None
     with mock.patch.object(BlockRunner, "_update_plan", lambda _, block, args, kwargs: seen.setdefault(block, args)):
         predict(model)
-    pick = SpeedPick(runner.blocks, COATConfig(), runner._run_kept)
+    pick = GemmPick(runner.blocks, COATConfig(), runner._run_kept)
     with written_gradients():
         for block, args in seen.items():
-            pick._block_ms(ExecutionMode("per_row", "none"), block, args, time.monotonic() - 100.0)
+            pick._block_ms(block, args, time.monotonic() - 100.0)
     assert all(parameter.grad is None for parameter in lora_parameters(model).values())

@@ -196,7 +196,7 @@ def test_the_first_step_tries_and_times_attention(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every kernel at the run's shape; all take a millisecond, so that torch's own stays."""
-    flat = {**BASE, "speed.measure": "auto", "speed.compile": "none", "activation.linear_granularity": "per_group"}
+    flat = {**BASE, "speed.measure": "auto", "activation.linear_granularity": "per_group"}
     with dry_gpu(monkeypatch) as gpu, caplog.at_level(logging.INFO):
         session = dry_session(nested(flat), monkeypatch, blocks=(1, 0))
         gpu.steps(session, 1)

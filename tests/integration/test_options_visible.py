@@ -269,7 +269,7 @@ CASES = [
 ROUNDING = {"optimizer.stochastic_rounding", "optimizer.moment_rounding"}  # below, and tests/optim
 SEPARATE = {"weight.cache", *ROUNDING, "memory.log_memory_stats", "memory.log_every", "fallback"}
 # change no tensor of a step: test_compile.py, test_(speed_pick|attention_pick|transposed_weights|streaming).py
-SPEED = {"speed.compile", "speed.measure", "speed.attention", "memory.transposed_weights", "memory.stream_blocks"}
+SPEED = {"speed.cuda_graphs", "speed.measure", "speed.attention", "memory.transposed_weights", "memory.stream_blocks"}
 # of the run, not of a step: tests/reliability; of full fine-tuning: test_engine_full.py
 FULL = ("include", "exclude", "activation.wgrad_format", "optimizer.offload")
 RELIABILITY = {key for key in BY_KEY if key.startswith(("data.", "guard.", "resume.", *FULL))}

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from coat_flux.blocks import measure as pick
-from coat_flux.blocks import runner as policy
-from coat_flux.blocks.execution import ExecutionMode
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.asserts import assert_bitwise
@@ -41,9 +39,9 @@ def test_the_run_goes_on_with_the_path_that_was_fastest(
     monkeypatch.setattr(pick, "timed", lambda once, device: (once(), 1.0 if current[-1] == fastest else 2.0)[1])
     with caplog.at_level(logging.INFO, logger="coat_flux"):
         asked = {"activation": {"linear_granularity": "per_tensor"}}
-        found, blocks = gradients({"speed": {"measure": "always", "compile": "none"}, **asked})
-    assert blocks.picked.execution == ExecutionMode(fastest, "none")
-    assert f"execution: {fastest} GEMM, eager 4.0 ms (fastest, measured in" in caplog.text  # four blocks of 1 ms
+        found, blocks = gradients({"speed": {"measure": "always"}, **asked})
+    assert blocks.picked.gemm == fastest
+    assert f"execution: {fastest} GEMM 4.0 ms (fastest, measured in" in caplog.text  # four blocks of 1 ms
     exclude = {"exclude": ["*"]} if fastest == "bf16" else {"linear_granularity": fastest}
     expected, _ = gradients({"speed": {"measure": "never"}, "activation": exclude})
     for name, gradient in expected.items():
@@ -51,26 +49,14 @@ def test_the_run_goes_on_with_the_path_that_was_fastest(
 
 
 def test_nothing_is_measured_while_an_image_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _, _ = coat_flux_model({**KEPT, "speed": {"measure": "always", "compile": "none"}})
+    model, _, _ = coat_flux_model({**KEPT, "speed": {"measure": "always"}})
     blocks = BlockRunner.of(model)
     with torch.no_grad():
         model(**flux_inputs())
     assert blocks.picked is None
     model(**flux_inputs())
     assert blocks.picked is not None
-    assert set(blocks.picked.milliseconds) == {ExecutionMode(gemm, "none") for gemm in ("per_row", "bf16")}
-
-
-def test_a_compiler_that_fails_leaves_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(policy.CompiledBlocks):
-        def form_of(self, fused: Any) -> Any:
-            self.failed = True
-            return fused
-
-    monkeypatch.setattr(policy, "CompiledBlocks", Fails)
-    _, blocks = gradients({"speed": {"measure": "always", "compile": "auto"}})
-    assert {path.compile for path in blocks.picked.milliseconds} == {"none"}
-    assert blocks.plan.execution.compile == "none"
+    assert set(blocks.picked.milliseconds) == {"per_row", "bf16"}
 
 
 @pytest.mark.parametrize(

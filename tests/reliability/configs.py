@@ -217,13 +217,6 @@ def _contradictions() -> Iterator[BadConfig]:
         ("coat.memory", {"checkpointing": "all"}),
         ("train.gradient_checkpointing", False),
     )
-    yield case(
-        "compiled generic flow",
-        "coat.speed.compile=",
-        "fused",
-        ("coat.speed.compile", "blocks"),
-        ("coat.activation.flow", "generic"),
-    )
     yield case("prompts twice", "sample.prompts=", "samples", ("sample.samples", [{"prompt": "[trigger]"}]))
     yield case("caption files are photos", "datasets[0].caption_ext=", "images", ("datasets.0.caption_ext", "jpg"))
     yield case(

@@ -63,7 +63,6 @@ def test_every_configuration_is_complete() -> None:
         "toolkit_default",
         "toolkit_convrot8",
         "coat_recomputed",
-        "coat_compiled_recomputed",
     ]
 
 
@@ -77,7 +76,7 @@ def test_every_row_is_as_its_trainer_runs_it() -> None:
         *("bf16_cudagraphs", "bf16_max_autotune", "coat_cudagraphs", "launches"),
         *("attention_cudnn", "attention_flash", "attention_efficient", "attention_fa3", "attention_fa4"),
     }
-    shared = {row.weights for row in CONFIGURATIONS if row.name in ("coat", "coat_compiled", "coat_cudagraphs")}
+    shared = {row.weights for row in CONFIGURATIONS if row.name in ("coat", "coat_cudagraphs")}
     assert len(shared) == 1
     assert len({row.weights for row in CONFIGURATIONS if row.name in ("bf16", "bf16_adapters", "coat_per_tensor")}) == 3
 

@@ -51,7 +51,7 @@ SPEC_DEFAULTS = {
     "memory.transposed_weights": "auto",
     "memory.stream_blocks": 0,
     "memory.log_every": 100,
-    "speed.compile": "auto",
+    "speed.cuda_graphs": "auto",
     "speed.measure": "auto",
     "speed.attention": "auto",
     "data.background": "white",

@@ -10,7 +10,7 @@ import pytest
 from coat_flux.blocks.block_bytes import UNKNOWN, UnknownBlock
 from coat_flux.blocks.decide import BlockPlan, Given, decide, packing_of
 from coat_flux.blocks.described import Block
-from coat_flux.blocks.execution import ExecutionMode, Picked
+from coat_flux.blocks.measure import PickedGemm
 from coat_flux.blocks.sizes import Tokens
 from coat_flux.config.coat import COATConfig
 
@@ -69,37 +69,22 @@ def test_a_block_that_cannot_be_fused_is_generic_and_keeps_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compile", "device", "expected"),
-    [("none", "cuda", False), ("blocks", "cpu", True), ("cudagraphs", "cuda", False), ("auto", "cuda", False)],
+    ("asked", "obstacle", "expected"), [("auto", "", True), ("auto", "not here", False), ("never", "", False)]
 )
-def test_compilation(compile: str, device: str, expected: bool) -> None:
-    given, speed = replace(STEP, device=device), {"compile": compile}
-    assert all_of(plan_of(given, speed=speed), "compiled") == {expected}
-    assert all_of(plan_of(replace(given, compile_failed=True), speed=speed), "compiled") == {False}
-    recomputed = plan_of(given, speed=speed, memory={"checkpointing": "all"})
-    assert all_of(recomputed, "compiled") == {expected}
-    assert all_of(recomputed, "flow") == {"fused" if expected else "diffusers"}
-
-
-@pytest.mark.parametrize(
-    ("compile", "obstacle", "expected"),
-    [("auto", "", "cudagraphs"), ("auto", "not here", "none"), ("none", "", "none"), ("blocks", "", "blocks")],
-)
-def test_steps_are_cuda_graphs_where_they_can_be(compile: str, obstacle: str, expected: str) -> None:
-    plan = plan_of(replace(STEP, graph_obstacle=obstacle), speed={"compile": compile})
-    assert plan.execution.compile == expected
-    assert plan.shadow_bytes == plan_of(speed={"compile": compile}).shadow_bytes
+def test_steps_are_cuda_graphs_where_they_can_be(asked: str, obstacle: str, expected: bool) -> None:
+    plan = plan_of(replace(STEP, graph_obstacle=obstacle), speed={"cuda_graphs": asked})
+    assert plan.captured is expected
 
 
 def test_what_the_first_step_picked_is_taken() -> None:
-    plan = plan_of(replace(STEP, picked=Picked(ExecutionMode("per_row", "blocks"), {}, "fastest")))
-    assert (all_of(plan, "gemm"), all_of(plan, "compiled")) == ({"per_row"}, {True})
+    plan = plan_of(replace(STEP, picked=PickedGemm("bf16", {}, "fastest")))
+    assert (plan.gemm, all_of(plan, "gemm")) == ("bf16", {"bf16"})
 
 
 def test_without_coat_diffusers_recomputes_everything_as_it_is() -> None:
     plan = plan_of(enabled=False)
     assert plan.recomputed == [0, 1, 2, 3]
-    for name, value in {"flow": "diffusers", "saved": None, "inputs": None, "compiled": False, "gemm": "bf16"}.items():
+    for name, value in {"flow": "diffusers", "saved": None, "inputs": None, "gemm": "bf16"}.items():
         assert all_of(plan, name) == {value}
 
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from coat_core.optim import FP8AdamW
 from coat_flux.base.table import GrowingTable
-from coat_flux.blocks.execution import ExecutionMode
-from coat_flux.blocks.measure import SpeedPick
+from coat_flux.blocks.measure import GemmPick
 from coat_flux.config.coat import COATConfig
 from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone.ema import LoraEMA
@@ -213,13 +212,13 @@ def test_launch_of_several_that_started_one_is_refused(monkeypatch: pytest.Monke
 
 def test_a_saved_path_that_the_config_forbids_is_said_and_not_taken(caplog: pytest.LogCaptureFixture) -> None:
     config = COATConfig.from_dict({"activation": {"linear_granularity": "per_row"}})
-    pick = SpeedPick({}, config, lambda *a: ())
-    pick.keep_execution(ExecutionMode("per_tensor", "none"))
-    assert "the config no longer allows the saved execution mode, per_tensor GEMM, eager" in caplog.text
-    assert pick.choose((torch.ones(1),)).execution == ExecutionMode("per_row", "none")
-    again = SpeedPick({}, config, lambda *a: ())
-    again.keep_execution(ExecutionMode("bf16", "none"))
-    assert again.choose((torch.ones(1),)).execution == ExecutionMode("bf16", "none")
+    pick = GemmPick({}, config, lambda *a: ())
+    pick.keep("per_tensor")
+    assert "per_tensor" in caplog.text
+    assert pick.choose((torch.ones(1),)).gemm == "per_row"
+    again = GemmPick({}, config, lambda *a: ())
+    again.keep("bf16")
+    assert again.choose((torch.ones(1),)).gemm == "bf16"
 
 
 def test_weights_come_only_from_safetensors(tmp_path: Path) -> None:

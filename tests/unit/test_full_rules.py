@@ -37,7 +37,11 @@ def test_without_network_the_model_is_trained_and_saved_as_it_is_trained() -> No
     parsed = JobConfig.from_dict(job())
     assert (parsed.full, parsed.save.dtype) == (True, "bf16")
     coat = parsed.coat
-    assert (coat.activation.flow, coat.speed.compile, coat.optimizer.stochastic_rounding) == ("generic", "none", True)
+    assert (coat.activation.flow, coat.speed.cuda_graphs, coat.optimizer.stochastic_rounding) == (
+        "generic",
+        "never",
+        True,
+    )
     assert JobConfig.from_dict(job({"train.dtype": "fp32"})).save.dtype == "fp32"
     assert not JobConfig.from_dict(job(optimizer={"stochastic_rounding": False})).coat.optimizer.stochastic_rounding
     lora = JobConfig.from_dict(job(network=True))
@@ -49,7 +53,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"memory": {"stream_blocks": 4}}, r"coat\.memory\.stream_blocks=4: streams frozen codes.*write 0, or add net"),
     ({}, {"weight": {"format": "nvfp4"}}, r"coat\.weight\.format='nvfp4': is for frozen weights.*write e4m3"),
     ({}, {"activation": {"flow": "fused"}}, r"coat\.activation\.flow='fused': is for frozen weights.*write generic"),
-    ({}, {"speed": {"compile": "blocks"}}, r"coat\.speed\.compile='blocks': is for frozen weights.*write none"),
     ({"model.quantize": True, "model.qtype": "coat_fp8"}, {}, r"model\.quantize=true: quantizes frozen weights"),
     ({"train.optimizer": "prodigy"}, {}, r"train\.optimizer='prodigy': keeps states .* coat_fp8_adamw, adamw"),
     ({"train.optimizer": "adamw", "train.fused_backward": True}, {}, r"train\.fused_backward=true: updates single wei"),
@@ -133,7 +136,11 @@ def test_inside_ai_toolkit_a_job_without_network_is_as_in_the_stand_alone_traine
     assert any("several processes train a network (a LoRA) and nothing else; start one" in line for line in several)
     entry = job(activation={"format": "e4m3"})["config"]["process"][0]
     coat = coat_of_entry(entry, "f.yaml")
-    assert (coat.activation.flow, coat.optimizer.stochastic_rounding, coat.speed.compile) == ("generic", True, "none")
+    assert (coat.activation.flow, coat.optimizer.stochastic_rounding, coat.speed.cuda_graphs) == (
+        "generic",
+        True,
+        "never",
+    )
     assert coat_of_entry(entry | {"network": {"type": "lora"}}, "f.yaml").activation.flow == "fused"
 
 

@@ -1,4 +1,4 @@
-"""The start-up pick: never coarser than asked, the fastest of what was measured, within its budget, remembered."""
+"""The start-up pick of a GEMM: never coarser than asked, the fastest measured, within its budget, remembered."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from torch import nn
 from coat_core import FP8Linear
 from coat_flux.blocks import measure as cache
 from coat_flux.blocks import measure as pick
-from coat_flux.blocks.execution import ExecutionMode
 from coat_flux.blocks.gemms import BlockGemms
-from coat_flux.blocks.measure import SpeedPick, Unavailable
+from coat_flux.blocks.measure import GemmPick
 from coat_flux.config.coat import COATConfig
 
 HIDDEN = 32
@@ -66,15 +65,14 @@ class Bench:
         self,
         monkeypatch: pytest.MonkeyPatch,
         config: COATConfig,
-        times: dict[tuple[str, str], float],
         pass_s: float = 0.1,
     ) -> None:
         self.blocks = {"a.0": Double(config), "b.0": Single(config), "b.1": Single(config)}
-        self.runs: list[tuple[str, type, str]] = []
+        self.runs: list[tuple[type, str]] = []
         self.now = 0.0
         self.args = (torch.randn(1, 6, HIDDEN), torch.randn(1, 4, HIDDEN))
-        self.pick = SpeedPick(self.blocks, config, self.run)
-        self._times, self._pass_s = times, pass_s
+        self.pick = GemmPick(self.blocks, config, self.run)
+        self._pass_s = pass_s
         monkeypatch.setattr(pick, "timed", self.timed)
         monkeypatch.setattr(pick.time, "monotonic", lambda: self.now)
 
@@ -82,25 +80,19 @@ class Bench:
         own = self.blocks["a.0"].linear.config
         return own.input_granularity if own.use_fp8_gemm else "bf16"
 
-    def run(self, compile: str, block: nn.Module, args: tuple[Any, ...]) -> Any:
-        self.runs.append((compile, type(block), self.gemm()))
+    def run(self, block: nn.Module, args: tuple[Any, ...]) -> Any:
+        self.runs.append((type(block), self.gemm()))
         self.now += self._pass_s
         return block(*args)
 
     def timed(self, once: Callable[[], None], device: torch.device) -> float:
         once()
-        compile, _, gemm = self.runs[-1]
-        return self._times[gemm, compile]
-
-
-def table(compiled: float = 2.0) -> dict[tuple[str, str], float]:
-    """Milliseconds of one block; compiled ones faster by a factor."""
-    return {(g, c): ms / (compiled if c == "blocks" else 1.0) for g, ms in MS.items() for c in ("none", "blocks")}
+        return MS[self.runs[-1][1]]
 
 
 def test_candidates_are_at_least_as_precise_as_asked() -> None:
     def gemms(**activation: Any) -> list[str]:
-        return [path.gemm for path in pick.candidates(config_of(activation=activation, speed={"compile": "none"}))]
+        return list(pick.candidates(config_of(activation=activation)))
 
     assert gemms() == ["per_row", "bf16"]
     assert gemms(linear_granularity="per_tensor") == ["per_tensor", "per_row", "bf16"]
@@ -108,46 +100,24 @@ def test_candidates_are_at_least_as_precise_as_asked() -> None:
     assert gemms(use_fp8=False) == ["bf16"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"), [("auto", ["none", "blocks"]), ("none", ["none"]), ("cudagraphs", ["cudagraphs"])]
-)
-def test_compile_is_measured_only_where_it_is_left_open(asked: str, expected: list[str]) -> None:
-    found = pick.candidates(config_of(speed={"compile": asked}))
-    assert list(dict.fromkeys(path.compile for path in found)) == expected
+def test_a_resumed_gemm_is_taken_without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, config_of())
+    bench.pick.keep("bf16")
+    assert (bench.pick.choose(bench.args).gemm, bench.gemm(), bench.runs) == ("bf16", "bf16", [])
 
 
-def test_a_resumed_mode_follows_what_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps as CUDA graphs have the bits of eager ones; compiled blocks have not."""
-    for kept, obstacle, expected in (
-        ("none", "", "cudagraphs"),
-        ("cudagraphs", "no GPU", "none"),
-        ("blocks", "", "blocks"),
-    ):
-        bench = Bench(monkeypatch, config_of(), table())
-        bench.pick.graph_obstacle = obstacle
-        bench.pick.keep_execution(ExecutionMode("per_row", kept))
-        assert bench.pick.choose(bench.args).execution == ExecutionMode("per_row", expected)
-
-
-def test_the_fastest_is_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, config_of(activation={"linear_granularity": "per_tensor"}), table())
+def test_the_fastest_is_taken_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, config_of(activation={"linear_granularity": "per_tensor"}))
     picked = bench.pick.choose(bench.args)
-    assert picked.execution == ExecutionMode("per_row", "blocks")
-    assert bench.gemm() == "per_row"
-    assert picked.milliseconds == {
-        ExecutionMode("per_tensor", "none"): 9.0,
-        ExecutionMode("per_row", "none"): 6.0,
-        ExecutionMode("bf16", "none"): 15.0,
-        ExecutionMode("per_row", "blocks"): 3.0,  # of the compiled ones only the fastest GEMM
-    }
-    text = picked.describe()
-    assert text.startswith("execution: per_row GEMM, compiled blocks 3.0 ms (fastest, measured in")
-    assert "per_tensor GEMM, eager 9.0 ms" in text
+    assert picked.gemm == bench.gemm() == "per_row"
+    assert picked.milliseconds == {"per_tensor": 9.0, "per_row": 6.0, "bf16": 15.0}
+    assert picked.describe().startswith("execution: per_row GEMM 6.0 ms (fastest, measured in")
+    assert "per_tensor 9.0 ms" in picked.describe()
 
 
 def test_excluded_linears_stay_in_bf16_and_fp8_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
-    bench = Bench(monkeypatch, config, table())
+    bench = Bench(monkeypatch, config)
     gemms = BlockGemms(bench.blocks.values(), config)
     for gemm in ("bf16", "per_row", "per_tensor"):
         gemms.set(gemm)
@@ -156,7 +126,7 @@ def test_excluded_linears_stay_in_bf16_and_fp8_comes_back(monkeypatch: pytest.Mo
 
 
 def test_nothing_of_the_run_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, config_of(), table())
+    bench = Bench(monkeypatch, config_of())
     before, state = [x.clone() for x in bench.args], torch.get_rng_state()
     bench.pick.choose(bench.args)
     assert all(torch.equal(x, copy) and not x.requires_grad for x, copy in zip(bench.args, before, strict=True))
@@ -165,44 +135,29 @@ def test_nothing_of_the_run_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_that_take_other_arguments_than_the_first_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, config_of(), table())
+    bench = Bench(monkeypatch, config_of())
     bench.blocks["c.0"] = OfOneStream(config_of())
-    bench.pick = SpeedPick(bench.blocks, config_of(), bench.run)
+    bench.pick = GemmPick(bench.blocks, config_of(), bench.run)
     assert bench.pick.choose(bench.args).milliseconds
-    assert {kind for _, kind, _ in bench.runs} == {Double, Single}
+    assert {kind for kind, _ in bench.runs} == {Double, Single}
 
 
 def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes of two seconds: one candidate uses up the budget, compilation is not begun after half of it."""
-    bench = Bench(monkeypatch, config_of(), table(), pass_s=4.0)
+    """Passes of two seconds: one candidate uses up the budget."""
+    bench = Bench(monkeypatch, config_of(), pass_s=4.0)
     picked = bench.pick.choose(bench.args)
-    assert list(picked.milliseconds) == [ExecutionMode("per_row", "none")]
-    assert picked.execution == ExecutionMode("per_row", "none")
-
-
-def test_a_path_that_does_not_run_here_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, config_of(), table())
-    run = bench.run
-
-    def only_eager(compile: str, *rest: Any) -> Any:
-        if compile != "none":
-            raise Unavailable("no compiler")
-        return run(compile, *rest)
-
-    bench.pick._run = only_eager
-    picked = bench.pick.choose(bench.args)
-    assert picked.execution == ExecutionMode("per_row", "none")
-    assert bench.gemm() == "per_row"
+    assert list(picked.milliseconds) == ["per_row"]
+    assert picked.gemm == "per_row"
 
 
 def test_the_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Bench(monkeypatch, config_of(), table())
+    first = Bench(monkeypatch, config_of())
     expected = first.pick.choose(first.args)
-    second = Bench(monkeypatch, config_of(), table())
+    second = Bench(monkeypatch, config_of())
     picked = second.pick.choose(second.args)
-    assert (picked.execution, picked.milliseconds, second.runs) == (expected.execution, expected.milliseconds, [])
+    assert (picked.gemm, picked.milliseconds, second.runs) == (expected.gemm, expected.milliseconds, [])
     assert "measured earlier" in picked.describe()
-    other = Bench(monkeypatch, config_of(), table())
+    other = Bench(monkeypatch, config_of())
     other.pick.choose((torch.randn(1, 8, HIDDEN), other.args[1]))
     assert other.runs, "another shape is measured"
 
@@ -211,8 +166,8 @@ def test_the_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_broken_cache_costs_a_measurement(monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     cache.cache_file().parent.mkdir(parents=True)
     cache.cache_file().write_text(content)
-    bench = Bench(monkeypatch, config_of(), table())
-    assert bench.pick.choose(bench.args).execution == ExecutionMode("per_row", "blocks")
+    bench = Bench(monkeypatch, config_of())
+    assert bench.pick.choose(bench.args).gemm == "per_row"
     assert len(json.loads(cache.cache_file().read_text())) == 1
 
 
@@ -228,8 +183,8 @@ def test_triton_under_its_windows_name_is_known(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: File) -> None:
     (tmp_path / "coat_flux").write_text("a file where the folder should be")
-    bench = Bench(monkeypatch, config_of(), table())
-    assert bench.pick.choose(bench.args).execution == ExecutionMode("per_row", "blocks")
+    bench = Bench(monkeypatch, config_of())
+    assert bench.pick.choose(bench.args).gemm == "per_row"
 
 
 @pytest.mark.parametrize(
@@ -237,20 +192,19 @@ def test_an_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [
         ({"speed": {"measure": "never"}}, "speed.measure: never"),
         ({"speed": {"measure": "auto"}}, "nothing is measured on a cpu"),
-        ({"activation": {"use_fp8": False}, "speed": {"measure": "always", "compile": "none"}}, "the only one"),
+        ({"activation": {"use_fp8": False}, "speed": {"measure": "always"}}, "the only one"),
     ],
 )
 def test_as_written_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, coat: dict[str, Any], why: str) -> None:
-    bench = Bench(monkeypatch, COATConfig.from_dict(coat), table())
+    bench = Bench(monkeypatch, COATConfig.from_dict(coat))
     picked = bench.pick.choose(bench.args)
     assert (bench.runs, picked.milliseconds) == ([], {})
     assert why in picked.describe()
-    assert picked.execution.compile == "none"
 
 
 def test_a_cached_answer_of_another_config_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     coats = ({}, {"activation": {"linear_granularity": "per_tensor"}}, {"weight": {"granularity": "per_row"}})
-    benches = [Bench(monkeypatch, config_of(**coat), table()) for coat in coats]
+    benches = [Bench(monkeypatch, config_of(**coat)) for coat in coats]
     keys = [
         cache.key_of(bench.args, bench.blocks.values(), config_of(**coat))
         for bench, coat in zip(benches, coats, strict=True)

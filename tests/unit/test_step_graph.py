@@ -185,7 +185,7 @@ def test_what_cannot_be_replayed_runs_eagerly(
 
     replayed, strict = (
         run("replayed"),
-        run("strict", coat={**COAT, "fallback": "error", "speed": {"compile": "cudagraphs"}}),
+        run("strict", coat={**COAT, "fallback": "error", "speed": {"cuda_graphs": "auto"}}),
     )
     monkeypatch.setattr(RecordedGraph, "replay", changed)
     monkeypatch.setattr(RecordedGraph, "__enter__", refused)
@@ -194,7 +194,7 @@ def test_what_cannot_be_replayed_runs_eagerly(
     assert f"CUDA graphs: {line}" in replayed.log()
     if broken != "capture":
         return
-    with pytest.raises(RuntimeError, match=r"fallback='error': CUDA graphs: .*set coat\.speed\.compile: none"):
+    with pytest.raises(RuntimeError, match=r"fallback='error': CUDA graphs: .*set coat\.speed\.cuda_graphs: never"):
         strict.train(captures=True)
 
 

@@ -89,7 +89,7 @@ class Configuration:
     @property
     def captures(self) -> bool:
         """Whether a whole step is one CUDA graph of ours."""
-        return bool((self.coat or {}).get("speed", {}).get("compile") == "cudagraphs")
+        return bool((self.coat or {}).get("speed", {}) == REPLAYED)
 
     @property
     def weights(self) -> tuple[Any, ...]:
@@ -101,9 +101,8 @@ class Configuration:
 KEPT = {"checkpointing": "none", "transposed_weights": "never"}
 COPIED = {"checkpointing": "none", "transposed_weights": "always"}
 RECOMPUTED = {"checkpointing": "all"}
-AS_WRITTEN = {"measure": "never", "compile": "none"}
-COMPILED = {"measure": "never", "compile": "blocks"}
-REPLAYED = {"measure": "never", "compile": "cudagraphs"}
+AS_WRITTEN = {"measure": "never", "cuda_graphs": "never"}
+REPLAYED = {"measure": "never", "cuda_graphs": "auto"}
 
 PER_TENSOR = {"linear_granularity": "per_tensor"}
 FP8_WGRAD = {"wgrad_format": "e4m3"}
@@ -212,10 +211,6 @@ CONFIGURATIONS = (
     ),
     _coat("coat_streamed", "COAT, weights in host memory", (ENGINE,), memory={**KEPT, "stream_blocks": "all"}),
     _coat("coat_transposed", "COAT, with transposed weights", (*MODEL_LEVELS, ENGINE, COUNT), memory=COPIED),
-    _coat("coat_compiled", "COAT, blocks compiled", (*MODEL_LEVELS, ENGINE), memory=COPIED, speed=COMPILED),
-    _coat(
-        "coat_compiled_recomputed", "COAT, blocks compiled, every block recomputed", memory=RECOMPUTED, speed=COMPILED
-    ),
     _coat("coat_cudagraphs", "COAT, the step as a CUDA graph", ("step", ENGINE), memory=COPIED, speed=REPLAYED),
     _coat("coat_picked", "COAT, what its start-up measurement picks", ("step", ENGINE), memory=COPIED, speed={}),
     replace(_coat("full", "full fine-tuning", (ENGINE,), memory=KEPT), full=True),

@@ -18,12 +18,14 @@ from coat_core.granularity import Granularity
 
 from .block_bytes import BlockBytes, Moment, UnknownBlock, block_bytes, fewest_recomputed, largest_moment
 from .described import Block
-from .execution import NOT_CAPTURED, ExecutionMode, Picked, candidates
+from .measure import PickedGemm, candidates
 from .placement import extra_seconds, pass_seconds, slot_bytes, spread
 from .sizes import FP32, FlowSettings, Tokens, around_bytes
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
+
+NOT_CAPTURED = "only the stand-alone trainer captures steps"
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,8 @@ class Given:
         transposed_bytes: what transposed copies of the weights take.
         shadow_bytes: what copies of the adapters' matrices in the blocks' dtype take.
         graph_obstacle: why whole steps cannot be CUDA graphs; empty where they can.
-        picks_later: the first step still has to pick GEMMs and compilation.
+        picks_later: the first step still has to pick a GEMM.
         picked: what it picked.
-        compile_failed: torch.compile failed.
         attention: the kernel of the fused blocks' attention, and why; None before the first step.
         recomputed: indices of the blocks that recompute, where it is not the config that says it.
         ran_out_with: how many blocks recomputed when memory ran out; None where it did not.
@@ -76,8 +77,7 @@ class Given:
     shadow_bytes: int = 0
     graph_obstacle: str = NOT_CAPTURED
     picks_later: bool = False
-    picked: Picked | None = None
-    compile_failed: bool = False
+    picked: PickedGemm | None = None
     attention: tuple[str, str] | None = None
     recomputed: tuple[int, ...] | None = None
     ran_out_with: int | None = None
@@ -96,10 +96,9 @@ class BlockChoice:
         flow: "fused" (the written-out passes of `fused/`), "generic" (diffusers' code, saved tensors packed) or
             "diffusers" (its code alone).
         obstacle: why it is not fused, where it should be.
-        gemm: of `GEMMS`, or the config's own.
+        gemm: as of `BlockPlan`.
         transposed: a transposed copy of its weights is kept for dgrad.
         streamed: its codes are in host memory.
-        compiled: whether torch.compile compiles it.
     """
 
     recomputed: bool | None
@@ -110,7 +109,6 @@ class BlockChoice:
     gemm: str
     transposed: bool
     streamed: bool
-    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,8 @@ class BlockPlan:
 
     Attributes:
         checkpointing: `memory.checkpointing` in force.
-        execution: GEMMs and compilation in force.
+        gemm: of `measure.GEMMS`, or the config's own scaling.
+        captured: steps are CUDA graphs.
         blocks: in forward order.
         moment: the moment when blocks need most; None before the first step.
         kept_bytes: what all blocks keep from the forward to the backward pass.
@@ -133,7 +132,8 @@ class BlockPlan:
     """
 
     checkpointing: str
-    execution: ExecutionMode
+    gemm: str
+    captured: bool
     blocks: tuple[BlockChoice, ...]
     moment: Moment | None
     kept_bytes: int
@@ -154,9 +154,9 @@ class BlockPlan:
 
     @property
     def eager_and_kept(self) -> list[int]:
-        """Indices of the blocks whose fused form runs eager, and once a step, and whose codes are always there."""
+        """Indices of the blocks whose fused form runs once a step, and whose codes are always there."""
         blocks = enumerate(self.blocks)
-        return [i for i, x in blocks if x.flow == "fused" and not (x.compiled or x.recomputed or x.streamed)]
+        return [i for i, x in blocks if x.flow == "fused" and not (x.recomputed or x.streamed)]
 
     @property
     def streamed(self) -> list[int]:
@@ -186,7 +186,7 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     Before the first step (`given.tokens` is None) sizes are not known: `auto` has not chosen, and nothing is copied.
     """
     checkpointing = checkpointing_mode(config, given.allow_recompute)
-    execution = candidates(config, given.graph_obstacle)[0] if given.picked is None else given.picked.execution
+    gemm = candidates(config)[0] if given.picked is None else given.picked.gemm
     sizes: list[BlockBytes] = []
     around = 0
     if given.tokens is not None:
@@ -203,18 +203,19 @@ def decide(config: COATConfig, given: Given) -> BlockPlan:
     if sizes:
         moment = largest_moment(sizes, recomputed or (), given.accumulates)
         left = math.inf if free is None else free - moment.total - around
-        if execution.compile != "blocks" and given.shadow_bytes <= left:  # no block recomputes for them
+        if given.shadow_bytes <= left:  # no block recomputes for them
             shadow = given.shadow_bytes
         if checkpointing == "auto" and not recomputed and free is not None and not streamed:
             spare = left - shadow
     copies = not streamed and _keeps_transposed(config, given, spare)
 
     def choice(index: int, again: bool | None) -> BlockChoice:
-        return _choice(config, given, execution, again, copies, index in streamed, index)
+        return _choice(config, given, gemm, again, copies, index in streamed, index)
 
     return BlockPlan(
         checkpointing=checkpointing,
-        execution=execution,
+        gemm=gemm,
+        captured=config.speed.cuda_graphs == "auto" and not given.graph_obstacle,
         blocks=tuple(choice(i, None if recomputed is None else i in recomputed) for i in range(len(given.blocks))),
         moment=moment,
         kept_bytes=sum(s.recomputed if i in (recomputed or ()) else s.kept for i, s in enumerate(sizes)),
@@ -302,7 +303,7 @@ def _keeps_transposed(config: COATConfig, given: Given, spare: float) -> bool:
 def _choice(
     config: COATConfig,
     given: Given,
-    execution: ExecutionMode,
+    gemm: str,
     again: bool | None,
     copies: bool,
     streamed: bool,
@@ -311,10 +312,7 @@ def _choice(
     """What one block does."""
     packing, in_fp8 = packing_of(config), config.enabled and config.activation.use_fp8
     packs = in_fp8 and not again
-    if packs:
-        wants_fused = config.activation.flow == "fused"
-    else:  # in high precision blocks are fused only to be compiled
-        wants_fused = config.enabled and execution.compile == "blocks"
+    wants_fused = packs and config.activation.flow == "fused"
     obstacle = given.unfused.get(index, "")
     fused = wants_fused and not obstacle
     return BlockChoice(
@@ -323,10 +321,9 @@ def _choice(
         saved=packing if packs else None,
         flow="fused" if fused else "generic" if packs else "diffusers",
         obstacle=obstacle if wants_fused else "",
-        gemm=execution.gemm if in_fp8 else "bf16",
+        gemm=gemm if in_fp8 else "bf16",
         transposed=copies,
         streamed=streamed,
-        compiled=fused and execution.compile == "blocks" and not given.compile_failed,
     )
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 NO_READER = "blocks without a reader"
 GENERIC = "generic flow in place of the fused one, which keeps less"
-EAGER = "runs eager, not compiled"
 NOT_REACHED = {"idle": "untouched, not called", "host": "untouched, in a checkpoint of the model's own"}
 LATER = "decided at the first step"
 DEQUANTIZED = "products of dequantized weights"
@@ -55,7 +54,7 @@ def shared_rows(
         rows.append(_streamed(plan, config))
     if config.weight.use_fp8 and config.activation.use_fp8 and not own:
         rows.append(_transposed(plan, config))
-    rows.append(_execution(plan, config, device))
+    rows.append(_execution(plan, config))
     return rows
 
 
@@ -64,7 +63,6 @@ def checkpointing_line(plan: BlockPlan, config: COATConfig) -> str:
     stored = f"{_stored(config)}, attention {config.activation.attention}"
     flow = "fused" if config.activation.flow == "fused" and set(plan.given.classes) & READ_BLOCKS.keys() else "generic"
     kept = f"kept blocks save {stored}, {flow} flow" if config.activation.use_fp8 else "kept blocks save high precision"
-    kept += "; compiled blocks" if plan.execution.compile == "blocks" else ""
     if plan.recomputed is None:
         recomputed = f"recomputed blocks keep {_inputs(config)} inputs"
         return f"checkpointing auto (chosen at the first step); {kept}; {recomputed}"
@@ -73,7 +71,7 @@ def checkpointing_line(plan: BlockPlan, config: COATConfig) -> str:
 
 
 def execution_line(plan: BlockPlan, config: COATConfig, device: torch.device) -> str:
-    """One line: whether scaling and compilation are as configured, or are picked at the first step."""
+    """One line: whether the GEMMs' scaling is as configured, or is picked at the first step."""
     measures = plan.given.picks_later and (device.type == "cuda" or config.speed.measure == "always")
     when = "picked by measurement at the first step" if measures else "as configured"
     return f"execution: {when} (speed.measure: {config.speed.measure})"
@@ -126,18 +124,12 @@ def generic_cost(config: COATConfig, given: Given, block: nn.Module, args: tuple
 def _treatment(plan: BlockPlan, choice: BlockChoice, way: str) -> str:
     if way in NOT_REACHED:
         return NOT_REACHED[way]
-    compiled = "" if plan.execution.compile != "blocks" else ", compiled" if choice.compiled else ", eager"
     if choice.recomputed:
-        return f"recomputed{compiled}"
+        return "recomputed"
     if choice.saved is None:
-        return f"kept in high precision{compiled}"
+        return "kept in high precision"
     flow = "fused" if way == "fused" else "generic"
-    return f"kept in FP8, {flow} flow, attention {choice.saved.attention}{compiled}"
-
-
-def not_compiled(kind: str) -> str:
-    """Why blocks of a class run eager."""
-    return f"speed.compile='blocks': a {kind} that cannot be fused is not compiled"
+    return f"kept in FP8, {flow} flow, attention {choice.saved.attention}"
 
 
 def _has_readers(plan: BlockPlan) -> bool:
@@ -164,7 +156,7 @@ def _gemms(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRo
     obstacle = fp8_gemm_obstacle(device, linear)
     if obstacle is not None:
         return TableRow("GEMMs", asked, DEQUANTIZED, f"fallback: {obstacle}")
-    if plan.execution.gemm == "bf16":
+    if plan.gemm == "bf16":
         return TableRow("GEMMs", asked, DEQUANTIZED, "faster here, and at least as precise; see execution")
     if device.type == "cpu":
         got = f"{'int32' if kind == 'INT8' else 'fp32'} products of the {kind} codes"
@@ -196,10 +188,7 @@ def _saved(plan: BlockPlan, config: COATConfig, ran: Mapping[int, str]) -> Table
     got = "; ".join(f"{count} {what}" for what, count in treatments(plan, ran).items())
     blocks = list(zip(plan.given.classes, plan.blocks, strict=True))
     obstacles = {f"{name}: {choice.obstacle}" for name, choice in blocks if choice.obstacle and name in READ_BLOCKS}
-    eager = {
-        not_compiled(name) for name, choice in blocks if plan.execution.compile == "blocks" and choice.flow != "fused"
-    }
-    return TableRow("saved tensors", asked, got, "; ".join([*sorted(obstacles), *sorted(eager)]))
+    return TableRow("saved tensors", asked, got, "; ".join(sorted(obstacles)))
 
 
 def _attention(plan: BlockPlan, config: COATConfig) -> TableRow:
@@ -254,21 +243,15 @@ def _transposed(plan: BlockPlan, config: COATConfig) -> TableRow:
     return TableRow("transposed weights", mode, got, why)
 
 
-def _execution(plan: BlockPlan, config: COATConfig, device: torch.device) -> TableRow:
-    asked, compile = f"compile {config.speed.compile}, measure {config.speed.measure}", plan.execution.compile
+def _execution(plan: BlockPlan, config: COATConfig) -> TableRow:
+    asked = f"CUDA graphs {config.speed.cuda_graphs}, measure {config.speed.measure}"
     if plan.given.picks_later:
         return TableRow("execution", asked, LATER)
-    picked = plan.given.picked
-    gemm = "" if picked is None else f"{picked.execution.gemm} GEMM, "
-    if picked is None:
-        why = "as configured" if _has_readers(plan) else f"as configured: {NO_READER}"
-    else:
+    picked, readers = plan.given.picked, _has_readers(plan)
+    gemm = "" if picked is None else f"{picked.gemm} GEMM, "
+    why = "as configured" if readers else f"as configured: {NO_READER}"
+    if picked is not None:
         why = "the fastest of those that were measured" if picked.milliseconds else picked.why
-    if compile == "none":
-        return TableRow("execution", asked, f"{gemm}eager", why)
-    if plan.given.compile_failed:
-        return TableRow("execution", asked, f"{gemm}eager", "torch.compile failed, the log has its reason")
-    if compile == "cudagraphs":
-        obstacle = plan.given.graph_obstacle
-        return TableRow("execution", asked, f"{gemm}{'eager' if obstacle else 'steps as CUDA graphs'}", obstacle or why)
-    return TableRow("execution", asked, f"{gemm}compiled blocks", why)
+    if config.speed.cuda_graphs == "auto" and plan.given.graph_obstacle:
+        why = f"{why}; {plan.given.graph_obstacle}"
+    return TableRow("execution", asked, f"{gemm}{'steps as CUDA graphs' if plan.captured else 'eager'}", why)

@@ -1,9 +1,9 @@
-"""The fastest execution mode that is at least as precise as configured, measured on the run's first batch.
+"""The fastest GEMM scaling that is at least as precise as configured, measured on the run's first batch.
 
-    GEMM       per_tensor, per_row (FP8) or bf16 (the FP8 weight dequantized at each use)
-    compile    none (eager) or blocks (torch.compile); where steps become CUDA graphs, those alone, measured eager
+    per_tensor, per_row    FP8
+    bf16                   the FP8 weight dequantized at each use
 
-A GEMM's scaling may become finer than asked for, never coarser. Each candidate runs one block of each kind forward and
+A scaling may become finer than asked for, never coarser. With each candidate one block of each kind runs forward and
 backward on detached copies of the first batch; no gradient, random state or saved tensor of the run is touched. Seconds
 are weighted by how many blocks of a kind there are. The answer is kept from run to run in one small JSON file
 per user (one that cannot be read or written costs a measurement, nothing else), and under several processes the first
@@ -23,14 +23,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..base.files import write_file
-from .execution import NOT_CAPTURED, ExecutionMode, Picked, candidates
 from .fused.gradients import written_gradients
 from .fused.reading import argument_names
 from .gemms import BlockGemms
@@ -41,126 +40,134 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GEMMS = ("per_tensor", "per_row", "bf16")  # from coarse to exact
 BUDGET_S = 20.0
-COMPILE_BEFORE_S = 10.0  # compilation cannot be stopped: it is begun only while this much of the budget is not used up
 WARM_UP, REPEATS = 2, 5
 
 
-class Unavailable(Exception):
-    """An execution mode does not run on this machine; the message says why."""
-
-
-RunBlock = Callable[[str, nn.Module, tuple[Any, ...]], tuple[Tensor, ...]]
-
-
-class SpeedPick:
-    """Chooses at the first forward pass.
+class PickedGemm(NamedTuple):
+    """How the blocks' linears multiply, as the first step picked it, and why.
 
     Attributes:
-        graph_obstacle: why whole steps cannot be CUDA graphs; empty where they can.
+        gemm: of `GEMMS`, or the config's own scaling.
+        milliseconds: of all blocks, forward and backward, by candidate; empty where nothing was measured.
+        why: in words.
+    """
+
+    gemm: str
+    milliseconds: Mapping[str, float]
+    why: str
+
+    def describe(self) -> str:
+        """One line for the log."""
+        own = f" {self.milliseconds[self.gemm]:.1f} ms" if self.gemm in self.milliseconds else ""
+        others = [f"{gemm} {ms:.1f} ms" for gemm, ms in self.milliseconds.items() if gemm != self.gemm]
+        return f"execution: {self.gemm} GEMM{own} ({'; '.join([self.why, *others])})"
+
+
+def candidates(config: COATConfig) -> tuple[str, ...]:
+    """Return the GEMMs that are at least as precise as the config asks, the one it asks for first."""
+    asked = config.activation.linear_granularity if config.activation.use_fp8 else "bf16"
+    return GEMMS[GEMMS.index(asked) :] if asked in GEMMS else (asked,)
+
+
+class GemmPick:
+    """Chooses at the first forward pass.
 
     Args:
         blocks: full name → block; kinds are classes.
         config: the `coat:` block.
-        run: (compile, block, arguments) → outputs, the block as a training step would run it; raises Unavailable.
+        run: (block, arguments) → outputs, the block as a training step would run it.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], config: COATConfig, run: RunBlock) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        config: COATConfig,
+        run: Callable[[nn.Module, tuple[Any, ...]], tuple[Tensor, ...]],
+    ) -> None:
         self._blocks, self._config, self._run = list(blocks.values()), config, run
         self._gemms = BlockGemms(self._blocks, config)
-        self._kept: ExecutionMode | None = None
-        self.graph_obstacle = NOT_CAPTURED
+        self._candidates = candidates(config)
+        self._resumed: str | None = None
 
-    def keep_execution(self, mode: ExecutionMode) -> None:
-        """Take the execution mode of the run being resumed instead of measuring: another one rounds otherwise.
+    def keep(self, gemm: str) -> None:
+        """Take the GEMM of the run being resumed instead of measuring: another one rounds otherwise.
 
         Args:
-            mode: of that run; one that the config no longer allows is logged and not taken.
+            gemm: of that run; one that the config no longer allows is logged and not taken.
         """
-        if mode in (*candidates(self._config), *candidates(self._config, "")):
-            self._kept = mode
+        if gemm in self._candidates:
+            self._resumed = gemm
         else:
-            logger.warning("resume: the config no longer allows the saved execution mode, %s; choosing again", mode)
+            logger.warning("resume: the config no longer allows the saved GEMM, %s; choosing again", gemm)
 
     def leave_out(self, linears: Collection[nn.Module]) -> None:
         """Let what is picked not be set on these linears."""
         self._gemms.leave_out(linears)
 
-    def choose(self, args: tuple[Any, ...]) -> Picked:
+    def choose(self, args: tuple[Any, ...]) -> PickedGemm:
         """Pick, and set the blocks' linears to the GEMM that was picked.
 
         Args:
             args: what the first block is about to be called with.
         """
-        found = candidates(self._config, self.graph_obstacle)
-        if self._kept is not None:
-            kept, same = self._kept, ("none", "cudagraphs")  # they compute the same
-            kept = kept._replace(compile=found[0].compile) if {kept.compile, found[0].compile} <= {*same} else kept
-            picked = Picked(kept, {}, "that of the resumed run")
+        if self._resumed is not None:
+            picked = PickedGemm(self._resumed, {}, "that of the resumed run")
         else:
-            reason = self._reason_not_to_measure(args, found)
-            picked = Picked(found[0], {}, reason) if reason else self._measured(args, found)
-        self._gemms.set(picked.execution.gemm)
+            reason = self._reason_not_to_measure(args)
+            picked = PickedGemm(self._candidates[0], {}, reason) if reason else self._measured(args)
+        self._gemms.set(picked.gemm)
         logger.info(picked.describe())
         return picked
 
-    def _reason_not_to_measure(self, args: tuple[Any, ...], found: list[ExecutionMode]) -> str | None:
+    def _reason_not_to_measure(self, args: tuple[Any, ...]) -> str | None:
         measure = self._config.speed.measure
         if measure == "never":
             return "as configured: speed.measure: never"
         if measure == "auto" and args[0].device.type != "cuda":
             return f"as configured: nothing is measured on a {args[0].device.type}"
-        if len(found) == 1:
+        if len(self._candidates) == 1:
             return "the only one that is as precise as configured"
         return None
 
-    def _measured(self, args: tuple[Any, ...], found: list[ExecutionMode]) -> Picked:
+    def _measured(self, args: tuple[Any, ...]) -> PickedGemm:
         key = key_of(args, self._blocks, self._config)
-        kept = from_first_process(lambda: read_cache(key))
-        known = {ExecutionMode(*mode): ms for mode, ms in kept.items()} if kept else {}
+        times = from_first_process(lambda: read_times(key))
         why = "measured earlier on this GPU, these shapes"
-        if not set(known) & set(found):
+        if not set(times) & set(self._candidates):
             started = time.monotonic()
-            timed = from_first_process(lambda: self._time_all(args, found))
-            known = {ExecutionMode(*mode): ms for mode, ms in timed.items()}
+            times = from_first_process(lambda: self._time_all(args))
             why = f"fastest, measured in {time.monotonic() - started:.1f} s"
-            write_cache(key, known)
-        ours = {mode: ms for mode, ms in known.items() if mode in found}
-        return Picked(min(ours, key=lambda mode: ours[mode]), ours, why)
+            write_times(key, times)
+        times = {gemm: ms for gemm, ms in times.items() if gemm in self._candidates}
+        return PickedGemm(min(times, key=lambda gemm: times[gemm]), times, why)
 
-    def _time_all(self, args: tuple[Any, ...], found: list[ExecutionMode]) -> dict[ExecutionMode, float]:
-        """Eager ones first; of the compiled ones only the fastest GEMM's, while there is time."""
+    def _time_all(self, args: tuple[Any, ...]) -> dict[str, float]:
         started = time.monotonic()
-        times: dict[ExecutionMode, float] = {}
-        for mode in (mode for mode in found if mode.compile == found[0].compile):
+        times: dict[str, float] = {}
+        for gemm in self._candidates:
             if times and time.monotonic() - started > BUDGET_S:
-                logger.info("speed.measure: no time left for %s", mode)
+                logger.info("speed.measure: no time left for %s", gemm)
                 continue
-            times[mode] = self._milliseconds(mode, args, started)
-        best = min(times, key=lambda mode: times[mode])
-        for mode in found:
-            if mode.gemm == best.gemm and mode not in times and time.monotonic() - started < COMPILE_BEFORE_S:
-                try:
-                    times[mode] = self._milliseconds(mode, args, started)
-                except Unavailable as error:
-                    logger.info("speed.measure: %s: %s", mode, error)
+            self._gemms.set(gemm)
+            times[gemm] = self._milliseconds(args, started)
         return times
 
-    def _milliseconds(self, mode: ExecutionMode, args: tuple[Any, ...], started: float) -> float:
-        self._gemms.set(mode.gemm)
+    def _milliseconds(self, args: tuple[Any, ...], started: float) -> float:
         known = argument_names(type(self._blocks[0]))  # blocks with other arguments cannot take `args`
         counts = Counter(kind for kind in map(type, self._blocks) if argument_names(kind) == known)
         first = {type(block): block for block in reversed(self._blocks)}
-        return sum(count * self._block_ms(mode, first[kind], args, started) for kind, count in counts.items())
+        return sum(count * self._block_ms(first[kind], args, started) for kind, count in counts.items())
 
-    def _block_ms(self, mode: ExecutionMode, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
+    def _block_ms(self, block: nn.Module, args: tuple[Any, ...], started: float) -> float:
         given = tuple(_leaf(x) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3 else x for x in args)
         wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
         wanted += trained_parameters(block)
 
         def once() -> None:
             with torch.enable_grad(), written_gradients(False):
-                outputs = tree_leaves(self._run(mode.compile, block, given))
+                outputs = tree_leaves(self._run(block, given))
                 torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
 
         for _ in range(WARM_UP):
@@ -218,7 +225,6 @@ def key_of(args: tuple[Any, ...], blocks: Iterable[nn.Module], config: COATConfi
         "trained": sum(p.numel() for block in blocks for p in trained_parameters(block)),
         "activation": asdict(config.activation),
         "weight": asdict(config.weight),
-        "compile": config.speed.compile,
     }
     return key_on(device, facts)
 
@@ -240,16 +246,6 @@ def version_of(*packages: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def read_cache(key: str) -> dict[tuple[str, str], float]:
-    """Return (GEMM, compile) → milliseconds, empty where nothing is known."""
-    return {(gemm, mode): ms for name, ms in read_times(key).items() for gemm, _, mode in [name.partition("/")]}
-
-
-def write_cache(key: str, milliseconds: Mapping[Any, float]) -> None:
-    """Keep (GEMM, compile) → milliseconds."""
-    write_times(key, {f"{gemm}/{mode}": ms for (gemm, mode), ms in milliseconds.items()})
 
 
 def read_times(key: str) -> dict[str, float]:

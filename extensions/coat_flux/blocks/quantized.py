@@ -24,9 +24,7 @@ from ..base.names import COAT_QTYPE
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig
 
-__all__ = ["NOT_COMPILED", "adopt", "has_adopted", "input_gradient", "is_adopted", "own_product", "quantization_of"]
-
-NOT_COMPILED = "linears that ai-toolkit quantized are not compiled; set coat.speed.compile: none"
+__all__ = ["adopt", "has_adopted", "input_gradient", "is_adopted", "own_product", "quantization_of"]
 
 
 def quantization_of(module: nn.Module) -> str | None:

@@ -1,9 +1,9 @@
-"""Runs every block as its plan has it: recomputed or kept, fused or not, compiled or not.
+"""Runs every block as its plan has it: recomputed or kept, fused or not.
 
 Calls reach it through a hook on each block (`hook.py`), so both trainers and all architectures share it. What each
 block does is decided by `decide`, at the first forward pass, when sizes are known, and again only when what it rests on
-changes: a larger batch comes, gradients turn out to be accumulated, a block turns out not to be fusable, torch.compile
-fails, or memory runs out.
+changes: a larger batch comes, gradients turn out to be accumulated, a block turns out not to be fusable, or memory runs
+out.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from . import in_words
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks, shown_by
 from .decide import BlockChoice, BlockPlan, Given, budget_bytes, decide
-from .execution import ExecutionMode, Picked
 from .fused.chooser import FusedForms, attention_query
-from .fused.compiled import CompiledBlocks
 from .fused.frozen import NotFusable
 from .fused.reading import FusedBlock, argument_names
 from .fused.shadow import copied_bytes
@@ -39,8 +37,8 @@ from .held import held_bytes, usable_bytes
 from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
 from .lookup import block_name, listed_blocks, read_list
 from .lora import trained_parameters
-from .measure import SpeedPick, Unavailable
-from .quantized import NOT_COMPILED, has_adopted
+from .measure import GemmPick, PickedGemm
+from .quantized import has_adopted
 from .sizes import Tokens
 from .streaming import StreamedWeights
 
@@ -84,13 +82,11 @@ class BlockRunner:
         self._fusable = all(read_list(type(block)) for block in self._modules)
         adopted = any(map(has_adopted, self._modules))
         measures = self._fusable and config.speed.measure != "never" and not adopted
-        self._pick = SpeedPick(blocks, config, self._run_kept) if measures else None
+        self._pick = GemmPick(blocks, config, self._run_kept) if measures else None
         self.attention = AttentionPick(config)
         self.streaming: StreamedWeights | None = None
-        self._trials: dict[str, tuple[BlockChoice, ...]] = {}  # of the start-up measurement, by compilation
+        self._trial: tuple[BlockChoice, ...] = ()  # of the start-up measurement
         self._forms = FusedForms()
-        refused = NOT_COMPILED if adopted and config.speed.compile == "blocks" else ""
-        self._compiled = CompiledBlocks(config.fallback, refused)
         self._size = 0  # elements of hidden states in the largest micro-batch
         self._held: float | None = None  # bytes, before anything of a step is there
         self._trained: list[nn.Parameter] = []
@@ -100,7 +96,7 @@ class BlockRunner:
         self._plan: Any = None  # a BlockPlan, from the first decision on
         self._checked, self._decisions = False, 0
         names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
-        facts = {"quantized": adopted, "compile_failed": self._compiled.failed, "picks_later": measures}
+        facts = {"quantized": adopted, "picks_later": measures}
         self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, **facts)
         self._decide(unfused=self._obstacles())
 
@@ -147,12 +143,10 @@ class BlockRunner:
         """What every block does; before the first step, as far as that is known."""
         if self._given.tokens is None:  # adapters may have been added since
             self._decide(blocks=read_blocks(self._modules, (), 0), unfused=self._obstacles())
-        elif self._compiled.failed and not self._given.compile_failed:
-            self._decide(compile_failed=True)
         return self._plan
 
     @property
-    def picked(self) -> Picked | None:
+    def picked(self) -> PickedGemm | None:
         """What the first step picked; None before it, and where nothing is left to pick."""
         return self._given.picked
 
@@ -161,29 +155,14 @@ class BlockRunner:
         """Another one whenever a block would run otherwise than before: what was captured earlier is out of date."""
         return self._decisions, self._forms.readings
 
-    def allow_capture(self, obstacle: str) -> None:
-        """Take in, before the first step, whether the trainer can make steps CUDA graphs.
-
-        Args:
-            obstacle: why it cannot; empty where it can, and `speed.compile: auto` means that.
-
-        Raises:
-            RuntimeError: it cannot, CUDA graphs are asked for, and `fallback` is error.
-        """
-        if obstacle and self._config.speed.compile == "cudagraphs" and self._config.fallback == "error":
-            raise RuntimeError(f"fallback='error': {obstacle}; set coat.speed.compile: none, or fallback: bf16")
-        if self._pick is not None:
-            self._pick.graph_obstacle = obstacle
-        self._decide(graph_obstacle=obstacle)
-
     def expect(self, **known: Any) -> None:
         """Take in, before the first step, what a trainer knows of it: fields of `decide.Given`."""
         self._decide(**known)
 
-    def keep_execution(self, mode: ExecutionMode) -> None:
-        """Let the first step take this mode, where the config allows it: `SpeedPick.keep_execution`."""
+    def keep_gemm(self, gemm: str) -> None:
+        """Let the first step take this one, where the config allows it: `GemmPick.keep`."""
         if self._pick is not None:
-            self._pick.keep_execution(mode)
+            self._pick.keep(gemm)
 
     def multiply_in_bf16(self, linears: Collection[nn.Module]) -> None:
         """Take linears of the blocks out of FP8 GEMMs for the rest of the run, as `activation.exclude` does.
@@ -349,7 +328,7 @@ class BlockRunner:
     def _form_of(
         self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> FusedBlock | None:
-        """The block's fused form, compiled where the plan says so; None where diffusers' code runs.
+        """The block's fused form; None where diffusers' code runs.
 
         A block that could not be fused is read again each time: adapters and hooks come and go.
         """
@@ -359,42 +338,23 @@ class BlockRunner:
                 fused = self._forms.form_of(block, args, kwargs, choice.saved)
             except NotFusable as error:
                 self._lose(choice, block, str(error), args)
-        if fused is None:
-            if self._plan.execution.compile == "blocks":
-                self._warn_of_eager(block)
-            return None
-        if choice.obstacle:
+        if fused is not None and choice.obstacle:
             self._decide(unfused=self._obstacles(block, args))
-        return self._compiled.form_of(fused) if choice.compiled else fused
+        return fused
 
     def _lose(self, choice: BlockChoice, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
         """A block cannot be fused: decide by that, and warn once for each kind and reason."""
         place, kind = self._places[block], block_name(type(block))
         if self._given.unfused.get(place) != reason:
             self._decide(unfused={**self._obstacles(block, args), place: reason})
-        warning = f"{kind}: {in_words.EAGER if choice.saved is None else in_words.GENERIC}: {reason}"
+        warning = f"{kind}: {in_words.GENERIC}: {reason}"
         if read_list(type(block)) is None or warning in self._warned:
             return
         self._warned.add(warning)
-        cost = "" if choice.saved is None else in_words.generic_cost(self._config, self._given, block, args)
-        logger.warning("%s%s", warning, cost)
+        logger.warning("%s%s", warning, in_words.generic_cost(self._config, self._given, block, args))
 
-    def _warn_of_eager(self, block: nn.Module) -> None:
-        """Log once that a kind of block is not compiled, where compilation is asked for; `fallback: error` raises."""
-        reason = in_words.not_compiled(type(block).__name__)
-        if reason in self._warned:
-            return
-        if self._config.fallback == "error":
-            raise RuntimeError(f"fallback='error': {reason}; set coat.speed.compile: none, or fallback: bf16")
-        self._warned.add(reason)
-        logger.warning("%s, it runs eager", reason)
-
-    def _run_kept(self, compile: str, block: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _run_kept(self, block: nn.Module, args: tuple[Any, ...]) -> Any:
         """Run a block that is not recomputed, for the start-up measurement."""
-        if compile not in self._trials:
-            trial = Picked(ExecutionMode(self._plan.execution.gemm, compile), {}, "")
-            self._trials[compile] = decide(self._config, replace(self._given, recomputed=(), picked=trial)).blocks
-        outputs = self._run(self._trials[compile][self._places[block]], block, args, {})
-        if compile == "blocks" and self._compiled.failed:
-            raise Unavailable("torch.compile failed")
-        return outputs
+        if not self._trial:
+            self._trial = decide(self._config, replace(self._given, recomputed=())).blocks
+        return self._run(self._trial[self._places[block]], block, args, {})

@@ -158,10 +158,9 @@ class MemoryOptions:
 class SpeedOptions:
     """`coat.speed`: how blocks run."""
 
-    compile: str = choice(
-        ("auto", "none", "blocks", "cudagraphs"),
-        "blocks: torch.compile for each FLUX block; cudagraphs: whole steps as CUDA graphs (stand-alone trainer, on a "
-        "GPU); auto: cudagraphs where they can be, else the fastest by speed.measure, else none",
+    cuda_graphs: str = choice(
+        ("auto", "never"),
+        "auto: whole steps are captured as CUDA graphs where they can be (stand-alone trainer, on a GPU); never: eager",
     )
     measure: str = choice(
         ("auto", "always", "never"),

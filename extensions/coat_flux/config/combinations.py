@@ -34,9 +34,6 @@ def check_combinations(config: Any, path: str, findings: Findings) -> None:
     _check_stored(config, path, findings)
     _check_int8(config, path, findings)
     _check_products(config, path, findings)
-    if config.speed.compile == "blocks" and config.activation.flow == "generic":
-        rule = "compiles the fused flow's blocks, and activation.flow is generic; write flow: fused or compile: none"
-        findings.add(f"{path}.speed.compile", rule, config.speed.compile)
     if config.activation.min_sqnr_db is not None:
         rule = ""
         if not config.activation.use_fp8:

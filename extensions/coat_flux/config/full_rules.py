@@ -65,7 +65,7 @@ def coat_of_full(coat: COATConfig, path: str, given: Collection[str]) -> COATCon
         coat,
         optimizer=optimizer,
         activation=replace(coat.activation, flow="generic"),
-        speed=replace(coat.speed, compile="none", measure="never"),
+        speed=replace(coat.speed, cuda_graphs="never", measure="never"),
         fallback="error" if coat.fallback == "error" else "bf16",
     )
 
@@ -108,8 +108,6 @@ def check_full(entry: Entry) -> None:
     rule(BOTH, "coat.memory.stream_blocks", entry.coat.memory.stream_blocks != 0, text)
     text = f"is for frozen weights, trained ones take the generic flow; write generic or remove it, {remedy}"
     rule(BOTH, "coat.activation.flow", get("coat.activation.flow") == "fused", text)
-    text = f"is for frozen weights, blocks with trained ones run eager; write none or auto, {remedy}"
-    rule(BOTH, "coat.speed.compile", get("coat.speed.compile") in ("blocks", "cudagraphs"), text)
     _check_inside_ai_toolkit(entry, fused)
 
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from coat_core.optim.sharded import local_values, rows_like
 
-from ..blocks.execution import ExecutionMode
 from ..blocks.runner import BlockRunner
 from .errors import ResumeError
 
@@ -50,7 +49,7 @@ RECORD_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 SHARD_BYTES = 5 * 10**9  # of a file of a whole model; one is made in CPU memory at a time
 REMEDY = "restore it from a backup, or choose another config.name to start over (all that is in this folder stays)"
-EXECUTION_WORDS = {"gemm": "GEMMs of the blocks", "compile": "compilation", "recomputed": "blocks that recompute"}
+EXECUTION_WORDS = {"gemm": "GEMMs of the blocks", "recomputed": "blocks that recompute"}
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
 
 
 def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, Any]:
-    """GEMMs, compilation and attention kernel in force, plain JSON; empty before the first step, and without COAT.
+    """GEMMs and attention kernel in force, plain JSON; empty before the first step, and without COAT.
 
     Args:
         transformer: of the run.
@@ -191,7 +190,7 @@ def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[st
     runner = BlockRunner.of(transformer)
     if runner is None:
         return {}
-    execution = {} if runner.picked is None else runner.picked.execution._asdict()
+    execution = {} if runner.picked is None else {"gemm": runner.picked.gemm}
     if runner.attention.kernel is not None:
         execution["attention"] = runner.attention.kernel
     return {**execution, "recomputed": runner.plan.recomputed} if recomputed else execution
@@ -201,7 +200,7 @@ def keep_execution(transformer: nn.Module, saved: Mapping[str, str]) -> None:
     """Let the first step use a saved mode instead of measuring, where the config still has it."""
     runner = BlockRunner.of(transformer)
     if runner is not None and "gemm" in saved:
-        runner.keep_execution(ExecutionMode(saved["gemm"], saved["compile"]))
+        runner.keep_gemm(saved["gemm"])
     if runner is not None and "attention" in saved:
         runner.attention.keep(saved["attention"])
 

@@ -2,8 +2,8 @@
 
 Operators declare what they cast (`coat_core.casts`): values and codes are compared on the device, on evenly spaced rows
 (`measure_cast`), and one read-back at the end fetches all results. Nothing is kept alive but a few numbers per cast,
-and nothing changes: the operators run as they would without it. Compiled blocks run eager inside a dispatch mode
-(blocks/fused/compiled.py), CUDA's backward thread inherits its caller's mode.
+and nothing changes: the operators run as they would without it. CUDA's backward thread inherits its
+caller's mode.
 
 A product declares which layer reads codes, by its weight, and in which pass. Codes that no product reads count as saved
 for backward: so do GEMM inputs with 1×G groups, which only CPUs multiply as FP8. Their block is that of the linear that

@@ -13,6 +13,5 @@ frozen.py          their frozen weights, as one matrix
 modulation.py      adaLN's vectors of all blocks, made where a pass begins
 block.py           the autograd function
 kept.py            what it keeps, and in which format
-compiled.py        a block through torch.compile
 chooser.py         which blocks take it
 """

@@ -74,7 +74,6 @@ def run_block(block: WrittenOut, shared: Shared, *inputs: Tensor) -> tuple[Tenso
 
 
 class _Block(torch.autograd.Function):
-    # torch.compile drops ctx where arguments are as many as names in the signature: never with `shared` in *tensors
     @staticmethod
     def forward(
         ctx: Any, block: WrittenOut, keeps: bool, first: int, count: int, *tensors: Tensor

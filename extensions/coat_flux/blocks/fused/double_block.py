@@ -66,8 +66,6 @@ class DoubleBlock:
         text, image = run_block(self, shared, text, image, *found)
         return text, image
 
-    apart = __call__  # the streams share no memory
-
     @property
     def modulations(self) -> list[Modulation]:
         """Those of text and image, where they have their own."""

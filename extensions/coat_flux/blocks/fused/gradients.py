@@ -39,7 +39,7 @@ def written_gradients(on: bool = True) -> Iterator[None]:
 
 def leaves_of(parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
     """What an autograd function is called with for its adapters' matrices: themselves, or what stands for them."""
-    if torch.compiler.is_dynamo_compiling() or not _written.get():
+    if not _written.get():
         return parameters
     return (_STAND_IN,) if parameters and all(map(_requires_grad, parameters)) else parameters
 

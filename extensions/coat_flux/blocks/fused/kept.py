@@ -106,10 +106,7 @@ class Kept:
 
     def watch(self, tensors: Sequence[Tensor]) -> None:
         """Let backward refuse if these, which others keep, have been changed in place: cheaper than to save them."""
-        if torch.compiler.is_compiling():
-            self.add("watched", *tensors)
-        else:
-            self._watched.append((tensors, _versions(tensors)))
+        self._watched.append((tensors, _versions(tensors)))
 
     def saving(self, asked: Saving) -> Saving:
         """How tensors are kept here: as asked, or not at all."""

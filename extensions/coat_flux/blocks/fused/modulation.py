@@ -48,11 +48,10 @@ class Modulation:
 
     def __call__(self, temb: Tensor) -> Tensor:
         """Return the adaLN vectors of a block, side by side [B, n·D], for temb [B, D]."""
-        if not torch.compiler.is_compiling():
-            found, made_of = self.ahead.vectors, self.ahead.temb
-            self.ahead.vectors = self.ahead.temb = None
-            if found is not None and made_of is temb:
-                return found
+        found, made_of = self.ahead.vectors, self.ahead.temb
+        self.ahead.vectors = self.ahead.temb = None
+        if found is not None and made_of is temb:
+            return found
         result: Tensor = _Rows.apply(self.input_of(temb), self.linear, *leaves_of(self.linear.parameters))
         return result
 

@@ -62,20 +62,6 @@ class SingleBlock:
         text, image = run_block(self, shared, text, image, modulation)
         return text, image
 
-    def apart(
-        self,
-        image: Tensor,
-        text: Tensor | None,
-        shared: Shared,
-        temb: Tensor | None = None,
-        vectors: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor | None, Tensor]:
-        """The same, in streams that share no memory, as compiled code returns them."""
-        text, image = self(image, text, shared, temb, vectors)
-        if text is None:
-            return None, image
-        return text.clone(memory_format=torch.contiguous_format), image.clone(memory_format=torch.contiguous_format)
-
     @property
     def modulations(self) -> list[Modulation]:
         """Its own one, where it has one."""

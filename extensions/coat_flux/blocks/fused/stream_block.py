@@ -69,8 +69,6 @@ class StreamBlock:
         found = [modulation(temb) for modulation in self.modulations]
         return None, run_block(self, shared, image, *found)[0]
 
-    apart = __call__  # its one result shares no memory
-
     @property
     def modulations(self) -> list[Modulation]:
         """Its own one, where it has one."""

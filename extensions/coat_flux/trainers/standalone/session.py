@@ -210,12 +210,11 @@ def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> 
     runner = BlockRunner.of(transformer)
     if runner is None:
         return False
-    runner.allow_capture(_capture_obstacle(job, workers))
-    runner.expect(frees_gradients=job.train.fused_backward)
+    runner.expect(graph_obstacle=_capture_obstacle(job, workers), frees_gradients=job.train.fused_backward)
     if job.coat.memory.stream_blocks == "auto":
         with suppress(ConfigError):  # sizes of a model that nobody knows
             runner.expect(reserve_bytes=outside_bytes(job_facts(job)))
-    return runner.plan.execution.compile == "cudagraphs" and not runner.plan.given.graph_obstacle
+    return runner.plan.captured
 
 
 def _capture_obstacle(job: JobConfig, workers: Workers) -> str:

@@ -186,7 +186,7 @@ class StepGraphs:
         self.failed = True
         self.drop()
         if self._strict:
-            raise RuntimeError(f"fallback='error': CUDA graphs: {reason}; set coat.speed.compile: none") from error
+            raise RuntimeError(f"fallback='error': CUDA graphs: {reason}; set coat.speed.cuda_graphs: never") from error
         self._info(f"CUDA graphs: {reason}; steps run eagerly")
 
 

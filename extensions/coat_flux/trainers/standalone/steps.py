@@ -5,8 +5,8 @@ the update happens is decided there, and loss and norm are read while the next s
 them then, under their own step's number. Steps that something reads (`StepWatch.reads_at_once`) wait as before, and
 `settle` brings in what is outstanding before anything is saved, measured or shown.
 
-Where `speed.compile` has steps run as CUDA graphs, those that nothing reads are replayed (`step_graph`); `_whole_step`
-is what is captured, and the same as an eager step that the device decides alone.
+Where `speed.cuda_graphs` has steps run as CUDA graphs, those that nothing reads are replayed (`step_graph`);
+`_whole_step` is what is captured, and the same as an eager step that the device decides alone.
 
 Where memory runs out in forward or backward, `StepWatch.retry` tries the same micro-batches again with more
 recomputation: every draw follows from the number of the batch, so it is the same step.
@@ -167,7 +167,7 @@ def _replayed(session: Session, number: int, batches: Sequence[Batch]) -> Tensor
             lambda: _state(session),
             lambda: None if runner is None else runner.generation,
             session.log.info,
-            strict=coat.fallback == "error" and coat.speed.compile == "cudagraphs",  # auto may choose otherwise
+            strict=coat.fallback == "error",
         )
     if session.graphs.failed:
         return None
