@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coat_core.formats import FORMATS, INT8, M1_FORMATS, M2_FORMATS, WEIGHT_FORMATS
-from coat_core.granularity import GROUP_SIZES
-from coat_core.granularity import NAMES as GRANULARITIES
 
+GRANULARITIES = ("per_tensor", "per_row")
 INPUT_FORMATS = (*FORMATS, INT8.name)
 GRAD_FORMATS = (*INPUT_FORMATS, "bf16")
 FALLBACKS = ("bf16", "error")
@@ -71,8 +70,8 @@ class FP8QuantizationConfig:
         use_dynamic_range_expansion: apply f(x) = sign(x)·abs(x/center)^k per block before the cast to e4m3 or e5m2;
             of no effect on a moment in int8_ratio or uint8_log, whose grids lie between the ends of the block anyway.
         stochastic_rounding: write bf16/fp16 parameters back with stochastic rounding.
-        moment_rounding: "nearest", or "stochastic": exp_avg_sq goes to one of its two neighbouring codes at random, so
-            that it does not drift (`coat_core.rounding`).
+        moment_rounding: "stochastic": exp_avg_sq goes to one of its two neighbouring codes at random, so that it does
+            not drift (`coat_core.rounding`); or "nearest".
         expansion: the constants of the expansion.
 
     Raises:
@@ -86,7 +85,7 @@ class FP8QuantizationConfig:
     block_size: int = 128
     use_dynamic_range_expansion: bool = True
     stochastic_rounding: bool = False
-    moment_rounding: str = "nearest"
+    moment_rounding: str = "stochastic"
     expansion: ExpansionConfig = ExpansionConfig()
 
     def __post_init__(self) -> None:
@@ -111,8 +110,7 @@ class FP8LinearConfig:
         input_format: format of the GEMM input, "e4m3" or "e5m2"; "int8" with weights in int8, and with these alone.
         grad_format: format of the output gradient in dgrad, "e5m2", "e4m3", or "bf16" for a bf16 GEMM; with weights in
             int8 "int8" or "bf16".
-        input_granularity: "per_tensor", "per_row" (one scale per token; all that int8 has) or "per_group".
-        group_size: the 1×G group of per_group: 16, 32, 64, 128 or 256.
+        input_granularity: "per_tensor" or "per_row" (one scale per token; all that int8 has).
         wgrad_format: of a trained weight, format of the output gradient in wgrad, which x's codes are multiplied by:
             "e4m3" or "e5m2"; "bf16" multiplies the dequantized x in high precision.
         cache_weight: of a trained weight, keep its codes (1 byte per element) until it changes; False casts it in
@@ -129,7 +127,6 @@ class FP8LinearConfig:
     input_format: str = "e4m3"
     grad_format: str = "e5m2"
     input_granularity: str = "per_row"
-    group_size: int = 128
     use_fp8_gemm: bool = True
     fallback: str = "bf16"
     wgrad_format: str = "bf16"
@@ -137,11 +134,10 @@ class FP8LinearConfig:
 
     def __post_init__(self) -> None:
         _check_choice("weight_format", self.weight_format, WEIGHT_FORMATS)
-        _check_choice("weight_granularity", self.weight_granularity, ("per_tensor", "per_row"))
+        _check_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
         _check_choice("input_format", self.input_format, INPUT_FORMATS)
         _check_choice("grad_format", self.grad_format, GRAD_FORMATS)
         _check_choice("input_granularity", self.input_granularity, GRANULARITIES)
-        _check_choice("group_size", self.group_size, GROUP_SIZES)
         _check_choice("fallback", self.fallback, FALLBACKS)
         _check_choice("wgrad_format", self.wgrad_format, (*FORMATS, "bf16"))
         _check_bool("use_fp8_gemm", self.use_fp8_gemm)
@@ -151,11 +147,8 @@ class FP8LinearConfig:
         _check_choice("grad_format", self.grad_format, (INT8.name, "bf16") if in_int8 else (*FORMATS, "bf16"))
         if in_int8:
             _check_choice("input_granularity", self.input_granularity, ("per_row",))
-        if self.wgrad_format != "bf16" and (in_int8 or self.input_granularity == "per_group"):
-            inputs = INT8.name if in_int8 else "per_group"
-            raise ValueError(
-                f"wgrad_format={self.wgrad_format!r}: not with {inputs} inputs; write bf16, or e4m3 inputs per_row"
-            )
+        if self.wgrad_format != "bf16" and in_int8:
+            raise ValueError(f"wgrad_format={self.wgrad_format!r}: not with int8 inputs; write bf16, or e4m3 inputs")
 
     @property
     def weight_has_row_scales(self) -> bool:

@@ -18,8 +18,6 @@ wgrad sums over tokens, where a scale per token s_x [M, 1] cannot be taken out o
 before that is cast along its tokens, with one scale s_t [N, 1] per output feature: x's codes serve as they were saved,
 and dy's is the only rounding that is added. dy's codes of dgrad, scaled per token, would not do.
 
-per_group inputs (1×G) have no GPU kernel that takes any G; their FP8 values are multiplied in high precision.
-
 Shapes: M tokens, K in, N out. x [..., K], W [N, K], y [..., N].
 Source: arXiv 2410.19313, section 5; the frozen-weight case is LoRA's.
 """
@@ -32,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_core.autograd import autocast_is_on, first_order_only, refuse_second_order, without_autocast
+from coat_core.autograd import autocast_is_on, first_order_only, refuse_second_order
 from coat_core.config import FP8LinearConfig
 from coat_core.formats import INT8, get_format, product_format
 from coat_core.granularity import PER_ROW, Granularity
@@ -48,7 +46,7 @@ from coat_core.quantize import Quantized
 
 def input_granularity(config: FP8LinearConfig) -> Granularity:
     """Granularity of GEMM inputs (x and dy) under this config."""
-    return Granularity(config.input_granularity, config.group_size)
+    return Granularity(config.input_granularity)
 
 
 def quantized_input(x: Tensor, config: FP8LinearConfig) -> Quantized:
@@ -62,8 +60,6 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
         return None
     if config.weight_format == INT8.name:
         return int8_products.unsupported_reason(device)
-    if config.input_granularity == "per_group":
-        return None if device.type == "cpu" else f"{device.type}: no FP8 GEMM takes 1×{config.group_size} scales"
     row_wise = "per_row" in (config.input_granularity, config.weight_granularity)
     weight_dtype = product_format(config.weight_format).dtype
     reason = unsupported_reason(device, get_format(config.input_format).dtype, weight_dtype, row_wise)
@@ -107,15 +103,10 @@ def multiply(
     Returns:
         Tensor [..., N].
     """
-    if a.granularity.name == "per_group":
-        values = a.dequantize(torch.float32 if a.codes.device.type == "cpu" else dtype)
-        with without_autocast(a.codes.device):
-            out: Tensor = values @ weight.to(values.dtype).t() * scale.reshape(-1)
-        return (out if bias is None else out + bias).to(dtype)
     lead = a.codes.shape[:-1]
     a_scale = _rows(a.scale) if a.scale.ndim else a.scale
     product = int8_products.int8_mm if weight.dtype == INT8.dtype else scaled_mm
-    out = product(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
+    out: Tensor = product(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
     if len(lead) == 1:
         return out
     if not is_output:

@@ -30,10 +30,10 @@ K, N, GROUP = 64, 48, 16
 CONFIGS = [
     FP8LinearConfig(
         weight_format=weight, weight_granularity=rows, input_format=x, input_granularity=granularity,
-        grad_format=grad, group_size=GROUP,
+        grad_format=grad,
     )
     for weight, rows, x, granularity, grad in itertools.product(
-        FORMATS, ("per_tensor", "per_row"), FORMATS, ("per_tensor", "per_row", "per_group"), (*FORMATS, "bf16")
+        FORMATS, ("per_tensor", "per_row"), FORMATS, ("per_tensor", "per_row"), (*FORMATS, "bf16")
     )
 ]  # fmt: skip
 
@@ -47,9 +47,7 @@ def name_of(config: FP8LinearConfig) -> str:
 
 def fp8_values(x: Tensor, fmt: str, config: FP8LinearConfig) -> tuple[Tensor, Tensor]:
     """(values, scale): x ≈ values · scale with values exact FP8 numbers in fp32; scale 1 where values hold it."""
-    quantized = quantize(x, fmt, Granularity(config.input_granularity, config.group_size))
-    if config.input_granularity == "per_group":
-        return quantized.codes.float() * quantized.scale.repeat_interleave(GROUP, -1), torch.ones(())
+    quantized = quantize(x, fmt, Granularity(config.input_granularity))
     return quantized.codes.float(), quantized.scale
 
 
@@ -118,7 +116,7 @@ def test_scales_that_a_caller_keeps_change_nothing(weight_granularity: str) -> N
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (17,), (2, 5), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_group"])
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
 def test_leading_shapes_are_rows(device: torch.device, lead: tuple[int, ...], granularity: str) -> None:
     config = FP8LinearConfig(input_granularity=granularity, grad_format="bf16")
     x, weight, bias, dy = (t.detach().to(device) for t in tensors(*lead))
@@ -143,9 +141,9 @@ def test_no_tokens(lead: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_group"])
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_row"])
 def test_low_precision_inputs(dtype: torch.dtype, granularity: str) -> None:
-    config = FP8LinearConfig(input_granularity=granularity, weight_granularity="per_row", group_size=GROUP)
+    config = FP8LinearConfig(input_granularity=granularity, weight_granularity="per_row")
     x, weight, bias, dy = tensors(2, 33, dtype=dtype)
     y = layer_of(weight, bias, config)(x)
     (dx,) = torch.autograd.grad(y, x, dy)

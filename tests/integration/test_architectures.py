@@ -143,7 +143,6 @@ def test_the_policy_lists_the_blocks_that_are_called(name: str) -> None:
         {"checkpointing": "none"},
         {"checkpointing": "all"},
         {"checkpointing": "all", "enable_efficient_checkpoint": False},
-        {"checkpointing": "every_n", "every_n": 2},
         {"checkpointing": "auto"},
         {"checkpointing": "auto", "budget_gb": 1e-3},
     ],

@@ -49,7 +49,6 @@ VALUES = {
     "activation.include": ["single*"],
     "activation.exclude": ["*proj_out"],
     "activation.min_sqnr_db": 20.0,
-    "memory.every_n": 1,
     "memory.budget_gb": 1.0,
     "memory.log_every": 1,
     "memory.stream_blocks": "auto",
@@ -67,7 +66,6 @@ VALUES = {
 # what else an option asks for
 WITH = {
     "weight.format": {"activation.grad_format": "e4m3"},  # there is no e5m2 x e5m2
-    "memory.every_n": {"memory.checkpointing": "every_n"},
     "memory.enable_efficient_checkpoint": {"memory.checkpointing": "all"},
 }
 IN_INT8 = {"weight.format": "int8", "activation.format": "int8"}  # both, and gradients by default
@@ -196,7 +194,7 @@ def test_the_first_step_tries_and_times_attention(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every kernel at the run's shape; all take a millisecond, so that torch's own stays."""
-    flat = {**BASE, "speed.measure": "auto", "activation.linear_granularity": "per_group"}
+    flat = {**BASE, "speed.measure": "auto"}
     with dry_gpu(monkeypatch) as gpu, caplog.at_level(logging.INFO):
         session = dry_session(nested(flat), monkeypatch, blocks=(1, 0))
         gpu.steps(session, 1)

@@ -50,7 +50,7 @@ def job_of(place: dict[str, Path], name: str, steps: int, accumulation: int, **b
 def watched(place: dict[str, Path], name: str, steps: int, accumulation: int, **resume: Any) -> dict[str, Any]:
     """With recomputation, and all that processes run the model for together: samples, a loss on a photo held out."""
     train = {**AVERAGED, "disable_sampling": False, "gradient_checkpointing": True}
-    coat = {**PARTLY, "resume": resume, "memory": {"checkpointing": "every_n", "every_n": 2}}
+    coat = {**PARTLY, "resume": resume, "memory": {"checkpointing": "all"}}
     return job_of(place, name, steps, accumulation, train=train, coat=coat, validation={"hold_out": 1, "every": 2})
 
 

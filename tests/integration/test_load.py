@@ -1,22 +1,20 @@
-"""The transformer is read weight by weight, quantized on the way, and kept as codes on disk for the next start."""
+"""The transformer is read weight by weight and quantized on the way."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
-from huggingface_hub import cached_assets_path, constants
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -27,7 +25,7 @@ from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.mini_flux.folder import MINI_FLUX
 from coat_flux.trainers import weights
-from coat_flux.trainers.standalone import code_cache, loading
+from coat_flux.trainers.standalone import loading
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_transformer
 from tests.helpers.flux2_folder import write_flux2
 from tests.helpers.original_layout import write_original
@@ -245,155 +243,3 @@ def test_what_cannot_be_loaded_is_named(models: dict[str, Path], tmp_path: Path,
     with pytest.raises(ModelLoadError, match=words) as caught:
         load_transformer(str(folder), BF16)
     assert str(caught.value).startswith(f"model.name_or_path={folder}: ")
-
-
-# -- the cache ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cached(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A copy of the sharded model whose codes are worth a cache; `load` returns the model and what was logged."""
-    monkeypatch.setattr(code_cache, "LEAST_SAVED", 1e5)
-    monkeypatch.setattr(code_cache, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=tmp_path))
-    folder = tmp_path / "model"
-    shutil.copytree(models["shards"], folder)
-
-    def load(coat: dict[str, Any] | None = None, **options: Any) -> tuple[nn.Module, list[str]]:
-        lines: list[str] = []
-        return load_transformer(str(folder), BF16, COATConfig.from_dict(coat), log=lines.append, **options), lines
-
-    def files() -> list[Path]:
-        return sorted(path for path in (tmp_path / "coat_flux").rglob("*") if path.is_file())
-
-    return SimpleNamespace(load=load, files=files, folder=folder)
-
-
-def test_a_second_start_reads_no_original_weight(cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, lines = cached.load()
-    (file,) = cached.files()
-    assert lines == [
-        f"The quantized weights are cached in {file} ({file.stat().st_size / 1e9:.1f} GB); remove what you do not need"
-    ]
-    opened, really = [], weights.safe_open
-    monkeypatch.setattr(weights, "safe_open", lambda path, **kw: opened.append(path) or really(path, **kw))
-    second, lines = cached.load()
-    assert set(opened) == {file}
-    assert lines == [f"The quantized weights are read from the cache {file}"]
-    assert_same(second, first)
-    config = COATConfig()
-    assert apply_coat(second, config).table() == apply_coat(first, config).table()
-    assert_same(second, first)
-
-
-@pytest.mark.parametrize("name", COATS)
-def test_each_way_to_store_weights_comes_back_from_the_cache(cached: Any, name: str) -> None:
-    config = COATConfig.from_dict(COATS[name])
-    first, _ = cached.load(COATS[name])
-    second, lines = cached.load(COATS[name])
-    assert [line.startswith("The quantized weights are read from ") for line in lines] == [True] * config.weight.use_fp8
-    assert_same(second, first)
-    reports = [apply_coat(model, config).table() for model in (first, second)]
-    assert reports[0] == reports[1]
-    assert_same(second, first)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1000] ^= 1
-    path.write_bytes(data)
-
-
-def rename_a_tensor(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b'"proj_out.bias": {', b'"proj_out.bia_": {'))
-
-
-SPOILED: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
-    "a bit": (lambda c, file: flip(file), "is damaged"),
-    "half": (lambda c, file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]), "so it is not whole"),
-    "nothing": (lambda c, file: file.write_bytes(b""), "is not a safetensors file"),
-    "header": (lambda c, file: file.write_bytes(b"\0" * 5000), "is not a safetensors file"),
-    "names": (lambda c, file: rename_a_tensor(file), "lacks proj_out.bias"),
-    "other weights": (lambda c, file: flip(shard(c.folder)), "the model's files have changed"),
-    "a date": (lambda c, file: os.utime(shard(c.folder), (1, 1)), "the model's files have changed"),
-}
-
-
-@pytest.mark.parametrize("what", SPOILED)
-def test_a_damaged_or_stale_cache_is_made_again(cached: Any, what: str) -> None:
-    cached.load()
-    (file,) = cached.files()
-    spoil, words = SPOILED[what]
-    spoil(cached, file)
-    model, lines = cached.load()
-    assert len(lines) == 2
-    assert words in lines[0]
-    assert lines[0].endswith("; the weights are quantized again")
-    assert lines[1].startswith("The quantized weights are cached in ")
-    assert cached.files() == [file]
-    expected = whole(cached.folder, BF16, COATConfig())
-    apply_coat(model, COATConfig())
-    assert_same(model, expected)
-    again, lines = cached.load()
-    assert lines == [f"The quantized weights are read from the cache {file}"]
-    apply_coat(again, COATConfig())
-    assert_same(again, expected)
-
-
-def test_a_cache_of_another_version_is_made_again(cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached.load()
-    monkeypatch.setattr(code_cache, "VERSION", "another")
-    assert "is of another version; the weights are quantized again" in cached.load()[1][0]
-
-
-def test_each_format_has_its_own_file_and_they_are_counted(cached: Any) -> None:
-    cached.load()
-    _, lines = cached.load({"weight": {"granularity": "per_row"}})
-    assert "; 1 more of this model there, 0.0 GB); remove what you do not need" in lines[0]
-    assert len(cached.files()) == 2
-    assert "are read from the cache" in cached.load()[1][0]
-
-
-@pytest.mark.parametrize(
-    "coat", [{"weight": {"cache": False}}, {"weight": {"use_fp8": False}}, {"enabled": False}], ids=str
-)
-def test_no_cache_where_none_is_wanted(cached: Any, coat: dict[str, Any]) -> None:
-    assert cached.load(coat)[1] == []
-    assert cached.files() == []
-
-
-def test_no_cache_where_it_saves_little_or_another_process_writes_it(cached: Any, monkeypatch) -> None:
-    assert cached.load(writes=False)[1] == []
-    monkeypatch.setattr(code_cache, "LEAST_SAVED", 5e6)
-    assert cached.load()[1] == []
-    assert cached.files() == []
-
-
-def test_a_full_disk_costs_one_line(cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(code_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=2e9))
-        _, (line,) = cached.load()
-    assert "are not cached" in line
-    assert "2.0 are free" in line
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(code_cache, "_write", full)
-        _, (line,) = cached.load()
-    assert "No space left on device" in line
-    assert line.endswith("; the run continues without")
-    assert cached.files() == []
-
-
-def test_what_a_killed_process_left_is_removed(cached: Any) -> None:
-    cached.load()
-    (file,) = cached.files()
-    old, new = (file.with_name(f"{code_cache.TEMP_PREFIX}{name}") for name in ("old", "new"))
-    for path in (old, new):
-        path.write_bytes(b"half")
-    os.utime(old, (1, 1))
-    cached.load({"weight": {"granularity": "per_row"}})
-    assert not old.exists()
-    assert new.exists()

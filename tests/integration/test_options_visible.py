@@ -227,12 +227,6 @@ CASES = [
         forward_gemms,
         {(E4M3, ())},
     ),
-    Case(
-        "activation.linear_granularity",
-        f"{{activation: {{linear_granularity: per_group, group_size: 16}}, {KEPT}}}",
-        adapter_input,
-        (E4M3, (1, TOKENS, 4)),
-    ),
     Case("activation.nonlinear_granularity", KEPT, elements_per_scale, {128}),
     Case(
         "activation.nonlinear_granularity",
@@ -259,15 +253,12 @@ CASES = [
     ),
     Case("memory.checkpointing", "memory: {checkpointing: none}", block_runs, 4),
     Case("memory.checkpointing", "memory: {checkpointing: all}", block_runs, 8),
-    Case("memory.checkpointing", "memory: {checkpointing: every_n}", block_runs, 6),
     Case("memory.checkpointing", "memory: {checkpointing: auto}", block_runs, 4),
-    Case("memory.every_n", "memory: {checkpointing: every_n, every_n: 1}", block_runs, 8),
-    Case("memory.every_n", "memory: {checkpointing: every_n, every_n: 3}", block_runs, 5),
     Case("memory.budget_gb", "memory: {budget_gb: 0.001}", block_runs, 8),
     Case("memory.budget_gb", "memory: {budget_gb: 1000.0}", block_runs, 4),
 ]
 ROUNDING = {"optimizer.stochastic_rounding", "optimizer.moment_rounding"}  # below, and tests/optim
-SEPARATE = {"weight.cache", *ROUNDING, "memory.log_memory_stats", "memory.log_every", "fallback"}
+SEPARATE = {*ROUNDING, "memory.log_memory_stats", "memory.log_every", "fallback"}
 # change no tensor of a step: test_compile.py, test_(speed_pick|attention_pick|transposed_weights|streaming).py
 SPEED = {"speed.cuda_graphs", "speed.measure", "speed.attention", "memory.transposed_weights", "memory.stream_blocks"}
 # of the run, not of a step: tests/reliability; of full fine-tuning: test_engine_full.py
@@ -299,7 +290,6 @@ CHANGES_GRADIENTS = [
     "{activation: {format: e5m2}, memory: {checkpointing: none}}",
     "{activation: {attention: bf16}, memory: {checkpointing: none}}",
     "{activation: {linear_granularity: per_tensor}, memory: {checkpointing: none}}",
-    "{activation: {linear_granularity: per_group}, memory: {checkpointing: none}}",
     "{activation: {nonlinear_granularity: per_tensor}, memory: {checkpointing: none}}",
     "{weight: {format: e5m2}, activation: {grad_format: e4m3}, memory: {checkpointing: none}}",
     "{weight: {granularity: per_row}, memory: {checkpointing: none}}",

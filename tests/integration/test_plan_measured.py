@@ -144,8 +144,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tokens]] = {
         {"heads": 4, "head_dim": 64, "blocks": (1, 1), "rank": 8},
         Tokens(1, 64, 192),
     ),
-    "every third block recomputes, fused": (
-        {"memory": {"checkpointing": "every_n", "every_n": 3}},
+    "all recompute, fused": (
+        {"memory": {"checkpointing": "all"}},
         {"heads": 4, "head_dim": 64, "blocks": (2, 4), "rank": 8},
         Tokens(2, 64, 144),
     ),
@@ -197,10 +197,9 @@ def meta_as_gpu(monkeypatch):
         {"memory": NONE},
         {"memory": NONE, "activation": {"attention": "bf16"}},
         {"memory": {"checkpointing": "all"}},
-        {"memory": {"checkpointing": "every_n", "every_n": 2}},
-        {"memory": {"checkpointing": "every_n", "every_n": 2}, "weight": {"format": "nvfp4"}},
+        {"memory": {"checkpointing": "all"}, "weight": {"format": "nvfp4"}},
     ],
-    ids=["bf16", "fused", "fused, attention bf16", "all recompute", "every second recomputes", "nvfp4"],
+    ids=["bf16", "fused", "fused, attention bf16", "all recompute", "all recompute, nvfp4"],
 )
 @pytest.mark.usefixtures("meta_as_gpu")
 def test_largest_moment_of_a_step_is_as_predicted(block):
@@ -221,7 +220,7 @@ def test_largest_moment_of_a_step_is_as_predicted(block):
     assert predicted == pytest.approx(held.peak, rel=PLAN_MOMENT_RTOL)
 
 
-FULL = {"memory": {"checkpointing": "every_n", "every_n": 2}, "activation": {"flow": "generic"}}
+FULL = {"memory": {"checkpointing": "all"}, "activation": {"flow": "generic"}}
 
 
 @pytest.mark.parametrize(

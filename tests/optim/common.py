@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -17,22 +19,23 @@ from coat_core.quantize import split_groups
 # One element, 0 dimensions, tails shorter than any block, whole blocks, several dimensions, and no element at all.
 SHAPES = [(16, 64), (1,), (), (7,), (129,), (3, 5, 11), (128, 16), (0, 4)]
 
+nearest = partial(FP8QuantizationConfig, moment_rounding="nearest")  # the same code for the same value
 UNQUANTIZED = FP8QuantizationConfig(use_fp8_m1=False, use_fp8_m2=False)
 CONFIGS = {
-    "default": FP8QuantizationConfig(),
+    "default": nearest(),
     "unquantized": UNQUANTIZED,
-    "plain": FP8QuantizationConfig(use_dynamic_range_expansion=False),
-    "e5m2_e4m3": FP8QuantizationConfig(m1_format="e5m2"),
-    "e4m3_e5m2": FP8QuantizationConfig(m2_format="e5m2"),
-    "only_m1": FP8QuantizationConfig(use_fp8_m2=False),
-    "only_m2": FP8QuantizationConfig(use_fp8_m1=False),
-    "integers": FP8QuantizationConfig(m1_format="int8_ratio", m2_format="uint8_log"),
-    "integers_block_48": FP8QuantizationConfig(m1_format="int8_ratio", m2_format="uint8_log", block_size=48),
-    "ratio_e4m3": FP8QuantizationConfig(m1_format="int8_ratio"),
-    "ratio_fp32": FP8QuantizationConfig(m1_format="int8_ratio", use_fp8_m2=False),
-    "e4m3_log": FP8QuantizationConfig(m2_format="uint8_log"),
-    "block_16": FP8QuantizationConfig(block_size=16),
-    "block_4096": FP8QuantizationConfig(block_size=4096),
+    "plain": nearest(use_dynamic_range_expansion=False),
+    "e5m2_e4m3": nearest(m1_format="e5m2"),
+    "e4m3_e5m2": nearest(m2_format="e5m2"),
+    "only_m1": nearest(use_fp8_m2=False),
+    "only_m2": nearest(use_fp8_m1=False),
+    "integers": nearest(m1_format="int8_ratio", m2_format="uint8_log"),
+    "integers_block_48": nearest(m1_format="int8_ratio", m2_format="uint8_log", block_size=48),
+    "ratio_e4m3": nearest(m1_format="int8_ratio"),
+    "ratio_fp32": nearest(m1_format="int8_ratio", use_fp8_m2=False),
+    "e4m3_log": nearest(m2_format="uint8_log"),
+    "block_16": nearest(block_size=16),
+    "block_4096": nearest(block_size=4096),
 }
 
 

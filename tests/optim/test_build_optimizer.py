@@ -66,25 +66,29 @@ def test_use_fp8_false_is_torch_adamw_to_the_last_bit() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "stored"),
     [
-        ({}, "exp_avg e4m3 (block 128, expanded), exp_avg_sq e4m3 (block 128, expanded)"),
+        (
+            {},
+            "exp_avg e4m3 (block 128, expanded), exp_avg_sq e4m3 (block 128, expanded), "
+            "exp_avg_sq rounded stochastically",
+        ),
         (
             {"use_dynamic_range_expansion": False, "use_fp8_m1": False},
-            "exp_avg fp32, exp_avg_sq e4m3 (block 128, plain)",
+            "exp_avg fp32, exp_avg_sq e4m3 (block 128, plain), exp_avg_sq rounded stochastically",
         ),
         (
             {"m1_format": "int8_ratio", "m2_format": "uint8_log", "block_size": 64},
-            "exp_avg int8_ratio (block 64), exp_avg_sq uint8_log (block 64)",
+            "exp_avg int8_ratio (block 64), exp_avg_sq uint8_log (block 64), exp_avg_sq rounded stochastically",
         ),
         (
-            {"m1_format": "int8_ratio", "stochastic_rounding": True},
+            {"m1_format": "int8_ratio", "stochastic_rounding": True, "moment_rounding": "nearest"},
             "exp_avg int8_ratio (block 128), exp_avg_sq e4m3 (block 128, expanded), stochastic rounding",
         ),
         (
-            {"m2_format": "uint8_log", "moment_rounding": "stochastic"},
-            "exp_avg e4m3 (block 128, expanded), exp_avg_sq uint8_log (block 128), exp_avg_sq rounded stochastically",
+            {"m2_format": "uint8_log", "moment_rounding": "nearest"},
+            "exp_avg e4m3 (block 128, expanded), exp_avg_sq uint8_log (block 128)",
         ),
         (
-            {"use_fp8_m2": False, "moment_rounding": "stochastic"},
+            {"use_fp8_m2": False},
             "exp_avg e4m3 (block 128, expanded), exp_avg_sq fp32",
         ),
     ],

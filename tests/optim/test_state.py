@@ -16,7 +16,7 @@ from coat_core.ops import adamw
 from coat_core.ops.packing import chunks, spans
 from coat_core.optim import FP8AdamW
 from tests.helpers.asserts import assert_bitwise
-from tests.optim.common import CONFIGS, make_params, run, set_grads
+from tests.optim.common import CONFIGS, make_params, nearest, run, set_grads
 
 DTYPES = {
     "e4m3": torch.float8_e4m3fn,
@@ -139,7 +139,7 @@ def test_non_contiguous_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch
     assert not strided.is_contiguous()
     assert not sliced.is_contiguous()
     params = [dense, strided, sliced]
-    optimizer = FP8AdamW(params)
+    optimizer = FP8AdamW(params, fp8_config=nearest())
     for step in range(3):
         set_grads([dense], step)
         strided.grad = dense.grad.t().contiguous().t()
@@ -154,10 +154,10 @@ def test_parameters_of_several_dtypes_in_one_group() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     mixed = [Parameter(torch.randn(50, generator=torch.Generator().manual_seed(3)).to(dtype)) for dtype in dtypes]
     alone = [Parameter(param.detach().clone()) for param in mixed]
-    together = FP8AdamW(mixed)
+    together = FP8AdamW(mixed, fp8_config=nearest())
     run(together, mixed, range(3))
     for i, param in enumerate(alone):
-        optimizer = FP8AdamW([param])
+        optimizer = FP8AdamW([param], fp8_config=nearest())
         for step in range(3):
             set_grads(alone, step)
             optimizer.step()

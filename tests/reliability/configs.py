@@ -155,7 +155,7 @@ def _choices() -> Iterator[BadConfig]:
         ("coat.optimizer.m1_format", "e4m2", "e4m3"),
         ("coat.weight.granularity", "per_raw", "per_row"),
         ("coat.activation.attention", "fp16", "fp8"),
-        ("coat.memory.checkpointing", "evry_n", "every_n"),
+        ("coat.memory.checkpointing", "atuo", "auto"),
         ("coat.data.background", "pink", "white"),
         ("coat.resume.allow", ["dta"], "data"),
         ("coat.fallback", "fp32", "bf16"),
@@ -208,7 +208,7 @@ def _contradictions() -> Iterator[BadConfig]:
         "off with our optimizer", "train.optimizer=", "coat.enabled", ("coat.enabled", False), ("model.quantize", False)
     )
     yield case("off with our weights", "model.q", "coat.enabled", ("coat.enabled", False), ("train.optimizer", "adam"))
-    yield case("every_n without its mode", "coat.memory.every_n=3", "every_n", ("coat.memory", {"every_n": 3}))
+    yield case("a key that was removed", "coat.memory.every_n=3", "checkpointing", ("coat.memory", {"every_n": 3}))
     yield case("budget without auto", "coat.memory.budget_gb=", "auto", ("coat.memory.checkpointing", "none"))
     yield case(
         "recompute forbidden",

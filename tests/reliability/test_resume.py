@@ -114,7 +114,7 @@ FULL: dict[str, Any] = {
         "ema_config": {"use_ema": True, "ema_decay": 0.8},
     },
     "network": {"dropout": 0.1},
-    "coat": {"optimizer": {"stochastic_rounding": True, "m2_format": "e5m2"}, "memory": {"checkpointing": "every_n"}},
+    "coat": {"optimizer": {"stochastic_rounding": True, "m2_format": "e5m2"}, "memory": {"checkpointing": "all"}},
 }
 GENERIC = {
     "coat": {"activation": {"flow": "generic", "linear_granularity": "per_row"}, "memory": {"checkpointing": "none"}}

@@ -72,7 +72,7 @@ def test_only_two_hosts_are_known() -> None:
 
 @pytest.mark.parametrize("host", ["standalone", AI_TOOLKIT])
 def test_an_attention_kernel_needs_a_gpu(host: str) -> None:
-    kernel = ("coat.speed.attention", "fa3")
+    kernel = ("coat.speed.attention", "cudnn")
     (item,) = found(("device", "cpu"), kernel, trainer=host)
     assert (item.severity, item.key) == ("error", "config.process[0].coat.speed.attention")
     assert "device is cpu; write auto" in item.line()

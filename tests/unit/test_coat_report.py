@@ -172,10 +172,6 @@ def test_a_block_that_is_not_fused_has_its_reason() -> None:
     ("coat", "allowed", "asked", "got", "why"),
     [
         ({"checkpointing": "all"}, True, "all", "4 of 4 blocks recompute from FP8 inputs", ""),
-        (
-            {"checkpointing": "every_n", "every_n": 3}, True, "every_n (3)",
-            "1 of 4 blocks recompute from FP8 inputs", "",
-        ),
         ({"budget_gb": 1e-3}, True, "auto within 0.001 GB", "4 of 4 blocks recompute from FP8 inputs", "fewest"),
         ({}, False, "auto", "0 of 4 blocks recompute from FP8 inputs", "train.gradient_checkpointing: false"),
         (

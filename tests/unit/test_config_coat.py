@@ -7,6 +7,7 @@ import pytest
 from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
 from coat_flux.config.coat import OPTIONS, COATConfig
 from coat_flux.config.findings import ConfigError
+from coat_flux.config.options import REMOVED
 
 
 def findings(block: object) -> list[str]:
@@ -40,7 +41,7 @@ def test_an_empty_block_has_every_default(block):
         ),
         (
             {"weight": {"zzz": 1}},
-            "f.yaml: coat.weight.zzz: unknown key; known here: cache, format, granularity, use_fp8",
+            "f.yaml: coat.weight.zzz: unknown key; known here: format, granularity, use_fp8",
         ),
         ({1: 2}, "f.yaml: coat.1: unknown key; known here: "),
         ({None: 2}, "f.yaml: coat.None: unknown key; known here: "),
@@ -85,13 +86,17 @@ def test_a_disabled_block_is_checked_all_the_same():
     ]
 
 
-@pytest.mark.parametrize("mode", ["auto", "none", "all"])
-def test_every_n_without_its_mode_is_refused(mode):
-    (line,) = findings({"memory": {"checkpointing": mode, "every_n": 2}})
-    assert line.startswith("f.yaml: coat.memory.every_n=2: only used with checkpointing: every_n, which is ")
+@pytest.mark.parametrize("name", REMOVED)
+def test_what_was_removed_is_named_with_what_replaces_it(name):
+    key, _, value = name.partition("=")
+    section, option = key.split(".")
+    (line,) = findings({section: {option: value or True}})
+    assert line.startswith(f"f.yaml: coat.{key}=")
+    assert line.endswith(REMOVED[name])
+    assert "; write " in line or "; remove" in line
 
 
-@pytest.mark.parametrize("mode", ["none", "all", "every_n"])
+@pytest.mark.parametrize("mode", ["none", "all"])
 def test_a_budget_without_auto_is_refused(mode):
     (line,) = findings({"memory": {"checkpointing": mode, "budget_gb": 24}})
     assert line.startswith("f.yaml: coat.memory.budget_gb=24.0: only used with checkpointing: auto, which is ")
@@ -187,7 +192,7 @@ def test_long_and_multi_line_input_stays_on_one_short_line():
     [
         {},
         {"enabled": False, "fallback": "error", "activation": {"exclude": ["a.*"]}},
-        {"memory": {"checkpointing": "every_n", "every_n": 3}},
+        {"memory": {"checkpointing": "all"}},
         {"memory": {"budget_gb": 15.5}},
         {"weight": {"format": "nvfp4"}},
         {"weight": {"format": "int8"}, "activation": {"format": "int8", "grad_format": "bf16"}},
@@ -263,8 +268,7 @@ def test_the_linear_gets_weight_and_activation_options():
             "use_fp8": False,
             "format": "e5m2",
             "grad_format": "bf16",
-            "linear_granularity": "per_group",
-            "group_size": 32,
+            "linear_granularity": "per_tensor",
         },
         "fallback": "error",
     }
@@ -273,8 +277,7 @@ def test_the_linear_gets_weight_and_activation_options():
         weight_granularity="per_row",
         input_format="e5m2",
         grad_format="bf16",
-        input_granularity="per_group",
-        group_size=32,
+        input_granularity="per_tensor",
         use_fp8_gemm=False,
         fallback="error",
     )
@@ -301,20 +304,12 @@ def test_a_product_that_no_gpu_has_is_refused(activation, others):
         {"weight": {"format": "e5m2"}, "activation": {"grad_format": "e4m3"}},
         {"weight": {"format": "e5m2"}, "activation": {"grad_format": "bf16"}},
         {"weight": {"format": "e5m2"}, "activation": {"use_fp8": False}},
-        {"weight": {"format": "e5m2"}, "activation": {"linear_granularity": "per_group"}},
     ],
 )
 def test_every_other_product_of_e5m2_is_allowed(block):
     assert COATConfig.from_dict(block).to_dict()
 
 
-@pytest.mark.parametrize(
-    ("block", "rule"),
-    [
-        ({"activation": {"use_fp8": False}}, "only used with activation.use_fp8: true"),
-        ({"activation": {"linear_granularity": "per_group"}}, "is not for linear_granularity: per_group"),
-    ],
-)
-def test_a_minimum_sqnr_that_could_not_be_measured_is_refused(block, rule):
-    with pytest.raises(ConfigError, match=rf"coat.activation.min_sqnr_db=20.0: .*{rule}.*; write null"):
-        COATConfig.from_dict({**block, "activation": {**block.get("activation", {}), "min_sqnr_db": 20}})
+def test_a_minimum_sqnr_that_could_not_be_measured_is_refused():
+    with pytest.raises(ConfigError, match=r"coat.activation.min_sqnr_db=20.0: only used with activation.use_fp8: true"):
+        COATConfig.from_dict({"activation": {"use_fp8": False, "min_sqnr_db": 20}})

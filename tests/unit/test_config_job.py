@@ -251,7 +251,6 @@ def test_samples_are_filled_in_as_ai_toolkit_does():
          "train.optimizer='adamw': the block coat.optimizer would have no effect; write coat_fp8_adamw"),
         ({"train.gradient_checkpointing": False, "coat": {"memory": {"checkpointing": "all"}}},
          "coat.memory.checkpointing='all': train.gradient_checkpointing: false forbids recomputation"),
-        ({"coat": {"memory": {"every_n": 3}}}, "coat.memory.every_n=3: only used with checkpointing: every_n"),
         ({"coat": {"optimiser": {}}}, "coat.optimiser: unknown key; did you mean 'optimizer'?"),
         ({"sample.samples": [{"prompt": "a"}]}, "sample.prompts="),
         ({"sample.prompts": ["a --w 512"]}, "sample.prompts[0]='a --w 512': flags in a prompt are not supported"),

@@ -25,12 +25,11 @@ SPEC_DEFAULTS = {
     "optimizer.block_size": 128,
     "optimizer.use_dynamic_range_expansion": True,
     "optimizer.stochastic_rounding": False,
-    "optimizer.moment_rounding": "nearest",
+    "optimizer.moment_rounding": "stochastic",
     "optimizer.offload": "none",
     "weight.use_fp8": True,
     "weight.format": "e4m3",
     "weight.granularity": "per_tensor",
-    "weight.cache": True,
     "activation.use_fp8": True,
     "activation.format": "e4m3",
     "activation.grad_format": "e5m2",
@@ -45,7 +44,6 @@ SPEC_DEFAULTS = {
     "activation.min_sqnr_db": None,
     "memory.enable_efficient_checkpoint": True,
     "memory.checkpointing": "auto",
-    "memory.every_n": 2,
     "memory.budget_gb": None,
     "memory.log_memory_stats": True,
     "memory.transposed_weights": "auto",
@@ -76,7 +74,6 @@ GOOD = {
     "activation.include": [["*"], ["transformer_blocks.*.attn.to_q", "single*"], []],
     "activation.exclude": [["x"], []],
     "activation.min_sqnr_db": [None, 20, 27.5],
-    "memory.every_n": [1, 2, 57],
     "memory.budget_gb": [None, 24, 0.5, 79.6],
     "memory.stream_blocks": [0, 3, "auto", "all"],
     "memory.log_every": [1, 500],
@@ -164,8 +161,6 @@ def block_with(key: str, value: object) -> dict:
     block = {leaf: value}
     for parent in reversed(parents):
         block = {parent: block}
-    if key == "memory.every_n":
-        block["memory"]["checkpointing"] = "every_n"
     return block
 
 
@@ -223,7 +218,7 @@ def test_every_bad_value_is_refused_with_file_key_value_and_remedy(key, value, m
         ("optimizer.m2_format", "uint8log", "uint8_log"),
         ("activation.linear_granularity", "per-row", "per_row"),
         ("activation.attention", "FP8", "fp8"),
-        ("memory.checkpointing", "every-n", "every_n"),
+        ("memory.checkpointing", "al", "all"),
         ("fallback", "Error", "error"),
     ],
 )

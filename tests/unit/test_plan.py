@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coat_flux.blocks.held import USABLE_FRACTION
-from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_mini_flux, make_tiny_flux
@@ -23,7 +21,6 @@ from coat_flux.plan.facts import CARDS, HUB_MODELS, Card
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.models import find_model
 from coat_flux.plan.predict import PARTS, PhasePrediction, Prediction, optimizer_bytes, predict, predict_facts
-from coat_flux.plan.space import cached_codes
 from coat_flux.plan.speed import run_seconds, step_seconds
 from tests.helpers.engine_job import engine_job, write_images
 from tests.tolerances import ANCHOR_TIME_RTOL
@@ -182,8 +179,8 @@ def test_automatic_checkpointing_takes_what_the_device_has():
     assert found.phase("step").total <= 17 * GB
     assert found.recomputed == predict(budget).recomputed
     assert predict(job_of(train={"gradient_checkpointing": False}), device_bytes=20 * GB).recomputed == ()
-    every = job_of(coat={"memory": {"checkpointing": "every_n", "every_n": 19}}, train={"gradient_checkpointing": True})
-    assert predict(every).recomputed == (18, 37, 56)
+    every = job_of(coat={"memory": {"checkpointing": "all"}}, train={"gradient_checkpointing": True})
+    assert predict(every).recomputed == tuple(range(57))
 
 
 @pytest.mark.parametrize("optimizer", ["coat_fp8_adamw", "adamw", "adamw8bit"])
@@ -212,21 +209,6 @@ def test_the_transformer_passes_through_host_memory_weight_by_weight():
     for coat in ({}, {"weight": {"use_fp8": False}}, {"enabled": False}):
         train = {} if coat.get("enabled", True) else {"optimizer": "adamw"}
         assert predict(job_of(coat=coat, train=train)).ram_bytes == 3e9 + encoders
-
-
-def test_the_cache_of_quantized_weights_counts_as_disk(tmp_path):
-    codes = find_model(DEV, "model").transformer_bytes(COATConfig(), 2)
-    job = job_of()
-    on, off = (predict(job_of(coat={"weight": {"cache": wanted}})).disk_bytes for wanted in (True, False))
-    assert on - off == codes == cached_codes(job, find_model(DEV, "model"), 2)
-    plain = job_of(coat={"weight": {"use_fp8": False}})
-    assert cached_codes(plain, find_model(DEV, "model"), 2) == 0
-    small = find_model("models/coat_mini_flux", "model")
-    assert cached_codes(job_of(model="models/coat_mini_flux"), small, 2) == 0  # it saves nobody a second
-    file = tmp_path / "flux1-dev-fp8.safetensors"
-    file.touch()
-    os.truncate(file, 12_000_000_000)  # as large as its codes
-    assert cached_codes(job_of(model=str(file)), find_model(DEV, "model"), 2) == 0
 
 
 def test_images_that_are_here_count(tmp_path):
@@ -302,10 +284,12 @@ def test_no_change_raises_the_peak(edit):
     """Each edit, made on a config to which it applies, lowers some phase and raises none; made again it ends."""
     coat = {
         "activation": {"flow": "generic", "attention": "bf16"}, "weight": {"use_fp8": False},
-        "memory": {"enable_efficient_checkpoint": False, "checkpointing": "every_n"},
+        "memory": {"enable_efficient_checkpoint": False, "checkpointing": "none"},
     }  # fmt: skip
     if edit.__name__ == "_fp8_activations":
         coat["activation"] = {"use_fp8": False}
+    if edit.__name__ == "_fp8_inputs":
+        coat["memory"]["checkpointing"] = "all"
     if edit.__name__ == "_streamed":
         coat |= {"weight": {}, "memory": {}}
     if edit.__name__ == "_no_transposed":

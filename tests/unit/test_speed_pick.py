@@ -96,7 +96,6 @@ def test_candidates_are_at_least_as_precise_as_asked() -> None:
 
     assert gemms() == ["per_row", "bf16"]
     assert gemms(linear_granularity="per_tensor") == ["per_tensor", "per_row", "bf16"]
-    assert gemms(linear_granularity="per_group") == ["per_group"]
     assert gemms(use_fp8=False) == ["bf16"]
 
 

@@ -279,9 +279,8 @@ def _recomputed(
     every = list(range(len(given.blocks)))
     if given.recomputed is not None:
         return list(given.recomputed)
-    if mode in ("all", "every_n"):
-        n = config.memory.every_n if mode == "every_n" else 1
-        return every[n - 1 :: n]
+    if mode == "all":
+        return every
     if mode == "auto" and given.tokens is None:
         return None
     if mode == "none" or free is None:

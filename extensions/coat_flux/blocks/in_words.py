@@ -203,8 +203,7 @@ def _attention(plan: BlockPlan, config: COATConfig) -> TableRow:
 
 def _checkpointing(plan: BlockPlan, config: COATConfig) -> TableRow:
     memory, given = config.memory, plan.given
-    asked = memory.checkpointing + (f" ({memory.every_n})" if memory.checkpointing == "every_n" else "")
-    asked += "" if memory.budget_gb is None else f" within {memory.budget_gb:g} GB"
+    asked = memory.checkpointing + ("" if memory.budget_gb is None else f" within {memory.budget_gb:g} GB")
     if plan.recomputed is None:
         return TableRow("checkpointing", asked, LATER)
     got = f"{len(plan.recomputed)} of {len(plan.blocks)} blocks recompute from {_inputs(config)} inputs"

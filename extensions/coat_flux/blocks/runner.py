@@ -62,12 +62,12 @@ class BlockRunner:
             model's, where nothing of COAT is).
 
     Raises:
-        ValueError: `memory.checkpointing` is all or every_n while recomputation is forbidden.
+        ValueError: `memory.checkpointing` is all while recomputation is forbidden.
     """
 
     def __init__(self, blocks: dict[str, nn.Module], config: COATConfig, allow_recompute: bool) -> None:
         mode = config.memory.checkpointing
-        if not allow_recompute and mode in ("all", "every_n"):
+        if not allow_recompute and mode == "all":
             raise ValueError(
                 f"coat.memory.checkpointing={mode!r}: train.gradient_checkpointing is false, which forbids "
                 "recomputation; set one of them differently (checkpointing: none, or gradient_checkpointing: true)"

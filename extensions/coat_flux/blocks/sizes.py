@@ -278,9 +278,7 @@ def _module(block: Block, settings: FlowSettings) -> nn.Module:
     """Diffusers' block on the meta device, with FP8 linears and PEFT's adapters."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    gemms = FP8LinearConfig(
-        input_granularity=settings.inputs.name, group_size=settings.inputs.group_size, use_fp8_gemm=settings.fp8_gemms
-    )
+    gemms = FP8LinearConfig(input_granularity=settings.inputs.name, use_fp8_gemm=settings.fp8_gemms)
     if settings.weight_format == "int8":
         gemms = replace(gemms, weight_format="int8", input_format="int8", grad_format="int8")
     with torch.device("meta"):

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from .findings import Findings, suggest_key
-from .options import Option, OptionError
+from .options import REMOVED, Option, OptionError
 
 T = TypeVar("T")
 
@@ -87,7 +87,9 @@ def build(
         where = f"{path}.{name}"
         findings.given.add(where)
         item = known.get(name)
-        if item is None:
+        if reason := _removal(where, value):
+            findings.add(where, reason, value)
+        elif item is None:
             _check_other_key(name, value, where, known, (others or {}).get(cls, OtherKeys({}, {})), findings)
         elif nested := _block_of(item):
             values[name] = build(nested, value, where, findings, others=others)
@@ -107,6 +109,12 @@ def build(
         if option is not None and option.required and name not in written:
             findings.add(f"{path}.{name}", f"is missing, {option.rule()}; add it")
     return cls(**values)
+
+
+def _removal(path: str, value: Any) -> str | None:
+    """Why a key or value that an earlier version had was removed, and what replaces it."""
+    _, block, key = path.rpartition("coat.")
+    return (REMOVED.get(key) or REMOVED.get(f"{key}={value}")) if block else None
 
 
 def as_mapping(raw: Any, path: str, findings: Findings) -> Mapping[Any, Any]:

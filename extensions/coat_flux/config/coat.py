@@ -42,7 +42,7 @@ class OptimizerOptions:
     )
     stochastic_rounding: bool = switch(False, "bf16/fp16 parameters are updated with stochastic rounding")
     moment_rounding: str = choice(
-        ("nearest", "stochastic"),
+        ("stochastic", "nearest"),
         "stochastic: exp_avg_sq in 8 bits goes to one of its two neighbouring codes at random, so it stays right on "
         "average; nearest lets it drift upwards, by more than 20 % in 2,000 steps",
     )
@@ -69,11 +69,6 @@ class WeightOptions:
         "each product; int8: rotated, for cards without FP8 (RTX 20xx, 30xx, A100), with activation.format: int8",
     )
     granularity: str = choice(("per_tensor", "per_row"), "what shares one scale in a weight of e4m3 or e5m2")
-    cache: bool = switch(
-        True,
-        "stand-alone trainer: the codes are kept on disk (HF_HOME/assets) where the next start then reads at least "
-        "1 GB less",
-    )
 
 
 @dataclass(frozen=True)
@@ -93,11 +88,11 @@ class ActivationOptions:
         "full fine-tuning: format of the output's gradient in the product that makes a weight's gradient, by the FP8 "
         "input; bf16: by the input's dequantized values",
     )
-    linear_granularity: str = choice(("per_row", "per_tensor", "per_group"), "scaling of GEMM inputs")
+    linear_granularity: str = choice(("per_row", "per_tensor"), "scaling of GEMM inputs")
     nonlinear_granularity: str = choice(
         ("per_group", "per_tensor"), "scaling of what norms, GELU, gates and attention save"
     )
-    group_size: int = choice((128, 16, 32, 64, 256), "the 1×G group of per_group")
+    group_size: int = choice((128, 16, 32, 64, 256), "the 1×G group of nonlinear_granularity: per_group")
     attention: str = choice(("fp8", "bf16"), "how q, k, v, out are saved for attention's backward")
     flow: str = choice(
         ("fused", "generic"),
@@ -127,10 +122,9 @@ class MemoryOptions:
 
     enable_efficient_checkpoint: bool = switch(True, "checkpointed block inputs are stored in FP8")
     checkpointing: str = choice(
-        ("auto", "none", "all", "every_n"),
+        ("auto", "none", "all"),
         "blocks recomputed in backward; auto: as few as budget_gb allows; train.gradient_checkpointing: false: none",
     )
-    every_n: int = key(2, "int", "with checkpointing: every_n, one block in this many is recomputed", minimum=1)
     budget_gb: float | None = key(
         None,
         "float",
@@ -167,9 +161,9 @@ class SpeedOptions:
         "time the GEMMs (20 s at most) at the start, use the fastest that is as precise as configured; auto: on a GPU",
     )
     attention: str = choice(
-        ("auto", "cudnn", "flash", "efficient", "fa3", "fa4"),
-        "the attention kernel of FLUX blocks on a GPU; fa3, fa4: FlashAttention 3 or 4, installed separately; "
-        "auto: the fastest by speed.measure, else torch's choice",
+        ("auto", "cudnn", "flash", "efficient"),
+        "the attention kernel of FLUX blocks on a GPU; auto: the fastest by speed.measure (FlashAttention 3 and 4 too, "
+        "where they are installed), else torch's choice",
     )
 
 
@@ -267,8 +261,6 @@ class COATConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every option with its value, as plain YAML types; `from_dict` reads it back."""
         tree = to_plain(self)
-        if self.memory.checkpointing != "every_n":
-            del tree["memory"]["every_n"]
         if self.weight.format == INT8:
             del tree["weight"]["granularity"]
             tree["activation"]["grad_format"] = self.grad_format
@@ -326,7 +318,6 @@ class COATConfig:
             input_format=INT8 if self.weight.format == INT8 else self.activation.format,
             grad_format=self.grad_format,
             input_granularity=self.activation.linear_granularity,
-            group_size=self.activation.group_size,
             wgrad_format=self.activation.wgrad_format,
             use_fp8_gemm=self.activation.use_fp8,
             fallback="error" if self.fallback == "error" else "bf16",

@@ -14,9 +14,6 @@ def check_combinations(config: Any, path: str, findings: Findings) -> None:
     """Refuse options that the user wrote and that would have no effect with the others."""
     memory = f"{path}.memory"
     mode = config.memory.checkpointing
-    if f"{memory}.every_n" in findings.given and mode != "every_n":
-        rule = f"only used with checkpointing: every_n, which is {mode}; remove it or write checkpointing: every_n"
-        findings.add(f"{memory}.every_n", rule, config.memory.every_n)
     if config.memory.budget_gb is not None and mode != "auto":
         rule = f"only used with checkpointing: auto, which is {mode}; write null or checkpointing: auto"
         findings.add(f"{memory}.budget_gb", rule, config.memory.budget_gb)
@@ -34,18 +31,12 @@ def check_combinations(config: Any, path: str, findings: Findings) -> None:
     _check_stored(config, path, findings)
     _check_int8(config, path, findings)
     _check_products(config, path, findings)
-    if config.activation.min_sqnr_db is not None:
-        rule = ""
-        if not config.activation.use_fp8:
-            rule = "only used with activation.use_fp8: true; write null or use_fp8: true"
-        elif config.activation.linear_granularity == "per_group":
-            rule = "is not for linear_granularity: per_group; write null, or linear_granularity: per_row"
-        if rule:
-            findings.add(f"{path}.activation.min_sqnr_db", rule, config.activation.min_sqnr_db)
+    if config.activation.min_sqnr_db is not None and not config.activation.use_fp8:
+        rule = "only used with activation.use_fp8: true; write null or use_fp8: true"
+        findings.add(f"{path}.activation.min_sqnr_db", rule, config.activation.min_sqnr_db)
     wgrad = config.activation.wgrad_format
-    if wgrad != "bf16" and (config.weight.format == INT8 or config.activation.linear_granularity == "per_group"):
-        rule = "is not for int8, nor for linear_granularity: per_group; write bf16, or per_row inputs in e4m3"
-        findings.add(f"{path}.activation.wgrad_format", rule, wgrad)
+    if wgrad != "bf16" and config.weight.format == INT8:
+        findings.add(f"{path}.activation.wgrad_format", "is not for int8; write bf16, or inputs in e4m3", wgrad)
     for part in config.resume.allow:
         if part not in RESUME_PARTS:
             near = closest(part, RESUME_PARTS)
@@ -93,9 +84,9 @@ def _check_int8(config: Any, path: str, findings: Findings) -> None:
 
 
 def _check_products(config: Any, path: str, findings: Findings) -> None:
-    """Refuse e5m2 × e5m2, which no GPU multiplies; per_group inputs are multiplied in bf16 and may be anything."""
+    """Refuse e5m2 × e5m2, which no GPU multiplies."""
     activation = config.activation
-    if config.weight.format != "e5m2" or not activation.use_fp8 or activation.linear_granularity == "per_group":
+    if config.weight.format != "e5m2" or not activation.use_fp8:
         return
     written = {"format": activation.format, "grad_format": activation.grad_format}
     others = [key for key, value in written.items() if value == "e5m2"]

@@ -19,6 +19,16 @@ from .findings import closest, show
 FORMATS, INT8 = ("e4m3", "e5m2"), "int8"  # of FP8; torch is not imported here
 COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
 BLOCK_WORDS = ("auto", "all")
+# options of the `coat:` block that version 0 had: key, or key=value → why it went; what to write instead
+REMOVED = {
+    "activation.linear_granularity=per_group": "was removed, GPUs multiplied it in bf16; write per_row",
+    "memory.checkpointing=every_n": "was removed; write auto with a budget_gb, or all",
+    "memory.every_n": "was removed; write checkpointing: auto with a budget_gb instead, or checkpointing: all",
+    "speed.attention=fa3": "is chosen automatically where it is installed; write auto",
+    "speed.attention=fa4": "is chosen automatically where it is installed; write auto",
+    "speed.compile": "was removed; write speed.cuda_graphs: auto or never instead",
+    "weight.cache": "was removed, quantized weights are no longer kept on disk; remove it",
+}
 BOOL_WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 
 

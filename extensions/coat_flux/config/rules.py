@@ -257,9 +257,9 @@ def _check_coat(entry: Entry) -> None:
     rule(BOTH, "train.optimizer", other and fp8 and entry.given("coat.optimizer"), text, default=optimizer)
     text = f"stores the moments its own way, not as COAT; write {COAT_OPTIMIZER} for FP8 moments"
     rule(BOTH, "train.optimizer", other and (alone or fp8), text, warn=True, default=optimizer)
-    wanted = coat.memory.checkpointing in ("all", "every_n")
+    forbidden = entry.get("train.gradient_checkpointing") is False
     text = "train.gradient_checkpointing: false forbids recomputation; write none or auto, or true there"
-    rule(BOTH, "coat.memory.checkpointing", wanted and entry.get("train.gradient_checkpointing") is False, text)
+    rule(BOTH, "coat.memory.checkpointing", forbidden and coat.memory.checkpointing == "all", text)
     kernel, device = coat.speed.attention, entry.get("device", "cuda")
     text = f"is a kernel for NVIDIA GPUs, and device is {device}; write auto"
     rule(BOTH, "coat.speed.attention", kernel != "auto" and device in ("cpu", "mps"), text)

@@ -32,7 +32,7 @@ from ..blocks.sizes import FP32, forward_bytes
 from ..config.job import JobConfig
 from ..saves.state import SHARD_BYTES
 from .job import JobFacts, job_facts
-from .space import cached_codes, moment_bytes, save_space
+from .space import moment_bytes, save_space
 
 __all__ = ["PARTS", "PhasePrediction", "Prediction", "offloaded_bytes", "outside_bytes", "predict", "predict_facts"]
 
@@ -319,9 +319,7 @@ def _disk(facts: JobFacts) -> int:
         total += facts.data.latents * _latent_bytes(facts)
     if facts.caches_text:
         total += facts.data.captions * 2 * (facts.model.text_tokens * facts.model.text_width + facts.model.pooled_width)
-    if job.full:
-        return total
-    return total + cached_codes(facts.job, facts.model, facts.value_bytes)
+    return total
 
 
 def _assumptions(facts: JobFacts) -> tuple[str, ...]:

@@ -1,9 +1,8 @@
-"""What the saves of a job and its cache of quantized weights take on disk."""
+"""What the saves of a job take on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from coat_core.ops.packing import n_blocks
 from coat_core.optim.state import state_bytes
@@ -13,12 +12,10 @@ from ..blocks.sizes import FP32
 from ..config.job import JobConfig
 from ..saves.commit import SaveSpace
 from .job import trained_sizes
-from .models import ModelParts, find_model
+from .models import find_model
 
-__all__ = ["LEAST_SAVED", "cached_codes", "job_space", "moment_bytes", "save_space"]
+__all__ = ["job_space", "moment_bytes", "save_space"]
 
-LEAST_SAVED = 1e9  # bytes that a cache of quantized weights spares a start to read; below it none is written
-PUBLISHED_BYTES = 2  # of an element of a transformer on the hub: bf16
 BNB_BLOCK, BNB_SMALLEST = 256, 4096  # bitsandbytes: elements that share a scale; smaller tensors keep fp32 moments
 
 
@@ -56,22 +53,6 @@ def job_space(job: JobConfig) -> SaveSpace:
     only, ignore = kwargs.only_if_contains, tuple(kwargs.ignore_if_contains)
     targets, rank = model.targets(job.network.transformer_only, only, ignore), job.network.linear
     return save_space(job, [size for linear in targets for size in (rank * linear.inputs, rank * linear.outputs)])
-
-
-def cached_codes(job: JobConfig, model: ModelParts, value_bytes: int) -> int:
-    """The cache of quantized weights; 0 where the next start would have little less to read.
-
-    Args:
-        job: its `coat.weight` decides.
-        model: the transformer's sizes. On disk it is taken to be bf16, as it is published, or the size of its file.
-        value_bytes: of an element that stays in high precision.
-    """
-    coat, name = job.coat, Path(job.model.name_or_path)
-    if not (coat.enabled and coat.weight.use_fp8 and coat.weight.cache):
-        return 0
-    codes = model.transformer_bytes(coat, value_bytes)
-    original = name.stat().st_size if name.is_file() else PUBLISHED_BYTES * model.elements["transformer"]
-    return codes if original - codes >= LEAST_SAVED else 0
 
 
 def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:

@@ -28,7 +28,6 @@ from ...config.coat import COATConfig
 from ...data.cache import TextEncoders
 from ...data.flux2 import Flux2Text
 from ..weights import Weights, check_weights, fill, folder_weights, local_folder, original_weights
-from .code_cache import find_cache
 
 __all__ = ["Encoders", "ModelLoadError", "base_weights", "load_encoders", "load_transformer"]
 
@@ -128,25 +127,20 @@ def load_transformer(
     coat: COATConfig | None = None,
     device: torch.device | str = "cpu",
     *,
-    log: Callable[[str], None] = logger.info,
-    writes: bool = True,
     trained: Callable[[nn.Module], Collection[str]] | None = None,
 ) -> nn.Module:
     """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on `device`; never in CPU memory as a whole.
 
     Each weight is read from disk, cast to `dtype`, moved to `device` and, with `coat.weight.use_fp8`, quantized there
-    before the next one is read, by the same functions as `apply_coat` uses on a model in memory; or all of them come
-    from the cache of an earlier run (`code_cache`).
+    before the next one is read, by the same functions as `apply_coat` uses on a model in memory.
 
     Args:
         name_or_path: a diffusers folder, hub id or checkpoint file.
         dtype: `train.dtype`.
         coat: the `coat:` block; None quantizes nothing.
         device: where it will run.
-        log: takes what is to be said of the cache.
-        writes: whether this process writes the cache.
         trained: of full fine-tuning: gives, of the model on the meta device, the full names of the linears that are
-            trained (`apply_coat`). Nothing is cached then.
+            trained (`apply_coat`).
 
     Raises:
         ModelLoadError: missing, unreadable or of another model.
@@ -162,19 +156,9 @@ def load_transformer(
         model = _on_meta(cls, config, dtype, name_or_path)
         check_weights(model, weights, cls.__name__)
         linears = () if trained is None else trained(model)
-        cache = (
-            None if coat is None or trained is not None else find_cache(name_or_path, weights, dtype, coat, device, log)
-        )
-        if cache is not None and cache.exists:
-            codes = _on_meta(cls, config, dtype, name_or_path)
-            if cache.load(codes, log):
-                return codes.requires_grad_(False).eval()
-            del codes
         fill(model, weights, dtype, device, None if coat is None else convert_weights(model, coat, device, linears))
     except CheckpointError as error:
         raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
-    if cache is not None and writes:
-        cache.store(model, log)
     return model.requires_grad_(False).eval()
 
 

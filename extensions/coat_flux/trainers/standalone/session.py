@@ -302,7 +302,7 @@ def _prepare_transformer(
     name, device, coat = job.model.name_or_path, workers.device, job.coat
     chosen = Chosen(coat)
     find = chosen.find if job.full else None
-    transformer = load_transformer(name, dtype, coat, device, log=log.info, writes=workers.is_main, trained=find)
+    transformer = load_transformer(name, dtype, coat, device, trained=find)
     targets = [] if job.full else _targets(job, transformer)
     report = None
     if coat.enabled:
