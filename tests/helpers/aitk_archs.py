@@ -111,13 +111,13 @@ def prepare(
 ) -> tuple[nn.Module, dict[str, Any], Any, Any]:
     """Model, inputs, network and COAT's report, as the process makes them."""
     from coat_flux.blocks.apply import apply_coat
-    from coat_flux.blocks.lookup import architecture_of
+    from coat_flux.blocks.lookup import family_of
     from coat_flux.blocks.lora import attach_lora
     from coat_flux.config.coat import COATConfig
     from coat_flux.trainers.ai_toolkit.quantizer import convert, plain_linears
 
     model, inputs = made(arch, qtype)
-    config, blocks = COATConfig.from_dict(setting), architecture_of(model).blocks
+    config, blocks = COATConfig.from_dict(setting), family_of(model).blocks
     if config.enabled:
         convert(model, plain_linears(model), config.linear_config())
     if hasattr(model, "enable_gradient_checkpointing"):
@@ -199,7 +199,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 def measure(arch: str, qtype: str = "", kind: str = "lora") -> dict[str, Any]:
     """Class, treatment as it ran, cosines and bytes."""
-    from coat_flux.blocks.lookup import architecture_of, listed_blocks
+    from coat_flux.blocks.lookup import family_of, listed_blocks
     from coat_flux.blocks.runner import BlockRunner
 
     found: dict[str, Any] = {}
@@ -208,7 +208,7 @@ def measure(arch: str, qtype: str = "", kind: str = "lora") -> dict[str, Any]:
         model, inputs, network, report = prepare(arch, setting, qtype, kind)
         got = gradients(model, inputs, network)
         if name != "recomputed":
-            blocks = list(listed_blocks(model, architecture_of(model).blocks).values())
+            blocks = list(listed_blocks(model, family_of(model).blocks).values())
             found[f"{name}_bytes"], found["elements"] = kept_bytes(model, inputs, blocks)
         runner = BlockRunner.of(model)
         if runner is None:

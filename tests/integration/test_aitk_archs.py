@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from coat_flux.blocks.architectures import ARCHITECTURES
 from coat_flux.blocks.lookup import READ_BLOCKS
-from coat_flux.config.archs import REFUSED, TRANSFORMERS, archs_of, refusal
+from coat_flux.blocks.models import ARCHS, FAMILIES, REFUSED
+from coat_flux.blocks.models.check import archs_of, check_arch
+from coat_flux.config.findings import Findings
 from tests.architecture.sources import ROOT
 from tests.tolerances import ARCH_FEWER_BYTES, ARCH_GRADIENT_COSINE, ARCH_LOWEST_COSINE
 from tests.unit.test_archs import LEGACY, NO_MODELS
@@ -51,25 +52,24 @@ def measured(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 def kind_of(arch: str) -> str:
-    return "UNet" if "UNet" in TRANSFORMERS[arch] else "transformer"
+    return "UNet" if "UNet" in ARCHS[arch].transformer else "transformer"
 
 
 def test_every_arch_is_in_the_table_and_every_class_has_its_block_lists() -> None:
-    assert set(ALL) == TRANSFORMERS.keys() | REFUSED.keys()
-    assert set(TRANSFORMERS.values()) <= ARCHITECTURES.keys()
-    assert {name for name, entry in ARCHITECTURES.items() if any(x.block in READ_BLOCKS for x in entry.lists)} == FUSED
+    assert set(ALL) == ARCHS.keys() | REFUSED.keys()
+    assert {name for name, entry in FAMILIES.items() if any(x.block in READ_BLOCKS for x in entry.lists)} == FUSED
 
 
 @pytest.mark.parametrize("arch", ALL)
 def test_each_is_refused_or_trained_as_the_table_says(arch: str, request: pytest.FixtureRequest) -> None:
     if arch in REFUSED:
-        text, warns = refusal(arch, frozenset(ALL))
-        assert text
-        assert not warns
+        findings = Findings("f.yaml")
+        check_arch(arch, ALL, "model.arch", findings)
+        assert len(findings.errors) == 1
         return
     found = request.getfixturevalue("measured")[arch]
     assert "error" not in found, found["trace"]
-    assert found["class"] == TRANSFORMERS[arch]
+    assert found["class"] == ARCHS[arch].transformer
     idle = 2 if arch in MODEL_OF_TWO_PARTS else 0
     ran, rest = found["blocks"] - idle, f"; {idle} untouched, not called" if idle else ""
     flow = "fused" if found["class"] in FUSED else "generic"

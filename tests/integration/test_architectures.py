@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from coat_core.linear import FP8Linear
 from coat_core.metrics import cosine
 from coat_flux.blocks.apply import apply_coat
-from coat_flux.blocks.architectures import ARCHITECTURES as KNOWN
-from coat_flux.blocks.architectures import IN_AND_OUT, PLAIN
 from coat_flux.blocks.hook import hook_of, own_forward
-from coat_flux.blocks.lookup import architecture_of
+from coat_flux.blocks.lookup import family_of
+from coat_flux.blocks.models.others import IN_AND_OUT
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.coat import COATConfig
 from coat_flux.trainers.optimizer import build_optimizer
@@ -262,7 +260,7 @@ class Unknown(nn.Module):
 
 @pytest.mark.parametrize(("wrapped", "name"), [(False, "blocks"), (True, "inner.layers")])
 def test_unknown_class_gets_the_cautious_policy(wrapped: bool, name: str) -> None:
-    policy = architecture_of(Unknown(wrapped))
+    policy = family_of(Unknown(wrapped))
     assert (policy.convert, policy.weight_only, policy.blocks) == ((f"{name}.*",), (), (name,))
 
 
@@ -272,10 +270,3 @@ def test_a_known_class_without_its_block_lists_is_an_error() -> None:
     del model.transformer_blocks
     with pytest.raises(ValueError, match=r"SD3Transformer2DModel: has none of the block lists .*transformer_blocks"):
         apply_coat(model, COATConfig.from_dict(KEEP))
-
-
-def test_every_known_architecture_is_here(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), torch.device("meta"):
-        classes = {type(item.build(**item.options)).__name__ for item in ARCHITECTURES.values()}
-    read = {name for name, entry in KNOWN.items() if any(each.reader for each in entry.lists)}
-    assert classes - read == KNOWN.keys() - read - PLAIN.keys()

@@ -11,7 +11,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_utils
 from safetensors.torch import save_file
 
-from coat_flux.config.checkpoint_file import CheckpointError, flux_config, read_header
+from coat_flux.blocks.models.checkpoint import CheckpointError, flux_config, read_header
 from coat_flux.mini_flux.folder import MINI_FLUX
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders, load_transformer
 from coat_flux.trainers.standalone.trainer import COATTrainer

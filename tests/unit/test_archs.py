@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from coat_flux.config.archs import REFUSED, TRANSFORMERS, archs_of, refusal
+from coat_flux.blocks.models import ARCHS, REFUSED
+from coat_flux.blocks.models.check import archs_of, check_arch, check_models
+from coat_flux.config.findings import Findings
 
 NO_MODELS = {"example", "sapiens2_1b"}  # ai-toolkit's template of a model, and a feature extractor
 LEGACY = {"flux", "sd1", "sd2", "sd3", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "auraflow", "lumina2"}
@@ -29,31 +31,43 @@ def test_archs_are_read_from_source_and_through_links(tmp_path: Path) -> None:
     assert set(archs_of(checkout(tmp_path))) == {"new_model", "mine"}
 
 
-@pytest.mark.parametrize("arch", sorted(REFUSED))
-def test_what_coat_does_not_train_is_refused_with_what_works(arch: str) -> None:
-    text, warns = refusal(arch, frozenset())
-    assert not warns
-    assert text.startswith(REFUSED[arch])
-    assert "; write coat: {enabled: false}, or train one of " in text
-    assert text.endswith("wan21, wan22_14b, wan22_5b, zeta_chroma, zimage")
-    assert "qwen_image, " in text
-    assert "qwen_image_edit" not in text
+@pytest.mark.parametrize(
+    ("arch", "checked_out", "severity", "words"),
+    [
+        *((arch, False, "error", f"{REFUSED[arch]}; write coat: {{enabled: false}}") for arch in REFUSED),
+        ("flux", True, None, ""),
+        ("new_model", True, "warning", "cautiously"),
+        ("unheard", False, "warning", "cautiously"),  # without a checkout nobody can know
+        ("flux_kontex", True, "error", "did you mean 'flux_kontext'?"),
+        ("unheard", True, "error", "zeta_chroma, zimage"),
+    ],
+)
+def test_an_arch_is_trained_refused_or_treated_cautiously(
+    tmp_path: Path, arch: str, checked_out: bool, severity: str | None, words: str
+) -> None:
+    findings = Findings("f.yaml")
+    check_arch(arch, set(archs_of(checkout(tmp_path))) if checked_out else set(), "model.arch", findings)
+    assert [item.severity for item in findings.all] == ([severity] if severity else [])
+    assert all(words in item.text() for item in findings.all)
 
 
-def test_a_new_arch_is_treated_cautiously_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
-    host = frozenset(archs_of(checkout(tmp_path)))
-    assert refusal("flux", host) == ("", False)
-    text, warns = refusal("new_model", host)
-    assert warns
-    assert "the table after the first step" in text
-    assert refusal("unheard", frozenset())[1]  # without a checkout nobody can know
-    text, warns = refusal("flux_kontex", host)
-    assert not warns
-    assert text.endswith("which would load Stable Diffusion 1; did you mean 'flux_kontext'?")
+@pytest.mark.parametrize(
+    ("kind", "coat", "trainer", "refused"),
+    [
+        ("coat_flux_trainer", None, "ai-toolkit", True),
+        ("coat_flux_trainer", {"enabled": False}, "ai-toolkit", False),
+        ("coat_flux_trainer", None, "standalone", False),  # the rules of its own keys refuse it
+        ("sd_trainer", None, "ai-toolkit", False),
+    ],
+)
+def test_an_arch_is_refused_where_coat_would_train_it(kind: str, coat: object, trainer: str, refused: bool) -> None:
+    process = {"type": kind, "coat": coat, "model": {"name_or_path": "x", "arch": "hidream"}}
+    raw = {"config": {"process": [process]}}
+    keys = [item.key for item in check_models(raw, trainer=trainer, elsewhere=True)]
+    assert keys == ["config.process[0].model.arch"] * refused
 
 
 @pytest.mark.aitk
-def test_the_table_has_every_arch_of_the_pinned_ai_toolkit() -> None:
-    found = set(archs_of(Path(os.environ["AI_TOOLKIT_ROOT"])))
-    assert found - NO_MODELS | LEGACY == TRANSFORMERS.keys() | REFUSED.keys()
-    assert not TRANSFORMERS.keys() & REFUSED.keys()
+def test_the_families_have_every_arch_of_the_pinned_ai_toolkit() -> None:
+    assert set(archs_of(Path(os.environ["AI_TOOLKIT_ROOT"]))) - NO_MODELS | LEGACY == ARCHS.keys() | REFUSED.keys()
+    assert not ARCHS.keys() & REFUSED.keys()

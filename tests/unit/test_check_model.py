@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from coat_flux.blocks.models.check import EMBEDDED, check_device, check_model
 from coat_flux.config.findings import Findings
-from coat_flux.config.model_folder import EMBEDDED, check_device, check_model
 from coat_flux.mini_flux.folder import EMBEDDED_MODEL, MINI_FLUX
 
 ALONE, AITK = "standalone", "ai-toolkit"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from coat_core.linear import FP8Linear
 
-from ..blocks.architectures import FLUX
+from ..blocks.models import FLUX
 from ..config.coat import COATConfig
 from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG
 from ..trainers.standalone.step_graph import capture

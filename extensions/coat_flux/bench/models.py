@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..blocks.apply import apply_coat
-from ..blocks.architectures import FLUX
 from ..blocks.gemms import set_transposed
 from ..blocks.lora import attach_lora
+from ..blocks.models import FLUX
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..mini_flux.geometry import make_flux_dev_geometry

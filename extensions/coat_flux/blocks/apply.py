@@ -18,11 +18,11 @@ from coat_core.linear.weight import CODES
 
 from ..base.errors import UserError
 from ..config.findings import ConfigError
-from .architectures import Architecture
 from .cast_loss import note_weight
 from .gemms import config_for, high_precision_reason
 from .in_words import checkpointing_line, execution_line, shared_rows
-from .lookup import architecture_of, matches
+from .lookup import family_of, matches
+from .models import Family
 from .quantized import adopt, quantization_of
 from .report import OUTSIDE, CoatReport, describe_linear
 from .runner import BlockRunner
@@ -71,14 +71,14 @@ def apply_coat(
     if not config.enabled:
         return report
     _check_model(model)
-    architecture = architecture_of(model)
+    family = family_of(model)
     run_device = torch.device(device) if device is not None else next(model.parameters()).device
     config = config_for(run_device, config)
     report.asked = _asked(config, config.weight.use_fp8 and not trained)
     _check_patterns(model, config)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            _convert_one(name, module, config, architecture, run_device, report, name in trained)
+            _convert_one(name, module, config, family, run_device, report, name in trained)
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             report.skipped[name] = f"a {type(module).__name__}: only linear layers become FP8"
             if config.activation.use_fp8:
@@ -86,7 +86,7 @@ def apply_coat(
     _check_fallback(report, config)
     for module in model.modules():
         unpark(module)
-    runner = BlockRunner.install(model, architecture.blocks, config, allow_recompute, run_device)
+    runner = BlockRunner.install(model, family.blocks, config, allow_recompute, run_device)
     for module in model.modules() if config.memory.stream_blocks != 0 else ():
         if CODES in module._buffers and not is_streamable(module):
             module.to(run_device)
@@ -129,11 +129,11 @@ def convert_weights(
     if not (config.enabled and config.weight.use_fp8):
         return None
     _check_patterns(model, config)
-    config, architecture = config_for(device, config), architecture_of(model)
+    config, family = config_for(device, config), family_of(model)
 
     def convert(name: str, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            _convert_one(name, module, config, architecture, device, CoatReport(), name in trained)
+            _convert_one(name, module, config, family, device, CoatReport(), name in trained)
 
     return convert
 
@@ -157,11 +157,9 @@ def _check_patterns(model: nn.Module, config: COATConfig) -> None:
                 )
 
 
-def _layer_config(
-    name: str, config: COATConfig, architecture: Architecture, device: torch.device
-) -> tuple[FP8LinearConfig, str]:
+def _layer_config(name: str, config: COATConfig, family: Family, device: torch.device) -> tuple[FP8LinearConfig, str]:
     """Return this layer's linear config and why it multiplies in high precision, if it does."""
-    base, why = config.linear_config(), high_precision_reason(name, config, architecture)
+    base, why = config.linear_config(), high_precision_reason(name, config, family)
     if why:
         return replace(base, use_fp8_gemm=False), why
     obstacle = fp8_gemm_obstacle(device, base)
@@ -172,12 +170,12 @@ def _convert_one(
     name: str,
     module: Any,
     config: COATConfig,
-    architecture: Architecture,
+    family: Family,
     device: torch.device,
     report: CoatReport,
     trained: bool,
 ) -> None:
-    linear_config, why = _layer_config(name, config, architecture, device)
+    linear_config, why = _layer_config(name, config, family, device)
     if isinstance(module, FP8TrainableLinear):
         module.config = linear_config
     elif isinstance(module, FP8Linear):
@@ -188,11 +186,11 @@ def _convert_one(
         module.coat_linear_config = linear_config
     elif (quantization := quantization_of(module)) is not None:
         report.quantized[name] = quantization
-        if matches(name, architecture.convert):
+        if matches(name, family.convert):
             adopt(module, linear_config)
         return
-    elif not matches(name, architecture.convert):
-        report.skipped[name] = next((why for key, why in architecture.left.items() if matches(name, (key,))), OUTSIDE)
+    elif not matches(name, family.convert):
+        report.skipped[name] = next((why for key, why in family.left.items() if matches(name, (key,))), OUTSIDE)
         return
     elif type(module) is not nn.Linear:
         report.skipped[name] = f"fallback: a {type(module).__name__}, not a plain nn.Linear"

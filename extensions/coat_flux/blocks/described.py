@@ -1,8 +1,4 @@
-"""FLUX's blocks by their sizes: which linears they have, and a block like them on the meta device.
-
-A linear's shape is (features in, features out), each as so many hidden sizes d and so many MLP widths F: "2 F" of a
-SwiGLU's gate and up.
-"""
+"""FLUX's blocks by their sizes: which linears they have, and a block like them on the meta device."""
 
 from __future__ import annotations
 
@@ -17,41 +13,21 @@ from ..base.errors import UserError
 from .fused.reading import argument_names
 from .lookup import read_list
 from .lora import toolkit_adapter
+from .models import FAMILIES
+from .models.family import Size
 
-Size = tuple[int, int]  # d, F
-D, F, DF = (1, 0), (0, 1), (1, 1)
-
-
-def _stream(names: str, **others: tuple[Size, Size]) -> dict[str, tuple[Size, Size]]:
-    return {**dict.fromkeys(names.split(), (D, D)), **others}
-
-
-TEXT = "attn.add_q_proj attn.add_k_proj attn.add_v_proj attn.to_add_out"
-IMAGE = "attn.to_q attn.to_k attn.to_v attn.to_out.0"
-# kind of block → its linears; what modulates comes first
+# kind of block → its linears: features in and out
 LINEARS: dict[str, dict[str, tuple[Size, Size]]] = {
-    "double": {
-        "norm1_context.linear": (D, (6, 0)),
-        "norm1.linear": (D, (6, 0)),
-        **_stream(TEXT, **{"ff_context.net.0.proj": (D, F), "ff_context.net.2": (F, D)}),
-        **_stream(IMAGE, **{"ff.net.0.proj": (D, F), "ff.net.2": (F, D)}),
-    },
-    "single": {
-        "norm.linear": (D, (3, 0)),
-        **_stream("attn.to_q attn.to_k attn.to_v", proj_mlp=(D, F), proj_out=(DF, D)),
-    },
-    "flux2_double": {
-        **_stream(TEXT, **{"ff_context.linear_in": (D, (0, 2)), "ff_context.linear_out": (F, D)}),
-        **_stream(IMAGE, **{"ff.linear_in": (D, (0, 2)), "ff.linear_out": (F, D)}),
-    },
-    "flux2_single": {"attn.to_qkv_mlp_proj": (D, (3, 2)), "attn.to_out": (DF, D)},
+    blocks.kind: {
+        member: (linear.inputs, outputs)
+        for linear in blocks.linears
+        for member, outputs in zip(linear.members, linear.outputs, strict=True)
+    }
+    for family in FAMILIES.values()
+    for blocks in family.lists
+    if blocks.kind
 }
-CLASSES = {
-    "FluxTransformerBlock": "double",
-    "FluxSingleTransformerBlock": "single",
-    "Flux2TransformerBlock": "flux2_double",
-    "Flux2SingleTransformerBlock": "flux2_single",
-}
+LISTS = {blocks.kind: blocks for family in FAMILIES.values() for blocks in family.lists}
 
 
 def modulates(name: str) -> bool:
@@ -123,9 +99,10 @@ def read_block(module: Any, trained_input: bool = True) -> Block:
         AttributeError: it is not built as diffusers' is.
         ValueError: another class, or of a diffusers whose blocks have other arguments; an adapter that is no LoRA.
     """
-    kind = CLASSES.get(type(module).__name__)
-    if kind is None or not _is_known(type(module)):
+    known = read_list(type(module))
+    if known is None or not known.kind or not _is_known(type(module)):
         raise ValueError(f"a {type(module).__name__}: sizes are known of FLUX's blocks only; treat it as unknown")
+    kind = known.kind
     linears = {name: module.get_submodule(name) for name in LINEARS[kind]}
     ranks = {name: rank for name, linear in linears.items() if (rank := _rank(linear))}
     bases = [getattr(linear, "base_layer", linear) for linear in linears.values()]
@@ -159,24 +136,14 @@ def make_block(block: Block) -> nn.Module:
     """Diffusers' block of these sizes, on the meta device, without adapters.
 
     Raises:
-        UserError: the installed diffusers has another FLUX.2.
+        UserError: the installed diffusers has another block.
     """
-    from diffusers.models.transformers import transformer_flux as flux1
-
-    d, heads, ratio = block.hidden, block.heads, block.mlp / block.hidden
+    make = LISTS[block.kind].make
+    assert make is not None
     with torch.device("meta"):
-        if block.kind == "double":
-            made: nn.Module = flux1.FluxTransformerBlock(d, heads, block.head_dim)
-        elif block.kind == "single":
-            made = flux1.FluxSingleTransformerBlock(d, heads, block.head_dim, mlp_ratio=ratio)
-        else:
-            from diffusers.models.transformers import transformer_flux2 as flux2
-
-            double = block.kind == "flux2_double"
-            cls = flux2.Flux2TransformerBlock if double else flux2.Flux2SingleTransformerBlock
-            if not _is_known(cls):
-                raise UserError("FLUX.2's blocks of this diffusers are too old to be counted; pip install -U diffusers")
-            made = cls(d, heads, block.head_dim, mlp_ratio=ratio)
+        made = make(block.hidden, block.heads, block.head_dim, block.mlp / block.hidden)
+    if not _is_known(type(made)):
+        raise UserError(f"{type(made).__name__} of this diffusers cannot be counted; pip install -U diffusers")
     return made
 
 
@@ -188,5 +155,4 @@ def shared_arguments(block: Block, batch: int, tokens: int, dtype: torch.dtype) 
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=block.trained_embedding)
 
     rotary = tuple(torch.empty(tokens, block.head_dim, device="meta") for _ in range(2))
-    sizes = {"flux2_double": (6, 6), "flux2_single": (3,)}.get(block.kind, (1,))
-    return [*map(vectors, sizes), rotary]
+    return [*map(vectors, LISTS[block.kind].vectors), rotary]

@@ -34,7 +34,7 @@ from .lookup import matches
 
 if TYPE_CHECKING:
     from ..config.coat import COATConfig
-    from .architectures import Architecture
+    from .models import Family
 
 logger = logging.getLogger(__name__)
 
@@ -158,13 +158,13 @@ def _transposable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]
                 yield module, config
 
 
-def high_precision_reason(name: str, config: COATConfig, architecture: Architecture) -> str:
+def high_precision_reason(name: str, config: COATConfig, family: Family) -> str:
     """Why a converted linear multiplies in high precision whatever the device; empty where it multiplies in FP8."""
     activation = config.activation
     if not activation.use_fp8:
         return "activation.use_fp8: false"
     if not matches(name, tuple(activation.include)) or matches(name, tuple(activation.exclude)):
         return "activation.include / exclude"
-    if matches(name, architecture.weight_only):
+    if matches(name, family.weight_only):
         return "one row per image: reading the weight is all the time there is"
     return ""

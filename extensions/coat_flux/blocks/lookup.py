@@ -1,4 +1,4 @@
-"""Finds in a model what `architectures` knows: its entry, its blocks, a block's reader, the linears that names mean."""
+"""Finds in a model what `models` knows of it: its family, its blocks, a block's reader, the linears that names mean."""
 
 from __future__ import annotations
 
@@ -9,40 +9,35 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..config.findings import ConfigError
-from .architectures import ARCHITECTURES, FLUX, Architecture, BlockList
 from .fused.reading import argument_names
+from .models import FAMILIES, FLUX, BlockList, Family
+from .models.family import generic
 
 KEY_PREFIX = "transformer."  # of saved LoRA names, and of the names that words are matched against
 MATRICES = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.")  # in names of parameters, of PEFT and of ai-toolkit
 
 
-def architecture_of(model: nn.Module) -> Architecture:
-    """Return the entry of this model's class, or a cautious one: what is in the model's outermost lists with linears.
+def family_of(model: nn.Module) -> Family:
+    """The family of this model's class, or a cautious one: what is in the model's outermost lists with linears.
 
     Raises:
         ValueError: the class is unknown and the model has no block list.
     """
     for cls in type(model).__mro__:
-        if cls.__name__ in ARCHITECTURES:
-            return ARCHITECTURES[cls.__name__]
-    blocks = _outermost_lists(model)
-    if not blocks:
-        raise ValueError(
-            f"{type(model).__name__}: no entry for this class and no list of blocks to convert; "
-            f"known classes: {', '.join(ARCHITECTURES)}"
-        )
-    return Architecture(tuple(f"{name}.*" for name in blocks), (), tuple(map(BlockList, blocks)))
-
-
-def _outermost_lists(model: nn.Module) -> tuple[str, ...]:
-    """Names of the module lists with linears that the fewest modules are around."""
+        if cls.__name__ in FAMILIES:
+            return FAMILIES[cls.__name__]
     lists = [
         name
         for name, items in model.named_modules()
         if isinstance(items, nn.ModuleList) and any(isinstance(module, nn.Linear) for module in items.modules())
     ]
-    depth = min((name.count(".") for name in lists), default=0)
-    return tuple(name for name in lists if name.count(".") == depth)
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__}: this class is not known and has no list of blocks to convert; "
+            f"known classes: {', '.join(FAMILIES)}"
+        )
+    depth = min(name.count(".") for name in lists)
+    return generic(type(model).__name__, *(name for name in lists if name.count(".") == depth))
 
 
 def listed_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
@@ -61,7 +56,7 @@ def listed_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Mod
     if not blocks:
         raise ValueError(
             f"{type(model).__name__}: has none of the block lists its entry names ({', '.join(patterns)}); "
-            "use a diffusers version that has them, or change coat_flux.blocks.architectures"
+            "use a diffusers version that has them, or change its file in coat_flux.blocks.models"
         )
     return blocks
 
@@ -138,8 +133,8 @@ def _is_chosen(name: str, only: Sequence[str] | None, ignore: Sequence[str] | No
 
 # class of a block → what is known of its lists, for those that are read
 READ_BLOCKS: dict[str, list[BlockList]] = {}
-for _entry in ARCHITECTURES.values():
-    for _list in _entry.lists:
+for _family in FAMILIES.values():
+    for _list in _family.lists:
         if _list.reader is not None and _list not in READ_BLOCKS.setdefault(_list.block, []):
             READ_BLOCKS[_list.block].append(_list)
 

@@ -13,7 +13,6 @@ from ..config.check import (
     AI_TOOLKIT,
     STANDALONE,
     TRAINERS,
-    check_here,
     check_job_dict,
     find_toolkit,
     is_toolkit,
@@ -56,11 +55,13 @@ def run(args: argparse.Namespace) -> int:
     """
     root = find_toolkit(args.ai_toolkit)
     raw = load_job_yaml(args.config, name=args.name)
+    from ..blocks.models.check import check_models  # with torch, which a mistake in the command does not need
+
     file = os.fspath(args.config)
     judged = {host: check_job_dict(raw, file=file, trainer=host, toolkit_root=root) for host in TRAINERS}
     sound = [host for host in TRAINERS if not any(map(_stops, judged[host]))]
-    for host in () if args.elsewhere else sound:
-        judged[host] += check_here(raw, file=file, trainer=host, toolkit_root=root)
+    for host in sound:
+        judged[host] += check_models(raw, file=file, trainer=host, toolkit_root=root, elsewhere=args.elsewhere)
     inside = args.ai_toolkit or is_toolkit(Path.cwd())
     able = (host for host in TRAINERS if not any(map(_stops, judged[host])))
     host = args.host or (AI_TOOLKIT if inside else next(able, STANDALONE))

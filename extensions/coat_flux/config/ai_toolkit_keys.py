@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UserError
-from .archs import archs_of
 from .build import OtherKeys, as_mapping
 from .findings import Findings, suggest_key
 from .options import Option
@@ -64,11 +63,10 @@ class NoToolkitError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Toolkit:
-    """An ai-toolkit: its version, the strings in its source that may be keys, and the archs of its model classes."""
+    """An ai-toolkit: its version, and the strings in its source that may be keys."""
 
     version: str = VERSION
     strings: frozenset[str] = frozenset()
-    archs: frozenset[str] = frozenset()
 
 
 @lru_cache(maxsize=8)
@@ -84,7 +82,7 @@ def read_toolkit(root: Path) -> Toolkit:
         raise NoToolkitError(f"{root}: cannot be read ({error})") from error
     version = re.search(r"VERSION\s*=\s*[\"']([^\"']+)", texts[0])
     strings = frozenset(re.findall(r"[\"'](\w+)[\"']", "\n".join(texts)))
-    return Toolkit(version[1] if version else "of an unknown version", strings, frozenset(archs_of(root)))
+    return Toolkit(version[1] if version else "of an unknown version", strings)
 
 
 def other_keys(block: str) -> OtherKeys:

@@ -19,7 +19,6 @@ from .findings import ConfigError, Finding, Findings, closest, finding
 from .job import JobConfig
 from .job_file import check_plain, check_shape, load_job_yaml, replace_name
 from .job_sections import OPTIMIZER_PACKAGES, PROCESS_TYPES, Job, ValidationSection
-from .model_folder import check_device, check_model
 from .rules import check_entry
 
 TRAINERS = (STANDALONE, AI_TOOLKIT)
@@ -82,34 +81,6 @@ def check_job_dict(
     findings = Findings(file)
     _check_for_ai_toolkit(raw, findings, toolkit_of(toolkit_root, findings), num_processes)
     return findings.all
-
-
-def check_here(
-    raw: Any, *, file: str = "", trainer: str = STANDALONE, toolkit_root: Path | None = None
-) -> list[Finding]:
-    """What this machine has against a job without config errors: its GPU, the model's files, a download it cannot do.
-
-    Arguments are `check_job_dict`'s. Nothing is downloaded and no weights are read.
-    """
-    findings = Findings(file)
-    for i, process in enumerate(raw["config"]["process"]):
-        if process.get("type") in PROCESS_TYPES:
-            path = f"config.process[{i}]"
-            check_device(process.get("device"), f"{path}.device", findings)
-            check_model(process["model"], f"{path}.model", findings, trainer, toolkit_root)
-    return findings.all
-
-
-def require_here(job: JobConfig) -> None:
-    """Check that this machine can start a job of the stand-alone trainer.
-
-    Raises:
-        ConfigError: a package, the GPU or the model is missing, or the model is not FLUX.1.
-    """
-    require_packages(job)
-    errors = [item for item in check_here(job.raw, file=job.file) if item.severity == "error"]
-    if errors:
-        raise ConfigError(errors)
 
 
 def toolkit_of(root: Path | None, findings: Findings | None = None) -> Toolkit:

@@ -14,8 +14,18 @@ from .findings import Findings
 
 STANDALONE, AI_TOOLKIT = "standalone", "ai-toolkit"
 BOTH, ALONE, TOOLKIT = (STANDALONE, AI_TOOLKIT), (STANDALONE,), (AI_TOOLKIT,)  # for whom a rule holds
+STANDALONE_ARCHS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b")  # that our own trainer trains
+FLAGS = ("pixart_sigma", "auraflow", "lumina2", "vega", "ssd", "pixart")
+_LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3", **{f"is_{name}": name for name in FLAGS}}
 MAX_NAME = 200  # bytes; file systems take 255, and "_000000500.safetensors" is added
 _BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$|^(con|prn|aux|nul|com\d|lpt\d)(\.|$)', re.IGNORECASE)
+
+
+def arch_of(model: Mapping[str, Any]) -> str:
+    """The architecture that the block `model` of a job asks ai-toolkit for."""
+    arch = str(model.get("arch") or "").split(":")[0]
+    arch = arch or next((name for key, name in _LEGACY.items() if model.get(key) is True), "sd1")
+    return "flux" if arch == "flex1" else arch
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from ..base.names import COAT_OPTIMIZER, COAT_TYPE
 from .build import build
 from .coat import COATConfig
 from .combinations import check_combinations
-from .entry import ALONE, BOTH, TOOLKIT, Entry
+from .entry import ALONE, BOTH, TOOLKIT, Entry, arch_of
 from .findings import Findings
 from .job_sections import DTYPES
-from .model_folder import arch_of
 from .options import FORMATS
 
 # what a run writes in its folder, where ai-toolkit takes the newest entry that begins with the name for its newest save

@@ -11,14 +11,12 @@ import re
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .ai_toolkit_keys import ROWS
-from .archs import refusal
 from .build import parse_keys
 from .coat import ADAMW_OPTIONS, parse_optimizer_params
 from .data_rules import check_datasets, check_samples
-from .entry import ALONE, BOTH, STANDALONE, TOOLKIT, Entry, check_places
+from .entry import ALONE, BOTH, STANDALONE, STANDALONE_ARCHS, TOOLKIT, Entry, arch_of, check_places
 from .full_rules import check_full, is_full
 from .job_sections import LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
-from .model_folder import STANDALONE_ARCHS, arch_of
 from .options import Option
 
 HIGH_LR, LOW_LR = 1e-2, 2e-6  # LoRAs of FLUX diverge above the one, and hardly learn below the other
@@ -216,9 +214,6 @@ def _check_model(entry: Entry) -> None:
     text = f"the stand-alone trainer quantizes as {COAT_QTYPE} only; write qtype: {COAT_QTYPE} or quantize: false"
     rule(ALONE, "model.qtype", qtype not in (None, COAT_QTYPE), text, default=qtype)
     family = arch_of(get("model", {}))
-    if entry.coat is not None and entry.coat.enabled:
-        refused, warns = refusal(family, frozenset() if entry.toolkit is None else entry.toolkit.archs)
-        rule(TOOLKIT, "model.arch", refused, refused, warn=warns)
     text = f"ai-toolkit does not quantize {family} while it loads, whatever the qtype; write quantize: false"
     text += ", COAT converts its linears after loading" if entry.coat is not None and entry.coat.enabled else ""
     rule(TOOLKIT, "model.qtype", qtype == COAT_QTYPE and family in UNQUANTIZED, text)

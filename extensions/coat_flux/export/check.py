@@ -16,16 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..blocks.architectures import Architecture
+from ..blocks.models import FLUX, Family
 from .fusing import split_all
 from .layouts import (
     PREFIXES,
-    READERS,
-    READERS_OF_FLUX2,
     ExportError,
     Pair,
     family_of,
-    is_flux2,
     layout_of,
     naming,
     original_linear,
@@ -109,16 +106,13 @@ def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | No
 
 
 def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
-    """As `check_export`, of what a file holds.
-
-    Raises:
-        ExportError: as there; the message names no file.
-    """
+    """As `check_export`, of what a file holds; the message of an error names no file."""
     others = len(tensors)
     tensors = transformer_part(tensors)
     layout = layout_of(tensors)
     pairs = read_pairs(tensors, layout)
-    _check_sizes(pairs, layout)
+    family = family_of(pairs, layout)
+    _check_sizes(pairs, layout, family)
     norms = {module: _delta_norm(module, pair) for module, pair in pairs.items()}
     largest = max(norms, key=lambda module: norms[module])
     if norms[largest] == 0:
@@ -126,7 +120,7 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
             f"all {len(pairs)} adapters change nothing (lora_B is zero in every one): this LoRA has no effect; "
             "was anything trained? check train.lr and the log"
         )
-    programs, refusals = _readers(tensors, pairs, layout)
+    programs, refusals = _programs(tensors, pairs, layout, family)
     return ExportReport(
         layout=layout,
         programs=programs,
@@ -141,32 +135,27 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
     )
 
 
-def _check_sizes(pairs: Mapping[str, Pair], layout: str) -> None:
+def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None:
     """All linears must be those of one hidden size."""
-    family = family_of(pairs)
-    sizes = {module: _hidden_sizes(module, pair, layout, family) for module, pair in pairs.items()}
-    counts = Counter(size for found in sizes.values() for size in found)
-    if not counts:
-        return
-    common = counts.most_common(1)[0][0]
-    odd = next((module for module, found in sizes.items() if found - {common}), None)
-    if odd is not None:
-        pair = pairs[odd]
-        raise ExportError(
-            f"{odd}: down {tuple(pair.down.shape)}, up {tuple(pair.up.shape)} do not fit hidden size {common:g}, which "
-            "most layers have; save the LoRA again"
-        )
-
-
-def _hidden_sizes(module: str, pair: Pair, layout: str, family: Architecture) -> set[float]:
-    if layout == "diffusers":
-        linear, part = place_of(module)
-        height = linear.heights[part]
-    else:
-        linear = original_linear(module, family)
-        height = sum(linear.heights)
-    found = ((pair.up.shape[0], height), (pair.down.shape[1], linear.width))
-    return {features / units for features, units in found if units}
+    sizes: dict[str, set[float]] = {}
+    for module, pair in pairs.items():
+        if layout == "diffusers":
+            linear, part = place_of(module)
+            height = linear.heights[part]
+        else:
+            linear = original_linear(module, family)
+            height = sum(linear.heights)
+        features = ((pair.up.shape[0], height), (pair.down.shape[1], linear.width))
+        sizes[module] = {count / units for count, units in features if units}
+    counts = Counter(size for hidden in sizes.values() for size in hidden)
+    common = counts.most_common(1)[0][0] if counts else 0
+    for module, hidden in sizes.items():
+        if hidden - {common}:
+            pair = pairs[module]
+            raise ExportError(
+                f"{module}: down {tuple(pair.down.shape)}, up {tuple(pair.up.shape)} do not fit hidden size "
+                f"{common:g}, which most layers have; save the LoRA again"
+            )
 
 
 def _delta_norm(module: str, pair: Pair) -> float:
@@ -189,18 +178,18 @@ def _delta_norm(module: str, pair: Pair) -> float:
     return norm * math.sqrt(max(float(product.sum()), 0.0))
 
 
-def _readers(
-    tensors: Mapping[str, Tensor], pairs: Mapping[str, Pair], layout: str
+def _programs(
+    tensors: Mapping[str, Tensor], pairs: Mapping[str, Pair], layout: str, family: Family
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Programs that load the file, and why others do not."""
     refusals: dict[str, str] = {}
-    wanted = split_all(pairs) if layout != "diffusers" else pairs
-    why = diffusers_refusal(tensors, wanted)
+    wanted = pairs if layout == "diffusers" else split_all(pairs, layout)
+    why = diffusers_refusal(tensors, wanted, family)
     if why is not None:
         refusals["diffusers"] = why
         if layout == "diffusers" and not why.startswith("not checked"):
             raise ExportError(f"diffusers does not load it: {why}; install the diffusers this was tested with")
-    others = list((READERS_OF_FLUX2 if is_flux2(wanted) else READERS)[layout])
+    others = list(family.programs[layout])
     if "ai-toolkit" in others and any(pair.scale != 1 for pair in pairs.values()):
         others.remove("ai-toolkit")
         refusals["ai-toolkit"] = "it ignores alpha; convert with --to diffusers"
@@ -210,7 +199,7 @@ def _readers(
     return tuple((["diffusers"] if why is None else []) + others), refusals
 
 
-def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair]) -> str | None:
+def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair], family: Family = FLUX) -> str | None:
     """Return why the pipeline's `load_lora_weights` would not load all of a file, or None where it does.
 
     Its conversion is run on the tensors; it then hands modules with the prefix `transformer.` to PEFT and drops others.
@@ -218,23 +207,21 @@ def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair])
     Args:
         tensors: of the file.
         wanted: the adapters by diffusers' module name, as we read them.
+        family: whose they are.
     """
     try:
-        loaders = importlib.import_module("diffusers.loaders")
-
-        mixin = loaders.Flux2LoraLoaderMixin if is_flux2(wanted) else loaders.FluxLoraLoaderMixin
+        mixin = getattr(importlib.import_module("diffusers.loaders"), family.lora_loader)
     except (AttributeError, ImportError) as error:
         return f"not checked, it cannot be imported ({error})"
     try:
-        found: dict[str, Tensor] = mixin.lora_state_dict(dict(tensors))
+        theirs: dict[str, Tensor] = mixin.lora_state_dict(dict(tensors))
     except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         return f"it refuses the file ({type(error).__name__}: {' '.join(str(error).split())[:200] or 'no message'})"
-    prefix = PREFIXES["diffusers"]
     for module, pair in wanted.items():
         for name, matrix, dim in (("lora_A", pair.down, 1), ("lora_B", pair.up, 0)):
-            theirs = found.get(f"{prefix}{module}.{name}.weight")
-            if theirs is None:
+            tensor = theirs.get(f"{PREFIXES['diffusers']}{module}.{name}.weight")
+            if tensor is None:
                 return f"it drops {module} without a word"
-            if theirs.shape[dim] != matrix.shape[dim]:
-                return f"it reads {module}.{name} as {tuple(theirs.shape)}, not {tuple(matrix.shape)}"
+            if tensor.shape[dim] != matrix.shape[dim]:
+                return f"it reads {module}.{name} as {tuple(tensor.shape)}, not {tuple(matrix.shape)}"
     return None

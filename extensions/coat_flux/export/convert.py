@@ -45,19 +45,18 @@ def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | N
         raise ExportError(f"{target}: the result may not take the place of what it is made from; give another --out")
     tensors, metadata = read_file(source)
     with naming(source):
-        found = check_tensors(tensors)
-        if found.others:
-            raise ExportError(f"it holds {found.others} tensors of text encoders, which have no other layout here")
-        given = found.layout
-        pairs = read_pairs(tensors, given)
-        if given == layout and dtype in (None, *{pair.down.dtype for pair in pairs.values()}):
+        report = check_tensors(tensors)
+        if report.others:
+            raise ExportError(f"it holds {report.others} tensors of text encoders, which have no other layout here")
+        pairs = read_pairs(tensors, report.layout)
+        if report.layout == layout and dtype in (None, *{pair.down.dtype for pair in pairs.values()}):
             raise ExportError(f"it is in the {layout} layout already, and no other dtype is asked for")
-        converted = convert_pairs(pairs, given, layout, dtype)
+        converted = convert_pairs(pairs, report.layout, layout, dtype)
     new = {key: value.contiguous() for key, value in write_pairs(_cast(converted, dtype), layout).items()}
-    kept = {key: value for key, value in metadata.items() if key not in STALE_HASHES}
+    metadata = {key: value for key, value in metadata.items() if key not in STALE_HASHES}
     try:
         with replacing(target) as temp:
-            save_file(new, temp, kept | {"format": "pt"})
+            save_file(new, temp, metadata | {"format": "pt"})
             written, _ = read_file(temp)
             with naming(target):
                 return check_tensors(written)
@@ -66,9 +65,9 @@ def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | N
 
 
 def convert_pairs(
-    pairs: Mapping[str, Pair], given: str, layout: str, dtype: torch.dtype | None = None
+    pairs: Mapping[str, Pair], source: str, layout: str, dtype: torch.dtype | None = None
 ) -> dict[str, Pair]:
-    """Adapters of one layout as those of another, in a wider `dtype` where that is asked for.
+    """Adapters of layout `source` as those of another, in a wider `dtype` where that is asked for.
 
     Raises:
         ExportError: converted back they would not be the same, bit for bit.
@@ -76,11 +75,11 @@ def convert_pairs(
     dtypes = {matrix.dtype for pair in pairs.values() for matrix in (pair.down, pair.up)}
     holds_all = dtype is not None and all(torch.promote_types(dtype, own) == dtype for own in dtypes)
     work = _cast(pairs, dtype if holds_all else None)
-    if given == "diffusers" and layout != "diffusers":
+    if source == "diffusers" and layout != "diffusers":
         converted = fuse_all(work)
-        back = split_all(converted)
-    elif given != "diffusers" and layout == "diffusers":
-        converted = _without_alpha(split_all(work))
+        back = split_all(converted, layout)
+    elif source != "diffusers" and layout == "diffusers":
+        converted = _without_alpha(split_all(work, source))
         back = fuse_all(converted)
     else:
         back = converted = _without_alpha(work) if layout == "diffusers" else work

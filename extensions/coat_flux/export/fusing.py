@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..blocks.original_names import OriginalLinear
+from ..blocks.models.family import Linear
 from .layouts import ExportError, Pair, family_of, original_linear, place_of
 
 __all__ = ["fuse_all", "split_all"]
@@ -33,7 +33,7 @@ def fuse_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     Raises:
         ExportError: parts of one fused linear have different ranks or scales.
     """
-    grouped: dict[str, tuple[OriginalLinear, list[Pair | None]]] = {}
+    grouped: dict[str, tuple[Linear, list[Pair | None]]] = {}
     for module, pair in pairs.items():
         linear, index = place_of(module)
         _, members = grouped.setdefault(linear.name, (linear, [None] * len(linear.members)))
@@ -41,7 +41,7 @@ def fuse_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     return {name: _fuse(linear, members) for name, (linear, members) in grouped.items()}
 
 
-def _fuse(linear: OriginalLinear, members: Sequence[Pair | None]) -> Pair:
+def _fuse(linear: Linear, members: Sequence[Pair | None]) -> Pair:
     present = [pair for pair in members if pair is not None]
     first = present[0]
     if len(members) == 1:
@@ -65,22 +65,22 @@ def _fuse(linear: OriginalLinear, members: Sequence[Pair | None]) -> Pair:
     return Pair(down, up, first.scale * down.shape[0])
 
 
-def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+def split_all(pairs: Mapping[str, Pair], layout: str) -> dict[str, Pair]:
     """Adapters by the original's name → by diffusers' module name.
 
     Raises:
         ExportError: a fused up matrix whose height fits no hidden size.
     """
-    found: dict[str, Pair] = {}
-    family = family_of(pairs)
+    split: dict[str, Pair] = {}
+    family = family_of(pairs, layout)
     for name, pair in pairs.items():
         linear = original_linear(name, family)
         parts = zip(linear.members, _split(linear, pair), strict=True)
-        found |= {module: part for module, part in parts if part is not None}
-    return found
+        split |= {module: part for module, part in parts if part is not None}
+    return split
 
 
-def _split(linear: OriginalLinear, pair: Pair) -> list[Pair | None]:
+def _split(linear: Linear, pair: Pair) -> list[Pair | None]:
     count = len(linear.members)
     if count == 1:
         return [Pair(pair.down, _swap(pair.up) if linear.swapped else pair.up, pair.alpha)]
@@ -95,7 +95,7 @@ def _split(linear: OriginalLinear, pair: Pair) -> list[Pair | None]:
     return [part if part.down.any() or part.up.any() else None for part in parts]
 
 
-def _heights(linear: OriginalLinear, known: Mapping[int | None, int]) -> list[int]:
+def _heights(linear: Linear, known: Mapping[int | None, int]) -> list[int]:
     """Output features of all parts, from those of the parts known (None: of all together)."""
     units = {i: sum(linear.heights) if i is None else linear.heights[i] for i in known}
     sizes = {rows / units[i] for i, rows in known.items()}

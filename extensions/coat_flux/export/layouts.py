@@ -1,4 +1,4 @@
-"""The key layouts of a FLUX LoRA file, and the programs that read them.
+"""The key layouts of a FLUX LoRA file.
 
     diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight             (PEFT's; what ai-toolkit saves)
     kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight, .alpha      (sd-scripts')
@@ -9,19 +9,16 @@ rank, as both PEFT files without metadata and sd-scripts have it.
 
 A linear of the transformer has two names: diffusers', and that of Black Forest Labs' checkpoint. diffusers splits what
 the original fuses (q, k, v, and the MLP's first linear in FLUX.1's single blocks), so one original name stands for one
-or more of diffusers'. FLUX.1 and FLUX.2 share original names of linears whose shapes differ. Heights and widths are in
-units of the model's hidden size d; 0: another size.
-
-Source: diffusers' scripts/convert_flux_to_diffusers.py and its transformer_flux.py.
+or more of diffusers'. FLUX.1 and FLUX.2 share original names of linears whose shapes differ.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,16 +26,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..base.errors import UserError
-from ..blocks.architectures import FLUX, FLUX2, Architecture
-from ..blocks.original_names import OriginalLinear
+from ..blocks.models import FAMILIES, FLUX, Family
+from ..blocks.models.family import Linear
 
 __all__ = [
     "LAYOUTS",
-    "READERS",
     "ExportError",
     "Pair",
     "family_of",
-    "is_flux2",
     "layout_of",
     "naming",
     "original_linear",
@@ -53,21 +48,7 @@ __all__ = [
 PREFIXES = {"diffusers": "transformer.", "kohya": "lora_unet_", "comfyui": "diffusion_model."}
 LAYOUTS = tuple(PREFIXES)
 TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of adapters that are not the transformer's
-
-# Programs besides diffusers, whose own loader is asked (check.py), and the layouts they read.
-# ComfyUI: comfy/lora.py, model_lora_keys_unet: every weight as `diffusion_model.<name>` and `lora_unet_<name with _>`,
-#     and for Flux `transformer.<diffusers' name>` through comfy/utils.py, flux_to_diffusers (asked for in issue 4202).
-# ai-toolkit: toolkit/network_mixins.py, load_weights: peft_format, which FLUX sets, renames lora_A and lora_B only.
-# sd-scripts: networks/lora_flux.py, load_weights looks modules up by LORA_PREFIX_FLUX = "lora_unet"; its
-#     networks/convert_flux_lora.py exists because it reads no other.
-READERS = {
-    "diffusers": ("ComfyUI", "ai-toolkit"),
-    "kohya": ("ComfyUI", "sd-scripts"),
-    "comfyui": ("ComfyUI",),
-}
-# of FLUX.2 ComfyUI and ai-toolkit have the original's names only
-READERS_OF_FLUX2 = {**READERS, "diffusers": (), "kohya": ("ComfyUI",)}
-
+NAMED = tuple(family for family in FAMILIES.values() if family.outside)  # whose linears are known under both names
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _PARTS = {
     "lora_A.weight": "down",
@@ -76,10 +57,31 @@ _PARTS = {
     "lora_up.weight": "up",
     "alpha": "alpha",
 }
+_IN_BLOCK = re.compile(r"(\w+)\.(0|[1-9]\d*)\.(.+)")
+_IN_BLOCK_UNDERSCORED = re.compile(rf"({'|'.join(each.original for each in FLUX.lists)})_(0|[1-9]\d*)_.+")
 
 
 class ExportError(UserError, ValueError):
     """A LoRA file is not what others can load, or cannot be converted; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One adapter: down [r, K], up [N, r], and the alpha it is scaled with."""
+
+    down: Tensor
+    up: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        """Rows of `down`."""
+        return self.down.shape[0]
+
+    @property
+    def scale(self) -> float:
+        """What the product of both is multiplied with."""
+        return self.alpha / self.rank
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -110,61 +112,30 @@ def naming(path: Path) -> Iterator[None]:
 # -- the linears under both names ------------------------------------------------------------------------------------
 
 
-FAMILIES = (FLUX, FLUX2)
-_IN_BLOCK = re.compile(r"(\w+)\.(0|[1-9]\d*)\.(.+)")
-_IN_BLOCK_UNDERSCORED = re.compile(rf"({'|'.join(each.original for each in FLUX.lists)})_(0|[1-9]\d*)_(.+)")
-
-
-def place_of(module: str) -> tuple[OriginalLinear, int]:
-    """The linear that diffusers' `module` is a part of, and which part.
+def place_of(module: str) -> tuple[Linear, int]:
+    """The linear, with full names, that diffusers' `module` is a part of, and which part.
 
     Raises:
         KeyError: FLUX has no such linear.
     """
-    for family in FAMILIES:
-        for linear in _candidates(module, family, ours=True):
+    for family in NAMED:
+        for linear in _candidates(module, family, by_diffusers=True):
             if module in linear.members:
                 return linear, linear.members.index(module)
     raise KeyError(module)
 
 
-def original_linear(name: str, family: Architecture = FLUX) -> OriginalLinear:
-    """The linear of this original name.
-
-    Args:
-        name: in full.
-        family: whose linear is meant where both have one of this name: FLUX or FLUX2.
+def original_linear(name: str, family: Family = FLUX) -> Linear:
+    """The linear, with full names, that the original calls `name`; of `family` where several have one.
 
     Raises:
         KeyError: FLUX has no such linear.
     """
-    for found in (family, *FAMILIES):
-        for linear in _candidates(name, found, ours=False):
+    for each in (family, *NAMED):
+        for linear in _candidates(name, each):
             if linear.name == name:
                 return linear
     raise KeyError(name)
-
-
-def family_of(pairs: Mapping[str, Pair]) -> Architecture:
-    """The model of adapters by original names: FLUX2 where one of them fits a linear of it and none of FLUX.1."""
-    for name, pair in pairs.items():
-        fits = [family for family in FAMILIES if any(_fits(linear, name, pair) for linear in _candidates(name, family))]
-        if fits == [FLUX2]:
-            return FLUX2
-    return FLUX
-
-
-def _fits(linear: OriginalLinear, name: str, pair: Pair) -> bool:
-    height, width = sum(linear.heights), linear.width
-    of_any_size = not (height and width)
-    return linear.name == name and (of_any_size or pair.up.shape[0] * width == pair.down.shape[1] * height)
-
-
-def is_flux2(modules: Iterable[str]) -> bool:
-    """Whether these linears, by diffusers' names, are FLUX.2's and not FLUX.1's; False where both have them all."""
-    return any(
-        not any(module in linear.members for linear in _candidates(module, FLUX, ours=True)) for module in modules
-    )
 
 
 def underscored(name: str) -> str:
@@ -173,45 +144,47 @@ def underscored(name: str) -> str:
     Raises:
         KeyError: FLUX has no such linear.
     """
-    found = _IN_BLOCK_UNDERSCORED.fullmatch(name)
-    block, rest = (f"{found[1]}.{found[2]}.", found[3]) if found else ("", name)
-    for family in FAMILIES:
-        table = next((each.linears for each in family.lists if found and found[1] == each.original), family.outside)
-        for linear in table:
-            if linear.name.replace(".", "_") == rest:
-                return block + linear.name
+    match = _IN_BLOCK_UNDERSCORED.fullmatch(name)
+    for family in NAMED:
+        for linear in _candidates(f"{match[1]}.{match[2]}.any" if match else name, family):
+            if linear.name.replace(".", "_") == name:
+                return linear.name
     raise KeyError(name)
 
 
-def _candidates(name: str, family: Architecture, *, ours: bool = False) -> Iterator[OriginalLinear]:
-    found = _IN_BLOCK.fullmatch(name)
+def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
+    """The model of a file's adapters: the one most of them fit; FLUX.1 where that does not tell."""
+
+    def fitting(family: Family) -> int:
+        return sum(_fits(name, pair, family, layout) for name, pair in pairs.items())
+
+    return max(NAMED, key=fitting)
+
+
+def _fits(name: str, pair: Pair, family: Family, layout: str) -> bool:
+    for linear in _candidates(name, family, by_diffusers=layout == "diffusers"):
+        if layout == "diffusers" and name in linear.members:
+            return True
+        if layout != "diffusers" and name == linear.name:
+            height, width = sum(linear.heights), linear.width
+            of_any_size = not (height and width)
+            return of_any_size or pair.up.shape[0] * width == pair.down.shape[1] * height
+    return False
+
+
+def _candidates(name: str, family: Family, *, by_diffusers: bool = False) -> Iterator[Linear]:
+    """Linears of a family that may have this name: those of the numbered block it is in, and those outside."""
+    match = _IN_BLOCK.fullmatch(name)
     for blocks in family.lists:
-        if found and found[1] == (blocks.pattern if ours else blocks.original):
-            places = f"{blocks.pattern}.{found[2]}", f"{blocks.original}.{found[2]}"
-            yield from (linear.within(*places) for linear in blocks.linears)
+        if match and match[1] == (blocks.pattern if by_diffusers else blocks.original):
+            ours, theirs = f"{blocks.pattern}.{match[2]}", f"{blocks.original}.{match[2]}"
+            for linear in blocks.linears:
+                members = tuple(f"{ours}.{member}" for member in linear.members)
+                yield replace(linear, name=f"{theirs}.{linear.name}", members=members)
     yield from family.outside
 
 
 # -- adapters under the keys of a layout ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One adapter: down [r, K], up [N, r], and the alpha it is scaled with."""
-
-    down: Tensor
-    up: Tensor
-    alpha: float
-
-    @property
-    def rank(self) -> int:
-        """Rows of `down`."""
-        return self.down.shape[0]
-
-    @property
-    def scale(self) -> float:
-        """What the product of both is multiplied with."""
-        return self.alpha / self.rank
 
 
 def transformer_part(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -245,31 +218,26 @@ def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
     Raises:
         ExportError: a key not of an adapter of a FLUX linear, one half missing, or shapes that do not fit together.
     """
-    found: dict[str, dict[str, Tensor]] = {}
+    halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         module, part = _parse(key, layout)
-        if part in found.setdefault(module, {}):
+        if part in halves.setdefault(module, {}):
             raise ExportError(f"{key}: there are two {part} matrices of {module}; save the LoRA again")
-        found[module][part] = tensor
-    return {module: _pair(module, parts) for module, parts in found.items()}
+        halves[module][part] = tensor
+    return {module: _pair(module, parts) for module, parts in halves.items()}
 
 
 def write_pairs(pairs: Mapping[str, Pair], layout: str) -> dict[str, Tensor]:
     """Tensors of a file in a layout, which `read_pairs` reads; diffusers' has no alpha: the scale must be 1."""
     tensors: dict[str, Tensor] = {}
-    prefix = PREFIXES[layout]
     for module, pair in pairs.items():
-        name = prefix + (module.replace(".", "_") if layout == "kohya" else module)
+        name = PREFIXES[layout] + (module.replace(".", "_") if layout == "kohya" else module)
         if layout == "diffusers":
             tensors |= {f"{name}.lora_A.weight": pair.down, f"{name}.lora_B.weight": pair.up}
         else:
+            tensors |= {f"{name}.lora_down.weight": pair.down, f"{name}.lora_up.weight": pair.up}
             # fp32: in bf16 an alpha above 256 would be rounded, and with it the LoRA's strength
-            alpha = torch.tensor(pair.alpha, dtype=torch.float32)
-            tensors |= {
-                f"{name}.lora_down.weight": pair.down,
-                f"{name}.lora_up.weight": pair.up,
-                f"{name}.alpha": alpha,
-            }
+            tensors[f"{name}.alpha"] = torch.tensor(pair.alpha, dtype=torch.float32)
     return tensors
 
 
@@ -302,7 +270,9 @@ def _pair(module: str, parts: Mapping[str, Tensor]) -> Pair:
     odd = {down.dtype, up.dtype} - DTYPES
     if odd:
         raise ExportError(f"{module}: {odd.pop()}: must be float16, bfloat16 or float32; set save.dtype and save again")
-    alpha = float(parts["alpha"]) if "alpha" in parts and parts["alpha"].numel() == 1 else None
-    if "alpha" in parts and (alpha is None or not math.isfinite(alpha) or alpha <= 0):
+    if "alpha" not in parts:
+        return Pair(down, up, float(down.shape[0]))
+    alpha = float(parts["alpha"]) if parts["alpha"].numel() == 1 else math.nan
+    if not math.isfinite(alpha) or alpha <= 0:
         raise ExportError(f"{module}: alpha={parts['alpha'].tolist()}: must be one number above 0")
-    return Pair(down, up, float(down.shape[0]) if alpha is None else alpha)
+    return Pair(down, up, alpha)

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 from PIL import Image, ImageOps
 
 from ..base.files import write_file
-from ..config.model_folder import FLUX2_PIPELINES, PIPELINES
+from ..blocks.models import FLUX, FLUX2
 from .charts import SHORT, Grid, Points, bar_chart, column_name, heat_map, line_chart
 from .style import STYLE
 
@@ -84,16 +84,17 @@ class Page:
         """Name a LoRA's file, or a whole model's folder, and how others load it; diffusers finds `model` by name."""
         path = path.resolve()
         self.code(str(path))
-        pipeline = next((name for name, archs in PIPELINES.items() if arch in archs), "FluxPipeline")
+        family = FLUX2 if any(arch in archs for archs in FLUX2.pipelines.values()) else FLUX
+        pipeline = next((name for name, archs in family.pipelines.items() if arch in archs), "FluxPipeline")
         if path.is_dir():
-            transformer = "Flux2Transformer2DModel" if pipeline in FLUX2_PIPELINES else "FluxTransformer2DModel"
             self.paragraph("diffusers:")
             self.code(
-                f"own = {transformer}.from_pretrained({str(path)!r}, subfolder='transformer', dtype=torch.bfloat16)\n"
+                f"own = {family.transformer}.from_pretrained("
+                f"{str(path)!r}, subfolder='transformer', dtype=torch.bfloat16)\n"
                 f"pipe = {pipeline}.from_pretrained({model!r}, transformer=own, torch_dtype=torch.bfloat16)"
             )
             return
-        if pipeline in FLUX2_PIPELINES:
+        if family is FLUX2:
             self.paragraph("ComfyUI needs a file that the stand-alone trainer saved of FLUX.2 in another layout:")
             self.code(f"coat-flux export {shlex.quote(str(path))} --to comfyui")
         word = f" Put the trigger word in your prompts: {trigger}." if trigger else ""

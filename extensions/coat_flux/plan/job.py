@@ -82,7 +82,7 @@ class JobFacts:
         products = [
             linear
             for linear in self.model.linears
-            if linear.is_fp8 and not high_precision_reason(linear.name, coat, self.model.architecture)
+            if linear.is_fp8 and not high_precision_reason(linear.name, coat, self.model.family)
         ]
         copies = coat.enabled and coat.weight.use_fp8 and wants_transposed(coat.linear_config())
         copied = [linear.weights for linear in products if copies or not self.is_stored(linear)]
@@ -124,7 +124,7 @@ class JobFacts:
                 held[block] = held.get(block, 0) + codes
         return tuple(
             held[f"{found.pattern}.{i}"]
-            for found in self.model.architecture.lists
+            for found in self.model.family.lists
             for i in range(self.model.config[found.count])
         )
 
@@ -283,7 +283,7 @@ def _blocks(
 ) -> tuple[Block, ...]:
     adapters: dict[str, list[str]] = {}
     own: dict[str, list[str]] = {}
-    known = model.architecture
+    known = model.family
     for name in parameters:
         parts = name.split(".", 2)
         if parts[0] in known.blocks:

@@ -15,14 +15,13 @@ from torch import nn
 from coat_core.linear.module import obstacle_to_conversion
 from coat_core.linear.weight import stored_bytes
 
-from ..blocks.architectures import FLUX2, Architecture
 from ..blocks.held import largest_held
-from ..blocks.lookup import architecture_of, matches, target_names
+from ..blocks.lookup import family_of, matches, target_names
+from ..blocks.models import FLUX, FLUX2, Family
+from ..blocks.models.checkpoint import CheckpointError, flux_config, read_header
 from ..blocks.sizes import FP32
-from ..config.checkpoint_file import CheckpointError, flux_config, read_header
 from ..config.coat import COATConfig
 from ..config.findings import ConfigError
-from ..config.model_folder import FLUX2_PIPELINES
 from ..data.cache import by_layer
 from ..mini_flux.folder import EMBEDDED_MODEL, MINI_FLUX
 from .facts import CLIP_L, FLUX_VAE, HUB_MODELS, T5_XXL, TEXT_TOKENS
@@ -61,7 +60,7 @@ class ModelParts:
 
     Attributes:
         config: the transformer's config.
-        architecture: what is known of its class.
+        family: what is known of its class.
         linears: of the transformer, in module order.
         parameters: name → elements of each of the transformer's parameters.
         elements: parameters of each of `PARTS` that it has.
@@ -76,7 +75,7 @@ class ModelParts:
     """
 
     config: dict[str, Any] = field(hash=False)
-    architecture: Architecture = field(hash=False)
+    family: Family = field(hash=False)
     linears: tuple[Linear, ...]
     parameters: dict[str, int] = field(hash=False)
     elements: dict[str, int] = field(hash=False)
@@ -164,89 +163,54 @@ def _configs(name_or_path: str, where: str) -> tuple[dict[str, dict[str, Any]], 
 def _of_folder(folder: Path, where: str) -> tuple[dict[str, dict[str, Any]], int]:
     index = folder / "model_index.json"
     pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name") if index.is_file() else None
-    is_flux2 = pipeline in FLUX2_PIPELINES
-    parts = [part for part in PARTS if not (is_flux2 and part.endswith("_2"))]
+    family = FLUX2 if pipeline in FLUX2.pipelines else FLUX
+    parts = [part for part in PARTS if part in family.folders]
     missing = [part for part in parts if not (folder / part / "config.json").is_file()]
     if missing:
         raise ConfigError(
             f"{where}={folder}: has no {missing[0]}/config.json; give a complete diffusers folder, as training needs it"
         )
     configs = {part: json.loads((folder / part / "config.json").read_text(encoding="utf-8")) for part in parts}
-    tokenizer = folder / ("tokenizer" if is_flux2 else "tokenizer_2") / "tokenizer_config.json"
+    tokenizer = folder / ("tokenizer" if family is FLUX2 else "tokenizer_2") / "tokenizer_config.json"
     limit = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") if tokenizer.is_file() else None
     return configs, min(TEXT_TOKENS, int(limit or TEXT_TOKENS))
 
 
 @functools.lru_cache(maxsize=8)
 def _make(configs_json: str, text_tokens: int) -> ModelParts:
-    given = json.loads(configs_json)
-    configs = {part: _own_entries(config) for part, config in given.items()}
+    configs = json.loads(configs_json)
+    make = (FLUX if "text_encoder_2" in configs else FLUX2).parts
+    assert make is not None
     with torch.device("meta"):
-        models = _flux1(configs) if "text_encoder_2" in configs else _flux2(configs, given["text_encoder"])
+        models = make(configs)
     transformer, vae = models["transformer"], models["vae"]
     text: Any = models.get("text_encoder_2", models["text_encoder"])  # the larger one
-    known = architecture_of(transformer)
-    prompt, asks = (1, text_tokens), {}
-    if known is FLUX2:  # with a mask as its layers take it, which otherwise depends on the values of the prompt
+    family = family_of(transformer)
+    prompt, asks = torch.zeros((1, text_tokens), dtype=torch.long, device="meta"), {}
+    if family is FLUX2:  # with a mask as its layers take it, which otherwise depends on the values of the prompt
         asks = {"output_hidden_states": True, "use_cache": False}
         asks["attention_mask"] = torch.empty(1, 1, text_tokens, text_tokens, device="meta")
     channels, pixels = vae.config.latent_channels, _PROBE_PIXELS
-    factor = 2 ** (len(vae.config.block_out_channels) - 1)
-    latent = (1, channels, pixels // factor, pixels // factor)
+    side = pixels // 2 ** (len(vae.config.block_out_channels) - 1)
+    photo, latent = (torch.empty(1, *shape, device="meta") for shape in ((3, pixels, pixels), (channels, side, side)))
+    linears = [(name, module) for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     return ModelParts(
         config=dict(transformer.config),
-        architecture=known,
+        family=family,
         linears=tuple(
             Linear(
-                name, m.in_features, m.out_features, matches(name, known.convert) and obstacle_to_conversion(m) is None
+                name, m.in_features, m.out_features, matches(name, family.convert) and obstacle_to_conversion(m) is None
             )
-            for name, m in transformer.named_modules()
-            if isinstance(m, nn.Linear)
+            for name, m in linears
         ),
         parameters={name: p.numel() for name, p in transformer.named_parameters()},
         elements={part: sum(p.numel() for p in model.parameters()) for part, model in models.items()},
         text_tokens=text_tokens,
         text_width=transformer.config.joint_attention_dim,
-        pooled_width=0 if known is FLUX2 else models["text_encoder"].config.hidden_size,
+        pooled_width=0 if family is FLUX2 else models["text_encoder"].config.hidden_size,
         latent_channels=channels,
-        encode_values=largest_held(lambda: vae.encode(torch.empty(1, 3, pixels, pixels, device="meta")))
-        / (FP32 * pixels**2),
-        decode_values=largest_held(lambda: vae.decode(torch.empty(latent, device="meta"))) / (FP32 * pixels**2),
-        text_values=largest_held(lambda: text(torch.zeros(prompt, dtype=torch.long, device="meta"), **asks)) / FP32,
+        encode_values=largest_held(lambda: vae.encode(photo)) / (FP32 * pixels**2),
+        decode_values=largest_held(lambda: vae.decode(latent)) / (FP32 * pixels**2),
+        text_values=largest_held(lambda: text(prompt, **asks)) / FP32,
         text_layer=max(p.numel() for p in text.parameters()),
     )
-
-
-def _flux1(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    from diffusers import AutoencoderKL, FluxTransformer2DModel
-    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
-
-    return {
-        "transformer": FluxTransformer2DModel.from_config(configs["transformer"]),
-        "vae": AutoencoderKL.from_config(configs["vae"]).eval(),
-        "text_encoder": CLIPTextModel(CLIPTextConfig(**configs["text_encoder"])),
-        "text_encoder_2": T5EncoderModel(T5Config(**configs["text_encoder_2"])).eval(),
-    }
-
-
-def _flux2(configs: dict[str, dict[str, Any]], text: dict[str, Any]) -> dict[str, Any]:
-    """Klein's text encoder is a Qwen 3; dev's the language model in a Mistral 3, whose eyes are not counted."""
-    from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    words = text.get("text_config", text)
-    config = AutoConfig.for_model(words.get("model_type", "qwen3"), **_own_entries(words))
-    return {
-        "transformer": Flux2Transformer2DModel.from_config(configs["transformer"]),
-        "vae": AutoencoderKLFlux2.from_config(configs["vae"]).eval(),
-        "text_encoder": AutoModelForCausalLM.from_config(config).eval(),
-    }
-
-
-def _own_entries(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the entries that say how a file was written."""
-    return {
-        key: value
-        for key, value in config.items()
-        if not key.startswith("_") and key not in ("architectures", "model_type", "torch_dtype", "transformers_version")
-    }

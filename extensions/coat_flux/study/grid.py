@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..base.errors import UserError
-from ..config.check import STANDALONE, check_here, check_job_dict
+from ..blocks.models.check import check_models
+from ..config.check import STANDALONE, check_job_dict
 from ..config.findings import ConfigError, show
 from ..config.job import JobConfig
 from ..config.job_file import load_job_yaml, load_written, parse
@@ -229,7 +230,7 @@ def _check(trials: Sequence[Trial], file: str) -> None:
         found = check_job_dict(trial.job, file=file, trainer=STANDALONE)
         lines |= dict.fromkeys(item.line() for item in found if item.severity == "error")
     if not lines:
-        found = check_here(trials[0].job, file=file, trainer=STANDALONE)
+        found = check_models(trials[0].job, file=file, trainer=STANDALONE)
         lines |= dict.fromkeys(item.line() for item in found if item.severity == "error")
     if lines:
         raise ConfigError(list(lines))

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..blocks.architectures import FLUX
-from ..config.checkpoint_file import CheckpointError, Header, flux_config, read_header, transformer_keys
+from ..blocks.models import FLUX
+from ..blocks.models.checkpoint import CheckpointError, Header, flux_config, read_header, transformer_keys
 from ..export.layouts import original_linear
 
 __all__ = ["Place", "Weights", "check_weights", "fill", "folder_weights", "local_folder", "original_weights"]
@@ -186,7 +186,7 @@ def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
     if name.endswith(".scale"):
         blocks, number, rest = name.split(".", 2)
         ours = next(found for found in FLUX.lists if found.original == blocks)
-        return {f"{ours.pattern}.{number}.{dict(ours.norms)[rest]}": rows}
+        return {f"{ours.pattern}.{number}.{ours.norms[rest]}": rows}
     stem, _, kind = name.rpartition(".")
     try:
         linear = original_linear(stem)

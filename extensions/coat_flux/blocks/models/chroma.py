@@ -1,4 +1,4 @@
-"""Chroma's reader: FLUX.1's blocks, whose modulation the model makes for all of them, with a mask of padded text.
+"""Chroma: FLUX.1's blocks, whose modulation the model makes for all of them, with a mask of padded text.
 
 There are two classes of them: diffusers', and ai-toolkit's own in the layout of the original, where one linear makes q,
 k and v (and what the MLP reads) and streams come in another order.
@@ -41,6 +41,7 @@ from ..fused.reading import (
     toolkit_rotary,
 )
 from ..fused.single_block import SingleBlock
+from .family import BlockList, Family
 from .flux1 import PROCESSOR
 
 # -- diffusers' class -------------------------------------------------------------------------------------------------
@@ -172,4 +173,21 @@ TOOLKIT_SINGLE = Reader(
     _call_toolkit_single,
     _read_toolkit_single,
     lambda _, image: image,
+)
+
+CHROMA = Family(
+    "ChromaTransformer2DModel",
+    (
+        BlockList("transformer_blocks", "ChromaTransformerBlock", DOUBLE, fused_bytes=12.5),
+        BlockList("single_transformer_blocks", "ChromaSingleTransformerBlock", SINGLE, fused_bytes=10.4),
+    ),
+    pipelines={"ChromaPipeline": ("chroma",)},
+)
+CHROMA_OF_TOOLKIT = Family(
+    "Chroma",
+    (
+        BlockList("double_blocks", "DoubleStreamBlock", TOOLKIT_DOUBLE, fused_bytes=12.5),
+        BlockList("single_blocks", "SingleStreamBlock", TOOLKIT_SINGLE, fused_bytes=10.4),
+    ),
+    archs=("chroma", "chroma_radiance"),
 )

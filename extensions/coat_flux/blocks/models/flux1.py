@@ -1,13 +1,15 @@
-"""FLUX.1's reader: what diffusers calls the parts of its double and single blocks, and hands to them.
+"""FLUX.1: dev, schnell, Krea, Kontext, Fill, Flex.
 
-Source: diffusers models/transformers/transformer_flux.py, whose arithmetic the fused blocks follow to the rounding.
+Sources: diffusers models/transformers/transformer_flux.py, whose arithmetic the fused blocks follow to the rounding;
+names of the original: diffusers scripts/convert_flux_to_diffusers.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
 
@@ -17,6 +19,7 @@ from ..fused.double_block import DoubleBlock
 from ..fused.frozen import NotFusable
 from ..fused.reading import Outside, Reader, check_attention, clipped, read_double, read_modulation, read_single
 from ..fused.single_block import SingleBlock
+from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 
 ARGUMENTS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 PROCESSOR = "FluxAttnProcessor"
@@ -55,5 +58,130 @@ def _read_double(block: Any, config: PackingConfig | None, join: bool) -> Double
     return read_double(block.attn, block.attn.head_dim, text, image, config, join)
 
 
-DOUBLE = Reader(ARGUMENTS, _heads, _call, _read_double, _of_double)
-SINGLE = Reader(ARGUMENTS, _heads, _call, _read_single, _of_single)
+DOUBLE_LINEARS = (
+    Linear("txt_mod.lin", ("norm1_context.linear",), ((6, 0),), D),
+    Linear("img_mod.lin", ("norm1.linear",), ((6, 0),), D),
+    Linear("txt_attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), (D, D, D), D),
+    Linear("txt_attn.proj", ("attn.to_add_out",), (D,), D),
+    Linear("txt_mlp.0", ("ff_context.net.0.proj",), (F,), D),
+    Linear("txt_mlp.2", ("ff_context.net.2",), (D,), F),
+    Linear("img_attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v"), (D, D, D), D),
+    Linear("img_attn.proj", ("attn.to_out.0",), (D,), D),
+    Linear("img_mlp.0", ("ff.net.0.proj",), (F,), D),
+    Linear("img_mlp.2", ("ff.net.2",), (D,), F),
+)
+SINGLE_LINEARS = (
+    Linear("modulation.lin", ("norm.linear",), ((3, 0),), D),
+    Linear("linear1", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), (D, D, D, F), D),
+    Linear("linear2", ("proj_out",), (D,), DF),
+)
+EMBEDDERS = (("time_in", "timestep"), ("vector_in", "text"), ("guidance_in", "guidance"))
+OUTSIDE = (
+    Linear("img_in", ("x_embedder",), (D,), ANY),
+    Linear("txt_in", ("context_embedder",), (D,), ANY),
+    *(
+        Linear(f"{name}.{layer}_layer", (f"time_text_embed.{kind}_embedder.linear_{number}",), (D,), inputs)
+        for name, kind in EMBEDDERS
+        for layer, number, inputs in (("in", 1, ANY), ("out", 2, D))
+    ),
+    Linear("final_layer.adaLN_modulation.1", ("norm_out.linear",), ((2, 0),), D, swapped=True),
+    Linear("final_layer.linear", ("proj_out",), (ANY,), D),
+)
+
+
+def _make_double(d: int, heads: int, head_dim: int, mlp_ratio: float) -> nn.Module:
+    from diffusers.models.transformers.transformer_flux import FluxTransformerBlock
+
+    return FluxTransformerBlock(d, heads, head_dim)
+
+
+def _make_single(d: int, heads: int, head_dim: int, mlp_ratio: float) -> nn.Module:
+    from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+
+    return FluxSingleTransformerBlock(d, heads, head_dim, mlp_ratio=mlp_ratio)
+
+
+def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    from diffusers import AutoencoderKL, FluxTransformer2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    own = {part: own_entries(config) for part, config in configs.items()}
+    return {
+        "transformer": FluxTransformer2DModel.from_config(own["transformer"]),
+        "vae": AutoencoderKL.from_config(own["vae"]).eval(),
+        "text_encoder": CLIPTextModel(CLIPTextConfig(**own["text_encoder"])),
+        "text_encoder_2": T5EncoderModel(T5Config(**own["text_encoder_2"])).eval(),
+    }
+
+
+FLUX = Family(
+    "FluxTransformer2DModel",
+    (
+        BlockList(
+            "transformer_blocks",
+            "FluxTransformerBlock",
+            Reader(ARGUMENTS, _heads, _call, _read_double, _of_double),
+            kind="double",
+            make=_make_double,
+            count="num_layers",
+            original="double_blocks",
+            linears=DOUBLE_LINEARS,
+            norms={
+                "img_attn.norm.query_norm.scale": "attn.norm_q.weight",
+                "img_attn.norm.key_norm.scale": "attn.norm_k.weight",
+                "txt_attn.norm.query_norm.scale": "attn.norm_added_q.weight",
+                "txt_attn.norm.key_norm.scale": "attn.norm_added_k.weight",
+            },
+        ),
+        BlockList(
+            "single_transformer_blocks",
+            "FluxSingleTransformerBlock",
+            Reader(ARGUMENTS, _heads, _call, _read_single, _of_single),
+            kind="single",
+            make=_make_single,
+            count="num_single_layers",
+            original="single_blocks",
+            linears=SINGLE_LINEARS,
+            norms={
+                "norm.query_norm.scale": "attn.norm_q.weight",
+                "norm.key_norm.scale": "attn.norm_k.weight",
+            },
+        ),
+    ),
+    archs=("flux", "flex2", "flux_kontext"),
+    one_row=("norm1.linear", "norm1_context.linear", "norm.linear"),
+    pipelines={
+        **dict.fromkeys(("FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline"), ("flux",)),
+        "FluxKontextPipeline": ("flux_kontext",),
+    },
+    repositories={
+        "FLUX.1-dev": "flux",
+        "FLUX.1-schnell": "flux",
+        "FLUX.1-Krea-dev": "flux",
+        "FLUX.1-Kontext-dev": "flux_kontext",
+        "FLUX.1-Fill-dev": "FLUX.1 Fill",
+        "FLUX.1-Depth-dev": "FLUX.1 Depth",
+        "FLUX.1-Canny-dev": "FLUX.1 Canny",
+        "FLUX.1-Redux-dev": "FLUX.1 Redux",
+    },
+    ungated=("FLUX.1-schnell",),
+    inputs=("x_embedder", "context_embedder"),
+    conditioning=("time_text_embed",),
+    outside=OUTSIDE,
+    folders=("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
+    text_features={
+        "text_encoder": ("hidden_size", "pooled_projection_dim", 1),
+        "text_encoder_2": ("d_model", "joint_attention_dim", 1),
+    },
+    lora_loader="FluxLoraLoaderMixin",
+    # ComfyUI: comfy/lora.py, model_lora_keys_unet: every weight as `diffusion_model.<name>` and
+    #     `lora_unet_<name with _>`, and for Flux `transformer.<diffusers' name>` (comfy/utils.py, flux_to_diffusers).
+    # ai-toolkit: toolkit/network_mixins.py, load_weights: peft_format, which FLUX sets, renames lora_A and lora_B only.
+    # sd-scripts: networks/lora_flux.py looks modules up by LORA_PREFIX_FLUX = "lora_unet".
+    programs={
+        "diffusers": ("ComfyUI", "ai-toolkit"),
+        "kohya": ("ComfyUI", "sd-scripts"),
+        "comfyui": ("ComfyUI",),
+    },
+    parts=_parts,
+)

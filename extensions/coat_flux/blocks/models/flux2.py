@@ -1,13 +1,15 @@
-"""FLUX.2's readers: its double and single blocks as diffusers and as ai-toolkit (in BFL's layout) have them.
+"""FLUX.2: dev and klein, as diffusers and as ai-toolkit (in the original's layout) have them.
 
 The model makes one set of modulation vectors for all blocks of a kind and hands it in. Its linears have no bias, its
 MLPs are SwiGLU, and a single block's q, k, v and MLP come from one linear.
-Source: diffusers models/transformers/transformer_flux2.py; https://github.com/black-forest-labs/flux2, whose model
-ai-toolkit has.
+Sources: diffusers models/transformers/transformer_flux2.py; https://github.com/black-forest-labs/flux2, whose model
+ai-toolkit has; names of the original: diffusers scripts/convert_flux2_to_diffusers.py.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from ..fused.reading import (
     toolkit_rotary,
 )
 from ..fused.single_block import SingleBlock
+from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 
 SWIGLU = "silu_and_mul"
 ACTIVATIONS = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
@@ -180,3 +183,119 @@ BFL_DOUBLE = Reader(
     lambda text, image: (image, text),
 )
 BFL_SINGLE = Reader(("x", "pe", "mod"), toolkit_heads, _call_bfl_single, _read_bfl_single, lambda _, image: image)
+
+# -- the family -------------------------------------------------------------------------------------------------------
+
+_linear = functools.partial(Linear, mlp_ratio=3)
+DOUBLE_LINEARS = tuple(
+    linear
+    for stream, ff, qkv, out in (
+        ("txt", "ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out"),
+        ("img", "ff", ("to_q", "to_k", "to_v"), "to_out.0"),
+    )
+    for linear in (
+        _linear(f"{stream}_attn.qkv", tuple(f"attn.{part}" for part in qkv), (D, D, D), D),
+        _linear(f"{stream}_attn.proj", (f"attn.{out}",), (D,), D),
+        _linear(f"{stream}_mlp.0", (f"{ff}.linear_in",), ((0, 2),), D),
+        _linear(f"{stream}_mlp.2", (f"{ff}.linear_out",), (D,), F),
+    )
+)
+SINGLE_LINEARS = (
+    _linear("linear1", ("attn.to_qkv_mlp_proj",), ((3, 2),), D),
+    _linear("linear2", ("attn.to_out",), (D,), DF),
+)
+MODULATION = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+OUTSIDE = (
+    _linear("img_in", ("x_embedder",), (D,), ANY),
+    _linear("txt_in", ("context_embedder",), (D,), ANY),
+    *(
+        _linear(f"{name}.{layer}_layer", (f"time_guidance_embed.{kind}_embedder.linear_{number}",), (D,), inputs)
+        for name, kind in (("time_in", "timestep"), ("guidance_in", "guidance"))
+        for layer, number, inputs in (("in", 1, ANY), ("out", 2, D))
+    ),
+    *(
+        _linear(f"{name}.lin", (f"{name}.linear",), ((height, 0),), D)
+        for name, height in zip(MODULATION, (6, 6, 3), strict=True)
+    ),
+    _linear("final_layer.adaLN_modulation.1", ("norm_out.linear",), ((2, 0),), D, swapped=True),
+    _linear("final_layer.linear", ("proj_out",), (ANY,), D),
+)
+
+
+def _make_double(d: int, heads: int, head_dim: int, mlp_ratio: float) -> nn.Module:
+    from diffusers.models.transformers.transformer_flux2 import Flux2TransformerBlock
+
+    return Flux2TransformerBlock(d, heads, head_dim, mlp_ratio=mlp_ratio)
+
+
+def _make_single(d: int, heads: int, head_dim: int, mlp_ratio: float) -> nn.Module:
+    from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock
+
+    return Flux2SingleTransformerBlock(d, heads, head_dim, mlp_ratio=mlp_ratio)
+
+
+def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Klein's text encoder is a Qwen 3; dev's the language model in a Mistral 3, whose eyes are not counted."""
+    from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text = configs["text_encoder"].get("text_config", configs["text_encoder"])
+    config = AutoConfig.for_model(text.get("model_type", "qwen3"), **own_entries(text))
+    return {
+        "transformer": Flux2Transformer2DModel.from_config(own_entries(configs["transformer"])),
+        "vae": AutoencoderKLFlux2.from_config(own_entries(configs["vae"])).eval(),
+        "text_encoder": AutoModelForCausalLM.from_config(config).eval(),
+    }
+
+
+KLEIN = ("flux2_klein_4b", "flux2_klein_9b")
+FLUX2 = Family(
+    "Flux2Transformer2DModel",
+    (
+        BlockList(
+            "transformer_blocks",
+            "Flux2TransformerBlock",
+            DOUBLE,
+            kind="flux2_double",
+            make=_make_double,
+            vectors=(6, 6),
+            count="num_layers",
+            original="double_blocks",
+            linears=DOUBLE_LINEARS,
+        ),
+        BlockList(
+            "single_transformer_blocks",
+            "Flux2SingleTransformerBlock",
+            SINGLE,
+            kind="flux2_single",
+            make=_make_single,
+            vectors=(3,),
+            count="num_single_layers",
+            original="single_blocks",
+            linears=SINGLE_LINEARS,
+        ),
+    ),
+    pipelines={"Flux2Pipeline": ("flux2",), "Flux2KleinPipeline": KLEIN},
+    repositories={
+        "FLUX.2-dev": "flux2",
+        **{f"FLUX.2-klein-{base}{size}B": f"flux2_klein_{size}b" for base in ("", "base-") for size in (4, 9)},
+    },
+    ungated=("FLUX.2-klein-4B", "FLUX.2-klein-base-4B"),
+    inputs=("x_embedder", "context_embedder"),
+    conditioning=("time_guidance_embed", *MODULATION),
+    outside=OUTSIDE,
+    folders=("transformer", "vae", "text_encoder", "tokenizer", "scheduler"),
+    text_features={"text_encoder": ("hidden_size", "joint_attention_dim", 3)},
+    lora_loader="Flux2LoraLoaderMixin",
+    # ComfyUI and ai-toolkit have the original's names only
+    programs={"diffusers": (), "kohya": ("ComfyUI",), "comfyui": ("ComfyUI",)},
+    parts=_parts,
+)
+FLUX2_OF_TOOLKIT = Family(
+    "Flux2",
+    (
+        BlockList("double_blocks", "DoubleStreamBlock", BFL_DOUBLE, fused_bytes=14.6),
+        BlockList("single_blocks", "SingleStreamBlock", BFL_SINGLE, fused_bytes=12.5),
+    ),
+    archs=("flux2", *KLEIN),
+)

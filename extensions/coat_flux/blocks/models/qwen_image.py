@@ -1,4 +1,4 @@
-"""Qwen-Image's reader, of its editing models too: double blocks alone, with their own modulations.
+"""Qwen-Image and its editing models: double blocks alone, with their own modulations.
 
 Rotations come as complex numbers, image and text apart, and the mask is one of text tokens.
 Source: diffusers models/transformers/transformer_qwenimage.py.
@@ -22,6 +22,7 @@ from ..fused.frozen import NotFusable
 from ..fused.linears import read_linear
 from ..fused.modulation import Modulation
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, clipped, read_double
+from .family import BlockList, Family
 
 PROCESSOR = "QwenDoubleStreamAttnProcessor2_0"
 
@@ -87,4 +88,12 @@ BLOCK = Reader(
     _call,
     _read,
     lambda text, image: (clipped(text), clipped(image)),
+)
+
+QWEN_IMAGE = Family(
+    "QwenImageTransformer2DModel",
+    (BlockList("transformer_blocks", "QwenImageTransformerBlock", BLOCK, fused_bytes=12.5),),
+    archs=("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"),
+    one_row=("img_mod.1", "txt_mod.1"),
+    pipelines={"QwenImagePipeline": ("qwen_image",), "QwenImageEditPipeline": ("qwen_image_edit",)},
 )

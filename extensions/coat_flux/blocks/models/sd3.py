@@ -1,4 +1,4 @@
-"""SD3.5's reader: double blocks with a norm of q and k and no rotary embedding; in the last one the text ends.
+"""SD3.5: double blocks with a norm of q and k and no rotary embedding; in the last one the text ends.
 
 Source: diffusers models/attention.py (JointTransformerBlock) and models/attention_processor.py.
 """
@@ -18,6 +18,7 @@ from ..fused.double_block import DoubleBlock
 from ..fused.frozen import NotFusable
 from ..fused.modulation import Modulation
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, read_double, read_modulation
+from .family import BlockList, Family
 
 PROCESSOR = "JointAttnProcessor2_0"
 HEAD_DIM = 64  # of all SD3 and SD3.5; a block's arguments do not show it
@@ -72,4 +73,12 @@ def _results(text: Tensor, image: Tensor) -> tuple[Tensor | None, Tensor]:
 
 BLOCK = Reader(
     ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs"), _heads, _call, _read, _results
+)
+
+SD3 = Family(
+    "SD3Transformer2DModel",
+    (BlockList("transformer_blocks", "JointTransformerBlock", BLOCK, fused_bytes=12.5),),
+    archs=("sd3",),
+    one_row=("norm1.linear", "norm1_context.linear"),
+    pipelines={"StableDiffusion3Pipeline": ("sd3",)},
 )

@@ -1,4 +1,4 @@
-"""Z-Image's reader: one stream, RMSNorms before and after linears, gates through tanh, SwiGLU of two linears.
+"""Z-Image: one stream, RMSNorms before and after linears, gates through tanh, SwiGLU of two linears.
 
 Rotations come as complex numbers of each image, and the mask is one of tokens, there where images of a batch have
 different lengths. Blocks of the text alone (`context_refiner`) have no modulation.
@@ -26,6 +26,7 @@ from ..fused.modulation import Modulation
 from ..fused.norm_linears import NormLinears
 from ..fused.reading import OncePerPass, Reader, check_attention, check_dropout, qk_norm
 from ..fused.stream_block import StreamBlock
+from .family import BlockList, Family
 
 PROCESSOR = "ZSingleStreamAttnProcessor"
 
@@ -91,4 +92,15 @@ BLOCK = Reader(
     _call,
     _read,
     lambda _, image: image,
+)
+
+Z_IMAGE = Family(
+    "ZImageTransformer2DModel",
+    tuple(
+        BlockList(name, "ZImageTransformerBlock", BLOCK, fused_bytes=12.8)
+        for name in ("noise_refiner", "context_refiner", "layers")
+    ),
+    archs=("zimage", "zimage_l2p"),
+    one_row=("adaLN_modulation.0",),
+    pipelines={"ZImagePipeline": ("zimage",)},
 )

@@ -41,7 +41,8 @@ def check_job(process: Any) -> None:
         ConfigError: with every error found, a line each.
         LaunchError: `accelerate launch` started the processes in a way that cannot train here.
     """
-    from ...config.check import check_here, check_job_dict
+    from ...blocks.models.check import check_models
+    from ...config.check import check_job_dict
     from ...config.findings import ConfigError
     from ...config.job_file import load_job_yaml
     from ...config.launch import DDP, LaunchError, launch_obstacle, shares_weights
@@ -51,7 +52,7 @@ def check_job(process: Any) -> None:
     asked = {"file": config_file(process.save_root), "trainer": "ai-toolkit", "toolkit_root": _toolkit_root()}
     found = check_job_dict(raw, **asked, num_processes=process.accelerator.num_processes)
     if not any(finding.severity == "error" for finding in found):
-        found += check_here(raw, **asked)
+        found += check_models(raw, **asked)
     for warning in found:
         if warning.severity != "error":
             info(f"[coat] note: {warning.line()}")

@@ -179,9 +179,9 @@ def plain_linears(model: nn.Module) -> list[str]:
 
     from coat_core.linear.module import obstacle_to_conversion
 
-    from ...blocks.lookup import architecture_of, matches
+    from ...blocks.lookup import family_of, matches
 
-    patterns = architecture_of(model).convert
+    patterns = family_of(model).convert
     return [
         name
         for name, module in model.named_modules()
@@ -235,10 +235,9 @@ def damaged_linears(model: nn.Module) -> list[str]:
 
 def choose_at_load(process: Any) -> None:
     """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what is around them."""
-    from ...blocks.architectures import ARCHITECTURES
-    from ...config.archs import TRANSFORMERS
+    from ...blocks.models import ARCHS
 
-    known = ARCHITECTURES.get(TRANSFORMERS.get(process.model_config.arch, ""))
+    known = ARCHS.get(process.model_config.arch)
     if _loads_fp8(process) and known is not None:
         process.model_config.quantize_kwargs.setdefault("include", list(known.convert))
 

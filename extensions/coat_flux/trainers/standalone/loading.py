@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from ...base.errors import UserError
 from ...blocks.apply import convert_weights
-from ...config.checkpoint_file import SUFFIXES, CheckpointError, base_model
+from ...blocks.models.checkpoint import SUFFIXES, CheckpointError, base_model
 from ...config.coat import COATConfig
 from ...data.cache import TextEncoders
 from ...data.flux2 import Flux2Text

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from coat_core.optim.sharded import cut_parameters
 
-from ...blocks.lookup import architecture_of, listed_blocks
+from ...blocks.lookup import family_of, listed_blocks
 from ..processes import exchange
 
 __all__ = ["shard"]
@@ -40,7 +40,7 @@ def shard(model: nn.Module, trained: Iterable[str], device: torch.device, block_
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = cut_parameters(model, mesh.size(), block_size)
-    blocks = listed_blocks(model, architecture_of(model).blocks)
+    blocks = listed_blocks(model, family_of(model).blocks)
     for module in (*blocks.values(), model):
         own = type(module)
         # always freed after forward: a gathered copy would not see an average that is put into the shards

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from ...base.files import write_file
-from ...config.check import require_here
+from ...blocks.models.check import require_here
 from ...config.findings import ConfigError
 from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml

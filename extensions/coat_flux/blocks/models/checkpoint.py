@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import UserError
+from ...base.errors import UserError
 
 __all__ = ["IN_CHANNELS", "CheckpointError", "base_model", "flux_config", "kind_of", "read_header", "transformer_keys"]
 

@@ -1,0 +1,382 @@
+"""The model of a job before anything is loaded: is it one COAT trains, is it there, whole, of the right kind?
+
+Also what else this machine has against a job: its GPU. Nothing is downloaded and no weights are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...base.names import COAT_TYPE
+from ...config.check import require_packages
+from ...config.entry import STANDALONE, STANDALONE_ARCHS, arch_of
+from ...config.findings import ConfigError, Finding, Findings, closest
+from ...config.job import JobConfig
+from ...config.job_sections import PROCESS_TYPES
+from . import ARCHS, FAMILIES, FLUX, FLUX2, PIPELINES, REFUSED
+from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, flux_config, kind_of, read_header
+from .family import Family
+
+EMBEDDED = "coat_mini_flux"  # the name of mini_flux.folder.EMBEDDED_MODEL
+AGAIN = "download the model again"
+BFL = "black-forest-labs"
+REPOSITORIES = {name: arch for family in FAMILIES.values() for name, arch in family.repositories.items()}
+PIPELINE_ARCHS = {arch for archs in PIPELINES.values() for arch in archs}
+UNGATED = {name for family in FAMILIES.values() for name in family.ungated}
+FLUX_ARCHS = ("flux", "flux_kontext")  # that ai-toolkit loads from a folder in diffusers layout
+# arch → the file that ai-toolkit loads from a folder, whatever else is in it
+CHECKPOINTS = {
+    "flux2": "flux2-dev.safetensors",
+    "flux2_klein_4b": "flux-2-klein-base-4b.safetensors",
+    "flux2_klein_9b": "flux-2-klein-base-9b.safetensors",
+}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+PLACES = ("extensions", "extensions_built_in", "toolkit/models")  # where ai-toolkit looks for classes with an `arch`
+_ARCH = re.compile(r"^[ \t]+arch\b[^=\n]*=\s*([\"'][^\"'\n]+[\"'])", re.MULTILINE)
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_TOKEN = re.compile(r"^\s*(HF_TOKEN|HUGGING_FACE_HUB_TOKEN)\s*=\s*\S", re.MULTILINE)
+
+
+def check_models(
+    raw: Any, *, file: str = "", trainer: str = STANDALONE, toolkit_root: Path | None = None, elsewhere: bool = False
+) -> list[Finding]:
+    """Findings about the models of a job without config errors.
+
+    Args:
+        raw: the whole job.
+        file: named in the findings.
+        trainer: who would run it: `standalone` or `ai-toolkit`.
+        toolkit_root: ai-toolkit's folder: its source says which archs it has, its `.env` may hold the hub's token.
+        elsewhere: it will run on another machine: this one's GPU and files do not matter.
+    """
+    findings = Findings(file)
+    for i, process in enumerate(raw["config"]["process"]):
+        if process.get("type") not in PROCESS_TYPES:
+            continue
+        path, coat = f"config.process[{i}]", process.get("coat") or {}
+        if trainer != STANDALONE and process["type"] == COAT_TYPE and coat.get("enabled", True):
+            host = set() if toolkit_root is None else set(archs_of(toolkit_root))
+            check_arch(arch_of(process["model"]), host, f"{path}.model.arch", findings)
+        if not elsewhere and findings.sound(f"{path}.model.arch"):
+            check_device(process.get("device"), f"{path}.device", findings)
+            check_model(process["model"], f"{path}.model", findings, trainer, toolkit_root)
+    return findings.all
+
+
+def require_here(job: JobConfig) -> None:
+    """Check that this machine can start a job of the stand-alone trainer.
+
+    Raises:
+        ConfigError: a package, the GPU or the model is missing, or the model is not FLUX.
+    """
+    require_packages(job)
+    errors = [item for item in check_models(job.raw, file=job.file) if item.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+
+
+def check_arch(arch: str, host: Collection[str], path: str, findings: Findings) -> None:
+    """Refuse an arch of ai-toolkit that COAT does not train, and warn of one that is not known.
+
+    Args:
+        arch: without a tag.
+        host: those of the ai-toolkit at hand; empty where only the list here is known.
+        path: the key.
+        findings: receives the error or warning.
+    """
+    if arch in ARCHS:
+        return
+    names = sorted(ARCHS)  # without variants: qwen_image_edit is one of qwen_image
+    trained = [name for name in names if not any(name.startswith((f"{one}_", f"{one}.")) for one in names)]
+    if arch in REFUSED:
+        remedy = f"write coat: {{enabled: false}}, or train one of {', '.join(trained)}"
+        findings.add(path, f"{REFUSED[arch]}; {remedy}", arch)
+    elif arch in host or not host:
+        text = "not known here: its blocks are treated cautiously; look at the table after the first step"
+        findings.warn(path, text, arch)
+    else:
+        near = closest(arch, {*host, *ARCHS})
+        remedy = f"did you mean '{near}'?" if near else f"write one of {', '.join(trained)}"
+        findings.add(path, f"not an arch of this ai-toolkit, which would load Stable Diffusion 1; {remedy}", arch)
+
+
+def archs_of(root: Path) -> Iterator[str]:
+    """Yield the `arch` of every model class in an ai-toolkit checkout, as its source has them; nothing is imported."""
+    folders = [each for place in PLACES if (root / place).is_dir() for each in sorted((root / place).iterdir())]
+    for folder in folders:  # a user's extension may be a link
+        for file in [folder] if folder.suffix == ".py" else sorted(folder.rglob("*.py")):
+            for text in _ARCH.findall(file.read_text(encoding="utf-8", errors="replace")):
+                yield ast.literal_eval(text)
+
+
+def check_device(device: Any, path: str, findings: Findings) -> None:
+    """Refuse a GPU that torch does not find: FLUX would train on the CPU, for weeks."""
+    kind, _, index = device.partition(":") if isinstance(device, str) else ("", "", "")
+    if kind not in ("cuda", "mps"):
+        return
+    import torch
+
+    backend = torch.backends.mps if kind == "mps" else torch.cuda
+    if not backend.is_available():
+        rule, remedy = f"torch finds no {kind} device here", "run it on a machine with one"
+        if kind == "cuda" and not (torch.version.cuda or torch.version.hip):
+            rule, remedy = "the installed torch is built without CUDA", "install one with CUDA (pytorch.org)"
+        findings.add(path, f"{rule}, so the run would be on the CPU; {remedy}, or write device: cpu", device)
+    elif kind == "cuda" and index.isdecimal() and int(index) >= torch.cuda.device_count():
+        findings.add(path, f"torch finds {torch.cuda.device_count()} GPUs here, counted from 0; write cuda:0", device)
+
+
+def check_model(
+    model: Mapping[str, Any], path: str, findings: Findings, trainer: str, toolkit_root: Path | None = None
+) -> None:
+    """Add what would stop a trainer while it loads the block `model`, or let it train another one than is meant."""
+    _Model(model, path, findings, trainer == STANDALONE, toolkit_root).check()
+
+
+class _Model:
+    """The rules, with what they share; each adds at most one finding, and the first one ends the check."""
+
+    def __init__(self, model: Mapping[str, Any], path: str, findings: Findings, alone: bool, root: Path | None):
+        self.name, self.extras = str(model["name_or_path"]), model.get("extras_name_or_path")
+        self.own_vae = model.get("vae_path") is not None
+        self.place, self.arch, self.alone, self.root = Path(self.name), arch_of(model), alone, root
+        self.key, self.findings = f"{path}.name_or_path", findings
+        self.extras_key = f"{path}.extras_name_or_path"
+
+    def add(self, text: str) -> None:
+        self.findings.add(self.key, text, self.name)
+
+    def check(self) -> None:
+        name, place = self.name, self.place
+        if place.name == EMBEDDED and not place.exists():
+            return  # made when the run starts
+        if re.match(r"https?:", name):
+            if self.alone or "civitai.com" not in name:
+                self.add("is a web address; write the repository's name, as owner/name, or a downloaded file or folder")
+        elif place.is_dir():
+            self._check_folder()
+        elif place.exists():
+            self._check_file()
+        elif not Path(name.split("/")[0]).is_dir():
+            self._check_hub(name, self.key)
+        else:
+            self._check_missing(name, self.key)
+
+    # -- a folder ------------------------------------------------------------------------------------------------------
+
+    def _check_folder(self) -> None:
+        if not self.alone and self.arch in CHECKPOINTS:
+            needed = CHECKPOINTS[self.arch]
+            if not (self.place / needed).is_file():
+                self.add(f"has no {needed}, which ai-toolkit loads for {self.arch}; give the folder of that file")
+            return
+        pipeline = _json(self.place / "model_index.json").get("_class_name")
+        if not pipeline and not any((self.place / part).is_dir() for part in ("transformer", "unet")):
+            self._check_no_model()
+        elif self._fits_pipeline(pipeline):
+            if self.arch in FLUX_ARCHS:
+                self._check_parts(FLUX)
+            elif self.alone:
+                self._check_parts(FLUX2)
+
+    def _check_no_model(self) -> None:
+        """A folder that is not in diffusers layout: perhaps one in or around it is."""
+        part = _json(self.place / "config.json").get("_class_name")
+        snapshot = next(self.place.glob("snapshots/*/model_index.json"), None)
+        files = sorted(path for path in self.place.iterdir() if path.suffix.lower() in SUFFIXES)
+        if part is not None:
+            self.add(f"is only the {part} of a model; give the folder around it, {self.place.resolve().parent}")
+        elif snapshot is not None:
+            self.add(f"is the hub's cache of a model; give {snapshot.parent}, or the model's name on the hub")
+        elif files and (self.alone or self.arch not in FLUX_ARCHS):
+            self.add(f"is not a folder in diffusers layout; give that, or one file, such as {files[0]}")
+        else:
+            self.add("is not a folder in diffusers layout, it has no model_index.json; give that of a downloaded model")
+
+    def _fits_pipeline(self, pipeline: Any) -> bool:
+        archs = PIPELINES.get(str(pipeline), ())
+        if pipeline is None or self.arch in archs or (not self.alone and not archs):
+            return True
+        if self.alone and not set(archs) & set(STANDALONE_ARCHS):
+            where = f", or train it inside ai-toolkit with model.arch: {archs[0]}" if archs else ""
+            rule = f"is a {pipeline}, and the stand-alone trainer trains FLUX.1 and FLUX.2"
+            self.add(f"{rule}; give a folder of one of them{where}")
+        elif self.alone or self.arch in PIPELINE_ARCHS:
+            rule = f"is a {pipeline}, which does not fit arch {self.arch}"
+            self.add(f"{rule}; write model.arch: {' or '.join(archs)}, or another folder")
+        return self.findings.sound(self.key)
+
+    def _check_parts(self, family: Family) -> None:
+        """Every part of a folder, and whether transformer and text encoders are of one model."""
+        config, base = _json(self.place / "transformer" / "config.json"), self.place
+        if not self._check_part(self.place, "transformer") or not self._fits_transformer(config, family):
+            return
+        own_encoder = not self.alone and (self.arch == "flux" or (base / "text_encoder").exists())
+        if self.extras and family is FLUX and not own_encoder:
+            base = Path(str(self.extras))
+        if not base.is_dir():
+            self._check_hub(str(base), self.extras_key)
+            return
+        if not self._check_others(base, family):
+            return
+        for part, (key, takes, layers) in family.text_features.items():
+            theirs = _json(base / part / "config.json")
+            width, wanted = theirs.get(key, theirs.get("text_config", {}).get(key)), config.get(takes)
+            if width and wanted and layers * width != wanted:
+                times = f"{layers} x {width}" if layers > 1 else f"{width}"
+                self.add(f"{part} gives {times} features and the transformer takes {wanted}; give one model's folder")
+
+    def _check_others(self, base: Path, family: Family) -> bool:
+        parts = [part for part in family.folders if part != "transformer" and not (part == "vae" and self.own_vae)]
+        return all(self._check_part(base, part) for part in parts)
+
+    def _fits_transformer(self, config: Mapping[str, Any], family: Family) -> bool:
+        name, channels = config.get("_class_name", family.transformer), config.get("in_channels")
+        if name != family.transformer:
+            self.add(f"transformer/ holds a {name}, not a {family.transformer}; give the folder of a model with one")
+        elif family is FLUX and channels in IN_CHANNELS:
+            self.add(f"is {IN_CHANNELS[channels]}, which needs a second image as input; give FLUX.1-dev's")
+        return self.findings.sound(self.key)
+
+    def _check_part(self, base: Path, part: str) -> bool:
+        """Whether a part of a folder in diffusers layout is there and whole."""
+        folder = base / part
+        if not folder.is_dir():
+            self.add(f"{base} has no {part}/; give a complete folder in diffusers layout, or a hub name")
+        elif problem := _problem(folder, part, self.alone):
+            self.add(problem)
+        return self.findings.sound(self.key)
+
+    # -- a file, or a name on the hub ----------------------------------------------------------------------------------
+
+    def _check_file(self) -> None:
+        suffix = self.place.suffix.lower()
+        if self.arch not in FLUX_ARCHS:
+            if self.alone:  # ai-toolkit reads checkpoints of other models in one file
+                self.add("is a file, and FLUX.2 is loaded from a folder; give one in diffusers layout, or a hub name")
+        elif suffix == ".gguf":
+            self.add("is a GGUF file, made for inference only; give the model's .safetensors in bf16 or FP8")
+        elif suffix not in SUFFIXES:
+            self.add("is not a .safetensors file; give one, or a folder in diffusers layout")
+        else:
+            self._check_checkpoint()
+
+    def _check_checkpoint(self) -> None:
+        try:
+            header = read_header(self.place)
+            kind, config = kind_of(header), flux_config(header)
+        except CheckpointError as error:
+            self.add(str(error))
+            return
+        if not self.alone:
+            rule = f"is {kind} in one file, and ai-toolkit loads FLUX from a folder in diffusers layout"
+            self.add(f"{rule}; write {DEV} or its folder, or train with coat-flux train")
+        elif self._fits_transformer(config, FLUX):
+            base = base_model(self.name, self.extras)
+            if Path(base).is_dir():
+                self._check_others(Path(base), FLUX)
+            else:
+                self._check_hub(base, self.extras_key)
+
+    def _check_missing(self, name: str, key: str) -> None:
+        """Neither here nor a name of the hub: a path that is wrong, or a name without its owner."""
+        near = closest(Path(name).name, REPOSITORIES, cutoff=0.8)
+        remedy = f"did you mean {BFL}/{near}?" if near and "/" not in name else "correct the path, or write owner/name"
+        self.findings.add(key, f"no such folder or file in {Path.cwd()}; {remedy}", name)
+
+    def _check_hub(self, name: str, key: str) -> None:
+        """A repository of the hub: what is known of it without asking, and whether it can be downloaded."""
+        if not _HUB_NAME.fullmatch(name):
+            self._check_missing(name, key)
+            return
+        owner, _, repository = name.partition("/")
+        known = REPOSITORIES.get(repository) if owner == BFL else None
+        fits = STANDALONE_ARCHS if self.alone else PIPELINE_ARCHS
+        if known not in (None, self.arch) and key == self.key and (self.alone or self.arch in fits):
+            text = f"does not fit arch {self.arch}; write model.arch: {known}"
+            if known not in fits:
+                text = "is not trained here" if self.alone else f"does not fit arch {self.arch}"
+                text = f"{text}; write {DEV}"
+            self.findings.add(key, f"is {str(known).replace('_', ' ')}, which {text}", name)
+        elif _cached(name):
+            return
+        elif os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+            rule = "is neither here nor in the hub's cache, and HF_HUB_OFFLINE forbids a download"
+            self.findings.add(key, f"{rule}; unset it, or give a folder", name)
+        elif known is not None and repository not in UNGATED:
+            if not _has_token(self.root):
+                rule = "asks for an agreement before the download, and there is no token here"
+                remedy = f"accept it on https://huggingface.co/{name}, then run `hf auth login`"
+                mirror = "huggingface.co" not in os.environ.get("HF_ENDPOINT", "huggingface.co")
+                (self.findings.warn if mirror else self.findings.add)(key, f"{rule}; {remedy}", name)
+        elif re.search("stable-diffusion|sdxl", name, re.IGNORECASE) and (self.alone or self.arch in FLUX_ARCHS):
+            self.findings.add(key, f"is Stable Diffusion by its name; write {DEV}, or its folder", name)
+        else:
+            text = "no such folder here, so it is downloaded from the hub under this name"
+            if owner == BFL and known is None and (near := closest(repository, REPOSITORIES)):
+                text = f"no repository known here; did you mean {BFL}/{near}?"
+            self.findings.warn(key, text, name)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _problem(folder: Path, part: str, alone: bool) -> str | None:
+    """Why a part cannot be loaded, as `<rule>; <remedy>`."""
+    if part.startswith("tokenizer"):
+        names = ("tokenizer.json", "vocab.json", "spiece.model")
+        here = any((folder / name).is_file() for name in names)
+        return None if here else f"{folder} has none of {', '.join(names)}; {AGAIN}"
+    config = folder / ("scheduler_config.json" if part == "scheduler" else "config.json")
+    if not _json(config):
+        return f"{config} is missing or not JSON; {AGAIN}"
+    if part == "scheduler":
+        return None
+    for index in folder.glob("*.safetensors.index.json"):
+        shards = _json(index).get("weight_map", {})
+        absent = sorted({name for name in shards.values() if not (folder / name).is_file()})
+        if absent:
+            return f"{folder} has no {absent[0]}, which {index.name} lists ({len(absent)} missing); {AGAIN}"
+    weights = sorted(folder.glob("*.safetensors"))
+    pickle = next((path.name for path in folder.iterdir() if path.suffix in PICKLES), None)
+    if not weights and pickle is None:
+        return f"{folder} has no .safetensors file; {AGAIN}"
+    if not weights and alone:
+        return f"{folder} has its weights only as a pickle ({pickle}), which can run code; give .safetensors"
+    for file in weights:
+        try:
+            read_header(file)
+        except CheckpointError as error:
+            return f"{file} {error}"
+    return None
+
+
+def _cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "model_index.json"), str)
+    except HFValidationError:
+        return False
+
+
+def _has_token(toolkit_root: Path | None) -> bool:
+    """Whether the hub's token is in the environment, stored by `hf auth login`, or in ai-toolkit's `.env`."""
+    from huggingface_hub import get_token
+
+    if get_token():
+        return True
+    env = Path() if toolkit_root is None else toolkit_root / ".env"
+    return env.is_file() and _TOKEN.search(env.read_text(encoding="utf-8", errors="replace")) is not None

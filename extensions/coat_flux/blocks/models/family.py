@@ -1,0 +1,153 @@
+"""What is known of a family of models: the form that every file of this package fills in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..fused.reading import Reader
+
+Size = tuple[int, int]  # features as so many hidden sizes d and so many MLP widths F
+D, F, DF = (1, 0), (0, 1), (1, 1)
+ANY = (0, 0)  # neither
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of the original checkpoint, which fuses what diffusers splits.
+
+    Attributes:
+        name: in the original, within its block where it is in one.
+        members: diffusers' names of its parts, top to bottom.
+        outputs: features of each part.
+        inputs: features of all.
+        swapped: the two halves of the output lie in the other order in diffusers (scale, shift for shift, scale).
+        mlp_ratio: F / d.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    outputs: tuple[Size, ...]
+    inputs: Size
+    swapped: bool = False
+    mlp_ratio: int = 4
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Output features of each part, in units of d; 0: another size."""
+        return tuple(d + f * self.mlp_ratio for d, f in self.outputs)
+
+    @property
+    def width(self) -> int:
+        """Input features, in units of d; 0: another size."""
+        return self.inputs[0] + self.inputs[1] * self.mlp_ratio
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """A list of blocks.
+
+    Attributes:
+        pattern: of the module lists whose items are recomputed or kept as a whole.
+        block: class of the blocks; empty where nothing more is known of them.
+        reader: reads them for the fused flow; None: they take the generic one.
+        fused_bytes: that the fused flow keeps per element of hidden states where `kind` is empty, with a trained
+            modulation and attention in FP8; 0 where nobody measured it.
+        kind: name for blocks whose bytes `blocks.sizes` counts: those with `make`; empty for others.
+        make: (d, heads, size of a head, F / d) → such a block.
+        vectors: that modulate a block and are handed in, in units of d.
+        count: key of the model's config with their number.
+        original: name of the list in the original checkpoint.
+        linears: of a block, under both names: what modulates first, the second linear of an MLP last.
+        norms: parameters of a block's norms, original → diffusers' name.
+    """
+
+    pattern: str
+    block: str = ""
+    reader: Reader | None = None
+    fused_bytes: float = 0.0
+    kind: str = ""
+    make: Callable[[int, int, int, float], nn.Module] | None = None
+    vectors: tuple[int, ...] = (1,)
+    count: str = ""
+    original: str = ""
+    linears: tuple[Linear, ...] = ()
+    norms: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of the models with one class of transformer.
+
+    Patterns are fnmatch patterns over full module names, never substrings: the substring `proj_out` would match FLUX's
+    final projection and also the single blocks' `proj_out`, a quarter of the model's FLOPs.
+
+    Attributes:
+        transformer: name of the class.
+        lists: of blocks, in forward order.
+        archs: `model.arch` of ai-toolkit with this class.
+        one_row: ends of names of linears in blocks that multiply in high precision: they run on one row per image
+            (adaLN modulation), where reading the weight is all the time there is.
+        converted: patterns of the linears whose weights become FP8, where that is not all of the lists.
+        left: patterns of linears that are left out for a reason of their own → the reason.
+        pipelines: diffusers' pipeline → archs that it is trained as.
+        repositories: of Black Forest Labs on the hub → their arch, or what they are where none is trained on them.
+        ungated: those of `repositories` that are downloaded without an agreement.
+        inputs: embedders whose outputs the blocks' streams start from.
+        conditioning: what the blocks' modulation is made by: the embedder of its input, and where it is outside of the
+            blocks its own linears.
+        outside: linears outside the blocks, under both names.
+        folders: of a model in diffusers layout.
+        text_features: text encoder → the key of its config with its width, the key of the transformer's config that
+            must agree, and from how many of its layers embeddings are taken.
+        lora_loader: diffusers' class that loads its LoRAs.
+        programs: layout of a LoRA → programs besides diffusers that load it.
+        parts: configs of a model's parts → the parts, on the default device; of the text encoders the larger one last.
+    """
+
+    transformer: str
+    lists: tuple[BlockList, ...]
+    archs: tuple[str, ...] = ()
+    one_row: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
+    pipelines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    repositories: Mapping[str, str] = field(default_factory=dict)
+    ungated: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    conditioning: tuple[str, ...] = ()
+    outside: tuple[Linear, ...] = ()
+    folders: tuple[str, ...] = ()
+    text_features: Mapping[str, tuple[str, str, int]] = field(default_factory=dict)
+    lora_loader: str = ""
+    programs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: Callable[[Mapping[str, dict[str, Any]]], dict[str, Any]] | None = None
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Patterns of the block lists, in forward order."""
+        return tuple(each.pattern for each in self.lists)
+
+    @property
+    def convert(self) -> tuple[str, ...]:
+        """Patterns of the linears whose weights become FP8; all others stay in high precision."""
+        return self.converted or tuple(f"{name}.*" for name in self.blocks)
+
+    @property
+    def weight_only(self) -> tuple[str, ...]:
+        """Patterns of those that multiply in high precision."""
+        return tuple(f"*.{name}" for name in self.one_row)
+
+
+def generic(transformer: str, *lists: str, **facts: Any) -> Family:
+    """A family of which no more is known than its block lists, and perhaps which linears run on one row per image."""
+    return Family(transformer, tuple(map(BlockList, lists)), **facts)
+
+
+def own_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A part's config without the entries that say how its file was written."""
+    written = ("architectures", "model_type", "torch_dtype", "transformers_version")
+    return {key: value for key, value in config.items() if not key.startswith("_") and key not in written}
