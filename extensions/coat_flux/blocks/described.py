@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -138,10 +139,11 @@ def make_block(block: Block) -> nn.Module:
     Raises:
         UserError: the installed diffusers has another block.
     """
-    make = LISTS[block.kind].make
-    assert make is not None
+    blocks = LISTS[block.kind]
+    cls = getattr(importlib.import_module(f"diffusers.models.transformers.{blocks.source}"), blocks.block)
+    options = {} if block.kind == "double" else {"mlp_ratio": block.mlp / block.hidden}
     with torch.device("meta"):
-        made = make(block.hidden, block.heads, block.head_dim, block.mlp / block.hidden)
+        made: nn.Module = cls(block.hidden, block.heads, block.head_dim, **options)
     if not _is_known(type(made)):
         raise UserError(f"{type(made).__name__} of this diffusers cannot be counted; pip install -U diffusers")
     return made

@@ -42,7 +42,7 @@ from ..fused.reading import (
 )
 from ..fused.single_block import SingleBlock
 from .family import BlockList, Family
-from .flux1 import PROCESSOR
+from .flux1 import PROCESSOR, heads_of
 
 # -- diffusers' class -------------------------------------------------------------------------------------------------
 
@@ -74,10 +74,6 @@ def _call_single(args: tuple[Any, ...]) -> Call:
     return Call(x, None, _shared(x, *others), None, (temb.flatten(1, 2),))
 
 
-def _heads(block: Any) -> tuple[int, int]:
-    return block.attn.heads, block.attn.head_dim
-
-
 def _read_double(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
     check_attention(block.attn, PROCESSOR)
     _check_pruned(block.norm1)
@@ -99,13 +95,13 @@ def _check_pruned(norm: Any) -> None:
 
 DOUBLE = Reader(
     ("hidden_states", "encoder_hidden_states", "temb", *OPTIONAL),
-    _heads,
+    heads_of,
     _call_double,
     _read_double,
     lambda text, image: (clipped(text), image),
 )
 SINGLE = Reader(
-    ("hidden_states", "temb", *OPTIONAL), _heads, _call_single, _read_single, lambda _, image: clipped(image)
+    ("hidden_states", "temb", *OPTIONAL), heads_of, _call_single, _read_single, lambda _, image: clipped(image)
 )
 
 # -- ai-toolkit's class -----------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from ..fused.reading import Reader
 
 Size = tuple[int, int]  # features as so many hidden sizes d and so many MLP widths F
@@ -56,8 +54,8 @@ class BlockList:
         reader: reads them for the fused flow; None: they take the generic one.
         fused_bytes: that the fused flow keeps per element of hidden states where `kind` is empty, with a trained
             modulation and attention in FP8; 0 where nobody measured it.
-        kind: name for blocks whose bytes `blocks.sizes` counts: those with `make`; empty for others.
-        make: (d, heads, size of a head, F / d) → such a block.
+        kind: name for blocks whose bytes `blocks.sizes` counts; empty for others.
+        source: diffusers' module with the class of those.
         vectors: that modulate a block and are handed in, in units of d.
         count: key of the model's config with their number.
         original: name of the list in the original checkpoint.
@@ -70,7 +68,7 @@ class BlockList:
     reader: Reader | None = None
     fused_bytes: float = 0.0
     kind: str = ""
-    make: Callable[[int, int, int, float], nn.Module] | None = None
+    source: str = ""
     vectors: tuple[int, ...] = (1,)
     count: str = ""
     original: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from coat_core.activation import PackingConfig
 
@@ -33,8 +33,9 @@ def _call(args: tuple[Any, ...]) -> Call:
     return Call(args[0], args[1], Shared(*args[3]), args[2])
 
 
-def _heads(block: Any) -> tuple[int, int]:
-    return block.attn.heads, block.attn.head_dim
+def heads_of(block: Any) -> tuple[int, int]:
+    """Heads of a block of diffusers, and their size."""
+    return block.attn.heads, block.attn.inner_dim // block.attn.heads
 
 
 def _of_single(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,18 +90,6 @@ OUTSIDE = (
 )
 
 
-def _make_double(d: int, heads: int, head_dim: int, mlp_ratio: float) -> nn.Module:
-    from diffusers.models.transformers.transformer_flux import FluxTransformerBlock
-
-    return FluxTransformerBlock(d, heads, head_dim)
-
-
-def _make_single(d: int, heads: int, head_dim: int, mlp_ratio: float) -> nn.Module:
-    from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
-
-    return FluxSingleTransformerBlock(d, heads, head_dim, mlp_ratio=mlp_ratio)
-
-
 def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
@@ -120,9 +109,9 @@ FLUX = Family(
         BlockList(
             "transformer_blocks",
             "FluxTransformerBlock",
-            Reader(ARGUMENTS, _heads, _call, _read_double, _of_double),
+            Reader(ARGUMENTS, heads_of, _call, _read_double, _of_double),
             kind="double",
-            make=_make_double,
+            source="transformer_flux",
             count="num_layers",
             original="double_blocks",
             linears=DOUBLE_LINEARS,
@@ -136,9 +125,9 @@ FLUX = Family(
         BlockList(
             "single_transformer_blocks",
             "FluxSingleTransformerBlock",
-            Reader(ARGUMENTS, _heads, _call, _read_single, _of_single),
+            Reader(ARGUMENTS, heads_of, _call, _read_single, _of_single),
             kind="single",
-            make=_make_single,
+            source="transformer_flux",
             count="num_single_layers",
             original="single_blocks",
             linears=SINGLE_LINEARS,

@@ -39,6 +39,7 @@ from ..fused.reading import (
 )
 from ..fused.single_block import SingleBlock
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
+from .flux1 import heads_of
 
 SWIGLU = "silu_and_mul"
 ACTIVATIONS = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
@@ -106,10 +107,6 @@ def _call_single(args: tuple[Any, ...]) -> Call:
     return Call(args[0], None, _shared(args, 3), None, (_vectors(args[2], args[0]),))
 
 
-def _heads(block: Any) -> tuple[int, int]:
-    return block.attn.heads, block.attn.head_dim
-
-
 def _mlp(ff: Any) -> tuple[Any, Any, Any]:
     return ff.linear_in, ff.act_fn, ff.linear_out
 
@@ -163,14 +160,14 @@ def _read_bfl_single(block: Any, config: PackingConfig | None, join: bool) -> Si
 _ATTENDS = ("image_rotary_emb", "joint_attention_kwargs")
 DOUBLE = Reader(
     ("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt", *_ATTENDS),
-    _heads,
+    heads_of,
     _call_double,
     _read_double,
     lambda text, image: (clipped(text), image),
 )
 SINGLE = Reader(
     ("hidden_states", "encoder_hidden_states", "temb_mod", *_ATTENDS, "split_hidden_states", "text_seq_len"),
-    _heads,
+    heads_of,
     _call_single,
     _read_single,
     lambda _, image: clipped(image),
@@ -222,18 +219,6 @@ OUTSIDE = (
 )
 
 
-def _make_double(d: int, heads: int, head_dim: int, mlp_ratio: float) -> nn.Module:
-    from diffusers.models.transformers.transformer_flux2 import Flux2TransformerBlock
-
-    return Flux2TransformerBlock(d, heads, head_dim, mlp_ratio=mlp_ratio)
-
-
-def _make_single(d: int, heads: int, head_dim: int, mlp_ratio: float) -> nn.Module:
-    from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock
-
-    return Flux2SingleTransformerBlock(d, heads, head_dim, mlp_ratio=mlp_ratio)
-
-
 def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Klein's text encoder is a Qwen 3; dev's the language model in a Mistral 3, whose eyes are not counted."""
     from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
@@ -257,7 +242,7 @@ FLUX2 = Family(
             "Flux2TransformerBlock",
             DOUBLE,
             kind="flux2_double",
-            make=_make_double,
+            source="transformer_flux2",
             vectors=(6, 6),
             count="num_layers",
             original="double_blocks",
@@ -268,7 +253,7 @@ FLUX2 = Family(
             "Flux2SingleTransformerBlock",
             SINGLE,
             kind="flux2_single",
-            make=_make_single,
+            source="transformer_flux2",
             vectors=(3,),
             count="num_single_layers",
             original="single_blocks",

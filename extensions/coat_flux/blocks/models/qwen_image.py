@@ -23,6 +23,7 @@ from ..fused.linears import read_linear
 from ..fused.modulation import Modulation
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, clipped, read_double
 from .family import BlockList, Family
+from .flux1 import heads_of
 
 PROCESSOR = "QwenDoubleStreamAttnProcessor2_0"
 
@@ -55,17 +56,13 @@ def _call(args: tuple[Any, ...]) -> Call:
     return Call(image, text, Shared(*_tables(*rotary), mask), temb)
 
 
-def _heads(block: Any) -> tuple[int, int]:
-    return block.attn.heads, block.attn.inner_dim // block.attn.heads
-
-
 def _read(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
     check_attention(block.attn, PROCESSOR)
     if block.zero_cond_t:
         raise NotFusable("image tokens of one block with different modulations (zero_cond_t)")
     text = Outside(_modulation(block.txt_mod), block.txt_norm1, block.txt_norm2, block.txt_mlp)
     image = Outside(_modulation(block.img_mod), block.img_norm1, block.img_norm2, block.img_mlp)
-    return read_double(block.attn, _heads(block)[1], text, image, config, join)
+    return read_double(block.attn, heads_of(block)[1], text, image, config, join)
 
 
 def _modulation(found: Any) -> Modulation:
@@ -84,7 +81,7 @@ BLOCK = Reader(
         "joint_attention_kwargs",
         "modulate_index",
     ),
-    _heads,
+    heads_of,
     _call,
     _read,
     lambda text, image: (clipped(text), clipped(image)),

@@ -19,6 +19,7 @@ from ..fused.frozen import NotFusable
 from ..fused.modulation import Modulation
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, read_double, read_modulation
 from .family import BlockList, Family
+from .flux1 import heads_of
 
 PROCESSOR = "JointAttnProcessor2_0"
 HEAD_DIM = 64  # of all SD3 and SD3.5; a block's arguments do not show it
@@ -46,14 +47,10 @@ def _call(args: tuple[Any, ...]) -> Call:
     return Call(image, text, Shared(*_unturned(temb, text.shape[1] + image.shape[1])), temb)
 
 
-def _heads(block: Any) -> tuple[int, int]:
-    return block.attn.heads, block.attn.inner_dim // block.attn.heads
-
-
 def _read(block: Any, config: PackingConfig | None, join: bool) -> DoubleBlock:
     check_attention(block.attn, PROCESSOR)
-    if _heads(block)[1] != HEAD_DIM:
-        raise NotFusable(f"heads of {_heads(block)[1]}, where SD3's have {HEAD_DIM}")
+    if heads_of(block)[1] != HEAD_DIM:
+        raise NotFusable(f"heads of {heads_of(block)[1]}, where SD3's have {HEAD_DIM}")
     if block._chunk_size is not None:
         raise NotFusable("its feed-forward runs in chunks")
     if block.use_dual_attention:
@@ -72,7 +69,7 @@ def _results(text: Tensor, image: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 BLOCK = Reader(
-    ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs"), _heads, _call, _read, _results
+    ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs"), heads_of, _call, _read, _results
 )
 
 SD3 = Family(
