@@ -45,12 +45,14 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3",
         "torchao>=0.18",
     ],
+    "sweep": ["optuna>=4.0"],  # coat-flux sweep
     "test": [
         "bitsandbytes>=0.45; platform_system == 'Linux'",
         "hypothesis>=6.100",
         "lion-pytorch>=0.2",
         "ml_dtypes>=0.5",
         "mypy>=1.15",
+        "optuna>=4.0",
         "prodigyopt>=1.1",
         "pytest>=8.0",
         "pytest-timeout>=2.3",

@@ -11,15 +11,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from coat_flux.pages.report import write_report
-from coat_flux.study.grid import Trial
 from coat_flux.study.held_out import HeldOut, Split
 from coat_flux.study.judgement import judge
-from coat_flux.study.ranking import FAILED, FINISHED, OPEN, Result
+from coat_flux.study.ranking import write_sweep_page
 from coat_flux.study.report import Verdict, write_page
 from coat_flux.study.runs import ArmResult
 from coat_flux.study.scoring import Gram, Scores
 from coat_flux.study.study import Settings, Study
-from coat_flux.study.sweep_page import write_sweep_page
+from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Sweep, Trial
 from coat_flux.watch.precision import COLUMNS
 from tests.helpers.browser import inspect_pages
 from tests.unit.test_run_report import add_samples, make_run
@@ -81,21 +80,21 @@ def comparison(folder: Path) -> str:
 
 def ranking(folder: Path) -> str:
     """The page of a sweep with finished, failed and open trials, samples of one."""
-    frame = {"config": {"process": [{"validation": {"hold_out": ["a_photo.jpg"] * 3}}]}}
-    results = []
+    sweep = Sweep.__new__(Sweep)
+    sweep.job = job_of(folder, {}, sample={"prompts": ["a [trigger] on a very long prompt " * 5]})
+    sweep.folder, sweep.trials, sweep.total, sweep.held_out = folder, [], 12, ["a_photo.jpg"] * 3
     for number in range(12):
         settings = {"train.lr": 10 ** -(number % 4 + 1), "coat.optimizer.m1_format": "e4m3", "network.linear": number}
-        trial = Trial(f"lr{number}_linear{number}_seed42", settings, 42, frame, frame)
         state = FAILED if number == 10 else OPEN if number == 11 else FINISHED
         curve = [(step, 1 / (step + 1 + number)) for step in range(0, 1001, 50)]
         message = "LoRA pinned: " + "the loss was exactly the same " * 5
-        results.append(Result(trial, state, curve, 1.25, message * (state == FAILED)))
-    samples = folder / results[9].trial.name / "samples"
+        name = f"lr{number}_linear{number}_seed42"
+        sweep.trials.append(Trial(name, settings, 42, 1000, {}, state, curve, 1.25, message * (state == FAILED)))
+    samples = folder / sweep.trials[9].name / "samples"
     samples.mkdir(parents=True)
     (samples.parent / "config.yaml").write_text("job: extension")
     Image.new("RGB", (64, 64), "teal").save(samples / "1700000000__000001000_0.png")
-    job = job_of(folder, {}, sample={"prompts": ["a [trigger] on a very long prompt " * 5]})
-    return write_sweep_page(folder / "report.html", results, job).read_text(encoding="utf-8")
+    return write_sweep_page(sweep).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,11 @@ import yaml
 from safetensors.torch import save_file
 
 from coat_flux.config.findings import ConfigError
-from coat_flux.config.job import JobConfig
 from coat_flux.mini_flux.folder import make_tiny_flux
-from coat_flux.study import sweep
-from coat_flux.study.grid import Axis, SweepError, Trial, find_axis, make_trials
-from coat_flux.study.ranking import FAILED, FINISHED, OPEN, Result, rank, spread_of
+from coat_flux.study import sweep as sweep_module
+from coat_flux.study.ranking import rank, ranking_rows, sentence_of, write_sweep_page
 from coat_flux.study.runs import VerifyError
-from coat_flux.study.sweep import read_trial, run_trials
-from coat_flux.study.sweep_page import ranking_rows, sentence_of, write_sweep_page
+from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Axis, Sweep, SweepError, Trial, find_axis
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.locks import held_by_another_process
 
@@ -48,8 +45,19 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWEEP_SECRET", "hidden")
 
 
-def make(config: Path, *texts: str, seeds: Any = (7,), **options: Any) -> list[Trial]:
-    return make_trials(str(config), [find_axis(text) for text in texts], seeds, config.parent / "sweep", **options)
+def make(config: Path, *texts: str, seeds: Any = (7,), folder: Path | None = None, **options: Any) -> Sweep:
+    axes = [find_axis(text) for text in texts]
+    return Sweep(str(config), axes, seeds, folder or config.parent / "sweep", **options)
+
+
+def chosen(sweep: Sweep) -> list[Trial]:
+    """The trials of a whole sweep, none trained."""
+    study, trials = sweep._open_study(), []
+    for before in study.trials:
+        sweep._add(before.params)
+    while (trial := sweep._next(study, trials)) is not None:
+        trials = [one for one in trials if one is not trial]
+    return sweep.trials
 
 
 def process_of(trial: Trial) -> dict[str, Any]:
@@ -74,7 +82,7 @@ def test_a_key_and_its_values(text: str, axis: Axis) -> None:
 
 @pytest.mark.parametrize("text", ["train.lr", "train.lr=", "=1", "train..lr=1", "a b=1"])
 def test_something_else_is_refused(text: str) -> None:
-    with pytest.raises(SweepError, match="must be KEY=VALUE,VALUE"):
+    with pytest.raises(SweepError, match="KEY=VALUE,VALUE"):
         find_axis(text)
 
 
@@ -92,19 +100,16 @@ def test_what_the_sweep_decides_is_refused(text: str, rule: str) -> None:
         find_axis(text)
 
 
-def test_trials_are_all_combinations_by_seed(config: Path) -> None:
-    trials = make(config, "train.lr=1e-4,3e-4", "network.linear=8,16", seeds=(7, 8))
-    assert [trial.name for trial in trials[:5]] == [
-        "lr0.0001_linear8_seed7",
-        "lr0.0001_linear16_seed7",
-        "lr0.0003_linear8_seed7",
-        "lr0.0003_linear16_seed7",
-        "lr0.0001_linear8_seed8",
-    ]
-    assert len(trials) == 8
-    process = process_of(trials[3])
+def test_trials_are_all_combinations_of_all_seeds(config: Path, tmp_path: Path) -> None:
+    trials = chosen(make(config, "train.lr=1e-4,3e-4", "network.linear=8,16", seeds=(7, 8), folder=tmp_path))
+    assert {trial.name for trial in trials} == {
+        f"lr{lr}_linear{rank}_seed{seed}" for lr in ("0.0001", "0.0003") for rank in (8, 16) for seed in (7, 8)
+    }
+    trial = next(trial for trial in trials if trial.name == "lr0.0003_linear16_seed7")
+    process = process_of(trial)
     assert (process["train"]["lr"], process["network"]) == (3e-4, {"type": "lora", "linear": 16, "linear_alpha": 16})
-    assert (process["training_seed"], process["training_folder"]) == (7, str(config.parent / "sweep"))
+    assert (process["training_seed"], process["training_folder"]) == (7, str(tmp_path))
+    assert process["datasets"][0]["default_caption"] == "${SWEEP_SECRET}"  # what is saved keeps variables
     # measured on the same photos whatever the seed: by name
     held_out = [process_of(trial)["validation"]["hold_out"] for trial in trials]
     assert held_out == [held_out[0]] * 8
@@ -112,20 +117,32 @@ def test_trials_are_all_combinations_by_seed(config: Path) -> None:
     assert held_out[0][0].endswith(".png")
 
 
-def test_what_is_saved_keeps_variables(config: Path) -> None:
-    (trial,) = make(config, "train.lr=1e-4")
-    assert process_of(trial)["datasets"][0]["default_caption"] == "hidden"
-    assert trial.written["config"]["process"][0]["datasets"][0]["default_caption"] == "${SWEEP_SECRET}"
-    assert trial.written["config"]["process"][0]["train"]["lr"] == 1e-4
-
-
-def test_random_takes_some_and_more_of_them_later(config: Path) -> None:
+def test_random_takes_some_and_more_of_them_later(config: Path, tmp_path: Path) -> None:
     axes = ("train.lr=1e-4,2e-4,3e-4", "network.linear=4,8,16")
-    names = [[trial.name for trial in make(config, *axes, most=most)] for most in (2, 5, 99)]
-    assert [len(found) for found in names] == [2, 5, 9]
+    names = [[trial.name for trial in chosen(make(config, *axes, most=most, folder=tmp_path))] for most in (2, 5, 99)]
+    assert [len(set(found)) for found in names] == [2, 5, 9]
     assert names[1][:2] == names[0]
     assert names[2][:5] == names[1]
     assert sorted(names[2]) != names[2]
+
+
+def test_tpe_chooses_by_the_losses_so_far(config: Path, tmp_path: Path) -> None:
+    """Told that the loss rises with the rank, it tries small ranks more often than the half."""
+    sweep = make(config, f"network.linear={','.join(map(str, range(1, 41)))}", most=30, tpe=True, folder=tmp_path)
+    study, waiting = sweep._open_study(), []
+    while (trial := sweep._next(study, waiting)) is not None:
+        trial.state, trial.curve = FINISHED, [(1, float(trial.settings["network.linear"]))]
+        sweep._tell(study)
+    ranks = [int(one.params["network.linear"]) for one in study.trials]
+    assert len(ranks) == 30
+    assert sum(rank <= 20 for rank in ranks[10:]) > 12
+    assert len(sweep.trials) == len(set(ranks))
+
+
+def test_without_optuna_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(SweepError, match=r"pip install 'coat-flux\[sweep\]'"):
+        make(config, "train.lr=1e-4")
 
 
 def test_everything_wrong_is_said_at_once_as_check_does(config: Path) -> None:
@@ -133,18 +150,18 @@ def test_everything_wrong_is_said_at_once_as_check_does(config: Path) -> None:
         make(config, "train.lrr=1,2", "network.linear=0,8", "coat.optimizer.m1_format=e4m3,e9m9")
     lines = caught.value.findings
     assert len(lines) == 3
-    assert any("train.lrr: unknown key; did you mean 'lr'?" in line for line in lines)
-    assert any("network.linear=0: must be a whole number" in line for line in lines)
-    assert any("m1_format='e9m9'" in line for line in lines)
+    for wrong in ("train.lrr", "network.linear=0", "m1_format='e9m9'"):
+        assert any(wrong in line for line in lines)
+    assert not (config.parent / "sweep").exists()
 
 
 @pytest.mark.parametrize(
     ("texts", "rule"),
     [
         (("train.lr=1", "train.lr=2"), "given twice"),
-        (("train.lr.x=1",), "is not inside a block"),
-        (("datasets[3].num_repeats=1",), r"no entry \[3\]"),
-        (("coat.activation.exclude=['a'],[a.]",), "2 trials would have the folder"),
+        (("train.lr.x=1",), "no such place"),
+        (("datasets[3].num_repeats=1",), "no such place"),
+        (("coat.activation.exclude=['a'],[a.]",), "the same folder"),
     ],
 )
 def test_settings_that_make_no_sense(config: Path, texts: tuple[str, ...], rule: str) -> None:
@@ -155,61 +172,56 @@ def test_settings_that_make_no_sense(config: Path, texts: tuple[str, ...], rule:
 # -- the ranking -------------------------------------------------------------------------------------------------------
 
 
-def result_of(lr: float, seed: int, losses: list[float], state: str = FINISHED) -> Result:
-    trial = Trial(f"lr{lr:g}_seed{seed}", {"train.lr": lr}, seed, {}, {})
-    return Result(trial, state, [(10.0 * i, loss) for i, loss in enumerate(losses, 1)], 0.5, "boom" * (state == FAILED))
+def trial_of(lr: float, seed: int, losses: list[float], state: str = FINISHED) -> Trial:
+    curve = [(10.0 * i, loss) for i, loss in enumerate(losses, 1)]
+    return Trial(f"lr{lr:g}_seed{seed}", {"train.lr": lr}, seed, 20, {}, state, curve, 0.5, "boom" * (state == FAILED))
 
 
 def test_ranked_by_the_mean_of_the_last_losses() -> None:
-    results = [result_of(1, 7, [0.9, 0.50]), result_of(1, 8, [0.9, 0.54])]
-    results += [result_of(2, 7, [0.9, 0.40]), result_of(2, 8, [0.3, 0.44]), result_of(3, 7, [math.nan])]
-    results += [result_of(4, 7, [0.1], OPEN), result_of(5, 7, [0.1], FAILED)]
-    places, noise = rank(results)
+    trials = [trial_of(1, 7, [0.9, 0.50]), trial_of(1, 8, [0.9, 0.54])]
+    trials += [trial_of(2, 7, [0.9, 0.40]), trial_of(2, 8, [0.3, 0.44]), trial_of(3, 7, [math.nan])]
+    trials += [trial_of(4, 7, [0.1], OPEN), trial_of(5, 7, [0.1], FAILED)]
+    places, spread = rank(trials)
     assert [place.settings["train.lr"] for place in places] == [2, 1, 3, 4, 5]
     assert [place.loss for place in places[:2]] == pytest.approx([0.42, 0.52])
     assert places[1].gap == pytest.approx(0.1)
     # pooled over the seeds of settings: both pairs are 0.04 apart, so s = 0.04 / sqrt(2)
-    assert noise.by_seeds
-    assert noise.spread == pytest.approx(0.04 / math.sqrt(2))
+    assert spread == pytest.approx(0.04 / math.sqrt(2))
     # 0.1 > 2 · 0.0283 · sqrt(1/2 + 1/2) = 0.057
     assert [place.tied for place in places] == [True, False, False, False, False]
     assert places[0].lowest == (20.0, pytest.approx(0.42))
-    assert "lr 2; no other is as good" in sentence_of(places, noise)[0]
+    assert "lr 2; no other is as good" in sentence_of(places, spread, 7)[0]
+    near, _ = rank([*trials, trial_of(6, 7, [0.45])])  # 0.03 < 2 · 0.0283 · sqrt(1 + 1/2)
+    assert [place.tied for place in near[:3]] == [True, True, False]
 
 
-def test_one_seed_is_judged_by_what_its_curve_jumps() -> None:
-    """On a straight line with noise ±d in turn the second differences are 4 d, so s = 4 d / sqrt(6)."""
-    line = [1 - 0.01 * i + (0.003 if i % 2 else -0.003) for i in range(20)]
-    noise = spread_of([result_of(1, 7, line)])
-    assert not noise.by_seeds
-    assert noise.spread == pytest.approx(4 * 0.003 / math.sqrt(6))
-    assert spread_of([result_of(1, 7, [1 - 0.01 * i for i in range(20)])]).spread == pytest.approx(0, abs=1e-12)
-    assert spread_of([result_of(1, 7, [0.5, 0.4])]).spread is None
-    near, far = [loss - 0.01 for loss in line], [loss + 0.1 for loss in line]
-    places, _ = rank([result_of(1, 7, line), result_of(2, 7, near), result_of(3, 7, far)])
-    assert [(place.settings["train.lr"], place.tied) for place in places] == [(2, True), (1, True), (3, False)]
+def test_one_seed_says_nothing_of_luck() -> None:
+    places, spread = rank([trial_of(1, 7, [0.5, 0.4]), trial_of(2, 7, [0.5, 0.3])])
+    assert spread is None
+    assert [place.tied for place in places] == [False, False]
+    assert sentence_of(places, spread, 2)[1] == "open"
 
 
 def test_rows_and_page(config: Path, tmp_path: Path) -> None:
-    trials = make(config, "train.lr=1e-4,3e-4", "network.linear=8,16")
-    curves = [[(i, 1 / (i + 1 + number)) for i in range(9)] for number in range(2)]
-    results = [Result(trial, FINISHED, curve, 0.25) for trial, curve in zip(trials, curves, strict=False)]
-    results += [Result(trials[2], FAILED, message="the <loss> was NaN"), Result(trials[3], OPEN)]
-    places, noise = rank(results)
-    header, *rows = ranking_rows(places, noise)
+    sweep = make(config, "train.lr=1e-4,3e-4", "network.linear=8,16", folder=tmp_path)
+    first, second, failed, _ = chosen(sweep)
+    for trial, number in ((first, 0), (second, 1)):
+        trial.state, trial.curve, trial.seconds = FINISHED, [(i, 1 / (i + 1 + number)) for i in range(9)], 0.25
+    failed.state, failed.message = FAILED, "the <loss> was NaN"
+    places, spread = rank(sweep.trials)
+    header, *rows = ranking_rows(places, spread)
     assert header[:4] == ["place", "lr", "linear", "held-out loss"]
-    assert rows[0][:5] == ["1", "0.0001", "16", "0.100000", ""]
-    assert rows[1][:5] == ["2", "0.0001", "8", "0.111111", "+0.011111"]
+    lr, linear = second.settings.values()
+    assert rows[0][:5] == ["1", f"{lr:g}", str(linear), "0.100000", ""]
+    assert (rows[1][3], rows[1][4]) == ("0.111111", "+0.011111")
     assert [row[5] for row in rows] == ["", "?", "", ""]  # one seed cannot tell
     assert [row[-1] for row in rows] == ["finished", "finished", "failed", "not finished"]
-    text = write_sweep_page(tmp_path / "report.html", results, JobConfig.from_file(config)).read_text(encoding="utf-8")
-    assert "Lowest held-out loss so far: 0.100000 with lr 0.0001, linear 16" in text
+    text = write_sweep_page(sweep).read_text(encoding="utf-8")
+    assert f"Lowest held-out loss so far: 0.100000 with lr {lr:g}, linear {linear}" in text
     assert "2 of 4 trials are not finished" in text
     assert "the &lt;loss&gt; was NaN" in text
-    assert "lr: 0.0001\nnetwork:\n  linear: 16" in text
-    assert "lr0.0001_linear16_seed7.safetensors" in text
-    nothing = [Result(trial, OPEN) for trial in trials]
-    assert sentence_of(*rank(nothing))[0] == "No trial is finished yet; 4 of 4 trials are not finished."
+    assert f"lr: {lr}\nnetwork:\n  linear: {linear}" in text
+    assert f"{second.name}.safetensors" in text
 
 
 # -- the processes -----------------------------------------------------------------------------------------------------
@@ -247,55 +259,60 @@ save_file({"a": numpy.zeros(1)}, run / f"{name}.safetensors", {"training_info": 
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER, encoding="utf-8")
-    monkeypatch.setattr(sweep, "CLI", tmp_path / "trainer.py")
-    monkeypatch.setattr(sweep, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(sweep_module, "CLI", tmp_path / "trainer.py")
+    monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.02)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no signal for one process alone")
 def test_trials_run_fail_and_are_interrupted(config: Path, tmp_path: Path, trainer: None) -> None:
-    """Interrupted after the first trial, during the second; the next start resumes that, and the third fails."""
-    axes = [find_axis("train.lr=1e-4,2e-4,2"), find_axis("train.steps=4")]
-    trials = make_trials(str(config), axes, (7,), tmp_path / "sweep")
+    """Interrupted after a first trial; the next start resumes the one under way, and one fails each time."""
+    axes = ("train.lr=1e-4,2e-4,2", "train.steps=4")
     lines: list[str] = []
+    sweep = make(config, *axes, folder=tmp_path / "sweep")
 
-    def note(results: list[Result]) -> None:
-        if any(result.state == FINISHED for result in results):
+    def stop() -> None:
+        if any(trial.state == FINISHED for trial in sweep.trials):
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        run_trials(trials, tmp_path / "sweep", jobs=2, log=lines.append, on_result=note)
-    found = [read_trial(trial, tmp_path / "sweep") for trial in trials]
-    assert [result.state for result in found] == [FINISHED, OPEN, OPEN]
-    assert [len(result.curve) for result in found] == [5, len(found[1].curve), 0]
-    assert 1 < len(found[1].curve) < 5  # it was told, and saved
-    first = tmp_path / "sweep" / trials[0].name / f"{trials[0].name}.safetensors"
+        sweep.run(jobs=3, log=lines.append, on_result=stop)
+    trials = {trial.settings["train.lr"]: trial for trial in sweep.trials}
+    assert [trials[lr].state for lr in (1e-4, 2e-4, 2)] == [FINISHED, OPEN, FAILED]
+    assert len(trials[1e-4].curve) == 5
+    assert 1 < len(trials[2e-4].curve) < 5  # it was told, and saved
+    first = tmp_path / "sweep" / trials[1e-4].name / f"{trials[1e-4].name}.safetensors"
     made = first.stat().st_mtime_ns
-    results = run_trials(trials, tmp_path / "sweep", jobs=2, log=lines.append, on_result=lambda _: None)
-    assert [result.state for result in results] == [FINISHED, FINISHED, FAILED]
-    assert "the run died (exit code 2" in results[2].message
-    assert results[1].loss == pytest.approx(2e-4 / 5)
+    sweep = make(config, *axes, folder=tmp_path / "sweep")
+    resumed = {trial.settings["train.lr"]: trial for trial in sweep.run(jobs=2, log=lines.append, on_result=list)}
+    assert [resumed[lr].state for lr in (1e-4, 2e-4, 2)] == [FINISHED, FINISHED, FAILED]
+    assert "the run died (exit code 2" in resumed[2].message
+    assert resumed[2e-4].loss == pytest.approx(2e-4 / 5)
     assert first.stat().st_mtime_ns == made
     assert any("3 trials, 1 of them finished" in line for line in lines)
-    others = make_trials(str(config), [*axes[:1], find_axis("train.steps=4")], (7,), tmp_path / "sweep")
-    others[0].written["config"]["process"][0]["train"]["batch_size"] = 3
-    with pytest.raises(VerifyError, match=r"of a run with other settings.*batch_size"):
-        run_trials(others, tmp_path / "sweep", jobs=1, log=lines.append, on_result=lambda _: None)
+    told = {one.params["train.lr"]: one.value for one in sweep._open_study().trials}
+    assert told["0.0001"] == pytest.approx(1e-4 / 5)
+    assert told["2"] is None
+    other = make(config, "train.lr=1e-4", "train.steps=4", folder=tmp_path / "sweep")
+    other.held_out.append("b.png")
+    with pytest.raises(VerifyError, match="hold_out"):
+        other.run(jobs=1, log=lines.append, on_result=list)
 
 
 def test_a_trial_of_full_fine_tuning_is_finished_by_its_model(config: Path, tmp_path: Path) -> None:
-    (trial,) = make_trials(str(config), [find_axis("train.steps=4")], (7,), tmp_path / "sweep")
-    folder = tmp_path / "sweep" / trial.name / trial.name / "transformer"
+    (trial,) = chosen(make(config, "train.steps=4", folder=tmp_path))
+    folder = tmp_path / trial.name / trial.name / "transformer"
     folder.mkdir(parents=True)
     (folder.parents[1] / "coat").mkdir()
     (folder.parents[1] / "config.yaml").write_text("job: extension\n", encoding="utf-8")
     for step, state in ((2, OPEN), (4, FINISHED)):
         info = {"training_info": json.dumps({"step": step})}
         save_file({"a": torch.zeros(1)}, folder / "model.safetensors", metadata=info)
-        assert read_trial(trial, tmp_path / "sweep").state == state
+        trial.read(tmp_path)
+        assert trial.state == state
 
 
 def test_a_trial_that_outlived_its_sweep_is_waited_for(config: Path, tmp_path: Path, trainer: None) -> None:
-    (trial,) = make_trials(str(config), [find_axis("train.lr=1e-4")], (7,), tmp_path / "sweep")
+    sweep = make(config, "train.lr=1e-4", folder=tmp_path / "sweep")
     lines: list[str] = []
     with ExitStack() as other:
 
@@ -304,12 +321,9 @@ def test_a_trial_that_outlived_its_sweep_is_waited_for(config: Path, tmp_path: P
             if "earlier sweep" in line:
                 other.close()
 
-        other.enter_context(held_by_another_process(tmp_path / "sweep" / trial.name))
-        (result,) = run_trials([trial], tmp_path / "sweep", jobs=1, log=log, on_result=lambda _: None)
-    assert result.state == FINISHED
-    told = [line.partition(": ")[2].partition(" (")[0] for line in lines[1:]]
-    assert told == [
-        "still trains in a process of an earlier sweep, which is waited for",
-        "started",
-        f"finished, held-out loss {result.loss:.6f} at step 4",
-    ]
+        other.enter_context(held_by_another_process(tmp_path / "sweep" / "lr0.0001_seed7"))
+        (trial,) = sweep.run(jobs=1, log=log, on_result=list)
+    assert trial.state == FINISHED
+    steps = [line.partition(": ")[2].partition(" (")[0] for line in lines[1:]]
+    assert steps[0].startswith("still trains in a process of an earlier sweep")
+    assert steps[1:] == ["started", f"finished, held-out loss {trial.loss:.6f} at step 4"]

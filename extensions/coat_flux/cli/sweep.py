@@ -6,14 +6,11 @@ import argparse
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.streams import keep_streams
 from ..base.text import columns
 from .common import add_command, add_config, load_job, positive, show_warnings
-
-if TYPE_CHECKING:
-    from ..study.ranking import Result
 
 EXIT_FAILED = 1
 
@@ -33,9 +30,11 @@ def add_parser(commands: Any) -> None:
     )
     sweep.add_argument("--jobs", type=positive, default=1, metavar="N", help="trials at a time (default: 1)")
     sweep.add_argument("--seeds", type=positive, default=1, metavar="K", help="runs of each combination (default: 1)")
-    sweep.add_argument(
+    chosen = sweep.add_mutually_exclusive_group()
+    chosen.add_argument(
         "--random", type=positive, metavar="N", help="N combinations, drawn at random (default: all of them)"
     )
+    chosen.add_argument("--tpe", type=positive, metavar="N", help="N combinations, chosen by Optuna's TPE sampler")
     sweep.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the runs (default: <training_folder>/<name>_sweep)"
     )
@@ -51,27 +50,26 @@ def run(args: argparse.Namespace) -> int:
     keep_streams()
     job = load_job(args)
     show_warnings()
-    from ..study.grid import find_axis, make_trials
-    from ..study.ranking import FINISHED, rank
-    from ..study.sweep import run_trials
-    from ..study.sweep_page import noise_text, ranking_rows, sentence_of, write_sweep_page
+    from ..study.ranking import noise_text, rank, ranking_rows, sentence_of, write_sweep_page
+    from ..study.sweep import FINISHED, Sweep, find_axis
     from ..trainers.standalone.seeding import seed_of
 
     folder = args.out or job.folder.with_name(f"{job.folder.name}_sweep")
-    seeds = range(seed_of(job), seed_of(job) + args.seeds)
-    axes = [find_axis(text) for text in args.axes]
-    trials = make_trials(args.config, axes, seeds, folder, name=args.name, most=args.random)
-    page = folder / "report.html"
-
-    def write(results: list[Result]) -> None:
-        write_sweep_page(page, results, job)
-
+    sweep = Sweep(
+        args.config,
+        [find_axis(text) for text in args.axes],
+        range(seed_of(job), seed_of(job) + args.seeds),
+        folder,
+        name=args.name,
+        most=args.tpe or args.random,
+        tpe=args.tpe is not None,
+    )
     try:
-        results = run_trials(trials, folder, jobs=args.jobs, log=partial(print, flush=True), on_result=write)
+        trials = sweep.run(jobs=args.jobs, log=partial(print, flush=True), on_result=lambda: write_sweep_page(sweep))
     except KeyboardInterrupt:
-        print(f"To go on: {shlex.join(['coat-flux', *args.given])}\nreport so far: {page}")
+        print(f"To go on: {shlex.join(['coat-flux', *args.given])}\nreport so far: {folder / 'report.html'}")
         raise
-    places, noise = rank(results)
-    print("\n".join(["", *columns(ranking_rows(places, noise)), "", noise_text(noise)]))
-    print(f"report: {page}\n{sentence_of(places, noise)[0]}")
-    return 0 if all(result.state == FINISHED for result in results) else EXIT_FAILED
+    places, spread = rank(trials)
+    print("\n".join(["", *columns(ranking_rows(places, spread)), "", noise_text(spread)]))
+    print(f"report: {write_sweep_page(sweep)}\n{sentence_of(places, spread, sweep.total)[0]}")
+    return 0 if all(trial.state == FINISHED for trial in trials) else EXIT_FAILED

@@ -1,16 +1,13 @@
-"""Which settings of a sweep are best, and by how much more than luck; pure.
+"""Which settings of a sweep are best, by how much more than luck, and the page that shows it.
 
 A run's loss is its last on the photos held out of training, with the noise that is the same for all runs. The loss of
-settings is the mean over their seeds. How far luck moves a run, s, is
+settings is the mean over their seeds. How far luck moves a run, s, is the pooled standard deviation of runs that differ
+in the seed alone:
 
-- with several seeds, the pooled standard deviation of runs that differ in the seed alone:
-  s² = sum over settings of sum_i (loss_i - mean)² / sum of (n - 1);
-- with one seed, how much a run's loss jumps from one measurement to the next: of a curve y with equal steps,
-  E (y_{i-1} - 2 y_i + y_{i+1})² = 6 s² where noise lies on a straight line, over the last half of all runs. That is a
-  lower bound, and often a small part of it: another seed ends elsewhere.
+    s² = sum over settings of sum_i (loss_i - mean)² / sum of (n - 1)
 
-Settings are as good as the best where their gap to it is at most 2 s · sqrt(1 / n + 1 / n_best); that others are worse
-by more than luck only several seeds can say.
+Settings are as good as the best where their gap to it is at most 2 s · sqrt(1 / n + 1 / n_best). With one seed that is
+not known.
 """
 
 from __future__ import annotations
@@ -18,118 +15,227 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any
 
-from .grid import Trial
+import yaml
 
-__all__ = ["FAILED", "FINISHED", "OPEN", "Noise", "Place", "Result", "rank", "spread_of"]
+from .. import __version__
+from ..config.job import JobConfig
+from ..data.captions import inject_trigger
+from ..pages.html import Page, Tone
+from ..pages.run import RunFolder, RunFolderError
+from ..pages.style import SERIES_COLOURS
+from ..trainers.standalone.saving import save_name
+from .report import mean_curve
+from .sweep import FAILED, FINISHED, Sweep, Trial, short_keys, value_text
 
-FINISHED, FAILED, OPEN = "finished", "failed", "not finished"
+__all__ = ["Place", "noise_text", "rank", "ranking_rows", "sentence_of", "write_sweep_page"]
+
 SIGMAS = 2.0
-Curve: TypeAlias = Sequence[tuple[float, float]]
+PICTURED = 6  # of the best settings, of the first seed of each
+RISE = 1.01  # a mean curve that ends so many times above its lowest is named
+HOW = (
+    "Each combination of settings was trained as an ordinary run. Its loss is measured on photos that no trial is "
+    "trained on, with noise and noise levels that are the same for all, each run in its own precision. Ranked by the "
+    "last loss of a run, over seeds its mean."
+)
+ONE_SEED = "With one seed, how much of a lead is luck is not known: --seeds 3 measures it."
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one trial came to.
-
-    Attributes:
-        trial: the run.
-        state: finished, failed or not finished.
-        curve: (step, held-out loss).
-        seconds: per step, the median; None before the first.
-        message: why it failed.
-    """
-
-    trial: Trial
-    state: str
-    curve: Curve = ()
-    seconds: float | None = None
-    message: str = ""
-
-    @property
-    def loss(self) -> float:
-        """The last one; NaN before the end."""
-        return self.curve[-1][1] if self.state == FINISHED and self.curve else math.nan
-
-
-@dataclass(frozen=True)
-class Noise:
-    """How far luck moves the loss of one run: `spread`, None where that is not known, and whether seeds show it."""
-
-    spread: float | None
-    by_seeds: bool
-
-
-@dataclass(frozen=True)
+@dataclass
 class Place:
-    """One combination of settings.
+    """One combination of settings: its mean loss over finished seeds (NaN without one), its gap to the best.
 
-    Attributes:
-        settings: key → value.
-        results: of its seeds.
-        loss: mean over finished seeds; NaN without one.
-        gap: to the best; NaN without a loss.
-        tied: luck alone could make the gap.
+    `tied`: luck alone could make the gap.
     """
 
     settings: Mapping[str, Any]
-    results: tuple[Result, ...]
+    trials: list[Trial]
     loss: float
     gap: float = math.nan
     tied: bool = False
 
     @property
-    def finished(self) -> list[Result]:
+    def finished(self) -> list[Trial]:
         """Seeds with a loss."""
-        return [result for result in self.results if math.isfinite(result.loss)]
+        return [trial for trial in self.trials if math.isfinite(trial.loss)]
 
     @property
     def lowest(self) -> tuple[float, float] | None:
         """(step, loss) where the mean curve of finished seeds is lowest."""
-        curves = [result.curve for result in self.finished]
-        mean = [(points[0][0], fmean(loss for _, loss in points)) for points in zip(*curves, strict=False)]
+        mean = [(step, loss) for step, loss, _ in mean_curve([trial.curve for trial in self.finished])]
         return min(mean, key=lambda point: point[1], default=None)
 
 
-def spread_of(results: Sequence[Result]) -> Noise:
-    """How far luck moves a run, from all finished ones."""
-    finished = [result for result in results if math.isfinite(result.loss)]
-    by_settings: dict[str, list[float]] = {}
-    for result in finished:
-        by_settings.setdefault(repr(dict(result.trial.settings)), []).append(result.loss)
-    freedom = sum(len(losses) - 1 for losses in by_settings.values())
-    if freedom:
-        squares = sum((loss - fmean(losses)) ** 2 for losses in by_settings.values() for loss in losses)
-        return Noise(math.sqrt(squares / freedom), by_seeds=True)
-    jumps = []
-    for result in finished:
-        losses = [loss for _, loss in result.curve[len(result.curve) // 2 :]]
-        jumps += [
-            (before - 2 * here + after) ** 2
-            for before, here, after in zip(losses, losses[1:], losses[2:], strict=False)
-        ]
-    return Noise(math.sqrt(fmean(jumps) / 6) if jumps else None, by_seeds=False)
-
-
-def rank(results: Sequence[Result]) -> tuple[list[Place], Noise]:
-    """All settings, the best first, those without a loss at the end in their order; and the noise."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(repr(dict(result.trial.settings)), []).append(result)
-    places = []
-    for found in groups.values():
-        losses = [result.loss for result in found if math.isfinite(result.loss)]
-        places.append(Place(found[0].trial.settings, tuple(found), fmean(losses) if losses else math.nan))
+def rank(trials: Sequence[Trial]) -> tuple[list[Place], float | None]:
+    """All settings, the best first, those without a loss at the end; and s, None where seeds do not show it."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(repr(dict(trial.settings)), []).append(trial)
+    places, squares, freedom = [], 0.0, 0
+    for group in groups.values():
+        losses = [trial.loss for trial in group if math.isfinite(trial.loss)]
+        mean = fmean(losses) if losses else math.nan
+        places.append(Place(group[0].settings, group, mean))
+        squares += sum((loss - mean) ** 2 for loss in losses)
+        freedom += max(0, len(losses) - 1)
     places.sort(key=lambda place: place.loss if math.isfinite(place.loss) else math.inf)
-    noise, best = spread_of(results), places[0]
-    ranked = []
+    spread, best = math.sqrt(squares / freedom) if freedom else None, places[0]
     for place in places:
-        gap = place.loss - best.loss
-        tied = noise.spread is not None and math.isfinite(gap)
-        if tied:
-            room = SIGMAS * noise.spread * math.sqrt(1 / len(place.finished) + 1 / len(best.finished))
-            tied = gap <= room
-        ranked.append(Place(place.settings, place.results, place.loss, gap, tied))
-    return ranked, noise
+        place.gap = place.loss - best.loss
+        if spread is not None and place.finished:
+            room = SIGMAS * spread * math.sqrt(1 / len(place.finished) + 1 / len(best.finished))
+            place.tied = place.gap <= room
+    return places, spread
+
+
+def ranking_rows(places: Sequence[Place], spread: float | None) -> list[list[str]]:
+    """A header, and a row for each combination of settings, the best first."""
+    keys, seeds = varied(places), len(places[0].trials)
+    rows = [["place", *keys.values(), "held-out loss", "above the best", "more than luck", "lowest", "s/step"]]
+    rows[0] += ([f"of {seeds} seeds"] if seeds > 1 else []) + ["state"]
+    for number, place in enumerate(places, 1):
+        known, lowest = math.isfinite(place.loss), place.lowest
+        row = [str(number) if known else "", *(value_text(place.settings[key]) for key in keys)]
+        row.append(f"{place.loss:.6f}" if known else "")
+        if known and number > 1:
+            luck = "?" if spread is None else "no" if place.tied else "yes"
+            row += [f"{place.gap:+.6f}", luck]
+        else:
+            row += ["", ""]
+        row.append(f"{lowest[1]:.6f} at step {lowest[0]:.0f}" if lowest else "")
+        paces = [trial.seconds for trial in place.trials if trial.seconds is not None]
+        row.append(f"{fmean(paces):.2f}" if paces else "")
+        row += [str(len(place.finished))] if seeds > 1 else []
+        rows.append([*row, _state(place)])
+    return rows
+
+
+def _state(place: Place) -> str:
+    states = {trial.state for trial in place.trials}
+    if len(states) == 1:
+        return states.pop()
+    return FAILED if FAILED in states else "under way"
+
+
+def varied(places: Sequence[Place]) -> dict[str, str]:
+    """Key → its short name, of those that have several values; of all where none has."""
+    short = short_keys(places[0].settings)
+    several = {key: short[key] for key in short if len({value_text(place.settings[key]) for place in places}) > 1}
+    return several or short
+
+
+def words_of(place: Place, keys: Mapping[str, str]) -> str:
+    """Settings as one would say them, `lr 0.0001, linear 8`."""
+    return ", ".join(f"{short} {value_text(place.settings[key])}" for key, short in keys.items())
+
+
+def sentence_of(places: Sequence[Place], spread: float | None, total: int) -> tuple[str, Tone]:
+    """The ranking in one sentence, and how good the news is; `total` trials there will be."""
+    best = places[0]
+    left = total - sum(trial.state == FINISHED for place in places for trial in place.trials)
+    rest = f"; {left} of {total} trials are not finished" if left else ""
+    if not best.finished:
+        return f"No trial is finished yet{rest}.", "plain"
+    tied = sum(place.tied for place in places[1:])
+    text = f"Lowest held-out loss{' so far' if left else ''}: {best.loss:.6f} with {words_of(best, varied(places))}"
+    if spread is not None and len(places) > 1:
+        others = f"{tied} other{'s are' if tied > 1 else ' is'}" if tied else "no other is"
+        text += f"; {others} as good within the noise (±{spread:.2g} a run)"
+    if left:
+        return f"{text}{rest}.", "plain"
+    return f"{text}.", "open" if tied or spread is None else "good"
+
+
+def noise_text(spread: float | None) -> str:
+    """Where the noise comes from, and what it decides."""
+    if spread is None:
+        return ONE_SEED
+    return (
+        f"Noise: ±{spread:.2g}, the standard deviation of runs that differ in the seed alone. A gap to the best of up "
+        f"to {SIGMAS:g} times that, times the root of 1/n + 1/n for n seeds each, may be luck."
+    )
+
+
+def write_sweep_page(sweep: Sweep) -> Path:
+    """Write `report.html` in the folder of the runs."""
+    job, folder = sweep.job, sweep.folder
+    page = Page(f"Sweep of {job.name}", f"coat-flux sweep, {job.file}, trials: {sweep.total}")
+    if not sweep.trials:
+        page.verdict("No trial has started yet.", "plain")
+        return page.write(folder / "report.html")
+    places, spread = rank(sweep.trials)
+    keys, best = varied(places), places[0]
+    page.verdict(*sentence_of(places, spread, sweep.total))
+    header, *rows = ranking_rows(places, spread)
+    page.table(header, rows)
+    same = {key: value for key, value in best.settings.items() if key not in keys}
+    if same:
+        page.paragraph(f"All trials: {', '.join(f'{key} {value_text(value)}' for key, value in same.items())}.")
+    page.paragraph(noise_text(spread))
+    lowest = best.lowest
+    if lowest is not None and best.loss > RISE * lowest[1]:
+        page.paragraph(
+            f"The best run's loss was lowest after step {lowest[0]:.0f} and has risen since: fewer steps may make "
+            "a better LoRA."
+        )
+    page.heading("Held-out loss over the runs")
+    curves = {}
+    for place in [place for place in places if any(trial.curve for trial in place.trials)][:SERIES_COLOURS]:
+        runs = [trial.curve for trial in place.finished or place.trials if trial.curve]
+        curves[words_of(place, keys)] = [(step, loss) for step, loss, _ in mean_curve(runs)]
+    more = f", the best {SERIES_COLOURS}" if len(places) > SERIES_COLOURS else ""
+    page.curves(f"Each run in its own precision{more}", curves, x="step", y="loss")
+    _show_samples(page, places, folder, job)
+    _show_best(page, best, folder, job)
+    failures = [[trial.name, trial.message] for trial in sweep.trials if trial.state == FAILED]
+    if failures:
+        page.heading("Failed trials")
+        page.table(["trial", "why"], failures)
+    page.heading("Details")
+    with page.details("How it is measured"):
+        page.paragraph(HOW)
+        page.paragraph(f"Photos not trained on: {', '.join(sweep.held_out)}.")
+    page.missing(f"coat-flux {__version__}")
+    return page.write(folder / "report.html")
+
+
+def _show_samples(page: Page, places: Sequence[Place], folder: Path, job: JobConfig) -> None:
+    """The last samples of the best settings, their first seeds side by side."""
+    newest: dict[str, dict[int, Path]] = {}
+    for place in places[:PICTURED]:
+        for trial in place.finished[:1]:
+            try:
+                samples = RunFolder(folder / trial.name).samples()
+            except RunFolderError:
+                continue
+            last = max((sample.step for sample in samples), default=None)
+            pictures = {sample.number: sample.path for sample in samples if sample.step == last}
+            newest[words_of(place, varied(places))] = pictures
+    if not any(newest.values()):
+        return
+    page.heading("Samples")
+    for number, item in enumerate(job.sample.items()):
+        cells = [(words, paths[number]) for words, paths in newest.items() if number in paths]
+        prompt = inject_trigger(item.prompt, job.trigger_word, add_if_missing=False)
+        page.images(prompt, cells, columns=len(newest))
+
+
+def _show_best(page: Page, best: Place, folder: Path, job: JobConfig) -> None:
+    if not best.finished:
+        return
+    page.heading("The best result")
+    trial = best.finished[0]
+    path = folder / trial.name / save_name(trial.name, None, full=job.full)
+    page.result(path, job.model.name_or_path, job.trigger_word, job.model.arch)
+    page.paragraph("Photos that were held out are not in it. For one from all of them, write into the config:")
+    block: dict[str, Any] = {}
+    for key, value in best.settings.items():
+        *parents, leaf = key.split(".")
+        inner = block
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[leaf] = value
+    page.code(yaml.safe_dump(block, sort_keys=False, allow_unicode=True).rstrip())

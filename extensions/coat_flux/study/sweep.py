@@ -1,197 +1,472 @@
-"""A sweep: the trials of a grid as ordinary runs, several at a time, ranked by their held-out loss.
+"""`coat-flux sweep`: combinations of values that Optuna chooses, trained as ordinary runs, several at a time.
 
     <training_folder>/<name>_sweep/
+        trials.journal                  Optuna's storage: the combinations so far, and their losses
         report.html                     the ranking and the curves, written again after each trial
         lr0.0001_linear8_seed42.yaml    the config of a trial
         lr0.0001_linear8_seed42.log     what its `coat-flux train` printed
         lr0.0001_linear8_seed42/ …      its run folder
 
-Each trial is a process of `coat-flux train`. A sweep that is started again takes finished trials as they are and starts
-the others, which resume by themselves; so do those of a grid that grew. A trial that outlived a killed sweep is waited
-for.
+A trial differs from the config in the keys of `--set`, in its seed, and in what every trial has alike: photos held out
+of training by name, so that no seed changes what is measured, samples at its end, and one checkpoint. A sweep that is
+started again takes finished trials as they are and starts the others, which resume by themselves. A trial that outlived
+a killed sweep is waited for.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import IO
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import yaml
 
+from ..base.errors import UserError
 from ..base.files import write_file
+from ..blocks.models.check import check_models
+from ..config.check import check_job_dict
+from ..config.findings import ConfigError, show
 from ..config.job import JobConfig
+from ..config.job_file import load_job_yaml, load_written, parse
+from ..data.check import check_data
+from ..data.files import find_images
+from ..data.hold_out import choose_hold_out
 from ..mini_flux.folder import provide_embedded
 from ..pages.run import RunFolder, RunFolderError
 from ..saves.errors import ResumeError
 from ..saves.interrupts import Interrupts
 from ..saves.lock import run_lock
-from .grid import Trial
-from .ranking import FAILED, FINISHED, OPEN, Result
-from .runs import require_same
+from .held_out import held_out_count
+from .runs import require_same_job
 
-__all__ = ["read_trial", "run_trials"]
+__all__ = [
+    "FAILED",
+    "FINISHED",
+    "OPEN",
+    "Axis",
+    "Sweep",
+    "SweepError",
+    "Trial",
+    "find_axis",
+    "short_keys",
+    "value_text",
+]
 
+FINISHED, FAILED, OPEN = "finished", "failed", "not finished"
+KEY = re.compile(r"[^.\[\]\s]+(\[\d+\])*(\.[^.\[\]\s]+(\[\d+\])*)*")
+FRAME = "config.process[0]."  # what findings have in front of a key
+OWN = "every trial has its own; remove it"
+SAME = "is what trials are measured on, so their losses would not compare; change it in the config"
+FIXED = (
+    (r"name|type|training_folder|log_dir", OWN),
+    (r"training_seed", "is set by --seeds K, which trains each combination from K seeds; write that"),
+    (r"validation(\..*)?|trigger_word|model(\.(name_or_path|extras_name_or_path|arch|is_flux))?", SAME),
+    (r"datasets(\[\d+\](\.(folder_path|resolution|caption_ext|default_caption))?)?", SAME),
+)
+POINTS_OF_CURVE = 20
+LONGEST_VALUE, LONGEST_NAME = 24, 100  # characters, of a folder's name
+SAMPLER_SEED = 0
 CLI = Path(__file__).resolve().parents[1] / "cli"
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0  # that a run may take to end at once
 LOG_TAIL = 40  # lines in which the reason of a failure is looked for
 
 
-def read_trial(trial: Trial, folder: Path, failed: str = "") -> Result:
-    """What a trial has come to so far.
-
-    Args:
-        trial: of the sweep.
-        folder: of the sweep.
-        failed: why it ended, where it did and not well.
-    """
-    path = folder / trial.name
-    try:
-        run = RunFolder(path)
-        done = any(save.name == trial.name and save.step == _steps(trial) for save in run.saves())
-        paces = [seconds for _, seconds in run.metrics.get("s_per_it", [])]
-        state = FINISHED if done else FAILED if failed else OPEN
-        return Result(trial, state, run.validation, median(paces) if paces else None, "" if done else failed)
-    except (RunFolderError, OSError, ValueError) as error:
-        damaged = "" if isinstance(error, RunFolderError) else f"{path}: {error}"
-        return Result(trial, FAILED if failed or damaged else OPEN, message=failed or damaged)
+class SweepError(UserError, ValueError):
+    """A sweep cannot be made as asked."""
 
 
-def run_trials(
-    trials: Sequence[Trial],
-    folder: Path,
-    *,
-    jobs: int,
-    log: Callable[[str], None],
-    on_result: Callable[[list[Result]], None],
-) -> list[Result]:
-    """Train what is not finished.
+class Axis(NamedTuple):
+    """One key and the values it is tried with."""
 
-    Args:
-        trials: from `make_trials`.
-        folder: of the sweep.
-        jobs: runs at a time.
-        log: takes lines.
-        on_result: called with the results so far, at the start and after each trial.
+    key: str
+    values: tuple[Any, ...]
 
-    Returns:
-        What each trial came to; a run that fails does not stop the others.
+
+def find_axis(text: str) -> Axis:
+    """Read `KEY=VALUE,VALUE`; values are YAML's, `[512, 768]` is one of them.
 
     Raises:
-        VerifyError: a trial's folder holds a run of other settings.
-        ResumeError: another sweep is at work in the folder.
-        KeyboardInterrupt: each run under way was saved.
+        SweepError: it has not that form, or the key cannot be tried.
+        ConfigError: the values are not YAML.
     """
-    with run_lock(folder):
-        for trial in trials:
-            saved = folder / trial.name / "config.yaml"
-            if saved.exists():
-                found = yaml.safe_load(saved.read_text(encoding="utf-8"))
-                what = "is of a run with other settings"
-                require_same(found.get("config"), trial.written["config"], saved, what, folder / trial.name)
-        results = {trial.name: read_trial(trial, folder) for trial in trials}
-        waiting = [trial for trial in trials if results[trial.name].state != FINISHED]
-        log(f"sweep: {len(trials)} trials, {len(trials) - len(waiting)} of them finished, in {folder}")
-        provide_embedded(trials[0].job["config"]["process"][0]["model"]["name_or_path"])
-        on_result(list(results.values()))
-
-        def end(trial: Trial, code: int, interrupted: bool) -> None:
-            failed = "" if code == 0 or interrupted else _reason(folder / f"{trial.name}.log", code)
-            result = results[trial.name] = read_trial(trial, folder, failed)
-            done = sum(one.state == FINISHED for one in results.values())
-            log(f"{trial.name}: {describe(result)} ({done} of {len(trials)} finished)")
-            on_result(list(results.values()))
-
-        with Interrupts(log) as interrupts:
-            _train(waiting, folder, jobs, log, interrupts, end)
-        if interrupts.asked:
-            raise KeyboardInterrupt
-        return list(results.values())
+    key, _, values = (part.strip() for part in text.partition("="))
+    key = key.removeprefix(FRAME)
+    if not KEY.fullmatch(key) or not values:
+        raise SweepError(f"--set {text}: must be KEY=VALUE,VALUE; write train.lr=1e-4,3e-4, for example")
+    for pattern, rule in FIXED:
+        if re.fullmatch(pattern, key):
+            raise SweepError(f"--set {key}: {rule}")
+    parsed = parse(f"[{values}]", f"--set {key}")
+    return Axis(key, tuple({show(value): value for value in parsed}.values()))
 
 
-def describe(result: Result) -> str:
-    """A result in a few words."""
-    if result.state == FAILED:
-        return f"failed: {result.message}"
-    if not result.curve:
-        return result.state
-    step, loss = result.curve[-1]
-    return f"{result.state}, held-out loss {loss:.6f} at step {step:.0f}"
+def short_keys(keys: Iterable[str]) -> dict[str, str]:
+    """Key → its last part, where no other key ends like it."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    count = Counter(last.values())
+    return {key: leaf if count[leaf] == 1 else key for key, leaf in last.items()}
 
 
-def _train(
-    waiting: list[Trial],
-    folder: Path,
-    jobs: int,
-    log: Callable[[str], None],
-    interrupts: Interrupts,
-    end: Callable[[Trial, int, bool], None],
-) -> None:
-    """Start, watch and, once interrupted, end the processes of trials."""
-    running: dict[str, tuple[Trial, subprocess.Popen[bytes], IO[bytes]]] = {}
-    told, told_of = False, set[str]()
-    try:
-        while running or (waiting and not interrupts.asked):
-            if interrupts.asked and not told:
-                _signal(running)
-                told = True
-            taken = {trial.name for trial in waiting if _is_taken(folder / trial.name)}
-            for name in sorted(taken - told_of):
-                log(f"{name}: still trains in a process of an earlier sweep, which is waited for")
-            told_of |= taken
-            free = [trial for trial in waiting if trial.name not in taken]
-            for trial in () if interrupts.asked else free[: max(0, jobs - len(running) - len(taken))]:
-                waiting.remove(trial)
-                running[trial.name] = (trial, *_start(trial, folder, jobs))
-                log(f"{trial.name}: started (coat-flux watch {folder / trial.name})")
+def value_text(value: Any) -> str:
+    """A value for people."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else show(value)
+
+
+@dataclass
+class Trial:
+    """One run of a sweep, and its results so far.
+
+    Attributes:
+        settings: key → value, of every axis.
+        steps: of the whole run.
+        job: as it is saved, every `${VARIABLE}` unexpanded.
+        curve: (step, held-out loss).
+        seconds: per step, the median.
+        message: why it failed.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    seed: int
+    steps: int
+    job: Mapping[str, Any]
+    state: str = OPEN
+    curve: Sequence[tuple[float, float]] = ()
+    seconds: float | None = None
+    message: str = ""
+
+    @property
+    def loss(self) -> float:
+        """The last one; NaN before the end."""
+        return self.curve[-1][1] if self.state == FINISHED and self.curve else math.nan
+
+    def read(self, folder: Path, failure: str = "") -> None:
+        """Take the results from its run in the sweep's folder; `failure` is why it ended, where it did not well."""
+        self.state, self.message = (FAILED, failure) if failure else (OPEN, "")
+        try:
+            run = RunFolder(folder / self.name)
+            if any(save.name == self.name and save.step == self.steps for save in run.saves()):
+                self.state, self.message = FINISHED, ""
+            paces = [seconds for _, seconds in run.metrics.get("s_per_it", [])]
+            self.seconds = median(paces) if paces else None
+            self.curve = run.validation
+        except RunFolderError:
+            return
+        except (OSError, ValueError) as error:
+            self.state, self.message = FAILED, failure or f"{folder / self.name}: {error}"
+
+    def describe(self) -> str:
+        """State and loss in a few words."""
+        if self.state == FAILED:
+            return f"failed: {self.message}"
+        if not self.curve:
+            return self.state
+        step, loss = self.curve[-1]
+        return f"{self.state}, held-out loss {loss:.6f} at step {step:.0f}"
+
+
+class Sweep:
+    """One sweep.
+
+    Args:
+        config: path of the YAML.
+        axes: what is varied.
+        seeds: of each combination.
+        folder: of the runs.
+        name: takes the place of `config.name`.
+        most: combinations to try; None tries all.
+        tpe: Optuna's TPE sampler chooses them by the losses so far; else they come in random order, none twice.
+
+    Attributes:
+        trials: of the combinations chosen so far.
+        total: trials there will be.
+
+    Raises:
+        SweepError: a key is given twice, a value has no place in the config, or Optuna is not installed.
+        ConfigError: everything that is wrong with the config, a value or the photos, as `coat-flux check` says it.
+        DatasetError: the photos to hold out cannot be chosen.
+    """
+
+    def __init__(
+        self,
+        config: str,
+        axes: Sequence[Axis],
+        seeds: Sequence[int],
+        folder: Path,
+        *,
+        name: str | None = None,
+        most: int | None = None,
+        tpe: bool = False,
+    ) -> None:
+        self._optuna = _import_optuna()
+        for key, count in Counter(axis.key for axis in axes).items():
+            if count > 1:
+                raise SweepError(f"--set {key}: is given twice; write all of its values behind one =")
+        self.job = JobConfig.from_file(config, name=name)
+        errors, _ = check_data(self.job.raw)
+        if errors:
+            raise ConfigError(errors)
+        self.folder, self.held_out = folder, _hold_out(self.job)
+        self._config, self._seeds, self._tpe = config, seeds, tpe
+        self._values = {axis.key: {show(value): value for value in axis.values} for axis in axes}
+        combinations = math.prod(map(len, self._values.values()))
+        self._most = combinations if most is None else min(most, combinations)
+        self.trials: list[Trial] = []
+        self.total = self._most * len(seeds)
+        self._lock, self._ends_at_once = threading.Lock(), False
+        self._check_values(axes)
+
+    def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
+        """Train what is not finished, `jobs` runs at a time; a run that fails does not stop the others.
+
+        `on_result` is called at the start and after each trial.
+
+        Raises:
+            VerifyError: a trial's folder holds a run of other settings.
+            ResumeError: another sweep is at work in the folder.
+            KeyboardInterrupt: each run under way was saved.
+        """
+        with run_lock(self.folder):
+            provide_embedded(self.job.model.name_or_path)
+            study = self._open_study()
+            for chosen in study.trials:
+                self._add(chosen.params)
+            waiting = [trial for trial in self.trials if trial.state != FINISHED]
+            done = len(self.trials) - len(waiting)
+            log(f"sweep: {self.total} trials, {done} of them finished, in {self.folder}")
+            on_result()
+            with Interrupts(log) as interrupts, ThreadPoolExecutor(jobs) as pool:
+                work = (self._work, study, waiting, jobs, interrupts, log, on_result)
+                futures = [pool.submit(*work) for _ in range(jobs)]
+                try:
+                    while wait(futures, POLL_SECONDS).not_done:
+                        pass
+                except KeyboardInterrupt:  # the second one
+                    interrupts.asked = self._ends_at_once = True
+                    raise
+                for future in futures:
+                    future.result()
+            if interrupts.asked:
+                raise KeyboardInterrupt
+        self.total = len(self.trials)  # TPE may choose a combination twice
+        return self.trials
+
+    # -- which trials --------------------------------------------------------------------------------------------------
+
+    def _check_values(self, axes: Sequence[Axis]) -> None:
+        """Check every value beside the first ones of the other keys, before any trial starts."""
+        first = {axis.key: axis.values[0] for axis in axes}
+        lines: dict[str, None] = {}
+        for axis in axes:
+            words = [_word(value) for value in axis.values]
+            if len(set(words)) < len(words):
+                raise SweepError(f"--set {axis.key}: trials would have the same folder; write values that differ more")
+            for value in axis.values:
+                lines |= dict.fromkeys(self._errors({**first, axis.key: value}, check_job_dict))
+        if not lines:
+            lines |= dict.fromkeys(self._errors(first, check_models))
+        if lines:
+            raise ConfigError(list(lines))
+
+    def _errors(self, settings: Mapping[str, Any], check: Callable[..., Any]) -> list[str]:
+        raw = load_job_yaml(self._config, name="trial")
+        self._change(raw["config"]["process"][0], settings, self._seeds[0])
+        return [item.line() for item in check(raw, file=self.job.file) if item.severity == "error"]
+
+    def _open_study(self) -> Any:
+        """Optuna's study of these keys and values; with other values it is another one, and finds the same runs."""
+        optuna, path = self._optuna, str(self.folder / "trials.journal")
+        space = {key: list(values) for key, values in self._values.items()}
+
+        class Grid(optuna.samplers.GridSampler):  # type: ignore[misc]
+            def after_trial(self, *_: Any) -> None:
+                """Nothing: it would stop Optuna's own loop, which there is none of."""
+
+        sampler = Grid(space, seed=SAMPLER_SEED)
+        if self._tpe:
+            sampler = optuna.samplers.TPESampler(seed=SAMPLER_SEED, constant_liar=True)
+        lock = optuna.storages.journal.JournalFileOpenLock(path)
+        backend = optuna.storages.journal.JournalFileBackend(path, lock)
+        return optuna.create_study(
+            storage=optuna.storages.JournalStorage(backend),
+            sampler=sampler,
+            study_name=f"{type(sampler).__name__} {space}",
+            load_if_exists=True,
+        )
+
+    def _next(self, study: Any, waiting: list[Trial]) -> Trial | None:
+        """A trial that nobody trains; once none waits, of the next combination."""
+        with self._lock:
+            distribution = self._optuna.distributions.CategoricalDistribution
+            while not waiting and len(study.trials) < self._most:
+                chosen = study.ask({key: distribution(list(values)) for key, values in self._values.items()})
+                waiting += [trial for trial in self._add(chosen.params) if trial.state != FINISHED]
+                self._tell(study)
+            return waiting.pop(0) if waiting else None
+
+    def _add(self, params: Mapping[str, str]) -> list[Trial]:
+        """The runs of a combination, as they are now; none where TPE has chosen it before."""
+        settings = {key: values[params[key]] for key, values in self._values.items()}
+        if any(trial.settings == settings for trial in self.trials):
+            return []
+        stem = "_".join(
+            re.sub(r"\W+", "_", short) + _word(settings[key]) for key, short in short_keys(settings).items()
+        )
+        added = []
+        for seed in self._seeds:
+            name = f"{stem[:LONGEST_NAME]}_seed{seed}"
+            job = load_written(self._config, name=name)
+            steps = self._change(job["config"]["process"][0], settings, seed)
+            require_same_job(self.folder / name, job)
+            trial = Trial(name, settings, seed, steps, job)
+            trial.read(self.folder)
+            added.append(trial)
+        self.trials += added
+        return added
+
+    def _tell(self, study: Any) -> None:
+        """Tell Optuna the mean losses of combinations whose seeds have all ended."""
+        for chosen in study.trials:
+            settings = {key: values[chosen.params[key]] for key, values in self._values.items()}
+            trials = [trial for trial in self.trials if trial.settings == settings]
+            if all(trial.state == FINISHED for trial in trials):
+                study.tell(chosen.number, fmean(trial.loss for trial in trials), skip_if_finished=True)
+            elif any(trial.state == FAILED for trial in trials):
+                study.tell(chosen.number, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
+
+    def _change(self, process: dict[str, Any], settings: Mapping[str, Any], seed: int) -> int:
+        """Make a process entry that of a trial; returns its steps."""
+        for key in ("name", "log_dir"):
+            process.pop(key, None)
+        process.update(training_folder=str(self.folder), training_seed=seed)
+        process.setdefault("train", {})["skip_first_sample"] = True
+        process["save"] = {**(process.get("save") or {}), "max_step_saves_to_keep": 1}
+        for key, value in settings.items():
+            _set_value(process, key, value)
+        rank = settings.get("network.linear", settings.get("network.rank"))
+        alpha = next((key for key in ("linear_alpha", "alpha") if key in (process.get("network") or {})), None)
+        sound = isinstance(rank, int) and rank > 0
+        if sound and alpha and f"network.{alpha}" not in settings:  # on FLUX alpha is the rank
+            process["network"][alpha] = rank
+        train = process["train"] if isinstance(process["train"], dict) else {}
+        steps = train.get("steps") if isinstance(train.get("steps"), int) else self.job.train.steps
+        every = self.job.validation.every if self.job.validation.hold_out else max(1, steps // POINTS_OF_CURVE)
+        process["validation"] = {"hold_out": list(self.held_out), "every": every}
+        process["sample"] = {**(process.get("sample") or {}), "sample_every": steps}
+        return steps
+
+    # -- their processes -----------------------------------------------------------------------------------------------
+
+    def _work(
+        self,
+        study: Any,
+        waiting: list[Trial],
+        jobs: int,
+        interrupts: Interrupts,
+        log: Callable[[str], None],
+        on_result: Callable[[], None],
+    ) -> None:
+        """Train one trial after the other; one of `jobs` threads."""
+        while not interrupts.asked and (trial := self._next(study, waiting)) is not None:
+            code = self._train(trial, jobs, interrupts, log)
+            failed = code != 0 and not interrupts.asked
+            with self._lock:
+                trial.read(self.folder, _reason(self.folder / f"{trial.name}.log", code) if failed else "")
+                done = sum(one.state == FINISHED for one in self.trials)
+                log(f"{trial.name}: {trial.describe()} ({done} of {self.total} finished)")
+                self._tell(study)
+                on_result()
+
+    def _train(self, trial: Trial, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> int:
+        """Run `coat-flux train`, which an interrupt is passed on to; returns its exit code."""
+        run, config = self.folder / trial.name, self.folder / f"{trial.name}.yaml"
+        if _is_taken(run):
+            log(f"{trial.name}: still trains in a process of an earlier sweep, which is waited for")
+        while _is_taken(run):
             time.sleep(POLL_SECONDS)
-            for name, (trial, process, file) in list(running.items()):
-                if process.poll() is not None:
-                    file.close()
-                    del running[name]
-                    end(trial, process.returncode, interrupts.asked)
-    finally:  # with something left, interrupted for the second time
-        _signal(running)
-        until = time.monotonic() + END_SECONDS
-        for _, process, file in running.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-            process.kill()
-            process.wait()
-            file.close()
+            if interrupts.asked:
+                return 0
+        write_file(config, yaml.safe_dump(dict(trial.job), sort_keys=False, allow_unicode=True))
+        environment = dict(os.environ)
+        if jobs > 1:  # processes that each take every core slow each other down
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+        with (self.folder / f"{trial.name}.log").open("ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, str(CLI), "train", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=os.name == "posix",  # Ctrl+C in the terminal is for the sweep, which passes it on
+            )
+            log(f"{trial.name}: started (coat-flux watch {run})")
+            while process.poll() is None and not interrupts.asked:
+                time.sleep(POLL_SECONDS)
+            if os.name == "posix":  # on Windows the console has asked it already
+                process.send_signal(signal.SIGINT)
+            while process.poll() is None and not self._ends_at_once:
+                time.sleep(POLL_SECONDS)
+            try:
+                return process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return process.wait()
 
 
-def _start(trial: Trial, folder: Path, jobs: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    config = folder / f"{trial.name}.yaml"
-    write_file(config, yaml.safe_dump(dict(trial.written), sort_keys=False, allow_unicode=True))
-    environment = dict(os.environ)
-    if jobs > 1:  # processes that each take every core slow each other down
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    file = (folder / f"{trial.name}.log").open("ab")
-    process = subprocess.Popen(
-        [sys.executable, str(CLI), "train", str(config)],
-        stdin=subprocess.DEVNULL,
-        stdout=file,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=os.name == "posix",  # Ctrl+C in the terminal is for the sweep, which passes it on once
-    )
-    return process, file
+def _import_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise SweepError(f"sweep needs Optuna ({error}): pip install 'coat-flux[sweep]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
 
 
-def _signal(running: dict[str, tuple[Trial, subprocess.Popen[bytes], IO[bytes]]]) -> None:
-    """Ask runs to end; on Windows the console has asked them already."""
-    if os.name == "posix":
-        for _, process, _ in running.values():
-            process.send_signal(signal.SIGINT)
+def _hold_out(job: JobConfig) -> list[str]:
+    """Photos by name: as many as the config says, else a tenth, as `verify` holds out."""
+    folders = [Path(entry.folder_path) for entry in job.datasets]
+    photos = {path.resolve() for folder in folders for path in find_images(folder)}
+    chosen = choose_hold_out(folders, job.validation.hold_out or held_out_count(len(photos)), job.training_seed)
+    names = [path.relative_to(folder) for folder, held in zip(folders, chosen, strict=True) for path in held]
+    return list(dict.fromkeys(path.as_posix() for path in names))
+
+
+def _word(value: Any) -> str:
+    """A value as part of a folder's name."""
+    return re.sub(r"[^\w.+-]+", "-", value_text(value)).strip("-.")[:LONGEST_VALUE].lower()
+
+
+def _set_value(process: Any, key: str, value: Any) -> None:
+    """Set a key of a block; blocks that are not there are made."""
+    *parents, leaf = [int(step[1:-1]) if step[0] == "[" else step for step in re.findall(r"\[\d+\]|[^.\[\]]+", key)]
+    block = process
+    try:
+        for step in parents:
+            if isinstance(step, str) and block.get(step) is None:
+                block[step] = {}
+            block = block[step]
+        if isinstance(leaf, int) and leaf >= len(block):
+            raise IndexError(leaf)
+        block[leaf] = value
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise SweepError(
+            f"--set {key}: the config has no such place; write a key as the errors of coat-flux check name it"
+        ) from error
 
 
 def _is_taken(run: Path) -> bool:
@@ -209,7 +484,3 @@ def _reason(path: Path, code: int) -> str:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     last = errors[-1:] or [line for line in lines if line.strip()][-1:]
     return f"{' '.join(last) or 'no output'} (exit code {code}, {path.name})"
-
-
-def _steps(trial: Trial) -> int:
-    return JobConfig.from_dict(trial.job).train.steps
