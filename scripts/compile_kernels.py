@@ -26,10 +26,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _kernel_cases import CASES, launcher_modules
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from coat_core.ops.launch import FIRST_E4M3_CAPABILITY
+from tests.helpers.kernel_cases import CASES, launcher_modules
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 FP8_INSTRUCTION = re.compile(r"cvt\.\S*(e4m3x2|e5m2x2)")

@@ -1,7 +1,7 @@
 """What to run first on a GPU: `python scripts/gpu_check.py --out DIR --minutes N`.
 
-Stages in order, the most informative first, each in processes of its own with a time limit. DIR/gpu_check.json is
-replaced as a whole whenever a stage ends, gpu_check.md says the same in tables, tests.txt is pytest's output. A stage
+Stages in order, the most informative first, each of their rows in a process of its own. DIR/gpu_check.json is replaced
+as a whole whenever a row or a stage ends, gpu_check.md says the same in tables, tests.txt is pytest's output. A stage
 that fails or takes too long is recorded with the end of its output, and the next begins; the first one stops the run
 where our kernels do not work on this GPU, since everything after it would time something else.
 
@@ -22,28 +22,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # coat_core and coat_flux need not be installed
 sys.path.append(str(Path(__file__).resolve().parents[1] / "extensions"))
 
-from _gpu_stages import PYTEST, STAGES, WORKER, Stage
-
 from coat_flux.base.files import TEMP_PREFIX, write_file
 from coat_flux.bench import report
-from coat_flux.bench.configurations import RATES, BenchOptions
+from coat_flux.bench.configurations import OPTIMIZER, STEP, TRAINER, BenchOptions
 from coat_flux.bench.limits import Geometry, Limit
 
 ROOT = Path(__file__).resolve().parents[1]
-STATE, TABLES, TESTS = "gpu_check.json", "gpu_check.md", "tests.txt"
-RUNNING = "running-"  # and the stage's name: what its process has measured so far
+STATE, TABLES, TESTS, RUNNING = "gpu_check.json", "gpu_check.md", "tests.txt", "running.json"
 MAX_FILES = 8
 TAIL_LENGTH = 6000  # characters
 LEAST_SECONDS = 20.0  # a stage is not begun with less
@@ -62,7 +59,82 @@ NEEDED = (
     "pytest_timeout",
     "hypothesis",
 )
-OPERATOR_CALLS = 5, 20  # of each kernel: for warm-up, and timed
+
+
+class Stage(NamedTuple):
+    """One thing to find out.
+
+    Attributes:
+        name: on the command line and in the file.
+        about: in words.
+        seconds: its time limit on a GPU.
+        command: arguments of Python; "{spec}" and "{result}" are JSON files it may read and write.
+        level: of the specification.
+        rows: names in `bench.configurations`, each a process; none: the command is one process.
+        sizes: (resolution, batch) pairs.
+        needed: where it fails, nothing else is run.
+    """
+
+    name: str
+    about: str
+    seconds: float
+    command: tuple[str, ...]
+    level: str = ""
+    rows: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ((1024, 1), (512, 1))
+    needed: bool = False
+
+
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
+WORKER = ("-m", "coat_flux.bench.worker", "{spec}", "{result}")
+KERNELS, TRAINERS = (
+    (str(Path(__file__).with_name(name)), "{spec}", "{result}") for name in ("_gpu_kernels.py", "_gpu_trainer.py")
+)
+FULL = ("full", "full_wgrad", "full_offload")
+STAGES = (
+    Stage("versions", "versions, choices, our kernels' self-test", 180, KERNELS, level="machine", needed=True),
+    Stage("tests", "the gpu tests", 420, (*PYTEST, "tests/kernels", "tests/integration/test_gpu_step.py")),
+    Stage("kernels", "products, attention, copy, launch, and each kernel of ours", 390, KERNELS, level="kernels"),
+    Stage("fp8", "the whole model in FP8", 300, WORKER, STEP, ("coat_transposed", "coat_cudagraphs")),
+    Stage("bf16", "the whole model in bf16", 360, WORKER, STEP, ("bf16_compiled", "bf16_cudagraphs", "bf16")),
+    Stage(
+        "peers",
+        "others' FP8 and int8, and the strongest bf16",
+        600,
+        WORKER,
+        STEP,
+        (
+            *("toolkit_default", "toolkit_convrot8", "torchao_rowwise_compiled", "torchao_float8_compiled"),
+            *("bf16_adapters", "bf16_compiled_checkpointed", "bf16_max_autotune"),
+        ),
+    ),
+    Stage(
+        "trainer",
+        "steps of the stand-alone trainer",
+        300,
+        TRAINERS,
+        TRAINER,
+        ("coat_transposed", "coat_cudagraphs", "bf16"),
+    ),
+    Stage(
+        "plan",
+        "peak memory of the trainer against its plan",
+        420,
+        TRAINERS,
+        TRAINER,
+        ("coat_streamed", "coat_nvfp4", "coat_int8", "coat_recomputed", "coat_picked"),
+        sizes=((768, 1), (512, 4)),
+    ),
+    Stage("full", "full fine-tuning: wgrad in FP8, moments in host memory", 300, TRAINERS, TRAINER, FULL, ((1024, 1),)),
+    Stage("optimizer", "optimizers alone", 120, WORKER, OPTIMIZER, ("coat_fp8_adamw", "adamw_fused", "adamw8bit")),
+)
+TOY_ROWS = {  # of a dry run, which compiles nothing
+    "bf16": ("bf16_cudagraphs", "bf16"),
+    "peers": ("toolkit_default",),
+    "trainer": ("bf16",),
+    "plan": ("coat_recomputed",),
+    "full": ("full_offload",),
+}
 
 
 @dataclass
@@ -86,37 +158,35 @@ class Check:
 
     def status(self, stage: Stage) -> str | None:
         """`OK`, `FAILED` or `CUT`; None where it has not been run."""
-        found: str | None = self.state["stages"].get(stage.name, {}).get("status")
-        return found
+        status: str | None = self.state["stages"].get(stage.name, {}).get("status")
+        return status
 
-    def results(self, stage: Stage) -> dict[str, Any]:
-        """What a stage has measured so far, by row."""
-        return dict(self.state["stages"].get(stage.name, {}).get("results", {}))
+    def rows(self, stage: Stage) -> tuple[str, ...]:
+        """The rows it measures."""
+        return TOY_ROWS.get(stage.name, stage.rows) if self.dry else stage.rows
 
-    def record(self, stage: Stage, status: str, reason: str, **found: Any) -> None:
-        """Put what is known of a stage into the files."""
-        known = {"status": status, "reason": reason, "commit": self.state["commit"], **found}
-        self.state["stages"][stage.name] = known
+    def record(self, stage: Stage, status: str, reason: str, **known: Any) -> None:
+        """Put the state of a stage into the files."""
+        self.state["stages"][stage.name] = {
+            "status": status,
+            "reason": reason,
+            "commit": self.state["commit"],
+            **known,
+        }
         write_file(self.out / STATE, json.dumps(self.state, indent=1) + "\n")
         write_file(self.out / TABLES, tables(self))
 
-    def running(self, stage: Stage) -> Path:
-        """Where the stage's process writes what it has measured."""
-        return self.out / f"{RUNNING}{stage.name}.json"
-
 
 def run(check: Check, again: Sequence[str] = ()) -> int:
-    """Run what is left, in order.
+    """Run what is left, in order, and return the exit code.
 
     Args:
         check: the run.
         again: names of stages to repeat; "failed" stands for those that failed.
-
-    Returns:
-        The exit code.
     """
+    for leftover in (*check.out.glob(f"{TEMP_PREFIX}*"), *check.out.glob(RUNNING)):
+        leftover.unlink()
     for stage in check.stages:
-        keep_what_was_measured(check, stage)
         failed = check.status(stage) == FAILED and (stage.needed or "failed" in again)
         if stage.name in again or failed:
             check.state["stages"].pop(stage.name, None)
@@ -137,16 +207,6 @@ def run(check: Check, again: Sequence[str] = ()) -> int:
     return 0 if set(statuses.values()) == {OK} else 1
 
 
-def keep_what_was_measured(check: Check, stage: Stage) -> None:
-    """Take over the rows of a stage that was killed, with this script, while it ran."""
-    file = check.running(stage)
-    if stage.rows and file.exists():
-        check.record(stage, CUT, "the run was killed", results=check.results(stage) | _read(file))
-    file.unlink(missing_ok=True)
-    for left_behind in check.out.glob(f"{TEMP_PREFIX}*"):
-        left_behind.unlink()
-
-
 def run_stage(check: Check, stage: Stage, limit: float) -> None:
     """Run a stage and record it."""
     print(f"{stage.name}: {stage.about} (at most {limit:.0f} s)", flush=True)
@@ -160,29 +220,26 @@ def run_stage(check: Check, stage: Stage, limit: float) -> None:
 
 
 def run_rows(check: Check, stage: Stage, until: float, cut: str) -> tuple[str, str, str, dict[str, Any]]:
-    """Measure rows in one process; where that ends at a row, those after it in another.
+    """Measure each row in a process, and record the stage after it as cut, for a run that is killed.
 
     Returns:
         (status, reason, tail of the output of what ended badly, results by row).
     """
-    results, tail = check.results(stage), ""
-    rows = (stage.toy_rows or stage.rows) if check.dry else stage.rows
-    while left := [row for row in rows if row not in results]:
-        ended, output = process(check, stage, until, level=stage.level, configurations=left)
-        found = _read(check.running(stage))
-        results |= found
-        missing = [row for row in left if row not in results]
-        tail = output if ended else tail
-        if ended and missing:
-            if time.monotonic() < until:
-                missing = missing[:1]
-            elif cut == CUT:
-                return CUT, f"--minutes were over in {missing[0]}", tail, results
-            results |= {row: {"status": FAILED, "reason": ended} for row in missing}
-        elif not found:
-            results |= {row: {"status": FAILED, "reason": "the process left no result"} for row in missing}
-    failed = {row: found for row, found in results.items() if found["status"] == FAILED}
-    reason = "; ".join(f"{row}: {found['reason']}" for row, found in failed.items())
+    results, tail = dict(check.state["stages"].get(stage.name, {}).get("results", {})), ""
+    for row in check.rows(stage):
+        if row in results:
+            continue
+        ended, output = process(check, stage, until, level=stage.level, configuration=row)
+        result = _read(check.out / RUNNING)
+        if not result:
+            tail = output
+            if time.monotonic() >= until and cut == CUT:
+                return CUT, f"--minutes were over in {row}", tail, results
+            result = {"status": FAILED, "reason": ended or "the process left no result"}
+        results[row] = result
+        check.record(stage, CUT, "the run was killed", results=results)
+    failed = {row: result for row, result in results.items() if result["status"] == FAILED}
+    reason = "; ".join(f"{row}: {result['reason']}" for row, result in failed.items())
     return FAILED if failed else OK, reason, tail, results
 
 
@@ -190,7 +247,7 @@ def run_command(check: Check, stage: Stage, until: float, cut: str) -> tuple[str
     """Run a stage that is one process; likewise."""
     machine = check.state.get("machine") or {}
     ended, output = process(check, stage, until, level=stage.level, limit=machine.get("limit"))
-    results = _read(check.running(stage))
+    results = _read(check.out / RUNNING)
     if stage.command[: len(PYTEST)] == PYTEST:
         write_file(check.out / TESTS, output)
         results["summary"] = (output.strip().splitlines() or ["no output"])[-1].strip("= ")
@@ -210,24 +267,18 @@ def process(check: Check, stage: Stage, until: float, **spec: Any) -> tuple[str,
     Returns:
         (how it ended badly, else nothing; its output).
     """
-    size: dict[str, Any] = {
-        "geometry": asdict(TOY),
-        "sizes": TOY_SIZES,
-        "repeats": 1,
-        "device": "cpu",
-        "training_only": True,
-    }
-    if not check.dry:
-        size |= {"geometry": asdict(Geometry()), "sizes": stage.sizes, "repeats": None, "device": "cuda"}
+    if check.dry:
+        spec |= {"geometry": TOY._asdict(), "sizes": TOY_SIZES, "repeats": 1, "device": "cpu"}
+    else:
+        spec |= {"geometry": Geometry()._asdict(), "sizes": stage.sizes, "repeats": None, "device": "cuda"}
     paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT), str(ROOT / "extensions")]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if check.dry:
         environment["TRITON_INTERPRET"] = "1"
-    check.running(stage).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+b") as output:
-        files = {"{spec}": str(Path(folder) / "spec.json"), "{result}": str(check.running(stage))}
-        Path(files["{spec}"]).write_text(json.dumps({**size, **spec}), encoding="utf-8")
-        command = [sys.executable, *(files.get(part, part) for part in stage.command or WORKER)]
+        files = {"{spec}": str(Path(folder) / "spec.json"), "{result}": str(check.out / RUNNING)}
+        Path(files["{spec}"]).write_text(json.dumps(spec), encoding="utf-8")
+        command = [sys.executable, *(files.get(part, part) for part in stage.command)]
         started = psutil.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             code = started.wait(max(until - time.monotonic(), 0.0))
@@ -247,9 +298,9 @@ def process(check: Check, stage: Stage, until: float, **spec: Any) -> tuple[str,
 
 def _read(file: Path) -> dict[str, Any]:
     """What a process has written; nothing where it has not come so far."""
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     file.unlink(missing_ok=True)
-    return found
+    return result
 
 
 def tables(check: Check) -> str:
@@ -258,63 +309,52 @@ def tables(check: Check) -> str:
     lines = ["| stage | status | s | reason |", "|---|---|---|---|"]
     runs: list[dict[str, Any]] = []
     for stage in check.stages:
-        found = check.state["stages"].get(stage.name, {})
-        reason = str(found.get("reason") or found.get("results", {}).get("summary", "")).replace("|", "/")
-        lines.append(f"| {stage.name} | {found.get('status', 'not run')} | {found.get('seconds', 0):.0f} | {reason} |")
+        known = check.state["stages"].get(stage.name, {})
+        reason = str(known.get("reason") or known.get("results", {}).get("summary", "")).replace("|", "/")
+        lines.append(f"| {stage.name} | {known.get('status', 'not run')} | {known.get('seconds', 0):.0f} | {reason} |")
         sizes = TOY_SIZES if check.dry else stage.sizes
-        for row, result in found.get("results", {}).items() if stage.rows else ():
+        for row, result in known.get("results", {}).items() if stage.rows else ():
             runs.append({"round": 1, "level": stage.level, "configuration": row, "sizes": sizes, **result})
     parts.append("\n".join(lines))
     machine = check.state.get("machine")
-    if machine is not None:
-        limit, geometry = Limit(**machine["limit"]), TOY if check.dry else Geometry()
-        shown = {
-            key: machine[key]
-            for key in ("attention", "attention_kernels", "fp8_products", "kernels_refused")
-            if key in machine
-        }
-        parts += [f"* {key}: {value}" for key, value in shown.items()]
-        rows = report.summarize(runs, geometry, limit)
-        parts += report.measured_rates(rows, limit)
-        rows = [row for row in rows if row.level != RATES]
-        levels = tuple(dict.fromkeys(stage.level for stage in check.stages if stage.rows and stage.level != RATES))
-        options = BenchOptions(levels, rounds=1, geometry=geometry, device=machine["device_type"])
-        tests = check.state["stages"].get("tests", {}).get("results", {}).get("summary", "not run")
-        head = {
-            "date": check.state["date"],
-            "command": check.state["command"],
-            "tests": tests,
-            "machine": machine,
-            "processes": "one for the rows of a stage",
-        }
-        parts.append(report.markdown(options, head, runs, rows))
-        parts += report.peaks_against_plan(rows)
-    kernels = check.state["stages"].get("operators", {}).get("results", {})
+    if machine is None:
+        return "\n\n".join(parts) + "\n"
+    limit = None if machine["limit"] is None else Limit(*machine["limit"])
+    geometry = TOY if check.dry else Geometry()
+    keys = ("attention", "attention_kernels", "fp8_products", "kernels_refused")
+    parts.append("\n".join(f"* {key}: {machine[key]}" for key in keys if key in machine))
+    options = BenchOptions((STEP, TRAINER, OPTIMIZER), rounds=1, geometry=geometry, device=machine["device_type"])
+    head = {
+        "date": check.state["date"],
+        "command": check.state["command"],
+        "tests": check.state["stages"].get("tests", {}).get("results", {}).get("summary", "not run"),
+        "machine": machine,
+    }
+    parts.append(report.markdown(options, head, runs, report.summarize(runs, geometry, limit)))
+    kernels = check.state["stages"].get("kernels", {}).get("results", {})
     if kernels:
-        parts.append(report.operators_table(kernels))
+        parts.append(kernels_table(kernels, limit))
     return "\n\n".join(parts) + "\n"
 
 
-def time_operators(spec_file: Path, result_file: Path) -> None:
-    """The process of the stage "operators": every launcher that the list of cases has."""
-    import torch
-    from _kernel_cases import CASES
+def kernels_table(kernels: Mapping[str, Mapping[str, Any]], limit: Limit | None) -> str:
+    """What replaces the assumptions in `bench/limits.py`, and every kernel, the slowest first, as Markdown."""
+    from _gpu_kernels import constants
 
-    from coat_flux.bench import operators
-
-    spec = json.loads(spec_file.read_text(encoding="utf-8"))
-    device = torch.device("meta" if spec["device"] == "cpu" else spec["device"])
-    found: dict[str, Any] = {name: {"note": "no case in _kernel_cases.py"} for name in operators.uncovered(CASES)}
-    for name, figures in operators.measure_operators(CASES, device, OPERATOR_CALLS, Limit(**spec["limit"])):
-        found[name] = figures
-        write_file(result_file, json.dumps(found))
-
-
-def _commit() -> str:
-    if shutil.which("git") is None:
-        return ""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    lines = ["## Each kernel", ""]
+    if limit is not None:
+        lines += [f"* for bench/limits.py: {line}" for line in constants(kernels, limit)]
+    lines += ["", "| kernel | us | of bandwidth | TFLOP/s | host us | launches |", "|---|---|---|---|---|---|"]
+    for name, row in sorted(kernels.items(), key=lambda item: -item[1].get("us", 0.0)):
+        if "us" not in row:
+            reason = row.get("error") or row["note"]
+            lines.append(f"| {name} | {reason.replace('|', '/')} | | | | |")
+            continue
+        share, rate = (f"{row[key]:.0f}" if key in row else "" for key in ("percent_of_bandwidth", "tflops"))
+        lines.append(
+            f"| {name} | {row['us']:.1f} | {share} | {rate} | {row['host_us']:.1f} | {row.get('launches', '')} |"
+        )
+    return "\n".join(lines)
 
 
 def open_check(out: Path, dry: bool, minutes: float, stages: Sequence[Stage] = STAGES) -> Check:
@@ -324,19 +364,21 @@ def open_check(out: Path, dry: bool, minutes: float, stages: Sequence[Stage] = S
         ValueError: the folder holds another kind of run, or other files.
     """
     out.mkdir(parents=True, exist_ok=True)
-    names = {STATE, TABLES, TESTS, *(f"{RUNNING}{stage.name}.json" for stage in stages)}
+    names = {STATE, TABLES, TESTS, RUNNING}
     others = [path.name for path in out.iterdir() if path.name not in names and not path.name.startswith(TEMP_PREFIX)]
-    if len(others) + 4 > MAX_FILES:
+    if len(others) + len(names) > MAX_FILES:
         raise ValueError(f"--out {out}: holds other files ({', '.join(sorted(others)[:3])}, ...); give an empty folder")
     state: dict[str, Any] = {"dry": dry, "stages": {}}
     if (out / STATE).exists():
         state = json.loads((out / STATE).read_text(encoding="utf-8"))
     if state["dry"] != dry:
         raise ValueError(f"--out {out}: holds a run {'with' if state['dry'] else 'without'} --dry-run; give another")
-    out = out.resolve()  # processes run in the repository
     state |= {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": shlex.join(sys.argv)}
-    state["commit"] = _commit()
-    return Check(out, dry, time.monotonic() + 60 * minutes, state, stages)
+    state["commit"] = ""
+    if shutil.which("git") is not None:
+        command = ["git", "rev-parse", "HEAD"]
+        state["commit"] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return Check(out.resolve(), dry, time.monotonic() + 60 * minutes, state, stages)  # processes run in the repository
 
 
 def main() -> int:
@@ -347,11 +389,7 @@ def main() -> int:
     names = [stage.name for stage in STAGES]
     parser.add_argument("--again", nargs="+", default=[], choices=[*names, "failed"], metavar="STAGE", help="repeat")
     parser.add_argument("--dry-run", action="store_true", help="every stage's code on a CPU, at toy size")
-    parser.add_argument("--operators", nargs=2, type=Path, metavar=("SPEC", "RESULT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.operators:
-        time_operators(*options.operators)
-        return 0
     try:
         check = open_check(options.out, options.dry_run, options.minutes)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """How fast a device could be: the arithmetic of FLUX's token path over the device's rates.
 
-The work is what a forward pass and a LoRA training step cannot do without. Per token and block, d = 128 · heads, L
-tokens in the sequence (512 of text), rank r:
+The work is what a LoRA training step cannot do without. Per token and block, d = 128 · heads, L tokens in the sequence
+(512 of text), rank r:
 
     linears     12 d² products in either kind of block (q, k, v 3d², output d², MLP 8d²), 2 operations each
     attention   4 d L operations (q kᵀ and its product with v)
@@ -12,7 +12,7 @@ backward is 2.5 times its forward), adapters three times (forward, dX, dA and dB
 Modulation linears see one row per image and are bound by reading their weights; with norms, casts, embedders and the
 optimizer they are not counted, so the time this gives is a lower bound.
 
-The rates are NVIDIA's dense peaks for the cards they are known of, else measured here. Names are matched whole, as
+The rates are NVIDIA's dense peaks of the cards in `plan.facts.CARDS`. Names are matched whole, as
 `torch.cuda.get_device_name` gives them: an "H200 NVL" or a "4090 Laptop GPU" is another card with other rates.
 """
 
@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 HEAD_DIM = 128
 TEXT_TOKENS = 512
 PIXELS_PER_TOKEN = 16  # along a side
 ATTENTION_STEP = 3.5
-GB_PER_SECOND = {"H100": 3350.0, "H200": 4800.0, "L40S": 864.0, "RTX 4090": 1008.0, "RTX 5090": 1792.0}  # datasheets
 DEVICE_NAMES = {
     "NVIDIA H100 80GB HBM3": "H100",
     "NVIDIA H200": "H200",
@@ -34,7 +33,6 @@ DEVICE_NAMES = {
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "NVIDIA GeForce RTX 5090": "RTX 5090",
 }
-MULTIPROCESSORS = {"H100": 132, "H200": 132, "RTX 4090": 128, "RTX 5090": 170}  # NVIDIA's architecture papers
 
 # What large kernels are assumed to reach of the peak: on an H200 3.95 of 4.8 TB/s and, in TFLOPS, bf16 740, FP8 1380,
 # cuDNN attention 609 forward and 499 backward; the same shares on other cards. To be replaced by what a GPU measures.
@@ -53,8 +51,7 @@ NARROW = 128
 NARROW_SHARE = 0.55
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Size of the transformer and its adapters; the defaults are FLUX.1-dev's."""
 
     double: int = 19
@@ -68,13 +65,25 @@ class Geometry:
         return self.heads * HEAD_DIM
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Operations (a product and its sum are two), by what does them."""
 
-    linear: float = 0.0
-    attention: float = 0.0
-    adapters: float = 0.0
+    linear: float
+    attention: float
+    adapters: float
+
+
+class Limit(NamedTuple):
+    """Rates of a device: dense matrix products in 1e12 operations a second, memory traffic in 1e9 bytes a second."""
+
+    bf16_tflops: float
+    fp8_tflops: float
+    gb_per_second: float
+
+    def milliseconds(self, work: Work, *, fp8_linears: bool) -> float:
+        """The least time for `work`: linears in FP8 where asked, attention and adapters in bf16."""
+        linear = self.fp8_tflops if fp8_linears else self.bf16_tflops
+        return (work.linear / linear + (work.attention + work.adapters) / self.bf16_tflops) / 1e9
 
 
 def token_count(resolution: int) -> int:
@@ -82,54 +91,19 @@ def token_count(resolution: int) -> int:
     return (resolution // PIXELS_PER_TOKEN) ** 2 + TEXT_TOKENS
 
 
-def forward_work(geometry: Geometry, resolution: int, batch: int) -> Work:
-    """One forward pass of all blocks on `batch` images."""
-    d, length = geometry.hidden, token_count(resolution)
-    rows, blocks = batch * length, geometry.double + geometry.single
-    return Work(
-        linear=2.0 * rows * blocks * 12 * d * d,
-        attention=4.0 * rows * blocks * d * length,
-        adapters=2.0 * rows * geometry.rank * d * (18 * geometry.double + 17 * geometry.single),
-    )
-
-
 def step_work(geometry: Geometry, resolution: int, batch: int, *, recomputed: bool, full: bool = False) -> Work:
     """Forward and backward pass of all blocks on `batch` images, with every block recomputed or none.
 
     `full`: the linears' weights are trained and not adapters.
     """
-    forward, more = forward_work(geometry, resolution, batch), int(recomputed)
-    attention = (ATTENTION_STEP + more) * forward.attention
-    if full:
-        return Work((3 + more) * forward.linear, attention)
-    return Work((2 + more) * forward.linear, attention, (3 + more) * forward.adapters)
-
-
-def product_work(m: int, k: int, n: int) -> Work:
-    """[m, k] times [k, n]."""
-    return Work(linear=2.0 * m * k * n)
-
-
-@dataclass(frozen=True)
-class Limit:
-    """Rates of a device.
-
-    Attributes:
-        bf16_tflops: dense bf16 matrix products, 1e12 operations a second.
-        fp8_tflops: the same in FP8; equal to bf16's where the card has no FP8, or none is known.
-        gb_per_second: memory traffic, 1e9 bytes a second.
-        source: where the rates come from, in words.
-    """
-
-    bf16_tflops: float
-    fp8_tflops: float
-    gb_per_second: float
-    source: str
-
-    def milliseconds(self, work: Work, *, fp8_linears: bool) -> float:
-        """The least time for `work`: linears in FP8 where asked, attention and adapters in bf16."""
-        linear = self.fp8_tflops if fp8_linears else self.bf16_tflops
-        return (work.linear / linear + (work.attention + work.adapters) / self.bf16_tflops) / 1e9
+    d, length, more = geometry.hidden, token_count(resolution), int(recomputed)
+    rows, blocks = batch * length, geometry.double + geometry.single
+    ranked = 0 if full else geometry.rank * d * (18 * geometry.double + 17 * geometry.single)
+    return Work(
+        linear=(2 + full + more) * 2.0 * rows * blocks * 12 * d * d,
+        attention=(ATTENTION_STEP + more) * 4.0 * rows * blocks * d * length,
+        adapters=(3 + more) * 2.0 * rows * ranked,
+    )
 
 
 def known_limit(device_name: str) -> Limit | None:
@@ -138,13 +112,11 @@ def known_limit(device_name: str) -> Limit | None:
 
     for card in CARDS:
         if card.name == DEVICE_NAMES.get(device_name):
-            rates = (card.bf16_tflops, card.fp8_tflops, GB_PER_SECOND[card.name])
-            return Limit(*rates, f"published dense peak of {device_name}")
+            return Limit(card.bf16_tflops, card.fp8_tflops, card.gb_per_second)
     return None
 
 
-@dataclass(frozen=True)
-class CostModel:
+class CostModel(NamedTuple):
     """What kernels are estimated to take on a device.
 
         ms = max(bytes / bandwidth, operations / (rate · efficiency)) + launch
@@ -192,11 +164,11 @@ def cost_models() -> dict[str, CostModel]:
     """Short name of each card ("h200", "rtx4090") → its model."""
     from ..plan.facts import CARDS
 
-    found = {}
+    models = {}
     for card in CARDS:
-        if card.name in MULTIPROCESSORS:
+        if card.multiprocessors:
             peaks = {"fp8": card.fp8_tflops}
             rates = {kind: share * peaks.get(kind, card.bf16_tflops) for kind, share in RATE_SHARES.items()}
-            bandwidth = GB_PER_SECOND[card.name] * BANDWIDTH_SHARE
-            found[card.name.lower().replace(" ", "")] = CostModel(bandwidth, rates, MULTIPROCESSORS[card.name])
-    return found
+            bandwidth = card.gb_per_second * BANDWIDTH_SHARE
+            models[card.name.lower().replace(" ", "")] = CostModel(bandwidth, rates, card.multiprocessors)
+    return models

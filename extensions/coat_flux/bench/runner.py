@@ -13,24 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from ..base.errors import UserError
-from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY, BenchOptions, Case
-
-__all__ = ["MachineError", "TestResult", "describe", "run_cases", "run_tests", "schedule", "start_worker"]
+from .configurations import CANNOT, FAILED, OK, OUT_OF_MEMORY, STEP, BenchOptions
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-TESTS = {
-    "rates": ("tests/kernels",),
-    "op": ("tests/kernels", "tests/autograd"),
-    "block": ("tests/kernels", "tests/autograd"),
-    "step": ("tests/kernels", "tests/autograd", "tests/optim"),
-    "engine": ("tests/kernels", "tests/autograd", "tests/optim"),
-    "optimizer": ("tests/kernels", "tests/optim"),
-}
+TESTS = ("tests/kernels", "tests/optim")
+STEP_TESTS = ("tests/kernels", "tests/autograd", "tests/optim")
 NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}  # module: package
 WORKER = f"{__package__}.worker"
 STDERR_LINES = 5
@@ -41,15 +34,8 @@ class MachineError(UserError, RuntimeError):
     """The device cannot be used at all."""
 
 
-@dataclass(frozen=True)
-class TestResult:
-    """Whether figures may be given.
-
-    Attributes:
-        passed: False: no figures.
-        text: what ran, with what result; or why nothing ran.
-        output: of the tests, where they failed.
-    """
+class TestResult(NamedTuple):
+    """Whether figures may be given; what ran, with what result, or why nothing ran; the output of red tests."""
 
     passed: bool
     text: str
@@ -63,7 +49,7 @@ def run_tests(levels: Sequence[str], repository: Path | None = None) -> TestResu
         UserError: the tests are there, but not what runs them.
     """
     root = repository or REPOSITORY
-    folders = list(dict.fromkeys(folder for level in levels for folder in TESTS[level] if (root / folder).is_dir()))
+    folders = [folder for folder in (STEP_TESTS if STEP in levels else TESTS) if (root / folder).is_dir()]
     if not folders:
         return TestResult(True, "no tests were run: this is an installation without the repository")
     listed = " ".join(folders)
@@ -79,13 +65,6 @@ def run_tests(levels: Sequence[str], repository: Path | None = None) -> TestResu
     if done.returncode:
         return TestResult(False, f"{listed}: red ({summary})", done.stdout + done.stderr)
     return TestResult(True, f"{listed}: green ({summary})")
-
-
-def schedule(cases: Sequence[Case], rounds: int) -> Iterator[tuple[int, Case]]:
-    """Yield (round, case), rounds counted from 1, every second one backwards."""
-    for number in range(1, rounds + 1):
-        for case in cases if number % 2 else reversed(cases):
-            yield number, case
 
 
 def start_worker(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -122,35 +101,32 @@ def describe(options: BenchOptions, start: Start = start_worker) -> dict[str, An
 def run_cases(
     options: BenchOptions, log: Callable[[str], None], start: Start = start_worker
 ) -> Iterator[dict[str, Any]]:
-    """Measure every case in every round.
-
-    A case that gave no figures is not tried again: what is missing or too small stays so.
+    """Measure every case in every round; one that gave no figures is not tried again.
 
     Yields:
         After each process: round, level, configuration, sizes, seconds, and the worker's result.
     """
     cases, given_up = options.cases(), set()
-    total = len(cases) * options.rounds
-    for count, (number, case) in enumerate(schedule(cases, options.rounds), start=1):
-        if case in given_up:
-            continue
-        started = time.monotonic()
-        where = {"geometry": asdict(options.geometry), "device": options.device, "repeats": options.repeats}
-        result = start({**asdict(case), **where}, options.timeout_s)
-        seconds = time.monotonic() - started
-        if result["status"] != OK:
-            given_up.add(case)
-        sizes = ", ".join(f"{resolution} px x {batch}" for resolution, batch in case.sizes)
-        label = f"{case.level} {case.configuration}" + (f" at {sizes}" if sizes else "")
-        log(f"[{count}/{total}] round {number}, {label}: {_outcome(result)} ({seconds:.0f} s)")
-        yield {"round": number, **asdict(case), "seconds": seconds, **result}
+    common = {"geometry": options.geometry._asdict(), "device": options.device, "repeats": options.repeats}
+    for number in range(1, options.rounds + 1):
+        for place, case in enumerate(cases if number % 2 else reversed(cases), start=1):
+            if case in given_up:
+                continue
+            started = time.monotonic()
+            result = start({**asdict(case), **common}, options.timeout_s)
+            seconds = time.monotonic() - started
+            if result["status"] != OK:
+                given_up.add(case)
+            sizes = ", ".join(f"{resolution} px x {batch}" for resolution, batch in case.sizes)
+            label = f"{case.level} {case.configuration}" + (f" at {sizes}" if sizes else "")
+            count = f"{(number - 1) * len(cases) + place}/{len(cases) * options.rounds}"
+            log(f"[{count}] round {number}, {label}: {_outcome(result)} ({seconds:.0f} s)")
+            yield {"round": number, **asdict(case), "seconds": seconds, **result}
 
 
 def _outcome(result: dict[str, Any]) -> str:
     if result["status"] == OK:
-        *others, last = result["measurements"]
-        median = sorted(last["samples_ms"])[len(last["samples_ms"]) // 2]
-        return f"{last['what']} {median:.2f} ms" + (f" and {len(others)} more" if others else "")
+        return ", ".join(f"{each['what']} {median(each['samples_ms']):.2f} ms" for each in result["measurements"])
     if result["status"] == OUT_OF_MEMORY:
         return OUT_OF_MEMORY
     return f"{'cannot run here' if result['status'] == CANNOT else 'FAILED'}: {result['reason']}"

@@ -1,4 +1,4 @@
-"""Time a call on a CPU or a GPU, and the memory it needs; where and how often.
+"""Time a call on a CPU or a GPU, and the memory it needs.
 
 On a GPU each call is timed by two events and nothing waits for the device until all calls are queued, so launches may
 run ahead as they do in training. Before each call a buffer larger than the second-level cache may be written, so that
@@ -10,27 +10,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .configurations import Configuration
 from .limits import Geometry
 
 SEED = 0
-CALLS = {  # (warm-up, timed) by level
-    "cuda": dict.fromkeys(("op", "rates"), (10, 50))
-    | dict.fromkeys(("block", "engine", "optimizer"), (5, 20))
-    | {"step": (3, 10)},
-    "cpu": dict.fromkeys(("op", "rates", "block", "engine", "optimizer", "step"), (1, 3)),
-}
+CALLS = {"cuda": {"step": (3, 10), "trainer": (5, 20), "optimizer": (5, 20)}}  # (warm-up, timed) by level
+CPU_CALLS = (1, 3)
 FLUSHED_BYTES = 1 << 28
 RESIDENT, ALLOCATED = "resident set of the process", "allocated on the device"
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """What was measured.
 
     Attributes:
@@ -44,6 +37,24 @@ class Timing:
     peak_bytes: int
     first_ms: float
     host_ms: float
+
+    def of(self, what: str, resolution: int = 0, batch: int = 0, **figures: Any) -> dict[str, Any]:
+        """The timing of one thing as plain values, with other figures by name."""
+        return {**self._asdict(), "what": what, "resolution": resolution, "batch": batch, "figures": figures}
+
+
+class Setting(NamedTuple):
+    """Where, at which (resolution, batch) pairs and how often a process measures; repeats None takes `CALLS`."""
+
+    geometry: Geometry
+    sizes: tuple[tuple[int, int], ...]
+    device: torch.device
+    repeats: int | None
+
+    def calls(self, level: str) -> tuple[int, int]:
+        """Calls of this level for warm-up, and timed ones."""
+        warmup, repeats = CALLS["cuda"][level] if self.device.type == "cuda" else CPU_CALLS
+        return warmup, self.repeats or repeats
 
 
 def time_calls(
@@ -105,58 +116,3 @@ def peak_bytes(device: torch.device) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One thing that was timed.
-
-    Attributes:
-        what: in words.
-        resolution: pixels along a side; 0 where there is no image.
-        batch: images; 0 where there is none.
-        timing: the times and the memory.
-        figures: others, by name: m, k, n of a product; loss; parameters and state_bytes of an optimizer.
-    """
-
-    what: str
-    resolution: int
-    batch: int
-    timing: Timing
-    figures: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where and at which sizes.
-
-    Attributes:
-        geometry: of the transformer.
-        sizes: (resolution, batch) pairs.
-        device: CPU or a GPU.
-        repeats: timed calls; None takes `CALLS`.
-        training_only: leave out blocks and models without gradients, which are compiled another time.
-        kept: between the rows that one process measures; see `models.model_of`.
-    """
-
-    geometry: Geometry
-    sizes: tuple[tuple[int, int], ...]
-    device: torch.device
-    repeats: int | None
-    training_only: bool = False
-    kept: dict[str, Any] = field(default_factory=dict)
-
-    def calls(self, level: str) -> tuple[int, int]:
-        """Calls of this level for warm-up, and timed ones."""
-        warmup, repeats = CALLS[self.device.type][level]
-        return warmup, self.repeats or repeats
-
-    def timed(self, level: str, call: Callable[[], object], *, cold: bool = False) -> Timing:
-        """Time `call` as often as this level asks."""
-        return time_calls(call, self.device, *self.calls(level), cold=cold)
-
-    def autocast(self, row: Configuration) -> torch.autocast:
-        """Bf16 autocast as accelerate's mixed precision has it, for a row that is run so; and its start of a pass."""
-        if row.replays:
-            torch.compiler.cudagraph_mark_step_begin()
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=row.autocast)

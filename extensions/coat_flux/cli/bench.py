@@ -31,8 +31,7 @@ def add_parser(commands: Any) -> None:
     bench.add_argument(
         "--configs", nargs="+", choices=names, default=[], metavar="NAME", help=f"only these: {', '.join(names)}"
     )
-    for size in ("double", "single", "heads", "rank"):
-        value = getattr(FLUX_DEV, size)
+    for size, value in FLUX_DEV._asdict().items():
         bench.add_argument(f"--{size}", type=positive, default=value, metavar="N", help=f"default: {value}")
     bench.add_argument("--repeats", type=positive, metavar="N", help="timed calls in a process (default: by level)")
     bench.add_argument("--timeout", type=positive, default=1800, metavar="S", help="of a process (default: 1800)")
@@ -50,13 +49,12 @@ def _pixels(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure linears, blocks, training steps and optimizers at FLUX.1-dev's size with random weights.
+    """Measure training steps and optimizers at FLUX.1-dev's size with random weights.
 
-    Also single kernels (`--level rates`) and the stand-alone trainer's own loop (`--level engine`). COAT, bf16,
-    torch.compile, optimum-quanto, torchao, bitsandbytes and ai-toolkit's convrot8, each in a process of its own, in
-    interleaved rounds; the matching tests run first, without them green there are no figures. Downloads nothing. Writes
-    results.json, .md and .png. `--level count` times nothing: it counts the operators of a step on shapes alone, models
-    what they take on known cards, and writes count.json.
+    COAT, bf16, torch.compile, optimum-quanto, torchao, bitsandbytes and ai-toolkit's convrot8, each in a process of its
+    own, in interleaved rounds; the matching tests run first, without them green there are no figures. Downloads
+    nothing. Writes results.json and .md. `--level count` times nothing: it counts the operators of a step on shapes
+    alone, models what they take on known cards, and writes count.json.
     """
     args.resolution = args.resolution or [512, 768, 1024]
     if args.level == COUNT:
@@ -87,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{tests.output}\nerror: no figures from code whose tests fail; fix it first", file=sys.stderr)
         return EXIT_RED
     machine = runner.describe(options)
-    print(f"{machine['device']}; limit {machine['limit']['source']}", flush=True)
+    limit = None if machine["limit"] is None else Limit(*machine["limit"])
+    print(machine["device"], flush=True)
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["coat-flux", *args.given]),
@@ -96,12 +95,11 @@ def run(args: argparse.Namespace) -> int:
     }
     runs: list[dict[str, Any]] = []
     rows: list[report.Result] = []
-    for found in runner.run_cases(options, lambda line: print(line, flush=True)):
-        runs.append(found)
-        rows = report.summarize(runs, options.geometry, Limit(**machine["limit"]))
+    for result in runner.run_cases(options, lambda line: print(line, flush=True)):
+        runs.append(result)
+        rows = report.summarize(runs, options.geometry, limit)
         report.write(args.out, options, head, runs, rows)
-    report.draw(rows, args.out / "results.png")
-    print(f"\n{report.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md, results.png")
+    print(f"\n{report.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md")
     return EXIT_RED if report.incomplete(rows) else 0
 
 
@@ -120,6 +118,7 @@ def _count(args: argparse.Namespace) -> int:
 
     config = COATConfig.from_dict(dict(known[name].coat or {}))
     geometry = Geometry(args.double, args.single, args.heads, args.rank)
-    found = step_model.count(config, geometry, args.resolution)
-    print(f"{known[name].about}; {step_model.report(found, args.verbose)}\n\nwrote {step_model.write(args.out, found)}")
+    counts = step_model.count(config, geometry, args.resolution)
+    path = step_model.write(args.out, counts)
+    print(f"{known[name].about}; {step_model.report(counts, args.verbose)}\n\nwrote {path}")
     return 0

@@ -1,7 +1,7 @@
 """Facts about models and cards that `plan` may not download: configs of FLUX models, GPUs' memory and rates.
 
-Sources: the models' published config.json files; NVIDIA's datasheets (dense rates, fp32 accumulation), those of the RTX
-4070 Ti and 4080 from the RTX 4090's by cores and clock.
+Sources: the models' published config.json files; NVIDIA's datasheets and architecture papers (dense rates, fp32
+accumulation), those of the RTX 4070 Ti and 4080 from the RTX 4090's by cores and clock.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class Card:
         bf16_tflops: dense bf16 matrix products with fp32 accumulation, 1e12 operations a second.
         fp8_tflops: the same in FP8; 0 where the GPU has none.
         copied_gb: 1e9 bytes a second from pinned host memory, about four fifths of its PCIe link's rate.
+        gb_per_second: memory traffic, 1e9 bytes a second; 0 where nothing asks for it.
+        multiprocessors: that share the tiles of a matrix product; likewise.
     """
 
     gb: float
@@ -95,6 +97,8 @@ class Card:
     bf16_tflops: float = 0.0
     fp8_tflops: float = 0.0
     copied_gb: float = 25.0  # PCIe 4.0 x16
+    gb_per_second: float = 0.0
+    multiprocessors: int = 0
 
 
 CARDS = (
@@ -102,11 +106,11 @@ CARDS = (
     Card(10, "RTX 3080", 59.5),
     Card(12, "RTX 4070 Ti", 80.2, 160.4),
     Card(16, "RTX 4080", 97.5, 194.9),
-    Card(24, "RTX 4090", 165.2, 330.3),
-    Card(32, "RTX 5090", 209.5, 419.0, 50.0),
-    Card(48, "L40S", 362.0, 733.0),
-    Card(80, "H100", 989.4, 1978.9, 50.0),
-    Card(141, "H200", 989.4, 1978.9, 50.0),
+    Card(24, "RTX 4090", 165.2, 330.3, gb_per_second=1008.0, multiprocessors=128),
+    Card(32, "RTX 5090", 209.5, 419.0, 50.0, 1792.0, 170),
+    Card(48, "L40S", 362.0, 733.0, gb_per_second=864.0),
+    Card(80, "H100", 989.4, 1978.9, 50.0, 3350.0, 132),
+    Card(141, "H200", 989.4, 1978.9, 50.0, 4800.0, 132),
 )
 
 _MOST_GB = 1000  # above it a bare number is a card's name

@@ -8,24 +8,21 @@ pointer may have are those it is compiled for, without a GPU, by scripts/compile
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import itertools
 import re
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tests.helpers.kernel_cases import CASES, launcher_modules
 
 from .card import address
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 LARGEST_TILE = 1 << 20  # elements of a block, Triton's limit
 VECTOR = 16  # bytes that one thread reads at once
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 
 class LaunchError(AssertionError):
@@ -159,7 +156,7 @@ def _check_pointer(name: str, value: Any, launch: Launch, signature: Signature) 
     kind = None if value is None else getattr(value, "dtype", type(value))
     if kind not in kinds:
         listed = ", ".join(sorted(map(str, kinds)))
-        raise LaunchError(f"{name} is {kind}: compiled for {listed} (scripts/_kernel_cases.py)")
+        raise LaunchError(f"{name} is {kind}: compiled for {listed} (tests/helpers/kernel_cases.py)")
     if value is None:
         return
     if not value.is_meta:
@@ -198,27 +195,13 @@ def compiled_for() -> dict[tuple[str, str], frozenset[torch.dtype | None]]:
         for name in signature_of(kernel).strides:
             found.setdefault((launch.kernel, name), set()).add(getattr(launch.given[name], "dtype", None))
 
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        cases: dict[str, Callable[[], Any]] = importlib.import_module("_kernel_cases").CASES
-    finally:
-        sys.path.remove(str(SCRIPTS))
     modules = [(module, module.launch) for module in launcher_modules() if hasattr(module, "launch")]
     try:
         for module, _ in modules:
             module.launch = record
-        for case in cases.values():
+        for case in CASES.values():
             case()
     finally:
         for module, launch in modules:
             module.launch = launch
     return {key: frozenset(kinds) for key, kinds in found.items()}
-
-
-def launcher_modules() -> list[Any]:
-    """Every module of `coat_core.ops`."""
-    import pkgutil
-
-    from coat_core import ops
-
-    return [importlib.import_module(f"{ops.__name__}.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]

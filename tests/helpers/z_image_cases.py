@@ -1,6 +1,6 @@
 """Calls of launchers as Z-Image's blocks alone make them: RMSNorm, SwiGLU of two linears, each image's own angles.
 
-Part of `_kernel_cases.py`, at Z-Image's shapes.
+Part of `kernel_cases.py`, at Z-Image's shapes.
 """
 
 from __future__ import annotations

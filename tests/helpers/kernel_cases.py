@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from _z_image_cases import z_image_cases
 from torch import Tensor
 
 from coat_core import ops
 from coat_core.formats import FORMATS
+from tests.helpers.z_image_cases import z_image_cases
 
 TOKENS, HIDDEN, MLP = 4608, 3072, 12288
 

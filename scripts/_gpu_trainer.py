@@ -1,4 +1,4 @@
-"""Steps of the stand-alone trainer itself: its session and `train_step`, latents and text embeddings cached.
+"""What `gpu_check.py` measures of the stand-alone trainer: its session and `train_step`, inputs cached.
 
 The transformer has FLUX.1-dev's geometry and random weights, encoders and VAE are those of the embedded tiny model, the
 photos are noise. Sampling, validation and saves are left out; guard, EMA and the files of a step are not.
@@ -19,29 +19,28 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..base.names import COAT_OPTIMIZER
-from ..config.job import JobConfig
-from ..mini_flux.folder import make_tiny_flux
-from ..mini_flux.geometry import make_flux_dev_geometry
-from ..plan.predict import predict
-from ..saves.interrupts import Interrupts
-from ..trainers.standalone import session as engine
-from ..trainers.standalone.progress import RunLog
-from ..trainers.standalone.resume import identity_of
-from ..trainers.standalone.steps import settle, train_step
-from ..trainers.standalone.workers import Workers
-from ..watch.live import LiveRun
-from ..watch.phases import PhaseTracker
-from .configurations import ENGINE, Configuration
-from .limits import Geometry
-from .models import TORCHS_PRECISION, release
-from .timing import SEED, Measurement, Setting, Timing, peak_bytes, wait
+from coat_flux.base.names import COAT_OPTIMIZER
+from coat_flux.bench import worker
+from coat_flux.bench.configurations import STEP, TRAINER, Configuration
+from coat_flux.bench.measure import TORCHS_PRECISION, release
+from coat_flux.bench.timing import SEED, Setting, Timing, peak_bytes, wait
+from coat_flux.config.job import JobConfig
+from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.mini_flux.geometry import make_flux_dev_geometry
+from coat_flux.plan.predict import predict
+from coat_flux.saves.interrupts import Interrupts
+from coat_flux.trainers.standalone import session as trainer
+from coat_flux.trainers.standalone.progress import RunLog
+from coat_flux.trainers.standalone.resume import identity_of
+from coat_flux.trainers.standalone.steps import settle, train_step
+from coat_flux.trainers.standalone.workers import Workers
+from coat_flux.watch.live import LiveRun
+from coat_flux.watch.phases import PhaseTracker
 
-NAME, STEP = "bench", "step"
 BATCHES = 2  # of photos: a pass over them ends, and the next begins, while steps are timed
 
 
-def measure_engine(row: Configuration, setting: Setting) -> Iterator[Measurement]:
+def measure_trainer(row: Configuration, setting: Setting) -> Iterator[dict[str, Any]]:
     """Optimizer steps of the stand-alone trainer, from data to EMA, after those of the warm-up."""
     for resolution, batch in setting.sizes:
         release(setting.device)
@@ -50,9 +49,14 @@ def measure_engine(row: Configuration, setting: Setting) -> Iterator[Measurement
             yield _measured(row, setting, resolution, batch, Path(folder))
 
 
-def _measured(row: Configuration, setting: Setting, resolution: int, batch: int, folder: Path) -> Measurement:
-    sizes = _write_model(folder / "model", setting.geometry)
-    _write_photos(folder / "photos", BATCHES * batch, resolution)
+def _measured(row: Configuration, setting: Setting, resolution: int, batch: int, folder: Path) -> dict[str, Any]:
+    sizes = _write_model(folder, setting)
+    draw = np.random.default_rng(SEED)
+    (folder / "photos").mkdir()
+    for i in range(BATCHES * batch):
+        pixels = draw.integers(0, 255, (resolution, resolution, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "photos" / f"{i}.png")
+        (folder / "photos" / f"{i}.txt").write_text(f"noise, number {i}", encoding="utf-8")
     job = JobConfig.from_dict(_job(row, setting, resolution, batch, folder))
     on_gpu = setting.device.type == "cuda"
     total = torch.cuda.get_device_properties(setting.device).total_memory if on_gpu else None
@@ -68,88 +72,69 @@ def _measured(row: Configuration, setting: Setting, resolution: int, batch: int,
         return model
 
     try:
-        with mock.patch.object(engine, "load_transformer", transformer):
-            session = engine.open_session(job, workers, log, phases, None, identity_of(job, workers.size), live)
+        with mock.patch.object(trainer, "load_transformer", transformer):
+            session = trainer.open_session(job, workers, log, phases, None, identity_of(job, workers.size), live)
         log.open(0)
         with live:
             log.start(0)
             phases.enter(STEP)
-            timing = _timed(session, *setting.calls(ENGINE))
+            timing = _timed(session, *setting.calls(TRAINER))
     finally:
         phases.close()
         log.close()
         workers.close()
-    figures = {"steps_per_second": 1e3 / timing.samples_ms[0], "predicted_peak_bytes": predicted}
-    return Measurement(STEP, resolution, batch, timing, figures)
+    rate = 1e3 / timing.samples_ms[0]
+    return timing.of(STEP, resolution, batch, steps_per_second=rate, predicted_peak_bytes=predicted)
 
 
-def _timed(session: engine.Session, warmup: int, steps: int) -> Timing:
+def _timed(session: trainer.Session, warmup: int, steps: int) -> Timing:
     """Time whole steps, also those whose numbers are read late; one sample, their mean."""
     batches, interrupts, device = iter(session.sampler), Interrupts(session.log.info), session.workers.device
 
-    def run(count: int) -> float:
+    def run(count: int) -> tuple[float, float]:
         started = time.perf_counter()
         for _ in range(count):
             train_step(session, batches, interrupts)
         called = time.perf_counter() - started
         settle(session)
         wait(device)
-        taken.append((time.perf_counter() - started, called))
-        return 1e3 * taken[-1][0]
+        return 1e3 * (time.perf_counter() - started), 1e3 * called
 
-    taken: list[tuple[float, float]] = []
-    first_ms = run(1)
-    if warmup > 1:
-        run(warmup - 1)
+    first_ms, _ = run(1)
+    run(warmup - 1)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    mean_ms = run(steps) / steps
+    total_ms, called_ms = run(steps)
     pool = 0 if session.graphs is None else session.graphs.bytes
-    return Timing([mean_ms], peak_bytes(device) + pool, first_ms, 1e3 * taken[-1][1] / steps)
+    return Timing([total_ms / steps], peak_bytes(device) + pool, first_ms, called_ms / steps)
 
 
-def _write_model(folder: Path, geometry: Geometry) -> dict[str, int]:
+def _write_model(folder: Path, setting: Setting) -> dict[str, int]:
     """Make a model folder, without the weights of its transformer; return how that differs from FLUX.1-dev's."""
-    tiny = make_tiny_flux(folder.parent / "tiny")
-    shutil.copytree(tiny, folder, ignore=lambda _, names: [name for name in names if name == "transformer"])
-    clip, t5 = (json.loads((folder / part / "config.json").read_text()) for part in ("text_encoder", "text_encoder_2"))
+    tiny, model = make_tiny_flux(folder / "tiny"), folder / "model"
+    shutil.copytree(tiny, model, ignore=lambda _, names: [name for name in names if name == "transformer"])
+    clip, t5 = (json.loads((model / part / "config.json").read_text()) for part in ("text_encoder", "text_encoder_2"))
     sizes = {
-        "num_layers": geometry.double,
-        "num_single_layers": geometry.single,
-        "num_attention_heads": geometry.heads,
+        "num_layers": setting.geometry.double,
+        "num_single_layers": setting.geometry.single,
+        "num_attention_heads": setting.geometry.heads,
         "joint_attention_dim": t5["d_model"],
         "pooled_projection_dim": clip["hidden_size"],
     }
-    make_flux_dev_geometry("meta", **sizes).save_config(folder / "transformer")
+    make_flux_dev_geometry("meta", **sizes).save_config(model / "transformer")
     return sizes
 
 
-def _write_photos(folder: Path, count: int, side: int) -> None:
-    folder.mkdir()
-    draw = np.random.default_rng(SEED)
-    for i in range(count):
-        pixels = draw.integers(0, 255, (side, side, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{i}.png")
-        (folder / f"{i}.txt").write_text(f"noise, number {i}", encoding="utf-8")
-
-
 def _job(row: Configuration, setting: Setting, resolution: int, batch: int, folder: Path) -> dict[str, Any]:
-    warmup, steps = setting.calls(ENGINE)
+    cached = {"cache_latents": True, "cache_text_embeddings": True}
     process = {
         "type": "coat_flux_trainer",
         "training_folder": str(folder / "output"),
         "device": str(setting.device),
         "training_seed": SEED,
-        "datasets": [
-            {
-                "folder_path": str(folder / "photos"),
-                "resolution": resolution,
-                "cache_latents": True,
-                "cache_text_embeddings": True,
-            }
-        ],
+        "datasets": [{"folder_path": str(folder / "photos"), "resolution": resolution, **cached}],
         "train": {
-            "steps": warmup + steps,
+            "steps": sum(setting.calls(TRAINER)),
             "batch_size": batch,
             "lr": 1e-4,
             "dtype": "bf16",
@@ -164,4 +149,8 @@ def _job(row: Configuration, setting: Setting, resolution: int, batch: int, fold
     }
     if not row.full:
         process["network"] = {"type": "lora", "linear": setting.geometry.rank}
-    return {"job": "extension", "config": {"name": NAME, "process": [process]}}
+    return {"job": "extension", "config": {"name": "bench", "process": [process]}}
+
+
+if __name__ == "__main__":
+    worker.main(measure_trainer)

@@ -1,0 +1,240 @@
+"""What one process measures: training steps of a transformer with random weights and fixed seeds, or an optimizer."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.names import COAT_OPTIMIZER
+from ..config.coat import COATConfig
+from .configurations import OPTIMIZER, STEP, Configuration
+from .limits import PIXELS_PER_TOKEN, TEXT_TOKENS, Geometry
+from .timing import SEED, Setting, peak_bytes, time_calls
+
+B_STD = 0.02  # of the adapters' B: with zeros half of the backward pass would multiply them
+BUILD_ROOM = 1.3  # a model is made on the GPU when so many times its bytes are free there
+TORCHS_PRECISION = "highest"  # of fp32 products; the stand-alone trainer allows TF32 with COAT, ai-toolkit does not
+LEARNING_RATE, EPS = 1e-4, 1e-6  # ai-toolkit's eps
+PARAMETER_STD, GRADIENT_STD = 0.02, 1e-3
+# (in, out) over d of every linear: modulation; q, k, v and output; MLP
+STREAM = [(1, 6), *[(1, 1)] * 4, (1, 4), (4, 1)]  # a double block has two streams
+SINGLE = [(1, 3), *[(1, 1)] * 3, (1, 4), (5, 1)]
+
+
+def measure_steps(row: Configuration, setting: Setting) -> Iterator[dict[str, Any]]:
+    """Training steps of the whole transformer: forward, loss, backward, optimizer."""
+    device = setting.device
+    model, trained = make_model(row, setting.geometry, device)
+    optimizer = make_optimizer(row.optimizer, trained, capturable=row.captures)
+    for resolution, batch in setting.sizes:
+        release(device)
+        inputs, target = model_inputs(resolution, batch, device)
+        losses: list[Tensor] = []
+
+        def step(inputs: dict[str, Tensor] = inputs, target: Tensor = target, losses: list[Tensor] = losses) -> None:
+            if row.compile_mode not in ("", "default"):  # torch records CUDA graphs, and must know where a step begins
+                torch.compiler.cudagraph_mark_step_begin()
+            with torch.autocast(device.type, torch.bfloat16, enabled=row.autocast):
+                output = model(**inputs, return_dict=False)[0]
+            loss = nn.functional.mse_loss(output.float(), target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+
+        call, capture_bytes = _captured(step, device) if row.captures else (step, 0)
+        timing = time_calls(call, device, *setting.calls(STEP))
+        timing = timing._replace(peak_bytes=max(timing.peak_bytes, capture_bytes))
+        loss = torch.stack(losses).tolist()
+        if not all(map(math.isfinite, loss)):
+            raise FloatingPointError(f"loss={loss}: not finite; figures of a run that does not train are worth nothing")
+        yield timing.of("step", resolution, batch, loss=loss, state_bytes=state_bytes(optimizer))
+
+
+def _captured(step: Callable[[], None], device: torch.device) -> tuple[Callable[[], None], int]:
+    """The step as a CUDA graph, after the first ones, which compile kernels and make the optimizer's state.
+
+    Returns:
+        A replay, and the peak of memory in bytes, which the allocator shows only while it is captured.
+    """
+    from ..trainers.standalone.step_graph import capture
+
+    for _ in range(3):
+        step()
+    torch.cuda.reset_peak_memory_stats(device)
+    graph, _ = capture(step)
+    return graph.replay, peak_bytes(device)
+
+
+def make_model(row: Configuration, geometry: Geometry, device: torch.device) -> tuple[Any, list[nn.Parameter]]:
+    """Make the transformer of a row in training mode, converted as the row says, and its trained parameters."""
+    from ..blocks.apply import apply_coat
+    from ..blocks.lora import attach_lora
+    from ..mini_flux.geometry import make_flux_dev_geometry
+    from ..trainers.standalone.network import add_lora, lora_parameters, lora_targets
+
+    torch.set_float32_matmul_precision(TORCHS_PRECISION if row.coat is None else "high")
+    sizes = {
+        "num_layers": geometry.double,
+        "num_single_layers": geometry.single,
+        "num_attention_heads": geometry.heads,
+    }
+    place = device
+    if device.type == "cuda":  # where it does not fit in bf16, it is converted on the CPU first
+        needed = 2 * sum(parameter.numel() for parameter in make_flux_dev_geometry("meta", **sizes).parameters())
+        if BUILD_ROOM * needed > torch.cuda.mem_get_info(device)[0]:
+            place = torch.device("cpu")
+    model: Any = make_flux_dev_geometry(place, torch.bfloat16, seed=SEED, **sizes)
+    targets = lora_targets(model)
+    config = COATConfig.from_dict(dict(row.coat)) if row.coat is not None else COATConfig(enabled=False)
+    apply_coat(model, config, device=device)
+    if row.quantizer:
+        QUANTIZERS[row.quantizer](model)
+    model.to(device)
+    add_lora(model, targets, geometry.rank, seed=SEED)
+    attach_lora(model, config)
+    draw = torch.Generator(device).manual_seed(SEED + 1)
+    for name, parameter in lora_parameters(model).items():
+        if ".lora_B." in name:
+            nn.init.normal_(parameter, 0.0, B_STD, generator=draw)
+        if row.adapters == "bf16":
+            parameter.data = parameter.data.to(torch.bfloat16)
+    if row.checkpointing:
+        model.enable_gradient_checkpointing()
+    if row.compile_mode:
+        model.compile_repeated_blocks(mode=row.compile_mode)
+    return model.train(), list(lora_parameters(model).values())
+
+
+def model_inputs(resolution: int, batch: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    """Random inputs of the transformer for square images, and the target its output is compared with.
+
+    Returns:
+        (keyword arguments: hidden_states bf16 [B, T, 64], encoder_hidden_states bf16 [B, 512, 4096], pooled_projections
+        bf16 [B, 768], timestep and guidance [B], ids [tokens, 3]; target fp32 [B, T, 64]).
+    """
+    from ..mini_flux.geometry import FLUX_DEV_TRANSFORMER_CONFIG as SIZES
+
+    draw = torch.Generator(device).manual_seed(SEED + 2)
+    side = resolution // PIXELS_PER_TOKEN
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=draw)
+
+    rows = torch.arange(side, device=device, dtype=torch.float32)
+    inputs = {
+        "hidden_states": normal(batch, side * side, SIZES["in_channels"]).to(torch.bfloat16),
+        "encoder_hidden_states": normal(batch, TEXT_TOKENS, SIZES["joint_attention_dim"]).to(torch.bfloat16),
+        "pooled_projections": normal(batch, SIZES["pooled_projection_dim"]).to(torch.bfloat16),
+        "timestep": torch.rand(batch, device=device, generator=draw),
+        "guidance": torch.ones(batch, device=device),
+        "img_ids": torch.cartesian_prod(torch.zeros(1, device=device), rows, rows),
+        "txt_ids": torch.zeros(TEXT_TOKENS, 3, device=device),
+    }
+    return inputs, normal(batch, side * side, SIZES["in_channels"])
+
+
+def release(device: torch.device) -> None:
+    """Give back the memory of compiled code, recorded graphs and dropped objects."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _to_quanto(model: nn.Module) -> None:
+    """All linears, as ai-toolkit quantizes a transformer."""
+    from optimum.quanto import freeze, qfloat8, quantize
+
+    quantize(model, weights=qfloat8)
+    freeze(model)
+
+
+def _to_torchao(model: nn.Module, recipe: str = "tensorwise") -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def sees_tokens(_: nn.Module, name: str) -> bool:
+        """Linears of the blocks, but for modulation: torchao's GEMM takes no batch of fewer than 16 rows."""
+        return "transformer_blocks." in name and ".norm" not in name
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, module_filter_fn=sees_tokens, config=config)
+
+
+def _to_convrot8(model: nn.Module) -> None:
+    from ..trainers.ai_toolkit.host_quantizers import convert_linears
+
+    convert_linears(model, "convrot8")
+
+
+# names of `Configuration.quantizer`
+QUANTIZERS: dict[str, Callable[[nn.Module], None]] = {
+    "quanto": _to_quanto,
+    "torchao": _to_torchao,
+    "torchao_rowwise": lambda model: _to_torchao(model, "rowwise"),
+    "convrot8": _to_convrot8,
+}
+
+
+def lora_shapes(geometry: Geometry) -> list[tuple[int, int]]:
+    """Shapes of A [r, in] and B [out, r] for every linear of the blocks."""
+    d, rank = geometry.hidden, geometry.rank
+    linears = STREAM * 2 * geometry.double + SINGLE * geometry.single
+    return [shape for k, n in linears for shape in ((rank, k * d), (n * d, rank))]
+
+
+def measure_optimizer(row: Configuration, setting: Setting) -> Iterator[dict[str, Any]]:
+    """One step over parameters of a LoRA's shapes, with gradients that stay the same."""
+    draw = torch.Generator(setting.device).manual_seed(SEED)
+    parameters = []
+    for shape in lora_shapes(setting.geometry):
+        parameter = nn.Parameter(torch.randn(shape, device=setting.device, generator=draw) * PARAMETER_STD)
+        parameter.grad = torch.randn(shape, device=setting.device, generator=draw) * GRADIENT_STD
+        parameters.append(parameter)
+    optimizer = make_optimizer(row.name, parameters)
+    timing = time_calls(optimizer.step, setting.device, *setting.calls(OPTIMIZER))
+    elements = sum(parameter.numel() for parameter in parameters)
+    state = state_bytes(optimizer)
+    yield timing.of("optimizer step", parameters=elements, tensors=len(parameters), state_bytes=state)
+
+
+def make_optimizer(name: str, parameters: list[nn.Parameter], *, capturable: bool = False) -> torch.optim.Optimizer:
+    """The optimizer of this name in `configurations.CONFIGURATIONS`, with the same settings for all."""
+    settings = {"lr": LEARNING_RATE, "eps": EPS}
+    if name == COAT_OPTIMIZER:
+        from ..trainers.optimizer import build_optimizer
+
+        return build_optimizer(parameters, LEARNING_RATE, COATConfig(), capturable=capturable)
+    if name == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(parameters, **settings)
+    if name == "adamw_fp8_torchao":
+        from torchao.optim import AdamWFp8
+
+        return AdamWFp8(parameters, **settings)
+    return torch.optim.AdamW(parameters, fused=True, **settings)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors of the optimizer's state, each storage once."""
+    storages: dict[int, int] = {}
+    for state in optimizer.state.values():
+        for tensor in _plain_tensors(state.values()):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among `values`; of a wrapper subclass, those it is made of."""
+    for value in values:
+        if hasattr(value, "__tensor_flatten__"):
+            yield from _plain_tensors(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, Tensor):
+            yield value

@@ -1,0 +1,367 @@
+"""`coat-flux bench`: its rows, the work of a step against published counts, medians, processes, the tests before it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coat_flux.bench import measure, runner, worker
+from coat_flux.bench.configurations import (
+    CONFIGURATIONS,
+    COUNT,
+    LEVELS,
+    TRAINER,
+    BenchOptions,
+    named,
+    rivals,
+)
+from coat_flux.bench.limits import DEVICE_NAMES, Geometry, Limit, known_limit, step_work, token_count
+from coat_flux.bench.report import incomplete, summarize, write
+from coat_flux.cli.entry import main
+from coat_flux.config.coat import COATConfig
+from coat_flux.mini_flux.geometry import make_flux_dev_geometry
+from coat_flux.plan.facts import CARDS
+from coat_flux.trainers.standalone.network import lora_targets
+from tests.tolerances import ANCHOR_TIME_RTOL
+
+ARGUMENTS = ["--double", "1", "--single", "1", "--heads", "2", "--rank", "4", "--device", "cpu"]
+FLUX, TINY = Geometry(), Geometry(1, 1, 2, 4)
+H200 = Limit(989.4, 1978.9, 4800.0)
+# least milliseconds of an H200, batch 1, rank 16: step, step with full recomputation
+BF16_MS = {512: (46.4, 68.2), 768: (94.0, 136.6), 1024: (174.2, 249.8)}
+FP8_MS = {512: (26.3, 38.2), 768: (57.2, 81.5), 1024: (114.1, 159.6)}
+
+
+@pytest.mark.parametrize(
+    ("resolution", "tokens", "linear", "attention"),
+    [(512, 1536, 2 * 19.83, 3.5 * 1.65), (768, 2816, 2 * 36.35, 3.5 * 5.55), (1024, 4608, 2 * 59.49, 3.5 * 14.87)],
+)
+def test_operations_of_a_step(resolution: int, tokens: int, linear: float, attention: float) -> None:
+    work = step_work(FLUX, resolution, 1, recomputed=False)
+    assert token_count(resolution) == tokens
+    assert work.linear / 1e12 == pytest.approx(linear, abs=0.01)
+    assert work.attention / 1e12 == pytest.approx(attention, abs=0.02)
+    assert work.adapters / 3 / (work.linear / 2) == pytest.approx(0.0075, abs=5e-5)
+    batch = step_work(FLUX, resolution, 4, recomputed=False)
+    assert tuple(batch) == pytest.approx([4 * part for part in work])
+    full = step_work(FLUX, resolution, 1, recomputed=False, full=True)
+    assert (full.linear, full.adapters) == (pytest.approx(1.5 * work.linear), 0)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("resolution", [512, 768, 1024])
+def test_least_times(resolution: int, fp8: bool) -> None:
+    works = [step_work(FLUX, resolution, 1, recomputed=recomputed) for recomputed in (False, True)]
+    times = [H200.milliseconds(work, fp8_linears=fp8) for work in works]
+    assert times == pytest.approx((FP8_MS if fp8 else BF16_MS)[resolution], rel=ANCHOR_TIME_RTOL)
+
+
+def test_cards_are_matched_by_their_whole_name() -> None:
+    assert known_limit("NVIDIA H200") == H200
+    assert known_limit("NVIDIA H200 NVL") is None
+    assert known_limit("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    assert set(DEVICE_NAMES.values()) == {card.name for card in CARDS if card.gb_per_second}
+
+
+def test_lora_shapes_are_those_of_the_models_linears() -> None:
+    model = make_flux_dev_geometry("meta", num_layers=1, num_single_layers=1, num_attention_heads=2)
+    linears = [model.get_submodule(name) for name in lora_targets(model)]
+    expected = [shape for one in linears for shape in ((4, one.in_features), (one.out_features, 4))]
+    assert sorted(measure.lora_shapes(TINY)) == sorted(expected)
+    shapes = measure.lora_shapes(FLUX)
+    assert len(shapes) == 988
+    assert sum(a * b for a, b in shapes) / 16 == pytest.approx(5.37e6, rel=1e-3)
+
+
+def test_every_row_is_complete_and_as_its_trainer_runs_it() -> None:
+    assert len({row.name for row in CONFIGURATIONS}) == len(CONFIGURATIONS)
+    for row in CONFIGURATIONS:
+        config = COATConfig.from_dict(dict(row.coat or {}))
+        assert row.optimizer in named("optimizer")
+        assert set(row.levels) <= {*LEVELS, TRAINER, COUNT}
+        assert row.coat is None or config.fallback == "error"
+        assert row.coat is None or config.memory.checkpointing in ("none", "all")  # else the limit is unknown
+        without = row.coat is not None or row.name.startswith("toolkit") or row.adapters == "bf16"
+        assert row.autocast is not without, row.name
+    for level in (*LEVELS, TRAINER):
+        for name in named(level):
+            assert set(rivals(level, name).values()) <= named(level).keys()
+    assert named("step")["coat"].fp8_linears
+    assert not named("step")["coat_weight_only"].fp8_linears
+    recomputing = [name for name, row in named("step").items() if row.recomputes]
+    assert recomputing == [
+        *("bf16_checkpointed", "bf16_compiled_checkpointed", "toolkit_default", "toolkit_convrot8", "coat_recomputed"),
+    ]
+    on_gpus = {row.name for row in CONFIGURATIONS if row.gpu_only}
+    assert on_gpus == {"bf16_cudagraphs", "bf16_max_autotune", "coat_cudagraphs"}
+    assert [row.name for row in CONFIGURATIONS if row.captures] == ["coat_cudagraphs"]
+
+
+def test_cases_put_rivals_next_to_each_other() -> None:
+    options = BenchOptions(resolutions=(512, 1024), batches=(1, 4), configurations=("bf16", "coat", "adamw_fused"))
+    assert [(case.level, case.configuration, case.sizes) for case in options.cases()] == [
+        *(
+            ("step", name, ((resolution, batch),))
+            for batch in (1, 4)
+            for resolution in (512, 1024)
+            for name in ("bf16", "coat")
+        ),
+        ("optimizer", "adamw_fused", ()),
+    ]
+
+
+# -- a process -----------------------------------------------------------------------------------------------------
+
+
+def spec(level: str, configuration: str, **changes: Any) -> dict[str, Any]:
+    plain = {"sizes": [[64, 1]], "geometry": TINY._asdict(), "device": "cpu", "repeats": 2}
+    return {"level": level, "configuration": configuration, **plain, **changes}
+
+
+@pytest.mark.parametrize(("level", "name"), [("step", "coat_weight_only"), ("optimizer", "coat_fp8_adamw")])
+def test_references_are_never_timed_as_our_kernels(monkeypatch: pytest.MonkeyPatch, level: str, name: str) -> None:
+    monkeypatch.setattr(worker.torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(worker.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(worker, "triton_obstacle", lambda device: "a trial gave wrong codes")
+    result = worker.run(spec(level, name, device="cuda"))
+    assert result["status"] == "failed"
+    assert "a trial gave wrong codes" in result["reason"]
+    assert "measurements" not in result
+
+
+MISSING = {
+    "bf16_cudagraphs": ("", "needs a GPU"),
+    "toolkit_default": ("optimum.quanto", "needs the package optimum.quanto, which is not installed"),
+    "toolkit_convrot8": ("", "AI_TOOLKIT_ROOT"),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_machine_that_lacks_something_is_a_reason(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    package, reason = MISSING[name]
+    monkeypatch.setattr(worker, "_is_installed", lambda wanted: wanted != package)
+    monkeypatch.delenv("AI_TOOLKIT_ROOT", raising=False)
+    result = worker.run(spec("step", name))
+    assert result["status"] == "cannot"
+    assert reason in result["reason"]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "error", "status", "reason"),
+    [
+        ("torchao_float8", ValueError("no such card\nmore"), "cannot", "ValueError: no such card"),
+        ("bf16_compiled", RuntimeError("no compiler"), "cannot", "RuntimeError: no compiler"),
+        ("coat", ValueError("our mistake"), "failed", "ValueError: our mistake"),
+        ("bf16", ValueError("x" * 999), "failed", "ValueError: " + "x" * 287 + "…"),
+        ("coat", RuntimeError("CUDA error: out of memory"), "out of memory", "RuntimeError: CUDA error: out of memory"),
+    ],
+)
+def test_errors_become_results(
+    monkeypatch: pytest.MonkeyPatch, configuration: str, error: Exception, status: str, reason: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "_is_installed", lambda package: True)
+    monkeypatch.setattr(measure, "make_model", fail)
+    result = worker.run(spec("step", configuration))
+    assert (result["status"], result["reason"]) == (status, reason)
+    assert reason[:40].split(": ")[1] in result["traceback"]
+
+
+def test_a_process_that_leaves_no_result_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "WORKER", "no_such_module_here")
+    result = runner.start_worker(spec("step", "bf16"), 60.0)
+    assert result["status"] == "failed"
+    assert "exit code 1" in result["reason"]
+    assert "no_such_module_here" in result["reason"]
+
+
+def test_a_process_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], **options: Any) -> None:
+        raise runner.subprocess.TimeoutExpired("worker", options["timeout"])
+
+    monkeypatch.setattr(runner.subprocess, "run", hang)
+    result = runner.start_worker(spec("step", "bf16"), 0.5)
+    assert result["status"] == "failed"
+    assert "0.5 s" in result["reason"]
+
+
+def test_an_unusable_device_is_an_error() -> None:
+    with pytest.raises(runner.MachineError, match="--device nonsense"):
+        runner.describe(BenchOptions(device="nonsense"), lambda asked, _: worker.run(asked))
+
+
+# -- rounds and figures --------------------------------------------------------------------------------------------
+
+
+def test_rounds_alternate_and_what_gives_no_figures_is_not_tried_again() -> None:
+    step = {"what": "step", "resolution": 64, "batch": 1, "samples_ms": [2.0], "peak_bytes": 7, "figures": {}}
+    works = {"status": "ok", "measurements": [step], "logged": []}
+    results = {
+        "bf16": works,
+        "torchao_float8": {"status": "cannot", "reason": "needs a package"},
+        "coat": {"status": "out of memory", "reason": "OutOfMemoryError: 5 GB asked for"},
+        "coat_int8": works,
+    }
+    started, lines = [], []
+
+    def start(asked: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        started.append(asked["configuration"])
+        return results[asked["configuration"]]
+
+    options = BenchOptions(("step",), (64,), (1,), 2, tuple(results), TINY, timeout_s=9.0)
+    runs = list(runner.run_cases(options, lines.append, start))
+    assert started == ["bf16", "torchao_float8", "coat", "coat_int8", "coat_int8", "bf16"]
+    assert [run["round"] for run in runs] == [1, 1, 1, 1, 2, 2]
+    assert [line.rsplit(" (", 1)[0] for line in lines[:3]] == [
+        "[1/8] round 1, step bf16 at 64 px x 1: step 2.00 ms",
+        "[2/8] round 1, step torchao_float8 at 64 px x 1: cannot run here: needs a package",
+        "[3/8] round 1, step coat at 64 px x 1: out of memory",
+    ]
+    assert lines[-1].startswith("[8/8] round 2, step bf16")
+
+
+def ran(number: int, name: str, samples: list[float], level: str = "step", **figures: Any) -> dict[str, Any]:
+    step = {"what": "step", "resolution": 64, "batch": 2, "samples_ms": samples, "peak_bytes": 10 * number}
+    return {
+        "round": number,
+        "level": level,
+        "configuration": name,
+        "sizes": [[64, 2]],
+        "status": "ok",
+        "logged": [f"{name} said"],
+        "measurements": [{**step, "figures": figures}],
+    }
+
+
+def broke(number: int, name: str, status: str, reason: str) -> dict[str, Any]:
+    return {**ran(number, name, []), "status": status, "reason": reason, "measurements": None}
+
+
+RUNS = [
+    ran(1, "bf16_compiled", [8.0, 9.0, 100.0]),
+    ran(1, "coat", [4.0, 3.0, 5.0]),
+    broke(1, "toolkit_default", "cannot", "needs | a package"),
+    broke(1, "coat_recomputed", "out of memory", "too large"),
+    ran(2, "coat", [6.0, 7.0, 6.5]),
+    ran(2, "bf16_compiled", [10.0, 11.0, 12.0]),
+    ran(3, "bf16_compiled", [13.0]),
+    ran(3, "coat", [5.0]),
+]
+LIMIT = Limit(10.0, 20.0, 10.0)
+
+
+def test_medians_spread_and_speed() -> None:
+    compiled, coat, toolkit, recomputed = summarize(RUNS, TINY, LIMIT)
+    assert compiled.rounds_ms == [9.0, 11.0, 13.0]
+    assert coat.rounds_ms == [4.0, 6.5, 5.0]
+    assert (compiled.median_ms, coat.median_ms) == (11.0, 5.0)
+    assert coat.speedup == {"bf16 + compile": 11.0 / 5.0}
+    assert coat.peak_bytes == 30
+    assert (toolkit.status, toolkit.reason) == ("cannot", "needs | a package (round 1)")
+    assert (recomputed.status, recomputed.speedup) == ("out of memory", {})
+
+
+def test_share_of_the_limit_counts_the_rows_own_work() -> None:
+    rows = {row.configuration: row for row in summarize(RUNS, TINY, LIMIT)}
+    work = step_work(TINY, 64, 2, recomputed=False)
+    assert rows["bf16_compiled"].percent_of_limit == pytest.approx(sum(work) / 1e8 / 11.0)
+    assert rows["coat"].percent_of_limit == pytest.approx((sum(work) - work.linear / 2) / 1e8 / 5.0)
+    runs = [
+        ran(1, "bf16_checkpointed", [1.0]),
+        ran(1, "adamw_fused", [1.0], "optimizer", parameters=1000, state_bytes=8000),
+    ]
+    recomputed, optimizer = summarize(runs, TINY, LIMIT)
+    assert recomputed.percent_of_limit == pytest.approx(sum(step_work(TINY, 64, 2, recomputed=True)) / 1e8)
+    assert optimizer.percent_of_limit == pytest.approx((12 * 1000 + 2 * 8000) / 10 / 1e4)
+    assert summarize(runs, TINY, None)[0].percent_of_limit is None
+
+
+def test_only_an_error_of_ours_is_incomplete() -> None:
+    rows = summarize([*RUNS, broke(2, "coat_per_tensor", "failed", "our mistake")], TINY, LIMIT)
+    assert [row.configuration for row in incomplete(rows)] == ["coat_per_tensor"]
+    later = summarize([*RUNS, broke(4, "coat", "failed", "late")], TINY, LIMIT)
+    assert [(row.configuration, row.reason) for row in incomplete(later)] == [("coat", "late (round 4)")]
+
+
+def test_the_table_shows_every_row(tmp_path: Path) -> None:
+    machine = {"device": "a card", "system": "an OS", "python": "3", "versions": {"torch": "2", "torchao": None}}
+    machine |= {"limit": LIMIT, "memory": "allocated"}
+    head = {"date": "today", "command": "coat-flux bench", "tests": "green", "machine": machine}
+    write(tmp_path, BenchOptions(("step",)), head, RUNS, summarize(RUNS, TINY, LIMIT))
+    lines = (tmp_path / "results.md").read_text(encoding="utf-8").splitlines()
+    assert "| coat | step 64 px x 2 | 5 | 4 .. 6.5 | 15.1 % | 0.00 | 2.20 |" in lines
+    assert "| toolkit_default | 64 px x 2 | cannot: needs / a package (round 1) |  |  |  |  |" in lines
+    assert lines.count("* coat: coat said") == 1
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+# -- no figures from code whose tests fail -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a green test for kernels and a red one for the optimizer."""
+    for folder, line in (("kernels", "assert 1 + 1 == 2"), ("optim", "assert 1 + 1 == 3")):
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        (tmp_path / "tests" / folder / f"test_{folder}.py").write_text(f"def test_sum():\n    {line}\n")
+    monkeypatch.setattr(runner, "REPOSITORY", tmp_path)
+    return tmp_path
+
+
+def test_the_folders_exist_in_this_repository() -> None:
+    assert all((runner.REPOSITORY / folder).is_dir() for folder in (*runner.TESTS, *runner.STEP_TESTS))
+
+
+def test_an_installation_without_tests_says_so(tmp_path: Path) -> None:
+    result = runner.run_tests(["step"], tmp_path)
+    assert result.passed
+    assert "no tests were run" in result.text
+
+
+def test_without_pytest_the_command_names_the_packages(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "--level", "optimizer", *ARGUMENTS]) == 2
+    assert "pytest, pytest-timeout, hypothesis" in capsys.readouterr().err
+
+
+def test_the_bench_extra_holds_what_its_tests_need() -> None:
+    setup = (runner.REPOSITORY / "setup.py").read_text(encoding="utf-8")
+    extra = setup[setup.index('"bench": [') : setup.index('"test": [')]
+    assert [package for package in runner.NEEDED.values() if f'"{package}>=' not in extra] == []
+
+
+@pytest.mark.slow
+def test_red_tests_give_exit_code_1_and_no_figures(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--level", "optimizer", *ARGUMENTS, "--out", str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith("tests: tests/kernels tests/optim: red (1 failed, 1 passed in ")
+    assert "assert (1 + 1) == 3" in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--configs", "bf17"], "'bf17'"),
+        (["--resolution", "500"], "'500': must be a multiple of 16"),
+        (["--rounds", "0"], "'0'"),
+        (["--level", "optimizer", "--configs", "bf16", "--skip-tests"], "--configs bf16"),
+        (["--level", "count", "--configs", "bf16"], "--configs bf16"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert words in capsys.readouterr().err
