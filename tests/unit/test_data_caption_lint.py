@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-import tokenizers
 
 from coat_flux.config.job_sections import DatasetSection
 from coat_flux.data.captions import lint_captions
 from coat_flux.data.preflight import inspect_datasets
-from coat_flux.mini_flux.folder import MINI_FLUX
 from tests.reliability.photos import jpeg, write
 
 
@@ -86,21 +82,8 @@ def test_captions_in_letters_t5_does_not_know_are_told_by_their_script(tmp_path,
 def test_only_the_captions_that_suffer_are_counted(tmp_path):
     (line,) = warnings(tmp_path, ["ohwx dress at sea", "ohwx dress 在海边的街上"])
     assert line.startswith("1 captions are 40% in Chinese characters (first: that of 1.jpg)")
-
-
-def test_a_tokenizer_that_is_here_decides(tmp_path):
-    """The mini-FLUX's knows ASCII letters alone, one made for this test these two Chinese words."""
-    folder = tmp_path / "model" / "tokenizer_2"
-    folder.mkdir(parents=True)
-    vocab = [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["红裙", -1.0], ["在", -1.0]]
-    model = tokenizers.models.Unigram([tuple(entry) for entry in vocab], unk_id=2)
-    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
-    captions = {tmp_path / "0.jpg": "红裙在", tmp_path / "1.jpg": "红裙在街上"}
-    (line,) = lint_captions(tmp_path, captions, None, None, str(tmp_path / "model"))
-    assert "1 captions are 40% in Chinese characters (first: that of 1.jpg)" in line
-    (line,) = lint_captions(tmp_path, captions, None, None, str(MINI_FLUX))
-    assert "2 captions are 100% in Chinese characters" in line
-    assert lint_captions(tmp_path, captions, None, None, None) == [], "a model without T5"
+    caption = {tmp_path / "1.jpg": "ohwx dress 在海边的街上"}
+    assert lint_captions(tmp_path, caption, None, None, None) == [], "a model without T5"
 
 
 # -- captions that are there and not read -----------------------------------------------------------------------------
@@ -110,28 +93,10 @@ def errors(folder, **settings) -> list[str]:
     return inspect_datasets([DatasetSection(folder_path=str(folder), resolution=(64,), **settings)], "ohwx").errors
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell capitals apart")
-def test_a_caption_in_other_capitals_is_an_error(tmp_path):
-    warnings(tmp_path, ["ohwx a", "ohwx b"])
-    (tmp_path / "1.txt").rename(tmp_path / "1.TXT")
-    (line,) = errors(tmp_path)
-    assert (
-        "1 captions end in .txt with other capitals (first: that of 1.jpg), so they are not read; rename them" in line
-    )
-    (tmp_path / "0.txt").rename(tmp_path / "0.TXT")
-    (line,) = errors(tmp_path)
-    assert line.endswith("set caption_ext: TXT")
-
-
 def test_captions_in_json_are_no_captions(tmp_path):
     warnings(tmp_path, ["ohwx a"])
     (tmp_path / "0.txt").unlink()
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.jpg", "text": "ohwx a"}')
     (line,) = errors(tmp_path)
-    assert "1 files may hold captions (first: metadata.jsonl), but only .txt is read; write each caption alone" in line
+    assert "1 files may hold captions (first: metadata.jsonl), but only .txt is read" in line
     assert errors(tmp_path, default_caption="a garment") == []
-
-
-def test_a_caption_that_is_json_is_told(tmp_path):
-    (line,) = warnings(tmp_path, ['{"caption": "ohwx a"}', "{ohwx} and [more]"])
-    assert line.startswith("1 captions are JSON, which is learnt with its braces and keys (first: that of 0.jpg)")

@@ -56,13 +56,6 @@ def test_exif_orientation_shows_the_photo_upright(tmp_path, orientation):
     assert facts(tmp_path / "photo.png").size == (4, 6)
 
 
-def test_the_size_of_a_photo_is_the_upright_one(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    halves().save(tmp_path / "photo.jpg", exif=exif)
-    assert facts(tmp_path / "photo.jpg").size == load_image(tmp_path / "photo.jpg").size == (20, 40)
-
-
 def test_transparent_pixels_become_white_and_half_transparent_ones_mix(tmp_path):
     image = Image.new("RGBA", (3, 1))
     image.putdata([(0, 0, 0, 0), (0, 0, 0, 128), (10, 20, 30, 255)])
@@ -260,24 +253,6 @@ def test_a_phones_jpeg_with_further_pictures_is_no_animation(tmp_path):
         assert image.n_frames == 2
     loaded = np.asarray(load_image(tmp_path / "a.jpg"), int)
     assert np.abs(loaded - np.asarray(halves(), int)).mean() < tolerances.JPEG_LEVELS
-
-
-@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"])
-def test_unreadable_file_names_the_file_and_the_remedy(tmp_path, content):
-    path = tmp_path / "broken.png"
-    path.write_bytes(content)
-    for read in (load_image, facts):
-        with pytest.raises(DatasetError, match=r"broken\.png: cannot be read as an image .*; open it and save"):
-            read(path)
-
-
-def test_truncated_photo_is_an_error_not_a_grey_band(tmp_path):
-    path = tmp_path / "cut.jpg"
-    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(path)
-    path.write_bytes(path.read_bytes()[:1500])
-    with pytest.raises(DatasetError, match=r"cut\.jpg: cannot be read"):
-        load_image(path)
 
 
 def test_to_tensor_range_and_layout():

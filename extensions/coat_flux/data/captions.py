@@ -7,15 +7,12 @@ captions should name what changes from photo to photo, and not the product; `lin
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..config.data_rules import FOREIGN_SHARE, T5_BLIND, foreign_script
 from .files import DatasetError, Listing, counted, printable
@@ -26,7 +23,6 @@ SHARED_BY = 0.8
 _FEWEST = 4  # captions, before what they share means anything
 _NAMED = 8
 _NO_CAPTION = "the trigger word alone, or nothing"
-_MOST_WORDS = 512  # a word is at least one of T5's tokens
 _TEXT_EXTENSIONS = (".txt", ".caption", ".captions", ".cap", ".md", ".text", ".tag", ".tags", ".prompt")
 _LISTS = (".json", ".jsonl", ".csv", ".parquet")  # captions of many photos in one file, as other trainers read them
 _UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")  # Thai, Lao, Japanese, Chinese
@@ -102,14 +98,7 @@ def shuffle_tokens(caption: str, rng: random.Random) -> str:
 def lint_files(
     folder: Path, listing: Listing, caption_ext: str, default_caption: str | None
 ) -> tuple[list[str], list[str]]:
-    """Errors and warnings about which captions there are, one line each.
-
-    Args:
-        folder: The dataset's folder.
-        listing: Its content.
-        caption_ext: Extension of the sidecars, without its dot.
-        default_caption: For images without a caption.
-    """
+    """Errors and warnings about which captions there are, one line each; `caption_ext` comes without its dot."""
     wrong = _wrong_extension(folder, listing, caption_ext)
     if wrong and not default_caption:
         return wrong, []
@@ -117,7 +106,7 @@ def lint_files(
     missing = [path for path in images if not os.path.lexists(caption_file(path, caption_ext))]
     text = f"of {len(images)} images have no .{caption_ext} caption (first: {{first}}); they train with "
     lines = counted(folder, missing, text + ("default_caption" if default_caption else _NO_CAPTION))
-    return _other_case(folder, listing, missing, caption_ext), lines + _without_image(folder, listing, caption_ext)
+    return [], lines + _without_image(folder, listing, caption_ext)
 
 
 def lint_captions(
@@ -130,18 +119,17 @@ def lint_captions(
     """Warnings about what captions say, one line each.
 
     Args:
-        folder: The dataset's folder.
-        raw: Image -> caption as written; without the images that have none.
-        trigger_word: The job's.
-        default_caption: For empty captions.
-        t5_of: The model whose T5 reads them, a folder or hub name; "" for FLUX's, None for a model without T5.
+        folder: of the dataset.
+        raw: image → caption as written, without the images that have none.
+        trigger_word: of the job.
+        default_caption: for empty captions.
+        t5_of: the model whose T5 reads them; None for a model without T5.
     """
     empty = [path for path, caption in raw.items() if not caption]
     instead = "default_caption" if default_caption else _NO_CAPTION
     lines = counted(folder, empty, f"captions are empty (first: that of {{first}}); they train with {instead}")
-    lines += _too_long(folder, raw) + _in_json(folder, raw)
     if t5_of is not None:
-        lines += _unread_letters(folder, raw, _t5_tokenizer(t5_of))
+        lines += _unread_letters(folder, raw)
     if trigger_word:
         return lines + _about_trigger(folder, raw, trigger_word) + _about_product(folder, raw, trigger_word)
     return lines + _about_no_trigger(folder, raw)
@@ -153,109 +141,39 @@ def _wrong_extension(folder: Path, listing: Listing, caption_ext: str) -> list[s
     if any(os.path.lexists(caption_file(path, caption_ext)) for path in images):
         return []
     stems = {path.with_suffix("") for path in images}
-    found = Counter(
+    extensions = Counter(
         path.suffix for path in others if path.suffix.lower() in _TEXT_EXTENSIONS and path.with_suffix("") in stems
     )
-    if not found:
-        listed = [path for path in others if path.suffix.lower() in _LISTS]
-        return [
-            f"{line}; write each caption alone into a text file of the photo's name, photo.{caption_ext}"
-            for line in counted(
-                folder, listed, f"files may hold captions (first: {{first}}), but only .{caption_ext} is read"
-            )
-        ]
-    extension, count = found.most_common(1)[0]
+    if not extensions:
+        lists = [path for path in others if path.suffix.lower() in _LISTS]
+        text = (
+            f"files may hold captions (first: {{first}}), but only .{caption_ext} is read; write each caption into a "
+        )
+        return counted(folder, lists, f"{text}text file of its own, photo.{caption_ext}")
+    extension, count = extensions.most_common(1)[0]
     return [
         f"{printable(folder)}: no image has a .{caption_ext} caption, but {count} have one in {extension}; "
         f"set caption_ext: {extension.lstrip('.')}"
     ]
 
 
-def _other_case(folder: Path, listing: Listing, missing: Sequence[Path], caption_ext: str) -> list[str]:
-    """Captions that are there under the right extension in other capitals, which Linux does not take for it."""
-    ends = f".{caption_ext}".lower()
-    there = {path.with_suffix("") for path in listing.others if path.name.lower().endswith(ends)}
-    found = [path for path in missing if path.with_suffix("") in there]
-    text = f"captions end in .{caption_ext} with other capitals (first: that of {{first}}), so they are not read; "
-    return counted(folder, found, f"{text}rename them")
-
-
-def _in_json(folder: Path, raw: Mapping[Path, str]) -> list[str]:
-    def is_json(caption: str) -> bool:
-        try:
-            return caption[:1] in ("{", "[") and isinstance(json.loads(caption), (dict, list))
-        except ValueError:
-            return False
-
-    found = [path for path, caption in raw.items() if is_json(caption)]
-    text = "captions are JSON, which is learnt with its braces and keys (first: that of {first}); write the text alone"
-    return counted(folder, found, text)
-
-
-def _unread_letters(folder: Path, raw: Mapping[Path, str], tokenizer: Any) -> list[str]:
-    """Captions in letters that T5 has no tokens for: by its tokenizer where there is one here, else by their script."""
-    found, shares = [], []
-    for path, caption in raw.items():
-        share, script = foreign_script(caption)
-        if tokenizer is not None and share:
-            encoded, unknown = tokenizer.encode(caption), tokenizer.token_to_id("<unk>")
-            places = zip(encoded.ids, encoded.offsets, strict=True)
-            lost = sum(c.isalpha() for id_, (a, b) in places if id_ == unknown for c in caption[a:b])
-            share = lost / sum(c.isalpha() for c in caption)
-        if share > FOREIGN_SHARE:
-            found.append(path)
-            shares.append((share, script))
-    if not found:
+def _unread_letters(folder: Path, raw: Mapping[Path, str]) -> list[str]:
+    """Captions in scripts that T5 has no tokens for."""
+    scripts = {path: foreign_script(caption) for path, caption in raw.items()}
+    unread = [path for path, (share, _) in scripts.items() if share > FOREIGN_SHARE]
+    if not unread:
         return []
-    script = Counter(script for _, script in shares).most_common(1)[0][0]
-    mean = sum(share for share, _ in shares) / len(shares)
+    script = Counter(scripts[path][1] for path in unread).most_common(1)[0][0]
+    mean = sum(scripts[path][0] for path in unread) / len(unread)
     line = f"captions are {mean:.0%} in {script.removeprefix('all ')} characters (first: that of {{first}}): "
-    return counted(folder, found, f"{line}{T5_BLIND.format(script)}; write them in English")
-
-
-@functools.lru_cache(maxsize=4)
-def _t5_tokenizer(model: str) -> Any:
-    """The fast tokenizer of a model's T5, from its folder or the hub's cache; None where it is not here."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-    from tokenizers import Tokenizer
-
-    place: Any = Path(model, "tokenizer_2", "tokenizer.json")
-    if not place.is_file():
-        try:
-            place = try_to_load_from_cache(model, "tokenizer_2/tokenizer.json") if model else None
-        except HFValidationError:  # a path
-            place = None
-    try:
-        return Tokenizer.from_file(str(place)) if isinstance(place, (str, Path)) else None
-    except Exception:
-        return None
+    return counted(folder, unread, f"{line}{T5_BLIND.format(script)}; write them in English")
 
 
 def _without_image(folder: Path, listing: Listing, caption_ext: str) -> list[str]:
     wanted = {caption_file(path, caption_ext) for path in listing.images}
-    extension = f".{caption_ext}"
-    orphans = [path for path in listing.others if path.name.endswith(extension) and path not in wanted]
-    names = {path.name for path in listing.images}
-    doubled = [path for path in orphans if path.name.removesuffix(extension) in names]
-    lines = counted(
-        folder,
-        doubled,
-        "captions are named after the image's extension too (first: {first}); "
-        f"name them after the image's name alone, as photo{extension}",
-    )
-    return lines + counted(
-        folder,
-        [path for path in orphans if path not in doubled],
-        "caption files belong to no image (first: {first}); rename them after their images, or remove them",
-    )
-
-
-def _too_long(folder: Path, raw: Mapping[Path, str]) -> list[str]:
-    long = [path for path, caption in raw.items() if len(caption.split()) > _MOST_WORDS]
-    return counted(
-        folder, long, f"captions have more than {_MOST_WORDS} words (first: {{first}}); the end is cut, shorten them"
-    )
+    orphans = [path for path in listing.others if path.name.endswith(f".{caption_ext}") and path not in wanted]
+    text = "caption files belong to no image (first: {first}); rename them after their images (photo.jpg, "
+    return counted(folder, orphans, f"{text}photo.{caption_ext}), or remove them")
 
 
 def _about_no_trigger(folder: Path, raw: Mapping[Path, str]) -> list[str]:

@@ -39,14 +39,7 @@ def printable(name: object) -> str:
 
 @dataclass
 class Listing:
-    """A folder's content.
-
-    Attributes:
-        images: Regular files to read, sorted by path.
-        others: All other files that are not hidden, sorted.
-        errors: One line each, what must be corrected.
-        warnings: One line each.
-    """
+    """A folder's content, sorted: regular image files, all others that are not hidden, and a line for each finding."""
 
     images: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
@@ -61,7 +54,7 @@ def find_images(folder: Path) -> list[Path]:
 
 def list_folder(folder: Path) -> Listing:
     """Everything below a folder; see the module's text."""
-    listing, folders, links = Listing(), [], []
+    listing, links = Listing(), []
 
     def unlisted(error: OSError) -> None:
         name = printable(error.filename)
@@ -70,18 +63,12 @@ def list_folder(folder: Path) -> Listing:
     for root, names, files in os.walk(folder, onerror=unlisted):
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
         visible = [Path(root, name) for name in files if not name.startswith(".")]
-        folders += [Path(root, name) for name in names]
         links += [path for path in (*(Path(root, name) for name in names), *visible) if path.is_symlink()]
         for path in visible:
             (listing.images if path.name.lower().endswith(IMAGE_EXTENSIONS) else listing.others).append(path)
     for found in (listing.images, listing.others):
         found.sort(key=Path.as_posix)
     listing.images = [path for path in listing.images if _is_regular(path, listing)]
-    listing.warnings += [
-        f"{printable(path)}: is a folder, not an image; its images are used, rename it if that is meant"
-        for path in folders
-        if path.name.lower().endswith(IMAGE_EXTENSIONS) and not path.is_symlink()
-    ]
     listing.warnings += [
         f"{printable(path)}: is a link to a folder, which is not entered; "
         "copy the images here, or give that folder an entry of its own in datasets"
@@ -126,14 +113,9 @@ def _about_names(folder: Path, images: list[Path]) -> list[str]:
     by_stem = defaultdict(list)
     for path in images:
         by_stem[path.parent, path.stem].append(path)
-    lines = [
+    return [
         f"{printable(paths[0].parent)}: {' and '.join(printable(path.name) for path in paths)} share one caption and "
         "one name in ai-toolkit's caches; rename all but one"
         for paths in by_stem.values()
         if len(paths) > 1
     ]
-    odd = [path for path in images if printable(path.name) != path.name]
-    remedy = "rename them: other programs may not find them"
-    return lines + counted(
-        folder, odd, f"file names have control characters or are not text (first: {{first}}); {remedy}"
-    )

@@ -54,14 +54,7 @@ _SIXTEEN_BIT = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _PNG_DEPTH_AT = 24
 _STARTS = (  # how files begin that are often found under the name of an image
     (b"GIF8", "a GIF"),
-    (b"BM", "a BMP"),
-    (b"II*\0", "a TIFF or camera raw file"),
-    (b"MM\0*", "a TIFF or camera raw file"),
-    (b"8BPS", "a Photoshop file"),
-    (b"%PDF", "a PDF"),
-    (b"%!PS", "a PostScript file"),
-    (b"PK\x03\x04", "a ZIP archive"),
-    (b"\xff\x0a", "a JPEG XL"),
+    (b"<", "a web page or an SVG drawing"),
     (b"version https://git-lfs", "a Git LFS pointer, the image itself was not fetched"),
 )
 SAME_LEVELS = 2  # of 255; one comes from rounding, one from the differing white points of sRGB profiles in use
@@ -71,14 +64,7 @@ _MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 @dataclass(frozen=True)
 class Photo:
-    """An image file, read.
-
-    Attributes:
-        image: Upright, opaque sRGB, mode "RGB".
-        alpha: Its opacity, mode "L", same size; None where it has no transparent parts.
-        traits: Which of `TRAITS` the file had.
-        notes: What could not be known, for a warning.
-    """
+    """An image file, read: upright opaque sRGB (mode "RGB"), and its opacity (mode "L"; None where it has none)."""
 
     image: Image.Image
     alpha: Image.Image | None
@@ -236,10 +222,6 @@ def _kind(path: Path | str) -> str:
     for magic, kind in _STARTS:
         if start.startswith(magic):
             return f"it is {kind}"
-    if start.lstrip()[:1] == b"<":
-        return "it is a web page or an SVG drawing"
-    with contextlib.suppress(UnicodeDecodeError):
-        return "it is a text file" if start.decode("utf-8").isascii() and b"\0" not in start else "unknown content"
     return "it is not JPEG, PNG or WebP, or its beginning is damaged"
 
 

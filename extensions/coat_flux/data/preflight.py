@@ -50,15 +50,11 @@ _SAME_COLOUR = 12  # levels; the same cut in another colour is another photo
 
 @dataclass
 class DataReport:
-    """What the pre-flight found.
+    """What the pre-flight found: errors (no training starts) and warnings, a line each, and what can be trained on.
 
     Attributes:
-        errors: One line each: file, what is wrong, remedy. With any, training does not start.
-        warnings: One line each.
-        tables: For people: per dataset the buckets with what is cropped, and what the photos need.
-        samples: What would be trained on, of the photos that can be used.
-        photos: Facts of every readable photo.
-        unreadable: Photos that cannot be used.
+        tables: for people: per dataset the buckets with what is cropped, and what the photos need.
+        photos: facts of every photo that can be used.
     """
 
     errors: list[str] = field(default_factory=list)
@@ -88,13 +84,13 @@ def inspect_datasets(
     """Read every image in full and every caption, and report.
 
     Args:
-        dataset_configs: Objects with folder_path, caption_ext, default_caption, resolution (a number or several),
+        dataset_configs: objects with folder_path, caption_ext, default_caption, resolution (a number or several),
             num_repeats, flip_x, buckets, shuffle_tokens, cache_text_embeddings (ai-toolkit's meaning of each).
-        trigger_word: Goes into every caption; see `inject_trigger`.
-        background: What transparent parts become; `coat.data.background`.
-        transparency: background or mask; `coat.data.transparency`.
-        step: Bucket sides are multiples of this many pixels.
-        t5_of: The model whose T5 reads the captions; see `lint_captions`.
+        trigger_word: see `inject_trigger`.
+        background: `coat.data.background`.
+        transparency: `coat.data.transparency`.
+        step: bucket sides are multiples of this many pixels.
+        t5_of: see `lint_captions`.
     """
     report = DataReport()
     if not dataset_configs:
@@ -111,6 +107,7 @@ def inspect_datasets(
 def _inspect(
     index: int, config: Any, trigger_word: str | None, step: int, t5_of: str | None, report: DataReport
 ) -> None:
+    """Add the findings of one `datasets` entry."""
     folder = Path(config.folder_path)
     where = f"datasets[{index}].folder_path={printable(folder)}"
     wanted = (
@@ -265,13 +262,12 @@ class PhotoFacts:
     """What is known of a photo after reading it.
 
     Attributes:
-        size: Width and height in pixels, upright.
-        traits: Which of `images.TRAITS` it has.
-        notes: What could not be known of its colours.
-        opacity: Mean alpha from 0 to 1.
-        visible: Alpha of the upright photo in a 64×64 grid, [64, 64] uint8; None where it has no transparent parts.
-        look: Difference hash, 256 bits as bytes, for finding near duplicates.
-        colour: Mean red, green and blue, 0 to 255.
+        size: width and height in pixels, upright.
+        notes: what could not be known of its colours.
+        opacity: mean alpha from 0 to 1.
+        visible: alpha of the upright photo in a 64×64 grid, [64, 64] uint8; None where it has no transparent parts.
+        look: difference hash, 256 bits as bytes.
+        colour: mean red, green and blue, 0 to 255.
     """
 
     size: tuple[int, int]
