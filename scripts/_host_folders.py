@@ -184,7 +184,7 @@ def make(root: Path) -> None:
     from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoder
     from extensions_built_in.diffusion_models.flux2.src.model import Flux2
 
-    from coat_flux.mini_flux.folder import make_tiny_flux
+    from tests.helpers.tiny_flux import make_tiny_flux
 
     torch.manual_seed(0)
     models = root / "models"
@@ -204,5 +204,5 @@ def make(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.environ["AI_TOOLKIT_ROOT"])
+    sys.path[:0] = [os.environ["AI_TOOLKIT_ROOT"], str(Path(__file__).resolve().parents[1])]
     make(Path(sys.argv[1]).resolve())

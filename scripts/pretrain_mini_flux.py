@@ -15,15 +15,13 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL
 from mini_flux import models
+from mini_flux.folder import FluxParts, write_parts
 from mini_flux.pictures import GARMENTS
 from mini_flux.train_transformer import TRANSFORMER_STEPS, Shape, embed_captions, train_transformer
 from mini_flux.train_vae import VAE_STEPS, encode, train_vae
 from mini_flux.training_set import SIZES, make_pictures
 from torch import nn
 from transformers import AutoTokenizer
-
-from coat_flux.mini_flux.folder import FluxParts, write_parts
-from coat_flux.mini_flux.models import clip_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,9 +47,9 @@ def make_vae(options: argparse.Namespace) -> AutoencoderKL:
 def write(folder: Path, transformer: nn.Module, vae: AutoencoderKL, clip: nn.Module, t5: nn.Module) -> None:
     """Writes the model, in place of what is there."""
     vae_config = {key: vae.config[key] for key in models.VAE_CONFIG}
-    parts = (transformer, models.TRANSFORMER_CONFIG, vae, vae_config, clip, clip_config(), t5, models.t5_settings())
+    texts = (clip, models.clip_config(), t5, models.t5_config())
     shutil.rmtree(folder, ignore_errors=True)
-    write_parts(folder, FluxParts(*parts, t5_tokens=models.T5_TOKENS))
+    write_parts(folder, FluxParts(transformer, models.TRANSFORMER_CONFIG, vae, vae_config, *texts, models.T5_TOKENS))
 
 
 def main() -> None:

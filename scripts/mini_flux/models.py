@@ -7,39 +7,55 @@ position and whatever padding follows.
 
 from __future__ import annotations
 
+import math
+import zlib
+from typing import Any
+
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
-from transformers import CLIPTextModel, T5Config, T5EncoderModel
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-from coat_flux.mini_flux import vae
-from coat_flux.mini_flux.models import TINY_TRANSFORMER_CONFIG, build_clip, initialise, t5_config
+from .vocabulary import CLIP_BOS, CLIP_EOS, CLIP_MAX_LENGTH, T5_EOS_ID, T5_PAD_ID, clip_vocabulary, t5_vocabulary
 
-__all__ = [
-    "T5_TOKENS",
-    "T5_WIDTH",
-    "TRANSFORMER_CONFIG",
-    "VAE_CONFIG",
-    "build_text_encoders",
-    "build_transformer",
-    "build_vae",
-    "t5_settings",
-]  # fmt: skip
-
-T5_WIDTH = 128
+CLIP_WIDTH, T5_WIDTH = 64, 128
 T5_TOKENS = 64  # the tokenizer's limit; a caption has about 15
 VAE_CONFIG = {
-    **vae.VAE_CONFIG,  # scaling and shift factor are measured after training
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
     "block_out_channels": (16, 32, 48, 64),
+    "layers_per_block": 1,
+    "act_fn": "silu",
+    "latent_channels": 16,
     "norm_num_groups": 8,
     "sample_size": 64,
+    "scaling_factor": 0.3611,  # this and the next one are measured after training
+    "shift_factor": 0.1159,
+    "force_upcast": True,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
     "mid_block_add_attention": False,
 }
 TRANSFORMER_CONFIG = {
-    **TINY_TRANSFORMER_CONFIG,
+    "patch_size": 1,
+    "in_channels": 64,
     "num_layers": 3,
     "num_single_layers": 6,
+    "attention_head_dim": 32,
     "num_attention_heads": 4,
     "joint_attention_dim": T5_WIDTH,
+    "pooled_projection_dim": CLIP_WIDTH,
+    "guidance_embeds": True,
+    "axes_dims_rope": (8, 12, 12),
+}
+# gain of a linear by the end of its name, 1.0 elsewhere: time, prompt and guidance each visible in their sum
+_GAINS = {
+    "timestep_embedder.linear_1": 1.5,
+    "timestep_embedder.linear_2": 1.0,
+    "text_embedder.linear_2": 0.8,
+    "guidance_embedder.linear_2": 0.5,
 }
 _SILENT = -30.0  # attention bias of what a head does not read
 _NEIGHBOURS = (-1, -2, 1, 2)  # one for each head
@@ -55,14 +71,70 @@ def build_transformer() -> FluxTransformer2DModel:
     return FluxTransformer2DModel(**TRANSFORMER_CONFIG)
 
 
-def t5_settings() -> dict[str, object]:
-    """The T5 encoder's config."""
-    return {**t5_config(), "d_model": T5_WIDTH, "d_kv": T5_WIDTH // 4, "num_heads": 4, "d_ff": 2 * T5_WIDTH}
+def build_clip(seed: int) -> CLIPTextModel:
+    """Returns the tiny CLIP text encoder in fp32; its pooled output is the state of the first end-of-text token."""
+    return initialise(CLIPTextModel(CLIPTextConfig(**clip_config())), f"text_encoder-{seed}").eval()
+
+
+def clip_config() -> dict[str, Any]:
+    """Returns the settings of the CLIP text encoder, without transformers' own entries."""
+    vocab, _ = clip_vocabulary()
+    return {
+        "vocab_size": len(vocab),
+        "hidden_size": CLIP_WIDTH,
+        "intermediate_size": 2 * CLIP_WIDTH,
+        "projection_dim": CLIP_WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": CLIP_MAX_LENGTH,
+        "hidden_act": "quick_gelu",
+        "bos_token_id": vocab[CLIP_BOS],
+        "eos_token_id": vocab[CLIP_EOS],
+        "pad_token_id": vocab[CLIP_EOS],
+    }
+
+
+def t5_config(width: int = T5_WIDTH, heads: int = 4) -> dict[str, Any]:
+    """Returns the settings of the T5 encoder, without transformers' own entries."""
+    return {
+        "vocab_size": len(t5_vocabulary()),
+        "d_model": width,
+        "d_kv": 32,
+        "d_ff": 2 * width,
+        "num_layers": 2,
+        "num_heads": heads,
+        "feed_forward_proj": "gated-gelu",
+        "dropout_rate": 0.0,
+        "is_encoder_decoder": False,
+        "use_cache": False,
+        "pad_token_id": T5_PAD_ID,
+        "eos_token_id": T5_EOS_ID,
+        "decoder_start_token_id": T5_PAD_ID,
+    }
+
+
+def initialise(model: nn.Module, key: str) -> nn.Module:
+    """Fills `model` in place: linears N(0, gain²/fan-in), embeddings N(0, 1), norms 1, biases 0.
+
+    Each tensor draws from a generator seeded by `key` and its own name, so neither the order of the modules nor the
+    library's version changes a weight.
+    """
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{key}.{name.removeprefix('text_model.')}".encode()))
+            if isinstance(module, nn.Linear):
+                gain = next((gain for end, gain in _GAINS.items() if name.endswith(end)), 1.0)
+                module.weight.normal_(0.0, gain / math.sqrt(module.in_features), generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, nn.Embedding):
+                module.weight.normal_(0.0, 1.0, generator=generator)
+    return model
 
 
 def build_text_encoders() -> tuple[CLIPTextModel, T5EncoderModel]:
     """CLIP and T5, frozen."""
-    t5 = initialise(T5EncoderModel(T5Config(**t5_settings())), "mini-text_encoder_2")
+    t5 = initialise(T5EncoderModel(T5Config(**t5_config())), "mini-text_encoder_2")
     with torch.no_grad():
         for block in t5.encoder.block:
             attention = block.layer[0].SelfAttention

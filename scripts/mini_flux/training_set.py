@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coat_flux.mini_flux.vocabulary import WORDS
-
 from .pictures import BACKGROUNDS, COLOURS, GARMENTS, HELD_OUT, KNOWN, PATTERNS, Item, caption, draw, is_held_out
 from .pictures import random_item as any_item
+from .vocabulary import WORDS
 
 __all__ = ["SIZES", "PictureSet", "make_pictures", "to_unit", "training_caption"]
 

@@ -11,8 +11,8 @@ from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.lora import LoraReport, attach_lora
 from coat_flux.blocks.report import CoatReport
 from coat_flux.config.coat import COATConfig
-from coat_flux.mini_flux.models import build_transformer
 from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
+from tests.helpers.tiny_flux import build_transformer
 
 IMAGE_SIDE, TEXT_TOKENS = 8, 64  # 64 tokens of 64 channels per stream: what a block saves is large enough to be packed
 

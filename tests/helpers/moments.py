@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from coat_core.config import FP8QuantizationConfig
 from coat_core.optim.state import convert_state, read_state, storages
-from coat_flux.mini_flux.models import TINY_TRANSFORMER_CONFIG, initialise
 from coat_flux.trainers.standalone.flow_matching import (
     draw_sigmas,
     noisy_latents,
@@ -19,6 +18,8 @@ from coat_flux.trainers.standalone.flow_matching import (
     sample_losses,
     sigma_table,
 )
+from scripts.mini_flux.models import initialise
+from tests.helpers.tiny_flux import TINY_TRANSFORMER_CONFIG
 
 EPS = 1e-8
 Method = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # m, v -> both as they come back

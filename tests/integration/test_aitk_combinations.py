@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from coat_flux.config.check import check_job_dict
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.real import Checkout, as_kontext, make_real_entry
+from tests.helpers.tiny_flux import make_tiny_flux
 
 pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -16,11 +16,11 @@ from coat_core.linear.module import FP8TrainableLinear
 from coat_core.optim import FP8AdamW
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.config.coat import COATConfig
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.saves.errors import ResumeError
 from coat_flux.saves.repair import step_of
 from tests.helpers.aitk_standin.host import Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
+from tests.helpers.tiny_flux import make_tiny_flux
 
 INCLUDE, EXCLUDE = ["transformer_blocks.*", "x_embedder"], ["*.bias"]
 

@@ -24,7 +24,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / MARKER_NAME).write_text("{}")
         return folder
 
-    monkeypatch.setattr("coat_flux.mini_flux.folder.make_tiny_flux", make)
+    monkeypatch.setattr("coat_flux.mini_flux.folder.make_mini_flux", make)
     return copy_checkout(tmp_path / "ait")
 
 

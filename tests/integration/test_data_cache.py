@@ -18,9 +18,9 @@ from coat_flux.data.dataset import Batch, BucketBatchSampler, scan
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
 from coat_flux.data.loader import cache_all
-from coat_flux.mini_flux.folder import make_tiny_flux
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
+from tests.helpers.tiny_flux import make_tiny_flux
 
 CACHED = {"cache_latents_to_disk": True, "cache_text_embeddings": True}
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from coat_flux.cli.entry import main
 from coat_flux.config.findings import ConfigError
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.saves.commit import newest_set
@@ -28,6 +27,7 @@ from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.operators import bits
+from tests.helpers.tiny_flux import make_tiny_flux
 
 WHOLE = {"steps": 3, "gradient_accumulation": 2, "max_grad_norm": 1e9}  # which no gradient reaches
 COAT: dict[str, Any] = {}  # weights and exp_avg_sq rounded as they are by default

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.saves.commit import newest_set
 from coat_flux.trainers.full import PART
 from coat_flux.trainers.standalone.trainer import COATTrainer
@@ -24,6 +23,7 @@ from tests import tolerances
 from tests.helpers.driver import until
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.operators import bits
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.integration.test_engine_processes import launch, losses, train, written
 
 # parts that are not trained, and so in codes or frozen, among them the embedding that all blocks share: with FSDP2 its

@@ -20,12 +20,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests import tolerances
 from tests.architecture.sources import ROOT
 from tests.helpers.driver import until
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 
 ACCELERATE = ROOT / "configs" / "accelerate"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]

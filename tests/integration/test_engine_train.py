@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from coat_flux.blocks.streaming import StreamedWeights
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
@@ -26,6 +25,7 @@ from coat_flux.watch.phases import STEP_MOMENTS
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import TRIGGER, engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 
 
 @pytest.fixture(scope="module")

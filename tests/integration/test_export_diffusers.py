@@ -12,8 +12,8 @@ from coat_flux.export.check import check_export
 from coat_flux.export.convert import convert_file, convert_pairs
 from coat_flux.export.layouts import original_linear, place_of, read_pairs, underscored, write_pairs
 from coat_flux.mini_flux.geometry import make_flux_dev_geometry
-from coat_flux.mini_flux.models import build_transformer
 from tests.helpers.lora_files import lora_tensors, module_names
+from tests.helpers.tiny_flux import build_transformer
 from tests.tolerances import LORA_DELTA_RTOL
 
 FLUX_HIDDEN = 3072

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from coat_core import FP8AdamW
 from coat_core.ops.dispatch import triton_obstacle
 from coat_flux.blocks.runner import BlockRunner
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone.network import lora_parameters
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_sqnr
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.flux import coat_flux_model, flux_inputs
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.tolerances import GPU_STEP_FLOOR_DB
 
 pytestmark = pytest.mark.gpu

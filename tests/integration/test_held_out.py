@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.pages.report import write_report
 from coat_flux.pages.run import RunFolder
 from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 
 OUT = ["1.png", "3.png"]
 SETTINGS = {

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.watch.live import read_status
 from tests.helpers.driver import Driver, driven_browser, until
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 
 PATIENCE_S = 120
 

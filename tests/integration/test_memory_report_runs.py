@@ -13,7 +13,6 @@ import torch
 
 from coat_flux.blocks.held import PARTS
 from coat_flux.config.job import JobConfig
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan.predict import predict
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.memory_report import finish
@@ -21,6 +20,7 @@ from coat_flux.watch.oom import OutOfMemory
 from coat_flux.watch.phases import PhaseTracker
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.tolerances import REPORT_SAVED_RTOL
 
 

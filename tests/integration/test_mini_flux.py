@@ -1,4 +1,4 @@
-"""The shipped mini-FLUX: small, whole, copied to where configs name it, and it draws what its prompt says."""
+"""The shipped mini-FLUX: small, whole, loads as FLUX.1-dev does, and it draws what its prompt says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+from safetensors import safe_open
+from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
 from coat_flux.mini_flux.folder import EMBEDDED_MODEL, MARKER_NAME, MINI_FLUX, make_mini_flux, provide_embedded
 from tests.tolerances import MINI_FLUX_ACCURACY, MINI_FLUX_CHANCE
@@ -19,6 +22,11 @@ PROMPTS = 24
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return make_mini_flux(tmp_path_factory.mktemp("models") / "mini")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder) -> FluxPipeline:
+    return FluxPipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -41,11 +49,29 @@ def test_the_copy_is_the_shipped_one_and_is_made_once(folder):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_a_damaged_copy_is_made_again(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(MARKER_NAME, b'{"mini_flux": "another"}'), ("vae/config.json", None), ("model_index.json", b"{")],
+)
+def test_a_damaged_or_older_copy_is_made_again(tmp_path, name, content):
     folder = make_mini_flux(tmp_path / "mini")
-    (folder / "vae" / "config.json").unlink()
+    whole = files_of(folder)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
     make_mini_flux(folder)
-    assert (folder / "vae" / "config.json").is_file()
+    assert files_of(folder) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["mini"]
+
+
+def test_an_interrupted_copy_leaves_nothing_behind(tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coat_flux.mini_flux.folder.replace_folder", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make_mini_flux(tmp_path / "mini")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_somebody_elses_folder_is_left_alone(tmp_path):
@@ -61,6 +87,46 @@ def test_a_config_that_names_it_gets_it(tmp_path, monkeypatch):
     assert not (tmp_path / "models").exists()
     provide_embedded(EMBEDDED_MODEL)
     assert (tmp_path / EMBEDDED_MODEL / "model_index.json").is_file()
+
+
+def test_the_pipeline_has_the_real_classes_and_every_linear_of_the_blocks_can_run_in_fp8(pipe):
+    classes = (FluxTransformer2DModel, AutoencoderKL, CLIPTextModel, T5EncoderModel, CLIPTokenizer, T5TokenizerFast)
+    parts = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.tokenizer, pipe.tokenizer_2)
+    assert all(isinstance(part, cls) for part, cls in zip(parts, classes, strict=True))
+    assert len(pipe.tokenizer) == pipe.text_encoder.config.vocab_size
+    assert len(pipe.tokenizer_2) == pipe.text_encoder_2.config.vocab_size
+    assert (pipe.scheduler.config.shift, pipe.scheduler.config.use_dynamic_shifting) == (3.0, True)
+    for name, module in pipe.transformer.named_modules():
+        if isinstance(module, torch.nn.Linear) and "transformer_blocks." in name:
+            assert not module.in_features % 16, name
+            assert not module.out_features % 16, name
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
+def test_weights_are_bf16_on_disk_and_load_completely(folder, pipe, part):
+    (path,) = (folder / part).glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    loaded = {name.removeprefix("text_model."): tensor for name, tensor in getattr(pipe, part).state_dict().items()}
+    for name, tensor in stored.items():
+        assert torch.equal(loaded[name.removeprefix("text_model.")], tensor.float()), name
+    if part == "text_encoder":  # transformers before 5.6 finds CLIP's tensors only with this prefix
+        assert all(name.startswith("text_model.") for name in stored)
+
+
+def test_clip_spells_any_text_in_bytes_and_t5_marks_unknown_characters(pipe):
+    clip, t5 = pipe.tokenizer, pipe.tokenizer_2
+    words = clip.convert_ids_to_tokens(clip("Red striped HOODIE").input_ids)
+    assert words == ["<|startoftext|>", "red</w>", "striped</w>", "hoodie</w>", "<|endoftext|>"]
+    for text in ("ünïcode", "连衣裙", "👗", "zxqj"):
+        ids = clip(text).input_ids
+        assert clip.eos_token_id not in ids[1:-1]  # the unknown token
+        assert clip.decode(ids, skip_special_tokens=True) == text
+    assert (t5.pad_token_id, t5.eos_token_id, t5.unk_token_id) == (0, 1, 2)
+    assert t5.convert_ids_to_tokens(t5("a Navy dress").input_ids) == ["▁a", "▁Navy", "▁dress", "</s>"]
+    assert t5("", padding="max_length", max_length=2).input_ids == [1, 0]
+    assert t5("№").input_ids.count(2) == 1
 
 
 def test_it_draws_what_unseen_prompts_say(folder):

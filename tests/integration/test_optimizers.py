@@ -22,7 +22,6 @@ from coat_flux.config.check import check_job_dict
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes
 from coat_flux.trainers.standalone.optim import CLASSES, learning_rate, make_optimizer, restore_optimizer
@@ -30,6 +29,7 @@ from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 
 OTHERS = ("prodigy", "adafactor", "lion")
 PARAMS: dict[str, dict[str, Any]] = {

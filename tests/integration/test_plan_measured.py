@@ -28,7 +28,6 @@ from coat_flux.blocks.runner import BlockRunner
 from coat_flux.blocks.sizes import Tokens, around_bytes
 from coat_flux.config.coat import COATConfig
 from coat_flux.config.job import JobConfig
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes, predict_facts
 from coat_flux.trainers.full import Chosen, UpdateInBackward
@@ -37,6 +36,7 @@ from coat_flux.trainers.standalone.optim import make_optimizer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.tolerances import PLAN_FULL_RTOL, PLAN_KEPT_RTOL, PLAN_MOMENT_RTOL
 
 

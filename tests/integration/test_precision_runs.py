@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from coat_flux.cli.entry import main
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.advice import standing_out, summaries, worst
@@ -23,6 +22,7 @@ from tests import tolerances
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.unit.test_run_report import text_of
 
 PLANTED = "transformer_blocks.1.ff.net.2"

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from coat_flux.cli.entry import main
-from coat_flux.mini_flux.folder import make_tiny_flux
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 
 
 @pytest.mark.slow

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from coat_flux.cli.entry import main
 from coat_flux.data.files import find_images
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.study import BF16, Settings, Study, Verdict, VerifyError, open_study, verify
 from coat_flux.trainers.standalone.session import Session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 
 STEPS, SEED, PHOTOS = 6, 7, 6
 QUIET = {"memory": {"log_memory_stats": False}}

@@ -12,9 +12,9 @@ import pytest
 
 from coat_flux.config.check import check_job_dict
 from coat_flux.config.findings import ConfigError
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 
 
 @pytest.fixture

@@ -17,12 +17,11 @@ from coat_flux.blocks.decide import BlockPlan
 from coat_flux.blocks.lora import attach_lora
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.job import JobConfig
-from coat_flux.mini_flux.folder import make_tiny_flux
-from coat_flux.mini_flux.models import build_transformer
 from coat_flux.plan.job import JobFacts, job_facts
 from coat_flux.plan.predict import block_plan, optimizer_bytes, outside_bytes
 from coat_flux.trainers.standalone.network import add_lora, lora_targets
 from tests.helpers.engine_job import engine_job
+from tests.helpers.tiny_flux import build_transformer, make_tiny_flux
 
 TARGETS: tuple[dict[str, Any], ...] = (
     {},

@@ -27,9 +27,9 @@ import pytest
 import yaml
 
 from coat_flux.cli.entry import main
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.saves.commit import newest_set
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.reliability.forks import keep_locks_apart
 from tests.reliability.test_kills import FEW_LINEARS, content, quick_forks  # noqa: F401
 

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.saves.commit import commit, damage, newest_set
 from coat_flux.saves.errors import SaveError
 from coat_flux.saves.interrupts import Interrupts
@@ -36,6 +35,7 @@ from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.live import LiveRun
 from coat_flux.watch.phases import PhaseTracker
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.reliability.forks import KILLED, at_operation, fork, wait
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, with which a kill costs milliseconds")

@@ -27,7 +27,6 @@ from coat_flux.blocks.held import HeldTensors, gradients, module_tensors, state_
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.trainers.standalone.network import lora_parameters
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.oom import OutOfMemory, explain_oom, recompute_more
@@ -35,6 +34,7 @@ from coat_flux.watch.phases import PhaseTracker
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.flux import coat_flux_model, loss_of, predict
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.unit.test_plan import job_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

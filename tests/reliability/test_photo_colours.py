@@ -16,9 +16,9 @@ from coat_flux.data.dataset import Batch, scan
 from coat_flux.data.files import DatasetError
 from coat_flux.data.images import read_photo, to_tensor
 from coat_flux.data.loader import LatentDataset
-from coat_flux.mini_flux.folder import make_tiny_flux
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.reliability.photos import ADOBE_GAMMA, ADOBE_RGB, DISPLAY_P3, SRGB, from_srgb, matrix_profile, noise
 
 SPACES = {"Display P3": (DISPLAY_P3, None), "Adobe RGB": (ADOBE_RGB, ADOBE_GAMMA)}

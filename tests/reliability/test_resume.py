@@ -21,7 +21,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.saves.commit import newest_set
 from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone import trainer
@@ -29,6 +28,7 @@ from coat_flux.trainers.standalone.objective import Objective
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 
 FEW_LINEARS = {"only_if_contains": ["blocks.0.attn.to_q", "blocks.1.attn.to_v"]}
 

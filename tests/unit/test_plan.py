@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from coat_flux.blocks.held import USABLE_FRACTION
 from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
-from coat_flux.mini_flux.folder import make_mini_flux, make_tiny_flux
+from coat_flux.mini_flux.folder import make_mini_flux
 from coat_flux.plan.cards import EDITS, judge
 from coat_flux.plan.facts import CARDS, HUB_MODELS, Card
 from coat_flux.plan.job import job_facts
@@ -23,6 +23,7 @@ from coat_flux.plan.models import find_model
 from coat_flux.plan.predict import PARTS, PhasePrediction, Prediction, optimizer_bytes, predict, predict_facts
 from coat_flux.plan.speed import run_seconds, step_seconds
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.tiny_flux import make_tiny_flux
 from tests.tolerances import ANCHOR_TIME_RTOL
 
 DEV = "black-forest-labs/FLUX.1-dev"

@@ -28,7 +28,7 @@ TRAIN = {"steps": 14, "lr_scheduler": "linear", "ema_config": {"use_ema": True, 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from coat_flux.mini_flux.folder import make_tiny_flux
+    from tests.helpers.tiny_flux import make_tiny_flux
 
     folder = tmp_path_factory.mktemp("graphs")
     return {"model": make_tiny_flux(folder / "model"), "images": write_images(folder / "images", 4)}

@@ -16,13 +16,13 @@ import yaml
 from safetensors.torch import save_file
 
 from coat_flux.config.findings import ConfigError
-from coat_flux.mini_flux.folder import make_tiny_flux
 from coat_flux.study import sweep as sweep_module
 from coat_flux.study.ranking import rank, ranking_rows, sentence_of, write_sweep_page
 from coat_flux.study.runs import VerifyError
 from coat_flux.study.sweep import FAILED, FINISHED, OPEN, Axis, Sweep, SweepError, Trial, find_axis
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.locks import held_by_another_process
+from tests.helpers.tiny_flux import make_tiny_flux
 
 COAT = {"memory": {"log_memory_stats": False}}
 

@@ -22,27 +22,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from scripts.mini_flux.models import VAE_CONFIG as MINI_VAE_CONFIG
+
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
 
 SCALING_FACTOR, SHIFT_FACTOR = 0.3611, 0.1159  # FLUX.1-dev's
 LATENT_CHANNELS = 16
 VAE_CONFIG = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    **MINI_VAE_CONFIG,
     "block_out_channels": (8, 16, 16, 64),
-    "layers_per_block": 1,
-    "act_fn": "silu",
-    "latent_channels": LATENT_CHANNELS,
     "norm_num_groups": 1,
     "sample_size": 1024,
-    "scaling_factor": SCALING_FACTOR,
-    "shift_factor": SHIFT_FACTOR,
-    "force_upcast": True,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
     "mid_block_add_attention": True,
 }
 _CONSTANT = 256.0
