@@ -379,8 +379,8 @@ class CoatFluxTrainer(HostTrainer):
         """Print the summary."""
         super().done_hook()
         if self._on:
+            from ...base.text import GB
             from ...watch.memory_report import finish
-            from ...watch.memory_stats import GB
 
             finish(self._phases, self._job_config, info, detail if self.coat.memory.log_memory_stats else None)
             peak = self._phases.peak / GB
