@@ -1,14 +1,15 @@
 """What operators cast to 8 bits, declared next to each of them for a probe that observes a step.
 
-A declaration takes the result and the arguments of a call, as the operator does, and returns a record of what that
-call cast or multiplied: several where it cast several tensors. It is kept under the operator's name and called by the
-probe alone (`coat_flux.watch.casts`, a dispatch mode), so a step that nobody observes pays nothing for it, compiled or
-not.
+A declaration takes the result of a call and its arguments by name, and returns a record of what that call cast or
+multiplied: several where it cast several tensors. It is called by the probe alone (`coat_flux.watch.casts`, a dispatch
+mode), so a step that nobody observes pays nothing for it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -54,19 +55,14 @@ class Product(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """A stored weight that was decoded to FP8 for one product.
-
-    Attributes:
-        stored: its codes as they are stored.
-        codes: in FP8.
-    """
+    """A weight whose codes, as they are `stored`, were decoded to FP8 `codes` for one product."""
 
     stored: Tensor
     codes: Tensor
 
 
 class MomentUpdate(NamedTuple):
-    """A step of AdamW in place on packed moments; declared before it happens.
+    """A step of AdamW in place on packed moments; declared before it happens, with None for the result.
 
     Attributes:
         params: the parameters.
@@ -74,7 +70,7 @@ class MomentUpdate(NamedTuple):
         exp_avg: codes and numbers of the packed first moment.
         exp_avg_sq: of the second.
         first_blocks: where the blocks of each parameter start.
-        hyper: the scalars of `kernels.adamw.Hyper`.
+        hyper: the scalars of `ops.adamw.Hyper`.
         maximize: ascend instead of descend.
     """
 
@@ -87,20 +83,21 @@ class MomentUpdate(NamedTuple):
     maximize: bool
 
 
-Declared = Cast | tuple[Cast, ...] | Product | Decoded | MomentUpdate | None
-Declaration = Callable[..., Declared]
-declarations: dict[str, Declaration] = {}  # name of the operator → its declaration
+Declared = Cast | tuple[Cast, ...] | Product | Decoded | MomentUpdate
+declarations: dict[str, Callable[..., Declared]] = {}  # name of the operator → (result, *arguments) → what it cast
 
 
-def declares(op: Any) -> Callable[[Declaration], Declaration]:
-    """Decorator: this function declares what calls of `op`, an operator, cast.
+def declares(op: Any) -> Callable[[Callable[[Any, Any], Declared]], Callable[[Any, Any], Declared]]:
+    """Decorator: this function of a result and the arguments, as attributes, declares what a call of `op` cast."""
+    signature = inspect.signature(op._init_fn)
 
-    It takes what the operator returned, then the operator's arguments. That of an operator that changes moments takes
-    its arguments alone, before it runs.
-    """
+    def register(declaration: Callable[[Any, Any], Declared]) -> Callable[[Any, Any], Declared]:
+        def declare(result: Any, *args: Any, **kwargs: Any) -> Declared:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return declaration(result, SimpleNamespace(**bound.arguments))
 
-    def keep(declaration: Declaration) -> Declaration:
-        declarations[op._qualname] = declaration
+        declarations[op._qualname] = declare
         return declaration
 
-    return keep
+    return register

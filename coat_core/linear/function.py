@@ -36,10 +36,9 @@ from coat_core.formats import INT8, get_format, product_format
 from coat_core.granularity import PER_ROW, Granularity
 from coat_core.linear.trained import TrainedCodes
 from coat_core.linear.weight import StoredWeight
-from coat_core.ops import int8_mm as int8_products
 from coat_core.ops.int8 import quantize_int8, rotate
 from coat_core.ops.quantize import dequantize, quantize, quantize_once
-from coat_core.ops.scaled_mm import ALIGNMENT, scaled_mm, unsupported_reason
+from coat_core.ops.scaled_mm import ALIGNMENT, int8_mm, int8_unsupported_reason, scaled_mm, unsupported_reason
 from coat_core.ops.weight_only import weight_only_linear
 from coat_core.quantize import Quantized
 
@@ -59,7 +58,7 @@ def fp8_gemm_obstacle(device: torch.device, config: FP8LinearConfig) -> str | No
     if device.type == "meta":
         return None
     if config.weight_format == INT8.name:
-        return int8_products.unsupported_reason(device)
+        return int8_unsupported_reason(device)
     row_wise = "per_row" in (config.input_granularity, config.weight_granularity)
     weight_dtype = product_format(config.weight_format).dtype
     reason = unsupported_reason(device, get_format(config.input_format).dtype, weight_dtype, row_wise)
@@ -105,7 +104,7 @@ def multiply(
     """
     lead = a.codes.shape[:-1]
     a_scale = _rows(a.scale) if a.scale.ndim else a.scale
-    product = int8_products.int8_mm if weight.dtype == INT8.dtype else scaled_mm
+    product = int8_mm if weight.dtype == INT8.dtype else scaled_mm
     out: Tensor = product(_rows(a.codes), a_scale, weight, scale, bias, dtype, forward)
     if len(lead) == 1:
         return out

@@ -13,7 +13,7 @@ FAMILIES = (  # the modules of operators
     "gate",
     "gelu",
     "int8",
-    "int8_mm",
+    "mlp_down",
     "lora",
     "mlp_gradient",
     "norm",

@@ -23,7 +23,7 @@ that fp32 results are equal to the last bit.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -236,23 +236,9 @@ def _unless_skipped(
 
 
 @declares(_fp8_adamw_step)
-def _(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avg: Tensor,
-    exp_avg_numbers: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_numbers: Tensor,
-    first_blocks: list[int],
-    hyper: list[float],
-    table: Tensor | None,
-    draws: Tensor | None,
-    param_draws: Tensor | None,
-    expansion: list[float],
-    maximize: bool,
-) -> MomentUpdate:
-    moments = (exp_avg, exp_avg_numbers), (exp_avg_sq, exp_avg_sq_numbers)
-    return MomentUpdate(params, grads, *moments, first_blocks, hyper, maximize)
+def _(out: None, a: Any) -> MomentUpdate:
+    moments = (a.exp_avg, a.exp_avg_numbers), (a.exp_avg_sq, a.exp_avg_sq_numbers)
+    return MomentUpdate(a.params, a.grads, *moments, a.first_blocks, a.hyper, a.maximize)
 
 
 def _cut(chunk: Chunk, flat: list[Tensor]) -> list[Tensor]:
@@ -344,4 +330,4 @@ def _check_sizes(params: list[Tensor], grads: list[Tensor], codes: Tensor, first
         raise ValueError(f"exp_avg of {blocks} blocks: too few for the parameters; it must have all of their blocks")
 
 
-run_by_triton(_fp8_adamw_step, "adamw.fp8_adamw_step")
+run_by_triton(_fp8_adamw_step)

@@ -156,7 +156,6 @@ def fp8_adamw_step(
     expansion: list[float],
     maximize: bool,
 ) -> None:
-    """Launcher of `coat::fp8_adamw_step`."""
     sizes, block_size, padded = tuple(map(Tensor.numel, params)), exp_avg.shape[1], power_of_two(exp_avg.shape[1])
     if not any(sizes):
         return

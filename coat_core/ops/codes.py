@@ -48,20 +48,10 @@ def no_codes(values: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     return values.new_empty(0, dtype=form.dtype), values.new_empty(0, dtype=torch.float32)
 
 
-def fake_codes_of(values: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
-    """Return tensors with the shapes and dtypes of `codes_of`."""
-    check_granularity(granularity)
-    if granularity == "none":
-        return no_codes(values, fmt)
-    scale_shape = Granularity(granularity).scale_shape(tuple(values.shape))
-    codes = values.new_empty(values.shape, dtype=get_format(fmt).dtype)
-    return codes, values.new_empty(scale_shape, dtype=torch.float32)
-
-
-def cast_of(kind: str, out: tuple[Tensor, ...], granularity: str) -> Cast | None:
-    """What such an operator declares to have cast; None where no codes were asked for."""
+def cast_of(kind: str, out: tuple[Tensor, ...], granularity: str) -> tuple[Cast, ...]:
+    """What such an operator declares to have cast; nothing where no codes were asked for."""
     values, codes, scale = out[:3]
-    return None if granularity == "none" else Cast(kind, values, codes, scale, Granularity(granularity))
+    return () if granularity == "none" else (Cast(kind, values, codes, scale, Granularity(granularity)),)
 
 
 def saved_codes_of(values: Tensor, saved_format: str, group_size: int) -> tuple[Tensor, Tensor]:
@@ -70,15 +60,6 @@ def saved_codes_of(values: Tensor, saved_format: str, group_size: int) -> tuple[
         return no_codes(values, saved_format)
     codes, scale, _ = quantize(values, saved_format, per_group(group_size))
     return codes.contiguous(), scale.contiguous()
-
-
-def fake_saved_codes_of(values: Tensor, saved_format: str, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return tensors with the shapes and dtypes of `saved_codes_of`."""
-    if saved_format == "none":
-        return no_codes(values, saved_format)
-    scale_shape = per_group(group_size).scale_shape(tuple(values.shape))
-    codes = values.new_empty(values.shape, dtype=get_format(saved_format).dtype)
-    return codes, values.new_empty(scale_shape, dtype=torch.float32)
 
 
 def saved_cast_of(values: Tensor, saved: tuple[Tensor, ...], group_size: int) -> tuple[Cast, ...]:
@@ -112,7 +93,7 @@ def with_adapter(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the product of two matrices, or of batches of them, in `dtype`; on a GPU straight from its fp32 sums."""
     with without_autocast(a.device):
-        if a.device.type == "cpu" or dtype != torch.float32 or a.dtype == dtype:
-            found = a @ b
-            return found if found.dtype == dtype else found.to(dtype)
+        if a.device.type != "cuda" or dtype != torch.float32 or a.dtype == dtype:
+            result = a @ b
+            return result if result.dtype == dtype else result.to(dtype)
         return torch.bmm(a, b, out_dtype=dtype) if a.ndim == 3 else torch.mm(a, b, out_dtype=dtype)

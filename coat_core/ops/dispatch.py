@@ -20,32 +20,31 @@ logger = logging.getLogger(__name__)
 
 FIRST_CAPABILITY = (8, 0)  # Ampere; Triton has left older cards
 
+launchers: dict[str, Any] = {}  # name of the operator → the operator, of those that a launcher runs on CUDA
 
-launchers: dict[str, tuple[Any, str]] = {}  # name of the operator → (operator, launcher)
 
-
-def run_by_triton(op: Any, launcher: str) -> None:
-    """Make `op` run a launcher on CUDA.
-
-    Args:
-        op: from `operators.operator` or torch.library.custom_op; its body is the reference, and what runs without
-            Triton.
-        launcher: "<family>.<function>" of the module `<family>_kernel`, with the operator's arguments and results.
-    """
-    module, name = launcher.split(".")
-    reference = op._init_fn
-    launchers[op._qualname] = (op, launcher)
+def run_by_triton(op: Any) -> None:
+    """Make `op`, from `operators.operator` or torch.library.custom_op, run its launcher on CUDA."""
+    launchers[op._qualname] = op
 
     def run(*args: Any) -> Any:
         device = _device_of(args)
         if triton_obstacle(device) is not None:
-            return reference(*args)
+            return op._init_fn(*args)
         if device.index == torch.cuda.current_device():  # the switch below takes three times as long as the question
-            return _launcher(module, name)(*args)
+            return launcher_of(op._qualname)(*args)
         with torch.cuda.device(device):
-            return _launcher(module, name)(*args)
+            return launcher_of(op._qualname)(*args)
 
     op.register_kernel("cuda")(run)
+
+
+@functools.cache
+def launcher_of(operator: str) -> Callable[..., Any]:
+    """Return what an operator of `launchers`, as "coat::quantize", runs on CUDA: its arguments, its results."""
+    module = importlib.import_module(f"{launchers[operator]._init_fn.__module__}_kernel")
+    launcher: Callable[..., Any] = getattr(module, operator.removeprefix("coat::"))
+    return launcher
 
 
 @functools.cache
@@ -70,23 +69,13 @@ def _find_obstacle(device: torch.device) -> str | None:
         raise RuntimeError("the first FP8 operator of this GPU runs in a CUDA graph's capture: do a step before it")
     try:
         with torch.cuda.device(device):
-            return None if _launcher("quantize", "agrees_with_reference")(device) else "a trial gave wrong codes"
+            from coat_core.ops.quantize_kernel import agrees_with_reference
+
+            return None if agrees_with_reference(device) else "a trial gave wrong codes"
     except torch.OutOfMemoryError:
         raise  # says nothing about Triton, and the answer is kept
     except Exception as error:  # whatever a missing compiler, driver or cache folder raises; it is logged
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-
-
-def launcher_of(operator: str) -> Callable[..., Any] | None:
-    """Return what an operator ("coat::quantize") runs on CUDA where Triton works; None of one without a launcher."""
-    found = launchers.get(operator)
-    return None if found is None else _launcher(*found[1].split("."))
-
-
-@functools.cache
-def _launcher(module: str, name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(importlib.import_module(f"coat_core.ops.{module}_kernel"), name)
-    return found
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device:

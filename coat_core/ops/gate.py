@@ -13,21 +13,13 @@ Shapes: residual, result, grad [B, S, D]; gate [B, D]; weight [D]; h [B, S, r]; 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from coat_core.casts import GRADIENT, Cast, declares
-from coat_core.ops.codes import (
-    cast_of,
-    codes_of,
-    fake_codes_of,
-    fake_saved_codes_of,
-    saved_cast_of,
-    saved_codes_of,
-    values_of,
-    with_adapter,
-)
-from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.codes import cast_of, codes_of, saved_cast_of, saved_codes_of, values_of, with_adapter
 from coat_core.ops.norm import rms_norm, rms_norm_backward
 from coat_core.ops.operators import operator
 
@@ -74,37 +66,9 @@ def gated_sum(
     return (residual + gate[:, None] * normed).contiguous(), *saved_codes_of(result, saved_format, group_size)
 
 
-@gated_sum.register_fake
-def _(
-    residual: Tensor,
-    gate: Tensor,
-    result: Tensor,
-    h: Tensor | None,
-    up: Tensor | None,
-    saved_format: str,
-    group_size: int,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    normed = result if weight is None else weight
-    dtype = torch.promote_types(residual.dtype, torch.promote_types(gate.dtype, normed.dtype))
-    return residual.new_empty(residual.shape, dtype=dtype), *fake_saved_codes_of(result, saved_format, group_size)
-
-
 @declares(gated_sum)
-def _(
-    out: tuple[Tensor, ...],
-    residual: Tensor,
-    gate: Tensor,
-    result: Tensor,
-    h: Tensor | None,
-    up: Tensor | None,
-    saved_format: str,
-    group_size: int,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[Cast, ...]:
-    return saved_cast_of(with_adapter(result, h, up), out[1:], group_size)
+def _(out: Any, a: Any) -> tuple[Cast, ...]:
+    return saved_cast_of(with_adapter(a.result, a.h, a.up), out[1:], a.group_size)
 
 
 @operator("coat::gated_sum_backward")
@@ -135,8 +99,7 @@ def gated_sum_backward(
         dtype: of result' when it was made: what dy, and result' from its codes, are rounded to.
         fmt: of the codes of dy, "e4m3" or "e5m2".
         granularity: of the codes of dy, "none", "per_row" or "per_tensor".
-        weight: as in the forward pass.
-        eps: likewise.
+        weight, eps: as in the forward pass.
 
     Returns:
         dy [B, S, D] of `dtype`, with a norm computed in fp32 and rounded once; its codes; the scale of the codes; dgate
@@ -160,46 +123,12 @@ def gated_sum_backward(
     return dy, *codes_of(dy, fmt, granularity), (g * values).sum(1)
 
 
-@gated_sum_backward.register_fake
-def _(
-    grad: Tensor,
-    gate: Tensor,
-    result: Tensor | None,
-    result_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    fmt: str,
-    granularity: str,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dy = grad.new_empty(grad.shape, dtype=dtype)
-    dgate = gate.new_empty(0 if result is None else gate.shape, dtype=torch.float32)
-    return dy, *fake_codes_of(dy, fmt, granularity), dgate
-
-
 @declares(gated_sum_backward)
-def _(
-    out: tuple[Tensor, ...],
-    grad: Tensor,
-    gate: Tensor,
-    result: Tensor | None,
-    result_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    fmt: str,
-    granularity: str,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> Cast | None:
-    return cast_of(GRADIENT, out, granularity)
+def _(out: Any, a: Any) -> tuple[Cast, ...]:
+    return cast_of(GRADIENT, out, a.granularity)
 
 
 def check_result(result: Tensor | None, weight: Tensor | None) -> None:
     """Raise ValueError where a norm's gradient is asked for without what it normed."""
     if weight is not None and result is None:
         raise ValueError("result=None: the gradient of a norm needs what it normed; save it in the forward pass")
-
-
-run_by_triton(gated_sum, "gate.gated_sum")
-run_by_triton(gated_sum_backward, "gate.gated_sum_backward")

@@ -218,7 +218,6 @@ def gated_sum(
     weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launcher of `coat::gated_sum`."""
     residual, result, (gate, gate_stride) = residual.contiguous(), result.contiguous(), with_row_stride(gate)
     (images, s, d), shape = residual.shape, tuple(residual.shape)
     normed = result if weight is None else weight
@@ -259,7 +258,6 @@ def gated_sum_backward(
     weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launcher of `coat::gated_sum_backward`."""
     check_width(grad.shape[-1])
     check_result(result, weight)
     grad, (gate, gate_stride) = grad.contiguous(), with_row_stride(gate)

@@ -2,7 +2,6 @@
 
     mlp_activation             [attention | act(mlp)] with mlp's adapter, and what is kept for backward; from codes too
     mlp_activation_backward    the gradient of mlp, with the adapter of the linear after it
-    mlp_activation_down        mlp_activation's codes, and the values times the next linear's down-projection
 
 `activation` is one of
 
@@ -16,23 +15,13 @@ h [..., r], up [N, r], or h [..., 2·r] where SwiGLU's halves are of two linears
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from coat_core.autograd import without_autocast
-from coat_core.casts import INPUT, Cast, Declared, declarations, declares
-from coat_core.ops.codes import (
-    cast_of,
-    codes_of,
-    fake_codes_of,
-    fake_saved_codes_of,
-    no_codes,
-    saved_cast_of,
-    saved_codes_of,
-    values_of,
-    with_adapter,
-)
-from coat_core.ops.dispatch import run_by_triton
+from coat_core.casts import INPUT, Cast, declares
+from coat_core.ops.codes import cast_of, codes_of, no_codes, saved_cast_of, saved_codes_of, values_of, with_adapter
 from coat_core.ops.operators import operator
 
 ACTIVATIONS = ("gelu_tanh", "silu_and_mul")
@@ -104,10 +93,9 @@ def mlp_activation(
     Args:
         attention: [B, S, D], values or codes of 1×G groups; None for the activation alone.
         attention_scale: of the codes, fp32 [B, S, ceil(D / G)]; None where attention is values.
-        mlp: [B, S, N], values or codes.
-        mlp_scale: likewise.
+        mlp, mlp_scale: [B, S, N], likewise.
         h: [B, S, r], or of two linears' halves [B, S, 2·r]; None without an adapter, and for codes.
-        up: [N, r]; likewise.
+        up: [N, r]; None without an adapter.
         fmt: of the codes, "e4m3" or "e5m2"; "none" with the granularity "none".
         granularity: of the codes, "none", "per_row" or "per_tensor".
         saved_format: of what is kept, "e4m3", "e5m2" or "none".
@@ -139,52 +127,13 @@ def mlp_activation(
     return values, *codes, *attention_saved, *saved_codes_of(mlp, saved_format, group_size)
 
 
-@mlp_activation.register_fake
-def _(
-    attention: Tensor | None,
-    attention_scale: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    h: Tensor | None,
-    up: Tensor | None,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    width = activated_width(mlp, activation) + (0 if attention is None else attention.shape[-1])
-    values = mlp.new_empty((*mlp.shape[:-1], width), dtype=dtype)
-    codes = fake_codes_of(values, fmt, granularity)
-    attention_saved = no_codes(mlp, "none")
-    if attention is not None:
-        attention_saved = fake_saved_codes_of(attention, saved_format, group_size)
-    return values, *codes, *attention_saved, *fake_saved_codes_of(mlp, saved_format, group_size)
-
-
 @declares(mlp_activation)
-def _(
-    out: tuple[Tensor, ...],
-    attention: Tensor | None,
-    attention_scale: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    h: Tensor | None,
-    up: Tensor | None,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> tuple[Cast, ...]:
-    cast = cast_of(INPUT, out, granularity)
-    casts = [] if cast is None else [cast]
-    if saved_format != "none":
-        casts += () if attention is None else saved_cast_of(attention, out[3:5], group_size)
-        casts += saved_cast_of(complete_mlp(mlp, h, up), out[5:], group_size)
-    return tuple(casts)
+def _(out: Any, a: Any) -> tuple[Cast, ...]:
+    casts = cast_of(INPUT, out, a.granularity)
+    if a.saved_format == "none":
+        return casts
+    attention = () if a.attention is None else saved_cast_of(a.attention, out[3:5], a.group_size)
+    return *casts, *attention, *saved_cast_of(complete_mlp(a.mlp, a.h, a.up), out[5:], a.group_size)
 
 
 @operator("coat::mlp_activation_backward")
@@ -228,119 +177,3 @@ def mlp_activation_backward(
         gate, up = mlp.chunk(2, dim=-1)
         dmlp = torch.cat([torch.ops.aten.silu_backward(g * up, gate), g * torch.nn.functional.silu(gate)], dim=-1)
     return dmlp.to(dtype).contiguous()
-
-
-@mlp_activation_backward.register_fake
-def _(
-    grad: Tensor,
-    dh: Tensor | None,
-    down: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> Tensor:
-    return mlp.new_empty(mlp.shape, dtype=dtype)
-
-
-@operator("coat::mlp_activation_down")
-def mlp_activation_down(
-    attention: Tensor | None,
-    mlp: Tensor,
-    h: Tensor | None,
-    up: Tensor | None,
-    down: Tensor,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what the linear after an MLP's activation reads: the codes of the values, and their down-projection.
-
-        values = [attention | act(mlp + h upᵀ)],   h_next = values downᵀ
-
-    Args:
-        attention: floating [B, S, D]; None for the activation alone.
-        mlp: floating [B, S, N].
-        h: as `mlp_activation`; None without an adapter of mlp.
-        up: [N, r]; likewise.
-        down: of the next linear's adapters [R, D + F], R from 1 to 256, in `dtype`.
-        fmt: of the codes, "e4m3" or "e5m2".
-        granularity: of the codes, "per_row" or "per_tensor".
-        saved_format: of what is kept, "e4m3", "e5m2" or "none".
-        group_size: G of what is kept.
-        dtype: of the values.
-        activation: one of `ACTIVATIONS`.
-
-    Returns:
-        h_next [B, S, R] of `dtype`; then as `mlp_activation` without its values.
-
-    Raises:
-        ValueError: as `mlp_activation`; another granularity, or a down-projection of another width.
-
-    Numerics: codes as `mlp_activation`. The kernel sums h_next in fp32 in an order that depends on the shapes alone and
-    rounds once; the reference has the bits of torch's linear.
-    """
-    check_down(attention, mlp, down, granularity, activation)
-    how = (fmt, granularity, saved_format, group_size, dtype, activation)
-    found = mlp_activation._init_fn(attention, None, mlp, None, h, up, *how)
-    with without_autocast(mlp.device):
-        return torch.nn.functional.linear(found[0], down), *found[1:]
-
-
-@mlp_activation_down.register_fake
-def _(
-    attention: Tensor | None,
-    mlp: Tensor,
-    h: Tensor | None,
-    up: Tensor | None,
-    down: Tensor,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    check_down(attention, mlp, down, granularity, activation)
-    how = (fmt, granularity, saved_format, group_size, dtype, activation)
-    found = mlp_activation._abstract_fn(attention, None, mlp, None, h, up, *how)
-    return mlp.new_empty((*mlp.shape[:-1], len(down)), dtype=dtype), *found[1:]
-
-
-@declares(mlp_activation_down)
-def _(
-    out: tuple[Tensor, ...],
-    attention: Tensor | None,
-    mlp: Tensor,
-    h: Tensor | None,
-    up: Tensor | None,
-    down: Tensor,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> Declared:
-    given = (attention, None, mlp, None, h, up)
-    values = mlp_activation._init_fn(*given, "none", "none", "none", group_size, dtype, activation)[0]
-    how = (fmt, granularity, saved_format, group_size, dtype, activation)
-    return declarations["coat::mlp_activation"]((values, *out[1:]), *given, *how)
-
-
-def check_down(attention: Tensor | None, mlp: Tensor, down: Tensor, granularity: str, activation: str) -> None:
-    """Raise ValueError unless `mlp_activation_down` takes such a down-projection, granularity and activation."""
-    if granularity not in ("per_row", "per_tensor"):
-        raise ValueError(f"granularity={granularity!r}: must be per_row or per_tensor; mlp_activation makes values")
-    width = activated_width(mlp, activation) + (0 if attention is None else attention.shape[-1])
-    if down.shape[-1] != width:
-        raise ValueError(f"down of shape {tuple(down.shape)}: must have a column for each of {width} values of a row")
-
-
-run_by_triton(mlp_activation, "gelu.mlp_activation")
-run_by_triton(mlp_activation_backward, "mlp_activation_backward.mlp_activation_backward")
-run_by_triton(mlp_activation_down, "mlp_activation_down.mlp_activation_down")

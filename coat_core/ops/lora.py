@@ -14,7 +14,6 @@ from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.ops.codes import product
-from coat_core.ops.dispatch import run_by_triton
 from coat_core.ops.operators import operator
 
 
@@ -55,12 +54,6 @@ def lora_up_gradients(
     return dh.view(h.shape), dup
 
 
-@lora_up_gradients.register_fake
-def _(dy: Tensor, h: Tensor, up: Tensor, widths: list[int], dtype_up: torch.dtype) -> tuple[Tensor, Tensor]:
-    check_shapes(dy, h, up, widths)
-    return h.new_empty(h.shape), up.new_empty(up.shape, dtype=dtype_up)
-
-
 def check_shapes(dy: Tensor, h: Tensor, up: Tensor, widths: list[int]) -> None:
     """Raise ValueError unless dy [..., ΣN], h [..., n·r] and up [ΣN, r] go with these widths."""
     if not sum(widths) == dy.shape[-1] == up.shape[0]:
@@ -72,6 +65,3 @@ def check_shapes(dy: Tensor, h: Tensor, up: Tensor, widths: list[int]) -> None:
             f"h of shape {tuple(h.shape)}: must have the rows of dy {tuple(dy.shape)}, and {up.shape[1]} columns for "
             f"each of {len(widths)} linears"
         )
-
-
-run_by_triton(lora_up_gradients, "lora.lora_up_gradients")

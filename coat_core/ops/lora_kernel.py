@@ -132,7 +132,6 @@ def _add_lora_parts_kernel(
 def lora_up_gradients(
     dy: Tensor, h: Tensor, up: Tensor, widths: list[int], dtype_up: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Launcher of `coat::lora_up_gradients`."""
     n, rank = up.shape
     if rank > WIDEST_RANK:
         return operator._init_fn(dy, h, up, widths, dtype_up)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from coat_core.ops.codes import product
-from coat_core.ops.dispatch import run_by_triton
-from coat_core.ops.gelu import activated_width, mlp_activation
+from coat_core.ops.gelu import mlp_activation
 from coat_core.ops.operators import operator
 
 
@@ -37,8 +36,7 @@ def mlp_down_gradient(
         dh: floating [B, S, r].
         attention: [B, S, D], values or codes; None for the activation alone.
         attention_scale: of the codes, fp32 [B, S, ceil(D / G)]; None where attention is values.
-        mlp: [B, S, N], values or codes.
-        mlp_scale: likewise.
+        mlp, mlp_scale: [B, S, N], likewise.
         group_size: G of the codes.
         dtype: of the values, before they are cast to dh's to be multiplied.
         dtype_down: of the gradient.
@@ -50,25 +48,6 @@ def mlp_down_gradient(
     Numerics: the values are those of `mlp_activation`; the kernel sums in fp32 and rounds once, always in the same
     order. The reference has the bits of torch's matrix product of the values.
     """
-    how = (None, None, "none", "none", "none", group_size, dtype, activation)
-    values = mlp_activation._init_fn(attention, attention_scale, mlp, mlp_scale, *how)[0]
+    storage = (None, None, "none", "none", "none", group_size, dtype, activation)
+    values = mlp_activation._init_fn(attention, attention_scale, mlp, mlp_scale, *storage)[0]
     return product(dh.flatten(0, -2).t(), values.to(dh.dtype).flatten(0, -2), dtype_down)
-
-
-@mlp_down_gradient.register_fake
-def _(
-    dh: Tensor,
-    attention: Tensor | None,
-    attention_scale: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    dtype_down: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> Tensor:
-    width = activated_width(mlp, activation) + (0 if attention is None else attention.shape[-1])
-    return dh.new_empty((dh.shape[-1], width), dtype=dtype_down)
-
-
-run_by_triton(mlp_down_gradient, "mlp_gradient.mlp_down_gradient")

@@ -263,7 +263,6 @@ def mlp_down_gradient(
     dtype_down: torch.dtype,
     activation: str = "gelu_tanh",
 ) -> Tensor:
-    """Launcher of `coat::mlp_down_gradient`."""
     rank, n, d = dh.shape[-1], mlp.shape[-1], 0 if attention is None else attention.shape[-1]
     f = activated_width(mlp, activation)
     if mlp_scale is not None and splits_groups(n, f, group_size):

@@ -19,21 +19,14 @@ Shapes: x [B, S, D] tokens; scale, shift [B, D]; weight [D]. `fmt`, `granularity
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.casts import INPUT, Cast, declares
-from coat_core.ops.codes import (
-    cast_of,
-    codes_of,
-    fake_codes_of,
-    fake_saved_codes_of,
-    saved_cast_of,
-    saved_codes_of,
-    values_of,
-)
-from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.codes import cast_of, codes_of, saved_cast_of, saved_codes_of, values_of
 from coat_core.ops.operators import operator
 
 
@@ -65,11 +58,6 @@ def _modulated(x: Tensor, scale: Tensor, shift: Tensor | None, eps: float, weigh
             normed = rms_norm(x, weight, eps)
         n = normed * (1 + scale[:, None])
         return (n if shift is None else n + shift[:, None]).contiguous()
-
-
-def _dtype_of(dtype: torch.dtype, scale: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Of n."""
-    return torch.promote_types(dtype if weight is None else weight.dtype, scale.dtype)
 
 
 @operator("coat::norm_modulate_quantize")
@@ -112,37 +100,9 @@ def norm_modulate_quantize(
     return n, *codes_of(n, fmt, granularity), *saved_codes_of(x, saved_format, group_size)
 
 
-@norm_modulate_quantize.register_fake
-def _(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    eps: float,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n = x.new_empty(x.shape, dtype=_dtype_of(x.dtype, scale, weight))
-    return n, *fake_codes_of(n, fmt, granularity), *fake_saved_codes_of(x, saved_format, group_size)
-
-
 @declares(norm_modulate_quantize)
-def _(
-    out: tuple[Tensor, ...],
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    eps: float,
-    fmt: str,
-    granularity: str,
-    saved_format: str,
-    group_size: int,
-    weight: Tensor | None = None,
-) -> tuple[Cast, ...]:
-    cast = cast_of(INPUT, out, granularity)
-    return *(() if cast is None else (cast,)), *saved_cast_of(x, out[3:], group_size)
+def _(out: Any, a: Any) -> tuple[Cast, ...]:
+    return *cast_of(INPUT, out, a.granularity), *saved_cast_of(a.x, out[3:], a.group_size)
 
 
 @operator("coat::norm_modulate")
@@ -162,30 +122,13 @@ def norm_modulate(
         x: of `dtype` or FP8 codes [B, S, D].
         x_scale: fp32 of the codes, of the shape of any granularity; None where x is not codes.
         group_size: elements that share a scale where each row has several.
-        scale: as there.
-        shift: likewise.
-        eps: likewise.
+        scale, shift, eps, weight: as there.
         dtype: of x when it was made: what x from its codes is rounded to.
-        weight: as there.
 
     Returns:
         n [B, S, D], in its dtype there, `dtype` standing for that of x.
     """
     return _modulated(values_of(x, x_scale, group_size, dtype), scale, shift, eps, weight)
-
-
-@norm_modulate.register_fake
-def _(
-    x: Tensor,
-    x_scale: Tensor | None,
-    group_size: int,
-    scale: Tensor,
-    shift: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-    weight: Tensor | None = None,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=_dtype_of(dtype, scale, weight))
 
 
 @operator("coat::norm_modulate_backward")
@@ -210,14 +153,11 @@ def norm_modulate_backward(
 
     Args:
         grad: of n [B, S, D].
-        x: of `dtype` or FP8 codes [B, S, D].
-        x_scale: fp32 of the codes, of the shape of any granularity; None where x is not codes.
-        group_size: elements that share a scale where each row has several.
+        x, x_scale, group_size: as of `norm_modulate`.
         scale: [B, D].
-        eps: as in the forward pass.
+        eps, weight: as in the forward pass.
         residual: gradient of x by the path around the norm [B, S, D]; None for zeros.
         dtype: of x when it was made.
-        weight: as in the forward pass.
 
     Returns:
         dx [B, S, D] of `dtype`, added up in fp32 and rounded once; fp32 [B, 2, D]: dshift, dscale.
@@ -235,24 +175,3 @@ def norm_modulate_backward(
     if residual is not None:
         dx = dx + residual.to(torch.float32)
     return dx.to(dtype).contiguous(), torch.stack([g.sum(1), (g * normed).sum(1)], dim=1)
-
-
-@norm_modulate_backward.register_fake
-def _(
-    grad: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    group_size: int,
-    scale: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-    weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    b, _, d = x.shape
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((b, 2, d), dtype=torch.float32)
-
-
-run_by_triton(norm_modulate_quantize, "norm.norm_modulate_quantize")
-run_by_triton(norm_modulate, "norm.norm_modulate")
-run_by_triton(norm_modulate_backward, "norm.norm_modulate_backward")

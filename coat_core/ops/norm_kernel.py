@@ -155,7 +155,6 @@ def norm_modulate_quantize(
     group_size: int,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launcher of `coat::norm_modulate_quantize`."""
     return _forward(x, None, 0, scale, shift, eps, x.dtype, weight, (fmt, granularity), (saved_format, group_size))
 
 
@@ -169,7 +168,6 @@ def norm_modulate(
     dtype: torch.dtype,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Launcher of `coat::norm_modulate`."""
     return _forward(x, x_scale, group_size, scale, shift, eps, dtype, weight, ("e4m3", "none"), ("none", 0))[0]
 
 
@@ -242,7 +240,6 @@ def norm_modulate_backward(
     dtype: torch.dtype,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launcher of `coat::norm_modulate_backward`."""
     check_width(x.shape[-1])
     grad, x, (scale, scale_stride) = grad.contiguous(), x.contiguous(), with_row_stride(scale)
     images, s, d = x.shape

@@ -5,13 +5,14 @@ Shapes: codes [N, K/2], two a byte; block scales [N, K/16]; result [N, K], or [K
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from coat_core import nvfp4
 from coat_core.casts import Decoded, declares
 from coat_core.formats import E4M3
-from coat_core.ops.dispatch import run_by_triton
 from coat_core.ops.operators import operator
 
 
@@ -32,15 +33,6 @@ def decode_nvfp4(codes: Tensor, block_scales: Tensor, transposed: bool) -> Tenso
     return (bits.t() if transposed else bits).contiguous().view(E4M3.dtype)
 
 
-@decode_nvfp4.register_fake
-def _(codes: Tensor, block_scales: Tensor, transposed: bool) -> Tensor:
-    n, k = codes.shape[0], 2 * codes.shape[1]
-    return codes.new_empty((k, n) if transposed else (n, k), dtype=E4M3.dtype)
-
-
 @declares(decode_nvfp4)
-def _(out: Tensor, codes: Tensor, block_scales: Tensor, transposed: bool) -> Decoded:
-    return Decoded(codes, out)
-
-
-run_by_triton(decode_nvfp4, "nvfp4.decode_nvfp4")
+def _(out: Any, a: Any) -> Decoded:
+    return Decoded(a.codes, out)

@@ -57,7 +57,6 @@ def _decode_nvfp4_fwd_kernel(
 
 
 def decode_nvfp4(codes: Tensor, block_scales: Tensor, transposed: bool) -> Tensor:
-    """Launcher of `coat::decode_nvfp4`."""
     codes, block_scales, device = codes.contiguous(), block_scales.contiguous(), codes.device
     n, k = codes.shape[0], 2 * codes.shape[1]
     words = device_table("NVFP4 words", _words, device)

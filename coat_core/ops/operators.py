@@ -1,4 +1,4 @@
-"""How an operator `coat::` is registered: its body is the reference and what a CPU runs.
+"""How an operator `coat::` is registered: its body is the reference, what a CPU runs, and its own fake.
 
 Used as torch.library.custom_op is, for operators that change none of their arguments. That one registers an autograd
 kernel in Python, which every call passes through, 14 µs of the 21 µs a call spends outside its body; ours run inside
@@ -18,13 +18,15 @@ from torch._C._autograd import _profiler_enabled
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
+from coat_core.ops.dispatch import run_by_triton
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _library = torch.library.Library("coat", "FRAGMENT")
 
 
 class Operator(Generic[P, R]):
-    """An operator, to be called like its body; the attributes and decorators are custom_op's."""
+    """An operator, to be called like its body, which also makes the results of meta and fake tensors."""
 
     def __init__(self, qualname: str, body: Callable[P, R]) -> None:
         functools.update_wrapper(self, body)
@@ -36,6 +38,7 @@ class Operator(Generic[P, R]):
         self._opoverload = getattr(torch.ops.coat, self._name).default
         # where torch.compile runs a caller eager it would trace into the body, and Inductor rounds otherwise
         _library.impl(self._name, _disable_dynamo(body), "CompositeExplicitAutograd")
+        torch.library.register_fake(qualname, body, lib=_library)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it on the device of its arguments."""
@@ -59,12 +62,6 @@ class Operator(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<Operator {self._qualname}>"
 
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: this function makes empty results, for meta and fake tensors."""
-        self._abstract_fn = fake
-        torch.library.register_fake(self._qualname, fake, lib=_library)
-        return fake
-
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: this function runs in place of the body on such devices."""
 
@@ -76,14 +73,22 @@ class Operator(Generic[P, R]):
         return register
 
 
-def operator(qualname: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
+def operator(qualname: str, triton: bool = True) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Decorator: register this function as the operator "coat::<name>".
 
     Args:
         qualname: a name that no operator of another signature has had: torch.compile's cache on disk calls an operator
             as it was.
+        triton: on CUDA the launcher of the same name runs, of the module `<module of the body>_kernel`.
     """
-    return functools.partial(Operator, qualname)
+
+    def register(body: Callable[P, R]) -> Operator[P, R]:
+        op = Operator(qualname, body)
+        if triton:
+            run_by_triton(op)
+        return op
+
+    return register
 
 
 class _WithoutGradient(torch.autograd.Function):

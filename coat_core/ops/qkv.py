@@ -15,14 +15,14 @@ sin [S, d], or [B, S, d] where images have their own, each rotary angle repeated
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coat_core.autograd import without_autocast
 from coat_core.casts import Cast, declares
-from coat_core.ops.codes import fake_saved_codes_of, saved_cast_of, saved_codes_of, values_of, with_adapter
-from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.codes import saved_cast_of, saved_codes_of, values_of, with_adapter
 from coat_core.ops.gelu import mlp_activation_backward
 from coat_core.ops.operators import operator
 
@@ -33,7 +33,7 @@ def complete_qkv(y: Tensor, h: Tensor | None, ups: Tensor | None) -> Tensor:
     Args:
         y: as the GEMM made it [B, S_i, 3·H·d].
         h: [B, S_i, 3·r], r columns for each of q, k, v; None without adapters.
-        ups: [3·H·d, r], likewise.
+        ups: [3·H·d, r].
     """
     if h is None or ups is None:
         return y
@@ -53,8 +53,7 @@ def norm_and_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: fl
     Args:
         x: floating [B, S_i, H, d], d even.
         weight: [d].
-        cos: fp32 [S_i, d], or [B, S_i, d].
-        sin: likewise.
+        cos, sin: fp32 [S_i, d], or [B, S_i, d].
         eps: added to the mean square.
 
     Numerics: bit-equal to torch.nn.RMSNorm followed by diffusers' apply_rotary_emb on a CPU.
@@ -115,10 +114,9 @@ def qkv_rope(
         ys: of each stream [B, S_i, 3·H·d]; the rows may be the beginning of wider ones. Values, or codes of 1×G groups.
         y_scales: of the codes, fp32 [B, S_i, ceil(3·H·d / G)]; empty where `ys` are values.
         hs: of each stream [B, S_i, 3·r], r columns for each of q, k, v; empty without adapters, and for codes.
-        ups: of each stream [3·H·d, r]; likewise.
+        ups: of each stream [3·H·d, r]; empty without adapters, and for codes.
         weights: norm_q's and norm_k's [d] of each stream in turn.
-        cos: fp32 [S, d] or [B, S, d], of the tokens of all streams.
-        sin: likewise.
+        cos, sin: fp32 [S, d] or [B, S, d], of the tokens of all streams.
         eps: added to the mean square.
         saved_format: of what is kept, "e4m3", "e5m2" or "none".
         group_size: G of the codes that are read, or kept.
@@ -149,49 +147,14 @@ def qkv_rope(
     return [*(torch.cat(part, dim=1) for part in parts), *saved]
 
 
-@qkv_rope.register_fake
-def _(
-    ys: list[Tensor],
-    y_scales: list[Tensor],
-    hs: list[Tensor],
-    ups: list[Tensor],
-    weights: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    d = weights[0].shape[0]
-    shape = (ys[0].shape[0], sum(y.shape[1] for y in ys), ys[0].shape[-1] // 3 // d, d)
-    results = [ys[0].new_empty(shape, dtype=dtype) for _ in range(3)]
-    for y in ys if saved_format != "none" else ():
-        results += fake_saved_codes_of(y, saved_format, group_size)
-    return results
-
-
 @declares(qkv_rope)
-def _(
-    out: list[Tensor],
-    ys: list[Tensor],
-    y_scales: list[Tensor],
-    hs: list[Tensor],
-    ups: list[Tensor],
-    weights: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    saved_format: str,
-    group_size: int,
-    dtype: torch.dtype,
-) -> tuple[Cast, ...]:
-    if saved_format == "none":
+def _(out: Any, a: Any) -> tuple[Cast, ...]:
+    if a.saved_format == "none":
         return ()
     casts: list[Cast] = []
-    for i, y in enumerate(ys):
-        y = complete_qkv(y, hs[i], ups[i]) if hs else y
-        casts += saved_cast_of(y, (out[3 + 2 * i], out[4 + 2 * i]), group_size)
+    for i, y in enumerate(a.ys):
+        y = complete_qkv(y, a.hs[i], a.ups[i]) if a.hs else y
+        casts += saved_cast_of(y, (out[3 + 2 * i], out[4 + 2 * i]), a.group_size)
     return tuple(casts)
 
 
@@ -215,10 +178,7 @@ def qkv_rope_backward(
         grads: of q, k, v [B, S, H, d].
         ys: complete [q|k|v] of each stream [B, S_i, 3·H·d], values or codes of 1×G groups.
         y_scales: of the codes; empty where `ys` are values.
-        weights: as in the forward pass.
-        cos: as in the forward pass.
-        sin: as in the forward pass.
-        eps: as in the forward pass.
+        weights, cos, sin, eps: as in the forward pass.
         group_size: G.
         dtype: of the values.
 
@@ -234,21 +194,6 @@ def qkv_rope_backward(
         dk = norm_and_rotate_backward(dk, k, weights[2 * i + 1], cos[..., span, :], sin[..., span, :], eps)
         results.append(torch.stack([part.to(dtype) for part in (dq, dk, dv)], dim=2).flatten(2))
     return results
-
-
-@qkv_rope_backward.register_fake
-def _(
-    grads: list[Tensor],
-    ys: list[Tensor],
-    y_scales: list[Tensor],
-    weights: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    group_size: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    return [y.new_empty(y.shape, dtype=dtype) for y in ys]
 
 
 @operator("coat::qkv_mlp_backward")
@@ -276,17 +221,10 @@ def qkv_mlp_backward(
         y: complete [q|k|v] [B, S, 3·H·d], values or codes.
         y_scale: of the codes; None where y is values.
         weights: norm_q's and norm_k's [d].
-        cos: as in the forward pass.
-        sin: as in the forward pass.
-        eps: as in the forward pass.
-        grad_mlp: as `mlp_activation_backward`.
-        dh: likewise.
-        down: likewise.
-        mlp: likewise.
-        mlp_scale: likewise.
+        cos, sin, eps: as in the forward pass.
+        grad_mlp, dh, down, mlp, mlp_scale, activation: as of `mlp_activation_backward`, `grad` being grad_mlp.
         group_size: G of both.
         dtype: of the values.
-        activation: as `mlp_activation_backward`.
 
     Returns:
         [dq|dk|dv|dmlp] [B, S, 3·H·d + N] of `dtype`: what the one dgrad of these linears reads.
@@ -295,29 +233,3 @@ def qkv_mlp_backward(
     (dy,) = qkv_rope_backward(grads, [y], scales, weights, cos, sin, eps, group_size, dtype)
     dmlp = mlp_activation_backward(grad_mlp, dh, down, mlp, mlp_scale, group_size, dtype, activation)
     return torch.cat([dy, dmlp], dim=-1)
-
-
-@qkv_mlp_backward.register_fake
-def _(
-    grads: list[Tensor],
-    y: Tensor,
-    y_scale: Tensor | None,
-    weights: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    grad_mlp: Tensor,
-    dh: Tensor | None,
-    down: Tensor | None,
-    mlp: Tensor,
-    mlp_scale: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    activation: str = "gelu_tanh",
-) -> Tensor:
-    return y.new_empty((*y.shape[:-1], y.shape[-1] + mlp.shape[-1]), dtype=dtype)
-
-
-run_by_triton(qkv_rope, "qkv.qkv_rope")
-run_by_triton(qkv_rope_backward, "qkv.qkv_rope_backward")
-run_by_triton(qkv_mlp_backward, "qkv.qkv_mlp_backward")

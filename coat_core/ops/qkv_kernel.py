@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_core.ops.device import add_low_rank, load_saved, store_group_codes
+from coat_core.ops.gelu_kernel import launch_mlp_backward
 from coat_core.ops.launch import blocks, dot_operand, empty_values, finished, launch, power_of_two
-from coat_core.ops.mlp_activation_backward_kernel import launch_mlp_backward
 from coat_core.ops.quantize_kernel import quantize
 from coat_core.ops.rows import (
     LOW_RANK_ROWS,
@@ -224,7 +224,6 @@ def qkv_rope(
     group_size: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Launcher of `coat::qkv_rope`."""
     device, d = ys[0].device, weights[0].shape[0]
     tokens, width = sum(y.shape[1] for y in ys), ys[0].shape[-1]
     heads = width // 3 // d
@@ -292,7 +291,6 @@ def qkv_rope_backward(
     group_size: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Launcher of `coat::qkv_rope_backward`."""
     results, first = [], 0
     for i, y in enumerate(ys):
         dy, scale = empty_values(tuple(y.shape), dtype, y.device), y_scales[i] if y_scales else None

@@ -6,6 +6,7 @@ Shapes: x [..., K]; codes like x; scale as `Granularity.scale_shape` says.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from coat_core.casts import Cast, declares
 from coat_core.formats import INT8, Format, get_format
 from coat_core.granularity import PER_ROW, PER_TENSOR, Granularity
 from coat_core.int8 import rotation_size
-from coat_core.ops.codes import fake_saved_codes_of, no_codes, saved_cast_of, saved_codes_of
-from coat_core.ops.dispatch import run_by_triton
+from coat_core.ops.codes import no_codes, saved_cast_of, saved_codes_of
 from coat_core.ops.int8 import quantize_int8
 from coat_core.ops.operators import operator
 from coat_core.quantize import Quantized, check_input
@@ -31,17 +31,9 @@ def _quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: T
     return codes.contiguous(), scale.contiguous()
 
 
-@_quantize.register_fake
-def _(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    scale_shape = Granularity(granularity, group_size).scale_shape(tuple(x.shape))
-    return x.new_empty(x.shape, dtype=get_format(fmt).dtype), x.new_empty(scale_shape, dtype=torch.float32)
-
-
 @declares(_quantize)
-def _(
-    out: tuple[Tensor, Tensor], x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None = None
-) -> Cast:
-    return Cast(None, x, *out, Granularity(granularity, group_size), factors)
+def _(out: Any, a: Any) -> Cast:
+    return Cast(None, a.x, out[0], out[1], Granularity(a.granularity, a.group_size), a.factors)
 
 
 @operator("coat::quantize_and_save")
@@ -73,32 +65,12 @@ def quantize_and_save(
     return codes.contiguous(), scale.contiguous(), *saved_codes_of(x, saved_format, group_size)
 
 
-@quantize_and_save.register_fake
-def _(
-    x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    saved = fake_saved_codes_of(x, saved_format, group_size)
-    if granularity == "none":
-        return *no_codes(x, fmt), *saved
-    scale_shape = Granularity(granularity, group_size_in).scale_shape(tuple(x.shape))
-    codes = x.new_empty(x.shape, dtype=get_format(fmt).dtype)
-    return codes, x.new_empty(scale_shape, dtype=torch.float32), *saved
-
-
 @declares(quantize_and_save)
-def _(
-    out: tuple[Tensor, ...],
-    x: Tensor,
-    fmt: str,
-    granularity: str,
-    group_size_in: int,
-    saved_format: str,
-    group_size: int,
-) -> tuple[Cast, ...]:
-    saved = saved_cast_of(x, out[2:], group_size)
-    if granularity == "none":
+def _(out: Any, a: Any) -> tuple[Cast, ...]:
+    saved = saved_cast_of(a.x, out[2:], a.group_size)
+    if a.granularity == "none":
         return saved
-    return Cast(None, x, out[0], out[1], Granularity(granularity, group_size_in)), *saved
+    return Cast(None, a.x, out[0], out[1], Granularity(a.granularity, a.group_size_in)), *saved
 
 
 @operator("coat::dequantize")
@@ -106,21 +78,11 @@ def _dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int,
     return dequantize_reference(codes, scale, Granularity(granularity, group_size), dtype).contiguous()
 
 
-@_dequantize.register_fake
-def _(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=dtype)
-
-
 @operator("coat::transpose_codes")
 def transpose_codes(codes: Tensor) -> Tensor:
     """Return the FP8 codes [N, K] as a contiguous [K, N]: the layout dgrad multiplies by."""
     bits = codes.view(torch.uint8).t()
     return bits.clone(memory_format=torch.contiguous_format).view(codes.dtype)  # one row's transpose is a view already
-
-
-@transpose_codes.register_fake
-def _(codes: Tensor) -> Tensor:
-    return codes.new_empty((codes.shape[1], codes.shape[0]))
 
 
 def quantize(
@@ -165,9 +127,3 @@ def dequantize(
     """`coat_core.quantize.dequantize`, by the device's kernel."""
     values: Tensor = _dequantize(codes, scale, granularity.name, granularity.group_size, dtype)
     return values
-
-
-run_by_triton(_quantize, "quantize.quantize")
-run_by_triton(quantize_and_save, "quantize_and_save.quantize_and_save")
-run_by_triton(_dequantize, "quantize.dequantize")
-run_by_triton(transpose_codes, "quantize.transpose_codes")

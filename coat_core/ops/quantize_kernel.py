@@ -1,4 +1,4 @@
-"""Quantize per tensor, per row or per group, dequantize, and transpose codes.
+"""Quantize per tensor, per row or per group, also saving x for backward; dequantize; transpose codes.
 
 Shapes: x [M, K] (leading dimensions joined), n groups a row. Each kernel reads x from memory once or, per row, once and
 again from the cache; per tensor takes two launches: amax of each program's share, then the cast.
@@ -13,7 +13,15 @@ from torch import Tensor
 
 from coat_core.formats import E4M3, get_format
 from coat_core.granularity import Granularity
-from coat_core.ops.device import as_codes, as_values, finite_abs, saturated, scale_from_amax
+from coat_core.ops.device import (
+    as_codes,
+    as_values,
+    finite_abs,
+    saturated,
+    scale_from_amax,
+    store_group_codes,
+    store_row_codes,
+)
 from coat_core.ops.launch import (
     blocks,
     empty,
@@ -24,21 +32,21 @@ from coat_core.ops.launch import (
     power_of_two,
     waiting_allowed,
 )
+from coat_core.ops.rows import (
+    SHARE_BLOCK,
+    SHARES_MAX,
+    GroupCodes,
+    RowCodes,
+    cast_all_by_amax,
+    check_width,
+    load_scaled,
+    row_block,
+    tile_rows,
+    warps,
+)
 
-ROW_BLOCK = 2048
 GROUPS_ELEMENTS = 2048
-SHARE_BLOCK = 2048
-SHARES_MAX = 1024
 TILE = 64
-
-
-@triton.jit
-def _load(x_ptr, factor_ptr, offsets, columns, inside):
-    """Read x in fp32, times its column's factor where there are factors."""
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    if factor_ptr is not None:
-        x *= tl.load(factor_ptr + columns, mask=inside, other=0.0)
-    return x
 
 
 @triton.jit
@@ -51,14 +59,14 @@ def _quantize_rows_fwd_kernel(
     largest = tl.zeros([BLOCK], tl.float32)
     for start in range(0, K, BLOCK):
         columns = start + in_block
-        x = _load(x_ptr, factor_ptr, row * K + columns, columns, columns < K)
+        x = load_scaled(x_ptr, factor_ptr, row * K + columns, columns, columns < K)
         largest = tl.maximum(largest, finite_abs(x))
     scale = scale_from_amax(tl.max(largest, axis=0), FORMAT_MAX)
     tl.store(scale_ptr + row, scale)
     for start in range(0, K, BLOCK):
         columns = start + in_block
         offsets, inside = row * K + columns, columns < K
-        x = _load(x_ptr, factor_ptr, offsets, columns, inside)
+        x = load_scaled(x_ptr, factor_ptr, offsets, columns, inside)
         codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
         tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
 
@@ -82,7 +90,7 @@ def _quantize_groups_fwd_kernel(
     columns = place[:, None] * G + tl.arange(0, G)[None, :]
     inside = (group[:, None] < total) & (columns < K)
     offsets = row[:, None] * K + columns
-    x = _load(x_ptr, factor_ptr, offsets, columns, inside)
+    x = load_scaled(x_ptr, factor_ptr, offsets, columns, inside)
     scale = scale_from_amax(tl.max(finite_abs(x), axis=1), FORMAT_MAX)
     tl.store(scale_ptr + group, scale, mask=group < total)
     codes = saturated(tl.div_rn(x, scale[:, None]), FORMAT_MAX)
@@ -96,68 +104,12 @@ def _share_amax_fwd_kernel(x_ptr, factor_ptr, amax_ptr, K, total, rounds, BLOCK:
     largest = tl.zeros([BLOCK], tl.float32)
     for turn in range(rounds):
         offsets = (share * rounds + turn) * BLOCK + tl.arange(0, BLOCK)
-        x = _load(x_ptr, factor_ptr, offsets, offsets % K, offsets < total)
+        x = load_scaled(x_ptr, factor_ptr, offsets, offsets % K, offsets < total)
         largest = tl.maximum(largest, finite_abs(x))
     tl.store(amax_ptr + share, tl.max(largest, axis=0))
 
 
-@triton.jit
-def _cast_by_amax_fwd_kernel(
-    x_ptr,
-    factor_ptr,
-    amax_ptr,
-    codes_ptr,
-    scale_ptr,
-    K,
-    total,
-    parts,
-    FORMAT_MAX: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The cast with one scale for all, from the amax of parts (shares, or rows from a fused producer)."""
-    largest = tl.zeros([PARTS_BLOCK], tl.float32)
-    for start in range(0, parts, PARTS_BLOCK):
-        index = start + tl.arange(0, PARTS_BLOCK)
-        largest = tl.maximum(largest, tl.load(amax_ptr + index, mask=index < parts, other=0.0))
-    scale = scale_from_amax(tl.max(largest, axis=0), FORMAT_MAX)
-    block = tl.program_id(0).to(tl.int64)
-    tl.store(scale_ptr, scale, mask=block == 0)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < total
-    x = _load(x_ptr, factor_ptr, offsets, offsets % K, inside)
-    codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
-    tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
-
-
-@triton.jit
-def _cast_rows_by_amax_fwd_kernel(
-    x_ptr,
-    amax_ptr,
-    codes_ptr,
-    scale_ptr,
-    K,
-    parts,
-    FORMAT_MAX: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The cast of one row a program, from the amax of its parts."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, PARTS_BLOCK)
-    amax = tl.max(tl.load(amax_ptr + row * parts + place, mask=place < parts, other=0.0), axis=0)
-    scale = scale_from_amax(amax, FORMAT_MAX)
-    tl.store(scale_ptr + row, scale)
-    for start in range(0, K, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        offsets, inside = row * K + columns, columns < K
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
-        tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
-
-
 def quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Launcher of `coat::quantize`."""
     x, form = x.contiguous(), get_format(fmt)
     factors = None if factors is None else factors.contiguous()
     k = x.shape[-1]
@@ -165,7 +117,7 @@ def quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Te
     codes = empty_codes(tuple(x.shape), form, x.device)
     scale = empty(Granularity(granularity, group_size).scale_shape(tuple(x.shape)), torch.float32, x.device)
     if granularity == "per_row":
-        options = {"FORMAT_MAX": form.max, "BLOCK": _row_block(k)}
+        options = {"FORMAT_MAX": form.max, "BLOCK": row_block(k)}
         launch(_quantize_rows_fwd_kernel, (rows,), x, factors, codes, scale, k, **options)
     elif granularity == "per_group":
         per_row, n = blocks(k, group_size), GROUPS_ELEMENTS // group_size
@@ -173,42 +125,7 @@ def quantize(x: Tensor, fmt: str, granularity: str, group_size: int, factors: Te
         options = {"FORMAT_MAX": form.max, "G": group_size, "N": n}
         launch(_quantize_groups_fwd_kernel, grid, x, factors, codes, scale, k, per_row, rows * per_row, **options)
     else:
-        _cast_by_amax(x, factors, _share_amax(x, factors), codes, scale, form.max)
-    return finished(codes, form.dtype), scale
-
-
-def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize x per tensor where a fused producer has left the amax of its parts.
-
-    Args:
-        x: floating, any shape, contiguous.
-        amax: fp32, the finite amax of parts that cover x, of any number.
-        fmt: name of the format.
-
-    Returns:
-        codes FP8 like x, scale fp32 [].
-    """
-    form = get_format(fmt)
-    codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((), torch.float32, x.device)
-    _cast_by_amax(x, None, amax, codes, scale, form.max)
-    return finished(codes, form.dtype), scale
-
-
-def cast_rows_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize x per row where a fused producer has left the amax of each row's parts.
-
-    Args:
-        x: floating [..., K], contiguous.
-        amax: fp32 [rows, parts].
-        fmt: name of the format.
-
-    Returns:
-        codes FP8 like x, scale fp32 [..., 1].
-    """
-    form, k, (rows, parts) = get_format(fmt), x.shape[-1], amax.shape
-    codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((*x.shape[:-1], 1), torch.float32, x.device)
-    options = {"FORMAT_MAX": form.max, "PARTS_BLOCK": power_of_two(parts), "BLOCK": _row_block(k)}
-    launch(_cast_rows_by_amax_fwd_kernel, (rows,), x, amax, codes, scale, k, parts, **options)
+        cast_all_by_amax(x, factors, _share_amax(x, factors), codes, scale, form.max)
     return finished(codes, form.dtype), scale
 
 
@@ -218,18 +135,6 @@ def _share_amax(x: Tensor, factors: Tensor | None) -> Tensor:
     amax, k = empty((shares,), torch.float32, x.device), x.shape[-1]
     launch(_share_amax_fwd_kernel, (shares,), x, factors, amax, k, x.numel(), rounds, BLOCK=SHARE_BLOCK)
     return amax
-
-
-def _cast_by_amax(
-    x: Tensor, factors: Tensor | None, amax: Tensor, codes: Tensor, scale: Tensor, format_max: float
-) -> None:
-    grid, parts, k = (blocks(x.numel(), SHARE_BLOCK),), amax.numel(), x.shape[-1]
-    options = {"FORMAT_MAX": format_max, "PARTS_BLOCK": SHARES_MAX, "BLOCK": SHARE_BLOCK}
-    launch(_cast_by_amax_fwd_kernel, grid, x, factors, amax, codes, scale, k, x.numel(), parts, **options)
-
-
-def _row_block(k: int) -> int:
-    return min(power_of_two(k), ROW_BLOCK)
 
 
 @triton.jit
@@ -247,14 +152,13 @@ def _dequantize_fwd_kernel(codes_ptr, scale_ptr, out_ptr, K, scales_per_row, GRO
 
 
 def dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Launcher of `coat::dequantize`."""
     codes, scale, k = codes.contiguous(), scale.contiguous(), codes.shape[-1]
     out = empty_values(tuple(codes.shape), dtype, codes.device)
     if granularity == "per_group":
         per_row, group = blocks(k, group_size), group_size
     else:
         per_row, group = (1 if granularity == "per_row" else 0), 0
-    block = _row_block(k)
+    block = row_block(k)
     launch(
         _dequantize_fwd_kernel,
         (codes.numel() // k, blocks(k, block)),
@@ -280,12 +184,82 @@ def _transpose_codes_fwd_kernel(codes_ptr, out_ptr, N, K, TILE: tl.constexpr):
 
 
 def transpose_codes(codes: Tensor) -> Tensor:
-    """Launcher of `coat::transpose_codes`."""
     bits = codes.contiguous().view(torch.uint8)
     n, k = bits.shape
     out = empty((k, n), torch.uint8, codes.device)
     launch(_transpose_codes_fwd_kernel, (blocks(n, TILE), blocks(k, TILE)), bits, out, n, k, TILE=TILE)
     return out.view(codes.dtype)
+
+
+@triton.jit
+def _quantize_and_save_fwd_kernel(
+    x_ptr,
+    codes_ptr,
+    code_scale_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    stride_b,
+    stride_s,
+    total,
+    S,
+    K,
+    FORMAT_MAX: tl.constexpr,
+    CODE_GROUP: tl.constexpr,
+    SAVED_MAX: tl.constexpr,
+    SAVED_GROUP: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """R rows a program; CODE_GROUP is 0 where the codes have a scale for each row, or one for all."""
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    columns = tl.arange(0, BLOCK)[None, :]
+    are_rows = rows < total
+    inside = are_rows[:, None] & (columns < K)
+    starts = rows // S * stride_b + rows % S * stride_s
+    x = tl.load(x_ptr + starts[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
+    if CODE_GROUP > 0:
+        store_group_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, 0, K, K, FORMAT_MAX, CODE_GROUP, R, BLOCK)
+    else:
+        store_row_codes(x, codes_ptr, code_scale_ptr, rows, are_rows, rows[:, None] * K + columns, inside, FORMAT_MAX)
+    if saved_ptr is not None:
+        store_group_codes(x, saved_ptr, saved_scale_ptr, rows, are_rows, 0, K, K, SAVED_MAX, SAVED_GROUP, R, BLOCK)
+
+
+def quantize_and_save(
+    x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_width(x.shape[-1])
+    if x.stride(-1) != 1 or granularity == "per_tensor":  # whose second pass reads x as one piece
+        x = x.contiguous()
+    shape, k, by_image = tuple(x.shape), x.shape[-1], x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
+    grouped, fmt = granularity == "per_group", "e4m3" if granularity == "none" else fmt
+    codes = GroupCodes(shape, fmt, group_size_in, x.device) if grouped else RowCodes(shape, fmt, granularity, x.device)
+    saved = GroupCodes(shape, saved_format, group_size, x.device)
+    block = power_of_two(k)
+    tile, rows = tile_rows(block), x.numel() // k
+    launch(
+        _quantize_and_save_fwd_kernel,
+        (blocks(rows, tile),),
+        by_image,
+        codes.codes,
+        codes.scale,
+        saved.codes,
+        saved.scale,
+        by_image.stride(0),
+        by_image.stride(1),
+        rows,
+        by_image.shape[1],
+        k,
+        FORMAT_MAX=codes.format_max,
+        CODE_GROUP=min(group_size_in, block) if grouped else 0,
+        SAVED_MAX=saved.format_max,
+        SAVED_GROUP=min(group_size, block),
+        R=tile,
+        BLOCK=block,
+        num_warps=warps(tile * block),
+    )
+    found = codes.results() if isinstance(codes, GroupCodes) else codes.results(x)
+    return *found, *saved.results()
 
 
 def agrees_with_reference(device: torch.device) -> bool:

@@ -8,15 +8,19 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from coat_core.formats import E4M3, get_format
 from coat_core.granularity import per_group
 from coat_core.ops.codes import check_granularity
-from coat_core.ops.launch import blocks, empty, empty_codes, finished, nothing, power_of_two
-from coat_core.ops.quantize_kernel import cast_by_amax
+from coat_core.ops.device import as_codes, saturated, scale_from_amax
+from coat_core.ops.launch import blocks, empty, empty_codes, finished, launch, nothing, power_of_two
 
+ROW_BLOCK = 2048
+SHARE_BLOCK = 2048  # elements that a program casts with a scale of all
+SHARES_MAX = 1024
 WIDEST_ROW = 16384  # beyond 8192 the kernels that also hold sums over rows spill registers: slower, still right
 TILE_ELEMENTS = 2048
 ELEMENTS_A_THREAD = 16
@@ -27,6 +31,119 @@ TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 # that share the rows where each leaves column sums, which are written and read again: two for each multiprocessor of a
 # large GPU, as many as fit there at once with the registers of LayerNorm's backward
 PROGRAMS = 256
+
+
+@triton.jit
+def load_scaled(x_ptr, factor_ptr, offsets, columns, inside):
+    """Read x in fp32, times its column's factor where there are factors."""
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if factor_ptr is not None:
+        x *= tl.load(factor_ptr + columns, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def _cast_by_amax_fwd_kernel(
+    x_ptr,
+    factor_ptr,
+    amax_ptr,
+    codes_ptr,
+    scale_ptr,
+    K,
+    total,
+    parts,
+    FORMAT_MAX: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The cast with one scale for all, from the amax of parts (shares, or rows from a fused producer)."""
+    largest = tl.zeros([PARTS_BLOCK], tl.float32)
+    for start in range(0, parts, PARTS_BLOCK):
+        index = start + tl.arange(0, PARTS_BLOCK)
+        largest = tl.maximum(largest, tl.load(amax_ptr + index, mask=index < parts, other=0.0))
+    scale = scale_from_amax(tl.max(largest, axis=0), FORMAT_MAX)
+    block = tl.program_id(0).to(tl.int64)
+    tl.store(scale_ptr, scale, mask=block == 0)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < total
+    x = load_scaled(x_ptr, factor_ptr, offsets, offsets % K, inside)
+    codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
+    tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
+
+
+@triton.jit
+def _cast_rows_by_amax_fwd_kernel(
+    x_ptr,
+    amax_ptr,
+    codes_ptr,
+    scale_ptr,
+    K,
+    parts,
+    FORMAT_MAX: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The cast of one row a program, from the amax of its parts."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PARTS_BLOCK)
+    amax = tl.max(tl.load(amax_ptr + row * parts + place, mask=place < parts, other=0.0), axis=0)
+    scale = scale_from_amax(amax, FORMAT_MAX)
+    tl.store(scale_ptr + row, scale)
+    for start in range(0, K, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        offsets, inside = row * K + columns, columns < K
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        codes = saturated(tl.div_rn(x, scale), FORMAT_MAX)
+        tl.store(codes_ptr + offsets, as_codes(codes, codes_ptr), mask=inside)
+
+
+def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Quantize x per tensor where a fused producer has left the amax of its parts.
+
+    Args:
+        x: floating, any shape, contiguous.
+        amax: fp32, the finite amax of parts that cover x, of any number.
+        fmt: name of the format.
+
+    Returns:
+        codes FP8 like x, scale fp32 [].
+    """
+    form = get_format(fmt)
+    codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((), torch.float32, x.device)
+    cast_all_by_amax(x, None, amax, codes, scale, form.max)
+    return finished(codes, form.dtype), scale
+
+
+def cast_rows_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Quantize x per row where a fused producer has left the amax of each row's parts.
+
+    Args:
+        x: floating [..., K], contiguous.
+        amax: fp32 [rows, parts].
+        fmt: name of the format.
+
+    Returns:
+        codes FP8 like x, scale fp32 [..., 1].
+    """
+    form, k, (rows, parts) = get_format(fmt), x.shape[-1], amax.shape
+    codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((*x.shape[:-1], 1), torch.float32, x.device)
+    options = {"FORMAT_MAX": form.max, "PARTS_BLOCK": power_of_two(parts), "BLOCK": row_block(k)}
+    launch(_cast_rows_by_amax_fwd_kernel, (rows,), x, amax, codes, scale, k, parts, **options)
+    return finished(codes, form.dtype), scale
+
+
+def cast_all_by_amax(
+    x: Tensor, factors: Tensor | None, amax: Tensor, codes: Tensor, scale: Tensor, format_max: float
+) -> None:
+    """Write the codes of x, times its columns' factors, and their one scale."""
+    grid, parts, k = (blocks(x.numel(), SHARE_BLOCK),), amax.numel(), x.shape[-1]
+    options = {"FORMAT_MAX": format_max, "PARTS_BLOCK": SHARES_MAX, "BLOCK": SHARE_BLOCK}
+    launch(_cast_by_amax_fwd_kernel, grid, x, factors, amax, codes, scale, k, x.numel(), parts, **options)
+
+
+def row_block(k: int) -> int:
+    """Return how many elements of a row of k a program takes at once."""
+    return min(power_of_two(k), ROW_BLOCK)
 
 
 class RowCodes:

@@ -1,7 +1,7 @@
-"""The FP8 GEMM: y = (a · a_scale)(b · b_scale)ᵀ + bias, as the operator `coat::fp8_mm`.
+"""The GEMMs: y = (a · a_scale)(b · b_scale)ᵀ + bias, as the operators `coat::fp8_mm` and `coat::int8_mm`.
 
-On CUDA it is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that operator's e4m3 × e4m3 path is a naive loop, about
-1000 times slower than a GEMM, so the reference multiplies the codes in fp32: codes are exact there, the sum is
+On CUDA the first is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that operator's e4m3 × e4m3 path is a naive loop,
+about 1000 times slower than a GEMM, so the reference multiplies the codes in fp32: codes are exact there, the sum is
 accumulated in fp32 and rounded once, as the GPU does.
 
 Shapes: a [M, K], b [N, K] (any strides: on CUDA a transposed view is copied by `coat::transpose_codes`), a_scale [] or
@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from coat_core.autograd import without_autocast
 from coat_core.casts import GRADIENT, INPUT, Product, declares
 from coat_core.ops.operators import operator
 from coat_core.ops.quantize import transpose_codes
 
 ALIGNMENT = 16  # of K and N; a rule of the hardware's FP8 tensor cores
+FEWEST_INT8_ROWS = 17  # that torch's INT8 product takes on CUDA
 
 
 def check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> None:
@@ -49,7 +52,7 @@ def row_scale(scale: Tensor, rows: int) -> Tensor:
 
 
 # a new signature takes a new name: torch.compile's cache on disk calls an operator as it was
-@operator("coat::fp8_mm")
+@operator("coat::fp8_mm", triton=False)
 def scaled_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -80,14 +83,15 @@ def scaled_mm(
     Numerics: fp32 accumulation, one rounding to `out_dtype`; agrees with `torch._scaled_mm` to that rounding.
     """
     check_shapes(a, a_scale, b, b_scale, bias)
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a.device):
         product = (a.to(torch.float32) @ b.to(torch.float32).t()) * a_scale * b_scale.reshape(-1)
         if bias is not None:
             product = product + bias.to(torch.float32)
         return product.to(out_dtype)
 
 
-def product_like(
+@operator("coat::int8_mm")
+def int8_mm(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -96,27 +100,24 @@ def product_like(
     out_dtype: torch.dtype,
     forward: bool = False,
 ) -> Tensor:
-    """Return an empty result of `scaled_mm` or `int8_mm`, as torch.compile asks for one; errors as theirs."""
+    """Return (a · a_scale)(b · b_scale)ᵀ + bias of INT8 codes; arguments, result and errors as `scaled_mm`.
+
+    Numerics: sums are exact in int32 up to K = 133,144; then fp32, each product and the bias rounded, then `out_dtype`.
+    """
     check_shapes(a, a_scale, b, b_scale, bias)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    padded = a
+    if a.is_cuda and len(a) < FEWEST_INT8_ROWS:
+        padded = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_INT8_ROWS - len(a)))
+    product = torch._int_mm(padded, b.t())[: len(a)].to(torch.float32) * a_scale * b_scale.reshape(-1)
+    if bias is not None:
+        product = product + bias.to(torch.float32)
+    return product.to(out_dtype, copy=True)
 
 
-def declared_product(
-    out: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    forward: bool = False,
-) -> Product:
-    """Declare which codes a call of either read."""
-    return Product(b, a, INPUT if forward else GRADIENT)
-
-
-scaled_mm.register_fake(product_like)
-declares(scaled_mm)(declared_product)
+@declares(scaled_mm)
+@declares(int8_mm)
+def _(out: Any, a: Any) -> Product:
+    return Product(a.b, a.a, INPUT if a.forward else GRADIENT)
 
 
 def rows_in_one_piece(b: Tensor) -> Tensor:
@@ -185,11 +186,22 @@ def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torc
         scale = torch.ones(ALIGNMENT, 1, device=device) if row_wise else torch.ones((), device=device)
         scaled_mm(a, scale, b, scale, None, torch.bfloat16)
 
-    return why_refused(device, multiply_once)
+    return _why_refused(device, multiply_once)
 
 
-def why_refused(device: torch.device, multiply_once: Callable[[], object]) -> str | None:
-    """Return why a product cannot run on this device, by trying it, or None where it can; a CPU can.
+@functools.cache
+def int8_unsupported_reason(device: torch.device) -> str | None:
+    """Return why this device cannot multiply INT8, or None where it can; the answer comes from multiplying once."""
+
+    def multiply_once() -> None:
+        a, scale = torch.zeros(ALIGNMENT, ALIGNMENT, dtype=torch.int8, device=device), torch.ones((), device=device)
+        int8_mm(a, scale.expand(ALIGNMENT, 1).contiguous(), a, scale, None, torch.bfloat16)
+
+    return _why_refused(device, multiply_once)
+
+
+def _why_refused(device: torch.device, multiply_once: Callable[[], object]) -> str | None:
+    """Return why a product cannot run on this device, or None where it can; a CPU can.
 
     Raises:
         torch.OutOfMemoryError: it says nothing about the product, and answers are kept.

@@ -52,7 +52,6 @@ def _weight_only_linear_fwd_kernel(
 
 
 def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Launcher of `coat::weight_only_linear`."""
     (n, k), lead = codes.shape, x.shape[:-1]
     rows = x if x.ndim == 2 else x.reshape(-1, k)
     rows = (rows if rows.dtype == dtype else rows.to(dtype)).contiguous()

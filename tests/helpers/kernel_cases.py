@@ -28,8 +28,8 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _quantize_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.quantize_and_save_kernel import quantize_and_save
-    from coat_core.ops.quantize_kernel import cast_by_amax, dequantize, quantize, transpose_codes
+    from coat_core.ops.quantize_kernel import dequantize, quantize, quantize_and_save, transpose_codes
+    from coat_core.ops.rows import cast_by_amax
 
     cases: dict[str, Callable[[], Any]] = {}
     x, wide, row_scale = _empty(TOKENS, HIDDEN), _empty(TOKENS, MLP), _empty(TOKENS, 1, dtype=torch.float32)
@@ -83,8 +83,9 @@ def _weight_only_cases() -> dict[str, Callable[[], Any]]:
 
 
 def _int8_cases() -> dict[str, Callable[[], Any]]:
-    from coat_core.ops.int8_kernel import int8_mm, quantize_int8, rotate
+    from coat_core.ops.int8_kernel import quantize_int8, rotate
     from coat_core.ops.quantize_kernel import dequantize
+    from coat_core.ops.scaled_mm_kernel import int8_mm
     from coat_core.ops.weight_only_kernel import weight_only_linear
 
     fp32, bf16, wide = torch.float32, torch.bfloat16, 3 * HIDDEN + MLP
@@ -183,8 +184,8 @@ def _norm_cases() -> dict[str, Callable[[], Any]]:
 def _qkv_cases() -> dict[str, Callable[[], Any]]:
     from coat_core.ops import gelu_kernel as gelu
     from coat_core.ops import qkv_kernel as qkv
-    from coat_core.ops.mlp_activation_backward_kernel import mlp_activation_backward
-    from coat_core.ops.mlp_activation_down_kernel import mlp_activation_down
+    from coat_core.ops.gelu_kernel import mlp_activation_backward
+    from coat_core.ops.mlp_down_kernel import mlp_activation_down
 
     fp8, bf16 = FORMATS["e4m3"].dtype, torch.bfloat16
     wide = _empty(1, TOKENS, 3 * HIDDEN + MLP)
@@ -273,8 +274,8 @@ def _qkv_cases() -> dict[str, Callable[[], Any]]:
 
 def _swiglu_cases() -> dict[str, Callable[[], Any]]:
     """Kernels that read both halves of FLUX.2-klein-4B's MLP: of FLUX.1's cases, those that need most registers."""
-    from coat_core.ops.mlp_activation_backward_kernel import mlp_activation_backward
-    from coat_core.ops.mlp_activation_down_kernel import mlp_activation_down
+    from coat_core.ops.gelu_kernel import mlp_activation_backward
+    from coat_core.ops.mlp_down_kernel import mlp_activation_down
     from coat_core.ops.mlp_gradient_kernel import mlp_down_gradient
 
     f, rank, fp32, bf16, fp8 = 3 * HIDDEN, 128, torch.float32, torch.bfloat16, FORMATS["e4m3"].dtype

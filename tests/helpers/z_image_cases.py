@@ -24,7 +24,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def z_image_cases() -> dict[str, Callable[[], Any]]:
     """Name → call of a launcher."""
     from coat_core.ops.gate_kernel import gated_sum, gated_sum_backward
-    from coat_core.ops.mlp_activation_down_kernel import mlp_activation_down
+    from coat_core.ops.mlp_down_kernel import mlp_activation_down
     from coat_core.ops.norm_kernel import norm_modulate, norm_modulate_backward, norm_modulate_quantize
     from coat_core.ops.qkv_kernel import qkv_rope, qkv_rope_backward
 

@@ -6,7 +6,6 @@ Each result must be laid out as the operator's fake says, and share no memory wi
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
@@ -44,10 +43,8 @@ class Kernels:
 
     def __enter__(self) -> Kernels:
         library = self._undo.enter_context(torch.library._scoped_library("coat", "IMPL"))
-        for name, (_, launcher) in dispatch.launchers.items():
-            module, function = launcher.split(".")
-            launch = getattr(importlib.import_module(f"coat_core.ops.{module}_kernel"), function)
-            library.impl(name, self._counted(name, launch), "CPU")
+        for name in dispatch.launchers:
+            library.impl(name, self._counted(name, dispatch.launcher_of(name)), "CPU")
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -58,7 +55,7 @@ class Kernels:
             self.calls[name.removeprefix("coat::")] += 1
             results = launch(*args)
             if results is not None:
-                check_layout(dispatch.launchers[name][0], args, results)
+                check_layout(dispatch.launchers[name], args, results)
             return results
 
         return run

@@ -22,10 +22,9 @@ for family in ops.FAMILIES:
 @pytest.mark.triton
 @pytest.mark.parametrize("name", sorted(dispatch.launchers))
 def test_the_launcher_takes_what_the_operator_takes(name: str) -> None:
-    op, launcher = dispatch.launchers[name]
-    module, function = launcher.split(".")
-    launch = getattr(importlib.import_module(f"coat_core.ops.{module}_kernel"), function)
-    assert list(inspect.signature(launch).parameters) == list(inspect.signature(op._init_fn).parameters)
+    reference = dispatch.launchers[name]._init_fn
+    launch = dispatch.launcher_of(name)
+    assert list(inspect.signature(launch).parameters) == list(inspect.signature(reference).parameters)
 
 
 def test_every_operator_of_ours_is_launched_by_triton_or_by_torch() -> None:
@@ -60,9 +59,11 @@ def test_a_triton_that_cannot_compile_is_an_obstacle(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(dispatch, "_launcher", lambda module, name: fails)
+    from coat_core.ops import quantize_kernel
+
+    monkeypatch.setattr(quantize_kernel, "agrees_with_reference", fails)
     assert dispatch._find_obstacle(CUDA) == "FileNotFoundError: no C compiler"
-    monkeypatch.setattr(dispatch, "_launcher", lambda module, name: lambda device: False)
+    monkeypatch.setattr(quantize_kernel, "agrees_with_reference", lambda device: False)
     assert dispatch._find_obstacle(CUDA) == "a trial gave wrong codes"
 
 

@@ -10,7 +10,7 @@ from coat_core.int8 import INT8_MAX
 from coat_core.int8 import quantize_int8 as quantize_reference
 from coat_core.int8 import rotate as rotate_reference
 from coat_core.ops import int8 as ops
-from coat_core.ops.int8_mm import int8_mm
+from coat_core.ops.scaled_mm import int8_mm
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import check_operator, reference
 from tests.helpers.rows import extreme_values

@@ -5,7 +5,6 @@ opcheck asks this of the body that runs on a CPU; here the launchers are asked, 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,8 +154,7 @@ def weight_only_cases() -> Iterator[Case]:
 )
 def test_launchers_return_what_the_fakes_promise(cases: Any, device: torch.device) -> None:
     for op, args in cases():
-        module, function = dispatch.launchers[op._qualname][1].split(".")
-        launch = getattr(importlib.import_module(f"coat_core.ops.{module}_kernel"), function)
+        launch = dispatch.launcher_of(op._qualname)
         given = moved(args, device)
         results = launch(*given)
         check_layout(op, given, results)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from coat_core.casts import declarations
-from coat_core.ops.gelu import mlp_activation, mlp_activation_down
+from coat_core.ops.gelu import mlp_activation
+from coat_core.ops.mlp_down import mlp_activation_down
 from coat_core.quantize import quantize
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.operators import bits, check_operator, moved
@@ -93,7 +94,7 @@ def assert_product(h_next: Tensor, values: Tensor, down: Tensor) -> None:
 def assert_kernel(given: tuple[Any, ...], *how: Any, device: torch.device) -> None:
     """Assert the launcher's codes those that `mlp_activation`'s launcher makes, and its product that of the values."""
     from coat_core.ops.gelu_kernel import mlp_activation as values_kernel
-    from coat_core.ops.mlp_activation_down_kernel import mlp_activation_down as kernel
+    from coat_core.ops.mlp_down_kernel import mlp_activation_down as kernel
 
     given = moved(given, device)
     h_next, *found = kernel(*given, *how)
@@ -146,7 +147,7 @@ def test_kernel_in_half_precision(dtype: torch.dtype, rank: int, next_rank: int,
 
 @pytest.mark.triton
 def test_two_launches_agree(device: torch.device) -> None:
-    from coat_core.ops.mlp_activation_down_kernel import mlp_activation_down as kernel
+    from coat_core.ops.mlp_down_kernel import mlp_activation_down as kernel
 
     given = moved(arguments(7, 48, 1100, 4, 16), device)
     first, second = (kernel(*given, "e4m3", "per_row", "e4m3", 16, FP32) for _ in range(2))

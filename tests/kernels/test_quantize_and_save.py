@@ -53,7 +53,7 @@ def test_the_operator_keeps_torch_library_rules() -> None:
 @pytest.mark.parametrize("kind", [*KINDS, "of an image", "heads"])
 @pytest.mark.parametrize("how", [*HOW, ("e4m3", "per_group", 128, "e4m3", 16)], ids=str)
 def test_quantize_and_save_kernel(kind: str, how: tuple[str, str, int, str, int], device: torch.device) -> None:
-    from coat_core.ops.quantize_and_save_kernel import quantize_and_save as kernel
+    from coat_core.ops.quantize_kernel import quantize_and_save as kernel
 
     for shape in ((2, 7, 48), (1, 7, 40), (3, 5, 130), (1, 3, 2100), (5, 1)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -67,7 +67,7 @@ def test_quantize_and_save_kernel(kind: str, how: tuple[str, str, int, str, int]
 
 @pytest.mark.triton
 def test_rows_too_wide_for_a_program_are_refused(device: torch.device) -> None:
-    from coat_core.ops.quantize_and_save_kernel import quantize_and_save as kernel
+    from coat_core.ops.quantize_kernel import quantize_and_save as kernel
 
     with pytest.raises(ValueError, match="rows of 16385: the Triton kernel holds at most 16384"):
         kernel(torch.zeros(1, 16385, device=device), "e4m3", "per_row", 128, "none", 128)

@@ -11,7 +11,8 @@ from torch import Tensor
 from coat_core.casts import declarations
 from coat_core.granularity import PER_TENSOR, per_group
 from coat_core.ops.dispatch import launcher_of
-from coat_core.ops.gelu import mlp_activation, mlp_activation_backward, mlp_activation_down
+from coat_core.ops.gelu import mlp_activation, mlp_activation_backward
+from coat_core.ops.mlp_down import mlp_activation_down
 from coat_core.ops.mlp_gradient import mlp_down_gradient
 from coat_core.ops.qkv import qkv_mlp_backward, qkv_rope_backward
 from coat_core.quantize import dequantize, quantize

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_core.ops import scaled_mm
-from coat_core.ops.dispatch import launcher_of
+from coat_core.ops.dispatch import launcher_of, launchers
 from coat_core.ops.launch import recorded_launches
 
 from ..blocks.held import tensors_in
@@ -103,8 +103,11 @@ class Recorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         self.host[self.region] += 1
-        run = scaled_mm.scaled_mm_on_cuda if name == "coat::fp8_mm" else launcher_of(name)
-        if run is None:
+        if name == "coat::fp8_mm":
+            run = scaled_mm.scaled_mm_on_cuda
+        elif name in launchers:
+            run = launcher_of(name)
+        else:
             return self._of_torch(func, args, kwargs)
         outer = self._operator, self._args
         if not self._operator:

@@ -28,7 +28,7 @@ from coat_core.linear.function import fp8_gemm_obstacle, input_granularity
 from coat_core.linear.module import FP8Linear, FP8TrainableLinear
 from coat_core.linear.trained import forget_codes
 from coat_core.linear.weight import drop_transposed, keep_transposed, load_weight, wants_transposed
-from coat_core.ops.int8_mm import unsupported_reason as int8_obstacle
+from coat_core.ops.scaled_mm import int8_unsupported_reason as int8_obstacle
 
 from .lookup import matches
 

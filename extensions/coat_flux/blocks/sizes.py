@@ -203,7 +203,7 @@ class _WithoutKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         operator = launchers.get(func._schema.name)
-        return func(*args, **(kwargs or {})) if operator is None else operator[0]._init_fn(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if operator is None else operator._init_fn(*args, **(kwargs or {}))
 
 
 def trained_in(module: nn.Module) -> list[nn.Parameter]:

@@ -143,7 +143,7 @@ class CastProbe(TorchDispatchMode):
         if declare is None:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            update = declare(*args, **kwargs)
+            update = declare(None, *args, **kwargs)
             sample = _MomentSample(update)
             out = func(*args, **kwargs)
             self._add_moments(update, sample.measure())

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from coat_core.ops import attention as attention_kernels
-from coat_core.ops import dispatch, int8_mm, scaled_mm
+from coat_core.ops import dispatch, scaled_mm
 from coat_core.optim import offload
 from coat_flux.blocks import streaming
 from coat_flux.saves.interrupts import Interrupts
@@ -62,7 +62,12 @@ COMPARED = {
     "coat_flux/trainers/standalone/step_graph.py:_restore": 0.0,
     "coat_flux/trainers/standalone/step_graph.py:_difference": 1.0,
 }
-CACHES = (dispatch.triton_obstacle, dispatch._launcher, scaled_mm.unsupported_reason, int8_mm.unsupported_reason)
+CACHES = (
+    dispatch.triton_obstacle,
+    dispatch.launcher_of,
+    scaled_mm.unsupported_reason,
+    scaled_mm.int8_unsupported_reason,
+)
 
 
 class DryGPU:

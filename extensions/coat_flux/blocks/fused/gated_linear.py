@@ -15,7 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from coat_core.ops.gate import gated_sum, gated_sum_backward
-from coat_core.ops.gelu import mlp_activation, mlp_activation_down
+from coat_core.ops.gelu import mlp_activation
+from coat_core.ops.mlp_down import mlp_activation_down
 from coat_core.quantize import Quantized
 
 from .attention import Projected
