@@ -269,24 +269,17 @@ def gated_sum_backward(
     programs, rounds = shared_rows(images, s, tile)
     dy, codes = empty_values(shape, dtype, grad.device), RowCodes(shape, fmt, granularity, grad.device)
     dgate = None if result is None else empty((images, programs, d), torch.float32, grad.device)
+    inputs = (grad, gate, None if weight is None else weight.contiguous(), result, result_scale)
+    sizes = (gate_stride, per_row, s, d, eps, rounds)
     launch(
         _gated_sum_bwd_kernel,
         (images, programs),
-        grad,
-        gate,
-        None if weight is None else weight.contiguous(),
-        result,
-        result_scale,
+        *inputs,
         dy,
         codes.codes,
         codes.scale,
         dgate,
-        gate_stride,
-        per_row,
-        s,
-        d,
-        eps,
-        rounds,
+        *sizes,
         GROUP=group,
         DTYPE=TL_DTYPES[dtype],
         FORMAT_MAX=codes.format_max,

@@ -287,26 +287,17 @@ def mlp_activation(
     up = None if up is None else dot_operand(up).contiguous()
     attention_scale, attention_scales, attention_group = saved_groups(attention_scale, group_size, max(d, 1))
     mlp_scale, mlp_scales, mlp_group = saved_groups(mlp_scale, group_size, n)
+    inputs = (attention, attention_scale, mlp, mlp_scale, h, up)
+    saved = (saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale)
+    strides = (attention_stride, mlp_stride, h_stride, attention_scales, mlp_scales)
     launch(
         _mlp_activation_fwd_kernel,
         (blocks(rows, LOW_RANK_ROWS), parts),
-        attention,
-        attention_scale,
-        mlp,
-        mlp_scale,
-        h,
-        up,
+        *inputs,
         values,
         amax,
-        saved_attention.codes,
-        saved_attention.scale,
-        saved_mlp.codes,
-        saved_mlp.scale,
-        attention_stride,
-        mlp_stride,
-        h_stride,
-        attention_scales,
-        mlp_scales,
+        *saved,
+        *strides,
         rows,
         d,
         f,
@@ -426,21 +417,12 @@ def launch_mlp_backward(
     down, down_stride = (None, 0) if down is None else with_row_stride(dot_operand(down))
     mlp_scale, scales_per_row, group = saved_groups(mlp_scale, group_size, n)
     rows, block = mlp.numel() // n, min(power_of_two(f), LOW_RANK_BLOCK)
+    strides = (grad_stride, dh_stride, down_stride, mlp_stride, dmlp.stride(-2), scales_per_row)
     launch(
         _mlp_activation_bwd_kernel,
         (blocks(rows, LOW_RANK_ROWS), blocks(f, block)),
-        grad,
-        dh,
-        down,
-        mlp,
-        mlp_scale,
-        dmlp,
-        grad_stride,
-        dh_stride,
-        down_stride,
-        mlp_stride,
-        dmlp.stride(-2),
-        scales_per_row,
+        *(grad, dh, down, mlp, mlp_scale, dmlp),
+        *strides,
         rows,
         f,
         DTYPE=TL_DTYPES[dtype],

@@ -506,8 +506,8 @@ def mlp_activation_down(
     block = max(LOW_RANK_BLOCK, group_size)
     if n > f and (block > LOW_RANK_BLOCK or splits_groups(n, f, group_size)):
         # two tiles of wide groups would spill registers here
-        how = (fmt, granularity, saved_format, group_size, dtype, activation)
-        by_values = mlp_activation(attention, None, mlp, None, h, up, *how)
+        storage = (fmt, granularity, saved_format, group_size, dtype, activation)
+        by_values = mlp_activation(attention, None, mlp, None, h, up, *storage)
         with without_autocast(device):
             return torch.nn.functional.linear(by_values[0], down), *by_values[1:]
     tile_rows = TILE // block
@@ -526,6 +526,7 @@ def mlp_activation_down(
     up = None if up is None else dot_operand(up).contiguous()
     down, down_stride = with_row_stride(dot_operand(down))
     inputs, strides = (attention, mlp, h, up), (attention_stride, mlp_stride, h_stride)
+    saved = (saved_attention.codes, saved_attention.scale, saved_mlp.codes, saved_mlp.scale)
     rank = rank_options(up)
     options = {
         "DTYPE": TL_DTYPES[dtype],
@@ -547,15 +548,10 @@ def mlp_activation_down(
         down,
         amax,
         sums,
-        saved_attention.codes,
-        saved_attention.scale,
-        saved_mlp.codes,
-        saved_mlp.scale,
+        *saved,
         *strides,
         down_stride,
-        rows,
-        d,
-        f,
+        *(rows, d, f),
         SAVED_MAX=saved_mlp.format_max,
         G=group_size,
         LENGTH=length,
@@ -567,14 +563,9 @@ def mlp_activation_down(
         *inputs,
         amax if by_row else amax.amax(),
         sums,
-        codes,
-        scale,
-        h_next,
+        *(codes, scale, h_next),
         *strides,
-        rows,
-        d,
-        f,
-        parts,
+        *(rows, d, f, parts),
         FORMAT_MAX=form.max,
         BY_ROW=by_row,
         PARTS_BLOCK=power_of_two(parts),

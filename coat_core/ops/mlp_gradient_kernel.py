@@ -277,20 +277,13 @@ def mlp_down_gradient(
     mlp_scale, mlp_scales, mlp_group = saved_groups(mlp_scale, group_size, n)
     parts_dtype = dtype_down if shares == 1 else torch.float32
     parts = empty_values((shares, rank, d + f), parts_dtype, dh.device)
+    tensors = (dh, attention, attention_scale, mlp, mlp_scale, parts)
+    strides = (dh_stride, attention_stride, mlp_stride, attention_scales, mlp_scales)
     launch(
         _mlp_down_gradient_kernel,
         (stretches, shares, chunks),
-        dh,
-        attention,
-        attention_scale,
-        mlp,
-        mlp_scale,
-        parts,
-        dh_stride,
-        attention_stride,
-        mlp_stride,
-        attention_scales,
-        mlp_scales,
+        *tensors,
+        *strides,
         rows,
         rounds,
         d,

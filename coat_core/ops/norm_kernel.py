@@ -195,26 +195,16 @@ def _forward(
     n_dtype = torch.promote_types(normed, scale.dtype)
     n, codes = empty_values(shape, n_dtype, x.device), RowCodes(shape, *code_spec, x.device)
     saved = GroupCodes(shape, *saved_spec, x.device)
+    weight = None if weight is None else weight.contiguous()
+    inputs = (x, x_scale, scale, shift, weight)
+    outputs = (n, codes.codes, codes.scale, saved.codes, saved.scale)
+    sizes = (per_row, scale_stride, shift_stride, rows, s, d, eps)
     launch(
         _norm_modulate_fwd_kernel,
         (blocks(rows, tile),),
-        x,
-        x_scale,
-        scale,
-        shift,
-        None if weight is None else weight.contiguous(),
-        n,
-        codes.codes,
-        codes.scale,
-        saved.codes,
-        saved.scale,
-        per_row,
-        scale_stride,
-        shift_stride,
-        rows,
-        s,
-        d,
-        eps,
+        *inputs,
+        *outputs,
+        *sizes,
         GROUP=group,
         DTYPE=TL_DTYPES[dtype],
         NORMED=TL_DTYPES[normed],
@@ -249,27 +239,10 @@ def norm_modulate_backward(
     programs, rounds = shared_rows(images, s, tile)
     dx = empty_values(tuple(x.shape), dtype, x.device)
     dmodulation = empty((images, programs, 2, d), torch.float32, x.device)
-    launch(
-        _norm_modulate_bwd_kernel,
-        (images, programs),
-        grad,
-        x,
-        x_scale,
-        scale,
-        None if weight is None else weight.contiguous(),
-        None if residual is None else residual.contiguous(),
-        dx,
-        dmodulation,
-        per_row,
-        scale_stride,
-        s,
-        d,
-        eps,
-        rounds,
-        GROUP=group,
-        DTYPE=TL_DTYPES[dtype],
-        R=tile,
-        BLOCK=block,
-        num_warps=warps(tile * block),
-    )
+    weight = None if weight is None else weight.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    tensors = (grad, x, x_scale, scale, weight, residual, dx, dmodulation)
+    sizes = (per_row, scale_stride, s, d, eps, rounds)
+    options = {"GROUP": group, "DTYPE": TL_DTYPES[dtype], "R": tile, "BLOCK": block, "num_warps": warps(tile * block)}
+    launch(_norm_modulate_bwd_kernel, (images, programs), *tensors, *sizes, **options)
     return finished(dx, dtype), dmodulation.sum(1)

@@ -241,29 +241,17 @@ def qkv_rope(
         up = dot_operand(ups[i]).contiguous() if ups else None
         scale, scales_per_row, group = saved_groups(y_scales[i] if y_scales else None, group_size, width)
         grid, options = _geometry(shape, heads, d)
+        inputs = (y, scale, h, up, weights[2 * i].contiguous(), weights[2 * i + 1].contiguous(), *angles)
+        sizes = (y_stride, h_stride, scales_per_row, first, shape[1], tokens, heads, d, eps)
         launch(
             _qkv_rope_fwd_kernel,
             grid,
-            y,
-            scale,
-            h,
-            up,
-            weights[2 * i].contiguous(),
-            weights[2 * i + 1].contiguous(),
-            *angles,
+            *inputs,
             *qkv,
             complete,
             codes.codes,
             codes.scale,
-            y_stride,
-            h_stride,
-            scales_per_row,
-            first,
-            shape[1],
-            tokens,
-            heads,
-            d,
-            eps,
+            *sizes,
             DTYPE=TL_DTYPES[dtype],
             OWN_ANGLES=cos.ndim == 3,
             GROUP=group,
@@ -345,9 +333,7 @@ def _launch_backward(
     y, y_stride = with_row_stride(y)
     scale, scales_per_row, group = saved_groups(y_scale, group_size, shape[-1])
     grid, options = _geometry(shape, heads, d)
-    launch(
-        _qkv_rope_bwd_kernel,
-        grid,
+    inputs = (
         dq,
         dk,
         dv,
@@ -357,19 +343,15 @@ def _launch_backward(
         weights[1].contiguous(),
         cos.contiguous(),
         sin.contiguous(),
+    )
+    strides = (*dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], y_stride, dy.stride(1), scales_per_row)
+    launch(
+        _qkv_rope_bwd_kernel,
+        grid,
+        *inputs,
         dy,
-        *dq.stride()[:3],
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        y_stride,
-        dy.stride(1),
-        scales_per_row,
-        first,
-        shape[1],
-        cos.shape[-2],
-        heads,
-        d,
-        eps,
+        *strides,
+        *(first, shape[1], cos.shape[-2], heads, d, eps),
         DTYPE=TL_DTYPES[dtype],
         GROUP=group,
         OWN_ANGLES=cos.ndim == 3,

@@ -159,17 +159,8 @@ def dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, 
     else:
         per_row, group = (1 if granularity == "per_row" else 0), 0
     block = row_block(k)
-    launch(
-        _dequantize_fwd_kernel,
-        (codes.numel() // k, blocks(k, block)),
-        codes,
-        scale,
-        out,
-        k,
-        per_row,
-        GROUP=group,
-        BLOCK=block,
-    )
+    grid = (codes.numel() // k, blocks(k, block))
+    launch(_dequantize_fwd_kernel, grid, codes, scale, out, k, per_row, GROUP=group, BLOCK=block)
     return finished(out, dtype)
 
 
@@ -237,19 +228,13 @@ def quantize_and_save(
     saved = GroupCodes(shape, saved_format, group_size, x.device)
     block = power_of_two(k)
     tile, rows = tile_rows(block), x.numel() // k
+    tensors = (by_image, codes.codes, codes.scale, saved.codes, saved.scale)
+    sizes = (by_image.stride(0), by_image.stride(1), rows, by_image.shape[1], k)
     launch(
         _quantize_and_save_fwd_kernel,
         (blocks(rows, tile),),
-        by_image,
-        codes.codes,
-        codes.scale,
-        saved.codes,
-        saved.scale,
-        by_image.stride(0),
-        by_image.stride(1),
-        rows,
-        by_image.shape[1],
-        k,
+        *tensors,
+        *sizes,
         FORMAT_MAX=codes.format_max,
         CODE_GROUP=min(group_size_in, block) if grouped else 0,
         SAVED_MAX=saved.format_max,
