@@ -333,17 +333,8 @@ def _launch_backward(
     y, y_stride = with_row_stride(y)
     scale, scales_per_row, group = saved_groups(y_scale, group_size, shape[-1])
     grid, options = _geometry(shape, heads, d)
-    inputs = (
-        dq,
-        dk,
-        dv,
-        y,
-        scale,
-        weights[0].contiguous(),
-        weights[1].contiguous(),
-        cos.contiguous(),
-        sin.contiguous(),
-    )
+    weights, angles = [weight.contiguous() for weight in weights], (cos.contiguous(), sin.contiguous())
+    inputs = (dq, dk, dv, y, scale, *weights, *angles)
     strides = (*dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], y_stride, dy.stride(1), scales_per_row)
     launch(
         _qkv_rope_bwd_kernel,

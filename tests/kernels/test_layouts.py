@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coat_core.granularity import PER_ROW, PER_TENSOR, per_group
-from coat_core.ops import dispatch, gate, gelu, lora, mlp_gradient, norm, qkv, weight_only
+from coat_core.ops import dispatch, gate, gelu, lora, mlp_down, mlp_gradient, norm, qkv, weight_only
 from coat_core.ops import quantize as quantizing
 from coat_core.quantize import quantize
 from tests.helpers.operators import check_layout, moved, tensors_in
@@ -88,9 +88,9 @@ def gelu_cases() -> Iterator[Case]:
             yield gelu.mlp_activation, (attention, None, mlp, None, *pair, *spec, "e4m3", 16, FP32)
         for spec in SPECS[1:] if tokens else ():
             down = torch.randn(5, 178)[:, 8:]
-            yield gelu.mlp_activation_down, (attention, mlp, *pair, down, *spec, "e4m3", 16, FP32)
+            yield mlp_down.mlp_activation_down, (attention, mlp, *pair, down, *spec, "e4m3", 16, FP32)
             half = down.bfloat16()[:, 40:]
-            yield gelu.mlp_activation_down, (None, mlp.bfloat16(), None, None, half, *spec, "none", 0, BF16)
+            yield mlp_down.mlp_activation_down, (None, mlp.bfloat16(), None, None, half, *spec, "none", 0, BF16)
         if tokens:
             yield gelu.mlp_activation, (None, None, mlp, None, None, None, "none", "none", "e5m2", 16, FP32)
         yield gelu.mlp_activation_backward, (mlp, pair[0], pair[1].t(), mlp, None, 0, BF16)
