@@ -93,7 +93,7 @@ def with_adapter(y: Tensor, h: Tensor | None, up: Tensor | None) -> Tensor:
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the product of two matrices, or of batches of them, in `dtype`; on a GPU straight from its fp32 sums."""
     with without_autocast(a.device):
-        if a.device.type != "cuda" or dtype != torch.float32 or a.dtype == dtype:
+        if a.device.type == "cpu" or dtype != torch.float32 or a.dtype == dtype:
             result = a @ b
             return result if result.dtype == dtype else result.to(dtype)
         return torch.bmm(a, b, out_dtype=dtype) if a.ndim == 3 else torch.mm(a, b, out_dtype=dtype)
