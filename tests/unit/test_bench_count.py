@@ -34,7 +34,7 @@ HELD = {
     "single backward": 25,
     OUTSIDE: 140,
     MODULATION: 99,
-    UPDATE: 106,
+    UPDATE: 108,  # two of them draw for moments that are rounded at random
 }
 HELD_STEP = 3_680
 HELD_MS = 75.0  # at 512 px on an H200, modelled
