@@ -1,6 +1,6 @@
 """What `gpu_check.py` measures of the stand-alone trainer: its session and `train_step`, inputs cached.
 
-The transformer has FLUX.1-dev's geometry and random weights, encoders and VAE are those of the embedded tiny model, the
+The transformer has FLUX.1-dev's geometry and random weights, encoders and VAE are those of the embedded mini-FLUX, the
 photos are noise. Sampling, validation and saves are left out; guard, EMA and the files of a step are not.
 """
 
@@ -25,7 +25,7 @@ from coat_flux.bench.configurations import STEP, TRAINER, Configuration
 from coat_flux.bench.measure import TORCHS_PRECISION, release
 from coat_flux.bench.timing import SEED, Setting, Timing, peak_bytes, wait
 from coat_flux.config.job import JobConfig
-from coat_flux.mini_flux.folder import make_tiny_flux
+from coat_flux.mini_flux.folder import MINI_FLUX
 from coat_flux.mini_flux.geometry import make_flux_dev_geometry
 from coat_flux.plan.predict import predict
 from coat_flux.saves.interrupts import Interrupts
@@ -111,8 +111,11 @@ def _timed(session: trainer.Session, warmup: int, steps: int) -> Timing:
 
 def _write_model(folder: Path, setting: Setting) -> dict[str, int]:
     """Make a model folder, without the weights of its transformer; return how that differs from FLUX.1-dev's."""
-    tiny, model = make_tiny_flux(folder / "tiny"), folder / "model"
-    shutil.copytree(tiny, model, ignore=lambda _, names: [name for name in names if name == "transformer"])
+    model = folder / "model"
+    shutil.copytree(MINI_FLUX, model, ignore=shutil.ignore_patterns("transformer"))
+    tokenizer = model / "tokenizer_2" / "tokenizer_config.json"
+    settings = json.loads(tokenizer.read_text(encoding="utf-8"))
+    tokenizer.write_text(json.dumps({**settings, "model_max_length": 512}), encoding="utf-8")
     clip, t5 = (json.loads((model / part / "config.json").read_text()) for part in ("text_encoder", "text_encoder_2"))
     sizes = {
         "num_layers": setting.geometry.double,
