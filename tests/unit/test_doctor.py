@@ -40,12 +40,6 @@ def no_card(monkeypatch):
 # --- lines, verdict, isolation, command
 
 
-def test_a_line_says_what_to_do():
-    assert str(good("torch", "2.13")) == "✓ torch: 2.13"
-    assert str(bad("torch", "2.1", "update it")) == "✗ torch: 2.1 -> update it"
-    assert str(absent("GPU", "none")) == "- GPU: none"
-
-
 @pytest.mark.parametrize(
     ("lines", "works", "text"),
     [
@@ -74,13 +68,6 @@ def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch, no_card,
     assert lines[at + 1].startswith(f"✗ memory: could not be checked ({type(error).__name__}: ")
     assert "\n" not in lines[at + 1]
     assert any(line.startswith(("✓ disk here", "✗ disk here")) for line in lines[at + 2 :])
-
-
-def test_a_package_that_is_missing_takes_only_its_own_probe(monkeypatch, no_card):
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    lines = texts(diagnose())
-    assert sum("could not be checked" in line for line in lines) == 1
-    assert any(line.startswith("✗ memory: could not be checked (ModuleNotFoundError") for line in lines)
 
 
 def test_a_probe_without_its_package_stops_where_it_is_needed(monkeypatch, no_card):
@@ -241,7 +228,7 @@ def test_disk(cache, monkeypatch):
     )
     here, there = system.disk()
     assert str(here) == f"✓ disk here: 50.0 GB free in {Path.cwd()}"
-    assert there.remedy == "FLUX.1-dev takes 34 GB: free that, or set HF_HOME elsewhere"
+    assert there.remedy == "FLUX.1-dev takes 34 GB: free that, or set HF_HOME to another folder"
     (cache / "transformer" / "part-2.safetensors").write_text("")
     free["here"] = 1e9
     here, there = system.disk()
@@ -282,21 +269,23 @@ def test_a_checkout_and_our_link_in_it(checkout):
     link.symlink_to(PACKAGE, target_is_directory=True)
     assert texts(ai_toolkit.checkout(checkout))[1] == f"✓ extension: extensions/coat_flux leads to {PACKAGE}"
     link.unlink()
-    link.symlink_to(checkout / "toolkit", target_is_directory=True)
-    assert "leads to another one" in texts(ai_toolkit.checkout(checkout))[1]
-    link.unlink()
     link.mkdir()
-    assert "is a copy" in texts(ai_toolkit.checkout(checkout))[1]
+    assert texts(ai_toolkit.checkout(checkout))[1].startswith("✗ extension")
 
 
 @pytest.mark.parametrize(
     ("file", "old", "new", "problem"),
     [
-        ("jobs/process/BaseSDTrainProcess.py", "def done_hook", "def done", "SDTrainer has no done_hook"),
-        ("toolkit/optimizer.py", "params", "weights", "get_optimizer takes ('weights', "),
-        ("toolkit/lora_special.py", "OstrisLinear", "Other", "toolkit.lora_special.LINEAR_MODULES does not list"),
-        ("toolkit/util/ostris_quant.py", "def requantize_", "def again", "OstrisQuantizer has no requantize_"),
-        ("toolkit/util/ostris_quant.py", "def get_ostris_quantizer", "def get", "has no get_ostris_quantizer"),
+        ("jobs/process/BaseSDTrainProcess.py", "def done_hook", "def done", "SDTrainer: done_hook"),
+        ("toolkit/optimizer.py", "(params", "(weights", "get_optimizer(params, "),
+        ("toolkit/lora_special.py", "OstrisLinear", "Other", "toolkit.lora_special: OstrisLinear in LINEAR_MODULES"),
+        ("toolkit/util/ostris_quant.py", "def requantize_", "def again", "toolkit.util.ostris_quant: requantize_"),
+        (
+            "toolkit/util/ostris_quant.py",
+            "def get_ostris_quantizer",
+            "def get",
+            "toolkit.util.ostris_quant: get_ostris_quantizer",
+        ),
     ],
 )
 def test_another_ai_toolkit_is_named_by_what_it_lacks(checkout, file, old, new, problem):
@@ -314,7 +303,7 @@ def test_a_missing_file_and_an_untested_version(checkout):
     (checkout / "toolkit" / "network_mixins.py").unlink()
     version, _, contract = ai_toolkit.checkout(checkout)
     assert version.text == f"0.9.1 in {checkout} is not tested with COAT-FLUX"
-    assert contract.text == "no toolkit/network_mixins.py"
+    assert contract.text == "no toolkit.network_mixins: OstrisLinear in LINEAR_MODULES"
 
 
 def test_its_source_is_never_run(checkout):
@@ -338,4 +327,4 @@ def test_where_it_is_looked_for(checkout, monkeypatch, tmp_path):
 
 @pytest.mark.aitk
 def test_the_real_one_has_all_we_need():
-    assert list(ai_toolkit.missing_pieces(Path(os.environ["AI_TOOLKIT_ROOT"]))) == []
+    assert ai_toolkit.missing_pieces(Path(os.environ["AI_TOOLKIT_ROOT"])) == []

@@ -1,7 +1,7 @@
 """`coat-flux doctor`: what this machine can really do, and what to change where it cannot.
 
-Every probe runs alone: one that fails is a line of its own and the others still run. Nothing is downloaded, and
-nothing is written but a short-lived temporary file.
+Every probe runs alone: one that fails is a line of its own and the others still
+run. Nothing is downloaded or written but a short-lived temporary file.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["ABSENT", "BAD", "GOOD", "Line", "absent", "bad", "diagnose", "good", "verdict"]
 
 GOOD, BAD, ABSENT = "✓", "✗", "-"
 PROBES = (  # subject, and module.function of this folder: imported alone too, for what it needs may be broken
@@ -33,15 +31,7 @@ NEEDED = ("Python", "torch", "packages", "GPU")  # training cannot work where th
 
 @dataclass(frozen=True)
 class Line:
-    """What one probe found.
-
-    Attributes:
-        mark: GOOD, BAD or ABSENT.
-        subject: what was checked.
-        text: what was found.
-        remedy: what to do, where something is bad.
-        stops: training cannot work here before that is done.
-    """
+    """What one probe found; `stops`: training cannot work here before the remedy."""
 
     mark: str
     subject: str
@@ -59,7 +49,7 @@ def good(subject: str, text: str) -> Line:
 
 
 def bad(subject: str, text: str, remedy: str, *, stops: bool = False) -> Line:
-    """It does not work, or not as it could; the remedy says what to do."""
+    """It does not work, or not as it could."""
     return Line(BAD, subject, text, remedy, stops)
 
 
@@ -69,19 +59,15 @@ def absent(subject: str, text: str) -> Line:
 
 
 def diagnose(toolkit_dir: Path | None = None) -> Iterator[Line]:
-    """Yield the lines, each as soon as it is known; whatever a probe raises is a line, too.
-
-    Args:
-        toolkit_dir: of ai-toolkit; None: AI_TOOLKIT_ROOT, else the current folder where it is one.
-    """
+    """Yield the lines, each as soon as it is known; whatever a probe raises is a line, too."""
     for subject, place in PROBES:
         module, function = place.split(".")
         arguments = (toolkit_dir,) if module == "ai_toolkit" else ()
         try:
             yield from getattr(importlib.import_module(f"{__name__}.{module}"), function)(*arguments)
         except Exception as error:  # a broken driver or package can raise anything
-            what = " ".join(str(error).split())[:300] or "no message"
-            text = f"could not be checked ({type(error).__name__}: {what})"
+            reason = " ".join(str(error).split())[:300] or "no message"
+            text = f"could not be checked ({type(error).__name__}: {reason})"
             yield bad(subject, text, "fix that, and ask again", stops=subject in NEEDED)
 
 

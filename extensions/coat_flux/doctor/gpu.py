@@ -1,9 +1,8 @@
-"""The NVIDIA GPUs: driver, memory, what they multiply in FP8 and how fast, and whether Triton's kernels run on them."""
+"""The NVIDIA GPUs: driver, memory, FP8 products and their speed, Triton's kernels, attention kernels."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ WITHOUT_FP8 = "weights and products are INT8 (coat.fallback; from 7.5 on), with 
 SIDE = {"cuda": 4096, "cpu": 64}  # of the square matrices
 ATTENTION_TOKENS, ATTENTION_HEADS, HEAD_DIM = 512, 4, 128
 SECONDS_EACH = 0.25  # of multiplying, for each of three kinds
-GRANULARITIES = ("per_tensor", "per_row")
 NO_GPU = "no NVIDIA GPU here"
 TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton")
 
@@ -30,45 +28,42 @@ def driver_names() -> list[str]:
     """`<name>, driver <version>` of the GPUs that the driver sees; empty without a driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if "," in line] if not answer.returncode else []
+    rows = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if "," in line]
     return [f"{name.strip()}, driver {version.strip()}" for name, version in rows]
 
 
 def cards() -> Iterator[Line]:
-    """Name, compute capability and memory of every GPU that torch can use; why, where it can use none."""
+    """Name, compute capability and memory of every GPU; why, where torch can use none."""
     import torch
 
-    seen = driver_names()
+    names = driver_names()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     if not torch.cuda.is_available():
-        yield _unusable(seen) if seen and torch.version.cuda else absent("GPU", NO_GPU)
+        if not (names and torch.version.cuda):
+            yield absent("GPU", NO_GPU)
+        elif hidden:
+            yield bad("GPU", f"{names[0]}, hidden by CUDA_VISIBLE_DEVICES", "unset it to train there")
+        else:
+            why = "no reason given"
+            try:
+                torch.cuda.init()
+            except (RuntimeError, AssertionError) as error:
+                why = " ".join(str(error).split())[:200]
+            remedy = f"install a driver for CUDA {torch.version.cuda}, or torch for the CUDA that nvidia-smi names"
+            yield bad("GPU", f"{names[0]}, but torch cannot use it ({why})", remedy, stops=True)
         return
     for index in range(torch.cuda.device_count()):
         name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
-        driver = f", {seen[index].rsplit(', ', 1)[1]}" if index < len(seen) else ""
+        driver = f", {names[index].rsplit(', ', 1)[1]}" if index < len(names) else ""
         text = f"{name}, compute capability {major}.{minor}{driver}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
         if free < total / 2:
             yield bad(f"GPU {index}", text, "end what else uses it: nvidia-smi lists it")
         else:
             yield good(f"GPU {index}", text)
-
-
-def _unusable(seen: list[str]) -> Line:
-    import torch
-
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.strip() in ("", "-1"):
-        return bad("GPU", f"{seen[0]}, hidden by CUDA_VISIBLE_DEVICES={hidden!r}", "unset it to train there")
-    try:
-        torch.cuda.init()
-        why = "no reason given"
-    except (RuntimeError, AssertionError) as error:
-        why = " ".join(str(error).split())[:200]
-    remedy = f"install a driver for CUDA {torch.version.cuda}, or torch for the CUDA that nvidia-smi names"
-    return bad("GPU", f"{seen[0]}, but torch cannot use it ({why})", remedy, stops=True)
 
 
 def fp8_gemms() -> Iterator[Line]:
@@ -81,67 +76,48 @@ def fp8_gemms() -> Iterator[Line]:
     for index in range(torch.cuda.device_count()):
         subject, capability = f"FP8 on GPU {index}", torch.cuda.get_device_capability(index)
         if capability < FIRST_FP8_GEMM:
-            what = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9 and up have)"
-            yield absent(subject, f"{what}: {WITHOUT_FP8}")
-        else:
-            yield from _rate_lines(subject, rates(torch.device("cuda", index)))
-            yield good(subject, formats(torch.device("cuda", index)))
-
-
-def _rate_lines(subject: str, found: dict[str, float | str]) -> Iterator[Line]:
-    texts = []
-    for name, rate in found.items():
-        if isinstance(rate, str):
-            stops = name == "bf16"
-            remedy = "update torch and the driver" + ("" if stops else "; until then such layers run in bf16")
-            yield bad(subject, f"{name} GEMM does not run: {rate}", remedy, stops=stops)
-        else:
-            bf16 = found["bf16"]
-            share = f" ({rate / bf16:.2f}x)" if name != "bf16" and isinstance(bf16, float) else ""
-            texts.append(f"{name} {rate:,.1f} TFLOP/s{share}")
-    if isinstance(found["bf16"], float):
-        yield good(subject, ", ".join(texts))
-
-
-def formats(device: torch.device) -> str:
-    """Which pairs of FP8 formats the device multiplies, in words."""
-    from coat_core.formats import FORMATS
-    from coat_core.ops.scaled_mm import unsupported_reason
-
-    texts = []
-    for name in GRANULARITIES:
-        runs: dict[bool, list[str]] = {True: [], False: []}
-        for (a, first), (b, second) in itertools.product(FORMATS.items(), repeat=2):
-            reason = unsupported_reason(device, first.dtype, second.dtype, name == "per_row")
-            runs[reason is None].append(f"{a} x {b}")
-        others = f" (not {', '.join(runs[False])})" if runs[False] else ""
-        texts.append(f"{name} {', '.join(runs[True]) or 'none'}{others}")
-    return f"formats: {'; '.join(texts)}"
+            version = f"{capability[0]}.{capability[1]}"
+            yield absent(subject, f"compute capability {version} has no FP8 tensor cores (8.9 has): {WITHOUT_FP8}")
+            continue
+        texts = []
+        for name, rate in rates(torch.device("cuda", index)).items():
+            if isinstance(rate, float):
+                texts.append(f"{name} {rate:,.1f} TFLOP/s")
+            else:
+                remedy = "update torch and the driver; until then such layers run in bf16"
+                yield bad(subject, f"{name} GEMM does not run: {rate}", remedy, stops=name == "bf16")
+        if texts:
+            yield good(subject, ", ".join(texts))
 
 
 def rates(device: torch.device) -> dict[str, float | str]:
-    """TFLOP/s of square matrix products by kind: per_tensor and per_row in FP8, bf16; or why a kind does not run."""
+    """TFLOP/s of square matrix products by kind, or why a kind does not run."""
     import torch
 
     from coat_core.ops.scaled_mm import scaled_mm, unsupported_reason
 
     side = SIDE[device.type]
     x = torch.randn(side, side, device=device)
-    codes = x.to(torch.float8_e4m3fn)
-    scales = {"per_tensor": torch.ones((), device=device), "per_row": torch.ones(side, 1, device=device)}
-    found: dict[str, float | str] = {}
-    for name in GRANULARITIES:
-        reason = unsupported_reason(device, codes.dtype, codes.dtype, name == "per_row")
-        scale = scales[name]
-        found[name] = reason or _tflops(
-            lambda scale=scale: scaled_mm(codes, scale, codes, scale, None, torch.bfloat16, True), side, device
-        )
-    half = x.to(torch.bfloat16)
+    half, codes = x.to(torch.bfloat16), x.to(torch.float8_e4m3fn)
+    one, ones = torch.ones((), device=device), torch.ones(side, 1, device=device)
+    kinds = {
+        "per_tensor": (codes, one),
+        "per_row": (codes, ones),
+        "per_tensor e5m2 x e4m3": (x.to(torch.float8_e5m2), one),
+    }
+    result: dict[str, float | str] = {}
+    for name, (first, scale) in kinds.items():
+
+        def multiply(first: torch.Tensor = first, scale: torch.Tensor = scale) -> torch.Tensor:
+            return scaled_mm(first, scale, codes, scale, None, torch.bfloat16, True)
+
+        reason = unsupported_reason(device, first.dtype, codes.dtype, name == "per_row")
+        result[name] = reason or _tflops(multiply, side, device)
     try:
-        found["bf16"] = _tflops(lambda: half @ half.t(), side, device)
+        result["bf16"] = _tflops(lambda: half @ half.t(), side, device)
     except RuntimeError as error:  # such as a torch that was not built for this card
-        found["bf16"] = str(error).splitlines()[0]
-    return found
+        result["bf16"] = str(error).splitlines()[0]
+    return result
 
 
 def _tflops(call: Callable[[], object], side: int, device: torch.device) -> float:
@@ -177,6 +153,13 @@ def triton() -> Iterator[Line]:
             yield bad(f"Triton on GPU {index}", text, remedy)
 
 
+def _triton_version() -> str | None:
+    for package in TRITON_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return None
+
+
 def attention() -> Iterator[Line]:
     """Which attention kernels run on every GPU, forward and backward, and agree with plain matrix products."""
     import torch
@@ -191,14 +174,7 @@ def attention() -> Iterator[Line]:
         shape = 1, ATTENTION_TOKENS, ATTENTION_HEADS, HEAD_DIM
         q = torch.empty(shape, dtype=torch.bfloat16, device=torch.device("cuda", index)).transpose(1, 2)
         with torch.cuda.device(index):
-            own, found = chosen_kernel(q, q, q), kernel_obstacles(q)
-        run = ", ".join(kernel for kernel, reason in found.items() if reason is None)
-        others = "".join(f"; {kernel}: {reason}" for kernel, reason in found.items() if reason is not None)
+            own, obstacles = chosen_kernel(q, q, q), kernel_obstacles(q)
+        run = ", ".join(kernel for kernel, reason in obstacles.items() if reason is None)
+        others = "".join(f"; {kernel}: {reason}" for kernel, reason in obstacles.items() if reason is not None)
         yield good(f"attention on GPU {index}", f"{run or 'plain matrix products'}, torch chooses {own}{others}")
-
-
-def _triton_version() -> str | None:
-    for package in TRITON_PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
-    return None

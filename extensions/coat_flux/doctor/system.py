@@ -1,4 +1,4 @@
-"""Python, torch and the packages; memory, disk and the model; what is different on Windows: all but the GPU."""
+"""Python, torch and the packages; memory, disk and the model; Windows: all but the GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = ("diffusers", "transformers", "peft", "accelerate", "safetensors")
 REQUIRED = (*SHOWN, "numpy", "pillow", "psutil", "pyyaml", "tqdm")  # asked for where the bounds are not known
 MODEL = "black-forest-labs/FLUX.1-dev"
 MODEL_BYTES = 33.8e9  # transformer 23.8, T5-XXL 9.5, CLIP-L and VAE 0.5
-RAM_BYTES, RUN_BYTES = 13e9, 3e9  # `coat-flux plan configs/flux_clothing_coat.yaml`: CPU memory; saves, photos' caches
+RAM_BYTES, RUN_BYTES = 13e9, 3e9  # `coat-flux plan configs/flux_clothing_coat.yaml`: CPU memory; saves, caches
 CGROUP = Path("/sys/fs/cgroup")
 LONG_PATHS = r"SYSTEM\CurrentControlSet\Control\FileSystem"
 
@@ -46,36 +46,35 @@ def torch_build() -> Iterator[Line]:
     except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
         yield bad("torch", f"cannot be imported ({error})", f"pip install torch --index-url {TORCH_WHEELS}", stops=True)
         return
-    version, cuda = torch.__version__, torch.version.cuda
-    if cuda:
-        yield good("torch", f"{version}, built for CUDA {cuda}")
+    version, names = torch.__version__, gpu.driver_names()
+    if torch.version.cuda:
+        yield good("torch", f"{version}, built for CUDA {torch.version.cuda}")
     elif getattr(torch.version, "hip", None):
         yield bad("torch", f"{version}, built for AMD's ROCm", "COAT-FLUX is tested on NVIDIA only; FP8 may not work")
-    elif names := gpu.driver_names():
-        yield bad(
-            "torch",
-            f"{version} is built without CUDA, but this machine has {names[0]}",
-            f"pip install --force-reinstall torch=={version.split('+')[0]} --index-url {TORCH_WHEELS}",
-            stops=True,
-        )
+    elif names:
+        text = f"{version} is built without CUDA, but this machine has {names[0]}"
+        wheel = f"torch=={version.split('+')[0]} --index-url {TORCH_WHEELS}"
+        yield bad("torch", text, f"pip install --force-reinstall {wheel}", stops=True)
     else:
         yield good("torch", f"{version}, built for the CPU")
 
 
 def packages() -> Iterator[Line]:
     """Installed versions against the bounds of setup.py."""
-    found = {}
+    installed = {}
     wanted = requirements()
-    for one in wanted:
-        remedy = f"pip install '{one.name}{one.specifier}'"
+    for requirement in wanted:
+        name, bounds = requirement.name, requirement.specifier
         try:
-            version = found[one.name] = importlib.metadata.version(one.name)
+            installed[name] = importlib.metadata.version(name)
+            problem = (
+                "" if bounds.contains(installed[name], prereleases=True) else f"{installed[name]}: must be {bounds}"
+            )
         except importlib.metadata.PackageNotFoundError:
-            yield bad(one.name, "not installed", remedy, stops=True)
-            continue
-        if not one.specifier.contains(version, prereleases=True):
-            yield bad(one.name, f"{version}: must be {one.specifier}", remedy, stops=True)
-    shown = ", ".join(f"{name} {found[name]}" for name in SHOWN if name in found)
+            problem = "not installed"
+        if problem:
+            yield bad(name, problem, f"pip install '{name}{bounds}'", stops=True)
+    shown = ", ".join(f"{name} {installed[name]}" for name in SHOWN if name in installed)
     if shown:
         yield good("packages", f"{shown}; {len(wanted)} checked")
 
@@ -88,19 +87,25 @@ def requirements() -> list[Requirement]:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return [Requirement(name) for name in REQUIRED]
-    given = [Requirement(line) for line in lines]
-    return [one for one in given if one.name != "torch" and (one.marker is None or one.marker.evaluate({"extra": ""}))]
+    bounds = map(Requirement, lines)
+    return [one for one in bounds if one.name != "torch" and (one.marker is None or one.marker.evaluate({"extra": ""}))]
 
 
 def memory() -> Iterator[Line]:
-    """Free RAM, of the container where there is one."""
+    """Free RAM, of the container (cgroup v2) where it has a limit."""
     import psutil
 
-    now = psutil.virtual_memory()
-    available, total, limited = float(now.available), float(now.total), container_memory()
-    place = ""
-    if limited is not None and limited[1] < total:
-        available, total, place = min(available, limited[0]), limited[1], " (the container's limit)"
+    now, place = psutil.virtual_memory(), ""
+    available, total = float(now.available), float(now.total)
+    try:
+        limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        rows = dict(row.split() for row in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+    except OSError:
+        limit = "max"
+    if limit != "max" and float(limit) < total:
+        cached_files = float(rows.get("inactive_file", 0))  # given back when asked for
+        available = min(available, float(limit) - float(used) + cached_files)
+        total, place = float(limit), " (the container's limit)"
     text = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB RAM free{place}"
     if available < RAM_BYTES:
         needs = f"FLUX.1 takes about {RAM_BYTES / 1e9:.0f} GB (`coat-flux plan CONFIG` has your job's figure)"
@@ -109,33 +114,21 @@ def memory() -> Iterator[Line]:
         yield good("memory", text)
 
 
-def container_memory() -> tuple[float, float] | None:
-    """Free and total bytes that cgroup v2 allows this process; None without a limit."""
-    try:
-        limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
-        rows = dict(row.split() for row in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-    except OSError:
-        return None
-    if limit == "max":
-        return None
-    cached_files = float(rows.get("inactive_file", 0))  # given back when asked for
-    return float(limit) - float(used) + cached_files, float(limit)
-
-
 def disk() -> Iterator[Line]:
     """Free space and the right to write, here and in the model cache."""
-    for name, folder in (("disk here", Path.cwd()), ("disk of the model cache", _cache_folder())):
+    model_bytes = 0.0 if missing_files(_snapshot()) == [] else MODEL_BYTES
+    places = (
+        ("disk here", Path.cwd(), RUN_BYTES, "a run writes about", "train in another folder"),
+        ("disk of the model cache", _cache_folder(), model_bytes, "FLUX.1-dev takes", "set HF_HOME to another folder"),
+    )
+    for name, folder, needed, reason, other in places:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
         text = f"{free / 1e9:.1f} GB free in {folder}"
-        here = folder == Path.cwd()
         if not os.access(there, os.W_OK):
-            remedy = "train in another folder" if here else "set HF_HOME to another folder"
-            yield bad(name, f"{text}, which this user may not write", remedy)
-        elif here and free < RUN_BYTES:
-            yield bad(name, text, f"a run writes about {RUN_BYTES / 1e9:.0f} GB: free that, or train in another folder")
-        elif not here and free < MODEL_BYTES and missing_files(_snapshot()) != []:
-            yield bad(name, text, f"FLUX.1-dev takes {MODEL_BYTES / 1e9:.0f} GB: free that, or set HF_HOME elsewhere")
+            yield bad(name, f"{text}, which this user may not write", other)
+        elif free < needed:
+            yield bad(name, text, f"{reason} {needed / 1e9:.0f} GB: free that, or {other}")
         else:
             yield good(name, text)
 
@@ -152,11 +145,9 @@ def model() -> Iterator[Line]:
     elif os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         yield bad("FLUX.1-dev", "not in the cache, and HF_HUB_OFFLINE forbids downloads", "unset it, or give a folder")
     elif not _has_token():
-        yield bad(
-            "FLUX.1-dev",
-            f"{size}, and there is no Hugging Face token",
-            f"accept the licence at https://huggingface.co/{MODEL}, then `hf auth login`; a local folder needs neither",
-        )
+        text = f"{size}, and there is no Hugging Face token"
+        licence = f"accept the licence at https://huggingface.co/{MODEL}"
+        yield bad("FLUX.1-dev", text, f"{licence}, then `hf auth login`; a local folder needs neither")
     else:
         yield absent("FLUX.1-dev", f"{size}; a token is set, the licence must have been accepted with it")
 
@@ -176,8 +167,8 @@ def missing_files(snapshot: Path | None) -> list[str] | None:
 def _snapshot() -> Path | None:
     """The newest snapshot of the model in the cache."""
     folder = _cache_folder() / f"models--{MODEL.replace('/', '--')}" / "snapshots"
-    found = [path for path in folder.glob("*") if path.is_dir()]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    snapshots = [path for path in folder.glob("*") if path.is_dir()]
+    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _cache_folder() -> Path:
@@ -193,7 +184,7 @@ def _has_token() -> bool:
 
 
 def windows() -> Iterator[Line]:
-    """Links, long paths and the driver's spill; nothing on other systems."""
+    """Links and long paths; nothing on other systems."""
     if os.name != "nt":
         return
     if _can_link():
@@ -206,11 +197,8 @@ def windows() -> Iterator[Line]:
     else:
         text = "not allowed: deep folders of caches fail"
         yield bad("long paths", text, f"set LongPathsEnabled=1 in HKLM\\{LONG_PATHS}")
-    yield absent(
-        "driver",
-        "it may spill GPU memory to RAM, which is many times slower, and cannot be asked; NVIDIA Control Panel > "
-        "CUDA - Sysmem Fallback Policy > Prefer No Sysmem Fallback turns that into an error",
-    )
+    remedy = "NVIDIA Control Panel > CUDA - Sysmem Fallback Policy > Prefer No Sysmem Fallback"
+    yield absent("driver", f"may spill GPU memory to RAM, many times slower; an error instead: {remedy}")
 
 
 def _can_link() -> bool:
