@@ -83,7 +83,7 @@ def test_a_folder_is_published_as_the_newest_and_another_programs_is_not_passed_
     host: Host, tmp_path: Path
 ) -> None:
     host.start()
-    saves = host.load("coat_flux.trainers.ai_toolkit.saves").Saves(tmp_path, "run", 2)
+    saves = host.load("coat_flux.trainers.ai_toolkit.resume").Saves(tmp_path, "run", 2)
 
     def write(folder: Path, step: int) -> None:
         (folder / f"run_{step:09d}" / "transformer").mkdir(parents=True)
@@ -113,12 +113,8 @@ def test_the_update_is_in_backward_and_a_loss_that_is_not_finite_changes_nothing
     process.get_conf = lambda key, default=None: {"fused_backward": True}
     watch: Any = SimpleNamespace(phases=SimpleNamespace(hold=lambda *_: None), begin_update=lambda: None)
     full.begin(process, watch)
-    inner, own = process.optimizer.optimizer, dict(process.optimizer.optimizer.state)
-    wrapped = SimpleNamespace(_full=full, optimizer=inner)
-    with host.load("coat_flux.trainers.ai_toolkit.optimizer").states_left_alone(wrapped):
-        inner.load_state_dict(inner.state_dict())  # as accelerate does
-    assert all(inner.state[parameter] is state for parameter, state in own.items())
-    assert len(inner.state_dict()["state"]) == len(own) == len(full.trained)
+    inner = process.optimizer.optimizer
+    assert len(inner.state_dict()["state"]) == len(full.trained)
     weight = full.trained["x_embedder.weight"]
     for loss, changes in ((torch.nan, False), (1.0, True)):
         before = weight.detach().clone()

@@ -56,8 +56,8 @@ def test_photos_held_out_are_in_no_data_set_and_measured_when_due(
         return photos.curve[-1][1]
 
     host.start()
-    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.validation.HeldOutPhotos.encode", lambda photos: None)
-    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.validation.HeldOutPhotos.measure", measure)
+    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.encode", lambda photos: None)
+    monkeypatch.setattr("coat_flux.trainers.ai_toolkit.photos.HeldOutPhotos.measure", measure)
     asked = {"validation": {"hold_out": ["1.png"], "every": 3}}
     process = host.run(**_entry(steps=5), **asked)
     read = Path(process.dataset_configs[0].folder_path)

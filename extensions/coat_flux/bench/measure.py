@@ -167,7 +167,7 @@ def _to_torchao(model: nn.Module, recipe: str = "tensorwise") -> None:
 
 
 def _to_convrot8(model: nn.Module) -> None:
-    from ..trainers.ai_toolkit.host_quantizers import convert_linears
+    from ..trainers.ai_toolkit.quantizer import convert_linears
 
     convert_linears(model, "convrot8")
 

@@ -121,7 +121,7 @@ def _restore_logging() -> None:
     logging.disable(logging.NOTSET)
     for name, logger in list(logging.Logger.manager.loggerDict.items()):
         if name.split(".")[0] in ("coat_core", "coat_flux") and isinstance(logger, logging.Logger):
-            vars(logger).pop("isEnabledFor", None)
+            vars(logger).pop("manager", None)
             logger.handlers.clear()
             logger.propagate = True
             logger.setLevel(logging.NOTSET)

@@ -1,5 +1,5 @@
-"""The ai-toolkit side: process type `coat_flux_trainer`, optimizer `coat_fp8_adamw`, qtype `coat_fp8`.
+"""The ai-toolkit side: process type, optimizer name and qtype.
 
-The only folder that imports ai-toolkit (`toolkit`, `jobs`, `extensions_built_in`), and only inside functions or in
-`process`, which is loaded by ai-toolkit itself. The facts about ai-toolkit behind the choices here: docs/ai-toolkit.md.
+The only folder that imports ai-toolkit (`toolkit`, `jobs`,
+`extensions_built_in`). Why it is built so: docs/ai-toolkit.md.
 """

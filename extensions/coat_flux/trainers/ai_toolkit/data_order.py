@@ -1,17 +1,15 @@
-"""The order of the data as a function of (seed, epoch, place), so that a run can resume anywhere.
+"""The order of the data as a function of (seed, epoch, place).
 
-ai-toolkit shuffles with the global random generators: with `random` when it groups photos into batches, with torch's
-when an epoch begins, and in its loader processes when it drops or shuffles a caption. None of these can be restored
-later, and loader processes run ahead of the training. Here
+ai-toolkit shuffles with global generators, also in loader processes, which run
+ahead of the training. Here
 
-    batches      `random`, numpy and torch are seeded while the data sets are loaded, and restored afterwards
-    order        the permutation of an epoch comes from (seed, epoch)
-    photo        what is drawn while a photo is loaded comes from (seed, epoch, place in the order)
-    draws        noise and timesteps of a micro-batch come from its number, where a step has several: in one process
-                 with accumulation as in several processes
+    batches    are grouped by generators that are seeded while data sets load
+    order      of an epoch comes from (seed, epoch)
+    photo      what is drawn for it comes from (seed, epoch, place)
+    draws      of a micro-batch come from its number, where a step has several
 
-so (epoch, batches taken) determines where a run is, whatever `num_workers` is. Of N processes each takes every N-th
-batch of the one order, across epoch borders: together they see what one process sees with accumulation N.
+so (epoch, batches taken) determines where a run is. Of N processes each takes
+every N-th batch, together they see what one sees with accumulation N.
 """
 
 from __future__ import annotations
@@ -31,26 +29,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["ResumableLoader", "draw_from", "fingerprint", "make_resumable", "seeded"]
+from ...saves.rng import mixed_seed
 
-LOADING = 0  # the first number after the run's seed: what is drawn with it
-ORDER = 1
-ITEM = 2
-DRAWS = 3
-
-
-def _seed_of(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+LOADING, ORDER, ITEM, DRAWS = range(4)  # the first number after the run's seed: what is drawn with it
 
 
 def draw_from(seed: int, number: int) -> None:
-    """Let the draws of a micro-batch come from its number, on all devices.
-
-    Args:
-        seed: the run's.
-        number: of the micro-batch since the run began, all processes together.
-    """
-    mixed = _seed_of(seed, DRAWS, number)
+    """Draw for a micro-batch by its number, on all devices."""
+    mixed = mixed_seed(seed, DRAWS, number)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)  # noqa: NPY002
     torch.manual_seed(mixed)
@@ -58,12 +44,8 @@ def draw_from(seed: int, number: int) -> None:
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Draw from (numbers) inside the block, on the CPU's generators; they go on as before after it.
-
-    Args:
-        numbers: the run's seed and what is drawn, none negative.
-    """
-    seed = _seed_of(*numbers)
+    """Draw from (numbers) inside the block; the generators go on after it."""
+    seed = mixed_seed(*numbers)
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -98,14 +80,7 @@ class _SeededItems(Dataset):
 
 
 class _EpochOrder(Sampler):
-    """The keys of an epoch from a batch on, of every `stride`-th batch.
-
-    Args:
-        length: items of the data set.
-        batch_size: items that the loader takes together.
-        seed: of the order.
-        stride: how many processes share the batches.
-    """
+    """The keys of an epoch from a batch on, of every `stride`-th batch."""
 
     def __init__(self, length: int, batch_size: int, seed: int, stride: int):
         self.length, self.batch_size, self.seed, self.stride = length, batch_size, seed, stride
@@ -115,21 +90,21 @@ class _EpochOrder(Sampler):
         return self.length
 
     def __iter__(self) -> Iterator[tuple[tuple[int, int], int]]:
-        generator = torch.Generator().manual_seed(_seed_of(self.seed, ORDER, self.epoch))
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, ORDER, self.epoch))
         order, size = torch.randperm(self.length, generator=generator).tolist(), self.batch_size
-        starts = range(self.batch * size, self.length, self.stride * size)
-        places = [place for start in starts for place in range(start, min(start + size, self.length))]
-        return iter([((self.epoch, place), order[place]) for place in places])
+        for start in range(self.batch * size, self.length, self.stride * size):
+            for place in range(start, min(start + size, self.length)):
+                yield (self.epoch, place), order[place]
 
 
 class ResumableLoader(DataLoader):
-    """A DataLoader that knows how many batches the loop took, and resumes from there.
+    """A DataLoader that knows how many batches the loop took.
 
     Attributes:
         epoch: passes over the data done.
-        taken: batches that all processes together have taken since that epoch began, this one's next being `rank`
-            after them; of several processes one may be an epoch ahead of another, and its number be below 0.
-        rank: of this process.
+        taken: batches taken since by all processes together; below 0 where
+            another process is an epoch ahead.
+        rank: of this process; its next batch is so many after `taken`.
     """
 
     epoch = 0
@@ -153,7 +128,7 @@ class ResumableLoader(DataLoader):
         self.epoch, self.taken = self.epoch + passes, self.taken - passes * batches
 
     def close(self) -> None:
-        """End the loader processes now; the garbage collector would wait 5 s for each of them."""
+        """End the loader processes now; the collector waits 5 s for each."""
         batches = None if self._under_way is None else self._under_way()
         if batches is not None:
             batches.close()
@@ -161,16 +136,12 @@ class ResumableLoader(DataLoader):
 
 
 def make_resumable(loader: DataLoader, seed: int, rank: int = 0, processes: int = 1) -> ResumableLoader:
-    """Return a loader over the same data with an order of ours.
-
-    Args:
-        loader: ai-toolkit's, not yet iterated.
-        seed: the run's seed for this loader.
-        rank: of this process.
-        processes: that share the batches.
-    """
+    """A loader over the same data with an order of ours."""
     if loader.num_workers and multiprocessing.get_start_method() != "fork":
-        _let_workers_import()
+        # loader processes that start from scratch (Windows, macOS) get a copy of sys.path, and must find coat_flux
+        parent = str(Path(__file__).resolve().parents[3])
+        if parent not in sys.path:
+            sys.path.append(parent)
     resumable = ResumableLoader(
         _SeededItems(loader.dataset, seed),
         batch_size=loader.batch_size,
@@ -189,22 +160,15 @@ def make_resumable(loader: DataLoader, seed: int, rank: int = 0, processes: int 
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Such signals reach every process of a terminal: loader processes must live until the step is done and saved."""
+    """A terminal's signals reach loaders, too: they live until the save."""
     from ...saves.interrupts import SIGNALS
 
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _let_workers_import() -> None:
-    """Let loader processes that start from scratch (Windows, macOS) find `coat_flux`; they get a copy of sys.path."""
-    parent = str(Path(__file__).resolve().parents[3])
-    if parent not in sys.path:
-        sys.path.append(parent)
-
-
 def fingerprint(loader: DataLoader) -> str:
-    """Return a hash of which photos are in which batches; it changes with the order a folder lists its files in."""
+    """A hash of which photos are in which batches."""
     digest = hashlib.sha256()
     for dataset in getattr(loader.dataset, "datasets", [loader.dataset]):
         names = [Path(item.path).name for item in getattr(dataset, "file_list", [])]

@@ -1,7 +1,8 @@
-"""What ai-toolkit finds: one extension class, and the two names it can use without it.
+"""What ai-toolkit finds: an extension class, an optimizer and a qtype.
 
-ai-toolkit imports every extension, and asks each for its process class, for every job. An exception in either ends jobs
-that have nothing to do with us, so both only record what is wrong; a job of our type then ends with it.
+For every job it imports every extension and asks for its process class. An
+exception would end jobs that have nothing to do with us, so both only record
+what is wrong; a job of our type then ends with it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ import logging
 from typing import Any
 
 from ...base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .common import AIToolkitError
+from .host import AIToolkitError
 from .optimizer import install_optimizer
 from .quantizer import install_quantizer
 
-__all__ = ["host_extensions"]
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def host_extensions() -> list[type]:
-    """Install optimizer and qtype, and return the extension classes for AI_TOOLKIT_EXTENSIONS."""
+    """Install optimizer and qtype; returns AI_TOOLKIT_EXTENSIONS."""
     from toolkit.extension import Extension
 
     for name, install in ((COAT_OPTIMIZER, install_optimizer), (COAT_QTYPE, install_quantizer)):
@@ -27,7 +27,7 @@ def host_extensions() -> list[type]:
             install()
         except AIToolkitError as error:
             # check_host repeats it at the start of a job of ours; jobs that do not use the name need not hear of it
-            _log.debug("%s is not available: %s", name, error)
+            logger.debug("%s is not available: %s", name, error)
 
     class CoatFluxTrainerExtension(Extension):
         uid = COAT_TYPE
@@ -35,23 +35,20 @@ def host_extensions() -> list[type]:
 
         @classmethod
         def get_process(cls) -> type:
-            return _process_class()
+            try:
+                from .process import CoatFluxTrainer
+            except Exception as error:
+                why = f"its trainer could not be extended ({type(error).__name__}: {error})"
+                return refusing_process(AIToolkitError(why))
+            return CoatFluxTrainer
 
     return [CoatFluxTrainerExtension]
 
 
-def _process_class() -> type:
-    try:
-        from .process import CoatFluxTrainer
-    except Exception as error:
-        return _refusing_process(AIToolkitError(f"its trainer could not be extended ({type(error).__name__}: {error})"))
-    return CoatFluxTrainer
+def refusing_process(reason: AIToolkitError) -> type:
+    """In the place of our process: ends with the reason when it runs."""
 
-
-def _refusing_process(reason: AIToolkitError) -> type:
     class RefusingProcess:
-        """Stands in for the process: a job of our type is built, and ends with the reason when it runs."""
-
         def __init__(self, process_id: int, job: Any, config: Any, **kwargs: Any):
             self.process_id = process_id
 
@@ -59,6 +56,6 @@ def _refusing_process(reason: AIToolkitError) -> type:
             raise reason
 
         def on_error(self, error: BaseException) -> None:
-            """Nothing to clean up."""
+            pass
 
     return RefusingProcess

@@ -1,30 +1,27 @@
-"""The training loop of a job: each step watched and guarded, each save a whole set, an interrupt a clean end.
+"""The training loop of a job: each step watched, each save a whole set.
 
-A step of ai-toolkit runs inside `TrainingLoop.step`. On the guard's verdict its update is left out; where memory runs
-out the cause is explained, and the step is tried again as long as `memory.checkpointing: auto` can recompute more
-blocks. ai-toolkit itself would turn a NaN loss into 0, and leave out the batch that ran out of memory.
+A step of ai-toolkit runs inside `TrainingLoop.step`. Where memory runs out, it
+is tried again as long as more blocks can be recomputed. ai-toolkit itself would
+turn a NaN loss into 0, and leave out a batch that ran out of memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from .common import ai_toolkit_version, detail, info
 from .data_order import draw_from
-from .patched_step import StepFacts, patched_step
-from .resume import Continuation
-from .saves import read_back
+from .host import ai_toolkit_version, detail, info, patched
+from .resume import read_back
 
 if TYPE_CHECKING:
     from ...watch.live import LiveRun
-
-__all__ = ["TrainingLoop", "end_with", "live_run"]
 
 EXIT_CODE = 130  # of a process that was interrupted; run.py itself ends with 0
 
@@ -32,33 +29,30 @@ EXIT_CODE = 130  # of a process that was interrupted; run.py itself ends with 0
 class TrainingLoop:
     """The loop of one job, from `hook_before_train_loop` on.
 
-    Args:
-        process: the running process.
-        continuation: what it resumes from; None where ai-toolkit saves by itself.
-        job: makes the JobConfig, for the plan's figures when memory runs out.
-
     Attributes:
         done: steps done.
         watch: `StepWatch` of the run.
     """
 
-    def __init__(self, process: Any, continuation: Continuation | None, job: Callable[[], Any]):
+    def __init__(self, process: Any):
         from ...saves.interrupts import Interrupts
         from ...watch.step_watch import watch_steps
 
-        self._process, self._continuation = process, continuation
-        self._team = process._team
-        self._given: tuple[str, ...] | None = None  # what all processes agreed on in this step
-        self._micro_batches = 0  # begun in this step
+        self._process, self._continuation, self._team = process, process._continuation, process._team
+        self._full, self._held_out, phases = process._full, process._held_out, process._phases
         self._log = _JobLog(process)
-        self._stop = Interrupts(self._log.info)
-        self.facts = StepFacts()
-        self.done = process.step_num
-        self._full = process._full
-        self._saved = self.done  # what the newest save holds, or nothing was trained
-        self._asked = False  # to stop, by the web UI
+        self._interrupts = Interrupts(self._log.info)
+        self.done = self._saved = process.step_num  # what the newest save holds, or nothing was trained
+        self._stop_requested = False  # by the web UI or the live page
         self._owes_save = False
-        self._held_out = process._held_out
+        # of the step under way: losses of the micro-batches as computed, fp32 []; gradient norms before clipping, one
+        # for each parameter group; loss, lr and gradient norm once they are known; micro-batches begun; what all
+        # processes agreed to do after it
+        self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
+        self._measured: tuple[float, float, float] | None = None
+        self._micro_batches = 0
+        self._commands: frozenset[str] = frozenset()
         self.watch = watch_steps(
             process.coat,
             process.sd.unet,
@@ -66,26 +60,70 @@ class TrainingLoop:
             _trained_of(process),
             process.optimizer,
             self._log,
-            process._phases,
-            job,
+            phases,
+            process._job_config,
             report=process._report,
             mean=self._team.mean,
         )
         if getattr(process, "ema", None) is not None:
-            process._phases.hold("ema", process.ema, lambda average: average.shadow_params)
-        if continuation is not None and continuation.state is not None:
-            self.watch.load_state_dict(continuation.state.record["guard"])
+            phases.hold("ema", process.ema, lambda average: average.shadow_params)
+        state = None if self._continuation is None else self._continuation.state
+        if state is not None:
+            self.watch.load_state_dict(state.record["guard"])
             if self._held_out is not None:
-                self._held_out.curve = list(continuation.state.record.get("held_out_loss", []))
-        self._stop.listen()
+                self._held_out.curve = list(state.record["held_out_loss"])
+        self._interrupts.listen()
 
     @property
     def stops(self) -> bool:
-        """Whether this process is asked to end the run with the step under way; others may not know yet."""
-        return self._asked or self._stop.asked
+        """Whether this process is asked to stop; others may not know yet."""
+        return self._stop_requested or self._interrupts.asked
+
+    def ask_to_stop(self, who: str) -> None:
+        """Let the run end with the step under way, as Ctrl+C does."""
+        self._stop_requested = True
+        self._log.info(f"{who} asks to stop: this step is finished and saved")
+
+    def close(self) -> None:
+        """Give back what was taken over."""
+        self._interrupts.close()
+        self._log.close()
+
+    def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run a step of ai-toolkit; returns what ai-toolkit shows of it."""
+        from ...base.streams import quiet_dead_outputs
+        from ...saves.rng import rng_state, set_rng_state
+        from ...watch.oom import OutOfMemory
+
+        quiet_dead_outputs()
+        process, number, draws = self._process, self._process.step_num + 1, rng_state()
+
+        def reset() -> None:
+            process.optimizer.zero_grad(set_to_none=True)
+            set_rng_state(draws)
+
+        try:
+            losses = self.watch.retry(number, lambda: self._attempt(number, run), reset)
+        except OutOfMemory as error:
+            self._log.info(str(error))
+            # in these words: ai-toolkit leaves out the batch of an error that names CUDA
+            raise OutOfMemory(f"step {number}: out of memory, see above") from None
+        self.done = number
+        if self._held_out is None:
+            return losses
+        if self._held_out.is_due(process.step_num, process.train_config.steps):
+            self.validate()
+        return losses | ({"held_out": self._held_out.curve[-1][1]} if self._held_out.curve else {})
+
+    def validate(self) -> None:
+        """Measure the loss on photos held out."""
+        with self.watch.phases.during("validate"):
+            loss = self._held_out.measure(self.done)
+        if self._log.tables is not None:
+            self._log.tables.validation(self.done, loss)
 
     def begin_micro_batch(self) -> None:
-        """Where a step has several micro-batches, in this process or in all, draw for the next one by its number."""
+        """Where a step has several micro-batches, draw by their number."""
         process, team = self._process, self._team
         count = process.train_config.gradient_accumulation
         if self._continuation is not None and count * team.size > 1:
@@ -93,140 +131,94 @@ class TrainingLoop:
             draw_from(self._continuation.seed, number)
         self._micro_batches += 1
 
-    def ask_to_stop(self, who: str) -> None:
-        """Let the run end with the step under way, as Ctrl+C does."""
-        self._asked = True
-        self._log.info(f"{who} asks to stop: this step is finished and saved")
-
-    def close(self) -> None:
-        """Give back what was taken over."""
-        self._stop.close()
-        self._log.close()
-
-    # -- a step ----------------------------------------------------------------------------------------------------
-
-    def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run a step of ai-toolkit.
-
-        Args:
-            run: the step, forward pass to update.
-
-        Returns:
-            What ai-toolkit shows of it.
-
-        Raises:
-            DeadRunError: the run has died.
-            OutOfMemory: and nothing is left to recompute.
-        """
-        from ...base.streams import quiet_dead_outputs
-        from ...saves.rng import rng_state, set_rng_state
-        from ...watch.oom import OutOfMemory
-
-        quiet_dead_outputs()
-        number, draws = self._process.step_num + 1, rng_state()
-
-        def reset() -> None:
-            self._process.optimizer.zero_grad(set_to_none=True)
-            set_rng_state(draws)
-
-        try:
-            losses = self.watch.retry(number, lambda: self._attempt(number, run), reset)
-        except OutOfMemory as error:
-            explanation = str(error)
-        else:
-            self.done = number
-            return losses | self._validated()
-        self._log.info(explanation)
-        # in these words: ai-toolkit leaves out the batch of an error that names CUDA
-        raise OutOfMemory(f"step {number}: out of memory, see above")
-
-    def _validated(self) -> dict[str, float]:
-        """The newest loss on photos held out, measured now where it is due; for ai-toolkit's bar and logs."""
-        if self._held_out is None:
-            return {}
-        if self._held_out.is_due(self._process.step_num, self._process.train_config.steps):
-            self.validate()
-        return {"held_out": self._held_out.curve[-1][1]} if self._held_out.curve else {}
-
-    def validate(self) -> None:
-        """Measure the loss on photos held out, after the steps done."""
-        with self.watch.phases.during("validate"):
-            loss = self._held_out.measure(self.done)
-        if self._log.tables is not None:
-            self._log.tables.validation(self.done, loss)
+    def record_loss(self, loss: Any) -> Any:
+        """Remember the loss of a micro-batch, and return it."""
+        if isinstance(loss, Tensor):
+            self._losses.append(loss.detach().float().mean())
+        return loss
 
     def _attempt(self, number: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         from ...watch.run_tables import StepStats
 
-        process, watch = self._process, self.watch
-        self.facts = facts = StepFacts()
-        self._micro_batches, self._given = 0, None
-        began, groups = time.monotonic(), process.optimizer.param_groups
-
-        def may_update() -> bool:
-            parameters = [p for group in groups for p in group["params"]]
-            loss, norm = self._agreed(facts.loss()), facts.grad_norm(parameters)
-            if self._full is not None:
-                norm = self._full.grad_norm(norm)
-            facts.measured = loss, float(groups[0]["lr"]), norm
-            return watch.allows_update(number, loss, norm)
-
-        around = (lambda: watch.mark("after_forward", number), lambda: watch.mark("after_backward", number))
-        with (
-            watch.casts(number),
-            patched_step(
-                process.accelerator,
-                process.optimizer,
-                facts,
-                around_backward=around,
-                in_backward=self._in_backward,
-                complete_gradients=lambda: self._team.sum_gradients(groups),
-                may_update=may_update,
-            ),
-        ):
+        self._losses, self._norms, self._measured = [], [], None
+        self._micro_batches, self._commands = 0, frozenset()
+        began = time.monotonic()
+        with self.watch.casts(number), self._observed(number):
             # inside: on a CPU the memory report observes operators too, and such modes must be left in their order
-            watch.mark("before_forward", number)
+            self.watch.mark("before_forward", number)
             losses = run()
-        watch.mark("after_optimizer_step", number)
+        self.watch.mark("after_optimizer_step", number)
         seconds = time.monotonic() - began
-        if self._log.tables is not None and facts.measured is not None:
-            stats = StepStats(number, process.epoch_num, *facts.measured, seconds, watch.guard.skipped)
-            self._log.tables.step(stats)
-        watch.end_step(number, seconds)
-        return losses if self._team.size == 1 or facts.measured is None else losses | {"loss": facts.measured[0]}
+        if self._log.tables is not None and self._measured is not None:
+            skipped = self.watch.guard.skipped
+            self._log.tables.step(StepStats(number, self._process.epoch_num, *self._measured, seconds, skipped))
+        self.watch.end_step(number, seconds)
+        return losses if self._team.size == 1 or self._measured is None else losses | {"loss": self._measured[0]}
 
-    def _in_backward(self) -> AbstractContextManager[None]:
-        """Around a backward pass; with `train.fused_backward` the last one of a step updates."""
-        last = self._micro_batches == self._process.train_config.gradient_accumulation
-        return self._full.updating(self.facts.losses) if self._full is not None and last else nullcontext()
+    @contextmanager
+    def _observed(self, number: int) -> Iterator[None]:
+        """Replace the methods that a step passes through, on these instances.
 
-    def _agreed(self, loss: float) -> float:
-        """The mean loss of all processes; what one of them was asked, all do after this step."""
-        if self._team.size == 1:
-            return loss
-        from ...watch.live import COMMANDS
+        backward may update (`train.fused_backward`), clip_grad_norm_ has the norm, and
+        optimizer.step is left out on the guard's verdict. All jobs of a command share
+        one accelerator.
+        """
+        accelerator, optimizer, watch = self._process.accelerator, self._process.optimizer, self.watch
+        own_backward, own_clip, own_step = accelerator.backward, accelerator.clip_grad_norm_, optimizer.step
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        is_complete = False
 
-        asked = self._process._live.poll() | ({"stop"} if self.stops else frozenset())
-        loss, flags = self._team.agree(loss, [name in asked for name in COMMANDS])
-        self._given = tuple(name for name, wanted in zip(COMMANDS, flags, strict=True) if wanted)
-        return loss
+        def complete_gradients() -> None:
+            nonlocal is_complete
+            if not is_complete:
+                self._team.sum_gradients(parameters)
+            is_complete = True
 
-    # -- a save ----------------------------------------------------------------------------------------------------
+        def backward(*args: Any, **kwargs: Any) -> None:
+            watch.mark("after_forward", number)
+            is_last = self._micro_batches == self._process.train_config.gradient_accumulation
+            updating = self._full.updating(self._losses) if self._full is not None and is_last else nullcontext()
+            with updating:
+                own_backward(*args, **kwargs)
+            watch.mark("after_backward", number)
+
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            complete_gradients()
+            norm = own_clip(*args, **kwargs)
+            self._norms.append(torch.as_tensor(norm))
+            return norm
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            complete_gradients()
+            self._measure(parameters)
+            loss, _, norm = self._measured
+            return own_step(*args, **kwargs) if watch.allows_update(number, loss, norm) else None
+
+        with patched(accelerator, backward=backward, clip_grad_norm_=clip_grad_norm_), patched(optimizer, step=step):
+            yield
+
+    def _measure(self, parameters: list[Tensor]) -> None:
+        """Know the step's loss and norm; agree on what comes after it."""
+        loss = float(torch.stack(self._losses).mean()) if self._losses else 0.0
+        norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
+        norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt()) if norms else 0.0
+        if self._full is not None:
+            norm = self._full.grad_norm(norm)
+        if self._team.size > 1:
+            from ...watch.live import COMMANDS
+
+            requested = self._process._live.poll() | ({"stop"} if self.stops else frozenset())
+            loss, flags = self._team.agree_on_loss(loss, [name in requested for name in COMMANDS])
+            self._commands = frozenset(name for name, is_set in zip(COMMANDS, flags, strict=True) if is_set)
+        self._measured = loss, float(self._process.optimizer.param_groups[0]["lr"]), norm
 
     def check_lora(self, *, last: bool) -> None:
-        """Check the LoRA before it is saved.
-
-        Args:
-            last: no step comes after this save.
-
-        Raises:
-            DeadRunError: it is not worth saving; the previous save stays.
-        """
+        """Raise DeadRunError if the LoRA is not worth saving."""
         guard = self.watch.guard
         (guard.check_end if last else guard.check_now)(self.done)
 
     def puts_off_save(self) -> bool:
-        """Whether the guard is in doubt: then what was due is saved when that is over."""
+        """Whether the guard is in doubt; then the save is made later."""
         doubt = self.watch.guard.doubt
         if doubt is not None:
             self._owes_save = True
@@ -234,16 +226,7 @@ class TrainingLoop:
         return doubt is not None
 
     def save(self, write_host: Callable[[Path], None]) -> None:
-        """Save as a whole set.
-
-        Args:
-            write_host: lets ai-toolkit save into the folder given.
-
-        Raises:
-            ExportError: the LoRA cannot be loaded elsewhere; the previous save stays.
-            ResumeError: the model that was written is not the one that was trained; the previous save stays.
-            SaveError: it could not be written; the previous save stays.
-        """
+        """Save a set; `write_host` lets ai-toolkit save into a folder."""
         lines: list[str] = []
 
         def write(folder: Path) -> None:
@@ -251,27 +234,23 @@ class TrainingLoop:
             lines.extend(read_back(self._process, folder))
 
         def write_state(folder: Path) -> None:
-            self._continuation.write_state(
-                folder, self.done, self.watch.state_dict(), [] if self._held_out is None else self._held_out.curve
-            )
+            curve = [] if self._held_out is None else self._held_out.curve
+            self._continuation.write_state(folder, self.done, self.watch.state_dict(), curve)
 
-        if not self._team.is_main:
-            self._saved, self._owes_save = self.done, False
-            return
-        path = self._continuation.saves.commit(self.done, write, write_state)
+        if self._team.is_main:
+            path = self._continuation.saves.commit(self.done, write, write_state)
+            self._log.info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
         self._saved, self._owes_save = self.done, False
-        self._log.info(f"saved {path} after {self.done} steps; {'; '.join(lines)}")
 
     def end_step(self) -> None:
-        """Save what was put off; end the run here where it was asked to stop.
-
-        Raises:
-            SystemExit: after saving, with the exit code of an interrupted process.
-        """
-        process, several = self._process, self._team.size > 1
-        given = frozenset(self._given or ()) if several else process._live.poll()
-        self._obey(given)
-        stops = "stop" in given if several else self.stops
+        """Save and sample as asked between two steps; stop where asked."""
+        process, alone = self._process, self._team.size == 1
+        commands = process._live.poll() if alone else self._commands
+        if "stop" in commands and not self.stops:
+            self.ask_to_stop("the live page" if alone else "the live page, or another process,")
+        if commands and not (self.stops if alone else "stop" in commands):
+            self._save_or_sample(commands)
+        stops = self.stops if alone else "stop" in commands
         if self._owes_save and self.watch.guard.doubt is None and not stops:
             process.save(self.done)
         if not stops:
@@ -290,60 +269,23 @@ class TrainingLoop:
         process.on_error(reason)
         raise SystemExit(EXIT_CODE)
 
-    def _obey(self, asked: frozenset[str]) -> None:
-        """Do what the live page asks for."""
-        process = self._process
-        if "stop" in asked and not self.stops:
-            self.ask_to_stop("the live page" if self._team.size == 1 else "the live page, or another process,")
-        if "stop" in asked or not asked or (self.stops and self._team.size == 1):
-            return
-        if process.progress_bar is not None:
-            process.progress_bar.pause()
-        if "save" in asked and self._saved != self.done:
+    def _save_or_sample(self, commands: frozenset[str]) -> None:
+        process, bar = self._process, self._process.progress_bar
+        if bar is not None:
+            bar.pause()
+        if "save" in commands and self._saved != self.done:
             process.save(self.done)
-        if "sample" in asked:
+        if "sample" in commands:
             process.sample(self.done)
             if process.train_config.unload_text_encoder:
                 process.sd.text_encoder_to("cpu")
         process.ensure_params_requires_grad()
-        if process.progress_bar is not None:
-            process.progress_bar.unpause()
-
-
-def _trained_of(process: Any) -> dict[str, torch.Tensor]:
-    """What is trained, of a network under the names of its layers: `transformer$$block$$to_q.lora_up.weight`."""
-    network = process.network
-    if network is None:
-        return {} if process._full is None else process._full.trained
-    names = {id(param): name for name, param in network.named_parameters()}
-    for module in network.modules():
-        if hasattr(module, "lora_name"):
-            names.update((id(param), f"{module.lora_name}.{name}") for name, param in module.named_parameters())
-    return {names[id(param)]: param for param in network.parameters()}
-
-
-def live_run(process: Any) -> LiveRun:
-    """What `coat-flux watch` shows of a run whose continuation was found, and requests from it."""
-    from ...watch.live import LiveRun
-
-    state = None if process._continuation is None else process._continuation.state
-    sample = process.get_conf("sample", None) or {}
-    prompts = sample.get("samples") or sample.get("prompts")
-    return LiveRun(
-        Path(process.save_root),
-        0 if state is None else state.step,
-        process.train_config.steps,
-        samples=bool(prompts) and not (process.get_conf("train", None) or {}).get("disable_sampling"),
-        active=process.accelerator.is_main_process,
-    )
+        if bar is not None:
+            bar.unpause()
 
 
 class _JobLog:
-    """Where the run reports: ai-toolkit's output, `coat/log.txt`, and on the main process the tables.
-
-    Attributes:
-        tables: `RunTables`; None on other processes.
-    """
+    """ai-toolkit's output, `coat/log.txt`, and the main process's tables."""
 
     def __init__(self, process: Any):
         from ...watch.run_tables import RunTables
@@ -374,17 +316,36 @@ class _JobLog:
             self.tables.close()
 
 
-def end_with(error: BaseException, process: Any, job: Callable[[], Any]) -> None:
-    """Report what a user needs to know of a run that ends.
+def _trained_of(process: Any) -> dict[str, Tensor]:
+    """Name → parameter: `transformer$$block$$to_q.lora_up.weight` of a LoRA."""
+    network = process.network
+    if network is None:
+        return {} if process._full is None else process._full.trained
+    names = {id(param): name for name, param in network.named_parameters()}
+    for module in network.modules():
+        if hasattr(module, "lora_name"):
+            names.update((id(param), f"{module.lora_name}.{name}") for name, param in module.named_parameters())
+    return {names[id(param)]: param for param in network.parameters()}
 
-    Args:
-        error: that ends it.
-        process: the running process.
-        job: makes the JobConfig, for the plan's figures.
 
-    Raises:
-        SystemExit: instead of a KeyboardInterrupt, for which run.py's exit code would be 0.
-    """
+def live_run(process: Any) -> LiveRun:
+    """What `coat-flux watch` shows of a run, and requests from it."""
+    from ...watch.live import LiveRun
+
+    state = None if process._continuation is None else process._continuation.state
+    sample = process.get_conf("sample", None) or {}
+    prompts = sample.get("samples") or sample.get("prompts")
+    return LiveRun(
+        Path(process.save_root),
+        0 if state is None else state.step,
+        process.train_config.steps,
+        samples=bool(prompts) and not (process.get_conf("train", None) or {}).get("disable_sampling"),
+        active=process.accelerator.is_main_process,
+    )
+
+
+def explain_end(error: BaseException, process: Any) -> None:
+    """Report what ends a run; Ctrl+C becomes an exit code other than 0."""
     from ...watch.oom import explain_oom, is_oom
 
     if isinstance(error, KeyboardInterrupt):
@@ -395,4 +356,4 @@ def end_with(error: BaseException, process: Any, job: Callable[[], Any]) -> None
     if since is not None and continuation is not None:  # a DeadRunError, which ai-toolkit shows
         error.args = (f"{error}; {continuation.saves.way_back(since)}",)
     if is_oom(error):
-        info(f"[coat] {explain_oom(error, process._phases, job)}")
+        info(f"[coat] {explain_oom(error, process._phases, process._job_config)}")

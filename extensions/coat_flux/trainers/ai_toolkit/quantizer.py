@@ -1,85 +1,63 @@
-"""The qtype `coat_fp8`: ai-toolkit's pluggable weight backend, holding FP8 codes and multiplying in FP8.
+"""The qtype `coat_fp8`: a weight backend of ai-toolkit's that multiplies in FP8.
 
-`OstrisLinear` is what ai-toolkit's LoRA detection, merge guards, low-VRAM loading and state_dict already understand, so
-our linears are OstrisLinear modules whose backend is `CoatFp8Quantizer`. ai-toolkit casts models with `.to(dtype)`
-after each sample, which would turn FP8 and fp32 buffers into bf16; integer buffers are left alone. So:
+LoRA detection, merge guards and low-VRAM loading know `OstrisLinear`, so our
+linears are such modules with `CoatFp8Quantizer` as their backend. Casts after
+each sample would turn FP8 and fp32 buffers into bf16, but not integers. So:
 
-    weight_codes, weight_scale_bits   as `coat_core.linear.weight.store_weight` makes them
-    coat_weight_format, coat_weight_granularity   strings, so that ai-toolkit's own save of quantized layers keeps them
-    coat_linear_config                the FP8LinearConfig the layer multiplies with
-
-x ≈ codes · scale, as everywhere here.
+    weight_codes, weight_scale_bits   as `store_weight` of coat_core makes them
+    coat_weight_format, ..._granularity   strings, which ai-toolkit saves too
+    coat_linear_config                the FP8LinearConfig
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import os
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_QTYPE
-from .common import AIToolkitError, active_config, info, is_ours, load_core, rebind
+from . import host
+from .host import QUANTIZER_METHODS, QUANTIZER_MODULE, AIToolkitError, info, load_core
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from coat_core.config import FP8LinearConfig
 
-__all__ = [
-    "choose_at_load",
-    "convert",
-    "convert_model",
-    "converted_linears",
-    "damaged_linears",
-    "install_quantizer",
-    "make_quantizer",
-    "say_what_is_stored",
-    "store_only",
-]
-
-BACKEND_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
-_MARK = "_coat_flux_original"
+ROOT_VARIABLE = "AI_TOOLKIT_ROOT"
 _stored: list[tuple[weakref.ref[nn.Module], FP8LinearConfig]] = []  # linears quantized at load and not reported yet
 
 
 def install_quantizer() -> list[str]:
-    """Make `qtype: coat_fp8` resolve to our backend, wherever `get_ostris_quantizer` is bound.
+    """Make `qtype: coat_fp8` resolve to our backend; returns the changed modules.
 
-    Returns:
-        Names of the modules changed by this call; empty when it had been done before.
-
-    Raises:
-        AIToolkitError: ai-toolkit has no pluggable weight backend, or another one.
+    Raises AIToolkitError where there is no such backend.
     """
     try:
-        from toolkit.util.ostris_quant import OstrisQuantizer, get_ostris_quantizer
-    except ImportError as error:
-        raise AIToolkitError(f"qtype {COAT_QTYPE} needs toolkit.util.ostris_quant ({error})") from error
-    absent = [name for name in BACKEND_METHODS if not hasattr(OstrisQuantizer, name)]
-    if absent:
-        raise AIToolkitError(f"toolkit.util.ostris_quant.OstrisQuantizer has no {', '.join(absent)}")
-    original = getattr(get_ostris_quantizer, _MARK, None)
-    if original is not None:
-        return rebind("get_ostris_quantizer", original, get_ostris_quantizer)
-    return rebind("get_ostris_quantizer", get_ostris_quantizer, _wrap(get_ostris_quantizer))
+        module = importlib.import_module(QUANTIZER_MODULE)
+        backend, original = module.OstrisQuantizer, module.get_ostris_quantizer
+    except (ImportError, AttributeError) as error:
+        raise AIToolkitError(f"qtype {COAT_QTYPE} needs {QUANTIZER_MODULE} ({error})") from error
+    missing = [name for name in QUANTIZER_METHODS if not hasattr(backend, name)]
+    if missing:
+        raise AIToolkitError(f"{QUANTIZER_MODULE}.OstrisQuantizer has no {', '.join(missing)}")
 
-
-def _wrap(original: Callable) -> Callable:
-    @functools.wraps(original)
     def get_ostris_quantizer(qtype: str, *args: Any, **kwargs: Any) -> Any:
         if qtype != COAT_QTYPE:
             return original(qtype, *args, **kwargs)
         load_core()
-        return make_quantizer(active_config().linear_config())
+        return make_quantizer(host.active_or_default().linear_config())
 
-    setattr(get_ostris_quantizer, _MARK, original)
-    return get_ostris_quantizer
+    return host.wrap_everywhere("get_ostris_quantizer", original, get_ostris_quantizer)
 
 
 def make_quantizer(config: FP8LinearConfig) -> Any:
-    """Return a backend that converts linears to FP8 codes as `config` says."""
+    """A backend that converts linears as `config` says."""
     quantizer = _quantizer_class()(config)
     quantizer.qtype = COAT_QTYPE
     return quantizer
@@ -93,7 +71,7 @@ def _quantizer_class() -> type:
 
 
 class _Backend:
-    """FP8 weights with FP8 GEMMs; one instance serves many modules and holds no tensor."""
+    """FP8 weights with FP8 GEMMs; one instance serves many modules."""
 
     wants_fp32_weight = False
 
@@ -109,7 +87,7 @@ class _Backend:
         module.coat_weight_format = self.config.weight_format
         module.coat_weight_granularity = self.config.weight_granularity
         module.coat_linear_config = self.config
-        _store(module, weight)
+        self._store(module, weight)
         _stored.append((weakref.ref(module), self.config))
 
     def dequantize(self, module: nn.Linear) -> Tensor:
@@ -118,8 +96,7 @@ class _Backend:
         return read_weight(module, self._config_of(module))
 
     def requantize_(self, module: nn.Linear, fp_weight: Tensor) -> None:
-        self._config_of(module)
-        _store(module, fp_weight)
+        self._store(module, fp_weight)
 
     def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
         from coat_core.linear.module import run_stored_linear
@@ -136,45 +113,45 @@ class _Backend:
             )
         return module.coat_linear_config
 
+    def _store(self, module: nn.Linear, weight: Tensor) -> None:
+        from coat_core.linear.weight import store_weight
 
-def say_what_is_stored() -> None:
-    """Log how the linears quantized since the last call are stored and multiply; a job of ours has a table."""
-    found = [(module, config) for reference, config in _stored if (module := reference()) is not None]
+        from ...blocks.cast_loss import note_weight
+        from ...blocks.streaming import park
+
+        config, coat = self._config_of(module), host.active_config()
+        # OstrisLinear's state_dict holds "weight" only, so the buffers must not be expected when one is loaded
+        store_weight(module, weight, config, persistent=False)
+        note_weight(module, weight, config)
+        if coat is not None and coat.memory.stream_blocks != 0:
+            park(module)  # ai-toolkit moves the whole model to the GPU before blocks are known
+
+
+def report_stored_linears() -> None:
+    """Log what was quantized since the last call; jobs of ours have a table."""
+    stored = [(module, config) for reference, config in _stored if (module := reference()) is not None]
     _stored.clear()
-    if not found or is_ours():
+    if not stored or host.active_config() is not None:
         return
     from coat_core.linear.function import fp8_gemm_obstacle
 
     from ...blocks.report import describe_linear
 
-    module, config = found[0]
+    module, config = stored[0]
     obstacle = fp8_gemm_obstacle(module.weight_codes.device, config)
     products = "" if obstacle is None else f"; dequantized weights are multiplied, since {obstacle}"
-    info(f"[coat] qtype {COAT_QTYPE}: {len(found)} linears hold FP8, {describe_linear(config, True, False)}{products}")
-
-
-def _store(module: nn.Linear, weight: Tensor) -> None:
-    from coat_core.linear.weight import store_weight
-
-    from ...blocks.cast_loss import note_weight
-    from ...blocks.streaming import park
-
-    # OstrisLinear's state_dict holds "weight" only, so the buffers must not be expected when one is loaded
-    store_weight(module, weight, module.coat_linear_config, persistent=False)
-    note_weight(module, weight, module.coat_linear_config)
-    if is_ours() and active_config().memory.stream_blocks != 0:
-        park(module)  # ai-toolkit moves the whole model to the GPU before blocks are known
+    info(f"[coat] qtype {COAT_QTYPE}: {len(stored)} linears hold FP8, {describe_linear(config, True, False)}{products}")
 
 
 def converted_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of every linear of `model` that our backend holds."""
+    """Yield name and module of every linear that our backend holds."""
     for name, module in model.named_modules():
         if getattr(getattr(module, "ostris_quantizer", None), "qtype", None) == COAT_QTYPE:
             yield name, module
 
 
 def plain_linears(model: nn.Module) -> list[str]:
-    """Return the names of the linears that COAT converts and that are still plain nn.Linear."""
+    """Names of the linears that COAT converts and that are still plain."""
     from torch import nn
 
     from coat_core.linear.module import obstacle_to_conversion
@@ -190,11 +167,7 @@ def plain_linears(model: nn.Module) -> list[str]:
 
 
 def convert(model: nn.Module, names: list[str], config: FP8LinearConfig) -> None:
-    """Convert the named linears in place, as loading with `qtype: coat_fp8` would have.
-
-    Raises:
-        AIToolkitError: ai-toolkit refused one of them.
-    """
+    """Convert the named linears in place, as loading would have."""
     from toolkit.util.ostris_quant import convert_linear_to_ostris
 
     quantizer = make_quantizer(config)
@@ -203,67 +176,68 @@ def convert(model: nn.Module, names: list[str], config: FP8LinearConfig) -> None
             raise AIToolkitError(f"convert_linear_to_ostris did not convert {name}")
 
 
-def store_only(model: nn.Module) -> int:
-    """Let the converted linears of `model` keep FP8 weights but multiply in the input's precision.
-
-    For text encoders: they run once per caption, without gradients, and their outliers suffer from per-tensor inputs.
-
-    Returns:
-        How many linears were set.
-    """
-    from ...blocks.streaming import unpark
-
-    count = 0
-    for _, module in converted_linears(model):
-        if unpark(module):
-            module.to(module.weight_scale_bits.device)
-        module.coat_linear_config = dataclasses.replace(module.coat_linear_config, use_fp8_gemm=False)
-        count += 1
-    return count
-
-
-def damaged_linears(model: nn.Module) -> list[str]:
-    """Return the names of converted linears whose codes or scales lost their dtype (a cast reached them)."""
-    from coat_core.linear.weight import BUFFERS
-
-    return [
-        name
-        for name, module in converted_linears(model)
-        if any(module._buffers[held].dtype.is_floating_point for held in BUFFERS if held in module._buffers)
-    ]
-
-
-def choose_at_load(process: Any) -> None:
-    """Let ai-toolkit's quantization at load convert what COAT converts: the blocks, not what is around them."""
-    from ...blocks.models import ARCHS
-
-    known = ARCHS.get(process.model_config.arch)
-    if _loads_fp8(process) and known is not None:
-        process.model_config.quantize_kwargs.setdefault("include", list(known.convert))
-
-
-def _loads_fp8(process: Any) -> bool:
+def loads_fp8(process: Any) -> bool:
+    """Whether loading quantizes with our qtype."""
     return bool(process.model_config.quantize) and process.model_config.qtype == COAT_QTYPE
 
 
+def choose_at_load(process: Any) -> None:
+    """Let loading convert the blocks, not what is around them."""
+    from ...blocks.models import ARCHS
+
+    family = ARCHS.get(process.model_config.arch)
+    if loads_fp8(process) and family is not None:
+        process.model_config.quantize_kwargs.setdefault("include", list(family.convert))
+
+
 def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = ()) -> None:
-    """Convert and count what loading did not: after "Failed to quantize" ai-toolkit's quantize() continues.
+    """Convert what loading did not: ai-toolkit goes on after "Failed to quantize".
 
-    Args:
-        process: of our type, its model loaded.
-        encoders: its text encoders.
-        trained: full names of linears that stay as they are.
-
-    Raises:
-        AIToolkitError: loading was to convert linears and has converted none.
+    Text encoders keep FP8 weights but multiply in the input's precision: they run
+    once per caption, and their outliers suffer from per-tensor inputs.
     """
+    from ...blocks.streaming import unpark
+
     model = process.sd.unet
     at_load = sum(1 for _ in converted_linears(model))
-    if _loads_fp8(process) and not at_load:
+    if loads_fp8(process) and not at_load:
         raise AIToolkitError(
             f"loading with qtype {COAT_QTYPE} converted no linear; see the lines 'Failed to quantize' above"
         )
     names = [name for name in plain_linears(model) if name not in trained]
     convert(model, names, process.coat.linear_config())
-    stored = sum(map(store_only, encoders))
-    info(f"[coat] FP8 weights: {at_load} linears at load, {len(names)} after it; {stored} in text encoders")
+    in_encoders = [module for encoder in encoders for _, module in converted_linears(encoder)]
+    for module in in_encoders:
+        if unpark(module):
+            module.to(module.weight_scale_bits.device)
+        module.coat_linear_config = dataclasses.replace(module.coat_linear_config, use_fp8_gemm=False)
+    info(f"[coat] FP8 weights: {at_load} linears at load, {len(names)} after it; {len(in_encoders)} in text encoders")
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raise AIToolkitError if a cast has reached codes or scales."""
+    from coat_core.linear.weight import BUFFERS
+
+    for name, module in converted_linears(model):
+        buffers = [module._buffers[key] for key in BUFFERS if key in module._buffers]
+        if any(buffer.dtype.is_floating_point for buffer in buffers):
+            raise AIToolkitError(f"codes or scales of {name}, and perhaps others, changed their dtype while sampling")
+
+
+def convert_linears(model: nn.Module, qtype: str) -> None:
+    """Outside of ai-toolkit: quantize every linear with a qtype of its own."""
+    from torch import nn
+
+    root = os.environ.get(ROOT_VARIABLE)
+    if not root:
+        raise ImportError(f"{qtype} is ai-toolkit's own code: set {ROOT_VARIABLE} to its folder")
+    if root not in sys.path:
+        sys.path.append(root)
+    from toolkit.util.ostris_quant import convert_linear_to_ostris, get_ostris_quantizer
+
+    quantizer = get_ostris_quantizer(qtype)
+    if quantizer is None:
+        raise ImportError(f"{root}: this ai-toolkit does not know the qtype {qtype}")
+    for module in list(model.modules()):
+        if isinstance(module, nn.Linear):
+            convert_linear_to_ostris(module, quantizer)

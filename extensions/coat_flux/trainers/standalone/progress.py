@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ...base.run_log import Lines, bar_options
 from ...base.table import METRICS
 from ...config.job import JobConfig
-from ...watch.casts import CastPrecision
+from ...watch.precision import CastPrecision
 from ...watch.run_tables import RunTables, StepStats
 from .boards import TensorBoard, WandbBoard
 

@@ -1,22 +1,20 @@
-"""`validation:` inside ai-toolkit: photos kept out of its data sets, and the loss on them by its own forward.
+"""The photos of a job: inspected, corrected, held out; the loss on the latter.
 
-ai-toolkit opens folders, so the photos are divided by folders of links in the run's own:
+ai-toolkit opens the folders of `process.dataset_configs`, one config for each
+resolution. The photos are divided by folders of links in the run's own:
 
-    coat/photos/<i>            what is trained on, with no link to a photo held out
-    coat/held_out/<i>/<r>      the photos held out that are measured at the r-th resolution of data set i
+    coat/photos/<i>          trained on, with corrected copies of misread photos
+    coat/held_out/<i>/<r>    held out, measured at the r-th resolution of set i
 
-A second set of ai-toolkit's data sets reads the latter before the first is loaded: captions, masks and crops are made
-as for training, without repeats, flips and dropout. VAE and text encoders encode them once, the noise is that of
-`data.hold_out`, the same as in the stand-alone trainer; the photos are read and encoded as ai-toolkit does it, so that
-losses are comparable within a run and between runs of one trainer.
-
-ai-toolkit's step number N is the step after N + 1 updates; it saves where `save_every` divides N, and so is measured
-where `every` divides N: a save and a measurement of the same numbers are of the same LoRA.
+The latter are loaded by data sets of ai-toolkit's own, as for training but
+without repeats, flips and dropout, and encoded once. Their noise is that of
+`data.hold_out`, so that losses can be compared between runs.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .common import info
+from ...saves.rng import kept_draws
+from .host import info
 
 if TYPE_CHECKING:
     from ...data.hold_out import FixedNoise
 
-__all__ = ["HeldOutPhotos", "asked_for"]
-
-FOLDER = Path("coat") / "held_out"
+TRAINED_FOLDER = Path("coat") / "photos"
+HELD_OUT_FOLDER = Path("coat") / "held_out"
 AS_SHOWN_ONCE = {
     "num_repeats": 1,
     "flip_x": False,
@@ -52,13 +50,67 @@ AS_SHOWN_ONCE = {
 }
 
 
-def asked_for(process: Any) -> Any:
-    """The `validation:` block of a process entry, as `ValidationSection`; `check_job` has looked at it."""
+def check_photos(process: Any) -> HeldOutPhotos | None:
+    """Inspect the data sets, correct and hold out photos; returns the latter."""
     from ...config.build import build
     from ...config.findings import Findings
     from ...config.job_sections import ValidationSection
+    from ...data.check import t5_of
+    from ...data.files import DatasetError, find_images
+    from ...data.hold_out import choose_hold_out
+    from ...data.preflight import inspect_datasets
 
-    return build(ValidationSection, process.get_conf("validation", None), "validation", Findings(""))
+    options = process.coat.data
+    by_folder: dict[str, list[Any]] = {}
+    for config in process.dataset_configs:
+        folder = config.dataset_path or config.folder_path
+        if config.dataset_path and os.path.isfile(config.dataset_path):
+            info(f"[coat] note: dataset_path={folder} is a list of files; its photos are not checked")
+        else:
+            by_folder.setdefault(folder, []).append(config)
+    whole = []  # one config of a folder with all its resolutions, as it is in the YAML
+    for folder, configs in by_folder.items():
+        joined = copy.copy(configs[0])
+        joined.folder_path, joined.resolution = folder, [config.resolution for config in configs]
+        whole.append(joined)
+    policy = {"background": options.background, "transparency": options.transparency}
+    report = inspect_datasets(whole, process.trigger_word, **policy, t5_of=t5_of(process.config))
+    if report.errors:
+        raise DatasetError(report.error_text())
+    for line in (*report.warnings, *report.tables):
+        info(f"[coat] {line}")
+    validation = build(ValidationSection, process.get_conf("validation", None), "validation", Findings(""))
+    trained = [folder for folder, configs in by_folder.items() if not configs[0].is_reg]
+    chosen = choose_hold_out(trained, validation.hold_out, process.training_seed)
+    held_out = HeldOutPhotos(process, dict(zip(trained, chosen, strict=True)), validation.every)
+    for index, (folder, configs) in enumerate(by_folder.items()):
+        out = held_out.photos.get(folder, ())
+        if out:
+            held_out.add(folder, configs)
+        if out or options.prepare == "auto":
+            keep = frozenset(path for path in find_images(Path(folder)) if path not in out) if out else None
+            read_copies(process, Path(folder), Path(process.save_root) / TRAINED_FOLDER / str(index), configs, keep)
+    return held_out if any(chosen) else None
+
+
+def read_copies(process: Any, folder: Path, target: Path, configs: list[Any], keep: frozenset[Path] | None) -> None:
+    """Let dataset configs read `keep` (None: all) of a folder through `target`."""
+    from ...data.prepare import prepare_copy
+
+    options = process.coat.data
+    policy = {"background": options.background, "transparency": options.transparency}
+    copied = prepare_copy(folder, target, **policy, keep=keep, correct=options.prepare == "auto")
+    if copied is None:
+        return
+    if copied.corrected:
+        traits = ", ".join(f"{count} {trait}" for trait, count in copied.traits.items())
+        count = len(copied.corrected)
+        info(f"[coat] {folder}: {count} photos are read from corrected copies in {copied.folder} ({traits})")
+    for config in configs:
+        config.folder_path = str(copied.folder)
+        config.dataset_path = None
+        if copied.mask_folder is not None and config.mask_path is None:
+            config.mask_path = str(copied.mask_folder)
 
 
 class HeldOutPhotos:
@@ -66,78 +118,57 @@ class HeldOutPhotos:
 
     Args:
         process: built and checked, nothing loaded.
-        chosen: folder of a data set, as configured → its photos held out.
+        photos: folder of a data set, as configured → its photos held out.
+        every: steps between two measurements.
 
     Attributes:
         names: folder → their paths in it.
         curve: (steps done, loss).
     """
 
-    def __init__(self, process: Any, chosen: Mapping[str, tuple[Path, ...]]):
-        self._process, self._chosen = process, chosen
+    def __init__(self, process: Any, photos: Mapping[str, tuple[Path, ...]], every: int):
+        self._process, self.photos, self._every = process, photos, every
         self._configs: list[Any] = []
         self._noise: FixedNoise | None = None
-        self.every = asked_for(process).every
-        self.names = {folder: [p.relative_to(folder).as_posix() for p in paths] for folder, paths in chosen.items()}
+        self.names = {folder: [p.relative_to(folder).as_posix() for p in paths] for folder, paths in photos.items()}
         self.curve: list[tuple[int, float]] = []
 
-    def __len__(self) -> int:
-        return sum(map(len, self.names.values()))
-
-    def of(self, folder: str) -> tuple[Path, ...]:
-        """The photos of a folder that are held out."""
-        return self._chosen.get(folder, ())
-
     def add(self, folder: str, configs: list[Any]) -> None:
-        """Make the folders of links of one data set.
-
-        Args:
-            folder: with photos held out.
-            configs: one for each resolution; not changed.
-        """
-        from ...data.prepare import prepare_copy
-
-        asked = self._process.coat.data
-        number = list(self.names).index(folder)
+        """Make the folders of links of one data set, for each of its configs."""
+        root = Path(self._process.save_root) / HELD_OUT_FOLDER / str(list(self.names).index(folder))
         for place, config in enumerate(configs):
-            share = frozenset(self.of(folder)[place :: len(configs)])
-            target = Path(self._process.save_root) / FOLDER / str(number) / str(place)
-            policy = {"background": asked.background, "transparency": asked.transparency}
+            share = frozenset(self.photos[folder][place :: len(configs)])
             if not share:
                 continue
-            made = prepare_copy(folder, target, **policy, keep=share, correct=asked.prepare == "auto")
             once = copy.copy(config)
-            for name, value in (AS_SHOWN_ONCE | {"folder_path": str(made.folder), "dataset_path": None}).items():
+            for name, value in AS_SHOWN_ONCE.items():
                 if hasattr(once, name):
                     setattr(once, name, value)
-            if made.mask_folder is not None and once.mask_path is None:
-                once.mask_path = str(made.mask_folder)
+            read_copies(self._process, Path(folder), root / str(place), [once], share)
             self._configs.append(once)
 
     @torch.no_grad()
     def encode(self) -> None:
-        """Let ai-toolkit load and encode them, while VAE and text encoders are there; random numbers go on after it."""
+        """Load and encode them, while VAE and text encoders are there."""
         from toolkit.data_loader import get_dataloader_from_datasets
 
         from ...data.hold_out import FixedNoise
-        from .resume import kept_draws
 
-        process, photos, names = self._process, [], []
+        process, photos = self._process, []
         encoders = process._text_encoders()
         homes, vae_home = [next(encoder.parameters()).device for encoder in encoders], process.sd.vae.device
         process.sd.text_encoder_to(process.device_torch)
         with kept_draws():
             torch.manual_seed(0)  # the VAE's latents are drawn
             for batch in get_dataloader_from_datasets(self._configs, 1, process.sd):
-                photos.append(self._encoded(batch))
-                names.append(Path(batch.file_items[0].path).name)
+                photos.append((Path(batch.file_items[0].path).name, self._encoded(batch)))
         for encoder, home in zip(encoders, homes, strict=True):
             encoder.to(home)
         process.sd.vae.to(vae_home)
-        order = sorted(range(len(names)), key=lambda i: (names[i], tuple(photos[i]["latents"].shape)))
-        self._noise = FixedNoise([photos[i] for i in order], [names[i] for i in order])
-        listed = ", ".join(name for found in self.names.values() for name in found)
-        info(f"[coat] {len(names)} photos are held out of training: {listed}")
+        photos.sort(key=lambda photo: (photo[0], tuple(photo[1]["latents"].shape)))
+        self._noise = FixedNoise([tensors for _, tensors in photos], [name for name, _ in photos])
+        names = ", ".join(name for names in self.names.values() for name in names)
+        info(f"[coat] {len(photos)} photos are held out of training: {names}")
 
     def _encoded(self, batch: Any) -> dict[str, Any]:
         process, sd = self._process, self._process.sd
@@ -152,17 +183,15 @@ class HeldOutPhotos:
         return photo
 
     def is_due(self, step_num: int, steps: int) -> bool:
-        """Whether to measure after the step that ai-toolkit numbers `step_num`."""
-        return step_num + 1 == steps or (step_num > 0 and step_num % self.every == 0)
+        """Whether to measure after ai-toolkit's step number `step_num`.
+
+        It saves at the same numbers: both are of the same LoRA.
+        """
+        return step_num + 1 == steps or (step_num > 0 and step_num % self._every == 0)
 
     def measure(self, done: int) -> float:
-        """The loss now, with the average where one is kept; training continues as if it had not been measured.
-
-        Args:
-            done: steps done.
-        """
+        """The loss after `done` steps, of the average where there is one."""
         from ...data.hold_out import levels_for
-        from .resume import kept_draws
 
         process, network = self._process, self._process.network
         modules = [module for module in (process.sd.unet, network) if module is not None]

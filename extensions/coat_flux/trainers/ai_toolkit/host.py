@@ -1,0 +1,272 @@
+"""The ai-toolkit around us: what we need of it, its output, the running job.
+
+Imported for every job of a user: needs neither coat_core nor diffusers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from ... import _load_package
+from ...base.run_log import Lines
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...config.coat import COATConfig
+
+TESTED_SERIES = "0.12."
+TESTED_VERSION = "0.12.26"
+PROCESS_MODULE = "jobs.process.BaseSDTrainProcess"
+OPTIMIZER_MODULE = "toolkit.optimizer"
+QUANTIZER_MODULE = "toolkit.util.ostris_quant"
+LORA_MODULES = ("toolkit.lora_special", "toolkit.network_mixins")
+HOOKS = (
+    "hook_before_model_load",
+    "hook_after_model_load",
+    "hook_add_extra_train_params",
+    "before_dataset_load",
+    "hook_before_train_loop",
+    "hook_train_loop",
+    "calculate_loss",
+    "get_guided_loss",
+    "get_mean_flow_loss",
+    "end_step_hook",
+    "sample",
+    "save",
+    "clean_up_saves",
+    "post_save_hook",
+    "update_training_metadata",
+    "get_training_info",
+    "done_hook",
+    "on_error",
+    "get_conf",
+    "get_latest_save_path",
+)
+OPTIMIZER_PARAMETERS = ("params", "optimizer_type", "learning_rate", "optimizer_params")
+QUANTIZER_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
+LORA_PARTS = ("lora_down", "lora_up")
+
+# Where coat_core is, relative to this folder: in a checkout of COAT-FLUX, or in site-packages
+CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (4, 3))
+MARK = "_coat_flux_original"  # on a wrapper: the function of ai-toolkit's that it wraps
+
+
+class AIToolkitError(RuntimeError):
+    """COAT-FLUX and this ai-toolkit do not fit; names version and piece."""
+
+    def __init__(self, piece: str):
+        self.piece = piece
+        super().__init__(f"COAT-FLUX cannot run in ai-toolkit {ai_toolkit_version()}: {piece}")
+
+
+def ai_toolkit_version() -> str:
+    """Return ai-toolkit's version, or "of unknown version"."""
+    try:
+        version = importlib.import_module("version")
+    except ImportError:
+        return "of unknown version"
+    return str(getattr(version, "VERSION", "of unknown version"))
+
+
+def load_core() -> None:
+    """Make `import coat_core` work: from next to this folder, else as installed.
+
+    A linked folder resolves to its checkout: code and math of one version, no pip.
+    """
+    folder = next((folder for folder in CORE_FOLDERS if (folder / "__init__.py").is_file()), None)
+    try:
+        if folder is None:
+            importlib.import_module("coat_core")
+        else:
+            _load_package("coat_core", folder)
+    except ImportError as error:
+        raise AIToolkitError(
+            f"coat_core cannot be imported ({error}); "
+            f"run `{sys.executable} -m pip install --no-deps <COAT-FLUX folder>` "
+            f"or replace the copy in {Path(__file__).resolve().parents[2]} by a link with `coat-flux install`"
+        ) from error
+
+
+def check_host(*installs: Callable[[], Any]) -> None:
+    """Check that optimizer, qtype and LoRA's linears are understood."""
+    problems = []
+    for install in (load_core, *installs):
+        try:
+            install()
+        except AIToolkitError as error:
+            problems.append(error.piece)
+    bound = vars(sys.modules[PROCESS_MODULE]).get("get_optimizer") if PROCESS_MODULE in sys.modules else None
+    if not hasattr(bound, MARK):
+        problems.append(f"{PROCESS_MODULE} does not use {OPTIMIZER_MODULE}.get_optimizer")
+    for module in LORA_MODULES:
+        names = getattr(importlib.import_module(module), "LINEAR_MODULES", ())
+        if "OstrisLinear" not in names:
+            problems.append(f"{module}.LINEAR_MODULES does not list OstrisLinear: LoRA would not find FP8 linears")
+    if problems:
+        raise AIToolkitError("; ".join(problems))
+
+
+def let_lora_find(class_name: str) -> None:
+    """Add a class of ours to those ai-toolkit's LoRA finds by name."""
+    for module in LORA_MODULES:
+        names = importlib.import_module(module).LINEAR_MODULES
+        if class_name not in names:
+            names.append(class_name)
+
+
+def check_network(network: nn.Module) -> None:
+    """Check that the LoRA has modules, built as we know them."""
+    from ...blocks.lora import base_of
+
+    modules = [module for module in network.modules() if hasattr(module, "lora_name")]
+    if not modules:
+        raise AIToolkitError("the LoRA network found no linear to train; check network.network_kwargs.only_if_contains")
+    for module in modules:
+        missing = [part for part in LORA_PARTS if not hasattr(module, part)]
+        if base_of(module) is None:
+            missing.append("org_module, nor an orig_module_ref")
+        if missing:
+            raise AIToolkitError(f"{module.lora_name}, a LoRA module, has no {', no '.join(missing)}")
+
+
+def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> list[str]:
+    """Put a wrapper in the place of `original`, once; returns the changed modules.
+
+    ai-toolkit imports functions by name, so every loaded module is looked at, by
+    `vars`: lazy modules would start loading at getattr.
+    """
+    if hasattr(original, MARK):
+        original, wrapper = getattr(original, MARK), original
+    else:
+        functools.update_wrapper(wrapper, original)
+        setattr(wrapper, MARK, original)
+    changed = []
+    for module_name, module in list(sys.modules.items()):
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(namespace, dict) and namespace.get(name) is original:
+            namespace[name] = wrapper
+            changed.append(module_name)
+    return changed
+
+
+@contextmanager
+def patched(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside the block, an object has other attributes."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+# ai-toolkit passes neither the optimizer nor the qtype a view of the process entry
+_config: COATConfig | None = None
+_lines: Lines | None = None  # of the run's coat/log.txt
+
+
+@contextmanager
+def job_scope() -> Iterator[None]:
+    """Forget the job when it ends: the next one must not inherit its config."""
+    global _config, _lines
+    _config = _lines = None
+    try:
+        yield
+    finally:
+        if _lines is not None:
+            _lines.close()
+        _config = _lines = None
+
+
+def begin_job(config: COATConfig) -> None:
+    """Make `config` that of the running job."""
+    global _config
+    _config = config
+
+
+def active_config() -> COATConfig | None:
+    """The config of the running job of ours; None outside of one."""
+    return _config
+
+
+def active_or_default() -> COATConfig:
+    """The running job's config, or the defaults."""
+    from ...config.coat import COATConfig
+
+    return COATConfig.from_dict(None) if _config is None else _config
+
+
+def begin_lines(*, verbose: bool) -> Lines:
+    """From here on keep what is printed for `coat/log.txt`."""
+    global _lines
+    _lines = Lines(_print, verbose=verbose)
+    return _lines
+
+
+def info(message: str) -> None:
+    """Print as ai-toolkit does, and write to `coat/log.txt`."""
+    if _lines is None:
+        _print(message)
+    else:
+        _lines.info(message)
+
+
+def detail(message: str) -> None:
+    """Write to `coat/log.txt`; print with `logging.verbose`, or without a log."""
+    if _lines is None:
+        _print(message)
+    else:
+        _lines.detail(message)
+
+
+def _print(message: str) -> None:
+    try:
+        from toolkit.print import print_acc
+    except ImportError:
+        logging.getLogger("coat_flux").info(message)
+        return
+    with tqdm.external_write_mode():
+        print_acc(message)
+
+
+class _LineHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno <= logging.INFO:
+            detail(f"[coat] {record.getMessage()}")
+        else:
+            info(f"[coat] {record.levelname}: {record.getMessage()}")
+
+
+def show_logs() -> None:
+    """Send both packages' log lines to ai-toolkit's output.
+
+    Its captioner extensions call `logging.disable(WARNING)`, which silences all
+    loggers of one manager. Ours, also of modules not imported yet, get another.
+    """
+    manager = logging.Manager(logging.getLogger())
+    for root in ("coat_core", "coat_flux"):
+        logger = logging.getLogger(root)
+        if any(isinstance(handler, _LineHandler) for handler in logger.handlers):
+            continue
+        logger.addHandler(_LineHandler())
+        logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
+        logger.propagate = False
+        folder = Path(str(sys.modules[root].__file__)).parent
+        for file in folder.rglob("*.py"):
+            name = ".".join([root, *file.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")
+            logging.getLogger(name).manager = manager
