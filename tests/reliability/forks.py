@@ -23,7 +23,7 @@ OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir
 DEADLINE_S = 60
 
 
-def fork(work: Callable[[], None]) -> int:
+def fork(work: Callable[[], None], deadline_s: int = DEADLINE_S) -> int:
     """Start a child that does `work` and ends, with 0, or FAILED and a traceback on stderr; returns its number."""
     child = os.fork()
     if child:
@@ -31,7 +31,7 @@ def fork(work: Callable[[], None]) -> int:
     code = FAILED
     try:
         keep_locks_apart()
-        signal.alarm(DEADLINE_S)
+        signal.alarm(deadline_s)
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         work()

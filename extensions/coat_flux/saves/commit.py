@@ -56,6 +56,7 @@ __all__ = [
     "manifest_of",
     "newest_set",
     "publish_set",
+    "published_names",
     "replaced_sets",
     "require_room",
     "set_step",
@@ -87,8 +88,13 @@ def newest_set(run_dir: Path) -> Path | None:
 
 def committed_sets(run_dir: Path) -> list[Path]:
     """Folders of the committed sets, newest first."""
-    found = [path for path in (run_dir / COAT).glob("state-*") if SET_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=set_step, reverse=True)
+    sets = [path for path in (run_dir / COAT).glob("state-*") if SET_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(sets, key=set_step, reverse=True)
+
+
+def replaced_sets(run_dir: Path) -> list[Path]:
+    """Sets that waited for their replacement when a process was killed."""
+    return list((run_dir / COAT).glob(f"{REPLACED_PREFIX}state-*"))
 
 
 def commit(
@@ -118,12 +124,15 @@ def commit(
             and could not be published, which the next start does.
     """
     target, what = state_folder(run_dir, step), f"the checkpoint of step {step} cannot be saved"
-    staging = staging_path(target)
+    staging, newest = staging_path(target), newest_set(run_dir)
     try:
-        needed = _size(newest_set(run_dir)) if needed_bytes is None else needed_bytes
+        if needed_bytes is None and newest is not None:
+            needed_bytes = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+        needed = needed_bytes or 0
         with save_errors(run_dir, what, "the previous checkpoint is as it was", needed):
             target.parent.mkdir(parents=True, exist_ok=True)
-            _check_space(run_dir, needed)
+            if needed and shutil.disk_usage(run_dir).free < needed + SPARE_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir))
             staging.mkdir()
             write(staging)
             _seal(staging, publish)
@@ -134,20 +143,14 @@ def commit(
         sync_folder(target.parent)
         publish_set(run_dir, target)
     before = [folder for folder in committed_sets(run_dir) if folder != target]
-    kept = next((folder for folder in before if step - set_step(folder) >= apart), next(reversed(before), None))
+    trusted = next((folder for folder in before if step - set_step(folder) >= apart), next(reversed(before), None))
     for old in [*before, *replaced_sets(run_dir)]:
-        if old != kept:
+        if old != trusted:
             discard(old)
     return target
 
 
-def _check_space(run_dir: Path, needed: int) -> None:
-    if needed and shutil.disk_usage(run_dir).free < needed + SPARE_BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir))
-
-
-def _size(folder: Path | None) -> int:
-    return 0 if folder is None else sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+# -- what a set says of itself -----------------------------------------------------------------------------------------
 
 
 def _seal(folder: Path, publish: Mapping[str, str]) -> None:
@@ -156,7 +159,7 @@ def _seal(folder: Path, publish: Mapping[str, str]) -> None:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync_file(path)
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    manifest = {"files": files, "publish": dict(publish)}
+    manifest: dict[str, Any] = {"files": files, "publish": dict(publish)}
     manifest["sha256"] = _digest(manifest)
     (folder / MANIFEST).parent.mkdir()
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8", newline="\n")
@@ -171,33 +174,78 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def manifest_of(folder: Path) -> dict[str, Any] | None:
-    """What a set says of itself; None for one of an earlier version.
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest of a set: "files" and "publish".
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is damaged.
     """
-    path = folder / MANIFEST
-    if not path.exists():
-        return None
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or (manifest.keys() != {"files", "publish"} and not _is_sealed(manifest)):
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(manifest):
         raise ValueError("it is not what was written")
     return manifest
 
 
-def _is_sealed(manifest: Mapping[str, Any]) -> bool:
-    return manifest.get("sha256") == _digest(manifest)
+def published_names(folder: Path) -> list[str]:
+    """Names in the run's folder of what a set publishes; none where its manifest is damaged."""
+    try:
+        return list(manifest_of(folder)["publish"])
+    except (OSError, ValueError):
+        return []
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a committed set, or None; all its files are read."""
+    try:
+        for name, entry in manifest_of(folder)["files"].items():
+            if not (folder / name).is_file():
+                return f"{folder / name}: is missing"
+            if not _is_as_written(folder / name, entry):
+                return f"{folder / name}: is not the file that was written (damaged or exchanged)"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{folder / MANIFEST}: cannot be read ({error})"
+    return None
+
+
+def is_known(path: Path, sets: Iterable[Path]) -> bool:
+    """Whether a file or folder of the run's is, byte for byte, one that a whole set published under this name."""
+    for folder in sets:
+        if path.name in published_names(folder):
+            manifest = manifest_of(folder)
+            entries = _entries_of(manifest, manifest["publish"][path.name])
+            if all(_is_as_written(path / part, entry) for part, entry in entries.items()):
+                return True
+    return False
+
+
+def _is_as_written(path: Path, entry: Mapping[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == entry["bytes"] and file_sha256(path) == entry["sha256"]
+
+
+def _entries_of(manifest: Mapping[str, Any], inside: str) -> dict[str, Any]:
+    """Entries of what is published: of a file under "", of the files of a folder under their names in it."""
+    entries = {
+        name.removeprefix(inside).removeprefix("/"): entry
+        for name, entry in manifest["files"].items()
+        if name == inside or name.startswith(f"{inside}/")
+    }
+    if not entries:
+        raise SaveError(f"{MANIFEST}: {inside!r} is to be published, and no file of it is there")
+    return entries
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
 
 
 def publish_set(run_dir: Path, folder: Path) -> list[str]:
     """Publish what is not in the run's folder yet; returns the names."""
-    manifest = manifest_of(folder) or {"publish": {}, "files": {}}
-    done = []
+    manifest, done = manifest_of(folder), []
     for name, inside in manifest["publish"].items():
-        _check_name(name)
-        _check_name(inside)
+        for each in (name, inside):
+            if each in ("", ".", "..") or re.search(r"[/\\:]", each):
+                rule = "must be the name of a file, without a folder; nothing is written there"
+                raise SaveError(f"{MANIFEST}: {each!r}: {rule}")
         entries = _entries_of(manifest, inside)
         if all(_is_published(run_dir / name / part, folder / inside / part, entries[part]) for part in entries):
             continue
@@ -212,16 +260,8 @@ def publish_set(run_dir: Path, folder: Path) -> list[str]:
     return done
 
 
-def _entries_of(manifest: Mapping[str, Any], inside: str) -> dict[str, Any]:
-    """Entries of what is published: of a file under "", of the files of a folder under their names in it."""
-    found = {
-        name.removeprefix(inside).removeprefix("/"): entry
-        for name, entry in manifest["files"].items()
-        if name == inside or name.startswith(f"{inside}/")
-    }
-    if not found:
-        raise SaveError(f"{MANIFEST}: {inside!r} is to be published, and no file of it is there")
-    return found
+def _is_published(path: Path, source: Path, entry: Mapping[str, Any]) -> bool:
+    return path.is_file() and (os.path.samefile(path, source) or _is_as_written(path, entry))
 
 
 def _publish_folder(source: Path, target: Path, names: Iterable[str]) -> None:
@@ -237,70 +277,12 @@ def _publish_folder(source: Path, target: Path, names: Iterable[str]) -> None:
         discard(aside)
 
 
-def _check_name(name: str) -> None:
-    if name in ("", ".", "..") or re.search(r"[/\\:]", name):
-        raise SaveError(f"{MANIFEST}: {name!r}: must be the name of a file, without a folder; nothing is written there")
-
-
-def _is_published(path: Path, source: Path, entry: Mapping[str, Any]) -> bool:
-    if not path.is_file():
-        return False
-    return os.path.samefile(path, source) or _is_as_written(path, entry)
-
-
-def _is_as_written(path: Path, entry: Mapping[str, Any]) -> bool:
-    return path.stat().st_size == entry["bytes"] and file_sha256(path) == entry["sha256"]
-
-
-def replaced_sets(run_dir: Path) -> list[Path]:
-    """Sets that waited for their replacement when a process was killed."""
-    return list((run_dir / COAT).glob(f"{REPLACED_PREFIX}state-*"))
-
-
-def is_known(path: Path, sets: Iterable[Path]) -> bool:
-    """Whether a file or folder of the run's is, byte for byte, one that a whole set published under this name."""
-    for folder in sets:
-        try:
-            manifest = manifest_of(folder) or {"publish": {}, "files": {}}
-        except (OSError, ValueError):
-            continue
-        inside = manifest["publish"].get(path.name)
-        entries = {} if inside is None else _entries_of(manifest, inside)
-        if entries and all((path / part).is_file() and _is_as_written(path / part, entries[part]) for part in entries):
-            return True
-    return False
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a committed set, or None; all its files are read.
-
-    A set of an earlier version, which does not say what it holds, is taken as it is.
-    """
-    try:
-        manifest = manifest_of(folder)
-        for name, entry in (manifest or {"files": {}})["files"].items():
-            path = folder / name
-            if not path.is_file():
-                return f"{path}: is missing"
-            if not _is_as_written(path, entry):
-                return f"{path}: is not the file that was written (damaged or exchanged)"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{folder / MANIFEST}: cannot be read ({error})"
-    return None
-
-
-# -- the disk ---------------------------------------------------------------------------------------------------------
+# -- the disk ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SaveSpace:
-    """What saves take on disk.
-
-    Attributes:
-        lora: bytes of a LoRA file.
-        state: bytes of a state besides it.
-        loras: LoRA files that are kept, the final one included.
-    """
+    """Bytes of a LoRA file, of a state besides it, and how many LoRA files are kept, the final one included."""
 
     lora: int
     state: int
@@ -327,12 +309,11 @@ def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[st
     Returns:
         (errors, warnings), a line each.
     """
-    links = [path for folder in (run_dir, run_dir / COAT) for path in _entries(folder) if path.is_symlink()]
     errors = [
         f"{path}: is a link to a folder, and a run writes through no links in its folder; remove it, or let the whole "
         "run folder be a link"
-        for path in links
-        if path.is_dir()
+        for path in (*run_dir.glob("*"), *(run_dir / COAT).glob("*"))
+        if path.is_symlink() and path.is_dir()
     ]
     folder = run_dir
     while not folder.exists() and not folder.is_symlink() and folder != folder.parent:
@@ -351,10 +332,10 @@ def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[st
     elif space.all + SPARE_BYTES > free + there:
         what = f"{space.loras} LoRAs of {size_text(space.lora)}, {SETS_KEPT} states, and a save being written"
         have = f"; {size_text(there)} of it are there" if there else ""
-        warning = (
-            f"{folder}: all that the run keeps takes {size_text(space.all)} ({what}){have}, {size_text(free)} are free"
-        )
-        return errors, [f"{warning}; {REMEDY_SPACE}, or lower save.max_step_saves_to_keep"]
+        return errors, [
+            f"{folder}: all that the run keeps takes {size_text(space.all)} ({what}){have}, {size_text(free)} are "
+            f"free; {REMEDY_SPACE}, or lower save.max_step_saves_to_keep"
+        ]
     return errors, []
 
 
@@ -371,22 +352,15 @@ def require_room(run_dir: Path, space: SaveSpace | None = None, warn: Callable[[
         raise SaveError("\n".join(errors))
 
 
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
 def _bytes_of(run_dir: Path) -> int:
     """Of LoRAs and states that are there; hard links count once."""
-    found = {}
+    sizes = {}
     published = (*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))
     for path in (*published, *run_dir.glob(f"{COAT}/state-*/**/*")):
         try:
-            stat = os.stat(path)
+            stat = path.stat()
         except OSError:
             continue
         if path.is_file():
-            found[stat.st_dev, stat.st_ino] = stat.st_size
-    return sum(found.values())
+            sizes[stat.st_dev, stat.st_ino] = stat.st_size
+    return sum(sizes.values())

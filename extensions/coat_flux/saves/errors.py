@@ -1,4 +1,4 @@
-"""Errors of saving and of going on, and what a disk can answer in words."""
+"""Errors of saving and of resuming, and what a disk can answer in words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SaveError(UserError, RuntimeError):
 
 
 class ResumeError(UserError, RuntimeError):
-    """A run folder holds a checkpoint that this run cannot go on from."""
+    """A run folder holds a checkpoint that this run cannot resume from."""
 
 
 @contextmanager
@@ -47,19 +47,14 @@ def save_errors(run_dir: Path, what: str, state: str, needed_bytes: int = 0) -> 
         text = str(error)
         if isinstance(error, RuntimeError) and not any(mark in text for mark in TORCH_WRITE_ERRORS):
             raise
-        cause = _disk_error(error)
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):  # torch raises another error over the system's
+            cause = cause.__cause__ or cause.__context__
         reason = getattr(cause, "strerror", None) or next(iter(text.splitlines()), type(error).__name__)
         where = getattr(cause, "filename", None) or run_dir
         sizes = f"needs {needed_bytes / 1e6:,.1f} MB, " if needed_bytes else ""
-        raise SaveError(f"{where}: {what} ({reason}); {sizes}{_free(run_dir)}; {_remedy(cause)}; {state}") from error
-
-
-def _disk_error(error: BaseException) -> OSError | None:
-    """The system's own error; torch raises another one over it."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    return found
+        remedy = REMEDY_FORBIDDEN if cause is not None and cause.errno in FORBIDDEN else REMEDY_SPACE
+        raise SaveError(f"{where}: {what} ({reason}); {sizes}{_free(run_dir)}; {remedy}; {state}") from error
 
 
 def _free(folder: Path) -> str:
@@ -69,9 +64,3 @@ def _free(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free"
     except OSError as error:
         return f"free space is not known ({error.strerror})"
-
-
-def _remedy(error: OSError | None) -> str:
-    if error is not None and error.errno in FORBIDDEN:
-        return REMEDY_FORBIDDEN
-    return REMEDY_SPACE

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from ..base.streams import quiet_dead_outputs
@@ -54,14 +54,10 @@ class Interrupts:
         self._before = {}
 
     def __enter__(self) -> Interrupts:
-        """`listen`."""
         self.listen()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """`close`."""
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,8 +39,12 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             _lock(file)
         except OSError as error:
             if error.errno in TAKEN:
+                owner = ""
+                with suppress(OSError):  # Windows keeps others from a locked file
+                    text = path.read_text(encoding="utf-8").strip()
+                    owner = f" ({text})" if text.isdecimal() else ""
                 raise ResumeError(
-                    f"{run_dir}: another process{_owner(path)} is training in this folder; wait for it, end it, or "
+                    f"{run_dir}: another process{owner} is training in this folder; wait for it, end it, or "
                     "choose another config.name"
                 ) from error
         else:
@@ -48,15 +52,6 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             file.write(str(os.getpid()))
             file.flush()
         yield
-
-
-def _owner(path: Path) -> str:
-    """Which process, where the file can be read (Windows keeps others from a locked one)."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-    return f" ({text})" if text.isdecimal() else ""
 
 
 if sys.platform == "win32":

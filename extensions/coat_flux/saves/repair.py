@@ -5,17 +5,17 @@
         <name>_000000500.safetensors, ...      LoRAs of more steps, out of the run's folder
         metrics.csv, ...                       copies: the run cuts its tables back to the step it resumes from
 
-Nothing is deleted: what is in the way of going on is moved aside, and the lines that are returned say where.
+Nothing is deleted: what is in the way of a resume is moved aside, and the lines that are returned say where.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -28,8 +28,8 @@ from .commit import (
     committed_sets,
     damage,
     is_known,
-    manifest_of,
     publish_set,
+    published_names,
     replaced_sets,
     set_step,
     state_folder,
@@ -62,50 +62,48 @@ def repair(run_dir: Path) -> list[str]:
     if not run_dir.is_dir():
         return []
     with save_errors(run_dir, "this folder cannot be repaired", "its checkpoints are as they were"):
-        left = [*run_dir.glob(f"{TEMP_PREFIX}*"), *(run_dir / COAT).glob(f"{TEMP_PREFIX}*")]
-        for path in left:
+        unfinished = [*run_dir.glob(f"{TEMP_PREFIX}*"), *(run_dir / COAT).glob(f"{TEMP_PREFIX}*")]
+        for path in unfinished:
             remove(path)
-        for aside in replaced_sets(run_dir):  # sets that were waiting for their replacement
+        for aside in replaced_sets(run_dir):
             target = aside.with_name(aside.name.removeprefix(REPLACED_PREFIX))
             if not target.exists():
                 os.replace(aside, target)
-        lines = [f"{path}: removed, a process was ended while it wrote it" for path in left]
-        lines += _go_on_from_whole(run_dir)
+        lines = [f"{path}: removed, a process was ended while it wrote it" for path in unfinished]
+        lines += _choose_newest(run_dir)
         for aside in replaced_sets(run_dir):
             remove(aside)
     return lines
 
 
-def _go_on_from_whole(run_dir: Path) -> list[str]:
+def _choose_newest(run_dir: Path) -> list[str]:
     """Let the newest set that is whole be the newest, and what it publishes be there."""
     sets, problems = committed_sets(run_dir), []
     if not sets or _another_program_went_on(run_dir, sets[0]):
         return []
-    for folder in sets:
-        problem = damage(folder)
+    for newest in sets:
+        problem = damage(newest)
         if problem is None:
-            return _settle(run_dir, folder, problems)
+            break
         problems.append(problem)
-    return []
-
-
-def _settle(run_dir: Path, newest: Path, problems: Sequence[str]) -> list[str]:
-    """Go on from `newest`, the first whole set after those with problems."""
+    else:
+        return []
     lines = [f"{problem}; the run resumes from step {set_step(newest)}" for problem in problems]
     if problems:
         lines += _set_aside_newer(run_dir, newest)
-    manifest = manifest_of(newest)
-    if manifest is None:
-        return lines
-    sets = [*committed_sets(run_dir), *replaced_sets(run_dir)]
-    published = (run_dir / name for name in manifest["publish"])
-    differing = [path for path in published if path.exists() and not is_known(path, sets)]
+    known = [*committed_sets(run_dir), *replaced_sets(run_dir)]
+    published = (run_dir / name for name in published_names(newest))
+    differing = [path for path in published if path.exists() and not is_known(path, known)]
     if differing:
         where = _aside_folder(run_dir, newest)
         for path in differing:
             os.replace(path, where / path.name)
             lines.append(f"{path}: is not the file that was written; moved to {where}")
-    return lines + [f"{run_dir / name}: put back from {newest}" for name in publish_set(run_dir, newest)]
+    return lines + _put_back(run_dir, newest)
+
+
+def _put_back(run_dir: Path, folder: Path) -> list[str]:
+    return [f"{run_dir / name}: put back from {folder}" for name in publish_set(run_dir, folder)]
 
 
 def _another_program_went_on(run_dir: Path, newest: Path) -> bool:
@@ -144,25 +142,26 @@ def go_back(run_dir: Path, step: int) -> list[str]:
         SaveError: the folder cannot be written.
     """
     target = state_folder(run_dir, step)
-    kept = ", ".join(str(set_step(folder)) for folder in reversed(committed_sets(run_dir)))
+    steps = ", ".join(str(set_step(folder)) for folder in reversed(committed_sets(run_dir)))
     if not target.is_dir():
-        remedy = f"the kept ones are of step {kept}" if kept else "none is kept there"
+        remedy = f"the kept ones are of step {steps}" if steps else "none is kept there"
         raise ResumeError(f"step {step}: {run_dir / COAT} has no state of this step; {remedy}")
     problem = damage(target)
     if problem is not None:
-        raise ResumeError(f"step {step}: {problem}; the kept states are of step {kept}")
+        raise ResumeError(f"step {step}: {problem}; the kept states are of step {steps}")
     with save_errors(run_dir, f"the run cannot go back to step {step}", "its checkpoints are whole"):
-        lines = _set_aside_newer(run_dir, target)
-        lines += [f"{run_dir / name}: put back from {target}" for name in publish_set(run_dir, target)]
+        lines = _set_aside_newer(run_dir, target) + _put_back(run_dir, target)
     return lines or [f"{run_dir}: step {step} is its newest state already"]
 
 
 def _set_aside_newer(run_dir: Path, target: Path) -> list[str]:
     """Move sets and LoRAs that are newer than a set; LoRAs first, so that a kill in between leaves a whole run."""
-    sets = [folder for folder in committed_sets(run_dir) if set_step(folder) > set_step(target)]
-    published = (*run_dir.glob("*.safetensors"), *_folders(run_dir, sets))
-    others = [path for path in published if not is_known(path, [target])]
-    newer = [path for path in others if _is_newer(path, set_step(target), sets)]
+    step = set_step(target)
+    sets = [folder for folder in committed_sets(run_dir) if set_step(folder) > step]
+    listed = {name for folder in sets for name in published_names(folder)}
+    models = [run_dir / name for name in sorted(listed) if (run_dir / name).is_dir()]
+    others = [path for path in (*run_dir.glob("*.safetensors"), *models) if not is_known(path, [target])]
+    newer = [path for path in others if path.name in listed or _is_newer(path, step)]
     if not sets and not newer:
         return []
     where = _aside_folder(run_dir, target)
@@ -171,53 +170,37 @@ def _set_aside_newer(run_dir: Path, target: Path) -> list[str]:
     for path in (*newer, *sets):
         os.replace(path, where / path.name)
     names = ", ".join(path.name for path in (*sets, *newer))
-    return [f"{run_dir}: goes back to step {set_step(target)}; moved to {where}: {names}"]
+    return [f"{run_dir}: goes back to step {step}; moved to {where}: {names}"]
 
 
-def _folders(run_dir: Path, sets: Sequence[Path]) -> list[Path]:
-    """Of whole models that these sets have published."""
-    found = []
-    for folder in sets:
-        with suppress(OSError, ValueError):
-            names = (manifest_of(folder) or {"publish": {}})["publish"]
-            found += [run_dir / name for name in names if (run_dir / name).is_dir()]
-    return found
-
-
-def _is_newer(path: Path, step: int, sets: Sequence[Path]) -> bool:
-    """Whether a LoRA is of more steps, by its metadata or a newer set's list, or by its name where it is damaged."""
-    for folder in sets:
-        try:
-            if path.name in (manifest_of(folder) or {"publish": {}})["publish"]:
-                return True
-        except (OSError, ValueError):
-            continue
-    done, named = step_of(path), re.fullmatch(re.escape(path.parent.name) + r"(?:_(\d+))?\.safetensors", path.name)
-    return done > step or (done < 0 and named is not None and (named[1] is None or int(named[1]) > step))
+def _is_newer(path: Path, step: int) -> bool:
+    """Whether a LoRA is of more steps, by its metadata, or by its name where it is damaged."""
+    done = step_of(path)
+    if done >= 0:
+        return done > step
+    named = re.fullmatch(re.escape(path.parent.name) + r"(?:_(\d+))?\.safetensors", path.name)
+    return named is not None and (named[1] is None or int(named[1]) > step)
 
 
 def _aside_folder(run_dir: Path, target: Path) -> Path:
     name = target.name.replace("state-", "set-aside-")
-    free = (run_dir / COAT / (name if number == 1 else f"{name}-{number}") for number in range(1, 1_000_000))
-    folder = next(path for path in free if not path.exists())
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    folder = next(path for path in (run_dir / COAT / name for name in names) if not path.exists())
     folder.mkdir(parents=True)
     return folder
 
 
 def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
-    """The newest kept state from well before things went wrong.
+    """Step of the newest kept state from well before things went wrong; None where none is worth going back to.
 
     Args:
         run_dir: the run's folder.
         doubt_since: the first step the guard doubts.
         apart: steps before it, at least, that a state must be of to be trusted.
-
-    Returns:
-        Its step; None where none is kept that is worth going back to.
     """
-    good = [folder for folder in committed_sets(run_dir) if _growth(folder) <= HEALTHY_GROWTH]
-    trusted = [set_step(folder) for folder in good if set_step(folder) + apart <= doubt_since]
-    older = [set_step(folder) for folder in reversed(good) if set_step(folder) < doubt_since]
+    good = [set_step(folder) for folder in committed_sets(run_dir) if _growth(folder) <= HEALTHY_GROWTH]
+    trusted = [step for step in good if step + apart <= doubt_since]
+    older = [step for step in reversed(good) if step < doubt_since]
     return next(iter([*trusted, *older]), None)
 
 

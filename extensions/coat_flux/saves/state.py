@@ -96,8 +96,8 @@ class RunState:
             folder: of the set.
             trainer: `STANDALONE` or `AI_TOOLKIT`.
             record: plain JSON with "step", the optimizer steps done.
-            lora: raw LoRA by name, as trained.
-            ema: its average; None or empty where none is kept.
+            lora: raw LoRA by name, as trained; empty where the model is published as it is trained.
+            ema: its average; None or empty where there is none.
             rng: `rng_state()`.
         """
         target = folder / trainer
@@ -112,23 +112,20 @@ class RunState:
         """Optimizer steps done."""
         return int(self.record["step"])
 
-    @property
-    def has_lora(self) -> bool:
-        """Whether raw parameters are kept; a whole model that is saved as it is trained needs none."""
-        return (self.folder / self.trainer / LORA_FILE).exists()
-
-    def lora(self) -> dict[str, Tensor]:
-        """The raw LoRA."""
-        return load_tensors(self.folder / self.trainer / LORA_FILE)
+    def lora(self) -> dict[str, Tensor] | None:
+        """The raw parameters; None where the whole model is saved as it is trained."""
+        return self._tensors(LORA_FILE)
 
     def ema(self) -> dict[str, Tensor] | None:
-        """The average, where one was kept."""
-        path = self.folder / self.trainer / EMA_FILE
-        return load_tensors(path) if path.exists() else None
+        """The average, where there is one."""
+        return self._tensors(EMA_FILE)
 
-    def rng(self) -> dict[str, Tensor] | None:
-        """States of the random generators; earlier versions did not keep them."""
-        path = self.folder / self.trainer / RNG_FILE
+    def rng(self) -> dict[str, Tensor]:
+        """States of the random generators."""
+        return load_tensors(self.folder / self.trainer / RNG_FILE)
+
+    def _tensors(self, file: str) -> dict[str, Tensor] | None:
+        path = self.folder / self.trainer / file
         return load_tensors(path) if path.exists() else None
 
 
