@@ -24,7 +24,7 @@ from coat_flux.config.findings import ConfigError
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes
-from coat_flux.trainers.standalone.optim import CLASSES, learning_rate, make_optimizer, restore_optimizer
+from coat_flux.trainers.optimizer import CLASSES, learning_rate, make_optimizer, restore_optimizer
 from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.asserts import assert_bitwise

@@ -31,8 +31,8 @@ from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
 from coat_flux.plan.predict import optimizer_bytes, predict_facts
 from coat_flux.trainers.full import Chosen, UpdateInBackward
+from coat_flux.trainers.optimizer import make_optimizer
 from coat_flux.trainers.standalone.network import add_lora, lora_parameters, lora_targets
-from coat_flux.trainers.standalone.optim import make_optimizer
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from scripts.bench_memory import kept_bytes as measured_kept_bytes
 from tests.helpers.engine_job import engine_job, write_images

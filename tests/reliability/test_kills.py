@@ -29,6 +29,7 @@ from coat_flux.saves.repair import repair
 from coat_flux.trainers.standalone import trainer
 from coat_flux.trainers.standalone.progress import RunLog
 from coat_flux.trainers.standalone.resume import find_resume_point, identity_of
+from coat_flux.trainers.standalone.saving import save
 from coat_flux.trainers.standalone.session import Session, open_session
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.trainers.standalone.workers import Workers
@@ -117,7 +118,7 @@ class OneSave:
         workers.close()
 
     def save(self) -> None:
-        trainer._save(self.session, final=False)
+        save(self.session, final=False)
 
     def reset(self) -> None:
         shutil.rmtree(self.run)

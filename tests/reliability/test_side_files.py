@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coat_flux.base.table import RETRY_ROWS, GrowingTable
-from coat_flux.trainers.standalone.boards import TensorBoard
+from coat_flux.trainers.standalone.progress import TensorBoard
 
 COLUMNS = ("step", "loss", "lr")
 PLAIN = "step,loss,lr\n1,0.5,0.001\n2,0.25,0.001\n"

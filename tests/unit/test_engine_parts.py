@@ -15,12 +15,12 @@ from coat_core.optim import FP8AdamW
 from coat_flux.base.table import GrowingTable
 from coat_flux.blocks.measure import GemmPick
 from coat_flux.config.coat import COATConfig
-from coat_flux.saves.errors import ResumeError
+from coat_flux.saves.rng import mixed_seed
+from coat_flux.trainers.optimizer import advance, make_optimizer, make_scheduler, restore_optimizer
 from coat_flux.trainers.standalone.ema import LoraEMA
 from coat_flux.trainers.standalone.loading import ModelLoadError, load_encoders
-from coat_flux.trainers.standalone.optim import advance, make_optimizer, make_scheduler, restore_optimizer
 from coat_flux.trainers.standalone.saving import lora_metadata, rotate_saves, save_dtype, save_name
-from coat_flux.trainers.standalone.seeding import Stream, derived_seed, generator_for, seed_global
+from coat_flux.trainers.standalone.seeding import Stream, generator_for, seed_global
 from coat_flux.trainers.standalone.workers import Workers, _check_launch
 from coat_flux.watch.phases import PhaseTracker
 from tests import tolerances
@@ -32,7 +32,7 @@ def param(*values: float) -> nn.Parameter:
 
 
 def test_seeds_differ_by_seed_stream_and_index() -> None:
-    seeds = {derived_seed(s, stream, i) for s in range(4) for stream in Stream for i in range(50)}
+    seeds = {mixed_seed(s, stream, i) for s in range(4) for stream in Stream for i in range(50)}
     assert len(seeds) == 4 * len(Stream) * 50
     assert all(0 <= seed < 2**63 for seed in seeds)
     again = torch.randn(3, generator=generator_for(1, Stream.NOISE, 5))
@@ -102,11 +102,9 @@ def test_ema_has_the_bits_of_its_formula(dtype: torch.dtype, options: dict[str, 
         assert_bitwise(one.detach(), copy)
 
 
-def test_ema_refuses_bad_decay_and_foreign_names() -> None:
+def test_ema_refuses_bad_decay() -> None:
     with pytest.raises(ValueError, match=r"ema_decay=1\.5: must be from 0 to 1"):
         LoraEMA({"w": param(1.0)}, 1.5)
-    with pytest.raises(ResumeError, match=r"2 LoRA names differ.*'v'"):
-        LoraEMA({"w": param(1.0)}).load({"v": torch.ones(1)})
 
 
 def test_optimizers_by_name() -> None:

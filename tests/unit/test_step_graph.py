@@ -15,8 +15,9 @@ from torch import Tensor
 from coat_core.linear import FP8Linear
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.config.job import JobConfig
-from coat_flux.trainers.standalone import optim, step_graph
+from coat_flux.trainers import optimizer as optim
 from coat_flux.trainers.standalone import session as sessions
+from coat_flux.trainers.standalone import step_graph
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.operators import bits

@@ -20,7 +20,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,6 @@ CLIP_EPS = 1e-6  # as torch's clip_grad_norm_
 
 class Chosen:
     """What `coat.include` and `coat.exclude` choose of a model, found before its linears are converted.
-
-    Args:
-        coat: the `coat:` block.
 
     Attributes:
         parameters: full names of what is trained, in the model's order.
@@ -81,9 +77,8 @@ class Chosen:
 def make_states(optimizer: Any, transformer: nn.Module) -> None:
     """Make the optimizer's states, or pack those of a resume, while nothing of a step is there: they are large.
 
-    Args:
-        optimizer: of the run; one that is not ours makes its states in its first step.
-        transformer: whose blocks decide what they recompute by the memory that is left.
+    An optimizer that is not ours makes its states in its first step. Blocks decide what they recompute by the memory
+    that is left.
     """
     runner = BlockRunner.of(transformer)
     if isinstance(optimizer, FP8AdamW):
@@ -117,11 +112,7 @@ class UpdateInBackward:
 
     @contextmanager
     def updating(self, skip: Tensor) -> Iterator[None]:
-        """Inside, a gradient that is complete updates its parameter and is freed.
-
-        Args:
-            skip: fp32 [] on the device, 1 where nothing is to be updated.
-        """
+        """Inside, a gradient that is complete updates its parameter and is freed; `skip` fp32 []: 1 updates nothing."""
         self._skip, self._squares = skip, None
         try:
             yield
@@ -153,17 +144,16 @@ class UpdateInBackward:
 # -- saves -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ModelFiles:
     """A transformer as a save has it, in diffusers' layout.
 
-    Attributes:
+    Args:
         model: the transformer, for its config.
         base: the weights that the run started from, all of them by name.
     """
 
-    model: Any
-    base: Weights
+    def __init__(self, model: Any, base: Weights) -> None:
+        self._model, self._base = model, base
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """What the tensors take on disk."""
@@ -185,46 +175,39 @@ class ModelFiles:
         """
         target = folder / PART
         target.mkdir(parents=True)
-        self.model.save_config(target)
-        shards = self._shards(dtype)
-        stem, count, found = WEIGHTS.removesuffix(".safetensors"), len(shards), {}
-        for i, shard in enumerate(shards):
-            file = WEIGHTS if count == 1 else f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors"
-            save_tensors(target / file, {name: self._tensor(name, trained, dtype) for name in shard}, metadata)
-            found |= dict.fromkeys(shard, file)
-        self.base.close()
-        if count > 1:
-            index = {"metadata": {"total_size": self.nbytes(dtype)}, "weight_map": found}
-            (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-
-    def _sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        return {name: dtype.itemsize * math.prod(place.shape) for name, place in self.base.places.items()}
-
-    def _shards(self, dtype: torch.dtype) -> list[list[str]]:
-        """Names of the tensors of each shard."""
+        self._model.save_config(target)
+        sizes = self._sizes(dtype)
         shards: list[list[str]] = [[]]
         held = 0
-        for name, size in self._sizes(dtype).items():
+        for name, size in sizes.items():
             if shards[-1] and held + size > SHARD_BYTES:
                 shards.append([])
                 held = 0
             shards[-1].append(name)
             held += size
-        return shards
+        stem, count, files = WEIGHTS.removesuffix(".safetensors"), len(shards), {}
+        for number, shard in enumerate(shards, 1):
+            file = WEIGHTS if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+            save_tensors(target / file, {name: self._tensor(name, trained, dtype) for name in shard}, metadata)
+            files |= dict.fromkeys(shard, file)
+        self._base.close()
+        if count > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+            (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+    def _sizes(self, dtype: torch.dtype) -> dict[str, int]:
+        return {name: dtype.itemsize * math.prod(place.shape) for name, place in self._base.places.items()}
 
     def _tensor(self, name: str, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """One tensor on the CPU; of `base` a copy, which does not share the file's map."""
         if name in trained:
             return trained[name].detach().to("cpu", dtype)
-        tensor = self.base.read(name)
+        tensor = self._base.read(name)
         return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 def check_model(folder: Path, trained: Mapping[str, Tensor]) -> str:
-    """Read the shards of a save back, and check that every trained tensor is there and finite.
-
-    Returns:
-        A line to say.
+    """Read the shards of a save back, and check that every trained tensor is there and finite; returns a line.
 
     Raises:
         ResumeError: one is missing, of another shape, not finite, or a file cannot be read.

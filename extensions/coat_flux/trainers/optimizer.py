@@ -1,18 +1,61 @@
-"""The optimizer `coat_fp8_adamw`, built the same way by both trainers."""
+"""Optimizers: `coat_fp8_adamw` of both trainers; in the stand-alone one also those ai-toolkit names, and schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
+from importlib import import_module
+from io import StringIO
 from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LinearLR,
+    LRScheduler,
+)
 
 from coat_core.optim import FP8AdamW
 from coat_core.optim.sharded import ShardedFP8AdamW
 from coat_core.optim.state import storages
 
-from ..config.coat import COATConfig
+from ..base.names import COAT_OPTIMIZER
+from ..config.coat import ADAMW_OPTIONS, COATConfig
+from ..config.findings import ConfigError
+from ..config.job_sections import OPTIMIZER_PACKAGES, PRODIGY_LOW_LR
 
-__all__ = ["build_optimizer", "describe_optimizer"]
+__all__ = [
+    "advance",
+    "build_optimizer",
+    "describe_optimizer",
+    "learning_rate",
+    "make_optimizer",
+    "make_scheduler",
+    "restore_optimizer",
+]
+
+HOST_EPS = next(option.default for option in ADAMW_OPTIONS if option.key == "eps")
+DEFAULT_WARMUP_STEPS = 1000
+GROUP_STATE = ("d", "d_max", "d_numerator", "k")  # what Prodigy learns, kept next to the hyper-parameters
+
+# name → where its class is, and what ai-toolkit passes where `optimizer_params` does not say otherwise
+CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "adamw": ("torch.optim", "AdamW", {"eps": HOST_EPS}),
+    "adam": ("torch.optim", "Adam", {"eps": HOST_EPS}),
+    "adamw8bit": ("bitsandbytes.optim", "AdamW8bit", {"eps": HOST_EPS}),
+    "prodigy": ("prodigyopt", "Prodigy", {"eps": HOST_EPS}),
+    "adafactor": (
+        "transformers.optimization",
+        "Adafactor",
+        {"relative_step": False, "scale_parameter": False, "warmup_init": False},
+    ),
+    "lion": ("lion_pytorch", "Lion", {}),
+}
 
 
 def build_optimizer(
@@ -54,10 +97,131 @@ def describe_optimizer(optimizer: FP8AdamW) -> str:
     """One line for the start of a run: how many parameters, and how both moments are stored."""
     config = optimizer.fp8_config
     count = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-    stored = ", ".join(f"{name} {storage.describe()}" for name, storage in storages(config).items())
-    rounding = ", stochastic rounding" if config.stochastic_rounding else ""
-    drawn = (
-        ", exp_avg_sq rounded stochastically" if config.use_fp8_m2 and config.moment_rounding == "stochastic" else ""
-    )
-    place = ", in host memory" if optimizer.offload == "cpu" else ""
-    return f"FP8AdamW over {count:,} parameters, {stored}{place}{drawn}{rounding}"
+    parts = [f"FP8AdamW over {count:,} parameters"]
+    parts += [f"{name} {storage.describe()}" for name, storage in storages(config).items()]
+    if optimizer.offload == "cpu":
+        parts.append("in host memory")
+    if config.use_fp8_m2 and config.moment_rounding == "stochastic":
+        parts.append("exp_avg_sq rounded stochastically")
+    if config.stochastic_rounding:
+        parts.append("stochastic rounding")
+    return ", ".join(parts)
+
+
+def make_optimizer(
+    name: str,
+    params: Iterable[nn.Parameter] | Mapping[str, nn.Parameter],
+    lr: float,
+    config: COATConfig,
+    optimizer_params: Mapping[str, Any],
+    seed: int = 0,
+) -> Optimizer:
+    """The optimizer `train.optimizer` names, with ai-toolkit's defaults: eps 1e-6 for Adam's kin, Prodigy's lr 1.
+
+    Adafactor is transformers' class: ai-toolkit's own copy does the same arithmetic on fp32 parameters. `params` have
+    names where FSDP2 has sharded them, for coat_fp8_adamw.
+
+    Raises:
+        ValueError: unknown name.
+        ImportError: the package the optimizer comes from is not installed.
+        ConfigError: the installed version of the package does not take these parameters.
+    """
+    lowered = name.lower()
+    if lowered == COAT_OPTIMIZER:
+        params = params if isinstance(params, Mapping) else list(params)
+        trained = params.values() if isinstance(params, Mapping) else params
+        on_gpu = all(param.is_cuda for param in trained)  # counted there, steps can be skipped there
+        return build_optimizer(params, lr, config, dict(optimizer_params), capturable=on_gpu, seed=seed)
+    if lowered not in CLASSES:
+        raise ValueError(
+            f"train.optimizer={name!r}: the stand-alone engine knows {COAT_OPTIMIZER}, {', '.join(CLASSES)}; "
+            "choose one, or run this config inside ai-toolkit"
+        )
+    module, cls, defaults = CLASSES[lowered]
+    try:
+        make = getattr(import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        package = OPTIMIZER_PACKAGES.get(lowered, (module, module.split(".")[0]))[1]
+        raise ImportError(
+            f"train.optimizer={lowered}: needs the package {package}; pip install {package}, "
+            f"or use {COAT_OPTIMIZER} or adamw"
+        ) from error
+    if lowered == "prodigy" and lr < PRODIGY_LOW_LR:
+        lr = 1.0
+    try:
+        with redirect_stdout(StringIO()):  # Prodigy greets
+            return make(params, lr=lr, **{**defaults, **optimizer_params})
+    except TypeError as error:
+        rule = f"the installed {module.split('.')[0]} does not take them ({error}); update it or remove them"
+        raise ConfigError(f"train.optimizer_params={dict(optimizer_params)}: {rule}") from error
+
+
+def learning_rate(optimizer: Optimizer) -> float:
+    """The rate of the next step; of Prodigy its lr times the step size it has found, as ai-toolkit shows it."""
+    group = optimizer.param_groups[0]
+    return float(group["lr"]) * float(group.get("d", 1.0))
+
+
+def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[str, Any]) -> LRScheduler:
+    """The schedule `train.lr_scheduler` names; like ai-toolkit's, it spans the `steps` of the whole run.
+
+    Args:
+        name: constant, linear (torch's LinearLR: a ramp from 1/3 up to lr), cosine, cosine_with_restarts or
+            constant_with_warmup.
+        optimizer: whose learning rate is set.
+        steps: optimizer steps of the run.
+        params: `train.lr_scheduler_params`, passed on as keywords.
+
+    Raises:
+        ValueError: unknown name, or parameters the schedule does not take.
+    """
+    from diffusers.optimization import get_constant_schedule_with_warmup
+
+    schedules: dict[str, tuple[Callable[..., LRScheduler], dict[str, Any]]] = {
+        "constant": (ConstantLR, {"factor": 1.0, "total_iters": steps}),
+        "constant_with_warmup": (get_constant_schedule_with_warmup, {"num_warmup_steps": DEFAULT_WARMUP_STEPS}),
+        "linear": (LinearLR, {"total_iters": steps}),
+        "cosine": (CosineAnnealingLR, {"T_max": steps}),
+        "cosine_with_restarts": (CosineAnnealingWarmRestarts, {"T_0": steps}),
+    }
+    if name not in schedules:
+        raise ValueError(f"train.lr_scheduler={name!r}: must be one of {', '.join(schedules)}")
+    make, defaults = schedules[name]
+    try:
+        return make(optimizer, **{**defaults, **params})
+    except TypeError as error:
+        raise ValueError(f"train.lr_scheduler_params={dict(params)}: {name} does not take them ({error})") from error
+
+
+def advance(scheduler: LRScheduler, steps: int) -> None:
+    """Bring a new scheduler to where it is after `steps` steps, by the same arithmetic as a run that did them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+        for _ in range(steps):
+            scheduler.step()
+
+
+def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
+    """Load a saved state of whole parameters, but keep the hyper-parameters of this run's config.
+
+    torch takes the groups' hyper-parameters from the file, so that an edited `lr` or `weight_decay` would be ignored.
+
+    Returns:
+        One line for each hyper-parameter that differs from the file.
+    """
+    learned = ("params", *GROUP_STATE)
+    configured = [
+        {key: value for key, value in group.items() if key not in learned} for group in optimizer.param_groups
+    ]
+    if isinstance(optimizer, ShardedFP8AdamW):
+        optimizer.load_whole_state_dict(state)
+    else:
+        optimizer.load_state_dict(dict(state))
+    changes = []
+    for group, hyper in zip(optimizer.param_groups, configured, strict=True):
+        for key, value in hyper.items():
+            if key != "lr" and group.get(key) != value:
+                changes.append(f"{key} {group.get(key)} -> {value}")
+        group.pop("initial_lr", None)
+        group.update(hyper)
+    return changes

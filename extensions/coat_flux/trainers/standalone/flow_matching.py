@@ -57,7 +57,7 @@ def sigma_table(
     scheduler: FlowMatchEulerDiscreteScheduler | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The 1000 sigmas, high noise first, that one micro-batch draws from.
+    """The 1000 sigmas, high noise first, that one micro-batch draws from: (1000,) fp32 in [0, 1], descending.
 
     Args:
         timestep_type: `sigmoid` (1 - sigmoid(N(0, 1)), redrawn each time), `linear`, `weighted` (linear, the loss is
@@ -67,9 +67,6 @@ def sigma_table(
         scheduler: the model's scheduler; needed by `shift`. Its state is not touched.
         generator: for the random tables.
 
-    Returns:
-        (1000,) fp32 in [0, 1], descending.
-
     Raises:
         ValueError: unknown or unsupported `timestep_type`.
     """
@@ -78,36 +75,28 @@ def sigma_table(
     if timestep_type == "sigmoid":
         return (1 - torch.sigmoid(torch.randn(TABLE_SIZE, generator=generator))).sort(descending=True).values
     if timestep_type in SHIFTED:
-        return _shifted_table(scheduler, tokens)
+        if scheduler is None:
+            raise ValueError("train.timestep_type=shift: needs the model's scheduler, which was not passed")
+        own = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+        config = own.config
+        mu = calculate_shift(
+            tokens,
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+        own.set_timesteps(TABLE_SIZE, mu=mu if config.use_dynamic_shifting else None)
+        return own.sigmas[:TABLE_SIZE].float()
     if timestep_type == "lognorm_blend":
-        return _lognorm_table(generator)
+        draws = torch.exp(0.333 * torch.randn(TABLE_SIZE * 3 // 4, generator=generator))
+        linear = torch.linspace(1.0, 1.0 / TABLE_SIZE, TABLE_SIZE // 4)
+        table = torch.cat([1 - draws / draws.max(), linear]).sort(descending=True).values
+        return (table * TABLE_SIZE).floor() / TABLE_SIZE
     raise ValueError(
         f"train.timestep_type={timestep_type!r}: the stand-alone engine knows sigmoid, linear, weighted, lognorm_blend"
         f", {', '.join(SHIFTED)}, {', '.join(FIXED_STEPS)}; choose one, or run this config inside ai-toolkit"
     )
-
-
-def _shifted_table(scheduler: FlowMatchEulerDiscreteScheduler | None, tokens: int) -> Tensor:
-    if scheduler is None:
-        raise ValueError("train.timestep_type=shift: needs the model's scheduler, which was not passed")
-    own = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
-    config = own.config
-    mu = calculate_shift(
-        tokens,
-        config.get("base_image_seq_len", 256),
-        config.get("max_image_seq_len", 4096),
-        config.get("base_shift", 0.5),
-        config.get("max_shift", 1.15),
-    )
-    own.set_timesteps(TABLE_SIZE, mu=mu if config.use_dynamic_shifting else None)
-    return own.sigmas[:TABLE_SIZE].float()
-
-
-def _lognorm_table(generator: torch.Generator | None) -> Tensor:
-    draws = torch.exp(0.333 * torch.randn(TABLE_SIZE * 3 // 4, generator=generator))
-    linear = torch.linspace(1.0, 1.0 / TABLE_SIZE, TABLE_SIZE // 4)
-    table = torch.cat([1 - draws / draws.max(), linear]).sort(descending=True).values
-    return (table * TABLE_SIZE).floor() / TABLE_SIZE
 
 
 def draw_sigmas(
@@ -120,7 +109,7 @@ def draw_sigmas(
     max_step: int = TABLE_SIZE - 1,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one sigma for each sample.
+    """Draw one sigma for each sample: indices (B,) int64 and sigmas (B,) fp32.
 
     Args:
         table: (1000,) from `sigma_table`.
@@ -130,9 +119,6 @@ def draw_sigmas(
         min_step: smallest index (`train.min_denoising_steps`).
         max_step: index the draw stays below (`train.max_denoising_steps`), except where it equals `min_step`.
         generator: for the draw.
-
-    Returns:
-        indices (B,) int64 and sigmas (B,) fp32.
 
     Raises:
         ValueError: unknown `content_or_style`.
@@ -154,16 +140,9 @@ def draw_sigmas(
 
 
 def timestep_weights(indices: Tensor, *, half_bell: bool) -> Tensor:
-    """Loss weights of `train.linear_timesteps` (bell) and `linear_timesteps2` (its low-noise half stays at the top).
+    """Loss weights (B,) fp32 of `train.linear_timesteps` (bell), `linear_timesteps2` (its low-noise half stays on top).
 
     w(i) = exp(-2 (i/1000 - 1/2)²), shifted to minimum 0 and scaled to mean 1 over the bell.
-
-    Args:
-        indices: (B,) indices into the sigma table.
-        half_bell: False for the bell.
-
-    Returns:
-        (B,) fp32.
     """
     place = torch.arange(TABLE_SIZE, dtype=torch.float32) / TABLE_SIZE
     bell = torch.exp(-2 * (place - 0.5) ** 2)
@@ -175,15 +154,9 @@ def timestep_weights(indices: Tensor, *, half_bell: bool) -> Tensor:
 
 
 def weighted_timesteps(indices: Tensor) -> Tensor:
-    """Loss weights of `timestep_type: weighted`: high where FLUX's loss is small and what it learns matters.
+    """Loss weights (B,) fp32 of `timestep_type: weighted`: high where FLUX's loss is small and what it learns matters.
 
-    Args:
-        indices: (B,) indices into the linear sigma table.
-
-    Returns:
-        (B,) fp32, mean 1 over the table.
-
-    Numerics: within 1.5 % of ai-toolkit's table at each of the 1000 indices, 0.2 % on average.
+    Numerics: mean 1 over the table; within 1.5 % of ai-toolkit's at each of the 1000 indices, 0.2 % on average.
     """
     at, values = zip(*WEIGHTED, strict=True)
     table = np.interp(np.arange(TABLE_SIZE), at, values)
@@ -208,32 +181,21 @@ def bypassed_guidance(transformer: nn.Module) -> Iterator[None]:
 
 
 def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
-    """x_t = (1 - sigma) x0 + sigma · noise.
-
-    Args:
-        latents: x0 (B, C, H, W) fp32.
-        noise: same shape, fp32.
-        sigmas: (B,) fp32.
-
-    Returns:
-        (B, C, H, W) fp32.
-    """
+    """x_t = (1 - sigma) x0 + sigma · noise, all (B, C, H, W) fp32; sigmas (B,)."""
     sigma = sigmas.view(-1, 1, 1, 1)
     return (1.0 - sigma) * latents + sigma * noise
 
 
 @functools.cache  # the same for all steps of a bucket; captured steps read them where they are
 @torch.inference_mode(False)
-def _position_ids(text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return positions of the text's tokens [L, 3], zeros, and of the image's [T, 3], fp32."""
-    image = FluxPipeline._prepare_latent_image_ids(1, rows, columns, torch.device("cpu"), torch.float32)
-    return torch.zeros(text, 3, device=device), to_device(image, device)
+def _position_ids(flux2: bool, text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return positions of the text's tokens [L, n] and of the image's [T, n], fp32.
 
-
-@functools.cache
-@torch.inference_mode(False)
-def _flux2_ids(text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return positions (time, row, column, place in the text) of the text's tokens [L, 4] and of the image's [T, 4]."""
+    FLUX.1 has n = 3, and zeros for the text; FLUX.2 n = 4: time, row, column, place in the text.
+    """
+    if not flux2:
+        image = FluxPipeline._prepare_latent_image_ids(1, rows, columns, torch.device("cpu"), torch.float32)
+        return torch.zeros(text, 3, device=device), to_device(image, device)
     image = torch.cartesian_prod(*map(torch.arange, (1, rows, columns, 1)))
     words = torch.zeros(text, 4)
     words[:, 3] = torch.arange(text)
@@ -254,7 +216,7 @@ def predict_velocity(
     dtype: torch.dtype,
     guidance: float = TRAIN_GUIDANCE,
 ) -> Tensor:
-    """Run a transformer of FLUX.1 or FLUX.2 on noisy latents.
+    """Run a transformer of FLUX.1 or FLUX.2 on noisy latents; returns the predicted noise - x0, (B, C, H, W) fp32.
 
     Args:
         transformer: FluxTransformer2DModel or Flux2Transformer2DModel (with adapters).
@@ -264,39 +226,26 @@ def predict_velocity(
         pooled_embeds: (B, P) pooled CLIP states; FLUX.2 has none.
         dtype: what the inputs are cast to.
         guidance: input of the guidance embedding, where the model has one.
-
-    Returns:
-        The predicted noise - x0, (B, C, H, W) fp32.
     """
     batch, channels, height, width = x_t.shape
-    device = x_t.device
-    if _is_flux2(transformer):
-        text_ids, image_ids = _flux2_ids(prompt_embeds.shape[1], height // 2, width // 2, device)
+    device, flux2 = x_t.device, _is_flux2(transformer)
+    text_ids, image_ids = _position_ids(flux2, prompt_embeds.shape[1], height // 2, width // 2, device)
+    embedded = transformer.config.get("guidance_embeds", True) if flux2 else transformer.config.guidance_embeds
+    inputs = {
+        "timestep": sigmas,
+        "encoder_hidden_states": prompt_embeds.to(device, dtype),
+        "txt_ids": text_ids,
+        "img_ids": image_ids,
+        "guidance": torch.full((batch,), guidance, device=device) if embedded else None,
+        "return_dict": False,
+    }
+    if flux2:
         patches = pixel_unshuffle(x_t, 2)
-        out = transformer(
-            hidden_states=patches.flatten(2).transpose(1, 2).to(dtype),
-            timestep=sigmas,
-            encoder_hidden_states=prompt_embeds.to(device, dtype),
-            txt_ids=text_ids,
-            img_ids=image_ids,
-            guidance=torch.full((batch,), guidance, device=device)
-            if transformer.config.get("guidance_embeds", True)
-            else None,
-            return_dict=False,
-        )[0]
+        packed = patches.flatten(2).transpose(1, 2).to(dtype)
+        out = transformer(hidden_states=packed, **inputs)[0]
         return pixel_shuffle(out.transpose(1, 2).reshape(patches.shape), 2).float()
-    text_ids, image_ids = _position_ids(prompt_embeds.shape[1], height // 2, width // 2, device)
     packed = FluxPipeline._pack_latents(x_t.to(dtype), batch, channels, height, width)
-    out = transformer(
-        hidden_states=packed,
-        timestep=sigmas,
-        encoder_hidden_states=prompt_embeds.to(device, dtype),
-        pooled_projections=pooled_embeds.to(device, dtype),
-        txt_ids=text_ids,
-        img_ids=image_ids,
-        guidance=torch.full((batch,), guidance, device=device) if transformer.config.guidance_embeds else None,
-        return_dict=False,
-    )[0]
+    out = transformer(hidden_states=packed, pooled_projections=pooled_embeds.to(device, dtype), **inputs)[0]
     return FluxPipeline._unpack_latents(out, height, width, vae_scale_factor=1).float()
 
 
@@ -308,7 +257,7 @@ def sample_losses(
     mask: Tensor | None = None,
     loss_type: str = "mse",
 ) -> Tensor:
-    """The mean error of each sample, fp32.
+    """The mean error of each sample, (B,) fp32; the training loss is their mean.
 
     Args:
         prediction: (B, C, H, W).
@@ -317,9 +266,6 @@ def sample_losses(
         weights: (B,) sample weights.
         mask: (B, 1, H, W), how much each latent counts; mean 1 over a sample.
         loss_type: of d = prediction - target: `mse` d², `mae` |d|, `pseudo_huber` sqrt(d² + c²) - c with c = 0.01.
-
-    Returns:
-        (B,) losses; the training loss is their mean.
     """
     difference = prediction.float() - (noise.float() - latents.float())
     if loss_type == "mse":

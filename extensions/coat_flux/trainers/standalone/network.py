@@ -31,16 +31,13 @@ def lora_targets(
     ignore_if_contains: Sequence[str] | None = None,
     transformer_only: bool = True,
 ) -> list[str]:
-    """Full names of the linears that get an adapter; `coat_flux.blocks.lookup` has the rule.
+    """Full names of the linears that get an adapter, in module order; `coat_flux.blocks.lookup` has the rule.
 
     Args:
         model: the transformer before any adapter.
         only_if_contains: keep names with at least one of these; None keeps all.
         ignore_if_contains: drop names with any of these.
         transformer_only: only linears inside the block lists.
-
-    Returns:
-        Names in module order.
 
     Raises:
         ConfigError: nothing is left to train.
@@ -87,9 +84,8 @@ def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The adapters' parameters under the names they are saved with, `transformer.<module>.lora_A.weight`."""
-    part = f".{ADAPTER}."
     return {
-        KEY_PREFIX + name.replace(part, "."): param
+        KEY_PREFIX + name.replace(f".{ADAPTER}.", "."): param
         for name, param in model.named_parameters()
         if ".lora_A." in name or ".lora_B." in name
     }

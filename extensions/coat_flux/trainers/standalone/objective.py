@@ -48,22 +48,16 @@ class Objective:
         seed: int,
         dtype: torch.dtype,
     ):
-        self._transformer = transformer
-        self._train = train
-        self._scheduler = scheduler
-        self._seed = seed
-        self._dtype = dtype
+        self._transformer, self._train, self._scheduler = transformer, train, scheduler
+        self._seed, self._dtype = seed, dtype
 
     def __call__(self, batch: Mapping[str, Tensor], draw: int) -> Tensor:
-        """The mean loss of a batch, with gradient.
+        """The mean loss of a batch, with gradient: a scalar, fp32.
 
         Args:
             batch: latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; and, where
                 transparent parts of photos do not count, mask (B, 1, H, W) with mean 1 over each sample.
             draw: the number of the batch in the run's global order.
-
-        Returns:
-            A scalar, fp32.
         """
         drawn = self.draw(batch, draw)
         seed_global(self._seed, Stream.MODEL, draw)
@@ -76,14 +70,34 @@ class Objective:
             What is on the device of `batch`, and noise like the latents, sigmas (B,) and, where the loss is weighted,
             weights (B,), fp32.
         """
-        latents = batch["latents"]
+        train, latents = self._train, batch["latents"]
         generator = generator_for(self._seed, Stream.NOISE, draw)
-        indices, sigmas = self._sigmas(latents.shape, generator)
-        noise, weights = self._noise(latents, generator, draw), self._weights(indices)
-        drawn = {"noise": noise, "sigmas": to_device(sigmas, latents.device)}
-        if weights is not None:
+        bell = train.linear_timesteps or train.linear_timesteps2
+        tokens = latents.shape[2] * latents.shape[3] // 4
+        kind = "linear" if bell else train.timestep_type
+        table = sigma_table(kind, tokens=tokens, scheduler=self._scheduler, generator=generator)
+        indices, sigmas = draw_sigmas(
+            table,
+            latents.shape[0],
+            timestep_type=train.timestep_type,
+            content_or_style=train.content_or_style,
+            min_step=train.min_denoising_steps,
+            max_step=train.max_denoising_steps,
+            generator=generator,
+        )
+        if latents.is_cuda:  # drawn there, from the same counter
+            seed_global(self._seed, Stream.NOISE, draw)
+            noise = torch.randn(latents.shape, device=latents.device)
+        else:
+            noise = torch.randn(latents.shape, generator=generator).to(latents.device)
+        drawn = {name: x for name, x in batch.items() if name != "indices"}
+        drawn |= {"noise": noise, "sigmas": to_device(sigmas, latents.device)}
+        if train.timestep_type == "weighted":
+            drawn["weights"] = to_device(weighted_timesteps(indices), latents.device)
+        elif bell:
+            weights = timestep_weights(indices, half_bell=train.linear_timesteps2)
             drawn["weights"] = to_device(weights, latents.device)
-        return {**{name: x for name, x in batch.items() if name != "indices"}, **drawn}
+        return drawn
 
     def loss(self, drawn: Mapping[str, Tensor]) -> Tensor:
         """The mean loss of what `draw` returned, with gradient; a scalar, fp32. Nothing here draws but dropout."""
@@ -96,33 +110,3 @@ class Objective:
             )
         kind = self._train.loss_type
         return sample_losses(prediction, latents, noise, drawn.get("weights"), drawn.get("mask"), kind).mean()
-
-    def _noise(self, latents: Tensor, generator: torch.Generator, draw: int) -> Tensor:
-        """Noise like the latents, fp32: by the generator, or on a GPU drawn there, from the same counter."""
-        if latents.device.type != "cuda":
-            return torch.randn(latents.shape, generator=generator).to(latents.device)
-        seed_global(self._seed, Stream.NOISE, draw)
-        return torch.randn(latents.shape, device=latents.device)
-
-    def _sigmas(self, shape: torch.Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        train = self._train
-        bell = train.linear_timesteps or train.linear_timesteps2
-        kind = "linear" if bell else train.timestep_type
-        tokens = shape[2] * shape[3] // 4
-        table = sigma_table(kind, tokens=tokens, scheduler=self._scheduler, generator=generator)
-        return draw_sigmas(
-            table,
-            shape[0],
-            timestep_type=train.timestep_type,
-            content_or_style=train.content_or_style,
-            min_step=train.min_denoising_steps,
-            max_step=train.max_denoising_steps,
-            generator=generator,
-        )
-
-    def _weights(self, indices: Tensor) -> Tensor | None:
-        if self._train.timestep_type == "weighted":
-            return weighted_timesteps(indices)
-        if not (self._train.linear_timesteps or self._train.linear_timesteps2):
-            return None
-        return timestep_weights(indices, half_bell=self._train.linear_timesteps2)

@@ -1,33 +1,41 @@
-"""What a run reports while it runs: progress bar, console lines, and files in its folder.
+"""What a run reports while it runs: progress bar, console lines, files in its folder, TensorBoard, Weights & Biases.
 
-    coat/log.txt, metrics.csv, validation.csv, precision.csv, tensorboard/
+    coat/log.txt, metrics.csv, validation.csv, precision.csv, tensorboard/, wandb.json
 
 Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar. What the disk
-refuses is logged once and tried again later: no file of a report ends a run.
+refuses is logged once and tried again later: no file of a report ends a run, and nothing TensorBoard or W&B do. (For
+that and for points that a crashed run wrote, accelerate's trackers have no place; they wrap the same two libraries.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from ...base.files import write_file
 from ...base.run_log import Lines, bar_options
 from ...base.table import METRICS
 from ...config.job import JobConfig
 from ...watch.precision import CastPrecision
 from ...watch.run_tables import RunTables, StepStats
-from .boards import TensorBoard, WandbBoard
 
-__all__ = ["RunLog"]
+__all__ = ["RunLog", "TensorBoard"]
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}{postfix}]"
+WANDB_FILE = Path("coat") / "wandb.json"
 
 
 class RunLog:
-    """Progress bar, console, CSV and TensorBoard of one run.
+    """Progress bar, console, CSV, TensorBoard and W&B of one run.
 
     Args:
         job: says where the files go (`log_dir`, or `coat/tensorboard`) and how often (`logging.log_every`,
@@ -38,12 +46,11 @@ class RunLog:
 
     def __init__(self, job: JobConfig, device: torch.device, *, active: bool):
         self.active = active
-        self._job = job
-        self._device = device
+        self._job, self._device = job, device
         self._bar: tqdm | None = None
         self._tables: RunTables | None = None
         self._board: TensorBoard | None = None
-        self._wandb: WandbBoard | None = None
+        self._wandb: _Wandb | None = None
         self._seconds: list[float] = []
         self._held_out = ""
         self._lines = Lines(tqdm.write, verbose=job.logging.verbose)
@@ -74,7 +81,7 @@ class RunLog:
         self._tables = RunTables(job.folder, step, self._device, "coat-flux train", self.info)
         board = Path(job.log_dir) / job.name if job.log_dir else job.folder / "coat" / "tensorboard"
         self._board = TensorBoard(board, step, self.info)
-        self._wandb = WandbBoard(job, self.info) if job.logging.use_wandb else None
+        self._wandb = _Wandb(job, self.info) if job.logging.use_wandb else None
 
     def start(self, step: int) -> None:
         """Show the bar."""
@@ -138,3 +145,115 @@ class RunLog:
             if part is not None:
                 part.close()
         self._bar = self._tables = self._board = self._wandb = None
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; a folder that was removed or a full disk costs points, never the run.
+
+    Args:
+        folder: of its files; made again where it was removed.
+        step: steps done; what a crashed run wrote after them is left out.
+        log: takes one line, at the first failure.
+    """
+
+    def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
+        self._folder, self._log = folder, log
+        self._writer: SummaryWriter | None = None
+        self._failed = False
+        self._hook = threading.excepthook
+        threading.excepthook = self._quiet
+        with self._going_on():
+            self._open(step)
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Add a point."""
+        with self._going_on():
+            if self._writer is None or not self._folder.is_dir():
+                self._close_writer()
+                self._open(step - 1)
+            self._writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        """Close the files; may be called twice."""
+        self._close_writer()
+        if threading.excepthook == self._quiet:
+            threading.excepthook = self._hook
+
+    def _open(self, step: int) -> None:
+        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
+
+    def _close_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):
+                writer.close()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Log the first OSError; the next point begins with a new writer."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                self._log(f"TensorBoard: {self._folder} cannot be written ({error}); the run goes on")
+            self._failed = True
+            self._close_writer()
+
+    def _quiet(self, failure: Any) -> None:
+        """TensorBoard writes in a thread, whose error comes back with the next point: no traceback for it."""
+        if not (type(failure.thread).__module__.startswith("tensorboard.") and isinstance(failure.exc_value, OSError)):
+            self._hook(failure)
+
+
+class _Wandb:
+    """One W&B run: ai-toolkit's keys, `logging.use_wandb`, `project_name`, `run_name`.
+
+    A resumed run continues the same W&B run, by its id in `coat/wandb.json`. After the first failure no more is sent.
+    """
+
+    def __init__(self, job: JobConfig, log: Callable[[str], None]):
+        self._log, self._run, self._failed = log, None, False
+        with self._guarded():
+            import wandb
+
+            path = job.folder / WANDB_FILE
+            known = json.loads(path.read_text(encoding="utf-8"))["id"] if path.exists() else secrets.token_hex(4)
+            self._run: Any = wandb.init(
+                project=job.logging.project_name,
+                name=job.logging.run_name,
+                config=job.written,
+                dir=str(job.folder / "coat"),
+                id=known,
+                resume="allow",
+            )
+            write_file(path, json.dumps({"id": known}) + "\n")
+            log(f"W&B: {self._run.url or self._run.dir}")
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Numbers of a step."""
+        if not self._failed:
+            with self._guarded():
+                self._run.log(values, step=step)
+
+    def images(self, paths: Sequence[Path], captions: Sequence[str], step: int) -> None:
+        """The samples of a step, as `sample_0`, `sample_1` …, as ai-toolkit names them."""
+        if not self._failed:
+            with self._guarded():
+                import wandb
+
+                pairs = enumerate(zip(paths, captions, strict=True))
+                self.log({f"sample_{i}": wandb.Image(str(path), caption=text) for i, (path, text) in pairs}, step)
+
+    def close(self) -> None:
+        """End the W&B run."""
+        if not self._failed:
+            with self._guarded():
+                self._run.finish()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, training is worth more
+            self._failed = True
+            self._log(f"W&B: {type(error).__name__}: {error}; the run goes on without it")

@@ -22,16 +22,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...base.files import file_sha256
 from ...base.names import COAT_OPTIMIZER
 from ...config.job import JobConfig
-from ...saves.commit import damage, manifest_of, newest_set, state_folder
+from ...saves.commit import damage, newest_set, published_names, state_folder
 from ...saves.errors import ResumeError
 from ...saves.identity import require_same_run, run_identity
 from ...saves.repair import MODEL_META
 from ...saves.state import OPTIMIZER_FILE, REMEDY, STANDALONE, RunState, load_tensors, restore_tensors
 from ..full import PART, restore_model
-from .optim import restore_optimizer
+from ..optimizer import restore_optimizer
 from .seeding import seed_of
 from .validation import held_out_of
 
@@ -49,13 +48,11 @@ class ResumePoint:
     Attributes:
         path: the LoRA file, or the folder of a whole model.
         step: optimizer steps done.
-        epoch: passes over the data done.
         state: our own for this step; None where the save is ai-toolkit's.
     """
 
     path: Path
     step: int
-    epoch: int
     state: RunState | None = None
 
     @property
@@ -69,8 +66,9 @@ class ResumePoint:
         Raises:
             ResumeError: they are other ones, or cannot be read.
         """
-        if self.state is not None and (self.state.has_lora or self.path.is_file()):
-            restore_tensors(trained, self.state.lora(), self.path)
+        raw = None if self.state is None else self.state.lora()
+        if raw is not None:
+            restore_tensors(trained, raw, self.path)
         elif self.path.is_dir():
             restore_model(trained, self.path)
         else:
@@ -87,9 +85,8 @@ class ResumePoint:
         Raises:
             ResumeError: the state is missing or damaged, another optimizer wrote it, or it does not fit.
         """
-        own = None if self.state is None else self.state.folder / OPTIMIZER_FILE
-        path = own if own is not None and own.exists() else self.path.parent / OPTIMIZER_FILE
-        saved_with = self.record.get("optimizer", name)
+        folder = self.path.parent if self.state is None else self.state.folder
+        path, saved_with = folder / OPTIMIZER_FILE, self.record.get("optimizer", name)
         if saved_with != name and not (name == COAT_OPTIMIZER and saved_with in ("adamw", "adam")):
             raise ResumeError(
                 f"{path}: was written by {saved_with}, which train.optimizer={name} cannot read; "
@@ -99,7 +96,7 @@ class ResumePoint:
             raise ResumeError(f"{path}: is missing, but the run folder holds a save to continue from; {REMEDY}")
         try:
             # read as it is copied to its place, where `damage` has checked it: of a whole model it is 26 GB
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=path == own)
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=self.state is not None)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
         try:
@@ -126,18 +123,22 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
             f"{other.parent}: is ai-toolkit's, and full fine-tuning resumes in the trainer that saved it; run this "
             "config there, or choose another config.name to start over (all that is in this folder stays)"
         )
+    points, unreadable = _models(run_dir), []
     pattern = re.compile(re.escape(name) + r"(_\d{9})?\.safetensors")
-    found, unreadable = _models(run_dir), []
     for path in (path for path in run_dir.glob("*.safetensors") if pattern.fullmatch(path.name)):
         try:
-            found.append(_point(path))
-        except ResumeError as error:
-            unreadable.append(error)
-    if not found and unreadable:
-        raise unreadable[0]
-    if not found:
+            with safe_open(path, framework="pt") as file:
+                step = json.loads((file.metadata() or {})["training_info"])["step"]
+            points.append(ResumePoint(path, int(step)))
+        except (OSError, SafetensorError) as error:
+            unreadable.append(f"{path}: cannot be read ({error}); {REMEDY}")
+        except (KeyError, ValueError, TypeError):
+            unreadable.append(f"{path}: its metadata does not say the training step; {REMEDY}")
+    if not points and unreadable:
+        raise ResumeError(unreadable[0])
+    if not points:
         return None
-    newest = max(found, key=lambda point: (point.step, point.path.stem == name))
+    newest = max(points, key=lambda point: (point.step, point.path.stem == name))
     folder = state_folder(run_dir, newest.step)
     if not folder.exists():
         return newest
@@ -147,12 +148,7 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
     state = RunState.read(folder, STANDALONE)
     if state is None and not (folder / OPTIMIZER_FILE).exists():
         raise ResumeError(f"{folder}: holds no state; {REMEDY}")
-    if state is None:
-        return newest  # a set of our process inside ai-toolkit, which keeps its own kind of state
-    optimizer, wanted = run_dir / OPTIMIZER_FILE, state.record.get("optimizer_sha256")
-    if wanted is not None and optimizer.exists() and file_sha256(optimizer) != wanted:  # of versions whose sets lack it
-        raise ResumeError(f"{optimizer}: is not the file written with {folder.name} (damaged or exchanged); {REMEDY}")
-    return replace(newest, state=state)
+    return replace(newest, state=state)  # None in a set of our process inside ai-toolkit, which has another state
 
 
 def _models(run_dir: Path) -> list[ResumePoint]:
@@ -161,19 +157,8 @@ def _models(run_dir: Path) -> list[ResumePoint]:
     state = None if newest is None else RunState.read(newest, STANDALONE)
     if newest is None or state is None:
         return []
-    names = (manifest_of(newest) or {"publish": {}})["publish"]
-    return [ResumePoint(run_dir / name, state.step, 0) for name in names if (run_dir / name / PART).is_dir()]
-
-
-def _point(path: Path) -> ResumePoint:
-    try:
-        with safe_open(path, framework="pt") as file:
-            info = json.loads((file.metadata() or {})["training_info"])
-        return ResumePoint(path, int(info["step"]), int(info.get("epoch", 0)))
-    except (OSError, SafetensorError) as error:
-        raise ResumeError(f"{path}: cannot be read ({error}); {REMEDY}") from error
-    except (KeyError, ValueError, TypeError) as error:
-        raise ResumeError(f"{path}: its metadata does not say the training step; {REMEDY}") from error
+    published = [run_dir / name for name in published_names(newest)]
+    return [ResumePoint(path, state.step) for path in published if (path / PART).is_dir()]
 
 
 def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
@@ -182,24 +167,22 @@ def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
     shared = {"trigger_word": job.trigger_word, "background": photos.background, "transparency": photos.transparency}
     captions = {key: [getattr(dataset, key) for dataset in job.datasets] for key in CAPTION_SETTINGS}
     settings = {key: value for key, value in asdict(train).items() if key not in NOT_TRAINING}
-    held_out = [
-        [path.relative_to(dataset.folder_path).as_posix() for path in paths]
-        for dataset, paths in zip(job.datasets, held_out_of(job), strict=True)
-    ]
+    datasets = []
+    for dataset, paths in zip(job.datasets, held_out_of(job), strict=True):
+        held_out = [path.relative_to(dataset.folder_path).as_posix() for path in paths]
+        datasets.append({key: getattr(dataset, key) for key in DATA_SETTINGS} | shared | {"held_out": held_out})
+    targets = {
+        "linear": network.linear,
+        "transformer_only": network.transformer_only,
+        "only_if_contains": network.network_kwargs.only_if_contains,
+        "ignore_if_contains": network.network_kwargs.ignore_if_contains,
+    }
+    if job.full:
+        targets = {"linear": None, "include": list(job.coat.include), "exclude": list(job.coat.exclude)}
     return run_identity(
-        model=job.model.name_or_path,
-        datasets=[
-            {key: getattr(dataset, key) for key in DATA_SETTINGS} | shared | {"held_out": names}
-            for dataset, names in zip(job.datasets, held_out, strict=True)
-        ],
-        network={"linear": None, "include": list(job.coat.include), "exclude": list(job.coat.exclude)}
-        if job.full
-        else {
-            "linear": network.linear,
-            "transformer_only": network.transformer_only,
-            "only_if_contains": network.network_kwargs.only_if_contains,
-            "ignore_if_contains": network.network_kwargs.ignore_if_contains,
-        },
+        job.model.name_or_path,
+        datasets,
+        network=targets,
         seed=seed_of(job),
         world_size=world_size,
         batch={"batch_size": train.batch_size, "gradient_accumulation": train.gradient_accumulation},
@@ -209,15 +192,7 @@ def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
 
 
 def check_same_run(job: JobConfig, point: ResumePoint, identity: Mapping[str, Any]) -> list[str]:
-    """Refuse to go on with another run.
-
-    Args:
-        job: of this run.
-        point: what it would go on from.
-        identity: of this run.
-
-    Returns:
-        Lines to say: what changed and may.
+    """Refuse to resume another run; returns what changed and may, a line each.
 
     Raises:
         ResumeError: model, data, network, seed, number of processes or batch differ, or fewer steps are asked for than

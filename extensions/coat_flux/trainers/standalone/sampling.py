@@ -51,24 +51,19 @@ class ImageSampler:
         extension: str = "jpg",
     ):
         self.items = list(items)
-        self._vae = encoders.vae
-        self._scheduler = encoders.scheduler
-        self._device = device
-        self._extension = extension
+        self._vae, self._scheduler = encoders.vae, encoders.scheduler
+        self._device, self._extension = device, extension
         prompts = [inject_trigger(item.prompt, trigger_word, add_if_missing=False) for item in self.items]
-        self._pipeline, self._embeds = _prepared(encoders, prompts)
+        self._pipeline, self._embeds = _encode(encoders, prompts)
 
     @torch.no_grad()
     def draw(self, transformer: nn.Module, step: int, folder: Path | None) -> list[Path]:
-        """Draw and write all images.
+        """Draw and write all images; returns the files.
 
         Args:
             transformer: with its adapters; in eval mode meanwhile.
             step: optimizer steps done, for the names.
             folder: the run's `samples`; None in a process that draws because others need its part of the weights.
-
-        Returns:
-            The files.
         """
         was_training, home = transformer.training, self._vae.device
         transformer.eval()
@@ -76,17 +71,23 @@ class ImageSampler:
         try:
             # all before the first is written: where that fails, no other process waits for the next one
             images = [self._draw_one(transformer, number) for number in range(len(self.items))]
-            return [self._write(image, i, step, folder) for i, image in enumerate(images) if folder is not None]
         finally:
             self._vae.to(home)
             transformer.train(was_training)
+        paths = []
+        for number, image in enumerate(images if folder is not None else []):
+            path = folder / f"{int(time.time() * 1000)}__{step:09d}_{number}.{self._extension}"
+            with replacing(path) as temp:
+                image.save(temp, format=FORMATS[self._extension], quality=JPEG_QUALITY)
+            paths.append(path)
+        return paths
 
     def _draw_one(self, transformer: nn.Module, number: int) -> Image:
         item = self.items[number]
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config)
         pipeline = self._pipeline(scheduler=scheduler, vae=self._vae, transformer=transformer)
         pipeline.set_progress_bar_config(disable=True)
-        drawn: Image = pipeline(
+        image: Image = pipeline(
             **{name: x.to(self._device, self._vae.dtype) for name, x in self._embeds[number].items()},
             width=item.width,
             height=item.height,
@@ -94,16 +95,10 @@ class ImageSampler:
             num_inference_steps=item.sample_steps,
             generator=torch.Generator("cpu").manual_seed(item.seed),
         ).images[0]
-        return drawn
-
-    def _write(self, image: Image, number: int, step: int, folder: Path) -> Path:
-        path = folder / f"{int(time.time() * 1000)}__{step:09d}_{number}.{self._extension}"
-        with replacing(path) as temp:
-            image.save(temp, format=FORMATS[self._extension], quality=JPEG_QUALITY)
-        return path
+        return image
 
 
-def _prepared(encoders: Encoders, prompts: Sequence[str]) -> tuple[Callable[..., Any], list[dict[str, Tensor]]]:
+def _encode(encoders: Encoders, prompts: Sequence[str]) -> tuple[Callable[..., Any], list[dict[str, Tensor]]]:
     """What makes the model's pipeline of scheduler, VAE and transformer; and for each prompt what it is called with."""
     text = encoders.text
     assert text is not None

@@ -15,25 +15,32 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim import Optimizer
 
 from coat_core.optim.sharded import ShardedFP8AdamW, gather
 
 from ...base.files import discard
+from ...config.job import JobConfig
+from ...export.check import check_export
 from ...saves.commit import commit
 from ...saves.rng import rng_state
-from ...saves.state import OPTIMIZER_FILE, STANDALONE, RunState, save_tensors
-from ..full import PART, ModelFiles
+from ...saves.state import OPTIMIZER_FILE, STANDALONE, RunState, execution_of, save_tensors
+from ...watch.guard import WINDOW
+from ..full import PART, ModelFiles, check_model
 from ..processes import exchange
+from .loading import base_weights
 
-__all__ = ["lora_metadata", "rotate_saves", "save_checkpoint", "save_dtype", "save_name", "whole_parts"]
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["lora_metadata", "rotate_saves", "save", "save_dtype", "save_name", "trusted_after"]
 
 PUBLISHED_FILE = "published.safetensors"
 MODEL_FOLDER = "published"
@@ -46,6 +53,127 @@ def save_name(name: str, step: int | None, *, full: bool = False) -> str:
     """Name of a save: `<name>_000000500.safetensors`, `<name>.safetensors` without a step; `full`: a folder's name."""
     ending = "" if full else ".safetensors"
     return f"{name}{ending}" if step is None else f"{name}_{step:09d}{ending}"
+
+
+def save_dtype(name: str) -> torch.dtype:
+    """The torch dtype of `save.dtype`.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name not in SAVE_DTYPES:
+        raise ValueError(f"save.dtype={name!r}: must be one of {', '.join(SAVE_DTYPES)}")
+    return SAVE_DTYPES[name]
+
+
+def trusted_after(job: JobConfig) -> int:
+    """Steps after which a state without a doubt since is known to be good: those the guard may need to see it."""
+    return min(job.save.save_every, WINDOW)
+
+
+def save(session: Session, *, final: bool) -> Path:
+    """Write and commit a set, publish its LoRA, or the model, and `optimizer.pt`; of the sets before one is kept.
+
+    All processes call it together: shards are exchanged. The main process writes.
+
+    Returns:
+        The LoRA file, or the model's folder.
+
+    Raises:
+        DeadRunError: what is trained is not worth saving.
+        ExportError: the LoRA cannot be read back; the checkpoint before is as it was.
+        SaveError: the disk is full or cannot be written; the checkpoint before is as it was.
+    """
+    job, optimizer, is_main = session.job, session.optimizer, session.workers.is_main
+    path = job.folder / save_name(job.name, None if final else session.step, full=job.full)
+    session.watch.guard.check_now(session.step)
+    with session.watch.phases.during("save"):
+        record = {
+            **session.record,
+            "optimizer": job.train.optimizer,
+            "sampler": session.sampler.state_dict(),
+            "guard": session.watch.state_dict(),
+            "path": execution_of(session.transformer, recomputed=True),
+            "identity": session.identity,
+            "step": session.step,
+        }
+        lora: Mapping[str, Tensor] = session.lora
+        average: Mapping[str, Tensor] = {} if session.ema is None else session.ema.shadow
+        if isinstance(optimizer, ShardedFP8AdamW):
+            with exchange():
+                lora, average = gather(lora, is_main), gather(average, is_main)
+                states = optimizer.whole_state_dict(is_main)
+        else:
+            states = optimizer.state_dict()
+        if is_main:
+            _write(session, path, record, lora, average, states, final=final)
+    session.workers.wait()
+    return path
+
+
+def _write(
+    session: Session,
+    path: Path,
+    record: Mapping[str, Any],
+    lora: Mapping[str, Tensor],
+    average: Mapping[str, Tensor],
+    states: Mapping[str, Any],
+    *,
+    final: bool,
+) -> None:
+    job, rng, dtype = session.job, rng_state(), save_dtype(session.job.save.dtype)
+    published = average or lora
+    metadata = lora_metadata(
+        job.name,
+        step=session.step,
+        epoch=session.epoch,
+        trigger_word=job.trigger_word,
+        meta=job.meta,
+        coat=job.coat.to_dict(),
+        got=None if session.report is None else session.report.metadata(),
+    )
+    model = ModelFiles(session.transformer, base_weights(job.model.name_or_path)) if job.full else None
+    as_trained = model is not None and not average and all(tensor.dtype == dtype for tensor in lora.values())
+    raw = {} if as_trained else lora
+    inside = PUBLISHED_FILE if model is None else MODEL_FOLDER
+
+    def write(folder: Path) -> None:
+        if model is None:
+            save_tensors(folder / inside, {name: value.to(dtype) for name, value in published.items()}, metadata)
+        else:
+            model.write(folder / inside, published, dtype, metadata)
+        with (folder / OPTIMIZER_FILE).open("wb") as file:
+            torch.save(dict(states), file)
+        RunState.write(folder, STANDALONE, record, raw, average, rng)
+        if model is None:
+            checked = _check_lora(session, folder / inside, final=final)
+        else:
+            checked = check_model(folder / inside, session.lora)
+        session.log.info(f"{path.name}: {checked}")
+
+    elements = sum(tensor.numel() for tensor in lora.values())
+    loose = sum(tensor.nbytes for tensor in (*_tensors(states), *rng.values(), *raw.values()))
+    needed = elements * dtype.itemsize if model is None else model.nbytes(dtype)
+    needed += elements * FP32_BYTES * bool(average) + loose
+    publish = {path.name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
+    commit(job.folder, session.step, write, publish, needed_bytes=needed, apart=trusted_after(job))
+    for old in rotate_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
+        session.log.detail(f"Removing old save: {old}")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _check_lora(session: Session, path: Path, *, final: bool) -> str:
+    """Read a LoRA back as others do. Before the end one may be all zero, which is the guard's to judge: a warm-up."""
+    if not final and not any(up.any() for name, up in load_file(path).items() if ".lora_B." in name):
+        return f"every lora_B is still zero in {session.job.save.dtype}, this LoRA has no effect yet"
+    return check_export(path, expected={name: tuple(param.shape) for name, param in session.lora.items()}).line()
 
 
 def lora_metadata(
@@ -86,116 +214,14 @@ def lora_metadata(
     return text | dict(got or {}) | {"format": "pt"}
 
 
-def save_dtype(name: str) -> torch.dtype:
-    """The torch dtype of `save.dtype`.
-
-    Raises:
-        ValueError: unknown name.
-    """
-    if name not in SAVE_DTYPES:
-        raise ValueError(f"save.dtype={name!r}: must be one of {', '.join(SAVE_DTYPES)}")
-    return SAVE_DTYPES[name]
-
-
-def whole_parts(
-    trained: Mapping[str, Tensor], average: Mapping[str, Tensor] | None, optimizer: Optimizer, keep: bool
-) -> dict[str, Any]:
-    """What one process hands to `save_checkpoint`; shards are gathered, for which all processes call this together.
-
-    Args:
-        trained: by name.
-        average: of them, where one is kept.
-        optimizer: of them.
-        keep: whether this process saves: only there is all of it, of shards as copies in CPU memory.
-
-    Raises:
-        LostProcessError: a process has ended.
-    """
-    if not isinstance(optimizer, ShardedFP8AdamW):
-        return {"lora": trained, "ema": average, "optimizer": optimizer.state_dict()}
-    with exchange():
-        lora, ema = gather(trained, keep), None if average is None else gather(average, keep)
-        return {"lora": lora, "ema": ema, "optimizer": optimizer.whole_state_dict(keep)}
-
-
-def save_checkpoint(
-    run_dir: Path,
-    file_name: str,
-    *,
-    lora: Mapping[str, Tensor],
-    ema: Mapping[str, Tensor] | None,
-    optimizer: Mapping[str, Any],
-    record: Mapping[str, Any],
-    metadata: Mapping[str, str],
-    dtype: torch.dtype,
-    check: Callable[[Path], None],
-    apart: int = 1,
-    model: ModelFiles | None = None,
-) -> Path:
-    """Write and commit a set, and publish its LoRA and `optimizer.pt`; of the sets before one is kept.
-
-    Args:
-        run_dir: the run's folder.
-        file_name: of the LoRA, from `save_name`.
-        lora: raw LoRA parameters by saved name.
-        ema: their average, where one is kept; it is what the LoRA file then holds.
-        optimizer: `optimizer.state_dict()`: tensors, numbers, strings.
-        record: for `state.json`, with the step.
-        metadata: of the LoRA file, from `lora_metadata`.
-        dtype: of the LoRA file.
-        check: is given the LoRA file before anything is committed; what it raises leaves the checkpoint before.
-        apart: steps that the older set is behind.
-        model: of full fine-tuning: a whole model is published in place of a LoRA file.
-
-    Returns:
-        The LoRA file, or the model's folder.
-
-    Raises:
-        SaveError: the disk is full or cannot be written; the checkpoint before is as it was.
-    """
-    published, rng = lora if ema is None else ema, rng_state()
-    inside = PUBLISHED_FILE if model is None else MODEL_FOLDER
-    as_trained = model is not None and ema is None and all(tensor.dtype == dtype for tensor in lora.values())
-    raw = {} if as_trained else lora
-
-    def write(folder: Path) -> None:
-        if model is None:
-            save_tensors(folder / inside, {name: value.to(dtype) for name, value in published.items()}, metadata)
-        else:
-            model.write(folder / inside, published, dtype, metadata)
-        with (folder / OPTIMIZER_FILE).open("wb") as file:
-            torch.save(dict(optimizer), file)
-        RunState.write(folder, STANDALONE, record, raw, ema, rng)
-        check(folder / inside)
-
-    elements = sum(tensor.numel() for tensor in lora.values())
-    loose = sum(tensor.nbytes for tensor in (*_tensors(optimizer), *rng.values(), *raw.values()))
-    given = elements * dtype.itemsize if model is None else model.nbytes(dtype)
-    needed = given + elements * FP32_BYTES * (ema is not None) + loose
-    publish = {file_name: inside, OPTIMIZER_FILE: OPTIMIZER_FILE}
-    commit(run_dir, record["step"], write, publish, needed_bytes=needed, apart=apart)
-    return run_dir / file_name
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-
-
 def rotate_saves(run_dir: Path, name: str, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` step saves, `<name>_<step>.safetensors` or a whole model's folder of that name.
+    """Remove all but the newest `keep` step saves, LoRAs or whole models' folders; returns what was removed.
 
     The final one is never touched.
-
-    Returns:
-        What was removed.
     """
     pattern = re.compile(re.escape(name) + r"_\d{9}(\.safetensors)?")
-    found = (path for path in run_dir.glob(f"{glob.escape(name)}_*") if pattern.fullmatch(path.name))
-    saves = sorted(path for path in found if path.suffix or (path / PART).is_dir())
+    named = (path for path in run_dir.glob(f"{glob.escape(name)}_*") if pattern.fullmatch(path.name))
+    saves = sorted(path for path in named if path.suffix or (path / PART).is_dir())
     old = saves[: max(len(saves) - keep, 0)]
     for path in old:
         discard(path)

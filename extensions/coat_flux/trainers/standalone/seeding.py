@@ -17,19 +17,18 @@ from ...saves.rng import mixed_seed
 if TYPE_CHECKING:
     from ...config.job import JobConfig
 
-__all__ = ["Stream", "derived_seed", "generator_for", "seed_global", "seed_of"]
+__all__ = ["Stream", "generator_for", "seed_global", "seed_of"]
 
 DEFAULT_SEED = 42
 
 
 class Stream(IntEnum):
-    """Independent sequences of draws."""
+    """Independent sequences of draws; `data.hold_out` has one more, 4."""
 
     NOISE = 0
     LORA_INIT = 1
     MODEL = 2
     OPTIMIZER = 3
-    VALIDATION = 4  # drawn by `data.hold_out`
 
 
 def seed_of(job: JobConfig) -> int:
@@ -37,25 +36,11 @@ def seed_of(job: JobConfig) -> int:
     return DEFAULT_SEED if job.training_seed is None else job.training_seed
 
 
-def derived_seed(seed: int, stream: Stream, index: int) -> int:
-    """Mix (seed, stream, index) into one 63-bit seed.
-
-    Args:
-        seed: the run's seed, not negative.
-        stream: which sequence the draw belongs to.
-        index: the number of the draw in its sequence, not negative.
-
-    Returns:
-        A seed in [0, 2^63).
-    """
-    return mixed_seed(seed, int(stream), index)
-
-
 def generator_for(seed: int, stream: Stream, index: int) -> torch.Generator:
     """A CPU generator for one draw; what it draws is the same on every device."""
-    return torch.Generator("cpu").manual_seed(derived_seed(seed, stream, index))
+    return torch.Generator("cpu").manual_seed(mixed_seed(seed, int(stream), index))
 
 
 def seed_global(seed: int, stream: Stream, index: int) -> None:
     """Seed torch's global generators (all devices): LoRA dropout, stochastic rounding."""
-    torch.manual_seed(derived_seed(seed, stream, index))
+    torch.manual_seed(mixed_seed(seed, int(stream), index))

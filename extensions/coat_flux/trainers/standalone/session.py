@@ -38,17 +38,16 @@ from ...plan.job import job_facts
 from ...plan.predict import outside_bytes
 from ...saves.identity import model_identity
 from ...saves.rng import set_rng_state
-from ...saves.state import keep_execution
+from ...saves.state import keep_execution, restore_tensors
 from ...watch.live import LiveRun
 from ...watch.phases import PhaseTracker
 from ...watch.step_watch import StepWatch, watch_steps
 from ..full import Chosen, UpdateInBackward, make_states
-from ..optimizer import describe_optimizer
+from ..optimizer import advance, describe_optimizer, make_optimizer, make_scheduler
 from .ema import LoraEMA
 from .loading import Encoders, load_encoders, load_transformer
 from .network import add_lora, lora_parameters, lora_targets
 from .objective import Objective
-from .optim import advance, make_optimizer, make_scheduler
 from .progress import RunLog
 from .resume import ResumePoint
 from .sampling import ImageSampler
@@ -124,7 +123,7 @@ def open_session(
         ResumeError: the save does not fit this config.
     """
     job = replace(job, coat=config_for(workers.device, job.coat))
-    dtype = TORCH_DTYPES[job.train.dtype]
+    train, dtype, seed = job.train, TORCH_DTYPES[job.train.dtype], seed_of(job)
     policy = {"background": job.coat.data.background, "transparency": job.coat.data.transparency}
     t5 = job.model.extras_name_or_path or job.model.name_or_path
     is_flux1 = job.model.arch in (None, "", "flux")  # whose captions T5 cuts
@@ -132,12 +131,14 @@ def open_session(
     held_out = {path for paths in held_out_of(job) for path in paths}
     trained = [sample for sample in samples if sample.image_path not in held_out]
     measured = [sample for sample in samples if sample.image_path in held_out]
+
     phases.enter("cache")
     log.info(f"Loading text encoders and VAE of {job.model.name_or_path}")
     encoders = load_encoders(job.model.name_or_path, dtype, job.model.extras_name_or_path)
     phases.hold_models(encoders.vae, encoders.text.models)
     dataset, images = _prepare_data(job, workers, encoders, [*trained, *measured])
     validation = Validation(dataset, measured, trained)
+
     phases.enter("load")
     log.info(f"Loading the transformer of {job.model.name_or_path}")
     transformer, lora, report = _prepare_transformer(job, workers, dtype, log)
@@ -148,30 +149,46 @@ def open_session(
         point.restore(lora)
         keep_execution(transformer, point.record.get("path", {}))
     workers.share(list(lora.values()))
-    train, params = job.train, job.train.optimizer_params or {}
+
     sharded = job.full and workers.shares_weights
-    chosen = lora if sharded else lora.values()
-    optimizer = make_optimizer(train.optimizer, chosen, train.lr, job.coat, params, seed_of(job))
+    params = train.optimizer_params or {}
+    optimizer: Any = make_optimizer(
+        train.optimizer, lora if sharded else lora.values(), train.lr, job.coat, params, seed
+    )
     if point is not None:
         point.restore_optimizer(optimizer, train.optimizer, log.info)
-    network = None if job.full else transformer
     if job.full:
         phases.hold("gradients", transformer, gradients)
         make_states(optimizer, transformer)
-    others = {"report": report, "mean": workers.mean, "norms": whole_norms}
-    watch = watch_steps(job.coat, transformer, network, lora, optimizer, log, phases, lambda: job, **others)
-    if point is not None:
-        watch.load_state_dict(point.record.get("guard", {}))
+    watch = watch_steps(
+        job.coat,
+        transformer,
+        None if job.full else transformer,
+        lora,
+        optimizer,
+        log,
+        phases,
+        lambda: job,
+        report=report,
+        mean=workers.mean,
+        norms=whole_norms,
+    )
     captures = _allow_capture(job, transformer, workers)
     _log_start(job, report, optimizer, lora, log)
     if sharded:
-        kept = (sum(local_values(x).nbytes for x in module_tensors(transformer)), optimizer.state_bytes())
-        text = "FSDP2: each of {} processes keeps about {} of weights and {} of moments"
-        log.info(text.format(workers.size, *map(size_text, kept)))
-    ema, asked = None, train.ema_config
-    if asked.use_ema:
-        ema = LoraEMA(lora, asked.ema_decay, use_feedback=asked.use_feedback, param_multiplier=asked.param_multiplier)
+        held = sum(local_values(x).nbytes for x in module_tensors(transformer))
+        log.info(
+            f"FSDP2: each of {workers.size} processes keeps about {size_text(held)} of weights and "
+            f"{size_text(optimizer.state_bytes())} of moments"
+        )
+    ema, average = None, train.ema_config
+    if average.use_ema:
+        options = {"use_feedback": average.use_feedback, "param_multiplier": average.param_multiplier}
+        ema = LoraEMA(lora, average.ema_decay, **options)
         phases.hold("ema", ema, lambda average: average.shadow.values())
+    fused = None
+    if train.fused_backward:
+        fused = UpdateInBackward(optimizer, list(lora.values()), train.max_grad_norm, watch.begin_update)
     session = Session(
         job=job,
         workers=workers,
@@ -179,12 +196,12 @@ def open_session(
         watch=watch,
         dataset=dataset,
         validation=validation,
-        sampler=BucketBatchSampler(trained, train.batch_size, seed_of(job), workers.rank, workers.size),
+        sampler=BucketBatchSampler(trained, train.batch_size, seed, workers.rank, workers.size),
         images=images,
         transformer=transformer,
         dtype=dtype,
         lora=lora,
-        objective=Objective(transformer, train, encoders.scheduler, seed_of(job), dtype),
+        objective=Objective(transformer, train, encoders.scheduler, seed, dtype),
         optimizer=optimizer,
         lr_scheduler=make_scheduler(train.lr_scheduler, optimizer, train.steps, train.lr_scheduler_params or {}),
         ema=ema,
@@ -192,17 +209,88 @@ def open_session(
         live=live,
         report=report,
         captures=captures,
-        fused=_fused_backward(job, optimizer, lora, watch) if train.fused_backward else None,
+        fused=fused,
     )
     if point is not None:
-        continue_from(session, point)
+        _continue_from(session, point)
     return session
 
 
-def _fused_backward(
-    job: JobConfig, optimizer: Any, trained: dict[str, nn.Parameter], watch: StepWatch
-) -> UpdateInBackward:
-    return UpdateInBackward(optimizer, list(trained.values()), job.train.max_grad_norm, watch.begin_update)
+def _prepare_data(
+    job: JobConfig, workers: Workers, encoders: Encoders, samples: list[Any]
+) -> tuple[LatentDataset, ImageSampler | None]:
+    """Fill the caches, encode the prompts of the samples, and let the encoders go."""
+    device, room = workers.device, None
+    if device.type == "cuda":
+        room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - held_bytes(device)
+    with workers.main_first():
+        dataset = cache_all(
+            samples,
+            encoders.vae,
+            encoders.text,
+            device,
+            progress=workers.is_main,
+            dataset_configs=job.datasets,
+            seed=seed_of(job),
+            background=job.coat.data.background,
+            transparency=job.coat.data.transparency,
+            room=room,
+        )
+    images, items = None, job.sample.items()
+    if items and not job.train.disable_sampling and (workers.is_main or workers.shares_weights):
+        with on_device(encoders.text.models, device, room, last=True):
+            images = ImageSampler(items, job.trigger_word, encoders, device, job.sample.format)
+    if dataset.needs_encoders:
+        for model in encoders.text.models:
+            model.to(device)
+    if dataset.needs_vae:
+        encoders.vae.to(device)
+    encoders.text = None
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return dataset, images
+
+
+def _prepare_transformer(
+    job: JobConfig, workers: Workers, dtype: torch.dtype, log: RunLog
+) -> tuple[nn.Module, dict[str, nn.Parameter], CoatReport | None]:
+    """The transformer as it trains, its trained parameters by the names they are saved with, and what COAT did."""
+    name, device, coat = job.model.name_or_path, workers.device, job.coat
+    chosen, report, targets = Chosen(coat), None, []
+    transformer = load_transformer(name, dtype, coat, device, trained=chosen.find if job.full else None)
+    if not job.full:
+        targets = lora_targets(
+            transformer,
+            only_if_contains=job.network.network_kwargs.only_if_contains,
+            ignore_if_contains=job.network.network_kwargs.ignore_if_contains,
+            transformer_only=job.network.transformer_only,
+        )
+    if coat.enabled:
+        allowed = job.train.gradient_checkpointing
+        report = apply_coat(transformer, coat, allow_recompute=allowed, device=device, trained=chosen.linears)
+        if workers.shares_weights and not job.full:
+            streaming: Any = BlockRunner.of(transformer).streaming  # `joint_job` has seen to it
+            size = streaming.share_out(dist.group.WORLD) / 1e9
+            log.info(f"FSDP2: each of {workers.size} processes keeps {size:.2f} GB of the blocks' codes")
+        if device.type == "cuda" and not job.full:
+            # TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly; ai-toolkit's loop does without it
+            torch.set_float32_matmul_precision("high")
+    elif job.train.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    transformer.to(device)
+    if job.full:
+        trained = chosen.train(transformer.train())
+        if workers.shares_weights:
+            from .sharding import shard  # FSDP2 is not in every build of torch
+
+            block_size = coat.optimizer_config(job.train.optimizer_params)[0].block_size
+            trained = shard(transformer, list(trained), device, block_size)
+        return transformer, trained, report
+    add_lora(transformer, targets, job.network.linear, seed=seed_of(job), dropout=job.network.dropout or 0.0)
+    if coat.enabled:
+        attach_lora(transformer, coat)
+    return transformer.train(), lora_parameters(transformer), report
 
 
 def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> bool:
@@ -241,14 +329,14 @@ def _log_start(
 ) -> None:
     """Log the table of what was asked for, what there is, and why."""
     ours = isinstance(optimizer, FP8AdamW)
-    got = describe_optimizer(optimizer) if ours else job.train.optimizer
+    stored = describe_optimizer(optimizer) if ours else job.train.optimizer
     if report is not None:
         why = "" if ours else "moments in FP8 are for coat_fp8_adamw"
-        report.add_row("optimizer", job.train.optimizer, got, why)
+        report.add_row("optimizer", job.train.optimizer, stored, why)
         log.info(report.brief())
         log.record(report.table())
     elif ours:
-        log.info(f"optimizer {job.train.optimizer}: {got}")
+        log.info(f"optimizer {job.train.optimizer}: {stored}")
     if job.full:
         count = sum(param.numel() for param in trained.values())
         when = ", updated in backward" if job.train.fused_backward else ""
@@ -257,116 +345,24 @@ def _log_start(
         log.info(f"LoRA: rank {job.network.linear} on {len(trained) // 2} linears")
 
 
-def _prepare_data(
-    job: JobConfig, workers: Workers, encoders: Encoders, samples: list[Any]
-) -> tuple[LatentDataset, ImageSampler | None]:
-    device = workers.device
-    room = None
-    if device.type == "cuda":
-        room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - held_bytes(device)
-    with workers.main_first():
-        dataset = cache_all(
-            samples,
-            encoders.vae,
-            encoders.text,
-            device,
-            progress=workers.is_main,
-            dataset_configs=job.datasets,
-            seed=seed_of(job),
-            background=job.coat.data.background,
-            transparency=job.coat.data.transparency,
-            room=room,
-        )
-    images = None
-    wanted = job.sample.items()
-    draws = (workers.is_main or workers.shares_weights) and wanted and not job.train.disable_sampling
-    if draws:
-        with on_device(encoders.text.models, device, room, last=True):
-            images = ImageSampler(wanted, job.trigger_word, encoders, device, job.sample.format)
-    if dataset.needs_encoders:
-        for model in encoders.text.models:
-            model.to(device)
-    if dataset.needs_vae:
-        encoders.vae.to(device)
-    encoders.text = None
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return dataset, images
-
-
-def _prepare_transformer(
-    job: JobConfig, workers: Workers, dtype: torch.dtype, log: RunLog
-) -> tuple[nn.Module, dict[str, nn.Parameter], CoatReport | None]:
-    """The transformer as it trains, its trained parameters by the names they are saved with, and what COAT did."""
-    name, device, coat = job.model.name_or_path, workers.device, job.coat
-    chosen = Chosen(coat)
-    find = chosen.find if job.full else None
-    transformer = load_transformer(name, dtype, coat, device, trained=find)
-    targets = [] if job.full else _targets(job, transformer)
-    report = None
-    if coat.enabled:
-        allowed = job.train.gradient_checkpointing
-        report = apply_coat(transformer, coat, allow_recompute=allowed, device=device, trained=chosen.linears)
-        if workers.shares_weights and not job.full:
-            streaming: Any = BlockRunner.of(transformer).streaming  # `joint_job` has seen to it
-            size = streaming.share_out(dist.group.WORLD) / 1e9
-            log.info(f"FSDP2: each of {workers.size} processes keeps {size:.2f} GB of the blocks' codes")
-        if device.type == "cuda" and not job.full:
-            # TF32 for the LoRA's fp32 products: it holds their bf16 inputs exactly; ai-toolkit's loop does without it
-            torch.set_float32_matmul_precision("high")
-    elif job.train.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
-    transformer.to(device)
-    if job.full:
-        trained = chosen.train(transformer.train())
-        if workers.shares_weights:
-            from .sharding import shard  # FSDP2 is not in every build of torch
-
-            block_size = job.coat.optimizer_config(job.train.optimizer_params)[0].block_size
-            trained = shard(transformer, list(trained), device, block_size)
-        return transformer, trained, report
-    add_lora(transformer, targets, job.network.linear, seed=seed_of(job), dropout=job.network.dropout or 0.0)
-    if coat.enabled:
-        attach_lora(transformer, coat)
-    return transformer.train(), lora_parameters(transformer), report
-
-
-def _targets(job: JobConfig, transformer: nn.Module) -> list[str]:
-    return lora_targets(
-        transformer,
-        only_if_contains=job.network.network_kwargs.only_if_contains,
-        ignore_if_contains=job.network.network_kwargs.ignore_if_contains,
-        transformer_only=job.network.transformer_only,
-    )
-
-
-def continue_from(session: Session, point: ResumePoint) -> None:
-    """Bring step, schedule, EMA, place in the data and random generators to where the save has them."""
+def _continue_from(session: Session, point: ResumePoint) -> None:
+    """Bring guard, step, schedule, EMA, place in the data and random generators to where the save has them."""
+    record, average = point.record, None if point.state is None else point.state.ema()
+    session.watch.load_state_dict(record.get("guard", {}))
     session.step = point.step
-    session.record = {
-        key: point.record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in point.record
-    }
+    session.record = {key: record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in record}
     advance(session.lr_scheduler, point.step)
-    average = None if point.state is None else point.state.ema()
     if session.ema is not None and average is not None:
-        session.ema.load(average)
+        restore_tensors(session.ema.shadow, average, "saved EMA")
     elif session.ema is not None:
         session.log.info("Resume: no average was kept with this save; the EMA starts again from its weights")
-    session.sampler.load_state_dict(_place(session, point))
-    states = None if point.state is None else point.state.rng()
-    if states is not None:
-        set_rng_state(states)
-
-
-def _place(session: Session, point: ResumePoint) -> dict[str, int]:
-    """Where the data continue: as saved, or for an ai-toolkit save or another number of processes by the step count."""
-    saved = point.record.get("sampler")
-    if saved is None:
+    if point.state is None:
         session.log.info(
             "Resume: this save is ai-toolkit's; weights continue in its save.dtype, data order by step count"
         )
         draws = point.step * session.job.train.gradient_accumulation * session.workers.size
         epoch, within = divmod(draws, session.sampler.batches_per_epoch)
-        return {**session.sampler.state_dict(), "epoch": epoch, "position": within}
-    return saved
+        session.sampler.load_state_dict({**session.sampler.state_dict(), "epoch": epoch, "position": within})
+    else:
+        session.sampler.load_state_dict(record["sampler"])
+        set_rng_state(point.state.rng())

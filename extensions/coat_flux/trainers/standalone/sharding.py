@@ -59,23 +59,15 @@ def shard(model: nn.Module, trained: Iterable[str], device: torch.device, block_
 class _Exchange:
     """A collective of FSDP2's, in which a process that has ended is found out as in any other exchange.
 
-    Args:
-        name: in torch.distributed.
-        before: its name in torch before 2.13.
+    Its name in torch.distributed is another one before torch 2.13.
     """
 
     def __init__(self, name: str, before: str) -> None:
         self._run: Any = getattr(dist, name, None) or getattr(dist, before)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
-        """Run it.
-
-        Raises:
-            LostProcessError: a process has ended.
-        """
         with exchange():
             return self._run(output_tensor, input_tensor, group=group, **options)

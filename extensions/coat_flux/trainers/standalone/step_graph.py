@@ -44,9 +44,6 @@ def capture(call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
 
     Returns:
         The graph, and what `call` returned, which holds its values after a replay.
-
-    Raises:
-        RuntimeError: something in it cannot be captured.
     """
     graph = torch.cuda.CUDAGraph()
     # other threads, which load the next batch, may do what this one may not
@@ -191,17 +188,7 @@ class StepGraphs:
 
 
 class _Graph:
-    """A captured step, its inputs and its result.
-
-    Args:
-        step: as `StepGraphs` has it.
-        drawn: of the shapes and dtypes to capture.
-        groups: how many learning rates there are.
-        other: a graph whose memory is shared.
-
-    Attributes:
-        bytes: by which the pool grew.
-    """
+    """A captured step, its inputs and its result; `bytes` by which the pool grew, which it shares with `other`."""
 
     def __init__(self, step: Callable[[Drawn, Tensor], Tensor], drawn: Drawn, groups: int, other: _Graph | None):
         device = drawn[0]["latents"].device

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from ...saves.interrupts import Interrupts
 from ...watch.live import COMMANDS
 from ...watch.run_tables import StepStats
 from ..full import CLIP_EPS
-from .optim import advance, learning_rate
+from ..optimizer import advance, learning_rate
 from .seeding import Stream, seed_global, seed_of
 from .session import Session
 from .step_graph import Drawn, StepGraphs
@@ -57,11 +57,6 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
 
     Its numbers go to `session.log`, now or, where the device decides alone, in the next step or `settle`.
 
-    Args:
-        session: of the run.
-        batches: of this process.
-        interrupts: of this process.
-
     Returns:
         What was asked meanwhile, of `watch.live.COMMANDS`; an interrupt asks for a stop.
 
@@ -77,26 +72,25 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
     lr = learning_rate(session.optimizer)
     with watch.casts(number):
         micro_batches = [next(batches) for _ in range(session.job.train.gradient_accumulation)]
-        found = _replayed(session, number, micro_batches) if late else None
-        replayed = found is not None
-        if found is None:
-            found = _gradients(session, number, micro_batches)
-        given = session.live.poll() | ({"stop"} if interrupts.asked else frozenset())
-        found, asked = session.workers.agree(found, [name in given for name in COMMANDS])
-        numbers = Reading(found)
-        if late and not replayed:
-            _update(session, not_finite(found))
-        elif not late and watch.allows_update(number, *numbers.read()):
-            _update(session, None)
+        replayed = _replay(session, number, micro_batches) if late else None
+        numbers = _gradients(session, number, micro_batches) if replayed is None else replayed
+        commands = session.live.poll() | ({"stop"} if interrupts.asked else frozenset())
+        numbers, asked = session.workers.agree(numbers, [name in commands for name in COMMANDS])
+        reading = Reading(numbers)
+        if not late:
+            if watch.allows_update(number, *reading.read()):
+                _update(session, None)
+        elif replayed is None:
+            _update(session, not_finite(numbers))
     watch.mark("after_optimizer_step", number)
     advance(session.lr_scheduler, 1)
     session.step = number
-    before, session.outstanding = session.outstanding, Outstanding(number, session.epoch, lr, numbers)
+    before, session.outstanding = session.outstanding, Outstanding(number, session.epoch, lr, reading)
     if before is not None:
-        _judge(session, before)
+        _finish(session, before, judge=True)
     session.outstanding.seconds = time.perf_counter() - started
     if not late:
-        _end(session, session.outstanding)
+        _finish(session, session.outstanding, judge=False)
     return frozenset(name for name, wanted in zip(COMMANDS, asked, strict=True) if wanted)
 
 
@@ -107,11 +101,26 @@ def settle(session: Session) -> None:
         DeadRunError: by the guard.
     """
     if session.outstanding is not None:
-        _judge(session, session.outstanding)
+        _finish(session, session.outstanding, judge=True)
+
+
+def _finish(session: Session, done: Outstanding, *, judge: bool) -> None:
+    """Report a step; `judge` it before where that was not done before its update."""
+    loss, norm = done.numbers.read()
+    if judge:
+        session.watch.allows_update(done.step, loss, norm)
+    if session.outstanding is done:
+        session.outstanding = None
+    session.watch.end_step(done.step, done.seconds)
+    skipped = session.watch.guard.skipped
+    session.log.step(StepStats(done.step, done.epoch, loss, done.lr, norm, done.seconds, skipped))
 
 
 def _skips_on_device(session: Session) -> bool:
     return isinstance(session.optimizer, FP8AdamW) and session.optimizer.defaults["capturable"]
+
+
+# -- an eager step -----------------------------------------------------------------------------------------------------
 
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
@@ -135,6 +144,26 @@ def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tenso
     return _clipped(session, loss)
 
 
+def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
+    """Forward and backward of each micro-batch; returns their mean loss."""
+    total = torch.zeros((), device=session.workers.device)
+    together = len(batches) * session.workers.size  # gradients are summed over processes
+    for batch in batches:
+        tensors = session.dataset.batch(batch)
+        if batch is batches[0]:
+            session.watch.mark("before_forward", session.step + 1)
+        loss = session.objective(tensors, batch.draw)
+        if batch is batches[0]:
+            session.watch.mark("after_forward", session.step + 1)
+        total += loss.detach() / len(batches)
+        fused = session.fused if batch is batches[-1] else None
+        with nullcontext() if fused is None else fused.updating(not_finite(total)):
+            (loss / together).backward()
+        if batch is batches[0]:
+            session.watch.mark("after_backward", session.step + 1)
+    return total
+
+
 def _clipped(session: Session, loss: Tensor) -> Tensor:
     """Clip the gradients by the norm of all of them, also of rows that other processes have."""
     grads = [param.grad for param in session.lora.values() if param.grad is not None]
@@ -156,18 +185,21 @@ def _update(session: Session, found_inf: Tensor | None) -> None:
         session.ema.update(found_inf)
 
 
-def _replayed(session: Session, number: int, batches: Sequence[Batch]) -> Tensor | None:
+# -- a replayed step ---------------------------------------------------------------------------------------------------
+
+
+def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor | None:
     """Do a whole step as a CUDA graph; returns loss and norm, or None where nothing was done."""
     if not session.captures or session.watch.measures_memory(number):
         return None
     if session.graphs is None:
-        runner, coat = BlockRunner.of(session.transformer), session.job.coat
+        runner = BlockRunner.of(session.transformer)
         session.graphs = StepGraphs(
             lambda drawn, rates: _whole_step(session, drawn, rates),
             lambda: _state(session),
             lambda: None if runner is None else runner.generation,
             session.log.info,
-            strict=coat.fallback == "error",
+            strict=session.job.coat.fallback == "error",
         )
     if session.graphs.failed:
         return None
@@ -179,8 +211,7 @@ def _replayed(session: Session, number: int, batches: Sequence[Batch]) -> Tensor
         return numbers
 
     rates = [float(group["lr"]) for group in session.optimizer.param_groups]
-    numbers: Tensor | None = session.graphs.run(drawn, rates, eager)
-    return numbers
+    return session.graphs.run(drawn, rates, eager)
 
 
 def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
@@ -195,7 +226,7 @@ def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
         fp32 [2]: loss and gradient norm.
     """
     optimizer: Any = session.optimizer
-    groups, given = optimizer.param_groups, [group["lr"] for group in optimizer.param_groups]
+    groups, plain_rates = optimizer.param_groups, [group["lr"] for group in optimizer.param_groups]
     optimizer.zero_grad(set_to_none=True)
     try:
         total = torch.zeros((), device=session.workers.device)
@@ -211,7 +242,7 @@ def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
         if session.ema is not None:
             session.ema.update(optimizer.found_inf)
     finally:
-        for group, rate in zip(groups, given, strict=True):
+        for group, rate in zip(groups, plain_rates, strict=True):
             group["lr"] = rate
         optimizer.found_inf = None
         optimizer.zero_grad(set_to_none=True)
@@ -227,43 +258,3 @@ def _state(session: Session) -> dict[str, list[Tensor]]:
         "counters": [entry["step"] for entry in entries],
         "others": [x for entry in entries for name, x in entry.items() if name != "step"],
     }
-
-
-def _judge(session: Session, done: Outstanding) -> None:
-    session.watch.allows_update(done.step, *done.numbers.read())
-    _end(session, done)
-
-
-def _end(session: Session, done: Outstanding) -> None:
-    """Report a step that was judged."""
-    if session.outstanding is done:
-        session.outstanding = None
-    session.watch.end_step(done.step, done.seconds)
-    loss, norm = done.numbers.read()
-    skipped = session.watch.guard.skipped
-    session.log.step(StepStats(done.step, done.epoch, loss, done.lr, norm, done.seconds, skipped))
-
-
-def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
-    """Forward and backward of each micro-batch; returns their mean loss."""
-    total = torch.zeros((), device=session.workers.device)
-    together = len(batches) * session.workers.size  # gradients are summed over processes
-    for micro_step, batch in enumerate(batches):
-        tensors = session.dataset.batch(batch)
-        first = micro_step == 0
-        if first:
-            session.watch.mark("before_forward", session.step + 1)
-        loss = session.objective(tensors, batch.draw)
-        if first:
-            session.watch.mark("after_forward", session.step + 1)
-        total += loss.detach() / len(batches)
-        with _update_in_backward(session, total) if micro_step == len(batches) - 1 else nullcontext():
-            (loss / together).backward()
-        if first:
-            session.watch.mark("after_backward", session.step + 1)
-    return total
-
-
-def _update_in_backward(session: Session, loss: Tensor) -> AbstractContextManager[None]:
-    """Around the backward pass that completes the gradients of a step with this loss."""
-    return nullcontext() if session.fused is None else session.fused.updating(not_finite(loss))

@@ -3,17 +3,21 @@
 One optimizer step: `gradient_accumulation` micro-batches per process, gradients averaged over micro-batches and
 processes, clipped to `max_grad_norm`, AdamW, EMA, schedule. Steps are counted as optimizer steps: the save named 500
 holds what 500 steps made.
+
+    COATTrainer.train    checks, processes, the folder's lock; how errors end the run
+      _train             the folder is repaired, the resume point found, the session opened
+        _run             files, first validation and samples, the steps, the final save, last words
+          _train_steps   train_step (`steps`), then what is due: validation, saves, samples, a stop
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors.torch import load_file
 
 from ...base.files import write_file
 from ...blocks.models.check import require_here
@@ -22,7 +26,6 @@ from ...config.job import JobConfig
 from ...config.job_file import load_job_yaml
 from ...config.launch import joint_job
 from ...data.hold_out import describe_lowest
-from ...export.check import check_export
 from ...mini_flux.folder import provide_embedded
 from ...plan.job import check_trained
 from ...plan.space import save_space
@@ -32,23 +35,23 @@ from ...saves.interrupts import Interrupts
 from ...saves.lock import run_lock
 from ...saves.repair import go_back, repair, way_back
 from ...saves.state import execution_changes, execution_of
-from ...watch.guard import WINDOW, DeadRunError
+from ...watch.guard import DeadRunError
 from ...watch.live import LiveRun
 from ...watch.memory_report import finish
 from ...watch.oom import OutOfMemory, explain_oom, is_oom
 from ...watch.phases import MEMORY_FILE, PhaseTracker
-from ..full import ModelFiles, check_model
 from ..processes import EXIT_OTHER, first_to_fail
 from .flow_matching import bypassed_guidance
-from .loading import base_weights
 from .progress import RunLog
 from .resume import check_same_run, find_resume_point, identity_of
-from .saving import lora_metadata, rotate_saves, save_checkpoint, save_dtype, save_name, whole_parts
+from .saving import save, save_name, trusted_after
 from .session import Session, open_session
 from .steps import settle, train_step
 from .workers import Workers
 
 __all__ = ["COATTrainer"]
+
+Observer = Callable[[Session], None]
 
 
 class COATTrainer:
@@ -63,12 +66,7 @@ class COATTrainer:
         ConfigError: the config cannot be run.
     """
 
-    def __init__(
-        self,
-        config: str | Path | Mapping[str, Any] | JobConfig,
-        *,
-        observer: Callable[[Session], None] | None = None,
-    ):
+    def __init__(self, config: str | Path | Mapping[str, Any] | JobConfig, *, observer: Observer | None = None):
         self._observer = observer
         if isinstance(config, JobConfig):
             self.job = config
@@ -108,19 +106,16 @@ class COATTrainer:
         try:
             with run_lock(job.folder) if workers.is_main else nullcontext():
                 return self._train(workers, log, phases, from_step)
-        except DeadRunError as error:
-            if not first_to_fail():
-                raise SystemExit(EXIT_OTHER) from error
-            if error.since is None:
-                raise
-            raise DeadRunError(f"{error}; {self._way_back(error.since)}", error.since) from error
         except Exception as error:
-            log.record(f"Ended by {type(error).__name__}: {error}")
+            if not isinstance(error, DeadRunError):
+                log.record(f"Ended by {type(error).__name__}: {error}")
             if not first_to_fail():
                 raise SystemExit(EXIT_OTHER) from error  # the first one says why
-            if not is_oom(error):
-                raise
-            raise OutOfMemory(explain_oom(error, phases, lambda: job)) from error
+            if isinstance(error, DeadRunError) and error.since is not None:
+                raise DeadRunError(f"{error}; {self._way_back(error.since)}", error.since) from error
+            if is_oom(error):
+                raise OutOfMemory(explain_oom(error, phases, lambda: job)) from error
+            raise
         finally:
             phases.close()
             log.close()
@@ -129,15 +124,15 @@ class COATTrainer:
     def _way_back(self, since: int) -> str:
         """What to start after the config was corrected."""
         job, name = self.job, self.job.raw["config"]["name"]
-        try:
-            given = "" if load_job_yaml(job.file)["config"]["name"] == name else f' --name "{name}"'
-        except ConfigError:
-            given = f' --name "{name}"'
+        option = f' --name "{name}"'
+        with suppress(ConfigError):
+            if load_job_yaml(job.file)["config"]["name"] == name:
+                option = ""
         return way_back(
             job.folder,
             since,
-            _apart(job),
-            lambda step: f'resume from step {step}: coat-flux train "{job.file}"{given} --from-step {step}',
+            trusted_after(job),
+            lambda step: f'resume from step {step}: coat-flux train "{job.file}"{option} --from-step {step}',
             "start the same config again",
         )
 
@@ -161,7 +156,7 @@ class COATTrainer:
             if workers.is_main:  # a run that cannot be continued is left as it is
                 phases.path = job.folder / MEMORY_FILE
             with live:
-                return _run(open_session(job, workers, log, phases, None, identity, live), self._observer)
+                return _run(open_session(job, workers, log, phases, None, identity, live), self._observer, {})
         for note in check_same_run(job, point, identity):
             log.info(f"Resume: {note}")
         final = job.folder / save_name(job.name, None, full=job.full)
@@ -174,20 +169,25 @@ class COATTrainer:
             return _run(session, self._observer, point.record)
 
 
-def _run(
-    session: Session, observer: Callable[[Session], None] | None, resumed: Mapping[str, Any] | None = None
-) -> Path:
+def _run(session: Session, observer: Observer | None, resumed: Mapping[str, Any]) -> Path:
     """Train to the end, from a session that may go on from a save with the record `resumed`."""
     job, log = session.job, session.log
-    _open_files(session)
+    with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
+        if session.workers.is_main:
+            text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
+            write_file(job.folder / "config.yaml", text)
+            session.watch.phases.path = job.folder / MEMORY_FILE
+            space = save_space(job, [p.numel() for p in session.lora.values()])
+            require_room(job.folder, space, lambda line: log.info(f"Warning: {line}"))
+        log.open(session.step)
     if "validation_loss" not in session.record:
         session.record["validation_loss"] = _validate(session)
     if session.step == 0 and not job.train.skip_first_sample:
         _draw_samples(session)
     with Interrupts(log.info) as interrupts:
-        _train_steps(session, interrupts, resumed or {}, observer)
+        _train_steps(session, interrupts, resumed, observer)
         session.watch.guard.check_end(session.step)
-        path = _save(session, final=True)
+        path = save(session, final=True)
     _draw_samples(session)
     if session.validation.held_out:
         log.info(describe_lowest(session.record["held_out_loss"], job.folder, job.name))
@@ -199,163 +199,61 @@ def _run(
     return path
 
 
-def _open_files(session: Session) -> None:
-    job = session.job
-    with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
-        if session.workers.is_main:
-            text = yaml.safe_dump(job.written, sort_keys=False, allow_unicode=True)
-            write_file(job.folder / "config.yaml", text)
-            session.watch.phases.path = job.folder / MEMORY_FILE
-            space = save_space(job, [p.numel() for p in session.lora.values()])
-            require_room(job.folder, space, lambda line: session.log.info(f"Warning: {line}"))
-        session.log.open(session.step)
-
-
 def _train_steps(
-    session: Session,
-    interrupts: Interrupts,
-    resumed: Mapping[str, Any],
-    observer: Callable[[Session], None] | None,
+    session: Session, interrupts: Interrupts, resumed: Mapping[str, Any], observer: Observer | None
 ) -> None:
     """All steps that are left, with saves and samples between them.
 
     Raises:
         KeyboardInterrupt: after the save of an interrupted run.
     """
-    job, batches, first = session.job, iter(session.sampler), session.step + 1
-    session.log.start(session.step)
+    job, log, guard = session.job, session.log, session.watch.guard
+    batches, first = iter(session.sampler), session.step + 1
+    log.start(session.step)
     session.watch.phases.enter("step")
     if observer is not None:
         observer(session)
     while session.step < job.train.steps:
-        asked = train_step(session, batches, interrupts)
-        if asked or observer is not None or _anything_is_due(session):
+        asked, step = train_step(session, batches, interrupts), session.step
+        last = step == job.train.steps
+        validates, saves, samples = (
+            step % every == 0 for every in (job.validation.every, job.save.save_every, job.sample.sample_every)
+        )
+        if asked or observer is not None or session.owes_save or last or validates or saves or samples:
             settle(session)
-        if session.step == first:
+        if step == first:
             for line in execution_changes(resumed.get("path", {}), execution_of(session.transformer, recomputed=True)):
-                session.log.info(line)
+                log.info(line)
         if observer is not None:
             observer(session)
-        last = session.step == job.train.steps
-        if session.validation.held_out and (last or _is_due(session, job.validation.every)):
+        if session.validation.held_out and (last or validates):
             _validate(session)
         if last:
             return
         if "stop" in asked:
             _stop(session)
-        _save_and_sample(session, asked)
+        due = saves or "save" in asked
+        if due and guard.doubt is not None:
+            log.info(f"Step {step}: not saved, {guard.doubt}; it is saved when that is over")
+            session.owes_save = True
+        elif due or (session.owes_save and guard.doubt is None):
+            log.detail(f"Saving at step {step}")
+            log.info(f"Saved checkpoint to {save(session, final=False)}")
+            session.owes_save = False
+        if "sample" in asked or (samples and step >= job.sample.sample_start_step):
+            _draw_samples(session)
 
 
 def _stop(session: Session) -> None:
     doubt, where = session.watch.guard.doubt, f"Stopped after step {session.step} of {session.job.train.steps}"
     if doubt is None:
-        session.log.info(f"{where}, saved as {_save(session, final=False)}")
+        session.log.info(f"{where}, saved as {save(session, final=False)}")
     else:
         newest = newest_set(session.job.folder)
-        kept = "there is no earlier save" if newest is None else f"the newest save is of step {set_step(newest)}"
-        session.log.info(f"{where}, without a save: {doubt}; {kept}")
+        earlier = "there is no earlier save" if newest is None else f"the newest save is of step {set_step(newest)}"
+        session.log.info(f"{where}, without a save: {doubt}; {earlier}")
     session.log.info("To resume, start the same config again")
     raise KeyboardInterrupt
-
-
-def _anything_is_due(session: Session) -> bool:
-    job = session.job
-    every = (job.save.save_every, job.sample.sample_every, job.validation.every)
-    return session.owes_save or session.step == job.train.steps or any(_is_due(session, n) for n in every)
-
-
-def _is_due(session: Session, every: int) -> bool:
-    return session.step % every == 0
-
-
-def _save_and_sample(session: Session, asked: frozenset[str]) -> None:
-    job = session.job
-    due, doubt = "save" in asked or _is_due(session, job.save.save_every), session.watch.guard.doubt
-    if due and doubt is not None:
-        session.log.info(f"Step {session.step}: not saved, {doubt}; it is saved when that is over")
-        session.owes_save = True
-    elif due or (session.owes_save and doubt is None):
-        session.log.detail(f"Saving at step {session.step}")
-        session.log.info(f"Saved checkpoint to {_save(session, final=False)}")
-        session.owes_save = False
-    due = _is_due(session, job.sample.sample_every) and session.step >= job.sample.sample_start_step
-    if "sample" in asked or due:
-        _draw_samples(session)
-
-
-def _save(session: Session, *, final: bool) -> Path:
-    job, workers = session.job, session.workers
-    file_name = save_name(job.name, None if final else session.step, full=job.full)
-    session.watch.guard.check_now(session.step)
-    with session.watch.phases.during("save"):
-        record = _record(session)  # by all processes, as the next line: shards are exchanged
-        average = None if session.ema is None else session.ema.shadow
-        parts = whole_parts(session.lora, average, session.optimizer, workers.is_main)
-        if workers.is_main:
-            _write_save(session, file_name, record, parts, final=final)
-    workers.wait()
-    return session.job.folder / file_name
-
-
-def _write_save(
-    session: Session, file_name: str, record: Mapping[str, Any], parts: Mapping[str, Any], *, final: bool
-) -> None:
-    job = session.job
-
-    def check(path: Path) -> None:
-        found = check_model(path, session.lora) if job.full else _check_lora(session, path, final=final)
-        session.log.info(f"{file_name}: {found}")
-
-    save_checkpoint(
-        job.folder,
-        file_name,
-        **parts,
-        record=record,
-        metadata=_metadata(session),
-        dtype=save_dtype(job.save.dtype),
-        check=check,
-        apart=_apart(job),
-        model=ModelFiles(session.transformer, base_weights(job.model.name_or_path)) if job.full else None,
-    )
-    for old in rotate_saves(job.folder, job.name, job.save.max_step_saves_to_keep):
-        session.log.detail(f"Removing old save: {old}")
-
-
-def _apart(job: JobConfig) -> int:
-    """Steps after which a state without a doubt since is known to be good: those the guard may need to see it."""
-    return min(job.save.save_every, WINDOW)
-
-
-def _record(session: Session) -> dict[str, Any]:
-    return {
-        **session.record,
-        "optimizer": session.job.train.optimizer,
-        "sampler": session.sampler.state_dict(),
-        "guard": session.watch.state_dict(),
-        "path": execution_of(session.transformer, recomputed=True),
-        "identity": session.identity,
-        "step": session.step,
-    }
-
-
-def _check_lora(session: Session, path: Path, *, final: bool) -> str:
-    """Read a LoRA back as others do. Before the end one may be all zero, which is the guard's to judge: a warm-up."""
-    if not final and not any(up.any() for name, up in load_file(path).items() if ".lora_B." in name):
-        return f"every lora_B is still zero in {session.job.save.dtype}, this LoRA has no effect yet"
-    return check_export(path, expected={name: tuple(param.shape) for name, param in session.lora.items()}).line()
-
-
-def _metadata(session: Session) -> dict[str, str]:
-    job = session.job
-    return lora_metadata(
-        job.name,
-        step=session.step,
-        epoch=session.epoch,
-        trigger_word=job.trigger_word,
-        meta=job.meta,
-        coat=job.coat.to_dict(),
-        got=None if session.report is None else session.report.metadata(),
-    )
 
 
 def _draw_samples(session: Session) -> None:
@@ -375,12 +273,6 @@ def _draw_samples(session: Session) -> None:
     session.workers.wait()
 
 
-def _drop_graphs(session: Session) -> None:
-    """Give back the memory of captured steps to what runs between steps."""
-    if session.graphs is not None:
-        session.graphs.drop()
-
-
 def _validate(session: Session) -> float:
     bypass = session.job.train.bypass_guidance_embedding
     guided = bypassed_guidance(session.transformer) if bypass else nullcontext()
@@ -396,3 +288,9 @@ def _validate(session: Session) -> float:
         session.record["held_out_loss"] = [*session.record.get("held_out_loss", []), [session.step, loss]]
     session.log.validation(session.step, loss)
     return loss
+
+
+def _drop_graphs(session: Session) -> None:
+    """Give back the memory of captured steps to what runs between steps."""
+    if session.graphs is not None:
+        session.graphs.drop()

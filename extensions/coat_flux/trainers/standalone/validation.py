@@ -40,19 +40,15 @@ def one_each(samples: Sequence[Sample]) -> list[Sample]:
 def encoded(dataset: LatentDataset, sample: Sample) -> dict[str, Tensor]:
     """What `predictions` needs of a photo: latents (C, h, w) fp32, prompt_embeds (T, D), pooled (P), perhaps mask."""
     embeds, pooled = dataset.text(sample.dataset_index, sample.caption)
-    mask = dataset.mask(sample)
     photo = {"latents": dataset.latents(sample), "prompt_embeds": embeds, "pooled": pooled}
-    return {name: tensor.contiguous() for name, tensor in (photo if mask is None else photo | {"mask": mask}).items()}
+    mask = dataset.mask(sample)
+    if mask is not None:
+        photo["mask"] = mask
+    return {name: tensor.contiguous() for name, tensor in photo.items()}
 
 
 class Validation:
-    """The loss that a run measures.
-
-    Args:
-        dataset: has the samples in its caches, or their encoders.
-        held_out: the samples held out, in any number of sizes; empty measures on samples of `trained`.
-        trained: the samples trained on.
-    """
+    """The loss that a run measures: on `held_out` samples, in any number of sizes; without any on `trained` ones."""
 
     def __init__(self, dataset: LatentDataset, held_out: Sequence[Sample], trained: Sequence[Sample]):
         self.held_out = bool(held_out)
@@ -66,14 +62,7 @@ class Validation:
         self._noise = FixedNoise([encoded(dataset, sample) for sample in samples], [s.image_path.name for s in samples])
 
     def loss(self, transformer: nn.Module, *, dtype: torch.dtype, device: torch.device, at_once: int) -> float:
-        """The mean loss; random generators are left alone.
-
-        Args:
-            transformer: with its adapters, on `device`.
-            dtype: of its inputs.
-            device: where it runs.
-            at_once: photos per forward; the batch size, so that memory that holds a step holds this.
-        """
+        """The mean loss; random generators are left alone. `at_once` is the batch size, whose memory is there."""
         return loss_of(transformer, self._noise, self._levels, lambda _: at_once, dtype=dtype, device=device)
 
 
@@ -122,8 +111,8 @@ def predictions(
     Returns:
         predicted velocities (B, C, h, w) fp32, and their losses (B,) fp32, on `device`.
     """
-    parts = ("latents", "prompt_embeds", "pooled", *(["mask"] if "mask" in photos[0] else []))
-    latents, embeds, pooled, *masks = (torch.stack([photo[part] for photo in photos]).to(device) for part in parts)
-    sigmas, noise = sigmas.to(device), noise.to(device)
-    velocity = predict_velocity(transformer, noisy_latents(latents, noise, sigmas), sigmas, embeds, pooled, dtype=dtype)
-    return velocity, sample_losses(velocity, latents, noise, mask=masks[0] if masks else None)
+    batch = {part: torch.stack([photo[part] for photo in photos]).to(device) for part in photos[0]}
+    latents, sigmas, noise = batch["latents"], sigmas.to(device), noise.to(device)
+    x_t = noisy_latents(latents, noise, sigmas)
+    velocity = predict_velocity(transformer, x_t, sigmas, batch["prompt_embeds"], batch["pooled"], dtype=dtype)
+    return velocity, sample_losses(velocity, latents, noise, mask=batch.get("mask"))

@@ -1,4 +1,4 @@
-"""The processes of a run and their devices, over `accelerate`.
+"""The processes of a stand-alone run and their devices, over `accelerate`.
 
 Each process holds the whole model and its own micro-batches. Only gradients travel: after the last micro-batch of an
 optimizer step they are summed (a LoRA's 344 MB at rank 16 in one all-reduce), instead of wrapping 12 GB of frozen codes
@@ -76,12 +76,24 @@ class Workers(Processes):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-class Reading:
-    """A few numbers on their way from the device; nothing waits for them until they are read.
+def _check_launch(size: int) -> None:
+    """`accelerate launch --cpu --num_processes 2` leaves starting two to mpirun, starts one, and does not say so."""
+    launched_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    if launched_on_cpu and "MASTER_ADDR" in os.environ and size == 1:
+        raise LaunchError(
+            "accelerate launch --cpu with several num_processes starts only one, without mpirun; "
+            "use accelerate launch --multi_gpu --num_processes N, which also works without GPUs"
+        )
 
-    Args:
-        values: fp32 [n].
-    """
+
+def _available(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    return device.type == "cpu" or torch.backends.mps.is_available()
+
+
+class Reading:
+    """A few numbers, fp32 [n], on their way from the device; nothing waits for them until they are read."""
 
     def __init__(self, values: Tensor) -> None:
         self._copy, self._copied = values, None
@@ -98,16 +110,18 @@ class Reading:
         return self._copy.tolist()
 
 
+def not_finite(values: Tensor) -> Tensor:
+    """fp32 [] on the device: 1 where one of them is not finite, else 0."""
+    return 1.0 - values.isfinite().all().to(torch.float32)
+
+
 @torch.no_grad()
 def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """Return the norm of each tensor as a whole; those of shards are exchanged, all at once.
+    """Return the norm of each tensor as a whole, fp32 [n]; those of shards are exchanged, all at once.
 
     Args:
         tensors: the same ones in every process, sharded or whole.
         order: 2 or infinity.
-
-    Returns:
-        fp32 [n].
 
     Raises:
         LostProcessError: a process has ended.
@@ -118,29 +132,8 @@ def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
         return own
     largest = order == math.inf
     # a maximum may lose NaN, so that counts as infinite
-    found = own.nan_to_num(nan=math.inf, posinf=math.inf) if largest else own.double().square()
+    total = own.nan_to_num(nan=math.inf, posinf=math.inf) if largest else own.double().square()
     with exchange():
-        dist.all_reduce(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    found = found if largest else found.sqrt().float()
-    return torch.where(torch.tensor(sharded).to(own.device, non_blocking=True), found, own)
-
-
-def not_finite(values: Tensor) -> Tensor:
-    """fp32 [] on the device: 1 where one of them is not finite, else 0."""
-    return 1.0 - values.isfinite().all().to(torch.float32)
-
-
-def _check_launch(world_size: int) -> None:
-    """`accelerate launch --cpu --num_processes 2` leaves starting two to mpirun, starts one, and does not say so."""
-    launched_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
-    if launched_on_cpu and "MASTER_ADDR" in os.environ and world_size == 1:
-        raise LaunchError(
-            "accelerate launch --cpu with several num_processes starts only one, without mpirun; "
-            "use accelerate launch --multi_gpu --num_processes N, which also works without GPUs"
-        )
-
-
-def _available(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
-    return device.type == "cpu" or torch.backends.mps.is_available()
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    norms = total if largest else total.sqrt().float()
+    return torch.where(torch.tensor(sharded).to(own.device, non_blocking=True), norms, own)
