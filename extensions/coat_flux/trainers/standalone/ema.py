@@ -1,9 +1,7 @@
 """Exponential moving average of the trained parameters.
 
 shadow ← decay · shadow + (1 - decay) · parameter, after every optimizer step. The raw parameters go on training; the
-average is what is saved and sampled, as in ai-toolkit. Unlike there, both are saved for a resume. Of sharded parameters
-each process averages its rows. (diffusers' EMAModel has neither feedback nor a multiplier, as ai-toolkit's, and cannot
-leave a step out on the device.)
+average is what is saved and sampled, as in ai-toolkit. Unlike there, both are saved for a resume.
 """
 
 from __future__ import annotations

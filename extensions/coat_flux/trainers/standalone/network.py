@@ -1,8 +1,7 @@
 """The LoRA network of the stand-alone engine: PEFT adapters on the same linears ai-toolkit chooses.
 
-ai-toolkit's FLUX LoRA sits on every linear of both block lists (`transformer_only`, its default), with alpha = rank,
-fp32 parameters, A uniform in ±1/sqrt(K) and B = 0. PEFT's adapters wrap the frozen linears, also `FP8Linear`, which is
-an `nn.Linear` to PEFT. A is drawn here from the run's own seed, so that a bf16 and a COAT run start equal bit for bit.
+As ai-toolkit's: alpha = rank, fp32 parameters, A uniform in ±1/sqrt(K) and B = 0. A is drawn from the run's own seed,
+so that a bf16 and a COAT run start equal bit for bit.
 """
 
 from __future__ import annotations

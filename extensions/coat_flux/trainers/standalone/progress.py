@@ -3,8 +3,7 @@
     coat/log.txt, metrics.csv, validation.csv, precision.csv, tensorboard/, wandb.json
 
 Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar. What the disk
-refuses is logged once and tried again later: no file of a report ends a run, and nothing TensorBoard or W&B do. (For
-that and for points that a crashed run wrote, accelerate's trackers have no place; they wrap the same two libraries.)
+refuses is logged once and tried again later: no report ends a run.
 """
 
 from __future__ import annotations

@@ -186,16 +186,16 @@ def lora_metadata(
     coat: Mapping[str, Any] | None = None,
     got: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Metadata of a saved LoRA, keys and form as ai-toolkit's; every value a string, JSON where it is not plain text.
+    """Metadata of a saved LoRA, keys and form as ai-toolkit's.
 
     Args:
         name: the job's name.
         step: optimizer steps done.
         epoch: passes over the data done.
-        trigger_word: goes into `ss_tag_frequency` where given.
-        meta: the config's own `meta` block; `[name]` in it is replaced.
-        coat: the coat block as asked for, under our own key `coat`.
-        got: what became of it, `CoatReport.metadata()`.
+        trigger_word: goes into `ss_tag_frequency`.
+        meta: the config's own block; `[name]` in it is replaced.
+        coat: the coat block as configured.
+        got: `CoatReport.metadata()`.
     """
     fields: dict[str, Any] = json.loads(json.dumps(dict(meta or {})).replace("[name]", name))
     fields["training_info"] = {"step": step, "epoch": epoch}

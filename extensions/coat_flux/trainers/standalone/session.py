@@ -1,7 +1,6 @@
 """Everything a run needs, made in the order that keeps memory low and mistakes cheap.
 
-Data set and resume point are checked before any model is loaded. Encoders come first, fill the caches and leave; the
-transformer then meets an empty device: its weights are read and quantized one by one, there, and adapters added.
+Encoders come first, fill the caches and leave; the transformer then meets an empty device.
 """
 
 from __future__ import annotations

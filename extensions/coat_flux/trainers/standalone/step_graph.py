@@ -7,9 +7,8 @@ the capture's inputs before a replay, the learning rates are set there, loss and
     2nd                    runs eagerly; then the step is captured, replayed from the same state, and both are compared
     after that             a replay
 
-Where both differ, or a capture fails, all further steps run eagerly, and one line says why. Graphs share one memory
-pool, which holds what a step of the largest shape needs. It is given back before anything else that may need the memory
-(`make_room`, `drop`); the next step of a shape is then captured again.
+Where both differ, or a capture fails, all further steps run eagerly. Graphs share one memory pool, which is given back
+before anything else that may need the memory (`make_room`, `drop`); the next step of a shape is then captured again.
 
 Source: torch.cuda.graph; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """

@@ -1,9 +1,8 @@
 """The processes of a stand-alone run and their devices, over `accelerate`.
 
 Each process holds the whole model and its own micro-batches. Only gradients travel: after the last micro-batch of an
-optimizer step they are summed (a LoRA's 344 MB at rank 16 in one all-reduce), instead of wrapping 12 GB of frozen codes
-in DistributedDataParallel, which would broadcast them and hook every backward. Each process has divided its loss by
-the number of micro-batches of all of them, as one process with so much accumulation does: bf16 rounds alike.
+optimizer step they are summed. (DistributedDataParallel would broadcast 12 GB of frozen codes.) Each process has
+divided its loss by the number of micro-batches of all, as one process with accumulation does.
 
 Under FSDP2 weights are shared out: of a LoRA's base the frozen codes of the blocks (`blocks.streaming`), in full
 fine-tuning the trained weights (`sharding`).
