@@ -16,8 +16,7 @@ from PIL import Image
 from werkzeug.test import Client, create_environ, run_wsgi_app
 
 from coat_flux.cli.entry import main
-from coat_flux.pages.live_page import inspect_run, shell
-from coat_flux.pages.live_server import Watch, WatchError
+from coat_flux.pages.live import Watch, WatchError, inspect_run, shell
 from coat_flux.watch.live import COMMANDS, LiveRun, give_command, read_status
 from tests.helpers.browser import inspect_pages
 
@@ -174,7 +173,7 @@ def test_a_look_shows_the_run_and_escapes_its_texts(run: Path) -> None:
         found = Client(Watch(run)).get("/look").json
     assert found["takes"] == list(COMMANDS)
     text = "".join(found["parts"])
-    for part in ("step 10 of 100, 0.5 s per step, 0:00:45 left", "lowest: 1 at step 4", "sks &lt;b&gt;", "last line"):
+    for part in ("step 10 of 100, 0.5 s per step, 0:00:45 left", "lowest: step 4", "sks &lt;b&gt;", "last line"):
         assert part in text, part
     assert f'src="samples/{PICTURE}"' in text  # and not the newer one, a link
     assert "<script>" not in text

@@ -57,7 +57,7 @@ def serve(run_dir: Path, host: str | None, port: int | None) -> None:
     Raises:
         WatchError: it cannot listen there.
     """
-    from ..pages.live_server import Watch
+    from ..pages.live import Watch
 
     watch = Watch(run_dir.resolve(), *([] if host is None else [host]))
     print(f"watch: {watch.start(port)}", flush=True)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from urllib.parse import quote
 
 from PIL import Image, ImageOps
 
@@ -41,44 +42,57 @@ class Page:
     """A page that is built from its top to its end.
 
     Args:
-        title: heading, and name of the browser's tab.
+        title: heading, and name of the browser's tab; "" for parts of a page.
         subtitle: one line below it.
+        samples_at: where pictures are served; None holds them in the page.
+
+    Attributes:
+        parts: HTML, each complete in itself.
     """
 
-    def __init__(self, title: str, subtitle: str = ""):
-        self._title = title
-        self._parts: list[str] = [f"<h1>{_text(title)}</h1>"]
+    def __init__(self, title: str, subtitle: str = "", samples_at: str | None = None):
+        self._title, self._samples_at = title, samples_at
+        self.parts: list[str] = []
+        if title:
+            self.parts.append(f"<h1>{_text(title)}</h1>")
         if subtitle:
-            self._parts.append(f'<p class="subtitle">{_text(subtitle)}</p>')
+            self.parts.append(f'<p class="subtitle">{_text(subtitle)}</p>')
 
     def heading(self, text: str, level: int = 2) -> None:
         """Begin a section (level 2) or a part of one (3 to 6)."""
-        self._parts.append(f"<h{level}>{_text(text)}</h{level}>")
+        self.parts.append(f"<h{level}>{_text(text)}</h{level}>")
 
     def paragraph(self, text: str) -> None:
         """Add a paragraph; lines of the text stay lines."""
-        self._parts.append(f"<p>{_text(text).replace(chr(10), '<br>')}</p>")
+        self.parts.append(f"<p>{_text(text).replace(chr(10), '<br>')}</p>")
 
     def verdict(self, text: str, tone: Tone) -> None:
         """Add the result in one sentence, on green (good), red (bad), yellow (open) or blue (plain)."""
-        self._parts.append(f'<p class="verdict {tone}" role="status">{_text(text)}</p>')
+        self.parts.append(f'<p class="verdict {tone}" role="status">{_text(text)}</p>')
+
+    def progress(self, done: int, steps: int) -> None:
+        """Add a bar of the steps done."""
+        self.parts.append(f'<progress max="{max(steps, 1)}" value="{done}" aria-label="steps done"></progress>')
 
     @contextmanager
-    def details(self, title: str) -> Iterator[None]:
+    def details(self, title: str, *, is_open: bool = False) -> Iterator[None]:
         """Fold what is added inside the `with` block away until a reader opens it."""
-        self._parts.append(f"<details><summary>{_text(title)}</summary>")
+        before, self.parts = self.parts, []
         try:
             yield
         finally:
-            self._parts.append("</details>")
+            inside = "\n".join(self.parts)
+            opened = " open" if is_open else ""
+            folded = f"<details{opened}><summary>{_text(title)}</summary>\n{inside}\n</details>"
+            self.parts = [*before, folded]
 
     def missing(self, text: str) -> None:
         """Say what could not be shown, and why."""
-        self._parts.append(f'<p class="missing">{_text(text)}</p>')
+        self.parts.append(f'<p class="missing">{_text(text)}</p>')
 
     def code(self, text: str) -> None:
         """Add text as it is, to be copied."""
-        self._parts.append(f"<pre>{_text(text)}</pre>")
+        self.parts.append(f"<pre>{_text(text)}</pre>")
 
     def result(self, path: Path, model: str, trigger: str | None, arch: str | None = None) -> None:
         """Name a LoRA's file, or a whole model's folder, and how others load it; diffusers finds `model` by name."""
@@ -112,23 +126,23 @@ class Page:
             f"<tr>{''.join(_cell(cell, name) for cell, name in zip(row, header, strict=True))}</tr>" for row in rows
         )
         kind = ' class="facts"' if not head else ' class="stacking"' if len(header) >= STACKED_COLUMNS else ""
-        self._parts.append(f'<div class="wide"><table{kind}>{head}<tbody>{body}</tbody></table></div>')
+        self.parts.append(f'<div class="wide"><table{kind}>{head}<tbody>{body}</tbody></table></div>')
 
     def curves(self, title: str, series: Mapping[str, Points], **options: Any) -> None:
         """Add a line chart; the options are those of `charts.line_chart`."""
         if any(math.isfinite(value) for points in series.values() for _, value in points):
-            self._parts.append(line_chart(title, series, **options))
+            self.parts.append(line_chart(title, series, **options))
         else:
             self.missing(f"{title}: there is nothing to show")
 
     def bars(self, title: str, bars: Mapping[str, Mapping[str, float]], **options: Any) -> None:
         """Add horizontal stacked bars; the options are those of `charts.bar_chart`."""
-        self._parts.append(bar_chart(title, bars, **options))
+        self.parts.append(bar_chart(title, bars, **options))
 
     def heat_map(self, title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, **options: Any) -> None:
         """Add a coloured table; the options are those of `charts.heat_map`."""
         if any(value is not None and math.isfinite(value) for row in values for value in row):
-            self._parts.append(heat_map(title, rows, columns, values, **options))
+            self.parts.append(heat_map(title, rows, columns, values, **options))
         else:
             self.missing(f"{title}: there is nothing to show")
 
@@ -154,13 +168,22 @@ class Page:
             self.missing(f"{title}: there is nothing to show")
             return
         cells = "".join(f'<div class="head">{_text(name)}</div>' for name in header)
-        cells += "".join(_picture(caption, path) for caption, path in items)
+        cells += "".join(self._picture(caption, path) for caption, path in items)
         caption = f"<figcaption>{_text(title)}</figcaption>" if title else ""
         wrapping = " wrapping" if columns > 1 and not header else ""
         grid = f'<div class="grid{wrapping}" style="--columns: {columns:d}">{cells}</div>'
-        self._parts.append(
+        self.parts.append(
             f'<figure class="gallery" style="width: min(100%, {columns * width:d}px)">{caption}{grid}</figure>'
         )
+
+    def _picture(self, caption: str, path: Path) -> str:
+        try:
+            source = _data_uri(path) if self._samples_at is None else f"{self._samples_at}/{quote(path.name)}"
+        except (OSError, ValueError) as error:
+            text = _text(f"{caption}: cannot be read ({error})")
+            return f'<figure><figcaption class="missing">{text}</figcaption></figure>'
+        below = f"<figcaption>{_text(caption)}</figcaption>" if caption else ""
+        return f'<figure><img alt="{_text(caption)}" src="{source}">{below}</figure>'
 
     def html(self) -> str:
         """Return the page as it is now."""
@@ -169,7 +192,7 @@ class Page:
             f'<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{_text(self._title)}</title><style>{STYLE}</style>"
         )
-        body = "\n".join(self._parts)
+        body = "\n".join(self.parts)
         return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
 
     def write(self, path: Path) -> Path:
@@ -190,24 +213,16 @@ def _cell(value: object, column: str) -> str:
     return f"<td{attributes}>{_text(text)}</td>"
 
 
-def _picture(caption: str, path: Path) -> str:
-    """A small file as it is, others made smaller, as a JPEG on white; one that cannot be read is named."""
-    try:
-        with Image.open(path) as image:
-            small = max(image.size) <= LONGEST_SIDE and path.stat().st_size <= SMALL_BYTES
-            if small and image.format in MEDIA_TYPES:
-                image.load()  # refuses a file that ends early
-                media_type, content = MEDIA_TYPES[image.format], path.read_bytes()
-            else:
-                upright = ImageOps.exif_transpose(image)
-                upright.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
-                colours, jpeg = upright.convert("RGBA"), io.BytesIO()
-                paper = Image.new("RGBA", colours.size, "white")
-                Image.alpha_composite(paper, colours).convert("RGB").save(jpeg, "JPEG", quality=QUALITY)
-                media_type, content = "image/jpeg", jpeg.getvalue()
-    except (OSError, ValueError) as error:
-        text = _text(f"{caption}: cannot be read ({error})")
-        return f'<figure><figcaption class="missing">{text}</figcaption></figure>'
-    image = f'<img alt="{_text(caption)}" src="data:{media_type};base64,{base64.b64encode(content).decode()}">'
-    below = f"<figcaption>{_text(caption)}</figcaption>" if caption else ""
-    return f"<figure>{image}{below}</figure>"
+def _data_uri(path: Path) -> str:
+    """A small file as it is, others made smaller, as a JPEG on white."""
+    with Image.open(path) as image:
+        small = max(image.size) <= LONGEST_SIDE and path.stat().st_size <= SMALL_BYTES
+        if small and image.format in MEDIA_TYPES:
+            image.load()  # refuses a file that ends early
+            return f"data:{MEDIA_TYPES[image.format]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        upright = ImageOps.exif_transpose(image)
+        upright.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
+        colours, jpeg = upright.convert("RGBA"), io.BytesIO()
+        paper = Image.new("RGBA", colours.size, "white")
+        Image.alpha_composite(paper, colours).convert("RGB").save(jpeg, "JPEG", quality=QUALITY)
+        return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"

@@ -17,7 +17,7 @@ from .html import Page, Tone
 from .precision import show_precision
 from .run import MEMORY_FILE, RunFolder, Saved, smoothed
 
-__all__ = ["REPORT_FILE", "write_report"]
+__all__ = ["REPORT_FILE", "show_live", "write_report"]
 
 REPORT_FILE = Path("coat") / "report.html"
 SAMPLE_STEPS, SAMPLE_PROMPTS = 8, 12  # of the grid
@@ -54,24 +54,44 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         page.heading(title)
         _show(page, title, show)
     page.heading("Details")
-    sections = {
-        "Speed and learning rate": lambda: _show_pace(page, run),
-        "Memory": lambda: _show_memory(page, run),
-        "Precision of FP8": lambda: show_precision(page, run, target.parent),
-        "Guard": lambda: _show_guard(page, run),
-        "Asked, got, why": lambda: _show_treatment(page, saves),
-        "Saves": lambda: _show_saves(page, saves),
-        "Versions": lambda: _show_versions(page, run),
-        "Config": lambda: page.code(run.config_text) if run.config_text else page.missing(NO_CONFIG),
-    }
-    for title, show in sections.items():
-        with page.details(title):
-            _show(page, title, show)
+    _fold(
+        page,
+        {
+            "Speed and learning rate": lambda: _show_pace(page, run),
+            "Memory": lambda: _show_memory(page, run),
+            "Precision of FP8": lambda: show_precision(page, run, target.parent),
+            "Guard": lambda: _show_guard(page, run),
+            "Asked, got, why": lambda: _show_treatment(page, saves),
+            "Saves": lambda: _show_saves(page, saves),
+            "Versions": lambda: _show_versions(page, run),
+            "Config": lambda: page.code(run.config_text) if run.config_text else page.missing(NO_CONFIG),
+        },
+    )
     try:
         return page.write(target)
     except OSError as error:
         reason = error.strerror or error
         raise SaveError(f"{target}: cannot be written ({reason}); give another path with --out") from error
+
+
+def show_live(page: Page, run: RunFolder) -> None:
+    """The sections of a run that is still going; those that need no more than a moment."""
+    _show(page, "Samples", lambda: _show_samples(page, run))
+    _show(page, "Loss", lambda: _show_loss(page, run))
+    _fold(
+        page,
+        {
+            "Speed and learning rate": lambda: _show_pace(page, run),
+            "Memory": lambda: _show_memory(page, run, predicts=False),
+            "Guard": lambda: _show_guard(page, run),
+        },
+    )
+
+
+def _fold(page: Page, sections: dict[str, Callable[[], None]]) -> None:
+    for title, show in sections.items():
+        with page.details(title):
+            _show(page, title, show)
 
 
 def _show(page: Page, title: str, show: Callable[[], None]) -> None:
@@ -192,13 +212,15 @@ def _show_pace(page: Page, run: RunFolder) -> None:
     page.curves("Gradient norm before clipping", {"norm": norm}, x="step", y="norm", log_y=True)
 
 
-def _show_memory(page: Page, run: RunFolder) -> None:
+def _show_memory(page: Page, run: RunFolder, *, predicts: bool = True) -> None:
     """Measured by phase, against the plan."""
     record = run.json(MEMORY_FILE)
     if record is None:
         page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")
     else:
-        if record["prediction"] is None and run.config_text:  # the run did not come to its end: predicted now
+        if (
+            predicts and record["prediction"] is None and run.config_text
+        ):  # the run did not come to its end: predicted now
             import torch
 
             from ..config.job import JobConfig

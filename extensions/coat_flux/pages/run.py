@@ -142,7 +142,7 @@ class RunFolder:
         found: dict[tuple[int, int], Path] = {}
         for path in sorted((self.path / "samples").glob("*")):
             match = SAMPLE_NAME.fullmatch(path.name)
-            if match is not None:
+            if match is not None and not path.is_symlink():
                 found[int(match["step"]), int(match["number"])] = path
         return [Sample(step, number, path) for (step, number), path in sorted(found.items())]
 
