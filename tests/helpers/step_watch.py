@@ -10,8 +10,8 @@ import yaml
 from torch import Tensor, nn
 
 from coat_flux.config.coat import COATConfig
+from coat_flux.watch.casts import CastPrecision
 from coat_flux.watch.phases import PhaseTracker
-from coat_flux.watch.precision import CastPrecision
 from coat_flux.watch.step_watch import StepWatch
 
 

@@ -20,8 +20,8 @@ from coat_flux.blocks.streaming import StreamedWeights
 from coat_flux.trainers.standalone.resume import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
-from coat_flux.watch.memory_stats import CPU_NOTE
 from coat_flux.watch.phases import STEP_MOMENTS
+from coat_flux.watch.step_watch import CPU_NOTE
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import TRIGGER, engine_job, write_images

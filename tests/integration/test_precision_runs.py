@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from coat_flux.cli.entry import main
+from coat_flux.pages.precision import standing_out, summaries, worst
 from coat_flux.trainers.standalone import session
 from coat_flux.trainers.standalone.trainer import COATTrainer
-from coat_flux.watch.advice import standing_out, summaries, worst
-from coat_flux.watch.precision import CastPrecision, read_rows
+from coat_flux.watch.casts import CastPrecision
+from coat_flux.watch.precision import read_rows
 from tests import tolerances
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise

@@ -25,7 +25,7 @@ class FakeDevice:
         self.held = self.peak = self.resets = 0
         monkeypatch.setattr(phases_module, "used_bytes", lambda device: (self.held, 2 * self.held))
         monkeypatch.setattr(phases_module, "peak_bytes", lambda device: self.peak)
-        monkeypatch.setattr(phases_module, "peak_reserved_bytes", lambda device: 2 * self.peak)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * self.peak)
         monkeypatch.setattr(phases_module, "reset_peak", lambda device: self._reset())
 
     def _reset(self) -> None:
@@ -109,7 +109,7 @@ def test_each_phase_has_its_own_peak_and_goes_on_after_a_sample(gpu: FakeDevice,
 def test_saved_activations_are_what_a_forward_pass_added_but_gradients(gpu: FakeDevice, tmp_path: Path) -> None:
     model = nn.Linear(16, 16, bias=False)
     tracker = PhaseTracker(torch.device("cuda"), tmp_path / "memory.json")
-    tracker._held = HeldParts(CPU)  # the tensors are on the CPU, the numbers are the fake's
+    tracker.held = HeldParts(CPU)  # the tensors are on the CPU, the numbers are the fake's
     tracker.hold("lora", model, trained)
     tracker.hold("gradients", model, gradients)
     tracker.enter("step")

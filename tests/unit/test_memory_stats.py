@@ -7,15 +7,10 @@ import re
 import pytest
 import torch
 
-from coat_flux.watch.memory_stats import CPU_NOTE, GB, memory_line, peak_bytes, used_bytes
-from coat_flux.watch.phases import STEP_MOMENTS
+from coat_flux.watch.phases import STEP_MOMENTS, peak_bytes, used_bytes
+from coat_flux.watch.step_watch import CPU_NOTE
 from tests import tolerances
 from tests.helpers.step_watch import step_watch
-
-
-def test_line_has_the_promised_shape() -> None:
-    line = memory_line("before_forward", 100, int(8.23 * GB), int(10.5 * GB))
-    assert line == "[before_forward] Step 100: Allocated: 8.23GB, Reserved: 10.50GB"
 
 
 def test_lines_come_at_log_every_with_the_note_once() -> None:

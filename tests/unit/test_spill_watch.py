@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coat_flux.watch.memory_stats import BASELINE, IN_A_ROW, SLOWER, WARM_UP, SpillWatch
+from coat_flux.watch.step_watch import BASELINE, IN_A_ROW, SLOWER, WARM_UP, SpillWatch
 
 GB = 10**9
 CARD = 24 * GB

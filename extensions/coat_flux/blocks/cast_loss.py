@@ -42,7 +42,7 @@ SHORTEST_SHARE = 0.01  # of the nonzero elements may be below the range
 
 
 class Measures(NamedTuple):
-    """What a cast lost.
+    """The losses of a cast.
 
     Attributes:
         saturation: share of elements beyond the largest code, 0 to 1.
@@ -59,44 +59,29 @@ class Measures(NamedTuple):
     @property
     def sqnr_db(self) -> float:
         """Local SQNR; inf where the cast was exact, nan where there was nothing."""
-        return decibels(self.noise)
-
-
-def decibels(noise: float) -> float:
-    """Relative noise power as an SQNR."""
-    return math.inf if noise == 0 else -10 * math.log10(noise) if noise > 0 else math.nan
+        if self.noise == 0:
+            return math.inf
+        return -10 * math.log10(self.noise) if self.noise > 0 else math.nan
 
 
 def measure_cast(x: Tensor, codes: Tensor, scale: Tensor, granularity: Granularity) -> Tensor:
-    """Measure one cast.
-
-    Args:
-        x: what was cast, any floating dtype [..., K].
-        codes: FP8 [like x].
-        scale: fp32, as `granularity` has it for x.
-        granularity: which elements share a scale.
-
-    Returns:
-        fp32 [4] on the device of x, in the order of `Measures`.
-    """
+    """Measure the cast of x [..., K] to codes; returns `Measures` as fp32 [4] on the device of x."""
     losses = cast_losses(x, codes, dequantize(codes, scale, granularity))
     # in units of the codes: squares of small gradients would be zero in fp32
     unit = dequantize(torch.ones((), dtype=torch.float32, device=x.device).expand(codes.shape), scale, granularity)
     values = x.detach().to(torch.float32) / unit
     finite = values.isfinite()
     values = torch.where(finite, values, 0.0)
-    error = values - torch.where(finite, codes.to(torch.float32), 0.0)
+    errors = values - torch.where(finite, codes.to(torch.float32), 0.0)
     segment = min(SEGMENT, granularity.group_size) if granularity.name == "per_group" else SEGMENT
+    rows, row_errors = split_groups(values, segment), split_groups(errors, segment)
+    nonzero = (rows != 0).any(dim=-1)
+    noise = (row_errors.square().sum(-1) / rows.square().sum(-1)).nan_to_num(nan=1.0).clamp(max=1.0)
+    mean_noise = torch.where(nonzero, noise, 0.0).sum() / nonzero.sum()
     fmt = format_of(codes.dtype)
-    noise = mean_noise(split_groups(values, segment), split_groups(error, segment))
-    return torch.stack([*losses, noise, _range(values, fmt)])
-
-
-def mean_noise(values: Tensor, errors: Tensor) -> Tensor:
-    """Mean over the rows of [..., n] of ‖error‖² / ‖value‖²; nan where all are zero. At most 1 in each row."""
-    some = (values != 0).any(dim=-1)
-    noise = errors.square().sum(-1) / values.square().sum(-1)
-    return torch.where(some, noise.nan_to_num(nan=1.0).clamp(max=1.0), 0.0).sum() / some.sum()
+    magnitudes = evenly(values.reshape(-1), QUANTILE_SAMPLE).abs()
+    range_used = (torch.log2(fmt.max / low_end(magnitudes)) / octaves(fmt)).clamp(min=0.0)
+    return torch.stack([*losses, mean_noise, range_used])
 
 
 def octaves(fmt: Format) -> float:
@@ -104,18 +89,13 @@ def octaves(fmt: Format) -> float:
     return math.log2(fmt.max / fmt.smallest_subnormal)
 
 
-def _range(values: Tensor, fmt: Format) -> Tensor:
-    magnitudes = evenly(values.reshape(-1), QUANTILE_SAMPLE).abs()
-    return (torch.log2(fmt.max / low_end(magnitudes)) / octaves(fmt)).clamp(min=0.0)
-
-
 def low_end(magnitudes: Tensor) -> Tensor:
-    """What all but 1 % of the nonzero elements of each row of [..., n] reach; nan where all are zero."""
+    """The magnitude that all but 1 % of the nonzero elements of each row of [..., n] reach; nan where all are zero."""
     nonzero = magnitudes > 0
     ordered = torch.where(nonzero, magnitudes, math.inf).sort(dim=-1).values
     place = (nonzero.sum(-1, keepdim=True) * SHORTEST_SHARE).to(torch.int64)
-    found = ordered.gather(-1, place).squeeze(-1)
-    return torch.where(found.isfinite(), found, math.nan)
+    low = ordered.gather(-1, place).squeeze(-1)
+    return torch.where(low.isfinite(), low, math.nan)
 
 
 def evenly(flat: Tensor, most: int) -> Tensor:
@@ -137,26 +117,21 @@ def sampled(x: Tensor, codes: Tensor, scale: Tensor, granularity: Granularity) -
 
 @torch.no_grad()
 def note_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig) -> None:
-    """Measure a frozen weight where it becomes codes: later there is no original to compare with.
+    """Measure a frozen weight [N, K] where it becomes the module's codes: later there is no original to compare with.
 
     A weight on the meta device, which plans are made with, has nothing to measure.
-
-    Args:
-        module: holds the codes.
-        weight: the original [N, K].
-        config: of the layer.
     """
     if weight.is_meta:
         return
     stored = load_weight(module, config)
-    values, granularity = weight.detach().to(stored.scale.device), PER_TENSOR
+    values = weight.detach().to(stored.scale.device)
     if stored.block_scales is not None:
         step = max(1, -(-values.numel() // SAMPLE))
         taken = stored._replace(codes=stored.codes[::step], block_scales=stored.block_scales[::step])
         # products read e4m3, of which the codes use a part that depends on the block
-        found = [*measure_cast(values[::step], taken.for_fprop(), stored.scale, granularity)[:3].tolist(), math.nan]
+        measured = [*measure_cast(values[::step], taken.for_fprop(), stored.scale, PER_TENSOR)[:3].tolist(), math.nan]
     else:
         granularity = PER_ROW if config.weight_has_row_scales else PER_TENSOR
         values, codes, scale = sampled(values, stored.codes, stored.scale, granularity)
-        found = measure_cast(rotate(values, stored.rotation), codes, scale, granularity).tolist()
-    setattr(module, WEIGHT_PRECISION, " ".join(map(repr, found)))
+        measured = measure_cast(rotate(values, stored.rotation), codes, scale, granularity).tolist()
+    setattr(module, WEIGHT_PRECISION, " ".join(map(repr, measured)))

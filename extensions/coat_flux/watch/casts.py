@@ -2,8 +2,7 @@
 
 Operators declare what they cast (`coat_core.casts`): values and codes are compared on the device, on evenly spaced rows
 (`measure_cast`), and one read-back at the end fetches all results. Nothing is kept alive but a few numbers per cast,
-and nothing changes: the operators run as they would without it. CUDA's backward thread inherits its
-caller's mode.
+and nothing changes: the operators run as they would without it. CUDA's backward thread inherits its caller's mode.
 
 A product declares which layer reads codes, by its weight, and in which pass. Codes that no product reads count as saved
 for backward: so do GEMM inputs with 1×G groups, which only CPUs multiply as FP8. Their block is that of the linear that
@@ -15,7 +14,9 @@ The operator changes them in place, so a sample of blocks is read before it, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,28 +32,87 @@ from coat_core.optim.sharded import is_sharded, local_values
 
 from ..blocks.cast_loss import SAMPLE, Measures, low_end, measure_cast, octaves, sampled
 from ..blocks.lookup import layer_of
-from .health import EXP_AVG, EXP_AVG_SQ, GRADIENTS, INPUTS, SAVED, CastHealth, Loss
-from .precision import CastPrecision, merged
+from ..config.coat import GuardOptions
 
-__all__ = ["CastProbe"]
+__all__ = ["CastPrecision", "CastProbe", "ObservedCast", "health_line", "health_verdict", "rows_of"]
 
-WEIGHTS = "weights"  # of trainable linears, cast as they change: not reported
-HEALTH_KINDS = {INPUT: INPUTS, GRADIENT: GRADIENTS, None: SAVED}
-PRECISION_KINDS = {INPUTS: INPUT, GRADIENTS: GRADIENT, SAVED: "saved", EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
+SAVED, EXP_AVG, EXP_AVG_SQ = "saved", "exp_avg", "exp_avg_sq"
+TRAINED_WEIGHT = "trained weight"  # cast as it changes: not reported
 MOMENT_BLOCKS = 16  # measured per parameter and moment
 FP8 = {fmt.dtype: fmt for fmt in FORMATS.values()}
+SMALLEST_SHOWN = 1e-4
+NAMES = {
+    INPUT: "linear inputs",
+    GRADIENT: "gradients",
+    SAVED: "saved activations",
+    EXP_AVG: "exp_avg",
+    EXP_AVG_SQ: "exp_avg_sq",
+}
+EXPANSION = "set coat.optimizer.use_dynamic_range_expansion: true, or coat.optimizer.{}: e5m2"
+REMEDIES = {
+    INPUT: "set coat.activation.linear_granularity: per_row, or where it is so already coat.activation.format: e5m2",
+    GRADIENT: "set coat.activation.grad_format: e5m2 or bf16, or coat.activation.linear_granularity: per_row",
+    SAVED: "set coat.activation.format: e5m2, or nonlinear_granularity: per_group with a smaller group_size",
+    EXP_AVG: EXPANSION.format("m1_format"),
+    EXP_AVG_SQ: EXPANSION.format("m2_format"),
+}
 
 
-class _Observed:
-    """One cast: what it turns out to be, and fp32 [4] on the device, as `measure_cast` gives it.
+class ObservedCast:
+    """One cast.
 
-    `where` is for messages: the first layer that reads it, or the parameter. `layers` are all that read it.
+    Attributes:
+        kind: a key of `NAMES`.
+        where: for messages: the first layer that reads it, or the parameter; "" where it is not known.
+        layers: all layers that read it.
+        block: where it was cast.
+        measures: its losses; on the device until `CastProbe.read`.
     """
 
-    def __init__(self, kind: str, measures: Tensor, elements: int, where: str = "") -> None:
-        self.kind, self.measures, self.elements, self.where = kind, measures, elements, where
+    def __init__(self, kind: str, measures: Any, elements: int, where: str = "", block: str = "") -> None:
+        self.kind, self.measures, self.elements = kind, measures, elements
+        self.where, self.block = where, block
         self.layers: list[str] = []
-        self.block = ""
+
+
+class CastPrecision(NamedTuple):
+    """The losses of the casts of one kind in one layer in one step.
+
+    Attributes:
+        step: the number of the step, from 1; 0 for weights.
+        layer: full name of the linear, as `activation.exclude` matches it; of its block for what is saved.
+        kind: of the tensors.
+        sqnr_db: local SQNR (`blocks.cast_loss`); inf where the cast was exact, nan where all values were zero.
+        underflow: share of nonzero elements that became zero.
+        saturation: share of elements beyond the largest code.
+        range_used: share of the format's octaves asked for; nan where that says nothing.
+        elements: in all casts together.
+    """
+
+    step: int
+    layer: str
+    kind: str
+    sqnr_db: float
+    underflow: float
+    saturation: float
+    range_used: float
+    elements: int
+
+
+class _Weight(NamedTuple):
+    """A layer's frozen FP8 weight, its transposed copy, or a trained weight or its codes, wherever it is now."""
+
+    layer: str
+    tensor: Callable[[], Tensor | None]
+    is_there: Callable[[], bool]  # in a storage that the weights of several blocks take turns in
+
+    def is_at(self, address: int) -> bool:
+        weight = self.tensor()
+        return weight is not None and _address(weight) == address
+
+    def starts_in(self, start: int, end: int) -> bool:
+        weight = self.tensor()
+        return weight is not None and self.is_there() and start <= weight.data_ptr() < end
 
 
 class CastProbe(TorchDispatchMode):
@@ -65,15 +125,14 @@ class CastProbe(TorchDispatchMode):
 
     def __init__(self, model: nn.Module | None, lora: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._casts: list[_Observed] = []
-        self._latest: dict[int, _Observed] = {}  # by the address of the codes
+        self._casts: list[ObservedCast] = []
+        self._latest: dict[int, ObservedCast] = {}  # by the address of the codes
         self._decoded: dict[int, Tensor] = {}  # address of decoded codes → the stored ones
         self._model = model
-        self._layers = {} if model is None else _weights(model)
-        self._sharded = {} if model is None else _sharded(model)
+        self._layers, self._sharded = _weights(model)
         self._parameters = {local_values(param).data_ptr(): name for name, param in lora.items()}
         self._block = ""
-        self._found: list[tuple[_Observed, Measures]] | None = None
+        self._is_read = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,34 +159,18 @@ class CastProbe(TorchDispatchMode):
                 self._add(cast)
         return out
 
-    def health(self) -> CastHealth | None:
-        """What the casts lost, read back from the device; None where nothing was cast."""
-        found = self._read()
-        if not found:
-            return None
-        return CastHealth(Loss(cast.kind, cast.where, *measures[:2]) for cast, measures in found)
+    def read(self) -> list[ObservedCast]:
+        """All casts of the step but those of trained weights, with `Measures`, read back from the device at once."""
+        casts = [cast for cast in self._casts if cast.kind != TRAINED_WEIGHT]
+        if casts and not self._is_read:
+            for cast, numbers in zip(casts, torch.stack([cast.measures for cast in casts]).tolist(), strict=True):
+                cast.measures = Measures(*numbers)
+        self._is_read = True
+        return casts
 
     def rows(self, step: int) -> list[CastPrecision]:
-        """The same by layer; a cast that several layers read is in the row of each.
-
-        Args:
-            step: number of the step that was observed.
-        """
-        return merged(
-            step,
-            [
-                (layer, PRECISION_KINDS[cast.kind], cast.elements, measures)
-                for cast, measures in self._read()
-                for layer in cast.layers or [cast.block]
-            ],
-        )
-
-    def _read(self) -> list[tuple[_Observed, Measures]]:
-        if self._found is None:
-            casts = [cast for cast in self._casts if cast.kind != WEIGHTS]
-            numbers = torch.stack([cast.measures for cast in casts]).tolist() if casts else []
-            self._found = [(cast, Measures(*four)) for cast, four in zip(casts, numbers, strict=True)]
-        return self._found
+        """The same by layer: `rows_of`."""
+        return rows_of(step, self.read())
 
     def _add(self, cast: Cast) -> None:
         rows, codes, scale = sampled(cast.values.detach(), cast.codes, cast.scale, cast.granularity)
@@ -138,8 +181,7 @@ class CastProbe(TorchDispatchMode):
         # a weight that is cast at each use; one that FSDP2 has gathered is in other memory each time
         own = () if cast.kind else (*self._layers.get(address, ()), *self._sharded.get(cast.values.shape, ()))
         where = next((weight.layer for weight in own if weight.is_at(address)), "")
-        observed = _Observed(HEALTH_KINDS[cast.kind], measures, cast.values.numel(), where)
-        observed.block = self._block
+        observed = ObservedCast(cast.kind or SAVED, measures, cast.values.numel(), where, self._block)
         self._casts.append(observed)
         self._latest[_address(cast.codes)] = observed
         self._decoded.pop(_address(cast.codes), None)
@@ -152,12 +194,12 @@ class CastProbe(TorchDispatchMode):
         if product.codes is not None:
             cast = self._latest.get(_address(product.codes))
             weight = self._latest.get(address) if decoded is None else None  # decoded to memory that a cast had before
-            if weight is not None and not layers and weight.kind == INPUTS:  # wgrad, whose other operand is x
+            if weight is not None and not layers and weight.kind == INPUT:  # wgrad, whose other operand is x
                 layers = tuple(weight.layers)
             elif weight is not None and (not layers or (weight.kind == SAVED and weight.where in layers)):
-                weight.kind, layers = WEIGHTS, layers or (weight.where,)  # else it was in this memory before
+                weight.kind, layers = TRAINED_WEIGHT, layers or (weight.where,)  # else it was in this memory before
             if cast is not None:
-                cast.kind = HEALTH_KINDS[product.kind]
+                cast.kind = product.kind
                 cast.where = cast.where or (layers[0] if layers else "")
                 cast.layers += [layer for layer in layers if layer not in ("", *cast.layers)]
         if layers and layers[0]:
@@ -169,27 +211,24 @@ class CastProbe(TorchDispatchMode):
         One storage may hold the codes of a whole block, and those of other blocks at other times.
         """
         address, start = _address(codes), codes.data_ptr()
-        found = self._layers.get(address, [])
-        if self._model is not None and not (found and all(weight.is_at(address) for weight in found)):
-            self._layers = _weights(self._model)
-            found = self._layers.get(address, [])
+        weights = self._layers.get(address, [])
+        if self._model is not None and not (weights and all(weight.is_at(address) for weight in weights)):
+            self._layers, _ = _weights(self._model)
+            weights = self._layers.get(address, [])
         end = start + codes.numel() * codes.element_size()
-        return tuple(weight.layer for weight in found if weight.is_there() and start <= weight.start < end)
+        return tuple(weight.layer for weight in weights if weight.starts_in(start, end))
 
     def _add_moments(self, update: MomentUpdate, precision: Tensor) -> None:
-        for kind, moment, measured in zip(
-            (EXP_AVG, EXP_AVG_SQ), (update.exp_avg, update.exp_avg_sq), precision, strict=True
-        ):
-            codes, numbers = moment
+        moments = ((EXP_AVG, update.exp_avg), (EXP_AVG_SQ, update.exp_avg_sq))
+        for (kind, (codes, numbers)), measured in zip(moments, precision, strict=True):
             if not len(numbers):  # in fp32
                 continue
             for param, grad, first, two in zip(update.params, update.grads, update.first_blocks, measured, strict=True):
                 flat = codes.view(-1)[first * codes.shape[1] :][: grad.numel()]
                 whole = param.untyped_storage().data_ptr()  # of a part that is updated by itself
                 where = self._parameters.get(param.data_ptr()) or self._parameters.get(whole, "")
-                observed = _Observed(kind, torch.cat([_moment_losses(grad, flat), two]), grad.numel(), where)
-                observed.layers = [layer_of(where)]
-                self._casts.append(observed)
+                losses = torch.cat([_moment_losses(grad, flat), two])
+                self._casts.append(ObservedCast(kind, losses, grad.numel(), where, layer_of(where)))
 
 
 class _MomentSample:
@@ -197,11 +236,15 @@ class _MomentSample:
 
     def __init__(self, update: MomentUpdate) -> None:
         self._moments = Moment(*update.exp_avg), Moment(*update.exp_avg_sq)
-        block_size = self._moments[0].codes.shape[1]
+        size = self._moments[0].codes.shape[1]
         blocks, owners, values = [], [], []
         for owner, (grad, first) in enumerate(zip(update.grads, update.first_blocks, strict=True)):
-            rows, picked = _blocks_of(grad, block_size)
-            values.append(rows)
+            flat, whole = grad.detach().reshape(-1), grad.numel() // size
+            picked = range(0, max(whole, 1), max(1, -(-whole // MOMENT_BLOCKS)))
+            if whole:
+                values.append(flat[: whole * size].view(whole, size)[:: picked.step])
+            else:
+                values.append(nn.functional.pad(flat, (0, size - flat.numel()))[None])
             blocks += [first + number for number in picked]
             owners += [owner] * len(picked)
         device = update.grads[0].device
@@ -215,7 +258,7 @@ class _MomentSample:
 
     def measure(self) -> Tensor:
         """Return fp32 [2 moments, parameters, 2], noise and range used as in `Measures`; call it after the step."""
-        found = []
+        measured = []
         for moment, expected, got in zip(self._moments, self._expected, self._read(), strict=True):
             # relative to the block's largest: squares of small moments would be zero in fp32
             high = expected.abs().amax(-1, keepdim=True)
@@ -224,11 +267,14 @@ class _MomentSample:
             fmt = FP8.get(moment.codes.dtype)
             wanted = -torch.log2(low_end(values.abs()))
             used = torch.full_like(noise, torch.nan) if fmt is None else wanted / octaves(fmt)
-            found.append(torch.stack([self._mean(noise), self._mean(used)], dim=-1))
-        return torch.stack(found)
+            measured.append(torch.stack([self._mean(noise), self._mean(used)], dim=-1))
+        return torch.stack(measured)
 
     def _read(self) -> tuple[Tensor, Tensor]:
-        taken = (Moment(_rows(codes, self._rows), numbers[:, self._rows]) for codes, numbers in self._moments)
+        taken = []
+        for codes, numbers in self._moments:
+            whole = codes if codes.dtype == torch.float32 else codes.view(torch.uint8)
+            taken.append(Moment(whole[self._rows].view(codes.dtype), numbers[:, self._rows]))
         return read_moments(*taken, slice(None))
 
     def _mean(self, per_block: Tensor) -> Tensor:
@@ -238,19 +284,6 @@ class _MomentSample:
         sums[0].index_add_(0, self._owners, torch.where(known, per_block, 0.0))
         sums[1].index_add_(0, self._owners, known.to(per_block.dtype))
         return sums[0] / sums[1]
-
-
-def _blocks_of(grad: Tensor, size: int) -> tuple[Tensor, range]:
-    """Evenly spaced whole blocks of a gradient [n, size], and their numbers; the one there is where none is whole."""
-    flat, whole = grad.detach().reshape(-1), grad.numel() // size
-    if not whole:
-        return torch.nn.functional.pad(flat, (0, size - flat.numel()))[None], range(1)
-    picked = range(0, whole, -(-whole // MOMENT_BLOCKS))
-    return flat[: whole * size].view(whole, size)[:: picked.step], picked
-
-
-def _rows(codes: Tensor, rows: Tensor) -> Tensor:
-    return codes[rows] if codes.dtype == torch.float32 else codes.view(torch.uint8)[rows].view(codes.dtype)
 
 
 def _moment_losses(grad: Tensor, codes: Tensor) -> Tensor:
@@ -266,50 +299,111 @@ def _address(tensor: Tensor) -> int:
     return local_values(tensor).untyped_storage().data_ptr()
 
 
-class _Weight(NamedTuple):
-    """Where a layer's frozen FP8 weight is held, its transposed copy, or a trained weight and its codes."""
-
-    layer: str
-    held_by: Mapping[str, Tensor | None]
-    name: str
-    is_there: Callable[[], bool]
-
-    @property
-    def start(self) -> int:
-        """Where its own part of the storage begins."""
-        weight = self.held_by.get(self.name)
-        return -1 if weight is None else weight.data_ptr()
-
-    def is_at(self, address: int) -> bool:
-        """Whether it is still there."""
-        weight = self.held_by.get(self.name)
-        return weight is not None and _address(weight) == address
-
-
 def _always() -> bool:
     return True
 
 
-def _sharded(model: nn.Module) -> dict[torch.Size, list[_Weight]]:
-    """Trained weights that FSDP2 has sharded, by the shape they are gathered to."""
-    found: dict[torch.Size, list[_Weight]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FP8TrainableLinear) and is_sharded(module.weight):
-            found.setdefault(module.weight.shape, []).append(_Weight(name, module._parameters, "weight", _always))
-    return found
-
-
-def _weights(model: nn.Module) -> dict[int, list[_Weight]]:
-    """All of them by address; those that multiply as one matrix have the same."""
-    found: dict[int, list[_Weight]] = {}
-    for name, module in model.named_modules():
+def _weights(model: nn.Module | None) -> tuple[dict[int, list[_Weight]], dict[torch.Size, list[_Weight]]]:
+    """All weights by address (that of parts of one matrix is the same), and sharded ones by their full shape."""
+    by_address: dict[int, list[_Weight]] = {}
+    sharded: dict[torch.Size, list[_Weight]] = {}
+    for name, module in () if model is None else model.named_modules():
         layer, is_there = name.removesuffix(".base_layer"), vars(module).get("codes_are_here") or _always
-        held = [_Weight(layer, module._buffers, buffer, is_there) for buffer in (CODES, TRANSPOSED)]
+        sources = [(module._buffers, CODES), (module._buffers, TRANSPOSED)]
         if isinstance(module, FP8TrainableLinear):
-            held.append(_Weight(layer, module._parameters, "weight", is_there))
-            held.append(_Weight(layer, vars(module.trained_codes), "codes", is_there))
-        for weight in held:
-            tensor = weight.held_by.get(weight.name)
-            if tensor is not None:
-                found.setdefault(_address(tensor), []).append(weight)
-    return found
+            sources += [(module._parameters, "weight"), (vars(module.trained_codes), "codes")]
+            if is_sharded(module.weight):
+                weight = _Weight(layer, partial(module._parameters.get, "weight"), _always)
+                sharded.setdefault(module.weight.shape, []).append(weight)
+        for holder, key in sources:
+            if holder.get(key) is not None:
+                weight = _Weight(layer, partial(holder.get, key), is_there)
+                by_address.setdefault(_address(holder[key]), []).append(weight)
+    return by_address, sharded
+
+
+# -- the losses of a step -------------------------------------------------------------------------------------
+
+
+def rows_of(step: int, casts: Iterable[ObservedCast]) -> list[CastPrecision]:
+    """The casts of a step by layer, means weighted by elements; one that several layers read is in the row of each."""
+    groups: dict[tuple[str, str], list[ObservedCast]] = {}
+    for cast in casts:
+        for layer in cast.layers or [cast.block]:
+            groups.setdefault((layer, cast.kind), []).append(cast)
+    rows = []
+    for (layer, kind), group in groups.items():
+        means = Measures(*(_mean(group, name) for name in Measures._fields))
+        elements = sum(cast.elements for cast in group)
+        losses = (means.sqnr_db, means.underflow, means.saturation, means.range_used)
+        rows.append(CastPrecision(step, layer, kind, *losses, elements))
+    return rows
+
+
+def _mean(casts: Sequence[ObservedCast], name: str) -> float:
+    values = [(cast.elements, getattr(cast.measures, name)) for cast in casts]
+    known = [(weight, value) for weight, value in values if not math.isnan(value)]
+    total = sum(weight for weight, _ in known)
+    return sum(weight * value for weight, value in known) / total if total else math.nan
+
+
+def health_line(casts: Iterable[ObservedCast]) -> str:
+    """One line: per kind the share cast to zero, on average and in the worst cast, and what saturated, if any."""
+    by_kind: dict[str, list[ObservedCast]] = {}
+    for cast in casts:
+        by_kind.setdefault(cast.kind, []).append(cast)
+    texts = []
+    for kind in sorted(by_kind, key=list(NAMES).index):
+        lost, mean_lost = _worst(by_kind[kind], "underflow")
+        beyond, mean_beyond = _worst(by_kind[kind], "saturation")
+        text = f"{NAMES[kind]} {_percent(mean_lost)}"
+        if lost.measures.underflow:
+            text += f" ({_percent(lost.measures.underflow)}{_in(lost)})"
+        if beyond.measures.saturation:
+            text += f", {_percent(mean_beyond)} saturated ({_percent(beyond.measures.saturation)}{_in(beyond)})"
+        texts.append(text)
+    return "FP8 casts, mean share cast to zero (worst): " + ", ".join(texts)
+
+
+def health_verdict(casts: Sequence[ObservedCast], options: GuardOptions) -> str | None:
+    """The worst cast and what to change, where a share is above its threshold, else None."""
+    beyond, _ = _worst(casts, "saturation")
+    if beyond.measures.saturation > options.max_saturation:
+        return (
+            f"{beyond.measures.saturation:.1%} of {_tensor(beyond)} lie beyond the largest FP8 code "
+            f"(coat.guard.max_saturation={options.max_saturation}): they overflowed before the cast; "
+            f"lower train.lr and check that train.dtype is bf16{_exclusion(beyond)}"
+        )
+    lost, _ = _worst(casts, "underflow")
+    if lost.measures.underflow > options.max_underflow:
+        return (
+            f"{lost.measures.underflow:.1%} of {_tensor(lost)} that are not zero became zero in FP8 "
+            f"(coat.guard.max_underflow={options.max_underflow}): a few large values set the scale of all; "
+            f"{REMEDIES[lost.kind]}{_exclusion(lost)}"
+        )
+    return None
+
+
+def _worst(casts: Sequence[ObservedCast], loss: str) -> tuple[ObservedCast, float]:
+    """The cast with the largest loss, and the mean over all, each counting the same."""
+    losses = [getattr(cast.measures, loss) for cast in casts]
+    return casts[losses.index(max(losses))], sum(losses) / len(losses)
+
+
+def _percent(share: float) -> str:
+    if 0 < share < SMALLEST_SHOWN:
+        return "<0.01%"
+    return f"{share:.2%}" if share else "0%"
+
+
+def _in(cast: ObservedCast) -> str:
+    return f" in {cast.where}" if cast.where else ""
+
+
+def _tensor(cast: ObservedCast) -> str:
+    return f"the {NAMES[cast.kind]} of {cast.where}" if cast.where else f"the {NAMES[cast.kind]}"
+
+
+def _exclusion(cast: ObservedCast) -> str:
+    layer = cast.where and cast.kind in (INPUT, GRADIENT)
+    return f", or take the layer out of FP8 with coat.activation.exclude: [{cast.where}]" if layer else ""

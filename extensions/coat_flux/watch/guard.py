@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,16 +49,12 @@ class DeadRunError(UserError, RuntimeError):
         self.since = since
 
 
-class Norms(Protocol):
-    """What gives the norm of each tensor, fp32 [n]: of order 2, or infinity."""
-
-    def __call__(self, tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-        """`tensor_norms`, or what knows of other processes."""
+Norms = Callable[..., Tensor]  # `tensor_norms`, or one that knows of other processes
 
 
 @torch.no_grad()
 def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """Return the norm of each tensor, computed in fp32; of an empty one 0."""
+    """The norm of each tensor, of order 2 or infinity, computed in fp32 [n]; of an empty one 0."""
     if not tensors:
         return torch.zeros(0)
     filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
@@ -75,9 +71,7 @@ class RunGuard:
         norms: of tensors that this process may have only a part of.
 
     Attributes:
-        lora: as given.
-        skipped: updates that were skipped.
-        updates: updates that were done.
+        skipped, updates: updates that were skipped, and those that were done.
         nonfinite: steps in a row, up to the last one, that were not finite.
     """
 
@@ -94,17 +88,17 @@ class RunGuard:
         self._zero_gradients = self._same_losses = 0
         self._last_loss: float | None = None
         self._divergence = Divergence(norms)
+        self._living_update = max(options.dead_lora_steps, FIRST_LIVING_UPDATE)
 
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
         """The guard's verdict on a step: whether the optimizer may use its gradients.
+
+        False is a step that is not finite: skip the update, continue with the next batch.
 
         Args:
             step: the number the step gets when done, from 1.
             loss: of the step, mean over micro-batches and processes, as computed (ai-toolkit puts 0 in place of NaN).
             grad_norm: of all trained parameters, before clipping.
-
-        Returns:
-            False for a step that is not finite: skip the update, continue with the next batch.
 
         Raises:
             DeadRunError: too many steps in a row that were not finite, diverging, had no gradient, or one and the same
@@ -183,19 +177,11 @@ class RunGuard:
         """Whether `after_update` checks the parameters in one of the next two updates; one may be under way."""
         return self._options.enabled and any(self._is_checked(self.updates + ahead) for ahead in (1, 2))
 
-    @property
-    def _living_update(self) -> int:
-        return max(self._options.dead_lora_steps, FIRST_LIVING_UPDATE)
-
     def _is_checked(self, update: int) -> bool:
         return update == self._living_update or update % self._options.health_every == 0
 
     def check_now(self, step: int) -> None:
-        """Check every parameter, before a save: it does not happen where this raises.
-
-        Raises:
-            DeadRunError: a parameter is not finite.
-        """
+        """Check every parameter, before a save: it does not happen where this raises DeadRunError."""
         if self._options.enabled:
             self._check(step, dead=False)
 
@@ -240,9 +226,9 @@ class RunGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """The counters; plain JSON."""
-        found = {name.strip("_"): getattr(self, name) for name in COUNTERS}
+        counters = {name.strip("_"): getattr(self, name) for name in COUNTERS}
         growth = self._divergence.growth(self.lora.values()) if self.lora else 1.0
-        return found | {"growth": growth, "divergence": self._divergence.state_dict()}
+        return counters | {"growth": growth, "divergence": self._divergence.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue counting where a saved run stopped; counters it does not have stay."""

@@ -15,10 +15,9 @@ import os
 import platform
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -97,16 +96,10 @@ class LiveRun:
             logger.warning("%s: cannot be written (%s); the run goes on without it", self._folder / STATUS_FILE, error)
 
 
-@dataclass(frozen=True)
-class RunStatus:
-    """A run as a watcher sees it.
+class RunStatus(NamedTuple):
+    """A run as a watcher sees it: its process trains, from step `first` to `steps`; commands that it takes.
 
-    Attributes:
-        alive: its process trains.
-        first: steps done when that process began.
-        steps: when it ends.
-        takes: commands that it obeys.
-        ended: None, "finished", "stopped", or the error that ended it.
+    `ended` is None, "finished", "stopped", or the error that ended it.
     """
 
     alive: bool
@@ -138,12 +131,7 @@ def _is_alive(run_dir: Path, status: dict[str, Any]) -> bool:
 
 
 def give_command(run_dir: Path, name: str) -> None:
-    """Ask a run for one of `COMMANDS`.
-
-    Raises:
-        ValueError: there is no such command.
-        OSError: it cannot be written.
-    """
+    """Ask a run for one of `COMMANDS`; ValueError for another, OSError where it cannot be written."""
     if name not in COMMANDS:
         raise ValueError(f"command={name!r}: must be one of {', '.join(COMMANDS)}")
     folder = run_dir / COMMAND_FOLDER

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.files import replacing
-from ..base.text import MB, columns
+from ..base.text import GB, MB, columns
 from ..blocks.held import SAVED
-from .memory_stats import GB
 from .phases import GROWTH, PhaseTracker
 
 if TYPE_CHECKING:
@@ -42,10 +41,10 @@ def finish(
     log: Callable[[str], None],
     detail: Callable[[str], None] | None = None,
 ) -> None:
-    """End a run's tracking: JSON with the prediction, table, picture.
+    """End a run's tracking: JSON with the prediction, table, picture; nothing of a tracker that writes nothing.
 
     Args:
-        tracker: of the run; one that writes nothing says nothing.
+        tracker: of the run.
         job: makes the job that is predicted; its error is reported instead of a prediction.
         log: takes lines for the console.
         detail: takes the table; None leaves it out.
@@ -69,31 +68,22 @@ def finish(
 
 
 def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
-    """The plan's prediction, or why there is none.
-
-    Args:
-        make_job: makes the job; its error is reported instead of a prediction.
-        device: of the run; one that is not in this machine has no limit.
-    """
+    """The plan's prediction, or why there is none; a device that is not in this machine has no limit."""
     try:
         from ..plan.predict import predict
 
         known = device.type == "cuda" and torch.cuda.is_available()
         room = float(torch.cuda.mem_get_info(device)[1]) if known else None
         job = replace(make_job(), device=str(device))  # where the run was, whatever its config left open
-        found = predict(job, device_bytes=room)
+        prediction = predict(job, device_bytes=room)
     except Exception as error:  # reported: a finished run must not fail for its forecast
         reason = " ".join(str(error).split())
         return {"missing": f"{type(error).__name__}: {reason}"}
-    return {"peak": found.peak, "phases": {phase.name: phase.parts for phase in found.phases}}
+    return {"peak": prediction.peak, "phases": {phase.name: phase.parts for phase in prediction.phases}}
 
 
 def as_table(record: Mapping[str, Any]) -> str:
-    """The table of a run.
-
-    Args:
-        record: the JSON's content.
-    """
+    """The table of a run, from the JSON's content."""
     title, rows, notes = tabulated(record)
     return "\n".join([title, *columns(rows), *notes])
 
@@ -104,21 +94,46 @@ def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str
     title = f"Memory by phase, {unit} (10^{9 if unit == 'GB' else 6} bytes), {record['method']['memory']}"
     baseline, predicted = record["baseline"], (record["prediction"] or {}).get("phases", {})
     above = ["above start"] if baseline else []
+
+    def size(nbytes: float) -> str:
+        return f"{nbytes / scale:.2f}"
+
     rows = [["phase", "times", "start", "end", "peak", "reserved", *above, "predicted"]]
     for name, phase in record["phases"].items():
         sign, peak = "" if phase["exact"] else ">=", phase["peak"]
         row = [name, str(phase["entered"])]
-        row += [_size(phase[side].get("allocated", 0), scale) for side in ("start", "end")]
-        row += [sign + _size(peak["allocated"], scale), _size(peak["reserved"], scale)]
+        row += [size(phase[side].get("allocated", 0)) for side in ("start", "end")]
+        row += [sign + size(peak["allocated"]), size(peak["reserved"])]
         if baseline:
-            row.append(sign + _size(max(0, peak["allocated"] - baseline), scale))
-        parts = predicted.get(name)
-        rows.append([*row, "-" if parts is None else _size(sum(parts.values()), scale)])
+            row.append(sign + size(max(0, peak["allocated"] - baseline)))
+        rows.append([*row, size(sum(predicted[name].values())) if name in predicted else "-"])
     notes = [
-        f"{name.replace('_', ' ')}: {_size(at['allocated'], scale)}, peak until then {_size(at['peak'], scale)}"
+        f"{name.replace('_', ' ')}: {size(at['allocated'])}, peak until then {size(at['peak'])}"
         for name, at in record["moments"].items()
     ]
-    return title, rows, [*notes, *_holdings(record, scale), _verdict(record, scale, unit)]
+    if "step" in record["phases"]:
+        measured, expected = record["phases"]["step"]["parts"], predicted.get("step", {})
+        held = []
+        for part in COLOURS:
+            if measured.get(part) or expected.get(part):
+                rough = "~" if part == SAVED and record["method"][SAVED] == GROWTH else ""
+                beside = f" ({size(expected[part])})" if part in expected else ""
+                held.append(f"{part} {rough}{size(measured.get(part, 0))}{beside}")
+        notes.append(f"held in a step{' (predicted)' if expected else ''}: {', '.join(held)}")
+    return title, rows, [*notes, _verdict(record, size, unit)]
+
+
+def _verdict(record: Mapping[str, Any], size: Callable[[float], str], unit: str) -> str:
+    prediction = record["prediction"]
+    if prediction is None:
+        return "prediction: none, the run did not come to its end"
+    if "missing" in prediction:
+        return f"prediction: none for this run ({prediction['missing']})"
+    peak, measured = prediction["peak"], record["peak"] - record["baseline"]
+    line = f"prediction: peak {size(peak)} {unit}; measured {size(measured)} {unit}"
+    if record["baseline"]:
+        return f"{line} of resident memory above the start, libraries included"
+    return f"{line}, {(measured - peak) / peak:+.1%} of the prediction"
 
 
 def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:
@@ -136,43 +151,8 @@ def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]]
     return unit, bars, {name: size / scale for name, size in expected.items()}
 
 
-def _holdings(record: Mapping[str, Any], scale: float) -> list[str]:
-    """What the training step holds, measured and predicted."""
-    step = record["phases"].get("step")
-    if step is None:
-        return []
-    predicted = (record["prediction"] or {}).get("phases", {}).get("step", {})
-    held = [
-        f"{part} {'~' if part == SAVED and record['method'][SAVED] == GROWTH else ''}{_size(size, scale)}"
-        + (f" ({_size(predicted[part], scale)})" if part in predicted else "")
-        for part in COLOURS
-        if (size := step["parts"].get(part, 0)) or predicted.get(part)
-    ]
-    return [f"held in a step{' (predicted)' if predicted else ''}: {', '.join(held)}"]
-
-
-def _verdict(record: Mapping[str, Any], scale: float, unit: str) -> str:
-    prediction = record["prediction"]
-    if prediction is None:
-        return "prediction: none, the run did not come to its end"
-    if "missing" in prediction:
-        return f"prediction: none for this run ({prediction['missing']})"
-    peak, measured = prediction["peak"], record["peak"] - record["baseline"]
-    line = f"prediction: peak {_size(peak, scale)} {unit}; measured"
-    if record["baseline"]:
-        return f"{line} {_size(measured, scale)} {unit} of resident memory above the start, libraries included"
-    return f"{line} {_size(measured, scale)} {unit}, {(measured - peak) / peak:+.1%} of the prediction"
-
-
-def _size(size: float, scale: float) -> str:
-    return f"{size / scale:.2f}"
-
-
 def picture(record: Mapping[str, Any]) -> bytes:
     """Stacked bars of what each phase holds at its peak, as a PNG; dashed lines mark the prediction.
-
-    Args:
-        record: the JSON's content.
 
     Raises:
         ImportError: matplotlib is not installed.

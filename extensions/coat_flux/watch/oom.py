@@ -18,15 +18,13 @@ import torch
 from torch import nn
 
 from ..base.errors import UserError
-from ..base.text import MB, columns, size_text
+from ..base.text import GB, MB, columns, size_text
 from ..blocks.runner import BlockRunner
-from .memory_stats import GB, used_bytes
+from .phases import PhaseTracker, used_bytes
 
 if TYPE_CHECKING:
     from ..config.job import JobConfig
     from ..plan.job import JobFacts
-    from ..plan.predict import Prediction
-    from .phases import PhaseTracker
 
 __all__ = ["OutOfMemory", "explain_oom", "is_oom", "recompute_more"]
 
@@ -65,9 +63,6 @@ def recompute_more(transformer: nn.Module) -> str | None:
     Transposed copies of the weights go first, then every block recomputes: either may be worth another try. To be
     called outside of the `except` clause, when nothing refers to the failed step any more.
 
-    Args:
-        transformer: as `apply_coat` left it, with or without adapters, wrappers and compilation.
-
     Returns:
         What changed, in one line; None where nothing is left to be changed, or the config does not allow it.
 
@@ -85,20 +80,25 @@ def recompute_more(transformer: nn.Module) -> str | None:
 
 
 def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> str:
-    """What ran out of memory, what holds it, and what to change, the cheapest first.
+    """What ran out of memory, what holds it, and what to change, the cheapest first; several lines. Never raises.
 
     Args:
         error: for which `is_oom` holds.
         phases: of the run, which know its device and the phase under way.
         job: makes the job of the run (its error is reported); None leaves the plan and the remedies out.
-
-    Returns:
-        Several lines. Never raises.
     """
-    found = _Explanation(error, phases, job)
-    sections = (found.head, found.plan, found.held, found.gaps, found.others, found.remedies)
-    lines: list[str] = []
-    for section in (found.head, found.cpu_memory) if found.lacks_cpu_memory else sections:
+    phase = phases.under_way or "step"
+    message = next(iter(str(error).splitlines()), type(error).__name__)
+    moment = f" ({phases.moment})" if phase == "step" and phases.moment else ""
+    lines = [f"Out of memory in the phase {phase}{moment}: {message}"]
+    of_the_cpu = isinstance(error, MemoryError | OSError) or any(text in str(error).lower() for text in CPU_MESSAGES)
+    explanation = _Explanation(phases, job)
+    sections = [explanation.held, explanation.others]
+    if job is not None:
+        sections = [explanation.plan, *sections, explanation.remedies]
+    if phases.device.type != "cpu" and of_the_cpu:
+        sections = [explanation.cpu_memory]
+    for section in sections:
         try:
             lines += section()
         except Exception as problem:  # an explanation must not replace the error that it explains
@@ -110,76 +110,77 @@ def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], Jo
 class _Explanation:
     """The explanation's sections; each gives its lines, none where there is nothing to report."""
 
-    def __init__(self, error: BaseException, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> None:
-        self._error, self._phases, self._job, self._device = error, phases, job, phases.device
+    def __init__(self, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> None:
+        self._phases, self._job, self._device = phases, job, phases.device
         self._phase = phases.under_way or "step"
         self._where = "this card" if self._device.type == "cuda" else "this machine"
-        self._facts: JobFacts | None = None
+        self._known: JobFacts | None = None
+        transformers = phases.held.owners("transformer")
+        self._runner = next(filter(None, map(BlockRunner.of, transformers)), None)
+        self._recomputed = None if self._runner is None else self._runner.plan.recomputed
 
-    def head(self) -> list[str]:
-        """The phase, and the error's first line."""
-        message = next(iter(str(self._error).splitlines()), type(self._error).__name__)
-        moment = f" ({self._phases.moment})" if self._phase == "step" and self._phases.moment else ""
-        return [f"Out of memory in the phase {self._phase}{moment}: {message}"]
-
-    @property
-    def lacks_cpu_memory(self) -> bool:
-        """Whether the CPU's memory ran out while the run is on a GPU."""
-        named = any(message in str(self._error).lower() for message in CPU_MESSAGES)
-        return self._device.type != "cpu" and (named or isinstance(self._error, MemoryError | OSError))
+    def _room(self) -> tuple[float, float]:
+        """Bytes of the device: free, and all."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return float(free), float(total)
+        memory = psutil.virtual_memory()
+        return float(memory.available), float(memory.total)
 
     def cpu_memory(self) -> list[str]:
-        """All that is known where it was the CPU's memory."""
+        """All that is known where it was the CPU's memory while the run is on a GPU."""
         memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
         lines = [
             f"CPU memory: this process has {_size(own)}, free {_size(memory.available)} of {_size(memory.total)}",
             "close other programs, or enlarge the page file or swap: loading needs it for a moment only",
         ]
         if self._job is not None:
-            lines.insert(0, f"plan: {_size(self._prediction().ram_bytes)} of CPU memory")
-            if any(entry.cache_latents for entry in self._job_facts().job.datasets):
+            from ..plan.predict import predict_facts
+
+            facts = self._facts()
+            needed = predict_facts(facts, self._room()[1], self._recomputed).ram_bytes
+            lines.insert(0, f"plan: {_size(needed)} of CPU memory")
+            if any(entry.cache_latents for entry in facts.job.datasets):
                 lines.append("write datasets: cache_latents_to_disk: true in place of cache_latents")
         return lines
 
     def plan(self) -> list[str]:
         """The prediction of `coat-flux plan` for the phase."""
-        if self._job is None:
-            return []
-        prediction = self._prediction()
-        found = prediction.phase(self._phase)
+        from ..plan.predict import predict_facts
+
+        total = self._room()[1]
+        prediction = predict_facts(self._facts(), total, self._recomputed)
+        phase = prediction.phase(self._phase)
         blocks = f"{len(prediction.recomputed)} of {prediction.blocks} blocks recompute"
-        if found is None:
+        if phase is None:
             return [f"plan: no figure for this phase; for the run's peak {_size(prediction.peak)} ({blocks})"]
-        parts = _listed(found.parts)
-        total = f"{_size(found.total)} on {self._where} of {_size(self._total())} ({blocks})"
-        return [f"plan for this phase: {total}: {parts}"]
+        share = f"{_size(phase.total)} on {self._where} of {_size(total)} ({blocks})"
+        return [f"plan for this phase: {share}: {_listed(phase.parts)}"]
 
     def held(self) -> list[str]:
-        """The parts that are there now, and what the allocator says."""
-        parts = self._phases.held()
-        allocated, reserved = used_bytes(self._device)
+        """The parts that are there now, the allocator's counters, and memory it holds and cannot use."""
+        parts = self._phases.held.count()
+        (allocated, reserved), (free, total) = used_bytes(self._device), self._room()
         rest = allocated - self._phases.baseline - sum(parts.values())
         parts = {**parts, "activations and workspace": max(0, rest)}
-        totals = f"allocated {_size(allocated)}, reserved {_size(reserved)}, free {_size(self._free())}"
-        return [f"held now: {_listed(parts)}", f"{self._device}: {totals} of {_size(self._total())}"]
-
-    def gaps(self) -> list[str]:
-        """Memory that torch holds and cannot use for a larger tensor."""
-        allocated, reserved = used_bytes(self._device)
+        totals = f"allocated {_size(allocated)}, reserved {_size(reserved)}, free {_size(free)}"
+        lines = [f"held now: {_listed(parts)}", f"{self._device}: {totals} of {_size(total)}"]
         gap = reserved - allocated
-        if self._device.type != "cuda" or gap < WORTH_A_LINE * self._total():
-            return []
-        setting = GAPS.get(sys.platform, GAPS["linux"])
-        return [f"fragmentation: {_megabytes(gap)} are reserved and in no tensor; start the run with {setting}"]
+        if self._device.type == "cuda" and gap >= WORTH_A_LINE * total:
+            setting = GAPS.get(sys.platform, GAPS["linux"])
+            lines.append(
+                f"fragmentation: {_megabytes(gap)} are reserved and in no tensor; start the run with {setting}"
+            )
+        return lines
 
     def others(self) -> list[str]:
-        """What other processes have of the device."""
-        allocated, reserved = used_bytes(self._device)
+        """The memory that other processes have of the device."""
+        (allocated, reserved), (free, total) = used_bytes(self._device), self._room()
         ours = reserved + CUDA_CONTEXT if self._device.type == "cuda" else allocated
-        taken = max(0.0, self._total() - self._free() - ours)
-        if taken < WORTH_A_LINE * self._total():
+        taken = max(0.0, total - free - ours)
+        if taken < WORTH_A_LINE * total:
             return []
-        left = (self._total() - taken) / GB
+        left = (total - taken) / GB
         list_them = "nvidia-smi lists them" if self._device.type == "cuda" else "the system's task list shows them"
         return [
             f"other processes hold {_megabytes(taken)} of {self._where}: end them ({list_them}), or let "
@@ -188,53 +189,28 @@ class _Explanation:
 
     def remedies(self) -> list[str]:
         """Changes of the YAML with what each alone frees in the phase."""
-        if self._job is None:
-            return []
         from ..plan.remedies import remedies
 
-        found = remedies(self._job_facts(), self._phase, self._total(), self._recomputed())
-        if not found:
+        items = remedies(self._facts(), self._phase, self._room()[1], self._recomputed)
+        if not items:
             return ["no change of the YAML frees memory in this phase; a card with more memory is needed"]
-        changes = [(item.change, _megabytes(item.bytes)) for item in found]
-        rows = [(f"  {change.text}", f"frees {freed}", f"costs {change.cost}") for change, freed in changes]
-        lines = columns(rows, left=range(3))
-        return ["change one of these, the cheapest first (coat-flux plan shows the whole picture):", *lines]
+        rows = [
+            (f"  {item.change.text}", f"frees {_megabytes(item.bytes)}", f"costs {item.change.cost}") for item in items
+        ]
+        title = "change one of these, the cheapest first (coat-flux plan shows the whole picture):"
+        return [title, *columns(rows, left=range(3))]
 
-    def _job_facts(self) -> JobFacts:
+    def _facts(self) -> JobFacts:
         """The job as it really runs: on this device, without the copies that this run does not keep."""
-        if self._facts is None:
+        if self._known is None:
             from ..plan.job import job_facts
 
             job = replace(self._job(), device=str(self._device))
-            runner = self._runner()
-            if runner is not None and not runner.plan.copies:
+            if self._runner is not None and not self._runner.plan.copies:
                 memory = replace(job.coat.memory, transposed_weights="never")
                 job = replace(job, coat=replace(job.coat, memory=memory))
-            self._facts = job_facts(job)
-        return self._facts
-
-    def _runner(self) -> BlockRunner | None:
-        return next(filter(None, map(BlockRunner.of, self._phases.owners("transformer"))), None)
-
-    def _recomputed(self) -> list[int] | None:
-        """Indices of the blocks that recompute in this run; None where that is not known yet."""
-        runner = self._runner()
-        return None if runner is None else runner.plan.recomputed
-
-    def _prediction(self) -> Prediction:
-        from ..plan.predict import predict_facts
-
-        return predict_facts(self._job_facts(), self._total(), self._recomputed())
-
-    def _total(self) -> float:
-        if self._device.type == "cuda":
-            return float(torch.cuda.mem_get_info(self._device)[1])
-        return float(psutil.virtual_memory().total)
-
-    def _free(self) -> float:
-        if self._device.type == "cuda":
-            return float(torch.cuda.mem_get_info(self._device)[0])
-        return float(psutil.virtual_memory().available)
+            self._known = job_facts(job)
+        return self._known
 
 
 def _listed(parts: dict[str, int]) -> str:

@@ -25,27 +25,28 @@ the peak less the baseline less the parts: temporaries, libraries' workspaces an
 and 0 where the parts are more (a CPU's weights that are not resident).
 A phase that comes back (a sample between steps) continues its entry. A resumed run writes a new file.
 
-A GPU's peak statistics are reset whenever a phase begins: `memory_stats.peak_bytes` is the peak of the phase under way.
+A GPU's peak statistics are reset whenever a phase begins: `peak_bytes` is the peak of the phase under way.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from ..base.files import replacing
 from ..blocks.held import SAVED, HeldParts, HeldTensors, module_tensors
-from .memory_stats import peak_bytes, peak_reserved_bytes, reset_peak, used_bytes
 
-__all__ = ["MEMORY_FILE", "RUN_PHASES", "STEP_MOMENTS", "PhaseTracker"]
+__all__ = ["MEMORY_FILE", "RUN_PHASES", "STEP_MOMENTS", "PhaseTracker", "peak_bytes", "used_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +64,41 @@ COUNTS = 6  # times parts are counted in a phase in any case; later only when mo
 METHODS = {
     "cuda": {
         "memory": "torch's CUDA allocator",
-        "saved activations": "allocated after the forward pass less before it, gradients left out",
+        SAVED: "allocated after the forward pass less before it, gradients left out",
     },
     "cpu": {
         "memory": "resident memory of the process; reserved: its peak so far",
-        "saved activations": "storages that operators made in the first forward passes, each once, and that live after",
+        SAVED: "storages that operators made in the first forward passes, each once, and that live after",
     },
 }
 GROWTH = "growth of resident memory in the forward pass: rough, for the allocator reuses pages"
+
+
+def used_bytes(device: torch.device) -> tuple[int, int]:
+    """(allocated, reserved) bytes now: of torch's CUDA allocator, or resident set and its peak on other devices."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    resident = psutil.Process().memory_info().rss
+    return resident, max(peak_bytes(device), resident)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes allocated so far: by torch on a GPU, by the process on other devices."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start a new peak on a GPU, so that samples and saves do not count as training; a process's peak only grows."""
+    if device.type == "cuda":
+        torch.cuda.init()  # without it the first phase of a run has no statistics to reset
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 @dataclass
@@ -87,10 +115,6 @@ class _Phase:
     most_held: int = 0  # at a count
     peak_before: int = 0  # of the process, when it was entered
 
-    def forget(self) -> None:
-        """Drop the counts so far."""
-        self.parts, self.most, self.counts, self.most_held = {}, {}, 0, 0
-
     def record(self, baseline: int) -> dict[str, Any]:
         rest = self.peak["allocated"] - baseline - sum(self.parts.values())
         plain = {key: getattr(self, key) for key in ("entered", "open", "start", "end", "peak", "exact")}
@@ -105,20 +129,24 @@ class PhaseTracker:
         path: of the JSON; None writes nothing (every process but the main one). May be set later.
         counts: False for a compiled model, whose operators cannot be counted: without a GPU its saved activations are
             the growth of resident memory, which is rough, for the allocator reuses pages.
+
+    Attributes:
+        held: the tensors that are counted, by part; owners may be added at any time.
+        baseline: bytes there before the run.
+        moment: of the step under way, in words; empty before the first step.
     """
 
     def __init__(self, device: torch.device, path: Path | None, *, counts: bool = True):
-        self.device = device
-        self.path = path
+        self.device, self.path = device, path
         self.forecast: dict[str, Any] | None = None
-        self._baseline = 0 if device.type == "cuda" else used_bytes(device)[0]
+        self.baseline = 0 if device.type == "cuda" else used_bytes(device)[0]
+        self.held = HeldParts(device)
+        self.moment = ""
         self._phases: dict[str, _Phase] = {}
         self._moments: dict[str, dict[str, int]] = {}
         self._kinds: dict[str, int] = {}
         self._now: str | None = None
         self._broken: str | None = None
-        self._doing = ""
-        self._held = HeldParts(device)
         self._before_forward = (0, 0)
         self._counts = counts and device.type != "cuda"
         self._counter: HeldTensors | None = None  # while it counts
@@ -126,30 +154,27 @@ class PhaseTracker:
         self._steps = 0
         self._called: set[tuple[str, int]] = set()
 
-    # -- what there is to count ----------------------------------------------------------------------------------------
-
-    def hold(self, part: str, owner: Any, tensors: Callable[[Any], Iterable[Tensor]]) -> None:
-        """Count the tensors of `owner`, as long as it lives, under `part`: `HeldParts.add`."""
-        self._held.add(part, owner, tensors)
-
     def hold_models(self, vae: nn.Module | None, text_encoders: Iterable[nn.Module]) -> None:
         """Count the models that come and go; all parts are counted whenever one of them first runs in a phase."""
-        for encoder in text_encoders:
+        watched = list(text_encoders)
+        for encoder in watched:
             self.hold("text encoders", encoder, module_tensors)
-            self._count_at_calls(encoder)
         if vae is not None:
             self.hold("vae", vae, module_tensors)
-            for half in ("encoder", "decoder"):
-                if isinstance(getattr(vae, half, None), nn.Module):
-                    self._count_at_calls(getattr(vae, half))
+            halves = (getattr(vae, name, None) for name in ("encoder", "decoder"))
+            watched += [half for half in halves if isinstance(half, nn.Module)]
 
-    def _count_at_calls(self, module: nn.Module) -> None:
         def count(called: nn.Module, _: Any) -> None:
             if self._now is not None and (self._now, id(called)) not in self._called:
                 self._called.add((self._now, id(called)))
                 self._count_parts()
 
-        module.register_forward_pre_hook(count)
+        for module in watched:
+            module.register_forward_pre_hook(count)
+
+    def hold(self, part: str, owner: Any, tensors: Callable[[Any], Iterable[Tensor]]) -> None:
+        """Count the tensors of `owner`, as long as it lives, under `part`: `HeldParts.add`."""
+        self.held.add(part, owner, tensors)
 
     # -- the run's course ----------------------------------------------------------------------------------------------
 
@@ -163,24 +188,6 @@ class PhaseTracker:
     def under_way(self) -> str | None:
         """The phase under way, or the one inside it that an exception has left; None outside of phases."""
         return self._broken or self._now
-
-    @property
-    def moment(self) -> str:
-        """What the step under way is doing, in words; empty before the first step."""
-        return self._doing
-
-    @property
-    def baseline(self) -> int:
-        """Bytes there before the run."""
-        return self._baseline
-
-    def held(self) -> dict[str, int]:
-        """Bytes of every part that is held now, as far as its owner is known."""
-        return self._held.count()
-
-    def owners(self, part: str) -> list[Any]:
-        """What is counted under `part` and lives."""
-        return self._held.owners(part)
 
     def enter(self, name: str) -> None:
         """End the phase under way and begin, or continue, another.
@@ -234,23 +241,25 @@ class PhaseTracker:
 
     def mark(self, moment: str) -> None:
         """Measure at a moment of a step, one of `STEP_MOMENTS`."""
-        self._broken, self._doing = None, STEP_MOMENTS[moment]
-        held = self._used()["allocated"]
+        self._broken, self.moment = None, STEP_MOMENTS[moment]
+        allocated = self._used()["allocated"]
         if moment == "before_forward":
-            self._before_forward = (held, self._held.gradient_bytes())
+            self._before_forward = (allocated, self.held.gradient_bytes())
             self._steps += 1
-            if self._steps == 2 and self._now is not None:  # libraries warm up in the first
-                self._phases[self._now].forget()
             self._stop_counting()
-            if self._steps == 2:  # weights were joined in the first
+            if self._steps == 2:  # in the first, libraries warm up and weights are joined
                 self._counted = 0
+                if self._now is not None:
+                    phase = self._phases[self._now]
+                    phase.parts, phase.most, phase.counts, phase.most_held = {}, {}, 0, 0
             if self._counts and self._steps <= COUNTED:
                 self._counter = HeldTensors()
                 self._counter.__enter__()
         elif moment == "after_forward":
             self._stop_counting()
-            kept = held - self._before_forward[0] - (self._held.gradient_bytes() - self._before_forward[1])
-            self._count_parts({SAVED: self._counted if self._counts else max(0, kept)})
+            allocated_before, gradients_before = self._before_forward
+            growth = allocated - allocated_before - (self.held.gradient_bytes() - gradients_before)
+            self._count_parts({SAVED: self._counted if self._counts else max(0, growth)})
         elif moment == "after_backward":
             self._count_parts()
 
@@ -262,21 +271,19 @@ class PhaseTracker:
     def record(self) -> dict[str, Any]:
         """The JSON's content, as this module describes it."""
         peak = self.peak
+        method = METHODS["cuda" if self.device.type == "cuda" else "cpu"]
+        if not self._counts and self.device.type != "cuda":
+            method = method | {SAVED: GROWTH}
         return {
             "device": str(self.device),
-            "method": self._method(),
-            "baseline": self._baseline,
+            "method": method,
+            "baseline": self.baseline,
             "peak": peak,
-            "phases": {name: self._phases[name].record(self._baseline) for name in RUN_PHASES if name in self._phases},
+            "phases": {name: self._phases[name].record(self.baseline) for name in RUN_PHASES if name in self._phases},
             "moments": {name: self._moments[name] for name in MOMENTS if name in self._moments},
             "transformer": self._kinds,
             "prediction": self.forecast,
         }
-
-    def _method(self) -> dict[str, str]:
-        if self.device.type == "cuda":
-            return METHODS["cuda"]
-        return METHODS["cpu"] if self._counts else METHODS["cpu"] | {SAVED: GROWTH}
 
     def write(self) -> None:
         """Write the JSON; the old one stays whole until the new one is. A run continues where it cannot be written."""
@@ -300,11 +307,12 @@ class PhaseTracker:
         if self._now is None:
             return
         phase, now, peak = self._phases[self._now], self._used(), peak_bytes(self.device)
-        known = self.device.type == "cuda" or peak > phase.peak_before
-        found = max(peak if known else now["allocated"], now["allocated"])
-        if found > phase.peak["allocated"]:
-            phase.peak["allocated"], phase.exact = found, known
-        reserved = peak_reserved_bytes(self.device) if self.device.type == "cuda" else now["reserved"]
+        on_gpu = self.device.type == "cuda"
+        known = on_gpu or peak > phase.peak_before
+        highest = max(peak, now["allocated"]) if known else now["allocated"]
+        if highest > phase.peak["allocated"]:
+            phase.peak["allocated"], phase.exact = highest, known
+        reserved = torch.cuda.max_memory_reserved(self.device) if on_gpu else now["reserved"]
         phase.peak["reserved"] = max(phase.peak["reserved"], reserved)
 
     def _end(self) -> None:
@@ -323,13 +331,13 @@ class PhaseTracker:
         """Count the parts held now, where that was seldom done in this phase or more is held than before."""
         if self._now is None:
             return
-        phase, held = self._phases[self._now], self._used()["allocated"]
+        phase, allocated = self._phases[self._now], self._used()["allocated"]
         self._update()
-        if not always and phase.counts >= COUNTS and held <= phase.most_held:
+        if not always and phase.counts >= COUNTS and allocated <= phase.most_held:
             return
-        phase.counts, phase.most_held = phase.counts + 1, max(held, phase.most_held)
-        parts = self._held.count() | (further or {})
-        self._kinds = self._held.transformer_kinds() or self._kinds
+        phase.counts, phase.most_held = phase.counts + 1, max(allocated, phase.most_held)
+        parts = self.held.count() | (further or {})
+        self._kinds = self.held.transformer_kinds() or self._kinds
         phase.most = {part: max(size, phase.most.get(part, 0)) for part, size in parts.items()}
         if sum(parts.values()) >= sum(phase.parts.values()):
             phase.parts = parts

@@ -1,4 +1,4 @@
-"""What casts lose, by layer: the rows of `coat/precision.csv`, and the layers that `activation.min_sqnr_db` leaves out.
+"""Losses of casts by layer: the rows of `coat/precision.csv`, and the layers that `activation.min_sqnr_db` leaves out.
 
 There is one row per (step, layer, kind). Weights have step 0. Casts whose layer is not known have that of the block
 they belong to, or none.
@@ -8,88 +8,40 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..blocks.cast_loss import WEIGHT_PRECISION, Measures, decibels
+from ..blocks.cast_loss import WEIGHT_PRECISION, Measures
 from ..blocks.runner import BlockRunner
+from .casts import EXP_AVG, EXP_AVG_SQ, GRADIENT, INPUT, SAVED, CastPrecision, ObservedCast, rows_of
 
 if TYPE_CHECKING:
     from ..blocks.report import CoatReport
 
-__all__ = [
-    "COLUMNS",
-    "FILE",
-    "KINDS",
-    "CastPrecision",
-    "PrecisionWatch",
-    "as_cells",
-    "merged",
-    "read_rows",
-    "weight_rows",
-]
+__all__ = ["COLUMNS", "FILE", "KINDS", "PrecisionWatch", "as_cells", "read_rows", "weight_rows"]
 
 FILE = Path("coat") / "precision.csv"
-WEIGHT, INPUT, GRADIENT, SAVED, EXP_AVG, EXP_AVG_SQ = KINDS = (
-    "weight", "input", "gradient", "saved", "exp_avg", "exp_avg_sq",
-)  # fmt: skip
-COLUMNS = ("step", "layer", "kind", "sqnr_db", "underflow", "saturation", "range_used", "elements")
+WEIGHT = "weight"
+KINDS = (WEIGHT, INPUT, GRADIENT, SAVED, EXP_AVG, EXP_AVG_SQ)
 KEY = "coat.activation.min_sqnr_db"
 EXACT_DB = 999.0
+COLUMNS = CastPrecision._fields
 
 
-class CastPrecision(NamedTuple):
-    """What the casts of one kind in one layer lost in one step.
-
-    Attributes:
-        step: the number of the step, from 1; 0 for weights.
-        layer: full name of the linear, as `activation.exclude` matches it; of its block for what is saved.
-        kind: one of `KINDS`.
-        sqnr_db: local SQNR (`measure`); inf where the cast was exact, nan where all values were zero.
-        underflow: share of nonzero elements that became zero.
-        saturation: share of elements beyond the largest code.
-        range_used: share of the format's octaves asked for; nan where that says nothing.
-        elements: in all casts together.
-    """
-
-    step: int
-    layer: str
-    kind: str
-    sqnr_db: float
-    underflow: float
-    saturation: float
-    range_used: float
-    elements: int
-
-
-def merged(step: int, casts: Iterable[tuple[str, str, int, Measures]]) -> list[CastPrecision]:
-    """Put casts (layer, kind, elements, measures) of one step together, means weighted by elements."""
-    groups: dict[tuple[str, str], list[tuple[int, Measures]]] = {}
-    for layer, kind, elements, measures in casts:
-        groups.setdefault((layer, kind), []).append((elements, measures))
-    return [
-        CastPrecision(
-            step,
-            layer,
-            kind,
-            decibels(_mean(found, "noise")),
-            _mean(found, "underflow"),
-            _mean(found, "saturation"),
-            _mean(found, "range_used"),
-            sum(elements for elements, _ in found),
-        )
-        for (layer, kind), found in groups.items()
-    ]
-
-
-def _mean(found: list[tuple[int, Measures]], name: str) -> float:
-    known = [(weight, getattr(measures, name)) for weight, measures in found if not math.isnan(getattr(measures, name))]
-    total = sum(weight for weight, _ in known)
-    return sum(weight * value for weight, value in known) / total if total else math.nan
+def weight_rows(model: nn.Module) -> list[CastPrecision]:
+    """Rows of all weights of a model that were measured."""
+    casts = []
+    for name, module in model.named_modules():
+        text = vars(module).get(WEIGHT_PRECISION)
+        if text is not None:
+            elements = module.in_features * module.out_features
+            measures = Measures(*map(float, text.split()))
+            casts.append(ObservedCast(WEIGHT, measures, elements, block=name.removesuffix(".base_layer")))
+    return rows_of(0, casts)
 
 
 def as_cells(row: CastPrecision) -> list[str]:
@@ -105,29 +57,17 @@ def read_rows(path: Path) -> list[CastPrecision]:
         OSError: it cannot be read.
         ValueError: it is not such a file; names it and the line.
     """
+    rows = []
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         try:
-            return [_row(cells) for cells in reader]
+            for cells in reader:
+                losses = [float(cells[name]) if cells[name] else math.nan for name in COLUMNS[3:7]]
+                names = (int(cells["step"]), cells["layer"], cells["kind"])
+                rows.append(CastPrecision(*names, *losses, int(cells["elements"])))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: line {reader.line_num} is not a row of precision.csv ({error!r})") from error
-
-
-def _row(cells: Mapping[str, str]) -> CastPrecision:
-    numbers = [float(cells[name]) if cells[name] else math.nan for name in COLUMNS[3:7]]
-    return CastPrecision(int(cells["step"]), cells["layer"], cells["kind"], *numbers, int(cells["elements"]))
-
-
-def weight_rows(model: nn.Module) -> list[CastPrecision]:
-    """Rows of all weights of a model that were measured."""
-    found = []
-    for name, module in model.named_modules():
-        text = vars(module).get(WEIGHT_PRECISION)
-        if text is not None:
-            measures = Measures(*map(float, text.split()))
-            elements = module.in_features * module.out_features
-            found.append((name.removesuffix(".base_layer"), WEIGHT, elements, measures))
-    return merged(0, found)
+    return rows
 
 
 class PrecisionWatch:
@@ -184,29 +124,29 @@ class PrecisionWatch:
             self._log(f"{KEY}={self._minimum:g}: no layer multiplies in FP8 here, none is left out")
             return
         # inf and nan do not survive a mean: exact casts count as very good
-        found = torch.tensor([measured[name] for name in names]).nan_to_num(nan=EXACT_DB, posinf=EXACT_DB)
-        values = self._mean(found).tolist()
+        local = torch.tensor([measured[name] for name in names]).nan_to_num(nan=EXACT_DB, posinf=EXACT_DB)
+        values = self._mean(local).tolist()
         below = {name: value for name, value in zip(names, values, strict=True) if value < self._minimum}
         self._left_out = list(below)
         if not below:
             low = min(values)
             self._log(f"{KEY}={self._minimum:g}: the lowest of {len(names)} layers has {low:.1f} dB, none is left out")
             return
-        self._apply(self._left_out)
+        self._apply()
         listed = ", ".join(f"{name} ({value:.1f} dB)" for name, value in below.items())
         count = f"{len(below)} of {len(names)} layers"
         self._log(f"{KEY}={self._minimum:g}: {count} multiply in bf16 from here on: {listed}")
 
-    def _apply(self, names: Sequence[str]) -> None:
-        runner = BlockRunner.of(self._model)
+    def _apply(self) -> None:
         modules = dict(self._model.named_modules())
-        found = [modules.get(f"{name}.base_layer", modules.get(name)) for name in names]
-        runner.multiply_in_bf16(found)
+        linears = [modules.get(f"{name}.base_layer", modules.get(name)) for name in self._left_out]
+        BlockRunner.of(self._model).multiply_in_bf16(linears)
         if self._report is not None:
-            self._report.why.update(dict.fromkeys(names, f"input below activation.min_sqnr_db: {self._minimum:g}"))
+            reason = f"input below activation.min_sqnr_db: {self._minimum:g}"
+            self._report.why.update(dict.fromkeys(self._left_out, reason))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs, plain JSON; empty without the option."""
+        """Plain JSON for a resume; empty without the option."""
         return {} if self._minimum is None else {"minimum": self._minimum, "left_out": self._left_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,5 +160,5 @@ class PrecisionWatch:
         known = {name.removesuffix(".base_layer") for name, _ in self._model.named_modules()}
         self._left_out = [name for name in left_out if name in known]
         if self._left_out:
-            self._apply(self._left_out)
+            self._apply()
             self._log(f"{KEY}: {len(self._left_out)} layers multiply in bf16 as before: {', '.join(self._left_out)}")

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from ..base.table import METRICS, METRICS_FILE, VALIDATION, VALIDATION_FILE, GrowingTable
+from ..base.text import GB
 from ..saves.identity import VERSIONS_FILE, write_versions
-from .memory_stats import GB, peak_bytes
-from .precision import COLUMNS, FILE, CastPrecision, as_cells
+from .casts import CastPrecision
+from .phases import peak_bytes
+from .precision import COLUMNS, FILE, as_cells
 
 __all__ = ["RunTables", "StepStats"]
 
@@ -77,7 +79,7 @@ class RunTables:
             self._validation.append([str(step), repr(loss)])
 
     def precision(self, rows: Sequence[CastPrecision]) -> None:
-        """Record what casts lost; weights only once in a run."""
+        """Record the precision of casts; of weights only once in a run."""
         self._precision.append(*(as_cells(row) for row in rows if row.step or not self._precision.kept))
 
     def close(self) -> None:

@@ -8,11 +8,19 @@
     with watch.phases.during("sample"):         everything that is not a step
     watch.guard                                 what may be saved, and what was skipped
 
-A trainer keeps its own data, losses and updates, and decides what follows from the answers.
+A trainer keeps its own data, losses and updates, and decides what follows from the answers. Memory lines:
+
+    [before_forward] Step 100: Allocated: 8.23GB, Reserved: 10.50GB
+
+GB is 1e9 bytes. A CPU has no allocator to ask: there Allocated is the process's resident set and Reserved its peak so
+far, and the log explains that once.
 """
 
 from __future__ import annotations
 
+import statistics
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -20,21 +28,27 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..base.text import GB
 from ..blocks.held import gradients, state_tensors, trained
 from ..blocks.report import CoatReport
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
-from .casts import CastProbe
+from .casts import CastPrecision, CastProbe, health_line, health_verdict
 from .guard import KEPT, DeadRunError, Norms, RunGuard, tensor_norms
-from .memory_stats import CPU_NOTE, SpillWatch, memory_line, used_bytes
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
-from .phases import PhaseTracker
-from .precision import CastPrecision, PrecisionWatch
+from .phases import PhaseTracker, used_bytes
+from .precision import PrecisionWatch
 
-__all__ = ["StepWatch", "WatchLog", "watch_steps"]
+__all__ = ["CPU_NOTE", "SpillWatch", "StepWatch", "WatchLog", "watch_steps"]
 
 FIRST_OBSERVED = 2  # step; most of what is wrong from the start shows here
+CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
+WARM_UP = 3  # first steps: measurement of execution modes, allocator
+BASELINE = 10  # steps after them whose median is what a step takes
+SLOWER = 3.0  # times as long as those
+IN_A_ROW = 5  # slow steps
+NEAR_LIMIT = 0.90  # of the card's memory, reserved
 T = TypeVar("T")
 
 
@@ -86,19 +100,9 @@ class StepWatch:
     """The watch of one run; `watch_steps` builds it.
 
     Args:
-        config: the `coat:` block.
-        transformer: with or without adapters.
-        lora: name → parameter of every adapter matrix.
-        log: of the run.
-        phases: of the run.
-        job: makes the job.
         report: of `apply_coat`; gets the layers that `activation.min_sqnr_db` takes out of FP8.
         mean: over all processes.
         norms: of tensors that this process may have only a part of.
-
-    Attributes:
-        phases: as given.
-        guard: decides which updates and saves may happen.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class StepWatch:
         self._spill = SpillWatch()
         self._writes_lines = config.enabled and config.memory.log_memory_stats
         self._explained_lines = phases.device.type == "cuda"
-        self._began = self._updating = self._told = False
+        self._began = self._updating = self._reported = False
 
     # -- a step, in the order of its moments ---------------------------------------------------------------------------
 
@@ -170,13 +174,13 @@ class StepWatch:
         probe = CastProbe(self._transformer, self.guard.lora)
         with probe:
             yield
-        health = probe.health()
+        casts = probe.read()
         if not self.guard.nonfinite:
             self._precision.record(probe.rows(step))
-        if health is None:
+        if not casts:
             return
-        self._log.detail(f"step {step}: {health.line()}")
-        verdict = health.verdict(self._options)
+        self._log.detail(f"step {step}: {health_line(casts)}")
+        verdict = health_verdict(casts, self._options)
         if verdict is not None and self._options.enabled and not self.guard.nonfinite:
             raise DeadRunError(f"step {step}: {verdict}; {KEPT}")
 
@@ -188,9 +192,6 @@ class StepWatch:
             attempt: does it. Once its update has begun (`allows_update`, `begin_update`), it is not tried again.
             reset: puts back what an attempt that failed has changed, and drops its gradients; returns what memory it
                 gave back besides, in words.
-
-        Returns:
-            What `attempt` returns.
 
         Raises:
             OutOfMemory: nothing is left to be recomputed; the message is the explanation.
@@ -228,7 +229,8 @@ class StepWatch:
         if not self._explained_lines:
             self._log.detail(CPU_NOTE)
             self._explained_lines = True
-        self._log.detail(memory_line(moment, step, *used_bytes(self.phases.device)))
+        allocated, reserved = (size / GB for size in used_bytes(self.phases.device))
+        self._log.detail(f"[{moment}] Step {step}: Allocated: {allocated:.2f}GB, Reserved: {reserved:.2f}GB")
 
     def begin_update(self) -> None:
         """Note that the attempt under way has begun to update, before `allows_update` was asked: it is not retried."""
@@ -252,9 +254,9 @@ class StepWatch:
             DeadRunError: a parameter is not finite, or every lora_B still zero.
             RuntimeError: COAT was left out of blocks: `BlockRunner.check_step`.
         """
-        if not self._told:
-            self._told = True
-            self._tell_what_ran()
+        if not self._reported:
+            self._reported = True
+            self._report_first_step()
         if self._updating:
             self.guard.after_update(step)
         device = self.phases.device
@@ -264,7 +266,7 @@ class StepWatch:
             if warning is not None:
                 self._log.info(f"WARNING: {warning}")
 
-    def _tell_what_ran(self) -> None:
+    def _report_first_step(self) -> None:
         """Check that every block was run by COAT, and log what the first step decided."""
         runner = BlockRunner.of(self._transformer)
         if runner is None:
@@ -284,3 +286,51 @@ class StepWatch:
         """Continue from a saved state; what it does not have stays as it is."""
         self.guard.load_state_dict(state)
         self._precision.load_state_dict(state.get("precision", {}))
+
+
+class SpillWatch:
+    """Reports once that steps are slow because Windows' driver has moved what does not fit the card to system memory.
+
+    There is no error then, and steps take many times as long. It is certain where torch holds more than the card has.
+    Otherwise two signs together distinguish it from other slow steps: several steps in a row are slow, by the median of
+    the run's own first steps, and torch holds nearly all of the card. A single slow step (after a sample or a save, or
+    a new picture size) means nothing. Elsewhere than on win32 nothing spills, a lack of memory is an error.
+    """
+
+    def __init__(self, platform: str = sys.platform) -> None:
+        self._active = platform == "win32"
+        self._steps = 0
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=IN_A_ROW)
+
+    def on_step(self, seconds: float, reserved: int, total: int) -> str | None:
+        """Check a step that is done; returns the warning.
+
+        Args:
+            seconds: of the step alone, without samples and saves.
+            reserved: bytes that torch's allocator holds of the card.
+            total: the card's bytes; 0 where there is no card.
+        """
+        if not self._active or total <= 0:
+            return None
+        sign = f"torch holds {reserved / GB:.1f} GB"
+        if reserved <= total:
+            self._steps += 1
+            if self._steps <= WARM_UP:
+                return None
+            if len(self._first) < BASELINE:
+                self._first.append(seconds)
+                return None
+            self._last.append(seconds)
+            usual = statistics.median(self._first)
+            slow = len(self._last) == IN_A_ROW and min(self._last) >= SLOWER * usual
+            if not slow or reserved < NEAR_LIMIT * total:
+                return None
+            sign = f"steps take {statistics.median(self._last):.1f} s instead of {usual:.1f} s, and {sign}"
+        self._active = False
+        return (
+            f"{sign} of a card of {total / GB:.1f} GB: the Windows driver has moved memory of this run to "
+            "system memory, which is many times slower. Set coat.memory.checkpointing: all or a smaller "
+            "coat.memory.budget_gb, or close other programs on this card. To have an error instead: NVIDIA Control "
+            "Panel, Manage 3D settings, CUDA - Sysmem Fallback Policy, Prefer No Sysmem Fallback"
+        )

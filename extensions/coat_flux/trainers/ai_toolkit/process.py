@@ -366,9 +366,9 @@ class CoatFluxTrainer(HostTrainer):
     def done_hook(self) -> None:
         """Print the summary."""
         super().done_hook()
+        from ...base.text import GB
         from ...data.hold_out import describe_lowest
         from ...watch.memory_report import finish
-        from ...watch.memory_stats import GB
 
         finish(self._phases, self._job_config, info, detail if self.coat.memory.log_memory_stats else None)
         peak, skipped = self._phases.peak / GB, self._training.watch.guard.skipped

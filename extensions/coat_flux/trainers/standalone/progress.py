@@ -24,7 +24,7 @@ from ...base.files import write_file
 from ...base.run_log import Lines, bar_options
 from ...base.table import METRICS
 from ...config.job import JobConfig
-from ...watch.precision import CastPrecision
+from ...watch.casts import CastPrecision
 from ...watch.run_tables import RunTables, StepStats
 
 __all__ = ["RunLog", "TensorBoard"]
