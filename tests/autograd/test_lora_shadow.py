@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_flux.blocks.fused.chooser import FusedForms
 from coat_flux.blocks.fused.linears import PlainAdapter
 from coat_flux.blocks.runner import BlockRunner
 from coat_flux.trainers.standalone.network import lora_parameters
@@ -41,7 +40,7 @@ def gradients_of_three_passes(model: Any) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_have_the_bits_of_casts_at_each_use(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     with_copies = gradients_of_three_passes(lora_model(dtype))
-    monkeypatch.setattr(FusedForms, "prepare", lambda *_: None)
+    monkeypatch.setattr(BlockRunner, "share", lambda *_: None)
     expected = gradients_of_three_passes(lora_model(dtype))
     for pass_expected, found in zip(expected, with_copies, strict=True):
         assert all(torch.equal(pass_expected[name], gradient) for name, gradient in found.items())
@@ -49,11 +48,9 @@ def test_gradients_have_the_bits_of_casts_at_each_use(dtype: torch.dtype, monkey
 
 def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
     model = lora_model(torch.bfloat16)
-    for _ in range(2):  # the second pass copies what the first one has read
-        lora_gradients(model)
-    forms = BlockRunner.of(model)._forms  # type: ignore[union-attr]
-    block = model.single_transformer_blocks[0]
-    adapters: list[PlainAdapter] = forms._read[id(block)].fused.block.inputs.linears.all_adapters
+    lora_gradients(model)
+    (*_, form) = BlockRunner.of(model).forms  # type: ignore[union-attr]
+    adapters: list[PlainAdapter] = form.block.inputs.linears.all_adapters
     copies = adapters[0].copies
     with torch.no_grad():
         adapters[0].down.fill_(3.0)
@@ -66,14 +63,13 @@ def test_copies_are_one_buffer_that_follows_the_adapters() -> None:
 
 def test_without_room_nothing_is_copied_and_what_was_is_dropped() -> None:
     model = lora_model(torch.bfloat16)
-    forms = BlockRunner.of(model)._forms  # type: ignore[union-attr]
-    for _ in range(2):
-        lora_gradients(model)
-    (read, *_) = forms._read.values()
-    adapters = read.fused.block.image.inputs.linears.all_adapters
-    assert adapters[0].copies is not None
-    forms.prepare(model, (torch.empty(1, dtype=torch.bfloat16),), copies=False, kept=())
-    assert adapters[0].copies is None
+    runner: Any = BlockRunner.of(model)
+    lora_gradients(model)
+    adapter = runner.forms[0].block.image.inputs.linears.all_adapters[0]
+    assert adapter.copies is not None
+    runner.expect(shadow_bytes=0)
+    lora_gradients(model)
+    assert runner.forms[0].block.image.inputs.linears.all_adapters[0].copies is None
 
 
 def test_the_first_block_may_have_no_adapters() -> None:
@@ -81,8 +77,7 @@ def test_the_first_block_may_have_no_adapters() -> None:
     for module in model.transformer_blocks[0].modules():
         if hasattr(module, "lora_A"):
             module.enable_adapters(False)
-    for _ in range(2):
-        loss_of(predict(model)).backward()
-    forms = BlockRunner.of(model)._forms  # type: ignore[union-attr]
-    assert len(forms._read) == 4
-    assert forms._shadow._copies
+    loss_of(predict(model)).backward()
+    forms = BlockRunner.of(model).forms  # type: ignore[union-attr]
+    assert len(forms) == 4
+    assert forms[-1].block.inputs.linears.all_adapters[0].copies is not None

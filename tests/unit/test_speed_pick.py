@@ -71,7 +71,7 @@ class Bench:
         self.runs: list[tuple[type, str]] = []
         self.now = 0.0
         self.args = (torch.randn(1, 6, HIDDEN), torch.randn(1, 4, HIDDEN))
-        self.pick = GemmPick(self.blocks, config, self.run)
+        self.pick = GemmPick(self.blocks, config, self.form_of)
         self._pass_s = pass_s
         monkeypatch.setattr(pick, "timed", self.timed)
         monkeypatch.setattr(pick.time, "monotonic", lambda: self.now)
@@ -80,10 +80,13 @@ class Bench:
         own = self.blocks["a.0"].linear.config
         return own.input_granularity if own.use_fp8_gemm else "bf16"
 
-    def run(self, block: nn.Module, args: tuple[Any, ...]) -> Any:
-        self.runs.append((type(block), self.gemm()))
-        self.now += self._pass_s
-        return block(*args)
+    def form_of(self, block: nn.Module) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.runs.append((type(block), self.gemm()))
+            self.now += self._pass_s
+            return block(*args)
+
+        return run
 
     def timed(self, once: Callable[[], None], device: torch.device) -> float:
         once()
@@ -136,7 +139,7 @@ def test_nothing_of_the_run_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_that_take_other_arguments_than_the_first_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, config_of())
     bench.blocks["c.0"] = OfOneStream(config_of())
-    bench.pick = GemmPick(bench.blocks, config_of(), bench.run)
+    bench.pick = GemmPick(bench.blocks, config_of(), bench.form_of)
     assert bench.pick.choose(bench.args).milliseconds
     assert {kind for kind, _ in bench.runs} == {Double, Single}
 

@@ -11,24 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention_dispatch import attention_backend
 from peft import LoraConfig
 from torch import nn
 
 from coat_core.linear.weight import drop_transposed, keep_transposed, store_weight
-from coat_flux.blocks.fused.chooser import FusedForms
-from coat_flux.blocks.fused.frozen import NotFusable
+from coat_flux.blocks.fused.chooser import BlockState
 from coat_flux.blocks.gemms import multiply_in_bf16
-from tests.helpers.flux import coat_flux_model, tiny_flux
+from coat_flux.blocks.runner import BlockRunner
+from tests.helpers.asserts import assert_bitwise
+from tests.helpers.flux import coat_flux_model, lora_gradients, predict, tiny_flux
 from tests.helpers.toolkit_lora import Network
-from tests.unit.test_flow_chooser import arguments
 
 Change = Callable[[Any, Any], Any]
-
-
-def _data_moved(model: Any, block: Any) -> None:
-    codes = block.attn.to_q.base_layer.weight_codes
-    codes.data = codes.data.clone()
 
 
 def _of_base(change: Callable[[Any], Any]) -> Change:
@@ -63,71 +57,65 @@ CHANGES: dict[str, Change] = {
     "a linear's forward": _of_base(lambda base: setattr(base, "forward", lambda x: x)),
     "weights quantized again": _of_base(lambda base: store_weight(base, torch.randn(base.weight.shape), base.config)),
     "weights moved": _of_base(lambda base: base._apply(lambda x: x.clone())),
-    "a buffer's data moved": _data_moved,
     "a copy kept": _of_base(lambda base: keep_transposed(base, base.config)),
     "GEMM in bf16": _of_base(lambda base: multiply_in_bf16([base])),
     "converted back": _of_base(lambda base: base.to_linear()),
     "a trained bias": _of_base(lambda base: base.bias.requires_grad_(True)),
     "a trained norm": lambda model, block: block.attn.norm_q.weight.requires_grad_(True),
-    "a norm's eps": lambda model, block: setattr(block.attn.norm_q, "eps", 1e-3),
     "another activation": lambda model, block: setattr(block, "act_mlp", nn.SiLU()),
-    "another processor": lambda model, block: setattr(block.attn, "processor", object()),
-    "the processor's backend": lambda model, block: setattr(block.attn.processor, "_attention_backend", "flash"),
-    "fused projections": lambda model, block: setattr(block.attn, "fused_projections", True),
 }
-
-
-def _form(forms: FusedForms, block: Any, args: tuple[Any, ...]) -> Any:
-    try:
-        return forms.form_of(block, args, {}, None)
-    except NotFusable as error:
-        return str(error)
 
 
 @pytest.fixture
 def coat() -> Any:
-    """A model with PEFT's adapters, one of its blocks, what it is called with, and its forms."""
+    """A model with PEFT's adapters, and one of its blocks."""
     model, _, _ = coat_flux_model()
-    block = model.single_transformer_blocks[0]
-    return model, block, arguments(model), FusedForms()
+    return model, model.single_transformer_blocks[0]
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(coat: Any, name: str) -> None:
-    model, block, args, forms = coat
-    before = _form(forms, block, args)
-    assert callable(before)
-    assert _form(forms, block, args) is before
+    model, block = coat
+    state = BlockState([block], lambda: None)
+    assert not state.changed()
     CHANGES[name](model, block)
-    after = _form(forms, block, args)
-    assert after is not before
-    if callable(after):  # read as it now is, and once
-        assert _form(forms, block, args) is after
+    assert state.changed()
+    assert not BlockState([block], lambda: None).changed()
 
 
-def test_a_dropped_copy_an_attention_backend_and_another_packing_are_noticed(coat: Any) -> None:
-    _, block, args, forms = coat
-    base = block.proj_out.base_layer
+def test_a_dropped_copy_is_noticed(coat: Any) -> None:
+    base = coat[1].proj_out.base_layer
     keep_transposed(base, base.config)
-    before = _form(forms, block, args)
+    state = BlockState([coat[1]], lambda: None)
     drop_transposed(base)
-    after = _form(forms, block, args)
-    assert before.block.output.linear.bases[0].weight.transposed is not None
-    assert after.block.output.linear.bases[0].weight.transposed is None
-    with attention_backend("_native_math"):
-        assert "attention backend _native_math" in _form(forms, block, args)
-    assert callable(_form(forms, block, args))
-    with pytest.raises(NotFusable, match="no rotary embedding"):
-        forms.form_of(block, (*args[:3], None), {}, None)
+    assert state.changed()
 
 
 def test_nothing_keeps_the_codes_of_a_model_that_moved(coat: Any) -> None:
-    _, block, args, forms = coat
-    _form(forms, block, args)
+    model, block = coat
+    lora_gradients(model)
+    runner = BlockRunner.of(model)
     gc.collect()
     codes = [weakref.ref(x.untyped_storage()) for x in block.buffers()]
+    assert len(runner.forms) == 4
     block._apply(lambda x: x.clone())
     assert [found() for found in codes] == [None] * len(codes)
+    lora_gradients(model)
+    assert len(runner.forms) == 4
+
+
+@pytest.mark.parametrize("name", ["adapters off", "a scaling", "a new matrix", "weights quantized again"])
+def test_the_next_pass_computes_with_the_change(name: str) -> None:
+    """As a model that was so from the start."""
+    models: list[Any] = [coat_flux_model()[0] for _ in range(2)]
+    predict(models[0])
+    generation = BlockRunner.of(models[0]).generation
+    for model in models:
+        torch.manual_seed(0)
+        CHANGES[name](model, model.single_transformer_blocks[0])
+    found, expected = map(predict, models)
+    assert_bitwise(found, expected)
+    assert BlockRunner.of(models[0]).generation != generation
 
 
 NETWORK_CHANGES: dict[str, Callable[[Any, Any], Any]] = {
@@ -135,7 +123,7 @@ NETWORK_CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "merged": lambda network, lora: setattr(network, "is_merged_in", True),
     "another strength": lambda network, lora: setattr(network, "multiplier", 0.5),
     "a strength per image": lambda network, lora: setattr(network, "multiplier", [0.5, 1.0]),
-    "dropout": lambda network, lora: setattr(lora, "dropout", 0.1),
+    "a strength in its list": lambda network, lora: network._multiplier.__setitem__(0, 0.25),
     "evaluation": lambda network, lora: network.eval(),
     "its scale": lambda network, lora: setattr(lora, "_runtime_scale", torch.ones(())),
     "its matrix": lambda network, lora: setattr(lora.lora_up, "weight", nn.Parameter(lora.lora_up.weight.detach())),
@@ -147,34 +135,20 @@ NETWORK_CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", NETWORK_CHANGES)
 def test_a_change_of_ai_toolkits_network_is_noticed(name: str) -> None:
-    model = tiny_flux()
-    block = model.single_transformer_blocks[0]
+    block = tiny_flux().single_transformer_blocks[0]
     network = Network([block.attn.to_q, block.proj_out], 2).train()
     network.multiplier = [1.0]
-    args, forms = arguments(model), FusedForms()
-    before = _form(forms, block, args)
-    assert callable(before)
-    assert _form(forms, block, args) is before
+    state = BlockState([block], lambda: None)
+    network.multiplier = [1.0]  # the trainer sets it at every step, as another tensor
+    assert not state.changed()
     made = NETWORK_CHANGES[name](network, network.unet_loras[1])  # kept alive: its modules refer to it weakly
-    assert _form(forms, block, args) is not before, made
-
-
-def test_a_strength_changed_in_its_list_is_noticed() -> None:
-    model = tiny_flux()
-    block = model.single_transformer_blocks[0]
-    network = Network([block.attn.to_q], 2).train()
-    network.multiplier = [1.0]
-    args, forms = arguments(model), FusedForms()
-    before = _form(forms, block, args)
-    network._multiplier[0] = 0.25
-    after = _form(forms, block, args)
-    assert [form.block.inputs.linears.all_adapters[0].factors[1] for form in (before, after)] == [1.0, 0.25]
+    assert state.changed(), made
 
 
 def test_training_steps_change_nothing(coat: Any) -> None:
     """Updates in place, gradients, and a configuration replaced by an equal one."""
-    _, block, args, forms = coat
-    before = _form(forms, block, args)
+    block = coat[1]
+    state = BlockState([block], lambda: None)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.add_(1e-3)
@@ -182,4 +156,4 @@ def test_training_steps_change_nothing(coat: Any) -> None:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     base = block.attn.to_q.base_layer
     base.config = replace(base.config)
-    assert _form(forms, block, args) is before
+    assert not state.changed()

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.errors import UserError
 from ..blocks.apply import apply_coat
-from ..blocks.fused.chooser import FusedForms
 from ..blocks.fused.modulation import Modulation, modulate_ahead
 from ..blocks.gemms import set_transposed
 from ..blocks.held import AsOnGPU
@@ -140,11 +139,9 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
         recorder.region = OUTSIDE
         return _Boundary.apply(recorder, f"{name} backward", *outputs)
 
-    def prepare(
-        forms: FusedForms, _: nn.Module, args: tuple[Any, ...], copies: bool, kept: Sequence[nn.Module]
-    ) -> None:
+    def share(runner: BlockRunner, args: tuple[Any, ...]) -> None:
         region, recorder.region = recorder.region, MODULATION
-        _modulate(forms, names, recorder, args[2])  # adapters are copied before the step, see below
+        _modulate(runner, names, recorder, args[2])  # adapters are copied before the step, see below
         recorder.region = region
 
     side, sizes = resolution // PIXELS_PER_LATENT, FLUX_DEV_TRANSFORMER_CONFIG
@@ -185,7 +182,7 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
         if runner is None:
             model.enable_gradient_checkpointing(run)
         recorder.region = OUTSIDE
-        with mock.patch.object(FusedForms, "prepare", prepare), recorder:
+        with mock.patch.object(BlockRunner, "share", share), recorder:
             train_step(session, batches, nothing_asked)  # type: ignore[arg-type]
     return recorder
 
@@ -243,11 +240,11 @@ def _session(
     )
 
 
-def _modulate(forms: FusedForms, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
+def _modulate(runner: BlockRunner, names: dict[nn.Module, tuple[str, int]], recorder: Recorder, temb: Tensor) -> None:
     """Make as many modulations ahead as the whole model has."""
     modulations: list[Modulation] = []
-    for block, (_, number) in names.items():
-        own = forms.modulations_of(block)
+    for form, (_, number) in zip(runner.forms, names.values(), strict=True):
+        own = form.block.modulations
         modulations += own
         for _ in range(number - 1):
             modulations += [_like(modulation) for modulation in own]

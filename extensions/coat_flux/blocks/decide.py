@@ -153,10 +153,9 @@ class BlockPlan:
         return [i for i, choice in enumerate(self.blocks) if choice.recomputed]
 
     @property
-    def eager_and_kept(self) -> list[int]:
-        """Indices of the blocks whose fused form runs once a step, and whose codes are always there."""
-        blocks = enumerate(self.blocks)
-        return [i for i, x in blocks if x.flow == "fused" and not (x.recomputed or x.streamed)]
+    def resident(self) -> list[int]:
+        """Indices of the fused blocks whose codes are always on the device."""
+        return [i for i, choice in enumerate(self.blocks) if choice.flow == "fused" and not choice.streamed]
 
     @property
     def streamed(self) -> list[int]:

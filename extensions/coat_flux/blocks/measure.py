@@ -77,16 +77,16 @@ class GemmPick:
     Args:
         blocks: full name → block; kinds are classes.
         config: the `coat:` block.
-        run: (block, arguments) → outputs, the block as a training step would run it.
+        form_of: block → what runs it as a training step would, with its linears as they are now.
     """
 
     def __init__(
         self,
         blocks: Mapping[str, nn.Module],
         config: COATConfig,
-        run: Callable[[nn.Module, tuple[Any, ...]], tuple[Tensor, ...]],
+        form_of: Callable[[nn.Module], Callable[..., Any]],
     ) -> None:
-        self._blocks, self._config, self._run = list(blocks.values()), config, run
+        self._blocks, self._config, self._form_of = list(blocks.values()), config, form_of
         self._gemms = BlockGemms(self._blocks, config)
         self._candidates = candidates(config)
         self._resumed: str | None = None
@@ -164,10 +164,11 @@ class GemmPick:
         given = tuple(_leaf(x) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3 else x for x in args)
         wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
         wanted += trained_parameters(block)
+        run = self._form_of(block)
 
         def once() -> None:
             with torch.enable_grad(), written_gradients(False):
-                outputs = tree_leaves(self._run(block, given))
+                outputs = tree_leaves(run(*given))
                 torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
 
         for _ in range(WARM_UP):

@@ -1,14 +1,18 @@
 """Runs every block as its plan has it: recomputed or kept, fused or not.
 
-Calls reach it through a hook on each block (`hook.py`), so both trainers and all architectures share it. What each
-block does is decided by `decide`, at the first forward pass, when sizes are known, and again only when what it rests on
-changes: a larger batch comes, gradients turn out to be accumulated, a block turns out not to be fusable, or memory runs
-out.
+Calls reach it through a hook on each block (`hook.py`), so both trainers and all architectures share it.
+
+    a pass begins    blocks are read where a trainer changed them, `decide` is asked where sizes grew, adapters are
+                     copied, modulations made
+    a block runs     its fused form, or its own code
+
+What each block does is decided by `decide`, at the first forward pass, when sizes are known, and again only when what
+it rests on changes: a larger batch comes, gradients turn out to be accumulated, a block turns out not to be fusable, or
+memory runs out.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -21,17 +25,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coat_core.activation import PackedSavedTensors, fp8_checkpoint, may_draw
+from coat_core.linear.function import compute_dtype
 from coat_core.linear.weight import drop_transposed
 from coat_core.optim.state import state_bytes
 
 from . import in_words
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks, shown_by
-from .decide import BlockChoice, BlockPlan, Given, budget_bytes, decide
-from .fused.chooser import FusedForms, attention_query
+from .decide import BlockPlan, Given, budget_bytes, decide, packing_of
+from .fused.chooser import BlockState, attention_query, check_agreement, fused_block
 from .fused.frozen import NotFusable
-from .fused.reading import FusedBlock, argument_names
-from .fused.shadow import copied_bytes
+from .fused.modulation import modulate_ahead
+from .fused.reading import FusedBlock
+from .fused.shadow import LoraShadow, copied_bytes
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
 from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
@@ -78,27 +84,31 @@ class BlockRunner:
         self._config = config
         self._modules = list(blocks.values())
         self._places = {block: i for i, block in enumerate(self._modules)}
-        self._reads = any(read_list(type(block)) for block in self._modules)
-        self._fusable = all(read_list(type(block)) for block in self._modules)
+        self._readable = [read_list(type(block)) is not None for block in self._modules]
+        self._fuses = config.enabled and config.activation.use_fp8 and config.activation.flow == "fused"
         adopted = any(map(has_adopted, self._modules))
-        measures = self._fusable and config.speed.measure != "never" and not adopted
-        self._pick = GemmPick(blocks, config, self._run_kept) if measures else None
+        measures = all(self._readable) and config.speed.measure != "never" and not adopted
+        self._pick = GemmPick(blocks, config, self._kept_form) if measures else None
         self.attention = AttentionPick(config)
         self.streaming: StreamedWeights | None = None
-        self._trial: tuple[BlockChoice, ...] = ()  # of the start-up measurement
-        self._forms = FusedForms()
+        self._place = len(self._modules)  # of the block that ran last
+        self._state: BlockState | None = None  # of the blocks when they were read
+        self._read_forms: dict[int, FusedBlock] = {}  # index → a block that can be fused
+        self._forms: dict[int, FusedBlock] = {}  # those of them that the plan has run so
+        self._copies: LoraShadow | None = None
+        self._refused: dict[int, str] = {}  # index → why its form did not take what it was called with
+        self._differs: dict[type, str] = {}  # kind of block → how its form's output differs; empty where it does not
         self._size = 0  # elements of hidden states in the largest micro-batch
         self._held: float | None = None  # bytes, before anything of a step is there
         self._trained: list[nn.Parameter] = []
         self._warned: set[str] = set()
-        self._logged: Counter[str] = Counter()
-        self._table: dict[nn.Module, Callable[..., Any]] = {}
+        self._logged: tuple[BlockPlan, Counter[str]] | None = None
         self._plan: Any = None  # a BlockPlan, from the first decision on
-        self._checked, self._decisions = False, 0
+        self._checked, self._decisions, self._readings = False, 0, 0
         names, sizes = (block_name(type(block)) for block in self._modules), read_blocks(self._modules, (), 0)
         facts = {"quantized": adopted, "picks_later": measures}
         self._given = Given(sizes, tuple(names), allow_recompute=allow_recompute, **facts)
-        self._decide(unfused=self._obstacles())
+        self._decide(unfused=self._read_all(join=False)[1])
 
     @classmethod
     def install(
@@ -129,7 +139,7 @@ class BlockRunner:
             streaming = runner.streaming = StreamedWeights(runner._modules, here)
             runner._decide(stream_bytes=streaming.bytes)
             ready = streaming.ready
-        take_over(model, blocks.values(), runner, runner._note, ready)
+        take_over(model, blocks.values(), runner, runner._note_host, ready)
         return runner
 
     @classmethod
@@ -142,7 +152,7 @@ class BlockRunner:
     def plan(self) -> BlockPlan:
         """What every block does; before the first step, as far as that is known."""
         if self._given.tokens is None:  # adapters may have been added since
-            self._decide(blocks=read_blocks(self._modules, (), 0), unfused=self._obstacles())
+            self._decide(blocks=read_blocks(self._modules, (), 0), unfused=self._read_all(join=False)[1])
         return self._plan
 
     @property
@@ -153,7 +163,12 @@ class BlockRunner:
     @property
     def generation(self) -> tuple[int, int]:
         """Another one whenever a block would run otherwise than before: what was captured earlier is out of date."""
-        return self._decisions, self._forms.readings
+        return self._decisions, self._readings
+
+    @property
+    def forms(self) -> list[FusedBlock]:
+        """Of the blocks that run fused."""
+        return list(self._forms.values())
 
     def expect(self, **known: Any) -> None:
         """Take in, before the first step, what a trainer knows of it: fields of `decide.Given`."""
@@ -200,57 +215,162 @@ class BlockRunner:
             f"their gradients are now those of {inputs} inputs"
         )
 
+    # -- a pass ---------------------------------------------------------------------------------------------------
+
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run one block as the plan has it."""
-        self._update_plan(block, args, kwargs)
-        outputs = self._table[block](block, args, kwargs)
+        place = self._places[block]
+        begins, self._place = place <= self._place, place
+        if begins:
+            self._begin_pass(block, args, kwargs)
+        self._see_sizes(args)
+        if self._state is None:  # copies of weights have changed
+            self._read()
+        if begins and self._forms and args:
+            self.share(args)
+        form = self._forms.get(place)
+        if form is None:
+            outputs = self._run_own(place, args, kwargs)
+        else:
+            outputs = self._run_fused(place, form, args, kwargs)
         if self.streaming is not None:
             self.streaming.announce(block, outputs)
-        if block is self._modules[-1]:
-            counts = in_words.treatments(self.plan, self.ran)
-            if counts != self._logged:
-                self._logged = counts
-                logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
+        if place == len(self._modules) - 1:
+            self._log_treatments()
         return outputs
 
-    def _note(self, block: nn.Module, how: str = "host") -> None:
-        """Note how a block ran, as `ran` has it."""
-        self.ran[self._places[block]] = how
-
-    def check_step(self) -> None:
-        """After the first step: see to it that every block was run here.
-
-        Raises:
-            RuntimeError: none was; or, with `fallback: error`, some of a list were not.
-        """
-        if not self._checked:
-            self._checked = True
-            check_reached(list(self.blocks), self.ran, strict=self._config.fallback == "error")
-
-    def _update_plan(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decide again where what was given has changed."""
-        place = self._places[block]
-        if self._reads and args and self._forms.begins(place):
-            kept = [self._modules[i] for i in self._plan.eager_and_kept]
-            self._forms.prepare(block, args, bool(self._plan.shadow_bytes), kept)
-        known = self._given.attention is not None or not (place == 0 and self._fusable and len(args) > 1)
-        if not known and torch.is_grad_enabled():
+    def _begin_pass(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See what a trainer has changed since the last forward pass; arguments are those of the first block."""
+        if self._state is None or self._state.changed():
+            self._read()
+        if self._given.attention is None and self._places[block] == 0 and all(self._readable) and len(args) > 1:
             with suppress(NotFusable):
                 self._decide(attention=self.attention.choose(*attention_query(block, args)).row)
-        if self._pick is not None and torch.is_grad_enabled() and not kwargs:
+        if self._pick is not None and not kwargs:
             picked, self._pick = self._pick.choose(args), None
+            self._forget()
             self._decide(picked=picked, picks_later=False)
+
+    def share(self, args: tuple[Any, ...]) -> None:
+        """Copy the adapters' matrices as they are now, and make the vectors that modulate blocks.
+
+        Args:
+            args: what the first fused block is about to be called with.
+        """
+        if self._plan.shadow_bytes:
+            dtype = compute_dtype(args[0])
+            if self._copies is None or self._copies.dtype != dtype:
+                self._copies = LoraShadow([form.block for form in self._forms.values()], dtype)
+            self._copies.refresh()
+        elif self._copies is not None:
+            self._copies.drop()
+            self._copies = None
+        with suppress(NotFusable):
+            temb = next(iter(self._forms.values())).reader.call(args).temb
+            if temb is not None:
+                modulate_ahead([x for i in self._plan.resident for x in self._forms[i].block.modulations], temb)
+
+    def _run_fused(self, place: int, form: FusedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block's fused form; its own code where that does not take these arguments."""
+        try:
+            if type(self._modules[place]) not in self._differs:
+                self._compare(place, form, args, kwargs)
+            outputs = form(*args, **kwargs)
+        except NotFusable as error:
+            self._refused[place] = str(error)
+            if self._given.unfused.get(place) != str(error):
+                self._decide(unfused={**self._given.unfused, **self._refused})
+            return self._run_own(place, args, kwargs)
+        if self._refused.pop(place, None) is not None:
+            self._decide(unfused={i: why for i, why in self._given.unfused.items() if i != place})
+        self.ran[place] = "fused"
+        return outputs
+
+    def _run_own(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block's own code, recomputed or with what it saves packed, as its part of the plan has it."""
+        block, choice = self._modules[place], self._plan.blocks[place]
+        if choice.obstacle and self._readable[place]:
+            self._warn_of_generic(block, choice.obstacle, args)
+        self.ran[place] = "own"
+        own = own_forward(block)
+        if not choice.recomputed:
+            return self._packed(block, args, kwargs) if choice.saved is not None else own(*args, **kwargs)
+        packing = choice.inputs
+        if packing is None:
+            return checkpoint(own, *args, use_reentrant=False, preserve_rng_state=may_draw(), **kwargs)
+        return fp8_checkpoint(own, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
+
+    def _packed(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the generic flow."""
+        with PackedSavedTensors(packing_of(self._config), keep=frozen_tensors(block, (args, kwargs))):
+            return own_forward(block)(*args, **kwargs)
+
+    def _kept_form(self, block: nn.Module) -> Callable[..., Any]:
+        """What runs a block that is not recomputed, as it is now, for the start-up measurement."""
+        if self._fuses:
+            with suppress(NotFusable):
+                return fused_block(block, None, packing_of(self._config))
+        return lambda *args: self._packed(block, args, {})
+
+    # -- reading and deciding ---------------------------------------------------------------------------------------
+
+    def _read_all(self, join: bool) -> tuple[dict[int, FusedBlock], dict[int, str]]:
+        """Index → the fused form of each block that has one, and why for each of the others."""
+        forms, unfused = {}, {}
+        for i, block in enumerate(self._modules if self._fuses else ()):
+            try:
+                if self._differs.get(type(block)):
+                    raise NotFusable(self._differs[type(block)])
+                forms[i] = fused_block(block, None, packing_of(self._config), join)
+            except NotFusable as error:
+                unfused[i] = str(error)
+        return forms, unfused
+
+    def _read(self) -> None:
+        """Read the blocks as they are now, and decide again if others can be fused."""
+        self._forget()
+        self._read_forms, unfused = self._read_all(join=True)
+        self._readings += 1
+        readable = [block for block, known in zip(self._modules, self._readable, strict=True) if known and self._fuses]
+        self._state = BlockState(readable, self._forget)
+        if unfused != self._given.unfused:
+            self._decide(unfused=unfused)
+        if self._state is None:  # other blocks are streamed now
+            self._read()
+        self._choose_forms()
+
+    def _choose_forms(self) -> None:
+        forms = {i: form for i, form in self._read_forms.items() if self._plan.blocks[i].saved is not None}
+        if forms.keys() != self._forms.keys():
+            self._forms, self._copies = forms, None
+
+    def _forget(self) -> None:
+        """Let the blocks be read where the next pass begins: they moved, or multiply otherwise."""
+        self._state, self._read_forms, self._forms, self._copies, self._refused = None, {}, {}, None, {}
+
+    def _compare(self, place: int, form: FusedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the first block of a kind both ways; NotFusable where its output differs."""
+        block = self._modules[place]
+        if kwargs:
+            return
+        try:
+            check_agreement(form, block, args)
+        except NotFusable as error:
+            self._differs[type(block)] = str(error)
+            self._read_forms = {i: x for i, x in self._read_forms.items() if type(self._modules[i]) is not type(block)}
+            alike = [i for i, other in enumerate(self._modules) if type(other) is type(block)]
+            self._decide(unfused={**self._given.unfused, **dict.fromkeys(alike, str(error))})
+            raise
+        self._differs[type(block)] = ""
+
+    def _see_sizes(self, args: tuple[Any, ...]) -> None:
+        """Decide by the sizes of the first, or of a larger, micro-batch."""
         hidden = [x for x in args if isinstance(x, Tensor) and x.ndim == 3]
         size = sum(x.numel() for x in hidden)
         accumulates = any(x.grad is not None for x in self._trained[:1] + self._trained[-1:])  # FSDP2 hides the first's
         first = self._given.tokens is None and bool(hidden or (args and self._plan.checkpointing != "auto"))
-        if first or size > self._size or accumulates > self._given.accumulates:
-            self._start(block, args, hidden, size, accumulates)
-
-    def _start(
-        self, block: nn.Module, args: tuple[Any, ...], hidden: list[Tensor], size: int, accumulates: bool
-    ) -> None:
-        """Decide by the sizes of the first, or of a larger, micro-batch."""
+        if not (first or size > self._size or accumulates > self._given.accumulates):
+            return
         device, tokens = first_tensor(args).device, self._given.tokens or Tokens(0, 0, 0)
         if size > self._size and len(hidden) == 2:
             tokens = Tokens(hidden[0].shape[0], hidden[1].shape[1], hidden[0].shape[1])
@@ -261,7 +381,7 @@ class BlockRunner:
             states = state_bytes(self._config.optimizer_config()[0], [p.numel() for p in missing])
             self._held = held_bytes(device) + states + (0 if self.streaming is None else self._plan.freed_bytes)
         facts, budget = shown_by(args), budget_bytes(self._config, usable_bytes(device))
-        trained = sum(p.numel() for p in self._trained) if self._fusable else 0
+        trained = sum(p.numel() for p in self._trained) if all(self._readable) else 0
         copied = facts["device"] == "cuda" and self._config.memory.transposed_weights != "never"
         self._decide(
             blocks=read_blocks(self._modules, args, self._size),
@@ -269,7 +389,6 @@ class BlockRunner:
             dropout=any(isinstance(m, nn.Dropout) and m.p for block in self._modules for m in block.modules()),
             free_bytes=None if budget is None else budget - self._held,
             accumulates=accumulates or self._given.accumulates,
-            unfused=self._obstacles(block, args),
             transposed_bytes=transposed_bytes(self._modules) if copied else 0,
             shadow_bytes=copied_bytes(self._config, trained, first_tensor(args).element_size()),
             **facts,
@@ -283,13 +402,13 @@ class BlockRunner:
         plan = self._plan = decide(self._config, self._given)
         if self.streaming is not None and tuple(plan.streamed) != self.streaming.streamed:
             self.streaming.stream(plan.streamed)
-        choices = zip(self._modules, plan.blocks, strict=True)
-        self._table = {block: functools.partial(self._run, choice) for block, choice in choices}
         if plan.copies != (before is not None and before.copies):
+            self._forget()
             set_transposed(self._modules, plan.copies)
             made = "kept next to the weights" if plan.copies else "dropped, memory is needed otherwise"
             if not self._given.without_copies:
                 logger.info("transposed weights: %.2f GB %s", transposed_bytes(self._modules) / 1e9, made)
+        self._choose_forms()
         line, sizes = in_words.auto_line(plan, self._config), (plan.recomputed, plan.streamed, plan.peak_bytes)
         known = before is not None and in_words.auto_line(before, self._config)
         if line and not (known and sizes == (before.recomputed, before.streamed, before.peak_bytes)):
@@ -298,63 +417,33 @@ class BlockRunner:
                 text = "memory.budget_gb: even recomputing every block may exceed the budget by %.2f GB"
                 logger.warning(f"{text}; lower the resolution", plan.excess_bytes / 1e9)
 
-    def _obstacles(self, called: nn.Module | None = None, args: tuple[Any, ...] | None = None) -> dict[int, str]:
-        """Index of each block that cannot be fused, as far as it shows from the call of one → why."""
-        names = None if called is None else argument_names(type(called))
-        before = {} if called is None else self._given.unfused  # of others, what was found in their own call
-        found = {}
-        for i, block in enumerate(self._modules):
-            alike = argument_names(type(block)) == names
-            found[i] = self._forms.obstacle(block, args if alike else None) or (None if alike else before.get(i))
-        return {i: reason for i, reason in found.items() if reason is not None}
+    # -- what is logged ---------------------------------------------------------------------------------------------
 
-    def _run(self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block as its part of the plan has it."""
-        form = self._form_of(choice, block, args, kwargs)
-        own = own_forward(block)
-        self._note(block, "own" if form is None else "fused")
-        if choice.recomputed:
-            run, packing = form or own, choice.inputs
-            if packing is None:
-                return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=may_draw(), **kwargs)
-            return fp8_checkpoint(run, *args, fmt=packing.format, granularity=packing.granularity, **kwargs)
-        if form is not None:
-            return form(*args)
-        if choice.saved is None:
-            return own(*args, **kwargs)
-        with PackedSavedTensors(choice.saved, keep=frozen_tensors(block, (args, kwargs))):
-            return own(*args, **kwargs)
+    def _warn_of_generic(self, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
+        """Warn once for each kind and reason."""
+        warning = f"{block_name(type(block))}: {in_words.GENERIC}: {reason}"
+        if warning not in self._warned:
+            self._warned.add(warning)
+            logger.warning("%s%s", warning, in_words.generic_cost(self._config, self._given, block, args))
 
-    def _form_of(
-        self, choice: BlockChoice, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> FusedBlock | None:
-        """The block's fused form; None where diffusers' code runs.
-
-        A block that could not be fused is read again each time: adapters and hooks come and go.
-        """
-        fused = None
-        if choice.flow == "fused" or choice.obstacle:
-            try:
-                fused = self._forms.form_of(block, args, kwargs, choice.saved)
-            except NotFusable as error:
-                self._lose(choice, block, str(error), args)
-        if fused is not None and choice.obstacle:
-            self._decide(unfused=self._obstacles(block, args))
-        return fused
-
-    def _lose(self, choice: BlockChoice, block: nn.Module, reason: str, args: tuple[Any, ...]) -> None:
-        """A block cannot be fused: decide by that, and warn once for each kind and reason."""
-        place, kind = self._places[block], block_name(type(block))
-        if self._given.unfused.get(place) != reason:
-            self._decide(unfused={**self._obstacles(block, args), place: reason})
-        warning = f"{kind}: {in_words.GENERIC}: {reason}"
-        if read_list(type(block)) is None or warning in self._warned:
+    def _log_treatments(self) -> None:
+        """Log what the blocks did, where that is something else than before."""
+        if self._logged is not None and self._logged[0] is self._plan:
             return
-        self._warned.add(warning)
-        logger.warning("%s%s", warning, in_words.generic_cost(self._config, self._given, block, args))
+        counts = in_words.treatments(self._plan, self.ran)
+        if self._logged is None or counts != self._logged[1]:
+            logger.info("blocks: %s", "; ".join(f"{count} {what}" for what, count in counts.items()))
+        self._logged = self._plan, counts
 
-    def _run_kept(self, block: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Run a block that is not recomputed, for the start-up measurement."""
-        if not self._trial:
-            self._trial = decide(self._config, replace(self._given, recomputed=())).blocks
-        return self._run(self._trial[self._places[block]], block, args, {})
+    def _note_host(self, block: nn.Module) -> None:
+        self.ran[self._places[block]] = "host"
+
+    def check_step(self) -> None:
+        """After the first step: see to it that every block was run here.
+
+        Raises:
+            RuntimeError: none was; or, with `fallback: error`, some of a list were not.
+        """
+        if not self._checked:
+            self._checked = True
+            check_reached(list(self.blocks), self.ran, strict=self._config.fallback == "error")

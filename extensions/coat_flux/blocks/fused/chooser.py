@@ -1,14 +1,9 @@
-"""Which blocks can be fused: those that can be read, after one comparison of each kind with diffusers' own code.
-
-A block is read once, and again when anything about it has changed (`Unchanged`): trainers switch adapters on and off,
-and merge them, between steps.
-"""
+"""Which blocks can be fused, and when they must be read again: trainers switch, scale and merge adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +17,7 @@ from ..gemms import in_high_precision
 from ..lookup import read_list
 from ..quantized import has_adopted
 from .frozen import NotFusable
-from .modulation import Modulation, modulate_ahead
-from .reading import FusedBlock, Reader, active_backend, read_with
-from .shadow import LoraShadow
-from .unchanged import Unchanged
+from .reading import FusedBlock, Reader, has_hooks, read_with
 
 # of a block's output between the fused flow and the model's own code, relative, in norms: with products in high
 # precision, and as it runs. Adapters in fp32, which the fused flow multiplies in bf16, make 0.5 % of the one; where
@@ -33,132 +25,6 @@ from .unchanged import Unchanged
 LARGEST_DIFFERENCE, LARGEST_IN_FP8 = 0.02, 0.05
 # where ai-toolkit's linears cast x to 4 bits: those codes turn over by the last bit of bf16
 LARGEST_WITH_CODES = 0.1
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A block's fused form, and what it was made for."""
-
-    fused: FusedBlock
-    packing: PackingConfig | None
-    backend: str
-    unchanged: Unchanged
-
-
-class FusedForms:
-    """Gives the fused form of blocks.
-
-    The first block of each kind is run both ways, so that a diffusers version whose blocks compute something else is
-    noticed at the first step and trained through its own code.
-
-    Attributes:
-        readings: how often a block was read.
-    """
-
-    def __init__(self) -> None:
-        self._differs: dict[type, str] = {}  # kind of block → how its output differs; empty where it does not
-        self._read: dict[int, _Read] = {}  # by id of the block, which `Unchanged` keeps alive
-        self._shadow = LoraShadow((), torch.float32)
-        self._place = 0  # of the block that ran last
-        self.readings = 0
-
-    def form_of(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], packing: PackingConfig | None
-    ) -> FusedBlock:
-        """Return the block's fused form, which takes `args` alone.
-
-        Args:
-            block: of any class.
-            args: what it is about to be called with.
-            kwargs: likewise; FLUX's blocks are given none.
-            packing: how kept tensors are stored; None keeps them as they are.
-
-        Raises:
-            NotFusable: the block takes diffusers' own code; the message says why.
-        """
-        kind = type(block)
-        if self._differs.get(kind):
-            raise NotFusable(self._differs[kind])
-        if kwargs:
-            raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
-        fused = self._as_read(block, args, packing)
-        if fused is not None:
-            return fused
-        key = id(block)
-        self._read.pop(key, None)
-        fused = fused_block(block, args, packing)
-        if kind not in self._differs:
-            adopted = has_adopted(block)
-            difference, largest = relative_difference(fused, block, args), LARGEST_IN_FP8
-            if adopted:
-                largest = LARGEST_WITH_CODES
-            elif difference <= largest:
-                with in_high_precision(block):
-                    exact = fused_block(block, args, packing, join=False)
-                    difference, largest = relative_difference(exact, block, args), LARGEST_DIFFERENCE
-            differs = difference > largest
-            self._differs[kind] = f"its output differs from its own code's by {difference:.1%}" if differs else ""
-            if differs:
-                raise NotFusable(self._differs[kind])
-        self.readings += 1
-        unchanged = Unchanged(block, lambda: self._read.pop(key, None))
-        self._read[key] = _Read(fused, packing, active_backend(), unchanged)
-        return fused
-
-    def begins(self, place: int) -> bool:
-        """Whether a forward pass begins with the block that is about to run, at this place in forward order."""
-        before, self._place = self._place, place
-        return place <= before
-
-    def prepare(self, block: nn.Module, args: tuple[Any, ...], copies: bool, kept: Sequence[nn.Module]) -> None:
-        """Do what all blocks share at the beginning of a forward pass, for those that have been read.
-
-        Their adapters are copied as they are now, and their modulations made.
-
-        Args:
-            block: the first one.
-            args: what it is about to be called with.
-            copies: False drops the adapters' copies.
-            kept: blocks that run eager, and not again in the backward pass: those whose modulations are made.
-        """
-        dtype = compute_dtype(args[0])
-        forms = [read.fused for read in self._read.values()] if copies else []
-        if not self._shadow.is_of(forms, dtype):
-            self._shadow.drop()
-            self._shadow = LoraShadow(forms, dtype)
-        self._shadow.refresh()
-        modulations = [each for block in kept for each in self.modulations_of(block)]
-        with suppress(NotFusable):
-            temb = _reader_of(block).call(args).temb if modulations else None
-            if temb is not None:
-                modulate_ahead(modulations, temb)
-
-    def modulations_of(self, block: nn.Module) -> list[Modulation]:
-        """What makes a block's adaLN vectors; none before it has been read."""
-        read = self._read.get(id(block))
-        return [] if read is None else read.fused.block.modulations
-
-    def _as_read(self, block: nn.Module, args: tuple[Any, ...], packing: PackingConfig | None) -> FusedBlock | None:
-        read = self._read.get(id(block))
-        if read is None or read.packing != packing or read.backend != active_backend() or not read.unchanged.holds():
-            return None
-        read.fused.reader.call(args)
-        return read.fused
-
-    def obstacle(self, block: nn.Module, args: tuple[Any, ...] | None = None) -> str | None:
-        """Why a block will not be fused, as far as it shows without running it; None where it will be.
-
-        Args:
-            block: of any class.
-            args: what it is about to be called with; None before that is known.
-        """
-        if self._differs.get(type(block)):
-            return self._differs[type(block)]
-        try:
-            fused_block(block, args, None, join=False)
-        except NotFusable as error:
-            return str(error)
-        return None
 
 
 def fused_block(
@@ -194,6 +60,22 @@ def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Te
     return like.transpose(1, 2), call.shared.mask
 
 
+def check_agreement(fused: FusedBlock, block: nn.Module, args: tuple[Any, ...]) -> None:
+    """Run a block both ways: a diffusers version whose blocks compute something else is noticed at the first step.
+
+    Raises:
+        NotFusable: the outputs differ.
+    """
+    adopted = has_adopted(block)
+    difference, largest = relative_difference(fused, block, args), LARGEST_WITH_CODES if adopted else LARGEST_IN_FP8
+    if not adopted and difference <= largest:
+        with in_high_precision(block):
+            exact = fused_block(block, args, fused.block.saving.config, join=False)
+            difference, largest = relative_difference(exact, block, args), LARGEST_DIFFERENCE
+    if difference > largest:
+        raise NotFusable(f"its output differs from its own code's by {difference:.1%}")
+
+
 @torch.no_grad()
 def relative_difference(fused: FusedBlock, block: nn.Module, args: tuple[Any, ...]) -> float:
     """Return how far the fused block's outputs are from the block's own, as a fraction of their norm."""
@@ -202,3 +84,67 @@ def relative_difference(fused: FusedBlock, block: nn.Module, args: tuple[Any, ..
         for run in (block, fused)
     )
     return float((expected - found).norm() / expected.norm())
+
+
+class BlockState:
+    """What a trainer may change about blocks and the adapters on them, as one list that is compared.
+
+    Values changed in place are no change: who read a block has the same tensors. Modules are held, so that no other has
+    their identity; tensors are not, so that nothing here keeps codes on a GPU when the model moves to the CPU.
+
+    Args:
+        blocks: with or without LoRA.
+        on_moved: called when a block's buffers were replaced and freed.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], on_moved: Callable[[], None]) -> None:
+        blocks = list(blocks)
+        self._modules = [module for block in blocks for module in _modules(block) if _holds_something(module)]
+        self._states = list(map(vars, self._modules))
+        self._adapted = [state for state in self._states if "scaling" in state]  # PEFT's layers
+        networks = (state["network_ref"]() for state in self._states if "network_ref" in state)
+        self._networks = list({id(network): network for network in networks}.values())
+        buffers = (next(block.buffers(), None) for block in blocks)
+        self._moves = [weakref.ref(buffer, lambda _: on_moved()) for buffer in buffers if buffer is not None]
+        self._before = self._key()
+
+    def changed(self) -> bool:
+        """Whether anything is not as it was."""
+        return self._key() != self._before
+
+    def _key(self) -> list[Any]:
+        states = self._states
+        tensors = [x for s in states for x in (*s["_parameters"].values(), *s["_buffers"].values()) if x is not None]
+        return [
+            *map(type, self._modules),
+            *(child for state in states for child in state["_modules"].values()),
+            *map(id, tensors),
+            *(x.requires_grad for x in tensors),
+            *(x.data_ptr() for x in tensors if type(x) is Tensor),  # of a buffer: another may have the identity of one
+            *((s["training"], s.get("forward"), s.get("config"), s.get("coat_linear_config")) for s in states),
+            *map(has_hooks, self._modules),
+            *((s["_disable_adapters"], *s["_active_adapter"], *s["merged_adapters"]) for s in self._adapted),
+            *((*s["scaling"].values(), *s["lora_variant"]) for s in self._adapted),
+            *map(_network_state, self._networks),
+        ]
+
+
+def _modules(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a block and of ai-toolkit's LoRAs on it, which are no part of it."""
+    for module in block.modules():
+        yield module
+        owner = getattr(vars(module).get("forward"), "__self__", None)
+        while hasattr(owner, "lora_down") and hasattr(owner, "org_forward"):
+            yield from owner.modules()
+            owner = getattr(owner.org_forward, "__self__", None)
+
+
+def _holds_something(module: nn.Module) -> bool:
+    return bool(module._modules or module._parameters or module._buffers)
+
+
+def _network_state(network: Any) -> tuple[Any, ...]:
+    strengths = network._multiplier if isinstance(network._multiplier, list) else [network._multiplier]
+    differ = any(strength != strengths[0] for strength in strengths)  # a tensor is read where they do, a new one a step
+    switches = (network.is_active, network.is_merged_in, network.is_lorm)
+    return *switches, *strengths, id(network.torch_multiplier) if differ else None

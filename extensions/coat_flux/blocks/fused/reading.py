@@ -66,8 +66,14 @@ class FusedBlock:
     reader: Reader
     block: SingleBlock | DoubleBlock | StreamBlock
 
-    def __call__(self, *args: Any) -> Any:
-        """Run it, with the arguments and results of the block itself."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, with the arguments and results of the block itself.
+
+        Raises:
+            NotFusable: the arguments are not those that the reader knows.
+        """
+        if kwargs:
+            raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
         return self.reader.results(*self.block(*self.reader.call(args)))
 
 
@@ -88,8 +94,8 @@ def read_with(
     """
     if is_replaced(block):
         raise NotFusable("its forward was replaced")
-    if any(map(_has_hooks, block.modules())):  # names are made only where they are needed: this runs for every block
-        hooked = next(name for name, module in block.named_modules() if _has_hooks(module))
+    if any(map(has_hooks, block.modules())):  # names are made only where they are needed: this runs for every block
+        hooked = next(name for name, module in block.named_modules() if has_hooks(module))
         raise NotFusable(f"hooks on {hooked or 'the block'}")
     names = argument_names(type(block))
     if names != reader.arguments:
@@ -105,7 +111,8 @@ def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything hooks on its passes."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 

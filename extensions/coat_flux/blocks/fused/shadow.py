@@ -9,7 +9,6 @@ FLUX.1-dev; one buffer for all of them is filled by nine.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,8 +49,8 @@ class LoraShadow:
     """
 
     def __init__(self, forms: Sequence[Any], dtype: torch.dtype) -> None:
-        self._forms, self._dtype = list(forms), dtype
-        groups = [group for form in forms for group in _groups(form) if group.rank]
+        self.dtype = dtype
+        groups = self._groups = [group for form in forms for group in _groups(form) if group.rank]
         self._copies: list[Tensor] = []
         self._matrices: list[Tensor] = []  # what each of them is of
         self._scaled: list[tuple[Tensor, PlainAdapter]] = []  # copy of A·f with f other than 1, its adapter
@@ -82,18 +81,8 @@ class LoraShadow:
 
     def drop(self) -> None:
         """Let the adapters be cast at each use again."""
-        for form in self._forms:
-            for group in _groups(form):
-                for adapter in group.all_adapters:
-                    adapter.copies = None
-
-    def is_of(self, forms: Sequence[Any], dtype: torch.dtype) -> bool:
-        """Whether these very forms were given, and this dtype, and the adapters are still on the same device."""
-        same = len(forms) == len(self._forms) and all(map(operator.is_, forms, self._forms))
-        stayed = all(
-            copy.device == matrix.device for copy, matrix in zip(self._copies[:1], self._matrices[:1], strict=True)
-        )
-        return same and stayed and dtype == self._dtype
+        for group in self._groups:
+            group.all_adapters[0].copies = None
 
     @torch.no_grad()
     def refresh(self) -> None:
