@@ -155,14 +155,9 @@ class Page:
         header: Sequence[str] = (),
         width: int = 160,
     ) -> None:
-        """Add a grid of pictures, large ones made smaller; one that cannot be read is named.
+        """Add a grid of pictures (caption, file), row by row, made smaller; one that cannot be read is named.
 
-        Args:
-            title: above the grid; "" is none.
-            items: (caption, file), row by row; "" for no caption.
-            columns: pictures per row. On a narrow screen rows wrap, unless there is a header or a single column.
-            header: names of the columns, above the first row.
-            width: of a column on a wide screen, in pixels.
+        Columns are `width` pixels wide. On a narrow screen rows wrap, unless there is a header or a single column.
         """
         if not items:
             self.missing(f"{title}: there is nothing to show")

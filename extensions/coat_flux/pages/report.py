@@ -29,13 +29,6 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Make the page of a run.
 
-    Args:
-        run_dir: `<training_folder>/<name>`, of a run that ended or is still going.
-        out: file to write; default `coat/report.html` in the run's folder. `precision.png` goes next to it.
-
-    Returns:
-        The file.
-
     Raises:
         RunFolderError: the folder is not that of a run.
         SaveError: the page cannot be written.

@@ -71,15 +71,6 @@ class Saved(NamedTuple):
 class RunFolder:
     """A run's folder. Each file is read once: for a run that is still going, make another.
 
-    Args:
-        path: the folder.
-
-    Attributes:
-        path: as given.
-        config_text: of `config.yaml`, "" where there is none.
-        process: the process entry of the config, empty where it cannot be read.
-        name: of the run.
-
     Raises:
         RunFolderError: it is not one; names runs inside it.
     """

@@ -42,15 +42,8 @@ def verify(
     """Train with and without COAT from several seeds, and judge whether COAT loses anything; see `judgement`.
 
     Run again on the same folder it resumes where it was interrupted, or adds the seeds that are missing. Writes
-    `verdict.json` and `report.html`.
-
-    Args:
-        config: path, dictionary or job; its own run is not touched.
-        seeds: pairs of runs, at least 2; the first has the config's seed, the next the number after.
-        settings: steps, photos held out, points of the curves.
-        arm: laid over the `coat:` block of the COAT runs; None is the config as it is.
-        folder: of the comparison; None is `<training_folder>/<name>_verify`.
-        log: takes lines.
+    `verdict.json` and `report.html`. The first seed is the config's, the next the number after; `arm` is laid over the
+    `coat:` block of the COAT runs.
 
     Raises:
         UserError: see `open_study` and `COATTrainer.train`. A COAT run that dies is a verdict, not an error.

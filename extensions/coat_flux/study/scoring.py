@@ -84,14 +84,6 @@ def score_loras(
 ) -> Scores:
     """Load each LoRA into one high precision model, or each model, and run it on the held-out photos.
 
-    Args:
-        job: of any of the runs: model, dtype, LoRA's rank and targets.
-        loras: run → LoRA file; or a model's folder, and then all of them are in memory.
-        held_out: the photos.
-        device: where to run.
-        sigmas: noise levels per photo.
-        on_batch: called with batches done and their number.
-
     Raises:
         ResumeError: a LoRA does not fit the job's network.
     """

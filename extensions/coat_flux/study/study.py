@@ -114,12 +114,6 @@ class Study:
     ) -> ArmResult:
         """Run, resume, or take as it is, one run.
 
-        Args:
-            arm_name: a name for the folder, such as `bf16`.
-            arm: laid over the config's `coat:` block; see `runs`.
-            seed: of the run.
-            on_step: called with the number of steps done, also that of a run that is done.
-
         Raises:
             VerifyError: the run's folder holds a run of other settings.
             UserError: whatever `COATTrainer.train` raises.
@@ -174,11 +168,6 @@ def open_study(
     folder: str | Path | None = None,
 ) -> Study:
     """Check a config, split its photos and encode those held out.
-
-    Args:
-        config: path, dictionary or job.
-        settings: of the comparison.
-        folder: of its runs; None is `<training_folder>/<name>_verify`.
 
     Raises:
         UserError: the config has no COAT to compare, the photos cannot be split, the bf16 run does not fit the GPU, the

@@ -131,13 +131,8 @@ def value_text(value: Any) -> str:
 class Trial:
     """One run of a sweep, and its results so far.
 
-    Attributes:
-        settings: key → value, of every axis.
-        steps: of the whole run.
-        job: as it is saved, every `${VARIABLE}` unexpanded.
-        curve: (step, held-out loss).
-        seconds: per step, the median.
-        message: why it failed.
+    `settings` are the values by key, `job` is as it is saved, every `${VARIABLE}` unexpanded; `curve` has (step,
+    held-out loss), `seconds` is the median per step, `message` why it failed.
     """
 
     name: str
@@ -183,18 +178,8 @@ class Trial:
 class Sweep:
     """One sweep.
 
-    Args:
-        config: path of the YAML.
-        axes: what is varied.
-        seeds: of each combination.
-        folder: of the runs.
-        name: takes the place of `config.name`.
-        most: combinations to try; None tries all.
-        tpe: Optuna's TPE sampler chooses them by the losses so far; else they come in random order, none twice.
-
-    Attributes:
-        trials: of the combinations chosen so far.
-        total: trials there will be.
+    `most` combinations are tried, None tries all. With `tpe`, Optuna's TPE sampler chooses them by the losses so far;
+    else they come in random order, none twice. `trials` are of those chosen so far, `total` is how many there will be.
 
     Raises:
         SweepError: a key is given twice, a value has no place in the config, or Optuna is not installed.

@@ -116,12 +116,7 @@ class _Weight(NamedTuple):
 
 
 class CastProbe(TorchDispatchMode):
-    """Context manager that observes the casts of one step.
-
-    Args:
-        model: the transformer, for the names of layers; None knows none.
-        lora: name → parameter, for the names of moments.
-    """
+    """Context manager that observes the casts of one step."""
 
     def __init__(self, model: nn.Module | None, lora: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -62,13 +62,7 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
 
 
 class RunGuard:
-    """Watches one run.
-
-    Args:
-        options: `coat.guard`.
-        lora: name → parameter of every adapter matrix; may be set later as the attribute of this name.
-        log: takes one line for the user.
-        norms: of tensors that this process may have only a part of.
+    """Watches one run: its adapters (name → parameter, which may be set later), through norms that know all processes.
 
     Attributes:
         skipped, updates: updates that were skipped, and those that were done.

@@ -36,15 +36,7 @@ QUIET_SECONDS = 600.0  # of a run on another machine: longer without a sign of l
 
 
 class LiveRun:
-    """The training process's side; a `with` block for the length of the training.
-
-    Args:
-        run_dir: of the run.
-        first: steps done when it begins.
-        steps: when it ends.
-        samples: it has prompts to sample.
-        active: False (every process but the main one) does nothing.
-    """
+    """The training process's side; a `with` block for the length of the training."""
 
     def __init__(self, run_dir: Path, first: int, steps: int, *, samples: bool, active: bool = True):
         self._folder, self._active = run_dir, active

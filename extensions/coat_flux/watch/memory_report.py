@@ -41,14 +41,7 @@ def finish(
     log: Callable[[str], None],
     detail: Callable[[str], None] | None = None,
 ) -> None:
-    """End a run's tracking: JSON with the prediction, table, picture; nothing of a tracker that writes nothing.
-
-    Args:
-        tracker: of the run.
-        job: makes the job that is predicted; its error is reported instead of a prediction.
-        log: takes lines for the console.
-        detail: takes the table; None leaves it out.
-    """
+    """End a run's tracking: JSON with the prediction, table, picture; nothing of a tracker that writes nothing."""
     if tracker.path is not None:
         tracker.forecast = forecast(job, tracker.device)
     tracker.close()

@@ -82,10 +82,7 @@ def recompute_more(transformer: nn.Module) -> str | None:
 def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> str:
     """What ran out of memory, what holds it, and what to change, the cheapest first; several lines. Never raises.
 
-    Args:
-        error: for which `is_oom` holds.
-        phases: of the run, which know its device and the phase under way.
-        job: makes the job of the run (its error is reported); None leaves the plan and the remedies out.
+    Without a job there are no plan and no remedies.
     """
     phase = phases.under_way or "step"
     message = next(iter(str(error).splitlines()), type(error).__name__)

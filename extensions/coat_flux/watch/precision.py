@@ -76,15 +76,7 @@ class PrecisionWatch:
     That choice is made once, from the forward inputs of the first step that is observed (the second of a run), by the
     mean over its batches and over all processes; a resumed run takes over what was chosen. Gradients do not count:
     tokens far from the loss have small ones, which a scale for all of them loses without harm; `activation.grad_format`
-    is for them.
-
-    Args:
-        model: the transformer, with or without adapters.
-        minimum: `activation.min_sqnr_db`; None leaves all layers as they are.
-        report: of `apply_coat`; gets the layers that multiply in bf16, and why.
-        log: takes lines for the user.
-        write: takes rows for `coat/precision.csv`.
-        mean: over all processes.
+    is for them. `mean` is over all processes; `report`, that of `apply_coat`, gets the layers and why.
     """
 
     def __init__(

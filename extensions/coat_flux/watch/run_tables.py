@@ -35,16 +35,7 @@ class StepStats:
 
 
 class RunTables:
-    """The tables of one run, and the versions it runs on; only the main process has them.
-
-    Args:
-        folder: of the run.
-        step: steps done; what a crashed run wrote after them is dropped.
-        device: whose peak memory is recorded.
-        trainer: which program trains, for the versions.
-        log: takes one line when the disk refuses something.
-        validates: the run measures a fixed-noise loss.
-    """
+    """The tables of one run, and the versions it runs on; only the main process has them."""
 
     def __init__(
         self,

@@ -76,19 +76,7 @@ def watch_steps(
     job: Callable[[], JobConfig],
     **further: Any,
 ) -> StepWatch:
-    """Build the watch of a run, and count adapters, gradients and optimizer in its memory report.
-
-    Args:
-        config: the `coat:` block.
-        transformer: as `apply_coat` left it, already counted in `phases`.
-        network: the module that holds the adapters; None without any, where the trainer counts gradients itself.
-        lora: name → parameter of every adapter matrix.
-        optimizer: of the run.
-        log: of the run.
-        phases: of the run, since it began to load.
-        job: makes the job, for the plan's figures when memory runs out.
-        **further: further arguments of `StepWatch`.
-    """
+    """Build the watch of a run, and count adapters, gradients and optimizer in its memory report."""
     if network is not None:
         phases.hold("lora", network, trained)
         phases.hold("gradients", network, gradients)
@@ -153,9 +141,6 @@ class StepWatch:
         Where `activation.min_sqnr_db` still has to choose layers, the next step from step 2 on is observed as well,
         also with `guard.enabled: false`, which then judges nothing.
 
-        Args:
-            step: the number the step gets when done.
-
         Raises:
             DeadRunError: at the block's end, a share above `guard.max_saturation` or `guard.max_underflow`.
         """
@@ -187,11 +172,8 @@ class StepWatch:
     def retry(self, step: int, attempt: Callable[[], T], reset: Callable[[], str | None]) -> T:
         """Do what needs the memory of a step; where it runs out, again with more recomputation.
 
-        Args:
-            step: the number the step gets when done.
-            attempt: does it. Once its update has begun (`allows_update`, `begin_update`), it is not tried again.
-            reset: puts back what an attempt that failed has changed, and drops its gradients; returns what memory it
-                gave back besides, in words.
+        Once its update has begun (`allows_update`, `begin_update`), an attempt is not made again. `reset` puts back
+        what an attempt that failed has changed, drops its gradients, and returns in words what memory it gave back.
 
         Raises:
             OutOfMemory: nothing is left to be recomputed; the message is the explanation.
@@ -217,12 +199,7 @@ class StepWatch:
         return self._writes_lines and step % self._memory.log_every == 0
 
     def mark(self, moment: str, step: int) -> None:
-        """Measure memory at a moment of a step, and write a line if this step is due.
-
-        Args:
-            moment: one of `phases.STEP_MOMENTS`.
-            step: the number the step gets when done.
-        """
+        """Measure memory at a moment of a step, and write a line if this step is due."""
         self.phases.mark(moment)
         if not self.measures_memory(step):
             return
@@ -245,10 +222,6 @@ class StepWatch:
         """Check the parameters if they were updated, and warn where steps have become slow for lack of memory.
 
         After the first step: what the blocks did in it.
-
-        Args:
-            step: the number of the step.
-            seconds: it took.
 
         Raises:
             DeadRunError: a parameter is not finite, or every lora_B still zero.
