@@ -20,38 +20,24 @@ INPUT, GRADIENT = "input", "gradient"  # of a linear
 
 
 class Cast(NamedTuple):
-    """A tensor that became FP8 codes.
+    """A tensor that became FP8 codes."""
 
-    Attributes:
-        kind: `INPUT` or `GRADIENT`; None where the products that read the codes decide, and codes that none reads are
-            saved for backward.
-        values: what was cast [..., K].
-        codes: FP8, like values.
-        scale: fp32, as `granularity` has it.
-        granularity: which elements share a scale.
-        factors: fp32 [K] that values were multiplied by before all else; None for ones.
-    """
-
+    # `INPUT` or `GRADIENT`; None where the products that read the codes decide, and codes that none reads are saved
+    # for backward
     kind: str | None
-    values: Tensor
-    codes: Tensor
-    scale: Tensor
-    granularity: Granularity
-    factors: Tensor | None = None
+    values: Tensor  # what was cast [..., K]
+    codes: Tensor  # FP8, like values
+    scale: Tensor  # fp32, as `granularity` has it
+    granularity: Granularity  # which elements share a scale
+    factors: Tensor | None = None  # fp32 [K] that values were multiplied by before all else; None for ones
 
 
 class Product(NamedTuple):
-    """A product with a weight in FP8.
+    """A product with a weight in FP8."""
 
-    Attributes:
-        weight: its codes.
-        codes: of the other operand; None where that is not in FP8.
-        kind: of the other operand: `INPUT` in the forward pass, `GRADIENT` in the backward pass.
-    """
-
-    weight: Tensor
-    codes: Tensor | None = None
-    kind: str = INPUT
+    weight: Tensor  # its codes
+    codes: Tensor | None = None  # of the other operand; None where that is not in FP8
+    kind: str = INPUT  # of the other operand: `INPUT` in the forward pass, `GRADIENT` in the backward pass
 
 
 class Decoded(NamedTuple):
@@ -62,25 +48,15 @@ class Decoded(NamedTuple):
 
 
 class MomentUpdate(NamedTuple):
-    """A step of AdamW in place on packed moments; declared before it happens, with None for the result.
+    """A step of AdamW in place on packed moments; declared before it happens, with None for the result."""
 
-    Attributes:
-        params: the parameters.
-        grads: one for each.
-        exp_avg: codes and numbers of the packed first moment.
-        exp_avg_sq: of the second.
-        first_blocks: where the blocks of each parameter start.
-        hyper: the scalars of `ops.adamw.Hyper`.
-        maximize: ascend instead of descend.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    exp_avg: tuple[Tensor, Tensor]
-    exp_avg_sq: tuple[Tensor, Tensor]
-    first_blocks: list[int]
-    hyper: list[float]
-    maximize: bool
+    params: list[Tensor]  # the parameters
+    grads: list[Tensor]  # one for each
+    exp_avg: tuple[Tensor, Tensor]  # codes and numbers of the packed first moment
+    exp_avg_sq: tuple[Tensor, Tensor]  # of the second
+    first_blocks: list[int]  # where the blocks of each parameter start
+    hyper: list[float]  # the scalars of `ops.adamw.Hyper`
+    maximize: bool  # ascend instead of descend
 
 
 Declared = Cast | tuple[Cast, ...] | Product | Decoded | MomentUpdate

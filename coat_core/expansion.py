@@ -40,19 +40,12 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 
 class QuantizedBlocks(NamedTuple):
-    """Blocks stored in 8 bits.
+    """Blocks stored in 8 bits."""
 
-    Attributes:
-        codes: FP8 [n, B], or the integers of `coat_core.moments`.
-        scale: fp32 [n, 1].
-        center: fp32 [n, 1], or None without expansion.
-        exponent: fp32 [n, 1], or None where the format has none.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    center: Tensor | None = None
-    exponent: Tensor | None = None
+    codes: Tensor  # FP8 [n, B], or the integers of `coat_core.moments`
+    scale: Tensor  # fp32 [n, 1]
+    center: Tensor | None = None  # fp32 [n, 1], or None without expansion
+    exponent: Tensor | None = None  # fp32 [n, 1], or None where the format has none
 
 
 def expansion_parameters(blocks: Tensor, fmt: Format, config: ExpansionConfig) -> tuple[Tensor, Tensor]:
@@ -96,12 +89,6 @@ def quantize_blocks(
     blocks: Tensor, fmt: Format, expansion: ExpansionConfig | None, uniform: Tensor | None = None
 ) -> QuantizedBlocks:
     """Quantize each row of fp32 [n, B] with one scale, expanding its range first when `expansion` is given.
-
-    Args:
-        blocks: values; of 0 or more where they are rounded at random.
-        fmt: of the codes.
-        expansion: constants of the expansion, or None without it.
-        uniform: fp32 [n, B], what decides between neighbouring codes (`coat_core.rounding`); None rounds to nearest.
 
     Returns:
         QuantizedBlocks; scale = amax of the (expanded) row / fmt.max.

@@ -37,17 +37,11 @@ FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """An 8-bit format of one of AdamW's moments.
+    """An 8-bit format of one of AdamW's moments."""
 
-    Attributes:
-        name: as in the options.
-        dtype: of its codes; no other format has it, so it identifies the format.
-        numbers: fields of `QuantizedBlocks` that a block has besides its codes.
-    """
-
-    name: str
-    dtype: torch.dtype
-    numbers: tuple[str, ...]
+    name: str  # as in the options
+    dtype: torch.dtype  # of its codes; no other format has it, so it identifies the format
+    numbers: tuple[str, ...]  # fields of `QuantizedBlocks` that a block has besides its codes
 
 
 INT8_RATIO = IntegerFormat("int8_ratio", torch.int8, ("scale",))

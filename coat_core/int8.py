@@ -45,13 +45,6 @@ def rotation_size(width: int) -> int:
 def rotate(x: Tensor, size: int) -> Tensor:
     """Return x H in fp32, H of `size` neighbours; applied twice it is x.
 
-    Args:
-        x: floating [..., K].
-        size: a power of 4 that divides K; 1 changes nothing.
-
-    Returns:
-        fp32 [..., K].
-
     Raises:
         ValueError: `size` is something else.
 
@@ -76,11 +69,6 @@ def check_rotation(x: Tensor, size: int) -> None:
 
 def quantize_int8(x: Tensor, size: int, factors: Tensor | None = None) -> Quantized:
     """Rotate x and round each row to INT8.
-
-    Args:
-        x: floating [..., K], at least one element.
-        size: of the rotation, as of `rotate`.
-        factors: fp32 [K], multiply x first.
 
     Returns:
         Quantized(codes INT8 like x, scale fp32 [..., 1], PER_ROW): of x H, not of x.

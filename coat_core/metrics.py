@@ -46,11 +46,6 @@ def cast_losses(x: Tensor, codes: Tensor, x_hat: Tensor) -> Tensor:
     those a scale did not cover, ±inf among them. The largest element of a group, which scales made just in time put
     there, is none. Lost: nonzero elements with a zero code.
 
-    Args:
-        x: what was cast, any floating dtype and shape.
-        codes: FP8 [like x].
-        x_hat: the codes dequantized, fp32 [like x].
-
     Returns:
         fp32 [2] on the device of x: share of all elements that are saturated, share of nonzero ones that are lost.
     """

@@ -65,10 +65,6 @@ def dequantize_ratio(codes: Tensor, scale: Tensor) -> Tensor:
 def quantize_log(blocks: Tensor, uniform: Tensor | None = None) -> QuantizedBlocks:
     """Quantize each row of fp32 [n, B], values of 0 or more, to uint8 with codes evenly spaced in the logarithm.
 
-    Args:
-        blocks: values of 0 or more.
-        uniform: fp32 [n, B], what decides between neighbouring codes (`coat_core.rounding`); None rounds to nearest.
-
     Returns:
         QuantizedBlocks; scale is the largest value, exponent the step of log2 from code to code; 1 and 0 in a row of
         zeros.
@@ -103,16 +99,13 @@ def dequantize_log(codes: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
 
 
 class Codec(NamedTuple):
-    """How blocks get into one integer format and out of it.
+    """How blocks get into one integer format and out of it."""
 
-    Attributes:
-        encode: fp32 [n, B] → QuantizedBlocks; of a format of exp_avg_sq, then what decides between neighbouring codes
-            (`coat_core.rounding.uniform`), where they are rounded at random.
-        decode: codes [n, B] and the format's numbers [n, 1], in their order → fp32 [n, B]. A new state has zero codes
-            and numbers of 1, which must give 0.
-    """
-
+    # fp32 [n, B] → QuantizedBlocks; of a format of exp_avg_sq, then what decides between neighbouring codes
+    # (`coat_core.rounding.uniform`), where they are rounded at random
     encode: Callable[..., QuantizedBlocks]
+    # codes [n, B] and the format's numbers [n, 1], in their order → fp32 [n, B]. A new state has zero codes and
+    # numbers of 1, which must give 0
     decode: Callable[..., Tensor]
 
 

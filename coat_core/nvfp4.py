@@ -39,17 +39,11 @@ CHUNK = 1 << 22  # elements that are searched at a time
 
 
 class Packed(NamedTuple):
-    """A weight in NVFP4.
+    """A weight in NVFP4."""
 
-    Attributes:
-        codes: uint8 [N, K/2], two codes a byte.
-        block_scales: uint8 [N, K/16], the bits of E4M3 numbers.
-        scale: fp32 [], of the decoded e4m3 numbers.
-    """
-
-    codes: Tensor
-    block_scales: Tensor
-    scale: Tensor
+    codes: Tensor  # uint8 [N, K/2], two codes a byte
+    block_scales: Tensor  # uint8 [N, K/16], the bits of E4M3 numbers
+    scale: Tensor  # fp32 [], of the decoded e4m3 numbers
 
 
 def quantize(weight: Tensor) -> Packed:

@@ -25,17 +25,11 @@ from coat_core.granularity import PER_TENSOR, Granularity
 
 
 class Quantized(NamedTuple):
-    """FP8 codes with their scales: x ≈ codes · scale.
+    """FP8 codes with their scales: x ≈ codes · scale."""
 
-    Attributes:
-        codes: FP8 dtype, the shape of x.
-        scale: fp32, `granularity.scale_shape(x.shape)`.
-        granularity: which elements share a scale.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    granularity: Granularity
+    codes: Tensor  # FP8 dtype, the shape of x
+    scale: Tensor  # fp32, `granularity.scale_shape(x.shape)`
+    granularity: Granularity  # which elements share a scale
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return codes · scale in `dtype`, the shape of the codes."""
@@ -45,25 +39,13 @@ class Quantized(NamedTuple):
 def saturating_cast(x: Tensor, fmt: Format) -> Tensor:
     """Round to nearest even into `fmt`, clamping to ±fmt.max instead of overflowing.
 
-    Args:
-        x: any floating dtype, any shape.
-        fmt: target format.
-
-    Returns:
-        Tensor of dtype fmt.dtype, the shape of x; NaN stays NaN, ±inf becomes ±fmt.max.
-
     Numerics: equal to `ml_dtypes` after clamping for every bf16 value.
     """
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def neighbours(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return the largest code that is not above x and the one after it, as fp32 of one shape; fmt.max has no next.
-
-    Args:
-        x: fp32, 0 or more; NaN gives NaN.
-        fmt: of the codes.
-    """
+    """Return the largest code that is not above x and the one after it, as fp32 of one shape; fmt.max has no next."""
     exponent = x.clamp(min=fmt.smallest_normal).view(torch.int32) & 0x7F800000
     spacing = (exponent - (fmt.mantissa_bits << 23)).view(torch.float32)
     lower = torch.floor(x / spacing) * spacing
@@ -132,10 +114,6 @@ def amax(x: Tensor, granularity: Granularity) -> Tensor:
     """Largest finite magnitude per scaling group, in two stages for coarse granularities.
 
     First over 1×G groups (a fused producer has these for free), then over the groups: the paper's group scaling.
-
-    Args:
-        x: floating dtype [..., K].
-        granularity: which elements share a scale.
 
     Returns:
         fp32 tensor of `granularity.scale_shape(x.shape)`; 0 for groups without a finite nonzero value.

@@ -49,26 +49,13 @@ def mix(x: Tensor) -> Tensor:
 
 
 def streams(seed: int, count: int, device: torch.device | None = None) -> Tensor:
-    """Return the stream of each of `count` parameters, int32 [count], without waiting for the device.
-
-    Args:
-        seed: 0 or more; the lowest 64 bits count.
-        count: of parameters, in the order of the optimizer's groups.
-        device: where they are.
-    """
+    """Return the stream of each of `count` parameters, int32 [count], without waiting for the device."""
     low, high = (torch.full((count,), _wrapped(part), dtype=torch.int32, device=device) for part in (seed, seed >> 32))
     return mix(mix(low ^ mix(high)) + torch.arange(count, dtype=torch.int32, device=device))
 
 
 def random_bits(draws: Tensor, first_elements: Tensor, block_size: int) -> Tensor:
-    """Return 32 bits for each element of blocks, int32 [n, B].
-
-    Args:
-        draws: int32 [n, 3], of the parameter that each block is of: stream, step, and the number of the first of its
-            elements that are here (0, but for a shard).
-        first_elements: int32 [n], where each block starts from there.
-        block_size: B.
-    """
+    """Return 32 bits for each element of blocks, int32 [n, B]."""
     stream, step, first = draws[:, :, None].unbind(1)
     element = first + first_elements[:, None] + torch.arange(block_size, dtype=torch.int32, device=draws.device)
     return mix(mix(element ^ stream) + mix(step ^ mix(stream)))

@@ -65,30 +65,15 @@ def _is_same_input(x: Tensor, base_input: Tensor) -> bool:
 
 
 class FP8InputLinear(nn.Linear):
-    """A bias-free nn.Linear that saves its input in FP8; made from an adapter's down projection by `from_linear`.
+    """A bias-free nn.Linear that saves its input in FP8; made from an adapter's down projection by `from_linear`."""
 
-    Attributes:
-        input_format: "e4m3", "e5m2" or "int8".
-        input_granularity: scaling of the saved x where it is quantized here.
-        source: one-element tuple with the base linear that hands over its x, or empty.
-    """
-
-    input_format: str
-    input_granularity: Granularity
-    source: tuple[Any, ...]
+    input_format: str  # "e4m3", "e5m2" or "int8"
+    input_granularity: Granularity  # scaling of the saved x where it is quantized here
+    source: tuple[Any, ...]  # one-element tuple with the base linear that hands over its x, or empty
 
     @staticmethod
     def from_linear(linear: nn.Linear, input_format: str, granularity: Granularity, base: Any = None) -> FP8InputLinear:
         """Convert in place, keeping the parameter.
-
-        Args:
-            linear: the down projection, weight [r, K], without bias.
-            input_format: format of the saved x.
-            granularity: scaling of the saved x.
-            base: FP8 linear that always reads the same x just before, if there is one.
-
-        Returns:
-            The same object.
 
         Raises:
             ValueError: the layer has a bias.

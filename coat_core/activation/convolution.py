@@ -46,9 +46,6 @@ def keep_no_input(layer: Any) -> None:
     On the instance, so that trainers still find a layer of its class. Padding in words or by reflection, and inputs
     without a batch, stay as they are.
 
-    Args:
-        layer: whose `_conv_forward` is replaced; x [B, C, ...] in any dtype that torch convolves.
-
     Numerics: output and dx are torch's own, bit for bit. A second backward pass through dx raises RuntimeError.
     Source: torch's derivative of convolution, in which dW alone reads x.
     """

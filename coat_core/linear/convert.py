@@ -18,15 +18,10 @@ ADAPTER_PARTS = {"lora_A", "lora_B", "lora_down", "lora_up"}  # module names of 
 
 @dataclass
 class ConversionReport:
-    """What a conversion did, by full module name.
+    """What a conversion did, by full module name."""
 
-    Attributes:
-        converted: names of the layers that are FP8 now.
-        skipped: name → reason, for the linear layers that are not.
-    """
-
-    converted: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
+    converted: list[str] = field(default_factory=list)  # names of the layers that are FP8 now
+    skipped: dict[str, str] = field(default_factory=dict)  # name → reason, for the linear layers that are not
 
     def summary(self) -> str:
         """One line: counts, and the reasons with their counts."""

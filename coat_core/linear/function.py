@@ -87,21 +87,7 @@ def multiply(
     forward: bool = False,
     is_output: bool = False,
 ) -> Tensor:
-    """Return (a)(weight · scale)ᵀ + bias.
-
-    Args:
-        a: FP8 [..., K].
-        weight: FP8 codes [N, K].
-        scale: fp32 [] or [N, 1].
-        bias: [N] or None.
-        dtype: of the result.
-        forward: see `scaled_mm`.
-        is_output: an autograd.Function returns the result, which must then be no view: that could not be changed in
-            place.
-
-    Returns:
-        Tensor [..., N].
-    """
+    """Return (a)(weight · scale)ᵀ + bias, [..., N]; `is_output` of an autograd function, which must be no view."""
     lead = a.codes.shape[:-1]
     a_scale = _rows(a.scale) if a.scale.ndim else a.scale
     product = int8_mm if weight.dtype == INT8.dtype else scaled_mm
@@ -122,19 +108,7 @@ def fprop(
     dtype: torch.dtype,
     is_output: bool = False,
 ) -> Tensor:
-    """Return y = x Wᵀ + b, without a gradient.
-
-    Args:
-        x: [..., K].
-        quantized: x in FP8; None multiplies x by the dequantized weight.
-        weight: W [N, K].
-        bias: [N] or None.
-        dtype: of the result.
-        is_output: as `multiply`.
-
-    Returns:
-        Tensor [..., N].
-    """
+    """Return y = x Wᵀ + b, without a gradient."""
     if quantized is not None:
         return multiply(quantized, weight.for_fprop(), weight.scale, bias, dtype, True, is_output)
     if weight.rotation > 1:
@@ -179,14 +153,6 @@ def dgrad(
 def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:
     """Return dW = dyᵀ x.
 
-    Args:
-        grad: dy [..., N].
-        x: FP8 [..., K], as the forward pass saved it.
-        config: its `wgrad_format` says what dy is cast to; "bf16" multiplies the dequantized x by dy as it is.
-
-    Returns:
-        Tensor [N, K] in dy's dtype.
-
     Numerics: of Gaussian data e4m3 × e4m3 at 28 dB, e5m2 × e4m3 at 24 dB or better, at any spread of tokens' sizes.
     """
     if config.wgrad_format == "bf16":
@@ -205,11 +171,7 @@ def wgrad(grad: Tensor, x: Quantized, config: FP8LinearConfig) -> Tensor:
 
 
 def unit_scale(scale: Tensor) -> Tensor:
-    """Return what is left of a weight's scale [] or [N, 1] in dgrad: one per row goes into dy before the cast.
-
-    Returns:
-        fp32 []. Kept for row-wise GEMMs, it is kept as [K, 1]: `coat_core.ops.scaled_mm.row_scale`.
-    """
+    """Return what is left of a weight's scale [] or [N, 1] in dgrad: one per row goes into dy before the cast."""
     return scale.new_ones(()) if scale.ndim == 2 else scale
 
 

@@ -181,14 +181,10 @@ class FP8TrainableLinear(nn.Linear):
     """nn.Linear whose high precision weight is trained with FP8 GEMMs (full fine-tuning).
 
     The weight is cast at each use, or once per optimizer step (`config.cache_weight`); x is kept for wgrad as codes.
-
-    Attributes:
-        config: formats and granularities.
-        trained_codes: the codes of the weight, where they are kept; no part of the state dict.
     """
 
-    config: FP8LinearConfig
-    trained_codes: TrainedCodes
+    config: FP8LinearConfig  # formats and granularities
+    trained_codes: TrainedCodes  # the codes of the weight, where they are kept; no part of the state dict
 
     @staticmethod
     def from_linear(linear: nn.Linear, config: FP8LinearConfig | None = None) -> FP8TrainableLinear:

@@ -26,12 +26,7 @@ from coat_core.linear.weight import StoredWeight, quantize_weight
 
 
 class TrainedCodes:
-    """The codes of one weight.
-
-    Attributes:
-        codes: FP8 [N, K] or None: no weight has been cast, or it is cast at each use.
-        scale: fp32 [] or [N, 1], or None.
-    """
+    """The codes of one weight."""
 
     def __init__(self) -> None:
         self.codes: Tensor | None = None

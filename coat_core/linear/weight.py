@@ -31,19 +31,12 @@ OUTPUT_DIM = {CODES: 0, BLOCK_SCALES: 0, TRANSPOSED: 1}
 
 
 class StoredWeight(NamedTuple):
-    """Views of a module's buffers: W = codes · scale, or what the codes decode to · scale; of int8, W H in its place.
+    """Views of a module's buffers: W, or of int8 W H, is codes · scale, or what the codes decode to · scale."""
 
-    Attributes:
-        codes: FP8 or INT8 [N, K]; of nvfp4, uint8 [N, K/2].
-        scale: fp32 [] or [N, 1].
-        transposed: FP8 codes as a contiguous [K, N] for dgrad, where there is such a copy.
-        block_scales: of nvfp4, uint8 [N, K/16]; else None.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    transposed: Tensor | None = None
-    block_scales: Tensor | None = None
+    codes: Tensor  # FP8 or INT8 [N, K]; of nvfp4, uint8 [N, K/2]
+    scale: Tensor  # fp32 [] or [N, 1]
+    transposed: Tensor | None = None  # FP8 codes as a contiguous [K, N] for dgrad, where there is such a copy
+    block_scales: Tensor | None = None  # of nvfp4, uint8 [N, K/16]; else None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,14 +76,7 @@ def quantize_weight(weight: Tensor, config: FP8LinearConfig) -> StoredWeight:
 
 
 def store_weight(module: nn.Module, weight: Tensor, config: FP8LinearConfig, persistent: bool = True) -> None:
-    """Quantize `weight` [N, K] and register it on `module`, in place of what was stored there.
-
-    Args:
-        module: gets the buffers.
-        weight: floating.
-        config: says how it is stored.
-        persistent: whether they are part of the module's state dict.
-    """
+    """Quantize `weight` [N, K] and register it on `module`, in place of what was stored there."""
     stored = quantize_weight(weight, config)
     drop_weight(module)
     module.register_buffer(CODES, stored.codes.view(torch.uint8), persistent)

@@ -40,25 +40,15 @@ from coat_core.rounding import random_bits, uniform
 
 
 class Hyper(NamedTuple):
-    """Scalars of one AdamW step.
+    """Scalars of one AdamW step."""
 
-    Attributes:
-        weight1: 1 − β1.
-        beta2: β2.
-        weight2: 1 − β2.
-        eps: ε.
-        decay: 1 − lr·λ.
-        step_size: lr/(1 − β1^t).
-        root: sqrt(1 − β2^t).
-    """
-
-    weight1: float
-    beta2: float
-    weight2: float
-    eps: float
-    decay: float
-    step_size: float
-    root: float
+    weight1: float  # 1 − β1
+    beta2: float  # β2
+    weight2: float  # 1 − β2
+    eps: float  # ε
+    decay: float  # 1 − lr·λ
+    step_size: float  # lr/(1 − β1^t)
+    root: float  # sqrt(1 − β2^t)
 
 
 class Moment(NamedTuple):
@@ -82,12 +72,6 @@ def hyper_table(lr: float | Tensor, steps: Tensor, betas: tuple[float, float], w
 
     Computed in fp64 and rounded once: 1 − β2^t in fp32 would err by 1e-4 (relative) in the first step.
 
-    Args:
-        lr: a float, or a one-element tensor on the device of `steps`, which is not read back.
-        steps: fp32 [n], numbers of the step of each tensor.
-        betas: β1 and β2.
-        weight_decay: λ.
-
     Returns:
         fp32 [n, 3].
     """
@@ -102,14 +86,6 @@ def adamw_update_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Hyper, table: Tensor | None = None
 ) -> None:
     """Do one AdamW step in place on `param`, `exp_avg` and `exp_avg_sq`.
-
-    Args:
-        param: w, fp32 [n, B].
-        grad: g, fp32, the shape of param; left as it is.
-        exp_avg: m before the step, fp32, the shape of param.
-        exp_avg_sq: v before the step, fp32, the shape of param.
-        hyper: the scalars of this step.
-        table: fp32 [n, 3], a row of `hyper_table` per block, in place of the last three of `hyper`.
 
     Numerics: bit-equal to torch.optim.AdamW(foreach=False) on a CPU, whose products with a tensor lr are fp32 too.
     """

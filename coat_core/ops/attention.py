@@ -34,17 +34,11 @@ _in_use: tuple[str, str, torch.dtype, int] | None = None  # kernel; type of devi
 
 
 class AttentionContext(NamedTuple):
-    """What backward needs besides q, k, v and out.
+    """What backward needs besides q, k, v and out."""
 
-    Attributes:
-        kernel: of `GPU_KERNELS`, "flash_cpu", or "plain" for the one that runs forward again.
-        tensors: log-sum-exp first, then small tensors; empty for "plain".
-        sizes: what is not a tensor: the longest query and key length of the flash kernels.
-    """
-
-    kernel: str
-    tensors: tuple[Tensor, ...]
-    sizes: tuple[int, ...] = ()
+    kernel: str  # of `GPU_KERNELS`, "flash_cpu", or "plain" for the one that runs forward again
+    tensors: tuple[Tensor, ...]  # log-sum-exp first, then small tensors; empty for "plain"
+    sizes: tuple[int, ...] = ()  # what is not a tensor: the longest query and key length of the flash kernels
 
 
 def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str:
@@ -84,10 +78,6 @@ def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
 
     FlashAttention 3 or 4 then also runs wherever else torch's attention takes FlashAttention 2: its registry holds one.
 
-    Args:
-        kernel: as in `AttentionContext`; None leaves the choice to torch.
-        like: q, whose device, dtype and head size count.
-
     Raises:
         Exception: of any kind, from a library that is not installed, or that this torch or GPU cannot use.
     """
@@ -105,10 +95,6 @@ def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as `attention_forward` takes it.
-
-    Args:
-        mask: broadcast to [B, H, S, S]: bool, True where a query sees a key, or what is added to q kᵀ / sqrt(d).
-        dtype: of q.
 
     Returns:
         Tensor of `dtype`, -inf where a query does not see a key. Its rows begin where a GPU's kernels can read them.

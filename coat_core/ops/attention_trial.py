@@ -21,11 +21,7 @@ CHECKED_QUERIES = 256
 
 
 class AttentionTrial:
-    """Tensors of a run's shape.
-
-    Args:
-        like: q, its values aside.
-    """
+    """Tensors of a run's shape."""
 
     def __init__(self, like: Tensor) -> None:
         batch, heads, tokens, head_dim = like.shape
@@ -45,11 +41,7 @@ class AttentionTrial:
 
     @torch.no_grad()
     def obstacle(self, kernel: str) -> str | None:
-        """Put a kernel to use and run it; why it cannot be used, None where it can and stays in use.
-
-        Args:
-            kernel: as in `AttentionContext`.
-        """
+        """Put a kernel to use and run it; why it cannot be used, None where it can and stays in use."""
         reason = self._tried(kernel)
         if reason is not None:
             use_kernel(None)
@@ -83,11 +75,7 @@ class AttentionTrial:
 
 
 def kernel_obstacles(like: Tensor) -> dict[str, str | None]:
-    """Return why each kernel for GPUs cannot be used for such tensors, None where it can; torch chooses afterwards.
-
-    Args:
-        like: q, its values aside.
-    """
+    """Return why each kernel for GPUs cannot be used for such tensors, None where it can; torch chooses afterwards."""
     trial = AttentionTrial(like)
     found = {kernel: trial.obstacle(kernel) for kernel in GPU_KERNELS}
     use_kernel(None)

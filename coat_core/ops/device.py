@@ -66,18 +66,7 @@ def rounded(x, like_ptr):
 
 @triton.jit
 def store_row_codes(values, codes_ptr, scale_ptr, rows, are_rows, offsets, inside, FORMAT_MAX: tl.constexpr):
-    """Quantize whole rows that a program holds.
-
-    Args:
-        values: fp32 [R, BLOCK], 0 where nothing is inside.
-        codes_ptr: of the codes; None leaves the amax of each row alone.
-        scale_ptr: of a scale or amax for each row; None does nothing at all.
-        rows: index of each row [R].
-        are_rows: which of them exist [R].
-        offsets: of the codes [R, BLOCK].
-        inside: which of those exist [R, BLOCK].
-        FORMAT_MAX: of the codes.
-    """
+    """Quantize whole rows that a program holds; without codes leave each row's amax, without scales do nothing."""
     if scale_ptr is not None:
         amax = tl.max(finite_abs(values), axis=1)
         if codes_ptr is None:
@@ -104,21 +93,9 @@ def store_group_codes(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Quantize a tile of rows in groups of G; the last group may be shorter.
+    """Quantize a tile, columns first to end of rows of `width`, in groups of G; the last may be shorter.
 
-    Args:
-        values: fp32 [R, BLOCK], 0 where nothing is inside.
-        codes_ptr: of the codes [rows, width].
-        scale_ptr: of the scales [rows, ceil(width / G)].
-        rows: index of each row [R], int64.
-        are_rows: which of them exist [R].
-        first: column of the tile's first element, a multiple of G.
-        end: column after its last.
-        width: of a row.
-        FORMAT_MAX: of the codes.
-        G: a power of two, at most BLOCK.
-        R: rows.
-        BLOCK: columns, a power of two.
+    G is a power of two, at most BLOCK, and `first` a multiple of it.
     """
     groups = tl.reshape(values, (R, BLOCK // G, G))
     scale = scale_from_amax(tl.max(finite_abs(groups), axis=2), FORMAT_MAX)
@@ -132,19 +109,7 @@ def store_group_codes(
 
 @triton.jit
 def load_saved(x_ptr, scale_ptr, offsets, groups, inside, DTYPE: tl.constexpr):
-    """Read values, or codes and their scales.
-
-    Args:
-        x_ptr: of the values, or of the codes.
-        scale_ptr: of the scales; None where x is values.
-        offsets: of x, any shape.
-        groups: offsets of the scales, of the same shape.
-        inside: which of them exist.
-        DTYPE: what code · scale is rounded to.
-
-    Returns:
-        fp32, 0 where nothing is inside.
-    """
+    """Read values, or codes and their scales, in fp32, 0 outside; code · scale is rounded to DTYPE."""
     x = as_values(tl.load(x_ptr + offsets, mask=inside, other=0.0))
     if scale_ptr is not None:
         x = (x * tl.load(scale_ptr + groups, mask=inside, other=0.0)).to(DTYPE).to(tl.float32)
@@ -166,17 +131,8 @@ def add_low_rank(
 ):
     """Return y + h·upᵀ, summed in fp32; the caller rounds. For every product K is RANK, in blocks of RANK_BLOCK.
 
-    Args:
-        y: fp32 [R, BLOCK], R at least 16.
-        h_ptr: of h, whose rows have neighbours side by side.
-        up_ptr: of up, in h's dtype.
-        h_rows: offset of each row of h [R].
-        up_columns: offset of each column's first number in up [BLOCK].
-        up_stride: from one of a column's numbers to its next: 1 where up is [BLOCK, r], a row where it is [r, BLOCK].
-        are_rows: which rows exist [R].
-        are_columns: which columns exist [BLOCK].
-        RANK: r, at least 1.
-        RANK_BLOCK: a power of two of at least 16 (`rows.rank_options`).
+    h_rows are offsets of rows of h, up_columns of each column's first number in up, whose numbers are up_stride apart:
+    1 where up is [BLOCK, r], a row where it is [r, BLOCK]. R and RANK_BLOCK are at least 16.
     """
     for start in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
         rank = start + tl.arange(0, RANK_BLOCK)

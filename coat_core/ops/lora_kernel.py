@@ -179,15 +179,7 @@ def _division(
 ) -> tuple[int, int, int, int]:
     """Divide dy among programs, so that few bytes are parts and few multiprocessors have nothing to do.
 
-    Args:
-        widths: of the linears.
-        rows: of dy.
-        rank: r.
-        fitting: columns that a stretch may have.
-        programs: that there should be.
-
-    Returns:
-        Columns of a stretch; how many stretches there are; shares of the rows; tiles of ROWS rows in a share.
+    Returns columns of a stretch, how many stretches there are, shares of the rows, and tiles of ROWS rows in a share.
     """
     found, tiles, n = [], blocks(rows, ROWS), sum(widths)
     for block in fitting:

@@ -231,16 +231,7 @@ def _mlp_down_gradient_kernel(
 
 @functools.cache
 def _shared(rows: int, rank: int, programs: int) -> tuple[int, int]:
-    """Share rows among programs that each leave a part of a gradient.
-
-    Args:
-        rows: of dh.
-        rank: r.
-        programs: that one share takes.
-
-    Returns:
-        how many shares there are, and how many tiles of ROWS rows each of them has.
-    """
+    """Return how many shares the rows are divided in, each leaving a part of the gradient, and the tiles of each."""
     most = max(rows // (ROWS_OF_A_RANK * rank), 1)
     tiles = max(blocks(rows, ROWS), 1)
     rounds = blocks(tiles, min(max(PROGRAMS // programs, 1), most))

@@ -31,13 +31,7 @@ from coat_core.ops.operators import operator
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x·rstd·weight in the weight's dtype, x·rstd rounded to it, with the bits of diffusers' RMSNorm on a CPU.
-
-    Args:
-        x: floating [..., D].
-        weight: [D].
-        eps: added to the mean square.
-    """
+    """Return x·rstd·weight in the weight's dtype, x·rstd rounded to it: the bits of diffusers' RMSNorm on a CPU."""
     rstd = torch.rsqrt(x.to(torch.float32).square().mean(-1, keepdim=True) + eps)
     return (x * rstd).to(weight.dtype) * weight
 

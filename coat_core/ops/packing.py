@@ -42,12 +42,7 @@ def spans(size: int, limit: int) -> Iterator[tuple[int, int]]:
 
 
 class Layout:
-    """Where each of a list of flat pieces is in a packed buffer [n_blocks, block_size].
-
-    Args:
-        sizes: number of elements of each piece.
-        block_size: elements of a block.
-    """
+    """Where each of a list of flat pieces is in a packed buffer [n_blocks, block_size]."""
 
     def __init__(self, sizes: Sequence[int], block_size: int) -> None:
         self.blocks = [n_blocks(size, block_size) for size in sizes]
@@ -73,29 +68,16 @@ class Layout:
 
 
 class Chunk(NamedTuple):
-    """Pieces that are worked on together.
+    """Pieces that are worked on together."""
 
-    Attributes:
-        pieces: (index of the tensor, start, stop) of each, in elements.
-        rows: the blocks they take of the packed state, one after the other.
-        layout: the same pieces in a buffer of their own.
-    """
-
-    pieces: list[tuple[int, int, int]]
-    rows: slice
-    layout: Layout
+    pieces: list[tuple[int, int, int]]  # (index of the tensor, start, stop) of each, in elements
+    rows: slice  # the blocks they take of the packed state, one after the other
+    layout: Layout  # the same pieces in a buffer of their own
 
 
 @functools.lru_cache(maxsize=32)  # a step asks for the same chunks as the one before
 def chunks(sizes: tuple[int, ...], first_blocks: tuple[int, ...], block_size: int, limit: int) -> list[Chunk]:
-    """Cut flat tensors into chunks of at most `limit` elements whose blocks follow each other in the packed state.
-
-    Args:
-        sizes: number of elements of each tensor.
-        first_blocks: the first block of each in the packed state.
-        block_size: elements of a block.
-        limit: a multiple of block_size.
-    """
+    """Cut flat tensors into chunks of at most `limit` elements whose blocks follow each other in the packed state."""
     found: list[tuple[list[tuple[int, int, int]], int, int]] = []  # pieces, first row, row after the last
     total = 0
     for index, (size, first) in enumerate(zip(sizes, first_blocks, strict=True)):

@@ -28,13 +28,7 @@ from coat_core.ops.operators import operator
 
 
 def complete_qkv(y: Tensor, h: Tensor | None, ups: Tensor | None) -> Tensor:
-    """Return a stream's [q|k|v] with its adapters.
-
-    Args:
-        y: as the GEMM made it [B, S_i, 3·H·d].
-        h: [B, S_i, 3·r], r columns for each of q, k, v; None without adapters.
-        ups: [3·H·d, r].
-    """
+    """Return a stream's [q|k|v] with its adapters."""
     if h is None or ups is None:
         return y
     parts = zip(y.chunk(3, dim=-1), h.chunk(3, dim=-1), ups.chunk(3), strict=True)
@@ -49,12 +43,6 @@ def _turned(x: Tensor) -> Tensor:
 
 def norm_and_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Return RMSNorm(x)·weight, each pair of neighbours rotated by its angle.
-
-    Args:
-        x: floating [B, S_i, H, d], d even.
-        weight: [d].
-        cos, sin: fp32 [S_i, d], or [B, S_i, d].
-        eps: added to the mean square.
 
     Numerics: bit-equal to torch.nn.RMSNorm followed by diffusers' apply_rotary_emb on a CPU.
     Source: FLUX's QK norm and rotary embedding, diffusers models/transformers/transformer_flux.py.

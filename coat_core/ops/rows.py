@@ -98,16 +98,7 @@ def _cast_rows_by_amax_fwd_kernel(
 
 
 def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize x per tensor where a fused producer has left the amax of its parts.
-
-    Args:
-        x: floating, any shape, contiguous.
-        amax: fp32, the finite amax of parts that cover x, of any number.
-        fmt: name of the format.
-
-    Returns:
-        codes FP8 like x, scale fp32 [].
-    """
+    """Quantize x per tensor where a fused producer has left the finite amax of its parts, of any number."""
     form = get_format(fmt)
     codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((), torch.float32, x.device)
     cast_all_by_amax(x, None, amax, codes, scale, form.max)
@@ -115,16 +106,7 @@ def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
 
 
 def cast_rows_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize x per row where a fused producer has left the amax of each row's parts.
-
-    Args:
-        x: floating [..., K], contiguous.
-        amax: fp32 [rows, parts].
-        fmt: name of the format.
-
-    Returns:
-        codes FP8 like x, scale fp32 [..., 1].
-    """
+    """Quantize x per row where a fused producer has left the amax of each row's parts, fp32 [rows, parts]."""
     form, k, (rows, parts) = get_format(fmt), x.shape[-1], amax.shape
     codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((*x.shape[:-1], 1), torch.float32, x.device)
     options = {"FORMAT_MAX": form.max, "PARTS_BLOCK": power_of_two(parts), "BLOCK": row_block(k)}
@@ -147,13 +129,7 @@ def row_block(k: int) -> int:
 
 
 class RowCodes:
-    """Buffers for the codes of values [..., K], as a kernel's arguments `codes_ptr`, `scale_ptr` and FORMAT_MAX.
-
-    Attributes:
-        codes: what the kernel writes codes to; None unless per row.
-        scale: fp32 [..., 1], for each row's scale, or its amax where there are no codes; None where none are asked for.
-        format_max: of the format.
-    """
+    """Buffers for the codes of values [..., K], as a kernel's arguments `codes_ptr`, `scale_ptr` and FORMAT_MAX."""
 
     def __init__(self, shape: tuple[int, ...], fmt: str, granularity: str, device: torch.device) -> None:
         check_granularity(granularity)
@@ -172,13 +148,7 @@ class RowCodes:
 
 
 class GroupCodes:
-    """Buffers for what is kept of values [..., K] for backward, as arguments of `device.store_group_codes`.
-
-    Attributes:
-        codes: what the kernel writes codes to; None where nothing is kept.
-        scale: fp32 [..., ceil(K / G)]; likewise.
-        format_max: of the format; 0 where nothing is kept.
-    """
+    """Buffers for what is kept of values [..., K] for backward, as arguments of `device.store_group_codes`."""
 
     def __init__(self, shape: tuple[int, ...], saved_format: str, group_size: int, device: torch.device) -> None:
         self._device, self._fmt, self.format_max = device, E4M3, 0.0
@@ -196,12 +166,7 @@ class GroupCodes:
 
 
 def rank_options(up: Tensor | None, dim: int = -1) -> dict[str, int]:
-    """Return the constants of `device.add_low_rank`; zeros without an adapter.
-
-    Args:
-        up: an adapter's matrix.
-        dim: which of its dimensions is the rank.
-    """
+    """Return the constants of `device.add_low_rank`, `dim` of up being the rank; zeros without an adapter."""
     if up is None:
         return {"RANK": 0, "RANK_BLOCK": 0}
     rank, at_once = up.shape[dim], FP32_RANKS_AT_ONCE if up.dtype == torch.float32 else RANKS_AT_ONCE
@@ -209,16 +174,7 @@ def rank_options(up: Tensor | None, dim: int = -1) -> dict[str, int]:
 
 
 def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Tensor | None, int, int]:
-    """Return the scale of codes [..., width] as kernels read it with `device.load_saved`.
-
-    Args:
-        scale: of the shape of any granularity; None where there are values in place of codes.
-        group_size: elements that share a scale where each row has several.
-        width: elements of a row.
-
-    Returns:
-        scale, contiguous; how many of them a row has, 0 where one serves all; elements of a row that share one.
-    """
+    """Return a scale as `device.load_saved` reads it, how many a row has (0: one for all), and what shares one."""
     if scale is None:
         return None, 0, width
     per_row = scale.shape[-1] if scale.ndim else 0
@@ -262,16 +218,7 @@ def warps(elements: int) -> int:
 
 
 def shared_rows(images: int, rows: int, tile: int) -> tuple[int, int]:
-    """Share each image's rows among programs that each leave column sums.
-
-    Args:
-        images: B.
-        rows: S, of each image.
-        tile: rows that a program takes at once.
-
-    Returns:
-        programs for each image, and how many tiles each of them takes.
-    """
+    """Return how many programs share an image's rows, each leaving column sums, and how many tiles each takes."""
     tiles = blocks(rows, tile)
     rounds = max(blocks(tiles, max(PROGRAMS // max(images, 1), 1)), 1)
     return blocks(tiles, rounds), rounds

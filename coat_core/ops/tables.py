@@ -32,11 +32,6 @@ _spares: dict[int, Tensor] = {}  # length → a pinned source for a capture
 def device_table(content: Hashable, numbers: Callable[[], Iterable[int]], device: torch.device) -> Tensor:
     """Return integers as a table on the device.
 
-    Args:
-        content: tells tables apart; the numbers depend on it alone.
-        numbers: makes the integers, at least one.
-        device: where the kernel runs.
-
     Returns:
         int64 [n]; on a GPU, work that the current stream gets after this call finds it filled.
     """

@@ -93,10 +93,6 @@ class FP8AdamW(torch.optim.Optimizer):
             graph. What reads `state` calls `synchronize` first; `state_dict` does.
         torch_options: torch.optim.AdamW's amsgrad, foreach, differentiable, fused; only False or None.
 
-    Attributes:
-        found_inf: fp32 [] on the parameters' device, or None. Where it is 1, `step` leaves parameters, moments and step
-            counters as they are, whatever the gradients hold, and nothing is read back. Needs `capturable`.
-
     Raises:
         ValueError: a hyper-parameter outside its range, a torch option that is on, an empty parameter list, or a
             parameter that is not fp32, bf16 or fp16.
@@ -107,6 +103,8 @@ class FP8AdamW(torch.optim.Optimizer):
     Source: arXiv 2410.19313, section 3; state layout in `coat_core.optim.state`.
     """
 
+    # fp32 [] on the parameters' device, or None. Where it is 1, `step` leaves parameters, moments and step counters
+    # as they are, whatever the gradients hold, and nothing is read back. Needs `capturable`
     found_inf: Tensor | None = None
 
     def __init__(
@@ -222,9 +220,6 @@ class FP8AdamW(torch.optim.Optimizer):
 
         For a hook that runs in backward as soon as a gradient is there. The first call makes the state of every
         parameter.
-
-        Args:
-            param: of a param group.
 
         Raises:
             ValueError: `found_inf` without `capturable`.

@@ -93,14 +93,7 @@ def saved_states(
 
 
 def write_state(state: State, saved: SavedState, moments: dict[str, Storage], device: torch.device) -> None:
-    """Copy a saved state to where a parameter has its own; tensors stored as asked to the last bit.
-
-    Args:
-        state: all entries of the parameter.
-        saved: what they become.
-        moments: how `state` stores them.
-        device: where a moment that the file stores in another way is converted.
-    """
+    """Copy a saved state to where a parameter has its own; tensors stored as asked to the last bit."""
     values = {**saved.tensors, "step": torch.as_tensor(saved.tensors["step"]).reshape(())}
     changed = {name for name, storage in moments.items() if not _same_storage(saved.stored[name], storage)}
     if changed:

@@ -31,22 +31,14 @@ from coat_core.rounding import PARAMETERS, streams
 
 
 class Numbering(NamedTuple):
-    """From where draws are taken that depend on no other parameter.
+    """From where draws are taken that depend on no other parameter."""
 
-    Attributes:
-        seed: of all.
-        places: id of a parameter → its number in the optimizer's groups and, of a shard, the number of its first
-            element.
-        total: number of all parameters.
-        moments: whether exp_avg_sq is rounded by them.
-        parameters: whether parameters in bf16 and fp16 are.
-    """
-
-    seed: int
+    seed: int  # of all
+    # id of a parameter → its number in the optimizer's groups and, of a shard, the number of its first element
     places: dict[int, tuple[int, int]]
-    total: int
-    moments: bool = True
-    parameters: bool = False
+    total: int  # number of all parameters
+    moments: bool = True  # whether exp_avg_sq is rounded by them
+    parameters: bool = False  # whether parameters in bf16 and fp16 are
 
     def draws(self, params: list[Tensor], salt: int = 0) -> Tensor:
         """Return stream and first element, int32 [n, 2] on the device of these parameters, which nothing waits for."""
@@ -56,23 +48,7 @@ class Numbering(NamedTuple):
 
 
 class DeviceState:
-    """The packed state of the parameters on one device.
-
-    Args:
-        params: the parameters.
-        moments: how each moment is stored.
-        steps_on_device: whether the step counters are on the device and not on the CPU.
-        offload: whether the moments are in host memory.
-
-    Attributes:
-        moments: packed codes and numbers, zero codes and ones at first.
-        staging: what moments in host memory pass through; None for moments on the device.
-        steps: fp32 [n_params], zeros at first.
-        draws: int32 [n_params, 2], stream and first element (`coat_core.rounding`), or None; of exp_avg_sq.
-        param_draws: the same, of the parameters.
-        views: the state of each parameter, as views.
-        first_blocks: where each parameter's blocks start.
-    """
+    """The packed state of the parameters on one device."""
 
     def __init__(
         self, params: list[Tensor], moments: dict[str, Storage], steps_on_device: bool, offload: bool = False
@@ -98,23 +74,14 @@ class DeviceState:
 
 
 class Call(NamedTuple):
-    """What one call of the operator takes of a batch.
+    """What one call of the operator takes of a batch."""
 
-    Attributes:
-        params: parameters, or as many of their elements, flat, as fit a slot.
-        grads: of these.
-        moments: both by name, packed.
-        first_blocks: where the blocks of each start in them.
-        first: where the first parameter is in the batch.
-        start: the number of its first element here.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    moments: dict[str, Moment]
-    first_blocks: list[int]
-    first: int = 0
-    start: int = 0
+    params: list[Tensor]  # parameters, or as many of their elements, flat, as fit a slot
+    grads: list[Tensor]  # of these
+    moments: dict[str, Moment]  # both by name, packed
+    first_blocks: list[int]  # where the blocks of each start in them
+    first: int = 0  # where the first parameter is in the batch
+    start: int = 0  # the number of its first element here
 
     def rows(self, table: Tensor | None) -> Tensor | None:
         """Return the rows of a table [n, ...] that has one for each parameter of the batch."""
@@ -133,21 +100,13 @@ class Call(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Parameters that are updated alike.
+    """Parameters that are updated alike."""
 
-    Attributes:
-        params: of one device and dtype.
-        grads: of one dtype.
-        indices: where each parameter is among those of its device.
-        packed: the state on that device.
-        step: the number of the step; None where it is only on the device.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    indices: list[int]
-    packed: DeviceState
-    step: float | None
+    params: list[Tensor]  # of one device and dtype
+    grads: list[Tensor]  # of one dtype
+    indices: list[int]  # where each parameter is among those of its device
+    packed: DeviceState  # the state on that device
+    step: float | None  # the number of the step; None where it is only on the device
 
     def steps(self) -> Tensor:
         """Return the step numbers as fp32 [n] on the parameters' device, without reading any."""
@@ -156,11 +115,7 @@ class Batch(NamedTuple):
         return self._chosen(self.packed.steps)
 
     def draws(self, of: Tensor | None) -> Tensor | None:
-        """Return stream, step and first element, int32 [n, 3], without reading any; None where nothing is drawn.
-
-        Args:
-            of: `packed.draws` or `packed.param_draws`.
-        """
+        """Return stream, step and first element, int32 [n, 3], without reading any; None where nothing is drawn."""
         if of is None:
             return None
         stream, first = self._chosen(of).unbind(-1)

@@ -41,13 +41,7 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def cut_parameters(model: nn.Module, processes: int, block_size: int) -> set[nn.Parameter]:
-    """Return the trained parameters of which a shard would cut a block: `fully_shard`'s `ignored_params`.
-
-    Args:
-        model: not sharded yet.
-        processes: over which its rows are to be divided.
-        block_size: of the optimizer.
-    """
+    """Return the trained parameters of which a shard would cut a block: `fully_shard`'s `ignored_params`."""
     trained = (param for param in model.parameters() if param.requires_grad)
     return {param for param in trained if not _fits(param.shape, processes, block_size)}
 
@@ -67,12 +61,7 @@ def rows_like(tensor: Tensor, whole: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Return copies of whole tensors in CPU memory, gathered one after the other; all processes call it together.
-
-    Args:
-        tensors: sharded or whole, the same names in the same order in every process.
-        keep: False in processes that need no copies; theirs are empty.
-    """
+    """Return copies of whole tensors in CPU memory, gathered one after the other; all processes call it together."""
     found = {}
     for name, tensor in tensors.items():
         own = tensor.detach()
@@ -159,9 +148,6 @@ class ShardedFP8AdamW(FP8AdamW):
 
         All processes call it together.
 
-        Args:
-            keep: False in processes that need no copy, which get the param groups alone.
-
         Returns:
             Copies in CPU memory. State that does not exist yet is made first, as in `checkpoint_state`.
         """
@@ -178,9 +164,6 @@ class ShardedFP8AdamW(FP8AdamW):
 
     def load_whole_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the local rows of what `whole_state_dict`, or `state_dict` of one process, gave.
-
-        Args:
-            state_dict: may be mapped from a file (`torch.load(mmap=True)`): only the rows are read.
 
         Raises:
             ValueError: as FP8AdamW's `load_state_dict`, or a shard would cut a block of the file's.

@@ -31,16 +31,11 @@ State = dict[str, Tensor]
 
 
 class Storage(NamedTuple):
-    """How one moment is stored.
+    """How one moment is stored."""
 
-    Attributes:
-        format: None for fp32.
-        block_size: elements that share a scale.
-        expansion: constants of dynamic range expansion, or None without it; always None for integer formats.
-    """
-
-    format: Format | IntegerFormat | None
-    block_size: int
+    format: Format | IntegerFormat | None  # None for fp32
+    block_size: int  # elements that share a scale
+    # constants of dynamic range expansion, or None without it; always None for integer formats
     expansion: ExpansionConfig | None
 
     @property
@@ -80,15 +75,7 @@ def storages(config: FP8QuantizationConfig) -> dict[str, Storage]:
 
 
 def state_bytes(config: FP8QuantizationConfig, sizes: Iterable[int]) -> int:
-    """Return what the moments of parameters take, with their scales.
-
-    Args:
-        config: of the optimizer.
-        sizes: elements of each parameter.
-
-    Returns:
-        Bytes.
-    """
+    """Return what the moments of parameters take, with their scales."""
     stored, counts = storages(config).values(), Counter(sizes)
     return sum(
         count * (size * moment.dtype.itemsize + 4 * len(moment.per_block) * n_blocks(size, moment.block_size))
