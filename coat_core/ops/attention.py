@@ -48,10 +48,6 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -
         return _in_use[0]
     if q.device.type == "meta":  # where a GPU's memory is counted
         return "flash" if mask is None else "efficient"
-    if torch.compiler.is_dynamo_compiling():
-        like = None if mask is None else (tuple(mask.shape), mask.stride())
-        chosen: str = _chosen_for(q.device, q.dtype, tuple(q.shape), k.shape[2], like)
-        return chosen
     choice = torch._fused_sdp_choice(q, k, v, mask)
     if choice == SDPBackend.FLASH_ATTENTION.value:
         on_gpu = "flash" if q.shape[-1] % 8 == 0 else "plain"  # torch pads other head sizes around the kernel
@@ -60,17 +56,6 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -
         named = {SDPBackend.EFFICIENT_ATTENTION.value: "efficient", SDPBackend.CUDNN_ATTENTION.value: "cudnn"}
         return named.get(choice, "plain")
     return "plain"
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _chosen_for(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], keys: int, mask: tuple[Any, Any] | None
-) -> str:
-    """`chosen_kernel` for tensors that are views of [B, S, H, d]: while torch.compile traces there are no others."""
-    batch, heads, queries, head_dim = shape
-    q, k = (torch.empty(batch, n, heads, head_dim, device=device, dtype=dtype) for n in (queries, keys))
-    like = None if mask is None else torch.empty_strided(*mask, device=device, dtype=dtype)
-    return chosen_kernel(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), like)
 
 
 def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:

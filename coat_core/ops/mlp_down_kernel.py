@@ -47,53 +47,6 @@ RANKS_AT_ONCE = 128  # of the down-projection; fewer where wide groups or fp32 t
 
 
 @triton.jit
-def _complete_tile(
-    x_ptr,
-    h_ptr,
-    up_ptr,
-    saved_ptr,
-    saved_scale_ptr,
-    row,
-    rows,
-    are_rows,
-    first,
-    end,
-    stride,
-    h_stride,
-    width,
-    DTYPE: tl.constexpr,
-    SAVED_MAX: tl.constexpr,
-    G: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A tile [R, BLOCK] of rows of `width` in columns first to end, with its adapter, which it keeps.
-
-    The adapter's product is made turned: Triton would else see two products in a chain, share the tile by rows alone
-    among the warps, and spill registers.
-    """
-    in_row = first + tl.arange(0, BLOCK)
-    inside = are_rows[:, None] & (in_row < end)[None, :]
-    places = x_ptr + row * stride + rows[:, None] * stride + in_row[None, :]
-    x = tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    if h_ptr is not None:
-        for start in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
-            rank = start + tl.arange(0, RANK_BLOCK)
-            of_h, of_up = (rank < RANK)[:, None] & are_rows[None, :], (in_row < end)[:, None] & (rank < RANK)[None, :]
-            h = tl.load(h_ptr + row * h_stride + rows[None, :] * h_stride + rank[:, None], mask=of_h, other=0.0)
-            up = tl.load(up_ptr + in_row[:, None] * RANK + rank[None, :], mask=of_up, other=0.0)
-            x += tl.trans(tl.dot(up, h, input_precision="ieee"))
-    x = x.to(DTYPE).to(tl.float32)
-    if saved_ptr is not None:
-        store_group_codes(
-            x, saved_ptr, saved_scale_ptr, row + rows, are_rows, first, end, width, SAVED_MAX, G, R, BLOCK
-        )
-    return x
-
-
-@triton.jit
 def _values_tile(
     x_ptr,
     h_ptr,
@@ -118,57 +71,36 @@ def _values_tile(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile [R, BLOCK] of the `width` values of attention or of the activation, from column `first` on."""
-    of_rows = width + width if IS_MLP and GATED else width
-    x = _complete_tile(
-        x_ptr,
-        h_ptr,
-        up_ptr,
-        saved_ptr,
-        saved_scale_ptr,
-        row,
-        rows,
-        are_rows,
-        first,
-        width,
-        stride,
-        h_stride,
-        of_rows,
-        DTYPE,
-        SAVED_MAX,
-        G,
-        RANK,
-        RANK_BLOCK,
-        R,
-        BLOCK,
-    )
-    if IS_MLP and GATED:
-        second_h_ptr = h_ptr
+    """A tile [R, BLOCK] of the `width` values of attention or of the activation, from column `first` on.
+
+    It reads one tile, or that of each half of mlp (GATED), with its adapter, whose columns of h begin at SECOND for the
+    second half, and keeps them. The adapter's product is made turned: Triton would else see two products in a chain,
+    share the tile by rows alone among the warps, and spill registers.
+    """
+    x = tl.zeros([R, BLOCK], tl.float32)
+    for half in tl.static_range(2 if GATED else 1):
+        gate, in_row, end = x, half * width + first + tl.arange(0, BLOCK), half * width + width
+        inside = are_rows[:, None] & (in_row < end)[None, :]
+        places = x_ptr + row * stride + rows[:, None] * stride + in_row[None, :]
+        x = tl.load(places, mask=inside, other=0.0).to(tl.float32)
         if h_ptr is not None:
-            second_h_ptr += SECOND  # where the adapter of mlp's second half has its columns of h
-        multiplied = _complete_tile(
-            x_ptr,
-            second_h_ptr,
-            up_ptr,
-            saved_ptr,
-            saved_scale_ptr,
-            row,
-            rows,
-            are_rows,
-            width + first,
-            of_rows,
-            stride,
-            h_stride,
-            of_rows,
-            DTYPE,
-            SAVED_MAX,
-            G,
-            RANK,
-            RANK_BLOCK,
-            R,
-            BLOCK,
-        )
-        x = gated(x, multiplied, DTYPE).to(DTYPE).to(tl.float32)
+            half_h_ptr = h_ptr + half * SECOND + row * h_stride
+            for start in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
+                rank = start + tl.arange(0, RANK_BLOCK)
+                of_h = (rank < RANK)[:, None] & are_rows[None, :]
+                of_up = (in_row < end)[:, None] & (rank < RANK)[None, :]
+                h = tl.load(half_h_ptr + rows[None, :] * h_stride + rank[:, None], mask=of_h, other=0.0)
+                up = tl.load(up_ptr + in_row[:, None] * RANK + rank[None, :], mask=of_up, other=0.0)
+                x += tl.trans(tl.dot(up, h, input_precision="ieee"))
+        x = x.to(DTYPE).to(tl.float32)
+        if saved_ptr is not None:
+            of_rows = width + width if GATED else width
+            start_column, all_rows = half * width + first, row + rows
+            store_group_codes(
+                x, saved_ptr, saved_scale_ptr, all_rows, are_rows, start_column, end, of_rows, SAVED_MAX, G, R, BLOCK
+            )
+    if IS_MLP and GATED:
+        x = gated(gate, x, DTYPE).to(DTYPE).to(tl.float32)
     elif IS_MLP:
         x = (x * gate_of_gelu(x)).to(DTYPE).to(tl.float32)
     return x
