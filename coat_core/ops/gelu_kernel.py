@@ -194,48 +194,23 @@ def _mlp_activation_fwd_kernel(
             )
             _store_tile(x, values_ptr, amax_ptr, rows, are_rows, part * BLOCK, D, D + F, part, parts, BLOCK)
     else:
-        first, width = (part - before) * BLOCK, F + F if GATED else F
-        x = _complete_tile(
-            mlp_ptr,
-            mlp_scale_ptr,
-            h_ptr,
-            up_ptr,
-            saved_mlp_ptr,
-            saved_mlp_scale_ptr,
-            row,
-            rows,
-            are_rows,
-            first,
-            F,
-            mlp_stride,
-            h_stride,
-            mlp_scales_per_row,
-            width,
-            DTYPE,
-            MLP_GROUP,
-            SAVED_MAX,
-            G,
-            RANK,
-            RANK_BLOCK,
-            R,
-            BLOCK,
-        )
-        if GATED:
-            second_h_ptr = h_ptr
+        first, width, x = (part - before) * BLOCK, F + F if GATED else F, tl.zeros([R, BLOCK], tl.float32)
+        for half in tl.static_range(2 if GATED else 1):
+            gate, half_h_ptr = x, h_ptr
             if h_ptr is not None:
-                second_h_ptr += SECOND
-            multiplied = _complete_tile(
+                half_h_ptr += half * SECOND
+            x = _complete_tile(
                 mlp_ptr,
                 mlp_scale_ptr,
-                second_h_ptr,
+                half_h_ptr,
                 up_ptr,
                 saved_mlp_ptr,
                 saved_mlp_scale_ptr,
                 row,
                 rows,
                 are_rows,
-                F + first,
-                width,
+                half * F + first,
+                half * F + F,
                 mlp_stride,
                 h_stride,
                 mlp_scales_per_row,
@@ -249,7 +224,8 @@ def _mlp_activation_fwd_kernel(
                 R,
                 BLOCK,
             )
-            x = gated(x, multiplied, DTYPE).to(DTYPE).to(tl.float32)
+        if GATED:
+            x = gated(gate, x, DTYPE).to(DTYPE).to(tl.float32)
         else:
             x = (x * gate_of_gelu(x)).to(DTYPE).to(tl.float32)
         _store_tile(x, values_ptr + D, amax_ptr, rows, are_rows, first, F, D + F, part, parts, BLOCK)

@@ -103,29 +103,16 @@ def _product(
         scales = scale_ptr
         if scale_ptr is not None:
             scales += row * scales_per_row
-        x = _load_tile(
-            x_ptr + row * stride,
-            scales,
-            stride,
-            scales_per_row,
-            first,
-            width,
-            places,
-            are_rows,
-            DTYPE,
-            GROUP,
-            SCALES,
-            R,
-            BLOCK,
-        )
-        if GATED:
-            up = _load_tile(
+        x = tl.zeros([R, BLOCK], tl.float32)
+        for half in tl.static_range(2 if GATED else 1):
+            gate = x
+            x = _load_tile(
                 x_ptr + row * stride,
                 scales,
                 stride,
                 scales_per_row,
-                width + first,
-                width + width,
+                half * width + first,
+                half * width + width,
                 places,
                 are_rows,
                 DTYPE,
@@ -134,7 +121,8 @@ def _product(
                 R,
                 BLOCK,
             )
-            x = gated(x, up, DTYPE).to(DTYPE)
+        if GATED:
+            x = gated(gate, x, DTYPE).to(DTYPE)
         elif ACTIVATED:
             x = (x * gate_of_gelu(x)).to(DTYPE)
         dh = tl.load(
