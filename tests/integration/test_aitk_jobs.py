@@ -54,6 +54,7 @@ def test_job_trains_in_fp8(
     assert seen["can_merge_in"] is False
     assert seen["adapters"] == ["FP8InputLinear"] * 4
     assert len(process.losses) == 3
+    assert "backward" not in vars(process.accelerator)  # which other jobs of the command share
     state = host.optimizer()["state"][1]
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float8_e4m3fn
     assert state["exp_avg"].view(torch.uint8).any()
@@ -91,17 +92,6 @@ def test_plain_job_is_the_same_with_and_without_the_extension(host: Host) -> Non
     beside = host.lora("beside")
     for name, value in host.lora().items():
         assert_bitwise(value, beside[name])
-
-
-def test_resume_continues_bitwise(host: Host) -> None:
-    host.run(**COAT_ENTRY)
-    first = host.optimizer()["state"]
-    host.run(**{**COAT_ENTRY, "train": {**COAT_ENTRY["train"], "steps": 3}})
-    again = host.optimizer()["state"]
-    assert first.keys() == again.keys()
-    for index, state in first.items():
-        for key, value in state.items():
-            assert_bitwise(again[index][key], value)
 
 
 def test_changed_optimizer_params_count_after_a_resume(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,11 +132,6 @@ def test_config_of_a_job_does_not_reach_the_next(host: Host) -> None:
     assert host.optimizer()["param_groups"][0]["fp8"]["block_size"] == 32
     host.run("sd_trainer", training_folder=str(host.root / "next"), **COAT_ENTRY)
     assert host.optimizer("next")["param_groups"][0]["fp8"]["block_size"] == 128
-
-
-def test_accelerator_is_given_back_as_it_was(host: Host) -> None:
-    process = host.run(**COAT_ENTRY)
-    assert "backward" not in vars(process.accelerator)
 
 
 def test_failures_swallowed_at_load_end_the_run(host: Host, capsys: pytest.CaptureFixture[str]) -> None:

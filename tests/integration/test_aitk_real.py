@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from coat_flux.trainers.ai_toolkit.install import install
-from tests.helpers.aitk_standin.real import STEPS, Checkout, make_plain_entry, make_real_entry
+from tests.helpers.aitk_standin.real import STEPS, Checkout, make_plain_entry, make_real_entry, real_checkout  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import FLOW_DIRECTION_COSINE
 
@@ -22,13 +22,6 @@ pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
 EXTENSION = "extensions/coat_flux"
 LINEARS = 3 * 14 + 6 * 6  # of the mini-FLUX's blocks
 AROUND = 24  # outside of them, and in the text encoder T5, which ai-toolkit's own quantization takes too
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
-    install(checkout.root)
-    return checkout
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +58,10 @@ def test_saved_lora_loads_in_diffusers(checkout: Checkout, first_run: str) -> No
     assert len(loaded) == LINEARS
 
 
-def test_resume_keeps_every_code(checkout: Checkout, first_run: str) -> None:
-    before = checkout.optimizer("coat_job")["state"]
-    out = checkout.run("coat_job", make_real_entry())
-    assert f"Found step {STEPS} in metadata, starting from there" in out
-    assert "Failed to load optimizer state" not in out
-    after = checkout.optimizer("coat_job")["state"]
-    assert before.keys() == after.keys()
-    for index, state in before.items():
-        for key, value in state.items():
-            assert_bitwise(after[index][key], value)
-
-
 def test_resume_trains_on(checkout: Checkout, first_run: str) -> None:
     out = checkout.run("coat_job", make_real_entry(steps=STEPS + 2))
+    assert f"Found step {STEPS} in metadata, starting from there" in out
+    assert "Failed to load optimizer state" not in out
     assert "re-quantized" not in out
     assert {float(state["step"]) for state in checkout.optimizer("coat_job")["state"].values()} == {STEPS + 2.0}
 

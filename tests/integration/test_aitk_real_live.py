@@ -10,22 +10,14 @@ from typing import Any
 
 import pytest
 
-from coat_flux.trainers.ai_toolkit.install import install
 from coat_flux.watch.live import give_command, read_status
-from tests.helpers.aitk_standin.real import Checkout, make_real_entry
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_checkout  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 
 pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 OUT = ["01_striped_red.jpg", "07_plain_orange.jpg"]
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
-    install(checkout.root)
-    return checkout
 
 
 def entry(every: int, **train: Any) -> dict[str, Any]:

@@ -11,18 +11,10 @@ import psutil
 import pytest
 import torch
 
-from coat_flux.trainers.ai_toolkit.install import install
 from tests import tolerances
-from tests.helpers.aitk_standin.real import Checkout, make_real_entry
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_checkout  # noqa: F401
 
 pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    checkout = Checkout(tmp_path_factory.mktemp("aitk_processes") / "ait")
-    install(checkout.root)
-    return checkout
 
 
 def entry_of(accumulation: int, *, steps: int = 4, **blocks: Any) -> dict[str, Any]:

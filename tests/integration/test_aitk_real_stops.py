@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from coat_flux.blocks.block_bytes import block_bytes
 from coat_flux.blocks.described import Block
 from coat_flux.blocks.sizes import FlowSettings, Tokens
 from coat_flux.config.job import JobConfig
 from coat_flux.plan.job import job_facts
-from coat_flux.trainers.ai_toolkit.install import install
-from tests.helpers.aitk_standin.real import Checkout, make_real_entry
+from tests.helpers.aitk_standin.ends import assert_same_end
+from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_checkout  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import PLAN_KEPT_RTOL
 
@@ -28,13 +27,6 @@ pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
 JOB_TABLE = """CREATE TABLE Job (id TEXT PRIMARY KEY, name TEXT, status TEXT, stop INTEGER DEFAULT 0,
     return_to_queue INTEGER DEFAULT 0, step INTEGER DEFAULT 0, total_steps INTEGER, info TEXT DEFAULT '',
     speed_string TEXT DEFAULT '', save_now INTEGER DEFAULT 0, sample_now INTEGER DEFAULT 0)"""
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    checkout = Checkout(tmp_path_factory.mktemp("aitk_stops") / "ait")
-    install(checkout.root)
-    return checkout
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -189,20 +181,6 @@ def test_a_job_stopped_at_every_moment_of_a_step_ends_as_the_one_that_was_not(ch
             assert f"[coat] resume: continues after step {step - 1}," in out, moment
     code, out, row = _job(checkout, "stopped")
     assert (code, row["status"]) == (0, "completed"), out[-4000:]
-    _assert_same_state(checkout, "whole", "stopped")
-
-
-def _assert_same_state(checkout: Checkout, one: str, other: str) -> None:
-    """Raw LoRA, average, random numbers, moments, and the LoRA that was published."""
-    folders = [checkout.folder(name) / "coat" / f"state-{STEPS:09d}" for name in (one, other)]
-    for file in ("lora", "ema", "rng"):
-        expected, got = (load_file(folder / "aitk" / f"{file}.safetensors") for folder in folders)
-        assert expected.keys() == got.keys()
-        for key, value in expected.items():
-            assert_bitwise(got[key], value)
-    states = [checkout.optimizer(name)["state"] for name in (one, other)]
-    for index, state in states[0].items():
-        for key, value in state.items():
-            assert_bitwise(states[1][index][key], value)
-    for key, value in checkout.lora(one).items():
-        assert_bitwise(checkout.lora(other)[key], value)
+    assert_same_end(checkout.folder("whole"), checkout.folder("stopped"), records=False)
+    for key, value in checkout.lora("whole").items():
+        assert_bitwise(checkout.lora("stopped")[key], value)

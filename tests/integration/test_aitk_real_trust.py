@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from coat_flux.trainers.ai_toolkit.install import install
+from tests.helpers.aitk_standin.ends import assert_same_end, newest_state
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 
@@ -44,25 +41,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     return checkout
 
 
-def _set(checkout: Checkout, name: str) -> Path:
-    """The newest save."""
-    return max((checkout.folder(name) / "coat").glob("state-*"))
-
-
 def _assert_same_end(checkout: Checkout, name: str) -> None:
-    one, other = _set(checkout, WHOLE), _set(checkout, name)
-    assert one.name == other.name == f"state-{STEPS:09d}"
-    for file in ("lora", "ema", "rng"):
-        expected, got = (load_file(folder / "aitk" / f"{file}.safetensors") for folder in (one, other))
-        assert expected.keys() == got.keys()
-        for key, value in expected.items():
-            assert_bitwise(got[key], value)
-    states = [checkout.optimizer(job)["state"] for job in (WHOLE, name)]
-    for index, state in states[0].items():
-        for key, value in state.items():
-            assert_bitwise(states[1][index][key], value)
-    records = [json.loads((folder / "aitk" / "state.json").read_text()) for folder in (one, other)]
-    assert records[0] == records[1]
+    assert_same_end(checkout.folder(WHOLE), checkout.folder(name))
     for key, value in checkout.lora(WHOLE).items():
         assert_bitwise(checkout.lora(name)[key], value)
 
@@ -87,7 +67,7 @@ def test_interrupted_run_saves_and_ends_as_the_one_that_was_not(checkout: Checko
 
 def test_run_that_becomes_nan_ends_with_its_last_save_kept(checkout: Checkout) -> None:
     checkout.run("diverged", _entry() | {"train": {**_entry()["train"], "steps": 2}})
-    folder = _set(checkout, "diverged")
+    folder = newest_state(checkout.folder("diverged"))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     entry = _entry(lr=1e30)
     entry["save"]["save_every"] = STEPS  # an earlier save would be refused by the export check: fp16 overflows
@@ -98,24 +78,3 @@ def test_run_that_becomes_nan_ends_with_its_last_save_kept(checkout: Checkout) -
     assert (checkout.folder("diverged") / "diverged.safetensors").read_bytes() == before[
         folder / "diverged.safetensors"
     ]
-
-
-def test_resume_with_another_rank_is_refused_by_name(checkout: Checkout) -> None:
-    entry = _entry()
-    entry["network"].update(linear=8, linear_alpha=8)
-    code, out = checkout.start(WHOLE, entry)
-    assert code == 1
-    assert "network.linear 16 -> 8" in out
-    assert "Loading" not in out.partition("is a save of another run")[0].rpartition("Running  1 process")[2]
-
-
-def test_changed_coat_options_go_on_and_are_said(checkout: Checkout) -> None:
-    entry = _entry() | {"train": {**_entry()["train"], "steps": 2}}
-    checkout.run("changed", entry)
-    entry["train"]["steps"] = 4
-    entry["coat"]["optimizer"]["m2_format"] = "e5m2"
-    entry["coat"]["activation"]["flow"] = "generic"
-    out = checkout.run("changed", entry)
-    assert 'coat.optimizer.m2_format "e4m3" -> "e5m2"' in out
-    assert 'coat.activation.flow "fused" -> "generic"' in out
-    assert checkout.optimizer("changed")["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2

@@ -27,24 +27,10 @@ AT = r"config\.process\[0\]\."
 REFUSED = {
     "unknown key of ours": ({"coat": {"enabeld": True}}, r"coat\.enabeld: unknown key; did you mean 'enabled'\?"),
     "unknown key of the host": ({"save": {"save_evry": 3}}, r"save\.save_evry.*save_every"),
-    "accumulation steps": (
-        {"train": {"optimizer": "coat_fp8_adamw", "gradient_accumulation_steps": 4}},
-        r"train\.gradient_accumulation_steps=4: .* write gradient_accumulation instead$",
-    ),
-    "neg": ({"sample": {"neg": False}}, r'sample\.neg=false: .* write neg: ""$'),
-    "block without its optimizer": (
-        {"train": {"optimizer": "adamw"}, "coat": {"optimizer": {"block_size": 64}}},
-        r"train\.optimizer='adamw': the block coat\.optimizer would have no effect",
-    ),
-    "quantized without network": ({"network": None}, r"model\.quantize=true: quantizes frozen weights, .* add network"),
     "no GPU": ({"device": "cuda"}, r"device='cuda': .*, so the run would be on the CPU; "),
     "another model": (
         {"model": {**COAT_ENTRY["model"], "name_or_path": "photos", "is_flux": True}},
         r"model\.name_or_path='photos': no such folder or file",
-    ),
-    "off with our optimizer": (
-        {"model": {"quantize": False, "qtype": "qfloat8"}, "coat": {"enabled": False}},
-        r"train\.optimizer='coat_fp8_adamw': coat\.enabled: false",
     ),
 }
 
@@ -63,13 +49,11 @@ def test_setting_is_refused_before_the_model_loads(host: Host, monkeypatch: pyte
 
 def test_processes_that_do_not_know_of_each_other_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"2 processes were started, .*set ACCELERATE_USE_CPU=true"):
+    with pytest.raises(UserError, match="ACCELERATE_USE_CPU"):
         host.run(**COAT_ENTRY)
-
-
-def test_deepspeed_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(UserError, match=r"DeepSpeed: .*configs/accelerate/ddp\.yaml"):
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(UserError, match="DeepSpeed"):
         host.run(**COAT_ENTRY)
 
 
@@ -136,7 +120,7 @@ def test_host_without_a_trainer_to_extend(host: Host, monkeypatch: pytest.Monkey
     for name in ("DiffusionTrainer", "SDTrainer"):
         monkeypatch.setitem(sys.modules, f"extensions_built_in.sd_trainer.{name}", None)
     process = host.load("extensions.coat_flux").AI_TOOLKIT_EXTENSIONS[0].get_process()(0, None, {})
-    with pytest.raises(RuntimeError, match=rf"^COAT-FLUX cannot run in ai-toolkit {VERSION}: its trainer .*SDTrainer"):
+    with pytest.raises(RuntimeError, match=rf"^COAT-FLUX cannot run in ai-toolkit {VERSION}: its trainer "):
         process.run()
 
 

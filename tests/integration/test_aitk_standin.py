@@ -34,16 +34,6 @@ def test_outside_the_host_the_folder_is_no_extension(host: Host) -> None:
     assert host.load("extensions.coat_flux").AI_TOOLKIT_EXTENSIONS == []
 
 
-def test_trainer_falls_back_to_sd_trainer(host: Host) -> None:
-    (host.root / "extensions_built_in/sd_trainer/DiffusionTrainer.py").write_text("raise ImportError('older host')")
-    host.edit(
-        "toolkit/extension.py", "from extensions_built_in.sd_trainer.DiffusionTrainer import DiffusionTrainer", ""
-    )
-    host.edit("toolkit/extension.py", '"diffusion_trainer": DiffusionTrainer', "")
-    classes = host.start()
-    assert classes["coat_flux_trainer"].__mro__[1] is classes["sd_trainer"]
-
-
 # -- the optimizer name ----------------------------------------------------------------------------------------------
 
 
@@ -90,12 +80,6 @@ def test_other_optimizer_names_reach_the_host_untouched(host: Host) -> None:
     assert _bound(host)[2](params, "adamw8bit", learning_rate=1e-4, optimizer_params=given) is marker
     assert calls == [((params, "adamw8bit"), {"learning_rate": 1e-4, "optimizer_params": given})]
     assert calls[0][1]["optimizer_params"] is given
-
-
-def test_unknown_optimizer_name_is_the_hosts_error(host: Host) -> None:
-    host.start()
-    with pytest.raises(ValueError, match=r"^Unknown optimizer type nonsense$"):
-        _bound(host)[1](_parameters(), "nonsense")
 
 
 def test_installing_twice_wraps_once_and_reaches_modules_loaded_later(host: Host) -> None:

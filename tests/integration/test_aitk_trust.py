@@ -19,6 +19,8 @@ from coat_flux.data.files import DatasetError
 from coat_flux.saves.errors import ResumeError, SaveError
 from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.oom import OutOfMemory
+from tests.helpers.aitk_standin import ends
+from tests.helpers.aitk_standin.ends import newest_state
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.locks import held_by_another_process
@@ -61,28 +63,11 @@ def _fail(loss: torch.Tensor) -> None:
 
 
 def _state(host: Host, folder: str = "out") -> Path:
-    """The newest state; at most one before it is kept."""
-    found = sorted((host.root / folder / "standin_job" / "coat").glob("state-*"))
-    assert len(found) in (1, 2)
-    return found[-1]
+    return newest_state(host.root / folder / "standin_job")
 
 
-def assert_same_end(host: Host, one: str, other: str, steps: int = STEPS) -> None:
-    """Raw LoRA, average, random numbers, moments, place and counters are the same, to the last bit."""
-    left, right = _state(host, one), _state(host, other)
-    assert left.name == right.name == f"state-{steps:09d}"
-    for file in ("lora", "ema", "rng"):
-        expected, got = (load_file(folder / "aitk" / f"{file}.safetensors") for folder in (left, right))
-        assert expected.keys() == got.keys()
-        for name in expected.keys() - {"numpy", "numpy_gauss"}:  # not seeded by either host, drawn by neither
-            assert_bitwise(got[name], expected[name])
-    before, after = (host.optimizer(folder) for folder in (one, other))
-    for index, state in before["state"].items():
-        for key, value in state.items():
-            assert_bitwise(after["state"][index][key], value)
-    records = [json.loads((folder / "aitk" / "state.json").read_text()) for folder in (left, right)]
-    for key in records[0]:
-        assert records[0][key] == records[1][key], key
+def assert_same_end(host: Host, one: str, other: str) -> None:
+    ends.assert_same_end(*(host.root / folder / "standin_job" for folder in (one, other)))
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------
@@ -112,23 +97,6 @@ def test_without_a_seed_the_batches_are_the_same_after_a_resume(host: Host, caps
         seeds.append((record["seed"], record["data"]["data"]["order"]))
     assert seeds[0] == seeds[1]
     assert "not bit for bit" not in capsys.readouterr().out
-
-
-def test_interrupt_saves_and_ends_with_its_exit_code(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    host.run(training_folder=str(host.root / "whole"), **_entry())
-    handler = signal.getsignal(signal.SIGINT)
-    with monkeypatch.context() as patch:
-        _at_step(host, patch, 6, lambda loss: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(SystemExit) as ended:
-            host.run(**_entry())
-    assert ended.value.code == 130
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert _state(host).name == "state-000000006"
-    assert "[coat] stopped after 6 steps" in capsys.readouterr().out
-    host.run(**_entry())
-    assert_same_end(host, "whole", "out")
 
 
 def test_second_interrupt_ends_at_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +194,7 @@ def test_save_that_fails_leaves_the_one_before(host: Host, monkeypatch: pytest.M
         assert (host.save_folder / name).read_bytes() == (_state(host) / name).read_bytes()
 
 
-def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host) -> None:
+def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     host.run(**_entry())
     assert sorted(path.name for path in host.save_folder.glob("*.safetensors")) == [
         "standin_job.safetensors",
@@ -234,18 +202,14 @@ def test_old_saves_are_cleaned_up_and_the_newest_is_found(host: Host) -> None:
     ]
     newest = max(host.save_folder.glob("*.safetensors"), key=lambda path: path.stat().st_ctime_ns)
     assert newest.name == "standin_job.safetensors"
-    os.utime(host.save_folder / "standin_job_000000006.safetensors")  # ai-toolkit would take this one now
-    assert host.run(**_entry()).start_step == STEPS - 1
-
-
-def test_lora_says_its_steps_and_what_the_layers_got(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    host.run(**_entry())
     with safe_open(host.save_folder / "standin_job_000000006.safetensors", framework="pt") as file:
         metadata = file.metadata()
     assert json.loads(metadata["training_info"])["step"] == 7
     assert "W e4m3/per_tensor" in metadata["coat.asked.transformer_blocks"]
     assert "FP8AdamW" in metadata["coat.got.optimizer"]
     assert "standin_job.safetensors after 8 steps; loads in: " in capsys.readouterr().out
+    os.utime(host.save_folder / "standin_job_000000006.safetensors")  # ai-toolkit would take this one now
+    assert host.run(**_entry()).start_step == STEPS - 1
 
 
 # -- guard and memory ------------------------------------------------------------------------------------------------
@@ -281,33 +245,26 @@ def test_lora_that_never_moves_is_not_saved_as_the_result(host: Host, monkeypatc
     assert not (host.save_folder / "standin_job.safetensors").exists()
 
 
-def test_out_of_memory_ends_the_run_with_the_remedies(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("checkpointing", ["none", "auto"])
+def test_out_of_memory_is_tried_again_with_more_recomputation_or_ends_the_run(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpointing: str
 ) -> None:
     def too_large(loss: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     _at_step(host, monkeypatch, 5, too_large)
-    with pytest.raises(OutOfMemory, match=r"step 5: out of memory, see above"):
-        host.run(**_entry(), coat={"memory": {"checkpointing": "none"}})
+    entry = _entry() | {"coat": {"memory": {"checkpointing": checkpointing}}}
+    if checkpointing == "none":
+        with pytest.raises(OutOfMemory, match="step 5: out of memory"):
+            host.run(**entry)
+    else:
+        host.run(**entry)
+        assert {float(state["step"]) for state in host.optimizer()["state"].values()} == {float(STEPS)}
     out = capsys.readouterr().out
     assert "Out of memory in the phase step" in out
+    assert ("Step 5 is tried again: " in out) == (checkpointing == "auto")
     assert "OOM, skipping batch" not in out
-    assert _state(host).name == "state-000000004"
-
-
-def test_out_of_memory_is_tried_once_more_with_more_recomputation(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def too_large(loss: torch.Tensor) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    _at_step(host, monkeypatch, 5, too_large)
-    host.run(**_entry())
-    out = capsys.readouterr().out
-    assert "Step 5 is tried again: " in out
-    assert _state(host).name == f"state-{STEPS:09d}"
-    assert {float(state["step"]) for state in host.optimizer()["state"].values()} == {float(STEPS)}
+    assert _state(host).name == f"state-{STEPS if checkpointing == 'auto' else 4:09d}"
 
 
 # -- photos ----------------------------------------------------------------------------------------------------------
@@ -322,26 +279,22 @@ def _turn(photo: Path) -> bytes:
 
 
 @pytest.mark.parametrize("prepare", ["auto", "never"])
-def test_misread_photos_are_read_from_corrected_copies(host: Host, prepare: str) -> None:
+def test_misread_photos_are_read_from_corrected_copies_and_transparency_becomes_a_mask(
+    host: Host, prepare: str
+) -> None:
     folder = Path(make_entry(host.root, "any")["datasets"][0]["folder_path"])
     original = _turn(folder / "1.png")
-    process = host.run(**_entry(steps=2), coat={"data": {"prepare": prepare}})
-    read = Path(process.dataset_configs[0].folder_path)
+    process = host.run(**_entry(steps=2), coat={"data": {"prepare": prepare, "transparency": "mask"}})
+    config = process.dataset_configs[0]
+    read = Path(config.folder_path)
     assert (folder / "1.png").read_bytes() == original
     if prepare == "never":
         assert read == folder
         return
     assert read == host.save_folder / "coat" / "photos" / "0" / "images"
-    with Image.open(read / "1.png") as copy:
+    with Image.open(read / "1.png") as copy, Image.open(Path(config.mask_path) / "1.png") as mask:
         assert (copy.mode, copy.size) == ("RGB", (48, 64))
-
-
-def test_transparency_becomes_a_mask_of_the_loss(host: Host) -> None:
-    _turn(Path(make_entry(host.root, "any")["datasets"][0]["folder_path"]) / "1.png")
-    process = host.run(**_entry(steps=2), coat={"data": {"transparency": "mask"}})
-    mask = Path(process.dataset_configs[0].mask_path) / "1.png"
-    with Image.open(mask) as picture:
-        assert picture.getpixel((5, 5)) in (127, 128)
+        assert mask.getpixel((5, 5)) in (127, 128)
 
 
 def test_photos_that_cannot_be_trained_on_end_the_run_before_the_model(host: Host, monkeypatch: Any) -> None:

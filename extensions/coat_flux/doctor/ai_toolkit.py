@@ -14,6 +14,7 @@ from . import Line, absent, bad, good
 SUBJECT = "ai-toolkit"
 CURE = f"use ai-toolkit {host.TESTED_VERSION}, or a COAT-FLUX made for this one"
 PROCESSES = (  # with the class ours derives from, and those it derives from
+    "extensions_built_in.sd_trainer.DiffusionTrainer",
     "extensions_built_in.sd_trainer.SDTrainer",
     host.PROCESS_MODULE,
     "jobs.process.BaseTrainProcess",
@@ -70,7 +71,7 @@ def missing_pieces(root: Path) -> list[str]:
     process = "\n".join(_source(root, module) for module in PROCESSES)
     quantizer = _source(root, host.QUANTIZER_MODULE)
     parameters = r"[^,)]*,\s*".join(host.OPTIMIZER_PARAMETERS)
-    searches = [(f"SDTrainer: {name}", rf"def {name}\(", process) for name in host.HOOKS]
+    searches = [(f"DiffusionTrainer: {name}", rf"def {name}\(", process) for name in host.HOOKS]
     searches += [(f"{host.QUANTIZER_MODULE}: {name}", rf"def {name}\(", quantizer) for name in QUANTIZER_NAMES]
     searches += [
         (

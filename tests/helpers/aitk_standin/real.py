@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from coat_flux.config.job_file import load_job_yaml
+from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.host import REPOSITORY
 
 STEPS = 6
@@ -137,6 +139,14 @@ class Checkout:
 
     def optimizer(self, name: str) -> dict[str, Any]:
         return torch.load(self.folder(name) / "optimizer.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module", name="checkout")
+def real_checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """A checkout with COAT-FLUX installed."""
+    checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
+    install(checkout.root)
+    return checkout
 
 
 def as_kontext(flux: Path, folder: Path) -> None:

@@ -51,6 +51,8 @@ HOOKS = (
     "on_error",
     "get_conf",
     "get_latest_save_path",
+    "maybe_stop",
+    "sample_step_hook",
 )
 OPTIMIZER_PARAMETERS = ("params", "optimizer_type", "learning_rate", "optimizer_params")
 QUANTIZER_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")

@@ -13,10 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-try:
-    from extensions_built_in.sd_trainer.DiffusionTrainer import DiffusionTrainer as HostTrainer
-except ImportError:
-    from extensions_built_in.sd_trainer.SDTrainer import SDTrainer as HostTrainer
+from extensions_built_in.sd_trainer.DiffusionTrainer import DiffusionTrainer as HostTrainer
 
 from ...base import streams as steady
 from ...saves.rng import kept_draws
@@ -27,7 +24,7 @@ from .host import AIToolkitError, detail, info, patched
 from .loop import TrainingLoop, explain_end, live_run
 from .optimizer import check_optimizer, install_optimizer
 from .photos import HeldOutPhotos, check_photos
-from .quantizer import check_buffers, choose_at_load, convert_model, install_quantizer
+from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
 from .team import Team
 
@@ -80,7 +77,7 @@ class CoatFluxTrainer(HostTrainer):
 
         steady.keep_streams()
         host.show_logs()
-        self._team = Team(self.accelerator, HostTrainer)
+        self._team = Team(self.accelerator)
         with self._team.in_turn():
             provide_embedded(self.model_config.name_or_path)
         self._check_job()
@@ -249,7 +246,6 @@ class CoatFluxTrainer(HostTrainer):
 
     def _begin(self) -> None:
         """Begin with the first step, after the first samples."""
-        check_buffers(self.sd.unet)
         if self._full is not None:
             self._full.begin(self, self._training.watch)
         if self._continuation is not None:
@@ -311,8 +307,7 @@ class CoatFluxTrainer(HostTrainer):
 
     def stop_as_asked(self) -> None:
         """Tell the web UI that the run has stopped; raises where it asked."""
-        if hasattr(HostTrainer, "maybe_stop"):
-            super().maybe_stop()
+        super().maybe_stop()
 
     def end_step_hook(self) -> None:
         """Ctrl+C and the web UI's stop end the run here."""

@@ -214,16 +214,6 @@ def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = 
     info(f"[coat] FP8 weights: {at_load} linears at load, {len(names)} after it; {len(in_encoders)} in text encoders")
 
 
-def check_buffers(model: nn.Module) -> None:
-    """Raise AIToolkitError if a cast has reached codes or scales."""
-    from coat_core.linear.weight import BUFFERS
-
-    for name, module in converted_linears(model):
-        buffers = [module._buffers[key] for key in BUFFERS if key in module._buffers]
-        if any(buffer.dtype.is_floating_point for buffer in buffers):
-            raise AIToolkitError(f"codes or scales of {name}, and perhaps others, changed their dtype while sampling")
-
-
 def convert_linears(model: nn.Module, qtype: str) -> None:
     """Outside of ai-toolkit: quantize every linear with a qtype of its own."""
     from torch import nn

@@ -21,9 +21,7 @@ import torch.distributed as dist
 from ...base.errors import UserError
 from ...base.files import link_or_copy
 from ..processes import STEP_LIMIT, WAIT_LIMIT, Processes
-from .host import AIToolkitError, patched
-
-NEEDED = ("train_single_accumulation", "post_process_generate_image_config_list")
+from .host import patched
 
 
 class Team(Processes):
@@ -31,14 +29,12 @@ class Team(Processes):
 
     Args:
         accelerator: ai-toolkit's.
-        process_class: ai-toolkit's.
 
     Raises:
-        AIToolkitError: ai-toolkit lacks a method that several processes need.
         UserError: several were started, and accelerate does not know it.
     """
 
-    def __init__(self, accelerator: Any, process_class: type):
+    def __init__(self, accelerator: Any):
         size = accelerator.num_processes
         if size == 1:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -48,9 +44,6 @@ class Team(Processes):
                 )
             super().__init__(1, 0, torch.device("cpu"))
             return
-        missing = [name for name in NEEDED if not hasattr(process_class, name)]
-        if missing:
-            raise AIToolkitError(f"several processes: {process_class.__name__} has no {', '.join(missing)}")
         super().__init__(size, accelerator.process_index, accelerator.device)
         _limit_waits(WAIT_LIMIT)  # ai-toolkit's own, while the main process fills the caches
         self.wait()
