@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -120,53 +119,56 @@ def test_images_of_one_stem_keep_a_caption_each(tmp_path):
     assert [(copied.folder / name).with_suffix(".txt").read_text() for name in images] == ["of both"] * 2
 
 
-def test_a_second_run_makes_only_what_changed(folder, tmp_path, monkeypatch):
+def test_the_copy_is_used_again_while_photos_and_policy_are_the_same(folder, tmp_path, monkeypatch):
     made = []
     make = prepare_module._make
-    monkeypatch.setattr(prepare_module, "_make", lambda item, *rest: (made.append(item.source.name), make(item, *rest)))
+    monkeypatch.setattr(prepare_module, "_make", lambda path, *rest: (made.append(path.name), make(path, *rest)))
     target = tmp_path / "copy"
     copied = prepare_copy(folder, target)
-    caches = [copied.folder / "_latent_cache" / f"{stem}_{'x' * 22}.safetensors" for stem in ("cut", "phone", "cut_2")]
-    for cache in caches:
-        write(cache, b"")
-    assert len(made) == 16
-    made.clear()
+    assert len(made) == 8
+    cache = write(copied.folder / "_latent_cache" / "cut_x.safetensors", b"")
+    write(folder / "cut.txt", "another caption")
+    (folder / "sideways.txt").unlink()
     assert prepare_copy(folder, target) == copied
-    assert made == []
+    assert len(made) == 8
+    assert cache.exists()
+    assert (copied.folder / "cut.txt").read_text() == "another caption"
+    assert not os.path.lexists(copied.folder / "sideways.txt")
+    prepare_copy(folder, target, background="black")
+    assert len(made) == 16
+    assert not cache.exists()
     write(folder / "cut.png", cutout(50))
     (folder / "sideways.jpg").unlink()
-    (folder / "sideways.txt").unlink()
-    prepare_copy(folder, target)
-    assert made == ["cut.png"]
-    assert not (copied.folder / "sideways.png").exists()
-    assert not os.path.lexists(copied.folder / "sideways.txt")
-    assert [cache.exists() for cache in caches] == [False, True, True]
-    (copied.folder / "phone.png").unlink()
-    prepare_copy(folder, target)
-    assert made == ["cut.png", "phone.jpg"]
     prepare_copy(folder, target, background="black")
-    assert len(made) == 2 + 14
+    assert len(made) == 16 + 7
+    assert not (copied.folder / "sideways.png").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_run_that_was_killed_is_finished_by_the_next(folder, tmp_path, monkeypatch):
-    whole = prepare_copy(folder, tmp_path / "whole")
+def test_a_run_that_was_killed_leaves_the_old_copy_and_is_finished_by_the_next(folder, tmp_path, monkeypatch):
+    whole = prepare_copy(folder, tmp_path / "whole", background="black")
     target = tmp_path / "copy"
-    for kill_at in range(1, 12, 3):
+    prepare_copy(folder, target)
+    before = content_of(target)
+    for kill_at in (1, 5):
         calls = []
 
-        def replace(source, goal, calls=calls, kill_at=kill_at):
-            calls.append(goal)
+        def killed(*arguments, calls=calls, kill_at=kill_at, make=prepare_module._make):
+            calls.append(arguments)
             if len(calls) == kill_at:
                 raise KeyboardInterrupt
-            os.rename(source, goal)
+            make(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(prepare_module.os, "replace", replace)
+            patch.setattr(prepare_module, "_make", killed)
+            patch.setattr(prepare_module, "discard", lambda path: None)  # as SIGKILL leaves it
             with pytest.raises(KeyboardInterrupt):
-                prepare_copy(folder, target)
-    copied = prepare_copy(folder, target)
+                prepare_copy(folder, target, background="black")
+        assert content_of(target) == before
+    copied = prepare_copy(folder, target, background="black")
     expected = {name: content for name, (content, _) in content_of(whole.folder).items()}
     assert {name: content for name, (content, _) in content_of(copied.folder).items()} == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "photos", "whole"]
 
 
 @pytest.mark.parametrize("way", ["symlink", "link", "copy"])
@@ -183,22 +185,10 @@ def test_where_links_cannot_be_made_files_are_copied(folder, tmp_path, monkeypat
     assert copy.samefile(original) == (way != "copy")
 
 
-def test_a_record_that_was_tampered_with_leads_nowhere_else(folder, tmp_path):
-    precious = write(tmp_path / "precious.txt", "x")
-    target = tmp_path / "copy"
-    prepare_copy(folder, target)
-    record = json.loads((target / "prepared.json").read_text())
-    record["files"] |= {"../precious.txt": "0", str(precious): "0", "images/../../precious.txt": "0"}
-    (target / "prepared.json").write_text(json.dumps(record))
-    prepare_copy(folder, target)
-    assert precious.read_text() == "x"
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"files": {}}'])
-def test_a_damaged_record_is_made_anew(folder, tmp_path, content):
+def test_a_damaged_record_makes_the_copy_again(folder, tmp_path):
     copied = prepare_copy(folder, tmp_path / "copy")
     whole = (tmp_path / "copy" / "prepared.json").read_text()
-    (tmp_path / "copy" / "prepared.json").write_text(content)
+    (tmp_path / "copy" / "prepared.json").write_text("{")
     assert prepare_copy(folder, tmp_path / "copy") == copied
     assert (tmp_path / "copy" / "prepared.json").read_text() == whole
 
@@ -213,10 +203,10 @@ def test_a_full_disk_names_the_remedy(folder, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepare_module.os, "replace", full)
+    monkeypatch.setattr(prepare_module, "_make", full)
     with pytest.raises(DatasetError, match=r"cannot be written \(No space left on device\); make the folder writable"):
         prepare_copy(folder, tmp_path / "copy")
-    assert [path for path in (tmp_path / "copy").rglob("*") if path.is_file()] == []
+    assert not (tmp_path / "copy").exists()
 
 
 def test_a_damaged_photo_is_an_error(folder, tmp_path):

@@ -8,15 +8,14 @@ Everything else in the folder is linked (copied where links cannot be made), and
     <target>/masks/<name>.png   with `transparency="mask"`: opacity of every image, white where it has none, because
                                 ai-toolkit looks masks up by name alone, in one folder, and takes black for a missing
                                 one. Images of one name in several sub-folders get distinct names for that.
-    <target>/prepared.json      what was made from what; the next run makes only what changed
+    <target>/prepared.json      the photos it was made from: while they are the same, the next run uses the copy, with
+                                the latents that ai-toolkit cached in it; else all of it is made again
 
-Every file is written under another name and moved into place. Where an image changed, ai-toolkit's caches of it, which
-go by name, are removed.
+The copy is written beside the target and moved into place as a whole. Captions are linked anew by every run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -27,15 +26,14 @@ from pathlib import Path
 
 from PIL import Image
 
-from ..base.files import file_sha256, link_or_copy, replacing, write_file
-from .files import DatasetError, Listing, list_folder, printable
+from ..base.files import TEMP_PREFIX, discard, file_sha256, link_or_copy, replace_folder, replacing, staging_path
+from .files import IMAGE_EXTENSIONS, DatasetError, Listing, list_folder, printable
 from .images import DEEP, ROTATED, TAGGED, TRANSPARENT, read_photo, rgb
 from .preflight import survey
 
 MISREAD = frozenset({ROTATED, TAGGED, DEEP, TRANSPARENT})
-_VERSION = 1  # of what is written; raise it when that changes
+_VERSION = 2  # of what is written; raise it when that changes
 _RECORD = "prepared.json"
-_DIGEST_LETTERS = 22
 _PNG_EFFORT = 1  # of zlib: a photo gets little smaller with more
 _NO_MASK = Image.new("L", (64, 64), 255)  # ai-toolkit brings masks to the image's size
 
@@ -45,10 +43,10 @@ class PreparedCopy:
     """A folder for ai-toolkit.
 
     Attributes:
-        folder: Takes the place of `folder_path`.
-        mask_folder: Takes the place of `mask_path`; None where transparency is not a mask.
-        corrected: The originals that are read from a corrected copy.
-        traits: How many of them have each trait, for a log line.
+        folder: takes the place of `folder_path`.
+        mask_folder: takes the place of `mask_path`; None where transparency is not a mask.
+        corrected: the originals that are read from a corrected copy.
+        traits: how many of them have each trait, for a log line.
     """
 
     folder: Path
@@ -71,11 +69,11 @@ def prepare_copy(
     One process at a time may do it.
 
     Args:
-        folder: The dataset's folder, checked by `inspect_datasets`.
-        target: Where the copy goes; only files that an earlier call made there are replaced or removed.
-        background: What transparent parts become; a name of `config.options.COLOURS` or "#rrggbb".
+        folder: of the dataset, checked by `inspect_datasets`.
+        target: where the copy goes; it replaces what an earlier call made there.
+        background: what transparent parts become; a name of `config.options.COLOURS` or "#rrggbb".
         transparency: `mask` also makes the mask folder; else `background`.
-        keep: The only photos to copy, or None for all; with some a copy is always made.
+        keep: the only photos to copy, or None for all; with some a copy is always made.
         correct: False links misread photos, too.
 
     Raises:
@@ -94,17 +92,18 @@ def prepare_copy(
     if not corrected and keep is None:
         return None
     masked = transparency == "mask" and correct
+    names = _names(folder, listing.images, masked)
     try:
-        _refresh(target, _plan(folder, listing, frozenset(corrected), masked), background, masked)
+        _refresh(target, names, frozenset(corrected), background, masked)
+        _link_captions(target / "images", names, listing)
     except OSError as error:
         raise DatasetError(
             f"{printable(target)}: the corrected copies cannot be written ({error.strerror or error}); make the folder "
             "writable and free some disk, or set coat.data.prepare: never"
         ) from error
     counts = Counter(trait for path in corrected for trait in traits[path] & MISREAD)
-    return PreparedCopy(
-        target / "images", target / "masks" if masked else None, corrected, dict(sorted(counts.items()))
-    )
+    mask_folder = target / "masks" if masked else None
+    return PreparedCopy(target / "images", mask_folder, corrected, dict(sorted(counts.items())))
 
 
 def _traits(images: list[Path]) -> dict[Path, frozenset[str]]:
@@ -116,37 +115,19 @@ def _traits(images: list[Path]) -> dict[Path, frozenset[str]]:
     return traits
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A file of the copy: its original, its paths below the target (image or caption, mask), and how it is made."""
-
-    source: Path
-    outputs: tuple[str, ...]
-    corrected: bool
-
-
-def _plan(folder: Path, listing: Listing, corrected: frozenset[Path], masked: bool) -> list[_Item]:
-    """The files of the copy. What belongs to an image by name (its caption) follows it."""
-    sidecars = defaultdict(list)
-    for path in listing.others:
-        sidecars[path.parent, path.stem].append(path)
-    items: list[_Item] = []
+def _names(folder: Path, images: list[Path], masked: bool) -> dict[Path, str]:
+    """Each image's path in the copy, without its extension; distinct by name alone where masks are looked up so."""
+    names: dict[Path, str] = {}
     taken: set[str] = set()
-    for path in listing.images:
+    for path in images:
         parent = path.parent.relative_to(folder)
-        stem = next(stem for stem in _stems(path, parent) if _key(parent / stem, masked) not in taken)
-        taken.add(_key(parent / stem, masked))
-        name = (Path("images") / parent / stem).as_posix()
-        extension = ".png" if path in corrected else path.suffix
-        mask = (f"masks/{stem}.png",) if masked else ()
-        items.append(_Item(path, (name + extension, *mask), path in corrected))
-        items += [_Item(sidecar, (name + sidecar.suffix,), False) for sidecar in sidecars[path.parent, path.stem]]
-    return items
-
-
-def _key(name: Path, masked: bool) -> str:
-    """What must differ between two images: ai-toolkit finds masks by name alone, captions and caches by path."""
-    return (name.name if masked else name.as_posix()).lower()
+        for stem in _stems(path, parent):
+            key = (stem if masked else (parent / stem).as_posix()).lower()
+            if key not in taken:
+                break
+        taken.add(key)
+        names[path] = (parent / stem).as_posix()
+    return names
 
 
 def _stems(path: Path, parent: Path) -> Iterator[str]:
@@ -156,67 +137,62 @@ def _stems(path: Path, parent: Path) -> Iterator[str]:
     yield from (f"{path.stem}_{number}" for number in itertools.count(2))
 
 
-def _refresh(target: Path, items: list[_Item], background: str, masked: bool) -> None:
-    """Make what is missing or changed, remove what no longer belongs, and record what there is."""
-    policy = [_VERSION, *rgb(background), masked]
-    record = _read_record(target / _RECORD)
-    known = record["files"] if record["policy"] == policy else {}
-    files: dict[str, str] = {}
-    for item in items:
-        digest = file_sha256(item.source)
-        files |= dict.fromkeys(item.outputs, digest)
-        if not all(known.get(output) == digest and (target / output).is_file() for output in item.outputs):
-            _forget_caches(target / item.outputs[0])
-            _make(item, target, background)
-    for stale in record["files"].keys() - files.keys():
-        _remove(target, stale)
-    write_file(target / _RECORD, json.dumps({"policy": policy, "files": files}, indent=1))
+def _refresh(target: Path, names: dict[Path, str], corrected: frozenset[Path], background: str, masked: bool) -> None:
+    """Make the images and masks of the copy, unless they were made of the same photos."""
+    photos = {name: [file_sha256(path), path in corrected] for path, name in names.items()}
+    record = json.dumps({"version": _VERSION, "background": rgb(background), "masked": masked, "photos": photos})
+    for left in target.parent.glob(f"{TEMP_PREFIX}*{target.name}"):  # by a run that was killed
+        discard(left)
+    if (target / _RECORD).is_file() and (target / _RECORD).read_text(encoding="utf-8") == record:
+        return
+    made, aside = staging_path(target), staging_path(target)
+    try:
+        for path, name in names.items():
+            _make(path, made, name, path in corrected, background, masked)
+        (made / "images").mkdir(parents=True, exist_ok=True)
+        (made / _RECORD).write_text(record, encoding="utf-8")
+        replace_folder(made, target, aside)
+    finally:
+        discard(made)
+        discard(aside)
 
 
-def _read_record(path: Path) -> dict:
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and record.keys() == {"policy", "files"}:
-            return record
-    return {"policy": None, "files": {}}
-
-
-def _remove(target: Path, stale: str) -> None:
-    """Remove what an earlier call made; a record that was tampered with cannot lead outside the target."""
-    path = target / stale
-    if path.parent.resolve().is_relative_to(target.resolve()):
-        _forget_caches(path)
-        path.unlink(missing_ok=True)
-
-
-def _make(item: _Item, target: Path, background: str) -> None:
-    outputs = [target / output for output in item.outputs]
+def _make(path: Path, made: Path, name: str, corrected: bool, background: str, masked: bool) -> None:
+    image = made / "images" / f"{name}{'.png' if corrected else path.suffix}"
+    image.parent.mkdir(parents=True, exist_ok=True)
     mask = _NO_MASK
-    if item.corrected:
-        photo = read_photo(item.source, background)
+    if corrected:
+        photo = read_photo(path, background)
+        photo.image.save(image, format="PNG", compress_level=_PNG_EFFORT, icc_profile=None)
         mask = photo.alpha or _NO_MASK
-        _save(photo.image, outputs[0])
     else:
-        _link(item.source, outputs[0])
-    for output in outputs[1:]:
-        _save(mask, output)
+        _link(path, image)
+    if masked:
+        (made / "masks").mkdir(exist_ok=True)
+        mask.save(made / "masks" / f"{Path(name).name}.png", format="PNG", compress_level=_PNG_EFFORT)
 
 
-def _save(image: Image.Image, output: Path) -> None:
-    with replacing(output) as temp:
-        image.save(temp, format="PNG", compress_level=_PNG_EFFORT, icc_profile=None)
+def _link_captions(images: Path, names: dict[Path, str], listing: Listing) -> None:
+    """Link what belongs to an image by name under the image's name in the copy; remove what no longer belongs."""
+    sidecars = defaultdict(list)
+    for path in listing.others:
+        sidecars[path.parent, path.stem].append(path)
+    wanted = {
+        images / f"{name}{sidecar.suffix}": sidecar
+        for path, name in names.items()
+        for sidecar in sidecars[path.parent, path.stem]
+    }
+    for link in images.rglob("*.*"):
+        cached = any(part.startswith("_") for part in link.relative_to(images).parts[:-1])
+        if link not in wanted and not cached and link.suffix.lower() not in IMAGE_EXTENSIONS:
+            link.unlink()
+    for link, sidecar in wanted.items():
+        with replacing(link, sync=False) as temp:
+            _link(sidecar, temp)
 
 
-def _link(source: Path, output: Path) -> None:
-    with replacing(output, sync=False) as temp:
-        try:
-            os.symlink(source.resolve(), temp)
-        except (OSError, NotImplementedError):
-            link_or_copy(source.resolve(), temp)
-
-
-def _forget_caches(image: Path) -> None:
-    """Remove what ai-toolkit cached of an image: <name>_<22 letters of a digest of its settings>.safetensors."""
-    for cached in (image.parent / "_latent_cache").glob("*.safetensors"):
-        if cached.stem[:-_DIGEST_LETTERS] == f"{image.stem}_":
-            cached.unlink()
+def _link(source: Path, place: Path) -> None:
+    try:
+        os.symlink(source.resolve(), place)
+    except (OSError, NotImplementedError):
+        link_or_copy(source.resolve(), place)
