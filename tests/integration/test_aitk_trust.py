@@ -23,6 +23,7 @@ from tests.helpers.aitk_standin import ends
 from tests.helpers.aitk_standin.ends import newest_state
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, make_entry, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
+from tests.helpers.guard_limits import set_limits
 from tests.helpers.locks import held_by_another_process
 
 STEPS = 8
@@ -227,12 +228,13 @@ def test_one_nan_is_skipped_and_counted(
 
 
 def test_nan_for_good_ends_the_run_and_keeps_the_last_save(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, nonfinite_steps=2)
     host.run(**_entry(steps=2))
     before = {path: path.read_bytes() for path in _state(host).rglob("*") if path.is_file()}
     trainer = host.load("extensions_built_in.sd_trainer.SDTrainer").SDTrainer
     monkeypatch.setattr(trainer, "calculate_loss", lambda self, prediction, target: prediction.mean() * torch.nan)
     with pytest.raises(DeadRunError, match="step 4: loss=nan"):
-        host.run(**_entry(), coat={"guard": {"nonfinite_steps": 2}})
+        host.run(**_entry())
     assert {path: path.read_bytes() for path in _state(host).rglob("*") if path.is_file()} == before
 
 
@@ -278,19 +280,13 @@ def _turn(photo: Path) -> bytes:
     return photo.read_bytes()
 
 
-@pytest.mark.parametrize("prepare", ["auto", "never"])
-def test_misread_photos_are_read_from_corrected_copies_and_transparency_becomes_a_mask(
-    host: Host, prepare: str
-) -> None:
+def test_misread_photos_are_read_from_corrected_copies_and_transparency_becomes_a_mask(host: Host) -> None:
     folder = Path(make_entry(host.root, "any")["datasets"][0]["folder_path"])
     original = _turn(folder / "1.png")
-    process = host.run(**_entry(steps=2), coat={"data": {"prepare": prepare, "transparency": "mask"}})
+    process = host.run(**_entry(steps=2), coat={"data": {"transparency": "mask"}})
     config = process.dataset_configs[0]
     read = Path(config.folder_path)
     assert (folder / "1.png").read_bytes() == original
-    if prepare == "never":
-        assert read == folder
-        return
     assert read == host.save_folder / "coat" / "photos" / "0" / "images"
     with Image.open(read / "1.png") as copy, Image.open(Path(config.mask_path) / "1.png") as mask:
         assert (copy.mode, copy.size) == ("RGB", (48, 64))

@@ -53,14 +53,6 @@ VALUES = {
     "memory.log_every": 1,
     "memory.stream_blocks": "auto",
     "data.background": "black",
-    "guard.nonfinite_steps": 5,
-    "guard.diverging_steps": 20,
-    "guard.zero_gradient_steps": 5,
-    "guard.dead_lora_steps": 2,
-    "guard.pinned_loss_steps": 50,
-    "guard.health_every": 1,
-    "guard.max_saturation": 0.01,
-    "guard.max_underflow": 0.9,
     "resume.allow": ["data"],
 }
 # what else an option asks for

@@ -25,6 +25,7 @@ from coat_flux.watch.step_watch import CPU_NOTE
 from tests import tolerances
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import TRIGGER, engine_job, write_images
+from tests.helpers.guard_limits import set_limits
 from tests.helpers.tiny_flux import make_tiny_flux
 
 
@@ -294,10 +295,11 @@ def test_only_if_contains_limits_the_adapters(place: dict[str, Path]) -> None:
 def test_nan_stops_the_run_and_nothing_is_saved(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from coat_flux.trainers.standalone.objective import Objective
 
+    set_limits(monkeypatch, nonfinite_steps=2)
     original = Objective.__call__
     monkeypatch.setattr(Objective, "__call__", lambda self, batch, draw: original(self, batch, draw) * float("nan"))
     with pytest.raises(DeadRunError, match=r"step 2: loss=nan.*2 steps in a row.*lower train\.lr"):
-        train("nan", place, train={"steps": 9}, coat={**COAT, "guard": {"nonfinite_steps": 2}})
+        train("nan", place, train={"steps": 9}, coat=COAT)
     assert not list((place["out"] / "nan").glob("*.safetensors"))
 
 

@@ -23,11 +23,17 @@ from tests import tolerances
 from tests.helpers.aitk_standin.host import COAT_ENTRY, Host, standin_host  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.guard_limits import set_limits
 from tests.helpers.tiny_flux import make_tiny_flux
 from tests.unit.test_run_report import text_of
 
 PLANTED = "transformer_blocks.1.ff.net.2"
-GUARD = {"max_underflow": 1.0}  # what is planted would end the run
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # what is planted would end the run
+    set_limits(monkeypatch, max_underflow=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
 
 
 def train(name: str, place: dict[str, Path], steps: int, activation: dict[str, Any], **blocks: Any) -> Path:
-    coat = {"guard": GUARD, "activation": activation}
+    coat = {"activation": activation}
     COATTrainer(engine_job(name, **place, coat=coat, train={"steps": steps}, **blocks)).train()
     return place["out"] / name
 
@@ -112,7 +118,7 @@ def test_the_report_of_a_run_has_all_of_it(default_run: Path, capsys: pytest.Cap
 def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(
     place: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(GUARD, "health_every", 4)
+    set_limits(monkeypatch, max_underflow=1.0, health_every=4)
     option = {"min_sqnr_db": 20.0}
     whole = train("whole", place, 4, option)
     said = capsys.readouterr().out
@@ -146,7 +152,7 @@ def test_a_minimum_that_is_met_leaves_every_layer(place: dict[str, Path], capsys
 
 
 def aitk_entry(host: Host, steps: int, minimum: float | None) -> dict[str, Any]:
-    coat = {"guard": {**GUARD, "health_every": 4}, "activation": {"min_sqnr_db": minimum}}
+    coat = {"activation": {"min_sqnr_db": minimum}}
     train = {**COAT_ENTRY["train"], "steps": steps}
     return {"model": COAT_ENTRY["model"], "train": train, "coat": coat}
 

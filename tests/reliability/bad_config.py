@@ -68,7 +68,7 @@ PROCESS: dict[str, Any] = {
         "activation": {"format": "e4m3", "grad_format": "e5m2", "exclude": ["transformer_blocks.0.*"]},
         "memory": {"checkpointing": "auto", "budget_gb": 22.5},
         "data": {"background": "white"},
-        "guard": {"dead_lora_steps": 50},
+        "guard": {"enabled": True},
         "resume": {"allow": ["data"]},
         "fallback": "bf16",
     },

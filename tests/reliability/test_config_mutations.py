@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from coat_flux.config.ai_toolkit_keys import KINDS, PROCESS
-from coat_flux.config.build import config_fields
 from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.coat import ADAMW_OPTIONS, BY_KEY, COATConfig
 from coat_flux.config.findings import Finding
 from coat_flux.config.job import OTHER_KEYS, JobConfig
 from coat_flux.config.job_file import load_job_yaml
 from coat_flux.config.job_sections import LR_PARAMS
+from coat_flux.config.options import config_fields
 from coat_flux.config.rules import TORCH_SWITCHES
 from tests.reliability.bad_config import ALONE, BOTH, BadConfig, valid_job
 

@@ -54,13 +54,13 @@ class Runs:
         self.seconds = time.monotonic() - began
         self.good = self.results("good")
 
-    def configure(self, name: str, lr: float = LR, steps: int = STEPS, guard: dict[str, Any] | None = None) -> Path:
+    def configure(self, name: str, lr: float = LR, steps: int = STEPS) -> Path:
         train = {"steps": steps, "lr": lr, "ema_config": {"use_ema": True, "ema_decay": 0.8}}
         job = engine_job(
             name,
             **self.place,
             out=self.out,
-            coat={**COAT, "guard": guard or {}},
+            coat=COAT,
             train=train,
             network=FEW_LINEARS,
             dataset={"cache_latents": False, "cache_latents_to_disk": True},
@@ -233,11 +233,11 @@ def damaged(file: str, links: bool = True) -> Callable[[Runs, str, random.Random
     return fault
 
 
-def diverging(lr: float, **guard: Any) -> Callable[[Runs, str, random.Random], tuple[Path, int]]:
+def diverging(lr: float, steps: int = STEPS) -> Callable[[Runs, str, random.Random], tuple[Path, int]]:
     def fault(runs: Runs, name: str, rng: random.Random) -> tuple[Path, int]:
         if rng.random() < 0.7:
             runs.take_part(name)
-        config = runs.configure(name, lr=lr, guard=guard)
+        config = runs.configure(name, lr=lr, steps=steps)
         code = runs.wait(runs.start(config))
         out = runs.output.decode()
         assert code == 2, out[-2000:]
@@ -269,8 +269,8 @@ FAULTS: dict[str, Callable[[Runs, str, random.Random], tuple[Path, int]]] = {
     "damaged-copy-of-the-moments": damaged("optimizer.pt", links=False),
     "damaged-table": damaged("coat/metrics.csv"),
     "exploding-1e3": diverging(1e3),
-    "exploding-1e6": diverging(1e6, nonfinite_steps=2),
-    "exploding-1e30": diverging(1e30, nonfinite_steps=2),
+    "exploding-1e6": diverging(1e6, steps=3 * STEPS),
+    "exploding-1e30": diverging(1e30, steps=3 * STEPS),
     "exploding-1e30-late": diverging(1e30),
     **{f"removed-{name}": removed(name) for name in ("coat", "coat/tensorboard", ".")},
 }

@@ -93,7 +93,7 @@ def test_an_adapter_whose_b_is_frozen_is_dead() -> None:
 
 def test_a_learning_rate_of_zero_is_a_dead_lora() -> None:
     run = Run(0.0, zero_b=True, dead_lora_steps=3)
-    with pytest.raises(DeadRunError, match=r"step 3: every lora_B is still zero after 3 updates .*raise train\.lr"):
+    with pytest.raises(DeadRunError, match=r"step 3: every lora_B is still zero after 3 updates.*raise train\.lr"):
         run.train(4)
 
 

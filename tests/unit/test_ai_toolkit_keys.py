@@ -21,9 +21,9 @@ from coat_flux.config.ai_toolkit_keys import (
     read_toolkit,
     values_of,
 )
-from coat_flux.config.build import config_fields
 from coat_flux.config.check import check_job_file, find_toolkit
 from coat_flux.config.job import AI_TOOLKIT_BLOCKS
+from coat_flux.config.options import config_fields
 from tests.unit.test_check import AI_TOOLKIT, checkout, found
 
 

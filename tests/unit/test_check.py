@@ -100,16 +100,13 @@ def test_what_only_surprises_is_a_warning_in_both(host: str, key: str, value: An
 @pytest.mark.parametrize(
     ("changes", "where", "words"),
     [
-        ([("model.layer_offloading", True)], "model.layer_offloading", "does nothing for FLUX.1"),
         ([("sample.width", 1000)], "sample.width", "FLUX draws 992"),
-        ([("network.type", "lokr")], "network.type", "keep their own inputs"),
         ([("model.qtype", "uint4")], "model.qtype", "stay as ai-toolkit quantizes them"),
         (
             [("model", {"name_or_path": "models/flux", "is_flux": True, "quantize": True})],
             "model.qtype",
             "write coat_fp8 for FP8 GEMMs",
         ),
-        ([("datasets.0.augments", ["x"])], "datasets[0].cache_latents_to_disk", "turns it off"),
         ([("train.optimizer", "prodigy"), ("coat", {})], "train.optimizer", "not as COAT"),
         ([("type", "concept_slider")], "type", "not checked here"),
     ],
@@ -275,11 +272,3 @@ def test_a_process_of_another_extension_is_only_named(command: Any) -> None:
     assert (code, err) == (0, [])
     assert out[0].startswith("warning: job.yaml: config.process[0].type='concept_slider': ")
     assert out[1:] == ["job.yaml: no error found"]
-
-
-@pytest.mark.parametrize(("key", "meant"), [("learning_rate", "lr"), ("gradient_clipping", "max_grad_norm")])
-@pytest.mark.parametrize("host", ["standalone", AI_TOOLKIT])
-def test_a_key_of_another_trainer_is_translated(key: str, meant: str, host: str) -> None:
-    (item,) = found((f"train.{key}", 1e-4), trainer=host)
-    assert (item.severity, item.key) == ("error", f"config.process[0].train.{key}")
-    assert f"did you mean '{meant}'?" in item.line()

@@ -15,8 +15,8 @@ from coat_core.optim import FP8AdamW
 from coat_flux.blocks.gemms import set_transposed, transposed_bytes
 from coat_flux.blocks.lookup import trained_names
 from coat_flux.config.check import check_job_dict, check_job_file
+from coat_flux.config.entry import coat_of_entry
 from coat_flux.config.findings import ConfigError
-from coat_flux.config.full_rules import coat_of_entry
 from coat_flux.config.job import JobConfig
 from coat_flux.trainers.full import UpdateInBackward
 from tests.helpers.engine_job import engine_job
@@ -94,18 +94,18 @@ REFUSED_INSIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"train.ema_config": {"use_ema": True}},
         {},
-        r"train\.ema_config=.*unseen.* write use_ema: false, or train with `co",
+        r"train\.ema_config=.*unseen.* write use_ema: false",
     ),
     ({"model.lora_path": "x.safetensors"}, {}, r"model\.lora_path=.* would have it twice; remove it"),
     ({"model.only_if_contains": ["attn"]}, {}, r"model\.only_if_contains=.*: coat\.include and coat\.exclude choose"),
-    ({"train.train_text_encoder": True}, {}, r"train\.train_text_encoder=true: more than the transformer"),
+    ({"train.train_text_encoder": True}, {}, r"train\.train_text_encoder=true: .*; write false"),
     ({"adapter": {"type": "t2i"}}, {}, r"adapter=.*: a whole model is trained without one; remove it"),
-    ({"model.compile": True}, {}, r"model\.compile=true: blocks with trained weights run eager; write false"),
-    ({"model.split_model_over_gpus": True}, {}, r"model\.split_model_over_gpus=true: spreads the model"),
+    ({"model.compile": True}, {}, r"model\.compile=true: .*; write false"),
+    ({"model.split_model_over_gpus": True}, {}, r"model\.split_model_over_gpus=true: .*; write false"),
     (
         {"train.diff_output_preservation": True},
         {},
-        r"train\.diff_output_preservation=true: compares with the model with",
+        r"train\.diff_output_preservation=true: .*; write false",
     ),
     (
         {"train.fused_backward": True, "train.single_item_batching": True},

@@ -40,7 +40,6 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run() -> None:
     with pytest.raises(DeadRunError, match=r"step 6: loss=nan, .* not finite for 3 steps in a row") as e:
         guard.allows_update(6, math.nan, 1.0)
     for word in (
-        "coat.guard.nonfinite_steps",
         "lower train.lr",
         "linear_granularity: per_row",
         "last good save is kept",
@@ -53,7 +52,7 @@ def test_zero_gradients_in_a_row_end_the_run() -> None:
     guard = guard_of(zero_gradient_steps=2)
     for step, norm in enumerate([0.0, 1e-30, 0.0], 1):
         assert guard.allows_update(step, 0.1 * step, norm)
-    with pytest.raises(DeadRunError, match=r"step 4: gradient norm 0 for 2 steps in a row .*activation\.grad_format"):
+    with pytest.raises(DeadRunError, match=r"step 4: gradient norm 0 for 2 steps in a row.*activation\.grad_format"):
         guard.allows_update(4, 0.9, 0.0)
 
 
@@ -61,7 +60,7 @@ def test_a_pinned_loss_ends_the_run_and_its_neighbour_does_not() -> None:
     guard = guard_of(pinned_loss_steps=3)
     for step, loss in enumerate([0.5, 0.5, math.nextafter(0.5, 1), 0.5, 0.5], 1):
         assert guard.allows_update(step, loss, 1.0)
-    with pytest.raises(DeadRunError, match=r"step 6: loss=0.5 for 3 steps in a row \(coat.guard.pinned_loss_steps\)"):
+    with pytest.raises(DeadRunError, match=r"step 6: loss=0.5 for 3 steps in a row"):
         guard.allows_update(6, 0.5, 1.0)
 
 
@@ -71,7 +70,7 @@ def test_a_lora_b_that_stays_zero_ends_the_run_in_either_hosts_names(name: str) 
     guard.lora = {A: guard.lora[A], name: guard.lora[B]}
     guard.after_update(1)
     guard.after_update(2)
-    with pytest.raises(DeadRunError, match=r"step 3: every lora_B is still zero after 3 updates .*raise train\.lr"):
+    with pytest.raises(DeadRunError, match=r"step 3: every lora_B is still zero after 3 updates.*raise train\.lr"):
         guard.after_update(3)
 
 

@@ -209,8 +209,8 @@ def test_the_line_has_mean_and_worst() -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lost(INPUT, "b.0", 0.2, 0.0), ["20.0% of the linear inputs of b.0", "max_saturation=0.05", "exclude: [b.0]"]),
-        (lost(INPUT, "b.0", 0.0, 0.95), ["95.0% of the linear inputs of b.0", "max_underflow=0.9", "per_row"]),
+        (lost(INPUT, "b.0", 0.2, 0.0), ["20.0% of the linear inputs of b.0", "limit: 0.05", "exclude: [b.0]"]),
+        (lost(INPUT, "b.0", 0.0, 0.95), ["95.0% of the linear inputs of b.0", "limit: 0.9", "per_row"]),
         (lost(GRADIENT, "", 0.0, 1.0), ["100.0% of the gradients", "grad_format: e5m2 or bf16"]),
         (lost(SAVED, "", 0.0, 1.0), ["nonlinear_granularity: per_group", "format: e5m2"]),
         (lost(EXP_AVG_SQ, "x.lora_A", 0.0, 1.0), ["exp_avg_sq of x.lora_A", "use_dynamic_range_expansion: true"]),

@@ -20,11 +20,17 @@ from coat_flux.trainers.standalone import session as sessions
 from coat_flux.trainers.standalone import step_graph
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from tests.helpers.engine_job import engine_job, write_images
+from tests.helpers.guard_limits import set_limits
 from tests.helpers.operators import bits
 from tests.helpers.recorded_graph import RecordedGraph, recording
 
-COAT = {"guard": {"health_every": 7, "dead_lora_steps": 2}, "memory": {"log_memory_stats": False}}
+COAT = {"memory": {"log_memory_stats": False}}
 TRAIN = {"steps": 14, "lr_scheduler": "linear", "ema_config": {"use_ema": True, "ema_decay": 0.9}}
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, health_every=7, dead_lora_steps=2)
 
 
 @pytest.fixture(scope="module")

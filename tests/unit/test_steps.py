@@ -20,11 +20,17 @@ from coat_flux.trainers.standalone.steps import settle, train_step
 from coat_flux.trainers.standalone.workers import Workers
 from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.run_tables import StepStats
+from tests.helpers.guard_limits import set_limits
 from tests.helpers.operators import bits
 from tests.helpers.step_watch import step_watch
 
 NAMES = ("transformer.a.lora_A.weight", "transformer.a.lora_B.weight")
-COAT = "{guard: {health_every: 50, dead_lora_steps: 40, nonfinite_steps: 3}, memory: {log_memory_stats: false}}"
+COAT = "memory: {log_memory_stats: false}"
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, health_every=50, dead_lora_steps=40, nonfinite_steps=3)
 
 
 @dataclass

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UserError
-from .build import OtherKeys, as_mapping
 from .findings import Findings, suggest_key
-from .options import Option
+from .options import Option, OtherKeys, as_mapping
 
 TABLE = Path(__file__).with_suffix(".tsv")
 PROCESS, NETWORK_KWARGS = "process", "network_kwargs"

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_TYPE
 from .ai_toolkit_keys import CLASSES_FILE, NoToolkitError, Toolkit, check_keys, read_toolkit
-from .build import build
-from .coat import COATConfig
-from .combinations import check_combinations
-from .entry import AI_TOOLKIT, STANDALONE, Entry
+from .coat import COATConfig, check_combinations
+from .entry import AI_TOOLKIT, BOTH, STANDALONE, Entry
 from .findings import ConfigError, Finding, Findings, closest, finding
 from .job import JobConfig
-from .job_file import check_plain, check_shape, load_job_yaml, replace_name
-from .job_sections import OPTIMIZER_PACKAGES, PROCESS_TYPES, Job, ValidationSection
+from .job_file import load_job_yaml, plain_job
+from .job_sections import OPTIMIZER_PACKAGES, PROCESS_TYPES, ValidationSection
+from .options import build
 from .rules import check_entry
 
 TRAINERS = (STANDALONE, AI_TOOLKIT)
@@ -79,7 +77,13 @@ def check_job_dict(
     if trainer != AI_TOOLKIT:
         raise ValueError(f"trainer={trainer!r}: must be one of {', '.join(TRAINERS)}; write {AI_TOOLKIT}")
     findings = Findings(file)
-    _check_for_ai_toolkit(raw, findings, toolkit_of(toolkit_root, findings), num_processes)
+    toolkit, plain = toolkit_of(toolkit_root, findings), plain_job(raw, findings)
+    if plain is None:
+        return findings.all
+    name = plain["config"]["name"]
+    for i, process in enumerate(plain["config"]["process"]):
+        path = f"config.process[{i}]"
+        _check_process(Entry(AI_TOOLKIT, process, path, findings, name, None, toolkit, num_processes))
     return findings.all
 
 
@@ -115,7 +119,7 @@ def is_toolkit(folder: Path) -> bool:
     return (folder / CLASSES_FILE).is_file()
 
 
-def missing_packages(job: Job) -> list[Finding]:
+def missing_packages(job: JobConfig) -> list[Finding]:
     """What the job needs beyond this package's own requirements and is not installed."""
     wanted = []
     if job.train.optimizer in OPTIMIZER_PACKAGES:
@@ -133,7 +137,7 @@ def missing_packages(job: Job) -> list[Finding]:
     return found
 
 
-def require_packages(job: Job) -> None:
+def require_packages(job: JobConfig) -> None:
     """Check that what the job needs beyond this package's own requirements is installed.
 
     Raises:
@@ -143,55 +147,33 @@ def require_packages(job: Job) -> None:
         raise ConfigError(missing)
 
 
-def _check_for_ai_toolkit(raw: Any, findings: Findings, toolkit: Toolkit, num_processes: int) -> None:
-    """Add what ai-toolkit would refuse late, ignore in silence, or take for something else."""
-    check_shape(raw, findings)
-    check_plain(raw, findings)
-    if findings.errors:
-        return
-    job = replace_name(raw, raw["config"]["name"])
-    if job["job"] != "extension":
-        findings.add("job", "only jobs that train by a process type are checked; write job: extension", job["job"])
-        return
-    for extra, value in job["config"].items():
-        if extra == "device":
-            findings.warn("config.device", "ai-toolkit trains on the first visible GPU; remove it", value)
-        elif extra not in ("name", "process"):
-            findings.add(f"config.{extra}", "unknown key; known here: name, process")
-    for i, process in enumerate(job["config"]["process"]):
-        entry = Entry(AI_TOOLKIT, process, f"config.process[{i}]", findings, job["config"]["name"], None, toolkit)
-        _check_process(replace(entry, num_processes=num_processes))
-
-
 def _check_process(entry: Entry) -> None:
-    """One entry of `config.process`: its keys, then what they say together."""
+    """One entry of `config.process` inside ai-toolkit: its keys, then what they say together."""
     process, path, findings, kind = entry.raw, entry.path, entry.findings, entry.raw.get("type")
-    if kind is None:
-        findings.add(f"{path}.type", f"is missing; write {COAT_TYPE}")
-    elif kind not in PROCESS_TYPES:
+    if kind not in PROCESS_TYPES:
         near = closest(kind, PROCESS_TYPES, cutoff=0.8)
-        if not isinstance(kind, str) or near:
-            entry.add("type", f"not a process type of ai-toolkit; did you mean '{near or COAT_TYPE}'?")
+        if kind is None:
+            findings.add(f"{path}.type", f"is missing; write {COAT_TYPE}")
+        elif near or not isinstance(kind, str):
+            findings.add(f"{path}.type", f"not a process type of ai-toolkit; did you mean '{near or COAT_TYPE}'?", kind)
         else:
-            entry.add("type", "a process type of another extension, which is not checked here", warn=True)
+            findings.warn(f"{path}.type", "a process type of another extension, which is not checked here", kind)
         return
     check_keys(process, path, entry.toolkit, findings)
     coat = None
-    if kind in (None, COAT_TYPE):
+    if kind == COAT_TYPE:
         coat = build(COATConfig, process.get("coat"), f"{path}.coat", findings)
         check_combinations(coat, f"{path}.coat", findings)
     elif "coat" in process:
-        rule = f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {kind}; write that type"
-        findings.add(f"{path}.coat", rule)
+        text = f"ai-toolkit reads this block with type: {COAT_TYPE} only, not with {kind}; write that type"
+        findings.add(f"{path}.coat", text)
+    entry = replace(entry, coat=coat)
     if "validation" in process:
         build(ValidationSection, process["validation"], f"{path}.validation", findings)
-        if coat is None or not coat.enabled:
-            rule = f"is measured with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove the block"
-            findings.add(f"{path}.validation", rule)
-        for i, dataset in enumerate(process.get("datasets") or []):
-            if isinstance(dataset, Mapping) and any(
-                str(key).startswith("control_path") and dataset[key] for key in dataset
-            ):
-                rule = f"cannot be measured with the control images of datasets[{i}]; remove the block"
-                findings.add(f"{path}.validation", rule)
-    check_entry(replace(entry, coat=coat))
+        text = f"is measured with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove the block"
+        entry.rule(BOTH, "validation", not entry.enabled, text)
+        for i, dataset in enumerate(entry.entries("datasets")):
+            controls = [key for key in dataset.raw if key.startswith("control_path") and dataset.raw[key]]
+            text = f"cannot be measured with the control images of datasets[{i}]; remove the block"
+            entry.rule(BOTH, "validation", controls, text)
+    check_entry(entry)

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .build import build, options_of, parse_keys, to_plain
-from .combinations import check_combinations
-from .findings import Findings, show
-from .options import FORMATS, INT8, Option, choice, key, switch
+from .findings import Findings, closest, show
+from .options import FORMATS, INT8, Option, build, choice, key, options_of, parse_keys, switch, to_plain
 
 if TYPE_CHECKING:
     from coat_core.config import FP8LinearConfig, FP8QuantizationConfig
 
+RESUME_PARTS = ("data", "seed", "world_size")  # of a run's identity that a resume may change where `allow` names it
 WEIGHT_FORMATS = (*FORMATS, "nvfp4", INT8)
 ADAMW_OPTIONS: tuple[Option, ...] = (
     Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
@@ -173,37 +172,21 @@ class DataOptions:
 
     background: str = key("white", "colour", "what transparent parts of a photo become")
     transparency: str = choice(("background", "mask"), "mask: transparent parts are also left out of the loss")
-    prepare: str = choice(
-        ("auto", "never"),
-        "inside ai-toolkit: photos it would misread (EXIF, color profile, transparency, 16 bit) are read from "
-        "corrected copies in the run folder",
-    )
 
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """`coat.guard`: when a run counts as dead; steps are optimizer steps, shares are from 0 to 1."""
+    """`coat.guard`, and the limits by which a run counts as dead; steps are optimizer steps, shares are from 0 to 1."""
 
     enabled: bool = switch(True, "stop a run that can no longer succeed, say why, and exit with a nonzero code")
-    nonfinite_steps: int = key(
-        10, "int", "consecutive steps with NaN or inf that stop the run; a single one is skipped", minimum=1
-    )
-    diverging_steps: int = key(
-        50,
-        "int",
-        "consecutive steps of diverging loss and weights that stop the run; nothing is saved meanwhile",
-        minimum=1,
-    )
-    zero_gradient_steps: int = key(10, "int", "consecutive steps without any gradient that stop the run", minimum=1)
-    dead_lora_steps: int = key(50, "int", "stop if every lora_B is still zero after this many steps", minimum=1)
-    pinned_loss_steps: int = key(
-        100, "int", "consecutive steps with exactly the same loss that stop the run", minimum=2
-    )
-    health_every: int = key(100, "int", "steps between checks of what the FP8 casts lose", minimum=1)
-    max_saturation: float = key(
-        0.001, "float", "share of a tensor clipped to the format's maximum that stops the run", above=0, maximum=1
-    )
-    max_underflow: float = key(0.5, "float", "share of a tensor rounded to zero that stops the run", above=0, maximum=1)
+    nonfinite_steps: int = 10  # consecutive steps with NaN or inf; a single one is skipped
+    diverging_steps: int = 50  # consecutive steps of diverging loss and weights; nothing is saved meanwhile
+    zero_gradient_steps: int = 10  # consecutive steps without any gradient
+    dead_lora_steps: int = 50  # every lora_B is still zero after them
+    pinned_loss_steps: int = 100  # consecutive steps with exactly the same loss
+    health_every: int = 100  # steps between checks of what the FP8 casts lose
+    max_saturation: float = 0.001  # share of a tensor clipped to the format's maximum
+    max_underflow: float = 0.5  # share of a tensor rounded to zero
 
 
 @dataclass(frozen=True)
@@ -347,3 +330,65 @@ def parse_optimizer_params(raw: Any, path: str, findings: Findings) -> dict[str,
     """Check `train.optimizer_params` of coat_fp8_adamw; returns the keys that were given."""
     rows = [option for option in OPTIONS if option.key.startswith("optimizer.")]
     return parse_keys([*rows, *ADAMW_OPTIONS], raw, path, findings)
+
+
+def check_combinations(config: COATConfig, path: str, findings: Findings) -> None:
+    """Refuse options that the user wrote and that exclude each other, or would have no effect with the others."""
+    weight, activation, memory, optimizer = config.weight, config.activation, config.memory, config.optimizer
+    stored, in_int8 = weight.format, weight.format == INT8
+    streams, transposed = memory.stream_blocks != 0, memory.transposed_weights == "always"
+
+    def rule(key: str, wrong: bool, text: str) -> None:
+        if wrong:
+            value: Any = config
+            for name in key.split("."):
+                value = getattr(value, name)
+            findings.add(f"{path}.{key}", text, value)
+
+    def given(key: str) -> bool:
+        return f"{path}.{key}" in findings.given
+
+    text = f"only used with checkpointing: auto, which is {memory.checkpointing}; write null or checkpointing: auto"
+    rule("memory.budget_gb", memory.budget_gb is not None and memory.checkpointing != "auto", text)
+    text = "streams FP8 codes, and weight.use_fp8 is false; write stream_blocks: 0 or use_fp8: true"
+    rule("memory.stream_blocks", streams and not weight.use_fp8, text)
+    text = "copies of weights stay on the GPU, which stream_blocks is to spare; write auto, or stream_blocks: 0"
+    rule("memory.transposed_weights", streams and transposed, text)
+    expands = given("optimizer.use_dynamic_range_expansion") and optimizer.use_dynamic_range_expansion
+    text = f"expands blocks of e4m3 and e5m2, not of {optimizer.m1_format} and {optimizer.m2_format}; remove it"
+    rule("optimizer.use_dynamic_range_expansion", expands and not optimizer.has_fp8_moment, text)
+
+    text = "is how weights are stored, and weight.use_fp8: false stores none; write e4m3, or weight.use_fp8: true"
+    rule("weight.format", stored not in FORMATS and not weight.use_fp8, text)
+    text = f"is for e4m3 and e5m2; {stored} has a scale for each 16 numbers; remove it"
+    rule("weight.granularity", stored == "nvfp4" and weight.granularity == "per_row", text)
+    text = f"weights in {stored} are decoded to either layout, there is nothing to copy; write auto or never"
+    rule("memory.transposed_weights", stored == "nvfp4" and transposed, text)
+    text = "only used with activation.use_fp8: true; write null or use_fp8: true"
+    rule("activation.min_sqnr_db", activation.min_sqnr_db is not None and not activation.use_fp8, text)
+    text = "is not for int8; write bf16, or inputs in e4m3"
+    rule("activation.wgrad_format", activation.wgrad_format != "bf16" and in_int8, text)
+
+    if activation.use_fp8:
+        text = "weights in int8 multiply inputs in int8; write int8, or weight.format: e4m3"
+        rule("activation.format", in_int8 and activation.format != INT8, text)
+        text = f"is for weights in int8, and weight.format is {stored}; write int8 there too, or another format"
+        rule("activation.format", not in_int8 and activation.format == INT8, text)
+        text = "weights in int8 multiply gradients in int8 or bf16; write one of them"
+        wrong = given("activation.grad_format") and activation.grad_format in FORMATS
+        rule("activation.grad_format", in_int8 and wrong, text)
+        text = f"is for weights in int8, and weight.format is {stored}; write e5m2, e4m3 or bf16"
+        rule("activation.grad_format", not in_int8 and activation.grad_format == INT8, text)
+        text = "int8 has one scale per row; write per_row"
+        rule("activation.linear_granularity", in_int8 and activation.linear_granularity != "per_row", text)
+        wrong = given("weight.granularity") and weight.granularity == "per_tensor"
+        rule("weight.granularity", in_int8 and wrong, "int8 has one scale per row; remove it")
+        others = {"format": activation.format, "grad_format": activation.grad_format}
+        keys = " and ".join(f"activation.{key}" for key, value in others.items() if value == "e5m2")
+        text = f"no GPU multiplies e5m2 by e5m2, as in {keys}; write e4m3, or {keys}: e4m3"
+        rule("weight.format", stored == "e5m2" and bool(keys), text)
+    for part in config.resume.allow:
+        if part not in RESUME_PARTS:
+            near = closest(part, RESUME_PARTS)
+            remedy = f"did you mean '{near}'?" if near else f"write {RESUME_PARTS[0]}, for example"
+            findings.add(f"{path}.resume.allow", f"each must be one of {', '.join(RESUME_PARTS)}; {remedy}", part)

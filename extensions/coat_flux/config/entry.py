@@ -1,31 +1,21 @@
-"""One entry of `config.process` as the rules of both trainers see it, and the checks of single names and paths."""
+"""One entry of `config.process` as the rules of both trainers see it, and the `coat:` block as it holds there."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .ai_toolkit_keys import Toolkit
-from .coat import COATConfig
+from .coat import COATConfig, check_combinations
 from .findings import Findings
+from .options import build
 
 STANDALONE, AI_TOOLKIT = "standalone", "ai-toolkit"
-BOTH, ALONE, TOOLKIT = (STANDALONE, AI_TOOLKIT), (STANDALONE,), (AI_TOOLKIT,)  # for whom a rule holds
 STANDALONE_ARCHS = ("flux", "flux2", "flux2_klein_4b", "flux2_klein_9b")  # that our own trainer trains
 FLAGS = ("pixart_sigma", "auraflow", "lumina2", "vega", "ssd", "pixart")
 _LEGACY = {"is_flux": "flux", "is_xl": "sdxl", "is_v2": "sd2", "is_v3": "sd3", **{f"is_{name}": name for name in FLAGS}}
-MAX_NAME = 200  # bytes; file systems take 255, and "_000000500.safetensors" is added
-_BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$|^(con|prn|aux|nul|com\d|lpt\d)(\.|$)', re.IGNORECASE)
-
-
-def arch_of(model: Mapping[str, Any]) -> str:
-    """The architecture that the block `model` of a job asks ai-toolkit for."""
-    arch = str(model.get("arch") or "").split(":")[0]
-    arch = arch or next((name for key, name in _LEGACY.items() if model.get(key) is True), "sd1")
-    return "flux" if arch == "flex1" else arch
+BOTH, ALONE, TOOLKIT = (STANDALONE, AI_TOOLKIT), (STANDALONE,), (AI_TOOLKIT,)  # for whom a rule holds
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,7 @@ class Entry:
     findings: Findings
     name: str = ""
     coat: COATConfig | None = None
-    toolkit: Toolkit | None = None
+    toolkit: Toolkit = field(default_factory=Toolkit)
     num_processes: int = 1
     outer: Entry | None = None
 
@@ -68,17 +58,25 @@ class Entry:
             if isinstance(block, Mapping)
         ]
 
-    def add(self, key: str, text: str, *, warn: bool = False, default: Any = ...) -> None:
-        """A finding `<rule>; <remedy>` at a key, with what is written there, or the default that holds instead."""
+    def rule(
+        self, trainers: tuple[str, ...], key: str, wrong: Any, text: str, *, warn: bool = False, default: Any = ...
+    ) -> None:
+        """A rule about a key that holds for `trainers`: if `wrong`, a finding.
+
+        Args:
+            trainers: `BOTH`, `ALONE` or `TOOLKIT`.
+            key: where the finding is, dotted.
+            wrong: whether the rule is broken.
+            text: `<rule>; <remedy>`.
+            warn: it does not stop the run.
+            default: what holds where the key is not written, to be shown.
+        """
+        if not wrong or self.trainer not in trainers:
+            return
         value = self._written(key)
         value = default if value is ... else value
         shown = () if value is ... else (value,)
         (self.findings.warn if warn else self.findings.add)(f"{self.path}.{key}", text, *shown)
-
-    def rule(self, trainers: tuple[str, ...], key: str, wrong: Any, text: str, **how: Any) -> None:
-        """A rule about a key that holds for `trainers`: if `wrong`, a finding; `how` as in `add`."""
-        if wrong and self.trainer in trainers:
-            self.add(key, text, **how)
 
     def sound(self, *keys: str) -> bool:
         """Whether none of these keys was refused."""
@@ -87,6 +85,16 @@ class Entry:
     def given(self, key: str) -> bool:
         """Whether the key is written."""
         return f"{self.path}.{key}" in self.findings.given
+
+    @property
+    def enabled(self) -> bool:
+        """Whether COAT is in force."""
+        return self.coat is not None and self.coat.enabled
+
+    @property
+    def full(self) -> bool:
+        """Whether the transformer itself is trained."""
+        return is_full(self.raw)
 
     @property
     def optimizer(self) -> str:
@@ -100,7 +108,7 @@ class Entry:
 
     @property
     def is_flux(self) -> bool:
-        """Whether FLUX.1 is loaded, which is all that the stand-alone trainer does."""
+        """Whether FLUX.1 is loaded; the stand-alone trainer's rules are FLUX.1's for FLUX.2, too."""
         if self.trainer == STANDALONE:
             return True
         entry = self.outer or self
@@ -115,62 +123,56 @@ class Entry:
         return value
 
 
-def check_places(entry: Entry) -> None:
-    """Name and folder of a run, and that its samples and charts are not among its photos."""
-    folder, findings = entry.get("training_folder"), entry.findings
-    name, name_path = entry.name, "config.name"
-    if entry.get("name") is not None:
-        name, name_path = entry.get("name"), f"{entry.path}.name"
-    if not name or _BAD_NAME.search(name):
-        rule = "names the run's folder, so none of <>:\"/\\|?*[], no dot or space at its ends; write another"
-        findings.add(name_path, rule, name)
-    elif len(name.encode()) > MAX_NAME:
-        findings.add(name_path, f"names the run's folder, so at most {MAX_NAME} bytes; shorten it", name)
-    path = f"{entry.path}.training_folder"
-    if check_folder(folder, path, findings) and findings.sound(name_path):
-        run = Path(folder, name)
-        if run.exists() and not run.is_dir():
-            findings.add(name_path, f"{run} is a file, not a run's folder; write another, or move it away", name)
-    if folder is not None and findings.sound(path):
-        run = Path(folder, name).resolve()
-        photos = [item.get("folder_path") or item.get("dataset_path") for item in entry.entries("datasets")]
-        if inside := next((one for one in photos if one and (run / "x").is_relative_to(Path(one).resolve())), None):
-            rule = f"is inside the data set {inside}, so samples and charts would be trained on as photos"
-            findings.add(path, f"{rule}; write a folder outside", folder)
-    check_folder(entry.get("log_dir"), f"{entry.path}.log_dir", findings)
-    if place := entry.get("model.name_or_path"):
-        check_path(place, f"{entry.path}.model.name_or_path", findings)
+def arch_of(model: Mapping[str, Any]) -> str:
+    """The architecture that the block `model` of a job asks ai-toolkit for."""
+    arch = str(model.get("arch") or "").split(":")[0]
+    arch = arch or next((name for key, name in _LEGACY.items() if model.get(key) is True), "sd1")
+    return "flux" if arch == "flex1" else arch
 
 
-def check_folder(folder: str | None, path: str, findings: Findings) -> bool:
-    """Check that a folder can be made at `folder`: nothing but folders may be in the way. True where it can."""
-    if not folder or not check_path(folder, path, findings):
-        return False
-    try:
-        place = Path(folder)
-        there = next((part for part in (place, *place.parents) if part.exists() or part.is_symlink()), None)
-        if there is None or there.is_dir():
-            return True
-        what = "a file" if there.exists() else "a link to nothing"
-        findings.add(path, f"{there} is {what}, not a folder; write another, or move it away", folder)
-    except OSError as error:
-        findings.add(path, f"cannot be a folder: {error.strerror}; write another", folder)
-    return False
+def is_full(process: Mapping[str, Any]) -> bool:
+    """Whether this entry of `config.process` trains the transformer itself, and not something beside it."""
+    adapter = process.get("adapter")
+    trains_adapter = isinstance(adapter, Mapping) and bool(adapter.get("train"))
+    return not (trains_adapter or any(map(process.get, ("network", "embedding", "decorator"))))
 
 
-def check_path(value: str, path: str, findings: Findings) -> bool:
-    """Refuse what gets into a path by mistake: `~`, which is not replaced, blanks, escapes, quotes. True if sound."""
-    rule = ""
-    if value.startswith("~"):
-        rule = "~ is not replaced by the home folder; write the whole path, or ${HOME}/…"
-    elif re.match(r"\$\w|%\w+%", value):
-        rule = "environment variables are replaced only as ${NAME}; write it so, or write the whole path"
-    elif re.search(r"[\t\r\n]", value):
-        rule = "holds a tab or line break, as \\t and \\n make in double quotes; use single quotes, or / in paths"
-    elif value[:1] in ("'", '"'):
-        rule = "has quotes within the quotes; remove one pair"
-    elif value != value.strip() and not Path(value).exists():
-        rule = "starts or ends with a blank, and there is no such file; remove the blank"
-    if rule:
-        findings.add(path, rule, value)
-    return not rule
+def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:
+    """The block of an entry of `config.process` as it holds inside ai-toolkit.
+
+    Args:
+        process: the entry.
+        file: named in errors.
+
+    Raises:
+        ConfigError: as `COATConfig.from_dict`.
+    """
+    path, findings = "config.process[0].coat", Findings(file)
+    coat = build(COATConfig, process.get("coat"), path, findings)
+    check_combinations(coat, path, findings)
+    findings.raise_if_any()
+    return coat_of_full(coat, path, findings.given) if is_full(process) else coat
+
+
+def coat_of_full(coat: COATConfig, path: str, given: Collection[str]) -> COATConfig:
+    """The block as it holds in full fine-tuning.
+
+    Trained weights change in every step, so blocks take the generic flow, run eager, and nothing is measured for the
+    fused one. INT8 is for frozen weights, so the fallback is bf16. bf16 weights are rounded stochastically where the
+    block does not say otherwise: an update is mostly smaller than half a step of bf16, and to nearest it would be lost.
+
+    Args:
+        coat: the `coat:` block.
+        path: its key.
+        given: keys that were written.
+    """
+    optimizer = coat.optimizer
+    if f"{path}.optimizer.stochastic_rounding" not in given:
+        optimizer = replace(optimizer, stochastic_rounding=True)
+    return replace(
+        coat,
+        optimizer=optimizer,
+        activation=replace(coat.activation, flow="generic"),
+        speed=replace(coat.speed, cuda_graphs="never", measure="never"),
+        fallback="error" if coat.fallback == "error" else "bf16",
+    )

@@ -8,13 +8,11 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
 from ..base.errors import UserError
 
-MAX_SHOWN = 60
-MAX_PATH = 200
+MAX_SHOWN, MAX_PATH = 60, 200  # characters of a value, of a key
 MAX_LISTED = 12
 _ABSENT = object()
 
@@ -26,7 +24,7 @@ class Finding:
     Args:
         severity: "error" stops the run, "warning" does not.
         file: where it was read.
-        key: dotted key path, or a place such as `line 3, column 5`; empty where the finding is about the whole file.
+        key: dotted key path, or a place such as `line 3, column 5`; empty where it is about the whole file.
         value: what was written there, as `show` has it; None where that says nothing.
         rule: what is allowed, or what is wrong.
         remedy: what to change; empty where nothing has to.
@@ -41,7 +39,7 @@ class Finding:
 
     def line(self) -> str:
         """`<file>: <key.path>=<value>: <rule>; <remedy>`."""
-        where = shorten(self.key, MAX_PATH) if self.value is None else f"{shorten(self.key, MAX_PATH)}={self.value}"
+        where = shorten(self.key, MAX_PATH) + ("" if self.value is None else f"={self.value}")
         return ": ".join(part for part in (self.file, where, self.text()) if part)
 
     def text(self) -> str:
@@ -74,11 +72,7 @@ class ConfigError(UserError, ValueError):
 
 
 class Findings:
-    """Collects findings, and which keys were written (`given`) and refused (`refused`).
-
-    Args:
-        file: named at the start of every line.
-    """
+    """Collects findings, and which keys were written (`given`) and refused (`refused`)."""
 
     def __init__(self, file: str):
         self.file = file
@@ -112,18 +106,14 @@ class Findings:
         return [*self.errors, *self.warnings]
 
     def raise_if_any(self) -> None:
-        """Raise the errors found so far.
-
-        Raises:
-            ConfigError: there is at least one.
-        """
+        """Raise the errors found so far as one ConfigError."""
         if self.errors:
             raise ConfigError(self.errors)
 
 
 def show(value: Any) -> str:
     """A value as YAML would have it, in one short line."""
-    if isinstance(value, (str, date)):
+    if isinstance(value, str):
         text = f"'{value}'"
     elif isinstance(value, float) and math.isfinite(value):
         text = re.sub(r"e([-+])0(?=\d$)", r"e\1", repr(value))  # 1e-6, as people write it
@@ -148,63 +138,23 @@ def closest(word: Any, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[near[0]] if near else None
 
 
-# what other trainers call a key of ai-toolkit's
-OTHER_NAMES = {
-    "learning_rate": "lr",
-    "scheduler": "lr_scheduler",
-    "optimizer_type": "optimizer",
-    "optimizer_args": "optimizer_params",
-    "max_train_steps": "steps",
-    "num_steps": "steps",
-    "train_batch_size": "batch_size",
-    "gradient_clipping": "max_grad_norm",
-    "clip_grad_norm": "max_grad_norm",
-    "mixed_precision": "dtype",
-    "seed": "training_seed",
-    "output_dir": "training_folder",
-    "network_dim": "linear",
-    "lora_rank": "linear",
-    "network_alpha": "linear_alpha",
-    "lora_alpha": "linear_alpha",
-    "pretrained_model_name_or_path": "name_or_path",
-    "image_dir": "folder_path",
-    "train_data_dir": "folder_path",
-    "caption_extension": "caption_ext",
-    "repeats": "num_repeats",
-    "instance_prompt": "trigger_word",
-    "trigger": "trigger_word",
-}
-
-
 def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
-    """The remedy for an unknown key.
+    """The remedy for an unknown key: "did you mean …?", or what is known.
 
     Args:
         key: what the user wrote.
         siblings: keys known in the same block.
-        elsewhere: dotted keys of other blocks, for a key written at the wrong level.
-
-    Returns:
-        "did you mean …?", or what is known.
+        elsewhere: dotted keys of blocks in it, for a key written at the wrong level.
     """
     siblings = sorted(siblings)
-    by_leaf = {dotted.rsplit(".", 1)[-1]: dotted for dotted in elsewhere}
-    if near := _by_other_name(key, siblings) or closest(key, siblings, cutoff=0.8):
+    by_leaf = {dotted.rpartition(".")[2]: dotted for dotted in elsewhere}
+    if near := closest(key, siblings, cutoff=0.8):
         return f"did you mean '{near}'?"
-    if near := closest(str(key).rsplit(".", 1)[-1], by_leaf, cutoff=0.8):
-        return f"did you mean '{_nested(by_leaf[near])}'?"
+    if near := closest(str(key).rpartition(".")[2], by_leaf, cutoff=0.8):
+        block, _, leaf = by_leaf[near].rpartition(".")
+        return f"did you mean '{block}: {{{leaf}: …}}'?"
     if near := closest(key, siblings):
         return f"did you mean '{near}'?"
     if len(siblings) <= MAX_LISTED:
         return f"known here: {', '.join(siblings)}"
     return "remove it, nothing known is near it"
-
-
-def _by_other_name(key: Any, siblings: list[str]) -> str | None:
-    ours = OTHER_NAMES.get(str(key).lower())
-    return ours if ours in siblings else None
-
-
-def _nested(dotted: str) -> str:
-    *parents, leaf = dotted.split(".")
-    return "".join(f"{parent}: {{" for parent in parents) + leaf + ": …" + "}" * len(parents)

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
 from .ai_toolkit_keys import NETWORK_KWARGS, PROCESS, other_keys
-from .build import build
-from .coat import COATConfig
-from .combinations import check_combinations
-from .entry import STANDALONE, Entry
+from .coat import COATConfig, check_combinations
+from .entry import STANDALONE, Entry, coat_of_full, is_full
 from .findings import Findings
-from .full_rules import coat_of_full, is_full
-from .job_file import check_plain, check_shape, load_job_yaml, load_written, replace_name
+from .job_file import load_job_yaml, load_written, plain_job
 from .job_sections import (
     DTYPES,
+    PROCESS_TYPES,
     DatasetSection,
     EMASection,
-    Job,
     LoggingSection,
     ModelSection,
     NetworkKwargs,
@@ -33,13 +31,53 @@ from .job_sections import (
     SampleSection,
     SaveSection,
     TrainSection,
+    ValidationSection,
 )
+from .options import blocks, build, choice, key
 from .rules import check_entry
 
 
 @dataclass(frozen=True)
-class JobConfig(Job):
-    """One job, with every default filled in; how it is read."""
+class JobConfig:
+    """One job, with every default filled in: the process entry under ai-toolkit's names.
+
+    Attributes:
+        full: without `network`, the transformer itself is trained.
+        file: the YAML's path for errors.
+        meta: the user's own metadata.
+        notes: lines the user should see.
+        raw: the job as read.
+        written: the same with every `${VARIABLE}` unexpanded, for what is stored.
+    """
+
+    name: str | None = key(None, "str", "name of the run", nullable=True)
+    type: str = choice(PROCESS_TYPES, "process type", required=True)
+    training_folder: str = key(None, "str", "where runs are saved", required=True)
+    device: str | None = key(None, "str", "cuda, cuda:0, mps or cpu; null: the best there is", nullable=True)
+    trigger_word: str | None = key(None, "str", "goes into every caption", nullable=True)
+    training_seed: int | None = key(None, "int", "seed of the run", nullable=True, minimum=0)
+    log_dir: str | None = key(None, "str", "folder for TensorBoard", nullable=True)
+    performance_log_every: int = key(0, "int", "steps from one timing line to the next; 0: never", minimum=0)
+    network: NetworkSection = field(default_factory=NetworkSection)
+    save: SaveSection = field(default_factory=SaveSection)
+    datasets: tuple[DatasetSection, ...] = blocks(DatasetSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    sample: SampleSection = field(default_factory=SampleSection)
+    logging: LoggingSection = field(default_factory=LoggingSection)
+    validation: ValidationSection = field(default_factory=ValidationSection)
+    coat: COATConfig = field(default_factory=COATConfig)
+    full: bool = False
+    file: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    raw: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """`<training_folder>/<name>`."""
+        return Path(self.training_folder) / str(self.name)
 
     @classmethod
     def load(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> JobConfig:
@@ -87,23 +125,23 @@ class JobConfig(Job):
             refused value is replaced by its default.
         """
         findings = Findings(file)
-        check_shape(raw, findings)
-        check_plain(raw, findings)
-        if findings.errors:
+        plain = plain_job(raw, findings)
+        if plain is None:
             return None, findings
-        plain = replace_name(raw, raw["config"]["name"])
-        config, path = plain["config"], "config.process[0]"
-        _check_frame(plain, findings)
-        process = config["process"][0]
+        processes, path = plain["config"]["process"], "config.process[0]"
+        if len(processes) > 1:
+            text = f"has {len(processes)} entries, the stand-alone trainer runs one; make a file for each"
+            findings.add("config.process", text)
+        process, name = processes[0], plain["config"]["name"]
         meta = plain["meta"] if isinstance(plain.get("meta"), Mapping) else {}
         job = build(
             cls, process, path, findings, others=OTHER_KEYS, file=file, meta=dict(meta), raw=plain, written=plain
         )
         job = replace(job, full=is_full(process))
         coat = _coat_in_force(job, f"{path}.coat", findings)
-        job = replace(_completed(job, config["name"], path, findings), coat=coat)
+        job = replace(_completed(job, name, path, findings), coat=coat)
         check_combinations(job.coat, f"{path}.coat", findings)
-        check_entry(Entry(STANDALONE, process, path, findings, config["name"], job.coat))
+        check_entry(Entry(STANDALONE, process, path, findings, name, job.coat))
         return replace(job, notes=tuple(warning.line() for warning in findings.warnings)), findings
 
 
@@ -123,51 +161,28 @@ AI_TOOLKIT_BLOCKS: dict[type, str] = {
 OTHER_KEYS = {cls: other_keys(block) for cls, block in AI_TOOLKIT_BLOCKS.items()}
 
 
-def _check_frame(raw: Mapping[str, Any], findings: Findings) -> None:
-    """What is around the process entry."""
-    if raw["job"] != "extension":
-        findings.add("job", "the stand-alone trainer runs job: extension; write that", raw["job"])
-    config = raw["config"]
-    for extra in config:
-        if extra == "device":
-            findings.warn("config.device", "no effect, as in ai-toolkit; write it in config.process[0]")
-        elif extra not in ("name", "process"):
-            findings.add(f"config.{extra}", "unknown key; known here: name, process")
-    if len(config["process"]) > 1:
-        count = len(config["process"])
-        findings.add("config.process", f"has {count} entries, the stand-alone trainer runs one; make a file for each")
-    if raw.get("meta") is not None and not isinstance(raw["meta"], Mapping):
-        findings.add("meta", "must be a block of keys; write name: and version: below it", raw["meta"])
-
-
 def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
     """The block with what the job's other keys decide, where the block leaves it open.
 
     Without a block ai-toolkit's own process types get from COAT what optimizer and qtype select, each alone, as in
     ai-toolkit; everything else is a plain run.
     """
-    coat = _coat_of_entry(job, path, findings)
-    return coat_of_full(coat, path, findings.given) if job.full else coat
-
-
-def _coat_of_entry(job: JobConfig, path: str, findings: Findings) -> COATConfig:
-    optimizer = job.train.optimizer == COAT_OPTIMIZER
-    weights = job.model.quantize and job.model.qtype == COAT_QTYPE
+    coat, optimizer = job.coat, job.train.optimizer == COAT_OPTIMIZER
     if path not in findings.given and job.type != COAT_TYPE:
-        block = {
-            "enabled": optimizer or weights,
-            "optimizer": {"use_fp8": optimizer},
-            "weight": {"use_fp8": weights},
-            "activation": {"use_fp8": weights},
-            "memory": {
-                "enable_efficient_checkpoint": False,
-                "checkpointing": "all" if job.train.gradient_checkpointing else "none",
-            },
-        }
-        return COATConfig.from_dict(block)
-    if f"{path}.optimizer" not in findings.given and not optimizer:
-        return replace(job.coat, optimizer=replace(job.coat.optimizer, use_fp8=False))
-    return job.coat
+        weights = job.model.quantize and job.model.qtype == COAT_QTYPE
+        mode = "all" if job.train.gradient_checkpointing else "none"
+        coat = COATConfig.from_dict(
+            {
+                "enabled": optimizer or weights,
+                "optimizer": {"use_fp8": optimizer},
+                "weight": {"use_fp8": weights},
+                "activation": {"use_fp8": weights},
+                "memory": {"enable_efficient_checkpoint": False, "checkpointing": mode},
+            }
+        )
+    elif f"{path}.optimizer" not in findings.given and not optimizer:
+        coat = replace(coat, optimizer=replace(coat.optimizer, use_fp8=False))
+    return coat_of_full(coat, path, findings.given) if job.full else coat
 
 
 def _completed(job: JobConfig, name: str, path: str, findings: Findings) -> JobConfig:

@@ -1,8 +1,8 @@
 """Reading a job file the way ai-toolkit does, but with errors that point at the place.
 
 As ai-toolkit: YAML or JSON by extension, `${ENV}` replaced in the text before it is parsed, `[name]` replaced in every
-string, and `1e-4` a float (a string to plain PyYAML). Unlike ai-toolkit: a key written twice is refused (YAML readers
-silently keep the last one), so are numbers that YAML 1.1 reads as another one, and the shape of a job is checked.
+string, and `1e-4` a float (a string to plain PyYAML). Unlike ai-toolkit: a key written twice is refused (readers
+silently keep the last one), and the shape of a job is checked.
 """
 
 from __future__ import annotations
@@ -10,28 +10,22 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
-from datetime import date
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .findings import ConfigError, Finding, Findings, finding, suggest_key
+from .findings import ConfigError, Findings, finding, suggest_key
 
 YAML_SUFFIXES = (".yaml", ".yml")
 JSON_SUFFIXES = (".json", ".jsonc")
 NAME_TAG = "[name]"
+FRAME, CONFIG = ("job", "config", "meta"), ("name", "process")  # keys around the entries of `config.process`
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ENV = re.compile(r"\$\{([^}]+)\}")
 _EXPONENT_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
-# what YAML 1.1, which ai-toolkit reads too, takes for another number than a reader does
-_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
-_OCTAL = re.compile(r"[-+]?0[0-7_]+")
-_INVISIBLE = re.compile("[\u00a0\u1680\u2000-\u200d\u202f\u205f\u2060\u3000\ufeff]")
-_ODD = re.compile(f"{_INVISIBLE.pattern}|：")
 _NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")  # control characters, half a character of JSON
-_TOO_DEEP = "nested too deeply to be a job; check its brackets"
 
 
 def shipped_folder(name: str) -> Path | None:
@@ -56,8 +50,8 @@ def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> d
         The whole job: `job`, `config` with `name` and a list `process` of at least one block, and perhaps `meta`.
 
     Raises:
-        ConfigError: no such file, not YAML or JSON (with line, column and the line itself), a key written twice, an
-            environment variable that is not set, or not the shape of a job.
+        ConfigError: no such file, not YAML or JSON (with line and column), a key written twice, an environment
+            variable that is not set, or not the shape of a job.
     """
     file = os.fspath(path)
     text = _read_text(Path(file))
@@ -70,7 +64,6 @@ def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> d
     raw = parse(_ENV.sub(lambda match: os.environ[match[1]], text), file)
     findings = Findings(file)
     check_shape(raw, findings, name=name)
-    check_plain(raw, findings)
     findings.raise_if_any()
     if name is not None:
         raw["config"]["name"] = name
@@ -87,33 +80,52 @@ def load_written(path: str | os.PathLike[str], *, name: str) -> dict[str, Any]:
     file = os.fspath(path)
     text = _read_text(Path(file))
     variables = list(dict.fromkeys(_ENV.findall(text)))
-    marks = {variable: f"COATVARIABLE{number}X" for number, variable in enumerate(variables)}
-    raw = parse(_ENV.sub(lambda match: marks[match[1]], text), file)
+    marks = {f"COATVARIABLE{number}X": f"${{{variable}}}" for number, variable in enumerate(variables)}
+    mark_of = {variable: mark for mark, variable in marks.items()}
+    raw = parse(_ENV.sub(lambda match: mark_of[match[0]], text), file)
     raw["config"]["name"] = name
 
-    def put_back(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: put_back(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [put_back(item) for item in value]
-        if isinstance(value, str):
-            for variable, mark in marks.items():
-                value = value.replace(mark, f"${{{variable}}}")
-        return value
+    def put_back(value: str) -> str:
+        for mark, variable in marks.items():
+            value = value.replace(mark, variable)
+        return value.replace(NAME_TAG, name)
 
-    return put_back(replace_name(raw, name))
+    return _map_strings(raw, put_back)
+
+
+def replace_name(value: Any, name: str) -> Any:
+    """A copy of `value` with `[name]` replaced in every string, and every key a string."""
+    return _map_strings(value, lambda text: text.replace(NAME_TAG, name))
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(_key_text(key)): _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(item, change) for item in value]
+    return value
+
+
+# -- the shape of a job ------------------------------------------------------------------------------------------------
 
 
 def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> None:
-    """Check that `raw` is a job: `job`, `config.name` and a list of process blocks."""
+    """Check that `raw` is a job of plain values: `job`, `config.name` and a list of process blocks."""
+    try:
+        _check_plain(raw, findings, "")
+    except RecursionError:
+        findings.add("", "an alias contains itself, or the file is nested too deeply; check its aliases and brackets")
+        return
     if not isinstance(raw, Mapping):
         findings.add("the file", "must be a block with the keys job and config; start from one in configs/", raw)
         return
     if "job" not in raw:
         findings.add("job", "is missing; write job: extension")
     for key in raw:
-        if key not in ("job", "config", "meta"):
-            findings.add(_key_text(key), f"unknown key; {suggest_key(key, ('job', 'config', 'meta'))}")
+        if key not in FRAME:
+            findings.add(_key_text(key), f"unknown key; {suggest_key(key, FRAME)}")
     config = raw.get("config")
     if not isinstance(config, Mapping):
         findings.add("config", "must be a block with the keys name and process; start from one in configs/", config)
@@ -129,58 +141,115 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
             findings.add(f"config.process[{i}]", "must be a block of keys; write type: coat_flux_trainer", process)
 
 
-def check_plain(value: Any, findings: Findings, path: str = "") -> None:
-    """Check that there are only blocks, lists, strings, numbers, true, false and null, without hidden characters.
+def plain_job(raw: Any, findings: Findings) -> dict[str, Any] | None:
+    """The job with `[name]` replaced, the keys around its process entries checked; None where it is no job."""
+    check_shape(raw, findings)
+    if findings.errors:
+        return None
+    job: dict[str, Any] = replace_name(raw, raw["config"]["name"])
+    if job["job"] != "extension":
+        findings.add("job", "only jobs that train by a process type are run; write job: extension", job["job"])
+    for key in job["config"]:
+        if key == "device":
+            findings.warn("config.device", "no effect, in ai-toolkit too; write it in config.process[0]")
+        elif key not in CONFIG:
+            findings.add(f"config.{key}", f"unknown key; {suggest_key(key, CONFIG)}")
+    if job.get("meta") is not None and not isinstance(job["meta"], Mapping):
+        findings.add("meta", "must be a block of keys; write name: and version: below it", job["meta"])
+    return job
 
-    A key that is not a string is left to the check of unknown keys.
-    """
+
+def _check_plain(value: Any, findings: Findings, path: str) -> None:
+    """Check that there are only blocks, lists, strings, numbers, true, false and null."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             name = _key_text(key)
-            where = f"{path}.{name}" if path else name
-            _check_characters(name, where, "this key", findings)
-            if odd := _INVISIBLE.search(name):
-                rule = f"this key holds the invisible character U+{ord(odd[0]):04X}, shown as ?; type the key again"
-                findings.add(_INVISIBLE.sub("?", where), rule)
-            check_plain(item, findings, where)
+            _check_plain(name, findings, f"{path}.{name}".lstrip("."))
+            _check_plain(item, findings, f"{path}.{name}".lstrip("."))
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            check_plain(item, findings, f"{path}[{i}]")
+            _check_plain(item, findings, f"{path}[{i}]")
     elif isinstance(value, str):
-        _check_characters(value, path, "this string", findings)
+        if found := _NOT_TEXT.search(value):
+            findings.add(_NOT_TEXT.sub("?", path), f"holds the character U+{ord(found[0]):04X}; remove it")
     elif not isinstance(value, (int, float, type(None))):
         findings.add(path, f"YAML reads this as a {type(value).__name__}; write it in quotes", str(value))
 
 
-def replace_name(value: Any, name: str) -> Any:
-    """A copy of `value` with `[name]` replaced in every string, and every key a string."""
-    if isinstance(value, str):
-        return value.replace(NAME_TAG, name)
-    if isinstance(value, Mapping):
-        return {_key_text(key).replace(NAME_TAG, name): replace_name(item, name) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [replace_name(item, name) for item in value]
-    return value
+def _key_text(key: Any) -> str:
+    """A key as YAML has it: `null` for None."""
+    try:
+        return key if isinstance(key, str) else json.dumps(key)
+    except TypeError:
+        return str(key)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def parse(text: str, file: str) -> Any:
     """What the text of a job file says, as plain values; JSON or YAML by the file's name.
 
     Raises:
-        ConfigError: with line and column, and the line itself where that helps.
+        ConfigError: with line and column.
     """
-    load = _load_json if file.lower().endswith(JSON_SUFFIXES) else _load_yaml
+    where, load = "", _load_json if file.lower().endswith(JSON_SUFFIXES) else _load_yaml
     try:
-        return load(text, file)
-    except RecursionError as error:
-        raise ConfigError(finding(file, "", _TOO_DEEP)) from error
+        return load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        rule = f"not YAML: {error.problem or error.context}; {_remedy(text, mark)}"
+    except json.JSONDecodeError as error:
+        where, rule = f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}; correct this place"
+    except RecursionError:
+        rule = "nested too deeply to be a job; check its brackets"
+    except (yaml.YAMLError, ValueError) as error:  # a character, a date such as 2024-13-45, a key written twice
+        problem = " ".join(str(error).replace(";", ",").split())
+        rule = f"cannot be read: {problem}; correct that value, or write it in quotes"
+    raise ConfigError(finding(file, where, rule))
+
+
+def _remedy(text: str, mark: yaml.Mark | None) -> str:
+    lines = text.splitlines()
+    line = lines[mark.line] if mark and mark.line < len(lines) else ""
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        return "indent with spaces, not tabs"
+    if '"' in line and "\\" in line:
+        return "in double quotes a backslash starts an escape: use single quotes, or / in paths"
+    return "check the indentation, quotes and brackets of this line and the one before"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with ai-toolkit's float rule."""
+    """SafeLoader with ai-toolkit's float rule, which refuses a key that is written twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first: dict[str, yaml.Mark] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in first:
+                    problem = f"the key {key.value} is written twice, first in line {first[key.value].line + 1}"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                first[key.value] = key.start_mark
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_FLOAT, list("-+0123456789"))
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _load_json(text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        block = dict(pairs)
+        if len(block) < len(pairs):
+            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+            raise ValueError(f"the key '{twice}' is written twice in one block")
+        return block
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def _read_text(path: Path) -> str:
@@ -199,136 +268,3 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         wrong = f"cannot be read: {error.strerror}; check its permissions"
     raise ConfigError(finding(str(path), "", wrong))
-
-
-def _load_yaml(text: str, file: str) -> Any:
-    loader = None
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if found := _odd_nodes(node, text, file):
-            raise ConfigError(found)
-        return None if node is None else loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ConfigError(_at(file, text, mark, f"not YAML: {error.problem or error.context}")) from error
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        code = f"U+{ord(error.character):04X}" if isinstance(error.character, str) else f"U+{error.character:04X}"
-        rule = f"the character {code} cannot be in YAML; remove it"
-        raise ConfigError(finding(file, f"line {line}", rule)) from error
-    except ConfigError:
-        raise
-    except ValueError as error:  # what has the form of a date or number but is not one, as 2024-13-45
-        raise ConfigError(finding(file, "", f"not YAML: {error}; write that value in quotes")) from error
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _at(file: str, text: str, mark: yaml.Mark | None, problem: str) -> Finding:
-    """A finding at a mark of PyYAML's, with the remedy that its line suggests."""
-    if mark is None:
-        return finding(file, "", f"{problem}; correct it")
-    lines = text.splitlines()
-    line = lines[mark.line] if mark.line < len(lines) else ""
-    where = f"line {mark.line + 1}, column {mark.column + 1}"
-    if "could not determine a constructor" in problem:
-        problem, remedy = f"{problem}, and a job holds plain values only", "remove the tag that starts with !"
-    elif "unhashable key" in problem:
-        problem, remedy = "a key must be a string", "write one before the colon"
-    elif "\t" in line[: len(line) - len(line.lstrip())]:
-        remedy = "indent with spaces, not tabs"
-    elif odd := next((n for n in (mark.line - 1, mark.line) if 0 <= n < len(lines) and _ODD.search(lines[n])), None):
-        line, sign = lines[odd], _ODD.search(lines[odd])[0]
-        where = f"line {odd + 1}, column {line.index(sign) + 1}"
-        remedy = f"replace the character U+{ord(sign):04X} by a plain {'colon' if sign == '：' else 'space'}"
-    elif "escape" in problem or "hexadecimal" in problem:
-        remedy = "in double quotes a backslash starts an escape: use single quotes, or / in paths"
-    elif ": " in line.partition(": ")[2] or "mapping values" in problem:
-        remedy = "put a string that contains ': ' in quotes, and check the indentation"
-    else:
-        remedy = "check the indentation, quotes and brackets of this line and the one before"
-    return finding(file, where, f"{problem}; {remedy}: {line.strip()!r}")
-
-
-def _odd_nodes(root: yaml.Node | None, text: str, file: str) -> list[Finding]:
-    """Keys written twice, aliases of themselves, and numbers that mean another one in YAML 1.1."""
-    found: list[Finding] = []
-    done: set[int] = set()
-
-    def walk(node: yaml.Node, path: str, parents: tuple[int, ...]) -> None:
-        if id(node) in parents:
-            found.append(_at(file, text, node.start_mark, f"{path}: an alias that contains itself"))
-        if id(node) in done:
-            return
-        done.add(id(node))
-        inside = (*parents, id(node))
-        if isinstance(node, yaml.ScalarNode):
-            if rule := _misread(node):
-                found.append(finding(file, f"line {node.start_mark.line + 1}: {path}", rule))
-        elif isinstance(node, yaml.SequenceNode):
-            for i, item in enumerate(node.value):
-                walk(item, f"{path}[{i}]", inside)
-        elif isinstance(node, yaml.MappingNode):
-            lines: dict[str, list[int]] = {}
-            for key, item in node.value:
-                where = f"{path}.{key.value}" if path else str(key.value)
-                if isinstance(key, yaml.ScalarNode):
-                    lines.setdefault(where, []).append(key.start_mark.line + 1)
-                walk(key, where, inside)
-                walk(item, where, inside)
-            for where, at in lines.items():
-                if len(at) > 1:
-                    found.append(finding(file, where, f"written twice, in lines {at[0]} and {at[1]}; keep one"))
-
-    if root is not None:
-        walk(root, "", ())
-    return found
-
-
-def _misread(node: yaml.ScalarNode) -> str | None:
-    """Rule and remedy for a number that YAML 1.1 reads as another one: `1:30` is 90, `010` is 8."""
-    text = node.value
-    if node.style is not None or node.tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-        return None
-    if _SEXAGESIMAL.fullmatch(text):
-        rule = f"YAML reads {text} as a number to base 60, {yaml.safe_load(text)}"
-        return f"{rule}; write a plain number, or '{text}' in quotes"
-    if _OCTAL.fullmatch(text) and yaml.safe_load(text) != (plain := int(text)):
-        return f"YAML reads {text} as an octal number, {yaml.safe_load(text)}; write {plain}, or '{text}' in quotes"
-    return None
-
-
-def _load_json(text: str, file: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise ConfigError(finding(file, "", f"the key '{key}' is written twice in one block; keep one"))
-            seen[key] = value
-        return seen
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1] if text.strip() else ""
-        where = f"line {error.lineno}, column {error.colno}"
-        rule = f"not JSON: {error.msg}; correct this line: {line.strip()!r}"
-        raise ConfigError(finding(file, where, rule)) from error
-    except ConfigError:
-        raise
-    except ValueError as error:  # a whole number of more than 4300 digits
-        rule = "not JSON: a number has more than 4300 digits; shorten that number"
-        raise ConfigError(finding(file, "", rule)) from error
-
-
-def _check_characters(text: str, path: str, what: str, findings: Findings) -> None:
-    """Refuse what cannot be in a name, path or caption."""
-    if found := _NOT_TEXT.search(text):
-        where = _NOT_TEXT.sub("?", path)
-        findings.add(where, f"{what} holds the character U+{ord(found[0]):04X}; remove it")
-
-
-def _key_text(key: Any) -> str:
-    return key if isinstance(key, str) else str(key) if isinstance(key, (date, bytes, tuple)) else json.dumps(key)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .build import blocks
-from .coat import COATConfig
-from .options import Option, choice, key, switch
+from .options import Option, blocks, choice, key, switch
 
 DTYPES = {
     "float16": "fp16",
@@ -317,42 +314,3 @@ class LoggingSection:
 
 
 PROCESS_TYPES = (COAT_TYPE, "sd_trainer", "diffusion_trainer", "ui_trainer")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One job, with every default filled in: the process entry under ai-toolkit's names.
-
-    And `full`: without `network`, the transformer itself is trained; `file`, the YAML's path for errors; `meta`, the
-    user's own metadata; `notes`, lines the user should see; `raw`, the job as read; `written`, the same with every
-    `${VARIABLE}` unexpanded, for what is stored.
-    """
-
-    name: str | None = key(None, "str", "name of the run", nullable=True)
-    type: str = choice(PROCESS_TYPES, "process type", required=True)
-    training_folder: str = key(None, "str", "where runs are saved", required=True)
-    device: str | None = key(None, "str", "cuda, cuda:0, mps or cpu; null: the best there is", nullable=True)
-    trigger_word: str | None = key(None, "str", "goes into every caption", nullable=True)
-    training_seed: int | None = key(None, "int", "seed of the run", nullable=True, minimum=0)
-    log_dir: str | None = key(None, "str", "folder for TensorBoard", nullable=True)
-    performance_log_every: int = key(0, "int", "steps from one timing line to the next; 0: never", minimum=0)
-    network: NetworkSection = field(default_factory=NetworkSection)
-    save: SaveSection = field(default_factory=SaveSection)
-    datasets: tuple[DatasetSection, ...] = blocks(DatasetSection)
-    train: TrainSection = field(default_factory=TrainSection)
-    model: ModelSection = field(default_factory=ModelSection)
-    sample: SampleSection = field(default_factory=SampleSection)
-    logging: LoggingSection = field(default_factory=LoggingSection)
-    validation: ValidationSection = field(default_factory=ValidationSection)
-    coat: COATConfig = field(default_factory=COATConfig)
-    full: bool = False
-    file: str = ""
-    meta: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    raw: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def folder(self) -> Path:
-        """`<training_folder>/<name>`."""
-        return Path(self.training_folder) / str(self.name)

@@ -1,27 +1,39 @@
-"""One option of a config: its type, default, range and help, declared once, and how a value is checked.
+"""One option of a config: its type, default, range and help, declared once; and the one reader of blocks.
 
 A value must have the YAML type its kind asks for; nothing is converted from text, since a config that guesses hides
 mistakes. The only conversion is from a whole number to a float.
+
+A config is a dataclass: `key(...)` declares one key, a nested block is a `field(default_factory=ItsDataclass)`, a list
+of blocks `blocks(...)`; fields made otherwise are not keys of the config. `build` walks a YAML block and its dataclass.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from datetime import date
-from typing import Any
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
-from .findings import closest, show
+from .findings import Findings, closest, show, suggest_key
+
+T = TypeVar("T")
 
 FORMATS, INT8 = ("e4m3", "e5m2"), "int8"  # of FP8; torch is not imported here
 COLOURS = {"white": "#ffffff", "grey": "#808080", "black": "#000000"}
 BLOCK_WORDS = ("auto", "all")
-# options of the `coat:` block that version 0 had: key, or key=value → why it went; what to write instead
+WHOLE = ("int", "sizes", "count or names", "blocks")  # kinds whose numbers are whole
+# options of the `coat:` block that were removed: key, or key=value → why; what to write instead
 REMOVED = {
     "activation.linear_granularity=per_group": "was removed, GPUs multiplied it in bf16; write per_row",
+    "data.prepare": "was removed, photos that ai-toolkit would misread are always corrected; remove it",
+    **dict.fromkeys(
+        (
+            *("guard.nonfinite_steps", "guard.diverging_steps", "guard.zero_gradient_steps", "guard.dead_lora_steps"),
+            *("guard.pinned_loss_steps", "guard.health_every", "guard.max_saturation", "guard.max_underflow"),
+        ),
+        "was removed, the guard has fixed limits; remove it, or write guard.enabled: false",
+    ),
     "memory.checkpointing=every_n": "was removed; write auto with a budget_gb, or all",
     "memory.every_n": "was removed; write checkpointing: auto with a budget_gb instead, or checkpointing: all",
     "speed.attention=fa3": "is chosen automatically where it is installed; write auto",
@@ -29,7 +41,6 @@ REMOVED = {
     "speed.compile": "was removed; write speed.cuda_graphs: auto or never instead",
     "weight.cache": "was removed, quantized weights are no longer kept on disk; remove it",
 }
-BOOL_WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 
 
 class OptionError(Exception):
@@ -43,9 +54,7 @@ class Option:
     Args:
         key: its name, dotted where it is nested.
         default: its value where the user writes none.
-        kind: bool, int, float, str, choice, colour, strings (list of strings), sizes (whole number or a list of them),
-            count or names (whole number or a list of file names), blocks (whole number or a word of BLOCK_WORDS), betas
-            (two numbers), mapping.
+        kind: one of `_KINDS`.
         doc: one line: what it does.
         choices: allowed values, the default first.
         minimum: smallest allowed number.
@@ -83,8 +92,7 @@ class Option:
         if value is None:
             if self.nullable:
                 return None
-            shown = self.default if self.example is None else self.example
-            remedy = "write one" if shown is None else f"write {_bare(shown)} or remove the line"
+            remedy = "write one" if self._shown() is None else f"write {_bare(self._shown())} or remove the line"
             raise OptionError(f"has no value, {self.rule()}; {remedy}")
         for refused, reason in self.refused:
             if _same(value, refused):
@@ -107,6 +115,37 @@ class Option:
             text = f"must be {_KINDS[self.kind][0]}{self._range()}"
         return f"{text}, or null" if self.nullable else text
 
+    def error(self, remedy: str) -> OptionError:
+        """The rule, and what to write instead."""
+        return OptionError(f"{self.rule()}; {remedy}")
+
+    def number(self, value: Any) -> Any:
+        """A number of the kind, within the bounds; NaN and infinity never are."""
+        whole = self.kind in WHOLE
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise self.error(_number_remedy(value, whole))
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        inside = (
+            math.isfinite(number)
+            and (self.minimum is None or number >= self.minimum)
+            and (self.maximum is None or number <= self.maximum)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+            and (self.multiple_of is None or number % self.multiple_of == 0)
+        )
+        if not inside:
+            example = self._shown()
+            raise self.error(
+                "write " + ("a value in that range" if example is None else f"{show(example)}, for example")
+            )
+        return value if whole else number
+
+    def _shown(self) -> Any:
+        return self.default if self.example is None else self.example
+
     def _range(self) -> str:
         parts = []
         if self.minimum is not None and self.maximum is not None:
@@ -122,24 +161,6 @@ class Option:
         if self.multiple_of is not None:
             parts.append(f"a multiple of {self.multiple_of}")
         return f" {' and '.join(parts)}" if parts else ""
-
-    def error(self, remedy: str) -> OptionError:
-        """The rule, and what to write instead."""
-        return OptionError(f"{self.rule()}; {remedy}")
-
-    def check_range(self, number: float) -> None:
-        """Raise OptionError unless `number` is within the bounds; NaN never is."""
-        inside = (
-            math.isfinite(number)
-            and (self.minimum is None or number >= self.minimum)
-            and (self.maximum is None or number <= self.maximum)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-            and (self.multiple_of is None or number % self.multiple_of == 0)
-        )
-        if not inside:
-            shown = self.default if self.example is None else self.example
-            raise self.error("write " + ("a value in that range" if shown is None else f"{show(shown)}, for example"))
 
 
 def key(default: Any, kind: str, doc: str, **rules: Any) -> Any:
@@ -158,32 +179,34 @@ def choice(choices: Iterable[Any], doc: str, **rules: Any) -> Any:
     return key(choices[0], "choice", doc, choices=choices, **rules)
 
 
+def blocks(cls: type) -> Any:
+    """A dataclass field that is a list of blocks; a tuple once built."""
+    return field(default=(), metadata={"blocks": cls})
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _number_remedy(value: Any, whole: bool) -> str:
+    """What to write for a value that is not a number, or not one of the kind."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return "write a number"
+    if not math.isfinite(number) or (whole and not number.is_integer()):
+        return "write a number"
+    return f"write {value} without quotes" if isinstance(value, str) else f"write {int(number)}"
+
+
 def _parse_bool(option: Option, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    word = BOOL_WORDS.get(value.lower()) if isinstance(value, str) else None
-    if word:
-        raise option.error(f"write {word} without quotes")
-    raise option.error(f"write {'true' if value else 'false'}" if value in (0, 1) else "write true or false")
-
-
-def _parse_number(option: Option, value: Any) -> Any:
-    whole = option.kind in ("int", "sizes", "count or names", "blocks")
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise option.error(_number_remedy(value, whole=whole))
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    option.check_range(number)
-    return value if whole else number
+    raise option.error("write true or false, without quotes")
 
 
 def _parse_str(option: Option, value: Any) -> str:
-    if isinstance(value, (bool, int, float, date)):
-        raise option.error("write it in quotes")
     if not isinstance(value, str):
-        raise option.error("write one string")
+        raise option.error("write it in quotes")
     if option.required and not value.strip():
         raise OptionError("is empty; write one")
     return value
@@ -211,38 +234,29 @@ def _parse_strings(option: Option, value: Any) -> tuple[str, ...]:
         raise option.error(f"write [{show(value)}]" if isinstance(value, str) else "write ['…'] or []")
     for item in value:
         if not isinstance(item, str) or not item:
-            rule = f"{option.rule()}, {show(item)} is not a string"
-            raise OptionError(f"{rule}; write it in quotes, or remove it")
+            raise OptionError(f"{option.rule()}, {show(item)} is not a string; write it in quotes, or remove it")
     return tuple(value)
 
 
 def _parse_count_or_names(option: Option, value: Any) -> int | tuple[str, ...]:
-    if isinstance(value, (list, tuple)) and value:
-        return _parse_strings(option, value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise option.error("write 4 or ['photo.jpg'], for example")
-    return _parse_number(option, value)
+    return _parse_strings(option, value) if isinstance(value, (list, tuple)) and value else option.number(value)
 
 
 def _parse_blocks(option: Option, value: Any) -> int | str:
-    if isinstance(value, str) and value in BLOCK_WORDS:
-        return value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise option.error(f"write {BLOCK_WORDS[0]}, for example")
-    return int(_parse_number(option, value))
+    return value if value in BLOCK_WORDS else option.number(value)
 
 
 def _parse_sizes(option: Option, value: Any) -> tuple[int, ...]:
     sizes = list(value) if isinstance(value, (list, tuple)) else [value]
     if not sizes:
         raise OptionError(f"{option.rule()}, the list is empty; write [{show(option.default[0])}]")
-    return tuple(_parse_number(option, size) for size in sizes)
+    return tuple(map(option.number, sizes))
 
 
 def _parse_betas(option: Option, value: Any) -> tuple[float, ...]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise option.error("write [0.9, 0.999], for example")
-    return tuple(_parse_number(option, beta) for beta in value)
+    return tuple(map(option.number, value))
 
 
 def _parse_mapping(option: Option, value: Any) -> dict[str, Any]:
@@ -254,8 +268,8 @@ def _parse_mapping(option: Option, value: Any) -> dict[str, Any]:
 # kind → what it is called in a rule, and how it is checked
 _KINDS: dict[str, tuple[str, Callable[[Option, Any], Any]]] = {
     "bool": ("true or false", _parse_bool),
-    "int": ("a whole number", _parse_number),
-    "float": ("a number", _parse_number),
+    "int": ("a whole number", Option.number),
+    "float": ("a number", Option.number),
     "str": ("a string", _parse_str),
     "choice": ("one of its values", _parse_choice),
     "colour": (f"a colour ({', '.join(COLOURS)} or '#rrggbb')", _parse_colour),
@@ -266,33 +280,6 @@ _KINDS: dict[str, tuple[str, Callable[[Option, Any], Any]]] = {
     "betas": ("a list of two numbers, each", _parse_betas),
     "mapping": ("a block of keys", _parse_mapping),
 }
-_SLIPS = (  # how people write a number, and YAML does not read it: a pattern, and what Python reads
-    (re.compile(r"([-+]?\d{1,3}),(\d{3}(?:,\d{3})*)"), r"\1\2"),  # 1,500
-    (re.compile(r"([-+]?\d*),(\d+(?:[eE][-+]?\d+)?)"), r"\1.\2"),  # 0,0001
-    (re.compile(r"(\d+(?:\.\d+)?)\s*k", re.IGNORECASE), r"\1e3"),  # 2k
-    (re.compile(r"10\^(-?\d+)"), r"1e\1"),  # 10^-4
-)
-
-
-def _number_remedy(value: Any, *, whole: bool) -> str:
-    """What to write for a value that is not a number, or not one of the kind."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return f"write {int(value)}"
-    if not isinstance(value, str):
-        return "write a number"
-    text = unicodedata.normalize("NFKC", value).strip()  # １０ is 10
-    for pattern, plain in _SLIPS:
-        if pattern.fullmatch(text):
-            text = pattern.sub(plain, text).replace(",", "")
-    try:
-        number = float(text)
-    except ValueError:
-        return "write a number"
-    if not math.isfinite(number) or (whole and not number.is_integer()):
-        return "write a number"
-    if text == value and not re.match(r"[-+]?0\d", text):
-        return f"write {value} without quotes"
-    return f"write {int(number) if number.is_integer() and abs(number) < 2**53 else show(number)}"
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -301,3 +288,155 @@ def _same(left: Any, right: Any) -> bool:
 
 def _bare(value: Any) -> str:
     return value if isinstance(value, str) else show(value)
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def config_fields(cls: type) -> dict[str, Field[Any]]:
+    """The fields of `cls` that are keys of the config."""
+    return {item.name: item for item in fields(cls) if item.metadata or block_of(item)}
+
+
+def block_of(item: Field[Any]) -> type | None:
+    """The dataclass of a field that is a nested block."""
+    made_by = item.default_factory
+    return made_by if isinstance(made_by, type) and is_dataclass(made_by) else None
+
+
+def options_of(cls: type, prefix: str = "") -> list[Option]:
+    """Every option of a config and of the blocks in it, under its dotted key."""
+    options: list[Option] = []
+    for name, item in config_fields(cls).items():
+        if nested := block_of(item):
+            options += options_of(nested, f"{prefix}{name}.")
+        elif "option" in item.metadata:
+            options.append(replace(item.metadata["option"], key=f"{prefix}{name}"))
+    return options
+
+
+@dataclass(frozen=True)
+class OtherKeys:
+    """What ai-toolkit knows in one block beyond the keys of ours.
+
+    Args:
+        no_effect: key → why it changes nothing here; accepted, and reported as a note.
+        unsupported: key → ai-toolkit's default; any other value is refused.
+    """
+
+    no_effect: Mapping[str, str]
+    unsupported: Mapping[str, Any]
+
+
+def build(
+    cls: type[T],
+    raw: Any,
+    path: str,
+    findings: Findings,
+    /,
+    *,
+    others: Mapping[type, OtherKeys] | None = None,
+    **extra: Any,
+) -> T:
+    """Make a `cls` from a YAML block.
+
+    Args:
+        cls: dataclass with config fields.
+        raw: the block; null counts as empty.
+        path: its dotted key.
+        findings: receives what is wrong; a refused value is replaced by its default, so that the rest is checked too.
+        others: what ai-toolkit knows beyond `cls` and the blocks in it.
+        **extra: fields of `cls` that are no config keys.
+
+    Returns:
+        The dataclass. Every key the user wrote is in `findings.given`.
+    """
+    known = config_fields(cls)
+    values = dict(extra)
+    written = as_mapping(raw, path, findings)
+    for name, value in written.items():
+        where = f"{path}.{name}"
+        findings.given.add(where)
+        item = known.get(name)
+        if reason := _removal(where, value):
+            findings.add(where, reason, value)
+        elif item is None:
+            _check_other_key(name, value, where, known, (others or {}).get(cls, OtherKeys({}, {})), findings)
+        elif nested := block_of(item):
+            values[name] = build(nested, value, where, findings, others=others)
+        elif "option" in item.metadata:
+            _parse_into(values, name, item.metadata["option"], value, where, findings)
+        elif isinstance(value, (list, tuple)):
+            inner = item.metadata["blocks"]
+            entries = enumerate(value)
+            values[name] = tuple(build(inner, entry, f"{where}[{i}]", findings, others=others) for i, entry in entries)
+        elif value is not None:
+            findings.add(where, "must be a list; put '- ' before the first key of each entry", value)
+    for name, item in known.items():
+        option = item.metadata.get("option")
+        if option is not None and option.required and name not in written:
+            findings.add(f"{path}.{name}", f"is missing, {option.rule()}; add it")
+    return cls(**values)
+
+
+def parse_keys(options: Iterable[Option], raw: Any, path: str, findings: Findings) -> dict[str, Any]:
+    """Check a block against a list of options; returns only the keys that were given."""
+    known = {option.key.rpartition(".")[2]: option for option in options}
+    values: dict[str, Any] = {}
+    for name, value in as_mapping(raw, path, findings).items():
+        if name in known:
+            _parse_into(values, name, known[name], value, f"{path}.{name}", findings)
+        else:
+            findings.add(f"{path}.{name}", f"unknown key; {suggest_key(name, known)}")
+    return values
+
+
+def as_mapping(raw: Any, path: str, findings: Findings) -> Mapping[Any, Any]:
+    """`raw` where it is a block, an empty one for null, else a finding and an empty one."""
+    if raw is None or isinstance(raw, Mapping):
+        return raw or {}
+    findings.add(path, "must be a block of keys; write its keys below it, indented", raw)
+    return {}
+
+
+def to_plain(value: Any) -> Any:
+    """A config and its blocks as plain YAML types."""
+    if is_dataclass(value):
+        return {name: to_plain(getattr(value, name)) for name in config_fields(type(value))}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _parse_into(values: dict[str, Any], name: str, option: Option, value: Any, path: str, findings: Findings) -> None:
+    try:
+        values[name] = option.parse(value)
+    except OptionError as error:
+        findings.add(path, str(error), value)
+
+
+def _removal(path: str, value: Any) -> str | None:
+    """Why a key or value that an earlier version had was removed, and what replaces it."""
+    _, block, name = path.rpartition("coat.")
+    return (REMOVED.get(name) or REMOVED.get(f"{name}={value}")) if block else None
+
+
+def _check_other_key(
+    name: Any, value: Any, path: str, known: Mapping[str, Field[Any]], others: OtherKeys, findings: Findings
+) -> None:
+    if name in others.no_effect:
+        if isinstance(value, Mapping):
+            findings.add(path, "must not be a block, nothing reads what is in it; remove it", value)
+        elif value:
+            findings.warn(path, others.no_effect[name])
+    elif name in others.unsupported:
+        default = others.unsupported[name]
+        same_kind = isinstance(value, bool) == isinstance(default, bool)
+        if (value or default) and not (same_kind and value == default):
+            findings.add(path, "not supported by the stand-alone trainer; remove it or run inside ai-toolkit", value)
+    else:
+        inner = {block: block_of(item) for block, item in known.items()}
+        nested = [f"{block}.{one}" for block, cls in inner.items() if cls for one in config_fields(cls)]
+        findings.add(
+            path, f"unknown key; {suggest_key(name, {*known, *others.no_effect, *others.unsupported}, nested)}"
+        )

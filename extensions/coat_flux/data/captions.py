@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..config.data_rules import FOREIGN_SHARE, T5_BLIND, foreign_script
+from ..config.rules import FOREIGN_SHARE, T5_BLIND, foreign_script
 from .files import DatasetError, Listing, counted, printable
 
 PLACEHOLDERS = ("[trigger]", "[name]")

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..config.build import build, config_fields
 from ..config.coat import COATConfig
 from ..config.findings import Findings
 from ..config.job_sections import PROCESS_TYPES, DatasetSection, ValidationSection
+from ..config.options import build, config_fields
 
 T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
 

@@ -62,7 +62,6 @@ def prepare_copy(
     background: str = "white",
     transparency: str = "background",
     keep: frozenset[Path] | None = None,
-    correct: bool = True,
 ) -> PreparedCopy | None:
     """Make or refresh the copy; None where ai-toolkit reads every photo right, and nothing is written.
 
@@ -74,7 +73,6 @@ def prepare_copy(
         background: what transparent parts become; a name of `config.options.COLOURS` or "#rrggbb".
         transparency: `mask` also makes the mask folder; else `background`.
         keep: the only photos to copy, or None for all; with some a copy is always made.
-        correct: False links misread photos, too.
 
     Raises:
         DatasetError: a photo cannot be read, `target` is inside `folder`, or cannot be written.
@@ -87,11 +85,11 @@ def prepare_copy(
         )
     listing = list_folder(folder)
     listing.images = [path for path in listing.images if keep is None or path in keep]
-    traits = _traits(listing.images) if correct else {}
+    traits = _traits(listing.images)
     corrected = tuple(path for path, found in traits.items() if found & MISREAD)
     if not corrected and keep is None:
         return None
-    masked = transparency == "mask" and correct
+    masked = transparency == "mask"
     names = _names(folder, listing.images, masked)
     try:
         _refresh(target, names, frozenset(corrected), background, masked)
@@ -99,7 +97,7 @@ def prepare_copy(
     except OSError as error:
         raise DatasetError(
             f"{printable(target)}: the corrected copies cannot be written ({error.strerror or error}); make the folder "
-            "writable and free some disk, or set coat.data.prepare: never"
+            "writable and free some disk"
         ) from error
     counts = Counter(trait for path in corrected for trait in traits[path] & MISREAD)
     mask_folder = target / "masks" if masked else None

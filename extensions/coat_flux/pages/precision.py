@@ -31,7 +31,7 @@ LOW_DB = 20.0  # a tenth of the size of the values is noise
 ENDS_DB = (0.0, 2 * LOW_DB)  # of the heat map's colours, red to blue: white is where a tenth of the size is noise
 NOT_MEASURED = (
     "No FP8 cast was measured: coat/precision.csv is missing. Runs with coat.enabled: true write it at their second "
-    "step and every coat.guard.health_every steps."
+    "step and every 100 steps."
 )
 HOW_TO_READ = (
     "Local SQNR: signal to quantization noise of 128 neighbours at a time, in dB, averaged as noise power. Gaussian "

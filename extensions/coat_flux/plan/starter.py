@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ..config.data_rules import BUCKET_STEP
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
 from ..config.job_file import parse, shipped
+from ..config.rules import BUCKET_STEP
 from ..data.captions import PLACEHOLDERS, read_caption
 from ..data.files import DatasetError, find_images
 from ..data.preflight import PhotoFacts, survey

@@ -366,14 +366,14 @@ def health_verdict(casts: Sequence[ObservedCast], options: GuardOptions) -> str 
     if beyond.measures.saturation > options.max_saturation:
         return (
             f"{beyond.measures.saturation:.1%} of {_tensor(beyond)} lie beyond the largest FP8 code "
-            f"(coat.guard.max_saturation={options.max_saturation}): they overflowed before the cast; "
+            f"(limit: {options.max_saturation}): they overflowed before the cast; "
             f"lower train.lr and check that train.dtype is bf16{_exclusion(beyond)}"
         )
     lost, _ = _worst(casts, "underflow")
     if lost.measures.underflow > options.max_underflow:
         return (
             f"{lost.measures.underflow:.1%} of {_tensor(lost)} that are not zero became zero in FP8 "
-            f"(coat.guard.max_underflow={options.max_underflow}): a few large values set the scale of all; "
+            f"(limit: {options.max_underflow}): a few large values set the scale of all; "
             f"{REMEDIES[lost.kind]}{_exclusion(lost)}"
         )
     return None

@@ -4,7 +4,7 @@
     after it            parameters finite and not grown without bound, some lora_B not zero   one read-back, rarely
     over many steps     loss and weights together far beyond what they were (`Divergence`)    floats the caller has
 
-A single update from NaN or inf is skipped and counted; `guard.nonfinite_steps` of them in a row end the run. With
+A single update from NaN or inf is skipped and counted; ten of them in a row end the run. With
 `guard.enabled: false` such updates are still skipped and counted, and nothing else is checked.
 
 From the second step in a row that is not finite, and while the run seems to diverge, the guard is in doubt: the
@@ -110,8 +110,8 @@ class RunGuard:
         self._zero_gradients = 0 if grad_norm else self._zero_gradients + 1
         if self._zero_gradients >= options.zero_gradient_steps:
             raise DeadRunError(
-                f"step {step}: gradient norm 0 for {self._zero_gradients} steps in a row "
-                "(coat.guard.zero_gradient_steps): no gradient reaches what is trained; check that network, or "
+                f"step {step}: gradient norm 0 for {self._zero_gradients} steps in a row: no "
+                "gradient reaches what is trained; check that network, or "
                 "coat.include, chooses layers of the transformer, and set coat.activation.grad_format: e5m2 (its "
                 f"smallest values reach further down) or bf16; {KEPT}"
             )
@@ -119,7 +119,7 @@ class RunGuard:
         self._last_loss = loss
         if self._same_losses >= options.pinned_loss_steps:
             raise DeadRunError(
-                f"step {step}: loss={loss} for {self._same_losses} steps in a row (coat.guard.pinned_loss_steps), to "
+                f"step {step}: loss={loss} for {self._same_losses} steps in a row, to "
                 "the last bit, though noise and timesteps change: the model's output no longer depends on its input; "
                 f"lower train.lr and check the dataset's images; {KEPT}"
             )
@@ -128,7 +128,7 @@ class RunGuard:
         if since is not None and step - since >= limit:
             raise DeadRunError(
                 f"step {step}: {self._divergence.describe()}, and the trained weights have grown "
-                f"{self._divergence.growth(self.lora.values()):.1f}-fold (coat.guard.diverging_steps={limit}): the run "
+                f"{self._divergence.growth(self.lora.values()):.1f}-fold: the run "
                 f"diverged; lower train.lr; {KEPT}",
                 since,
             )
@@ -140,7 +140,7 @@ class RunGuard:
         limit = self._options.nonfinite_steps
         if self._options.enabled and self.nonfinite >= limit:
             raise DeadRunError(
-                f"step {step}: {found}, not finite for {limit} steps in a row (coat.guard.nonfinite_steps): the run "
+                f"step {step}: {found}, not finite for {limit} steps in a row: the run "
                 "diverged, or values overflow; lower train.lr, or set coat.activation.linear_granularity: per_row and "
                 f"grad_format: e5m2 where they are not; {KEPT}",
                 step - limit + 1,
@@ -213,8 +213,8 @@ class RunGuard:
         ups = [value for name, value in largest.items() if any(mark in name for mark in UP_MATRICES)]
         if dead and ups and not any(ups):
             raise DeadRunError(
-                f"step {step}: every lora_B is still zero after {self.updates} updates "
-                "(coat.guard.dead_lora_steps), so the LoRA has no effect: nothing updates it; raise train.lr, shorten "
+                f"step {step}: every lora_B is still zero after {self.updates} updates, "
+                "so the LoRA has no effect: nothing updates it; raise train.lr, shorten "
                 f"its warm-up, and check that network trains layers of the transformer; {KEPT}"
             )
 

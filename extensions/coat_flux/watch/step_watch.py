@@ -133,7 +133,7 @@ class StepWatch:
     def casts(self, step: int) -> AbstractContextManager[None]:
         """Observe what casts to FP8 lose inside the block, at health steps; at others do nothing.
 
-        Health steps are step 2 and every multiple of `guard.health_every`, except the first step of a process, which
+        Health steps are step 2 and every multiple of `health_every`, except the first step of a process, which
         measures which execution mode is fastest and how much blocks keep. What `allows_update`, called inside the
         block, found not to be finite is logged but not judged here: infinities saturate, and such steps are counted
         already.
@@ -142,7 +142,7 @@ class StepWatch:
         also with `guard.enabled: false`, which then judges nothing.
 
         Raises:
-            DeadRunError: at the block's end, a share above `guard.max_saturation` or `guard.max_underflow`.
+            DeadRunError: at the block's end, a share above `max_saturation` or `max_underflow`.
         """
         first, self._began = not self._began, True
         if first:

@@ -52,9 +52,9 @@ AS_SHOWN_ONCE = {
 
 def check_photos(process: Any) -> HeldOutPhotos | None:
     """Inspect the data sets, correct and hold out photos; returns the latter."""
-    from ...config.build import build
     from ...config.findings import Findings
     from ...config.job_sections import ValidationSection
+    from ...config.options import build
     from ...data.check import t5_of
     from ...data.files import DatasetError, find_images
     from ...data.hold_out import choose_hold_out
@@ -87,9 +87,8 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
         out = held_out.photos.get(folder, ())
         if out:
             held_out.add(folder, configs)
-        if out or options.prepare == "auto":
-            keep = frozenset(path for path in find_images(Path(folder)) if path not in out) if out else None
-            read_copies(process, Path(folder), Path(process.save_root) / TRAINED_FOLDER / str(index), configs, keep)
+        keep = frozenset(path for path in find_images(Path(folder)) if path not in out) if out else None
+        read_copies(process, Path(folder), Path(process.save_root) / TRAINED_FOLDER / str(index), configs, keep)
     return held_out if any(chosen) else None
 
 
@@ -99,7 +98,7 @@ def read_copies(process: Any, folder: Path, target: Path, configs: list[Any], ke
 
     options = process.coat.data
     policy = {"background": options.background, "transparency": options.transparency}
-    copied = prepare_copy(folder, target, **policy, keep=keep, correct=options.prepare == "auto")
+    copied = prepare_copy(folder, target, **policy, keep=keep)
     if copied is None:
         return
     if copied.corrected:

@@ -70,7 +70,7 @@ class CoatFluxTrainer(HostTrainer):
         super().hook_before_model_load()
         host.load_core()
         from ...blocks.gemms import config_for
-        from ...config.full_rules import coat_of_entry
+        from ...config.entry import coat_of_entry
         from ...mini_flux.folder import provide_embedded
         from ...saves.lock import run_lock
         from ...watch.phases import MEMORY_FILE, PhaseTracker
