@@ -287,13 +287,13 @@ def test_no_change_raises_the_peak(edit):
         "activation": {"flow": "generic", "attention": "bf16"}, "weight": {"use_fp8": False},
         "memory": {"enable_efficient_checkpoint": False, "checkpointing": "none"},
     }  # fmt: skip
-    if edit.__name__ == "_fp8_activations":
+    if edit.__name__ == "coat.activation.use_fp8":
         coat["activation"] = {"use_fp8": False}
-    if edit.__name__ == "_fp8_inputs":
+    if edit.__name__ == "coat.memory.enable_efficient_checkpoint":
         coat["memory"]["checkpointing"] = "all"
     if edit.__name__ == "_streamed":
         coat |= {"weight": {}, "memory": {}}
-    if edit.__name__ == "_no_transposed":
+    if edit.__name__ == "coat.memory.transposed_weights":
         coat |= {"weight": {}, "memory": {"transposed_weights": "always"}}
     job = job_of(
         coat=coat | {"optimizer": {"use_fp8": False}}, network={"linear": 32},
@@ -303,7 +303,7 @@ def test_no_change_raises_the_peak(edit):
             "gradient_accumulation": 2,
         },
     )  # fmt: skip
-    if edit.__name__ in ("_updated_in_backward", "_offloaded"):
+    if edit.__name__ in ("train.fused_backward", "_offloaded"):
         job = JobConfig.from_file(Path(__file__).parents[2] / "configs" / "flux_full_80gb.yaml")
         job = replace(job, train=replace(job.train, fused_backward=False))
     change = edit(job)

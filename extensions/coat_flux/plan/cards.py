@@ -1,10 +1,13 @@
-"""Does a job fit a card, and if not: which change of its YAML makes it fit, the cheapest first."""
+"""Does a job fit a card, and if not: which changes of its YAML make it fit, the cheapest first.
+
+The same changes, each alone, are what a run that is out of memory suggests (`remedies`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.names import COAT_OPTIMIZER
 from ..blocks.decide import checkpointing_mode
@@ -15,25 +18,29 @@ from .job import JobFacts, job_facts
 from .predict import Prediction, predict_facts
 from .speed import run_seconds, step_seconds
 
-__all__ = ["CardFit", "Change", "judge"]
+__all__ = ["CardFit", "Change", "Remedy", "judge", "remedies"]
 
 REPEATS = 3  # times an edit may be made: a batch, a rank or a size halved and halved again
 SMALLER = ((1024, 768), (768, 512), (512, 384))  # resolutions, and what comes below each
+ROUNDING, TIME = "FP8 rounding", "time for one more forward pass"
 
 
-@dataclass(frozen=True)
-class Change:
-    """An edit of the YAML.
-
-    Attributes:
-        text: what to write.
-        cost: what it costs.
-        job: the job with it.
-    """
+class Change(NamedTuple):
+    """An edit of the YAML: what to write, what it costs, and the job with it."""
 
     text: str
     cost: str
     job: JobConfig
+
+
+Edit = Callable[[JobConfig], Change | None]  # None where it does not apply
+
+
+class Remedy(NamedTuple):
+    """A change of the YAML, and the bytes that a phase holds less with it."""
+
+    change: Change
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -68,15 +75,54 @@ def judge(facts: JobFacts, card: Card) -> CardFit:
     """Say whether a job fits a card, or find the cheapest change, else the fewest of the cheapest, that make it fit."""
     memory = card.gb * 1e9
     prediction = predict_facts(facts, memory)
-    if _fits(prediction, card):
-        return _timed(CardFit(card, True, prediction), facts, prediction)
-    edits = _edits_that_fit(facts, card)
-    if not edits:
-        return CardFit(card, False, prediction)
-    changes = _applied(facts.job, edits)
-    changed = job_facts(changes[-1].job, facts)
-    found = predict_facts(changed, memory)
-    return _timed(CardFit(card, False, prediction, tuple(changes), found), changed, found)
+    verdict = CardFit(card, prediction.peak <= _room(card), prediction)
+    if not verdict.fits:
+        edits = _edits_that_fit(facts, card)
+        if not edits:
+            return verdict
+        changes = tuple(_applied(facts.job, edits))
+        facts = job_facts(changes[-1].job, facts)
+        prediction = predict_facts(facts, memory)
+        verdict = replace(verdict, changes=changes, changed=prediction)
+    if not card.bf16_tflops:
+        return verdict
+    step, run = step_seconds(facts, prediction.plan, card), run_seconds(facts, prediction, card)
+    return replace(verdict, step_seconds=step, run_seconds=run)
+
+
+def remedies(
+    facts: JobFacts, phase: str, device_bytes: float | None, recomputed: Sequence[int] | None = None
+) -> list[Remedy]:
+    """Find the changes that free memory in one phase, each alone, the cheapest first.
+
+    Args:
+        facts: the job.
+        phase: one of the prediction's; where it has none of that name, the run's peak counts.
+        device_bytes: memory of the device.
+        recomputed: indices of the blocks that recompute now; None: as `predict_facts` has it. They stay the same under
+            every change but one of recomputation itself, or `auto` would fill what a change frees.
+    """
+
+    def held(prediction: Prediction) -> int:
+        part = prediction.phase(phase)
+        if part is not None:
+            return part.total
+        return 0 if phase == "sample" else prediction.peak  # a change may leave samples out
+
+    def rule(job: JobConfig) -> tuple[Any, ...]:
+        """What chooses the blocks that recompute."""
+        memory = job.coat.memory
+        return job.coat.enabled, memory.checkpointing, memory.budget_gb, job.train.gradient_checkpointing
+
+    before = predict_facts(facts, device_bytes, recomputed)
+    freed = []
+    for edit in EDITS:
+        change = edit(facts.job)
+        if change is not None:
+            same = before.recomputed if rule(change.job) == rule(facts.job) else None
+            after = predict_facts(job_facts(change.job, facts), device_bytes, same)
+            freed.append(Remedy(change, held(before) - held(after)))
+    return [remedy for remedy in freed if remedy.bytes > 0]
 
 
 def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
@@ -94,10 +140,10 @@ def _edits_that_fit(facts: JobFacts, card: Card) -> list[Edit]:
     taken: list[Edit] = []
     lowest = peak(taken)
     for edit in (edit for edit in EDITS for _ in range(REPEATS)):
-        found = peak([*taken, edit])
-        if lowest > room and found < lowest:
+        with_it = peak([*taken, edit])
+        if lowest > room and with_it < lowest:
             taken.append(edit)
-            lowest = found
+            lowest = with_it
     if lowest > room:
         return []
     for edit in reversed(EDITS):
@@ -119,30 +165,37 @@ def _applied(job: JobConfig, edits: Sequence[Edit]) -> list[Change]:
     return list(changes.values())
 
 
-def _fits(prediction: Prediction, card: Card) -> bool:
-    return prediction.peak <= _room(card)
-
-
 def _room(card: Card) -> float:
     return card.gb * 1e9 * USABLE_FRACTION
 
 
-def _timed(verdict: CardFit, facts: JobFacts, prediction: Prediction) -> CardFit:
-    if not verdict.card.bf16_tflops:
-        return verdict
-    return replace(
-        verdict,
-        step_seconds=step_seconds(facts, prediction.plan, verdict.card),
-        run_seconds=run_seconds(facts, prediction, verdict.card),
-    )
+# --- edits ------------------------------------------------------------------------------------------------------------
 
 
-def _with(job: JobConfig, section: str, **values: Any) -> JobConfig:
-    return replace(job, **{section: replace(getattr(job, section), **values)})
+def _with(config: Any, values: dict[str, Any]) -> Any:
+    """A config with other values at dotted paths."""
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        config = replace(config, **{name: _with(getattr(config, name), {rest: value}) if rest else value})
+    return config
 
 
-def _with_coat(job: JobConfig, section: str, **values: Any) -> JobConfig:
-    return replace(job, coat=replace(job.coat, **{section: replace(getattr(job.coat, section), **values)}))
+def _setting(path: str, value: Any, cost: str, applies: Callable[[JobConfig], bool]) -> Edit:
+    """The edit that gives a key another value, where it applies and the key does not have it yet."""
+
+    def edit(job: JobConfig) -> Change | None:
+        changed = _with(job, {path: value})
+        if changed == job or not applies(job):
+            return None
+        shown = str(value).lower() if isinstance(value, bool) else value
+        return Change(f"{path}: {shown}", cost, changed)
+
+    edit.__name__ = path
+    return edit
+
+
+def _in_fp8(job: JobConfig) -> bool:
+    return job.coat.enabled and job.coat.activation.use_fp8
 
 
 def _cached_text(job: JobConfig) -> Change | None:
@@ -161,79 +214,33 @@ def _cached_latents(job: JobConfig) -> Change | None:
     return Change("datasets: cache_latents_to_disk: true", "nothing", replace(job, datasets=entries))
 
 
-def _fp8_activations(job: JobConfig) -> Change | None:
-    if not job.coat.enabled or job.coat.activation.use_fp8:
-        return None
-    return Change("coat.activation.use_fp8: true", "FP8 rounding", _with_coat(job, "activation", use_fp8=True))
-
-
-def _in_fp8(job: JobConfig) -> bool:
-    return job.coat.enabled and job.coat.activation.use_fp8
-
-
-def _fused_flow(job: JobConfig) -> Change | None:
-    if not _in_fp8(job) or job.full or job.coat.activation.flow == "fused":
-        return None
-    return Change("coat.activation.flow: fused", "nothing", _with_coat(job, "activation", flow="fused"))
-
-
-def _fp8_attention(job: JobConfig) -> Change | None:
-    if not _in_fp8(job) or job.coat.activation.attention == "fp8":
-        return None
-    return Change("coat.activation.attention: fp8", "FP8 rounding", _with_coat(job, "activation", attention="fp8"))
-
-
 def _fp8_optimizer(job: JobConfig) -> Change | None:
     if not job.coat.enabled or job.train.optimizer == COAT_OPTIMIZER:
         return None
-    changed = _with_coat(_with(job, "train", optimizer=COAT_OPTIMIZER), "optimizer", use_fp8=True)
+    changed = _with(job, {"train.optimizer": COAT_OPTIMIZER, "coat.optimizer.use_fp8": True})
     return Change(f"train.optimizer: {COAT_OPTIMIZER}", "FP8 moments", changed)
 
 
-def _updated_in_backward(job: JobConfig) -> Change | None:
-    train = job.train
-    if not job.full or train.optimizer != COAT_OPTIMIZER or train.fused_backward:
-        return None
-    changed = _with(job, "train", fused_backward=True)
-    return Change("train.fused_backward: true", "gradients clipped one by one", changed)
-
-
 def _fp8_weights(job: JobConfig) -> Change | None:
-    if job.coat.enabled and (job.coat.weight.use_fp8 or job.full):
-        return None
     if job.coat.enabled:
-        return Change("coat.weight.use_fp8: true", "FP8 rounding", _with_coat(job, "weight", use_fp8=True))
-    enabled = replace(job, coat=replace(job.coat, enabled=True))
-    optimizer = job.train.optimizer == COAT_OPTIMIZER
-    enabled = _with_coat(_with_coat(enabled, "weight", use_fp8=True), "activation", use_fp8=True)
-    return Change("coat.enabled: true", "FP8 rounding", _with_coat(enabled, "optimizer", use_fp8=optimizer))
-
-
-def _fp8_inputs(job: JobConfig) -> Change | None:
-    memory = job.coat.memory
-    if not job.coat.enabled or memory.enable_efficient_checkpoint or memory.checkpointing == "none":
-        return None
-    changed = _with_coat(job, "memory", enable_efficient_checkpoint=True)
-    return Change("coat.memory.enable_efficient_checkpoint: true", "FP8 rounding", changed)
-
-
-def _no_transposed(job: JobConfig) -> Change | None:
-    memory = job.coat.memory
-    if not _in_fp8(job) or not job.coat.weight.use_fp8 or memory.transposed_weights == "never":
-        return None
-    changed = _with_coat(job, "memory", transposed_weights="never")
-    return Change("coat.memory.transposed_weights: never", "a few percent of a step's time", changed)
+        if job.coat.weight.use_fp8 or job.full:
+            return None
+        return Change("coat.weight.use_fp8: true", ROUNDING, _with(job, {"coat.weight.use_fp8": True}))
+    values = {"coat.enabled": True, "coat.weight.use_fp8": True, "coat.activation.use_fp8": True}
+    values["coat.optimizer.use_fp8"] = job.train.optimizer == COAT_OPTIMIZER
+    return Change("coat.enabled: true", ROUNDING, _with(job, values))
 
 
 def _streamed(job: JobConfig) -> Change | None:
     coat = job.coat
     if not (coat.enabled and coat.weight.use_fp8) or job.full or coat.memory.stream_blocks == "auto":
         return None
-    cost = "host memory, and time where copies take longer than products"
-    text, values = "coat.memory.stream_blocks: auto", {"stream_blocks": "auto"}
+    values = {"stream_blocks": "auto"}
     if coat.memory.transposed_weights == "always":
-        text, values = f"{text}, transposed_weights: auto", {**values, "transposed_weights": "auto"}
-    return Change(text, cost, _with_coat(job, "memory", **values))
+        values["transposed_weights"] = "auto"
+    text = "coat.memory." + ", ".join(f"{key}: {value}" for key, value in values.items())
+    cost = "host memory, and time where copies take longer than products"
+    return Change(text, cost, _with(job, {f"coat.memory.{key}": value for key, value in values.items()}))
 
 
 def _offloaded(job: JobConfig) -> Change | None:
@@ -242,8 +249,8 @@ def _offloaded(job: JobConfig) -> Change | None:
         return None
     if job.coat.optimizer_config(params)[1]["offload"] == "cpu":
         return None
-    changed = _with_coat(job, "optimizer", offload="cpu")
-    changed = _with(changed, "train", optimizer_params={k: v for k, v in (params or {}).items() if k != "offload"})
+    others = {key: value for key, value in (params or {}).items() if key != "offload"}
+    changed = _with(job, {"coat.optimizer.offload": "cpu", "train.optimizer_params": others})
     cost = "host memory, and time where copies take longer than the backward pass"
     return Change("coat.optimizer.offload: cpu", cost, changed)
 
@@ -252,32 +259,32 @@ def _automatic_checkpointing(job: JobConfig) -> Change | None:
     memory, allowed = job.coat.memory, job.train.gradient_checkpointing
     if not job.coat.enabled or (allowed and memory.checkpointing in ("auto", "all") and memory.budget_gb is None):
         return None
-    changed = _with_coat(job, "memory", checkpointing="auto", budget_gb=None)
+    values = {"coat.memory.checkpointing": "auto", "coat.memory.budget_gb": None, "train.gradient_checkpointing": True}
     edits = {"coat.memory.checkpointing: auto": memory.checkpointing != "auto", "budget_gb: null": memory.budget_gb}
     edits["train.gradient_checkpointing: true"] = not allowed
     text = ", ".join(text for text, needed in edits.items() if needed)
-    return Change(text, "time to recompute what does not fit", _with(changed, "train", gradient_checkpointing=True))
+    return Change(text, "time to recompute what does not fit", _with(job, values))
 
 
 def _full_checkpointing(job: JobConfig) -> Change | None:
     if checkpointing_mode(job.coat, job.train.gradient_checkpointing) == "all":
         return None
-    changed = _with(job, "train", gradient_checkpointing=True)
+    changed = _with(job, {"train.gradient_checkpointing": True})
     if not job.coat.enabled:
-        return Change("train.gradient_checkpointing: true", "time for one more forward pass", changed)
-    changed = _with_coat(changed, "memory", checkpointing="all", budget_gb=None)
-    return Change("coat.memory.checkpointing: all", "time for one more forward pass", changed)
+        return Change("train.gradient_checkpointing: true", TIME, changed)
+    changed = _with(changed, {"coat.memory.checkpointing": "all", "coat.memory.budget_gb": None})
+    return Change("coat.memory.checkpointing: all", TIME, changed)
 
 
 def _smaller_batch(job: JobConfig) -> Change | None:
-    train = job.train
-    if train.batch_size == 1:
+    batch = job.train.batch_size
+    if batch == 1:
         return None
-    half, count = train.batch_size // 2, -(-train.gradient_accumulation * train.batch_size // (train.batch_size // 2))
+    half, images = batch // 2, job.train.gradient_accumulation * batch
+    count = -(-images // half)
+    changed = _with(job, {"train.batch_size": half, "train.gradient_accumulation": count})
     text = f"train.batch_size: {half}, gradient_accumulation: {count}"
-    return Change(
-        text, "time, by smaller matrix products", _with(job, "train", batch_size=half, gradient_accumulation=count)
-    )
+    return Change(text, "time, by smaller matrix products", changed)
 
 
 def _below(side: int) -> int | None:
@@ -286,46 +293,34 @@ def _below(side: int) -> int | None:
 
 def _smaller_samples(job: JobConfig) -> Change | None:
     items = () if job.train.disable_sampling else job.sample.items()
-    largest = max((max(item.width or 0, item.height or 0) for item in items), default=0)
-    side = _below(largest)
+    side = _below(max((max(item.width or 0, item.height or 0) for item in items), default=0))
     if side is None:
         return None
-    capped = tuple(replace(item, **_capped(item.width, item.height, side)) for item in job.sample.samples)
-    values = {**_capped(job.sample.width, job.sample.height, side), "samples": capped}
-    return Change(f"sample.width and height: at most {side}", "smaller previews", _with(job, "sample", **values))
 
+    def capped(sizes: Any) -> Any:
+        both = {"width": sizes.width, "height": sizes.height}
+        return replace(sizes, **{key: None if value is None else min(value, side) for key, value in both.items()})
 
-def _capped(width: int | None, height: int | None, side: int) -> Mapping[str, int | None]:
-    return {
-        "width": None if width is None else min(width, side),
-        "height": None if height is None else min(height, side),
-    }
+    sample = replace(capped(job.sample), samples=tuple(capped(item) for item in job.sample.samples))
+    return Change(f"sample.width and height: at most {side}", "smaller previews", replace(job, sample=sample))
 
 
 def _no_samples(job: JobConfig) -> Change | None:
     if job.train.disable_sampling or not job.sample.items():
         return None
-    return Change("train.disable_sampling: true", "no previews", _with(job, "train", disable_sampling=True))
-
-
-def _no_ema(job: JobConfig) -> Change | None:
-    if not job.train.ema_config.use_ema:
-        return None
-    ema = replace(job.train.ema_config, use_ema=False)
-    return Change("train.ema_config.use_ema: false", "no averaged LoRA", _with(job, "train", ema_config=ema))
+    return Change("train.disable_sampling: true", "no previews", _with(job, {"train.disable_sampling": True}))
 
 
 def _smaller_rank(job: JobConfig) -> Change | None:
     rank = job.network.linear // 2
     if rank < 8 or job.full:
         return None
-    changed = _with(job, "network", linear=rank, rank=rank, linear_alpha=float(rank))
-    return Change(f"network.linear: {rank}", "a LoRA of half the rank", changed)
+    network = replace(job.network, linear=rank, rank=rank, linear_alpha=float(rank))
+    return Change(f"network.linear: {rank}", "a LoRA of half the rank", replace(job, network=network))
 
 
 def _smaller_images(job: JobConfig) -> Change | None:
-    largest = max(resolution for entry in job.datasets for resolution in entry.resolution)
-    lower = _below(largest)
+    lower = _below(max(resolution for entry in job.datasets for resolution in entry.resolution))
     if lower is None:
         return None
     entries = tuple(
@@ -335,20 +330,33 @@ def _smaller_images(job: JobConfig) -> Change | None:
     return Change(f"datasets: resolution at most {lower}", "less detail", replace(job, datasets=entries))
 
 
-Edit = Callable[[JobConfig], Change | None]
-
 # by what they cost: nothing, rounding, time, and last what the run makes
 EDITS: tuple[Edit, ...] = (
     _cached_text,
     _cached_latents,
-    _fused_flow,
-    _fp8_attention,
-    _fp8_activations,
-    _fp8_inputs,
+    _setting("coat.activation.flow", "fused", "nothing", lambda job: _in_fp8(job) and not job.full),
+    _setting("coat.activation.attention", "fp8", ROUNDING, _in_fp8),
+    _setting("coat.activation.use_fp8", True, ROUNDING, lambda job: job.coat.enabled),
+    _setting(
+        "coat.memory.enable_efficient_checkpoint",
+        True,
+        ROUNDING,
+        lambda job: job.coat.enabled and job.coat.memory.checkpointing != "none",
+    ),
     _fp8_weights,
     _fp8_optimizer,
-    _updated_in_backward,
-    _no_transposed,
+    _setting(
+        "train.fused_backward",
+        True,
+        "gradients clipped one by one",
+        lambda job: job.full and job.train.optimizer == COAT_OPTIMIZER,
+    ),
+    _setting(
+        "coat.memory.transposed_weights",
+        "never",
+        "a few percent of a step's time",
+        lambda job: _in_fp8(job) and job.coat.weight.use_fp8,
+    ),
     _streamed,
     _offloaded,
     _automatic_checkpointing,
@@ -356,7 +364,7 @@ EDITS: tuple[Edit, ...] = (
     _smaller_batch,
     _smaller_samples,
     _no_samples,
-    _no_ema,
+    _setting("train.ema_config.use_ema", False, "no averaged LoRA", lambda job: True),
     _smaller_rank,
     _smaller_images,
 )

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from coat_core.linear.weight import code_bytes, wants_transposed
 
@@ -32,8 +33,7 @@ FLUX1_MLP_RATIO = 4
 VALUE_BYTES = {"bf16": 2, "fp32": FP32}
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """The training images.
 
     Attributes:
@@ -79,13 +79,16 @@ class JobFacts:
     def given(self) -> Given:
         """What the run's decision on its blocks rests on; the budget is for `predict` to add."""
         train, coat, dropout = self.job.train, self.job.coat, bool(self.job.network.dropout)
-        products = [
-            linear
-            for linear in self.model.linears
-            if linear.is_fp8 and not high_precision_reason(linear.name, coat, self.model.family)
-        ]
-        copies = coat.enabled and coat.weight.use_fp8 and wants_transposed(coat.linear_config())
-        copied = [linear.weights for linear in products if copies or not self.is_stored(linear)]
+        in_codes, config = coat.enabled and coat.weight.use_fp8, coat.linear_config()
+        all_copied = in_codes and wants_transposed(config)
+        copied, codes = 0, dict.fromkeys(_block_names(self.model), 0)
+        for linear in (linear for linear in self.model.linears if linear.is_fp8):
+            multiplies = not high_precision_reason(linear.name, coat, self.model.family)
+            if multiplies and (all_copied or not self.is_stored(linear)):
+                copied += linear.weights
+            block = ".".join(linear.name.split(".", 2)[:2])
+            if in_codes and block in codes:
+                codes[block] += sum(map(aligned, code_bytes(linear.outputs, linear.inputs, config)))
         return Given(
             self.blocks,
             tokens=self.tokens,
@@ -95,9 +98,9 @@ class JobFacts:
             allow_recompute=train.gradient_checkpointing,
             accumulates=train.gradient_accumulation > 1,
             unfused={i: DROPOUT for i, block in enumerate(self.blocks) if block.ranks} if dropout else {},
-            stream_bytes=self._stream_bytes(),
+            stream_bytes=tuple(codes.values()) if in_codes and coat.memory.stream_blocks != 0 else (),
             shadow_bytes=copied_bytes(coat, sum(self.adapter_sizes), self.value_bytes),
-            transposed_bytes=sum(copied) if coat.enabled and not self.on_cpu else 0,
+            transposed_bytes=copied if coat.enabled and not self.on_cpu else 0,
             frees_gradients=train.fused_backward,
         )
 
@@ -105,28 +108,10 @@ class JobFacts:
         """Whether a linear can hold codes in place of its weight."""
         return linear.is_fp8 and f"{linear.name}.weight" not in self.trained
 
-    @property
+    @functools.cached_property
     def transformer_bytes(self) -> int:
         """The transformer in training: codes and scales, all else as it was loaded."""
         return self.model.transformer_bytes(self.job.coat, self.value_bytes, self.trained)
-
-    def _stream_bytes(self) -> tuple[int, ...]:
-        """Of each block's codes, where the job lets them be in host memory."""
-        coat = self.job.coat
-        if not (coat.enabled and coat.weight.use_fp8) or coat.memory.stream_blocks == 0:
-            return ()
-        held: dict[str, int] = {}
-        config = coat.linear_config()
-        for linear in self.model.linears:
-            if linear.is_fp8:
-                block = ".".join(linear.name.split(".", 2)[:2])
-                codes = sum(map(aligned, code_bytes(linear.outputs, linear.inputs, config)))
-                held[block] = held.get(block, 0) + codes
-        return tuple(
-            held[f"{found.pattern}.{i}"]
-            for found in self.model.family.lists
-            for i in range(self.model.config[found.count])
-        )
 
     @functools.cached_property
     def block_settings(self) -> list[FlowSettings]:
@@ -158,12 +143,7 @@ class JobFacts:
         """Whether the text encoders are not needed while training."""
         return all(entry.cache_text_embeddings for entry in self.job.datasets)
 
-    @property
-    def draws(self) -> bool:
-        """Whether the run draws sample images."""
-        return self.sample_tokens is not None
-
-    @property
+    @functools.cached_property
     def adapter_sizes(self) -> list[int]:
         """Elements of each trained parameter: A and B of every target, or the transformer's own."""
         rank = self.job.network.linear
@@ -188,17 +168,12 @@ class JobFacts:
         """Whether there is never more than a gradient or two."""
         return self.job.train.fused_backward and self.job.train.gradient_accumulation == 1
 
-    @property
+    @functools.cached_property
     def offloads(self) -> bool:
         """Whether the moments are in host memory, and pass through the device."""
         train = self.job.train
         given = self.job.coat.optimizer_config(train.optimizer_params)[1] if train.optimizer == COAT_OPTIMIZER else {}
         return given.get("offload") == "cpu"
-
-    @property
-    def largest_gradient(self) -> int:
-        """Of one parameter."""
-        return self.value_bytes * max(self.trained.values(), default=0)
 
 
 def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
@@ -211,11 +186,13 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
     Raises:
         ConfigError: the model's sizes cannot be known, or no linear is left to train.
     """
-    model = find_model(
-        job.model.name_or_path, ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
-    )
+    where = ": ".join(filter(None, (job.file, "config.process[0].model.name_or_path")))
+    model = find_model(job.model.name_or_path, where)
     targets, trained = adapted(job, model), trained_sizes(job, model) if job.full else {}
     data = known.data if known is not None and _images(known.job) == _images(job) else _data(job)
+    drawn = () if job.train.disable_sampling else job.sample.items()
+    tokens = Tokens(job.train.batch_size, model.text_tokens, data.pixels // PIXELS_PER_TOKEN)
+    largest = max((item.width * item.height for item in drawn), default=0)
     return JobFacts(
         job=job,
         model=model,
@@ -223,8 +200,8 @@ def job_facts(job: JobConfig, known: JobFacts | None = None) -> JobFacts:
         targets=targets,
         trained=trained,
         blocks=_blocks(model, targets, job.network.linear, trained),
-        tokens=_tokens(model, data.pixels, job.train.batch_size),
-        sample_tokens=_sample_tokens(job, model),
+        tokens=tokens,
+        sample_tokens=Tokens(1, model.text_tokens, largest // PIXELS_PER_TOKEN) if drawn else None,
     )
 
 
@@ -267,44 +244,37 @@ def _images(job: JobConfig) -> list[DatasetSection]:
     return [replace(entry, **same, shuffle_tokens=False) for entry in job.datasets]
 
 
-def _tokens(model: ModelParts, pixels: int, batch: int) -> Tokens:
-    return Tokens(batch, model.text_tokens, pixels // PIXELS_PER_TOKEN)
-
-
-def _sample_tokens(job: JobConfig, model: ModelParts) -> Tokens | None:
-    items = () if job.train.disable_sampling else job.sample.items()
-    if not items:
-        return None
-    return _tokens(model, max(item.width * item.height for item in items), 1)
+def _block_names(model: ModelParts) -> list[str]:
+    return [f"{part.pattern}.{i}" for part in model.family.lists for i in range(model.config[part.count])]
 
 
 def _blocks(
     model: ModelParts, targets: tuple[Linear, ...], rank: int, parameters: Collection[str]
 ) -> tuple[Block, ...]:
+    """The blocks with their adapters and their own trained parameters, and what is trained before each of them."""
     adapters: dict[str, list[str]] = {}
     own: dict[str, list[str]] = {}
     known = model.family
-    for name in parameters:
-        parts = name.split(".", 2)
-        if parts[0] in known.blocks:
-            own.setdefault(f"{parts[0]}.{parts[1]}", []).append(parts[2])
-    for linear in targets:
-        parts = linear.name.split(".", 2)
-        if parts[0] in known.blocks:
-            adapters.setdefault(f"{parts[0]}.{parts[1]}", []).append(parts[2])
-    names = [*(linear.name for linear in targets), *(name.rpartition(".")[0] for name in parameters)]
-    outside = [name for name in names if name.split(".")[0] not in known.blocks]
+    outside = []
+    for full_names, by_block in (([linear.name for linear in targets], adapters), (parameters, own)):
+        for full_name in full_names:
+            pattern, _, rest = full_name.partition(".")
+            if pattern in known.blocks:
+                place, _, name = rest.partition(".")
+                by_block.setdefault(f"{pattern}.{place}", []).append(name)
+            else:
+                outside.append(full_name if by_block is adapters else full_name.rpartition(".")[0])
     embedding = any(name.split(".")[0] in known.conditioning for name in outside)
     trained = any(name in known.inputs for name in outside)
     width = int(model.config.get("mlp_ratio", FLUX1_MLP_RATIO) * model.hidden)
+    kinds = {part.pattern: part.kind for part in known.lists}
     blocks = []
-    for found in known.lists:
-        for i in range(model.config[found.count]):
-            name, heads = f"{found.pattern}.{i}", model.config["num_attention_heads"]
-            ranks = tuple((linear, rank) for linear in adapters.get(name, ()))
-            itself = tuple(own.get(name, ()))
-            blocks.append(Block(found.kind, model.hidden, heads, width, ranks, trained, embedding, itself))
-            trained = blocks[-1].trained_output
+    for name in _block_names(model):
+        ranks = tuple((linear, rank) for linear in adapters.get(name, ()))
+        heads, itself = model.config["num_attention_heads"], tuple(own.get(name, ()))
+        kind = kinds[name.partition(".")[0]]
+        blocks.append(Block(kind, model.hidden, heads, width, ranks, trained, embedding, itself))
+        trained = blocks[-1].trained_output
     return tuple(blocks)
 
 

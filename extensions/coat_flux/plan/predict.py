@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -39,14 +40,16 @@ __all__ = ["PARTS", "PhasePrediction", "Prediction", "offloaded_bytes", "outside
 PARTS = (
     "transformer", "lora", "gradients", "optimizer", "ema", "saved activations", "text encoders", "vae", "workspace",
 )  # fmt: skip
-LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes from torch's allocator on a Hopper GPU, the largest of all
+LIBRARY_WORKSPACE = {
+    True: 0,
+    False: 32 * 2**20,
+}  # on a CPU; what cuBLAS takes from torch's allocator on a Hopper GPU, the largest of all
 OPTIMIZER_BUFFERS = 8  # fp32 buffers of a chunk while FP8AdamW updates it: w, g, m, v, and as many between
 QUANTIZED_BYTES = 8  # per element while a weight becomes FP8: two fp32 copies
 PROCESS_RAM = {True: 0.6e9, False: 3e9}  # of Python and the libraries alone: on a CPU (measured), with CUDA's
 
 
-@dataclass(frozen=True)
-class PhasePrediction:
+class PhasePrediction(NamedTuple):
     """What the device holds at the peak of one phase, in bytes by part."""
 
     name: str
@@ -158,16 +161,12 @@ def _vae(facts: JobFacts) -> int:
     return facts.model.elements["vae"] * facts.value_bytes
 
 
-def _library(facts: JobFacts) -> int:
-    return 0 if facts.on_cpu else LIBRARY_WORKSPACE
-
-
 def block_plan(
     facts: JobFacts, device_bytes: float | None = None, recomputed: Sequence[int] | None = None
 ) -> BlockPlan:
     """What the blocks will do, by the decision that the run takes; arguments as `predict_facts`."""
     budget = _budget(facts, device_bytes)
-    free = None if budget is None else budget - sum(_held(facts).values()) - _library(facts)
+    free = None if budget is None else budget - sum(_held(facts).values()) - LIBRARY_WORKSPACE[facts.on_cpu]
     chosen = None if recomputed is None else tuple(recomputed)
     given = replace(facts.given, free_bytes=free, recomputed=chosen, reserve_bytes=outside_bytes(facts))
     return decide(facts.job.coat, given)
@@ -203,11 +202,11 @@ def _step(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
     if update.total > moment.total + around:
         moment, around = update, 0
     if facts.frees_gradients:  # they are made and used up while the blocks' backward passes run
-        largest = min(facts.largest_gradient, moment.workspace)
+        largest = min(facts.value_bytes * max(facts.trained.values(), default=0), moment.workspace)
         moment = moment._replace(gradients=largest, workspace=moment.workspace - largest + update.workspace)
     needs = {
         "saved activations": moment.kept + around,
-        "workspace": moment.workspace + _library(facts),
+        "workspace": moment.workspace + LIBRARY_WORKSPACE[facts.on_cpu],
         "gradients": moment.gradients,
     }
     return _phase("step", _held(facts), needs)
@@ -226,12 +225,12 @@ def _load(facts: JobFacts, plan: BlockPlan) -> PhasePrediction:
     resident = _resident(facts)
     stays = resident["transformer"] - plan.freed_bytes + resident["lora"]
     coat, value_bytes = facts.job.coat, facts.value_bytes
-    workspace, there = 0, 0
+    workspace, there, config = 0, 0, coat.linear_config()
     if coat.enabled and coat.weight.use_fp8:
         for linear in facts.model.linears:
             if facts.is_stored(linear):
                 workspace = max(workspace, there + linear.weights * (value_bytes + QUANTIZED_BYTES))
-                stored = stored_bytes(linear.outputs, linear.inputs, coat.linear_config())
+                stored = stored_bytes(linear.outputs, linear.inputs, config)
                 there += 0 if facts.given.stream_bytes and not facts.on_cpu else stored
         workspace -= stays
     return _phase("load", resident, {"workspace": max(0, workspace)})
@@ -248,7 +247,7 @@ def _cache(facts: JobFacts, budget: float | None) -> PhasePrediction:
     moments = [stays]
     if any(entry.cache_latents or entry.cache_latents_to_disk for entry in facts.job.datasets):
         moments.append(encode)
-    if facts.draws or any(entry.cache_text_embeddings for entry in facts.job.datasets):
+    if (facts.sample_tokens is not None) or any(entry.cache_text_embeddings for entry in facts.job.datasets):
         moments.append(prompt)
     if facts.on_cpu:  # both are in memory all along
         both = {"vae": encode["vae"], "text encoders": prompt["text encoders"]}
@@ -265,7 +264,7 @@ def _sample(facts: JobFacts) -> PhasePrediction | None:
     denoise = max(forward_bytes(block, facts.sample_tokens, facts.settings) for block in facts.blocks)
     pixels = max(item.width * item.height for item in facts.job.sample.items())
     decode = int(facts.model.decode_values * facts.value_bytes * pixels)
-    return _phase("sample", held, {"workspace": max(denoise, decode) + _library(facts)})
+    return _phase("sample", held, {"workspace": max(denoise, decode) + LIBRARY_WORKSPACE[facts.on_cpu]})
 
 
 def _save(facts: JobFacts) -> PhasePrediction:
@@ -292,7 +291,7 @@ def _ram(facts: JobFacts, peak: int) -> int:
     after all that has been loaded, and are there when the shards of a model are written.
     """
     model, a = facts.model, facts.value_bytes
-    vae = _vae(facts) if facts.draws else 0
+    vae = _vae(facts) if (facts.sample_tokens is not None) else 0
     latents = sum(entry.cache_latents for entry in facts.job.datasets) and facts.data.latents * _latent_bytes(facts)
     passing = 2 * a * max(linear.weights for linear in model.linears)  # as it is on disk, and in `train.dtype`
     staged = max(_vae(facts) + model.text_bytes(a), sum(facts.given.stream_bytes) + passing + vae)

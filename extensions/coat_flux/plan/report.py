@@ -1,10 +1,10 @@
-"""What `coat-flux plan` says, as text and as JSON."""
+"""What `coat-flux plan` prints, as text and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..base.text import GB, MB, columns
 from ..blocks.block_bytes import block_bytes
@@ -20,15 +20,8 @@ from .speed import BF16_FRACTION, FP8_FRACTION
 __all__ = ["Plan", "as_json", "as_text", "make_plan"]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A job's prediction, and what cards make of it.
-
-    Attributes:
-        facts: the job in numbers.
-        prediction: on the one card asked for, else without a limit.
-        verdicts: one per card.
-    """
+class Plan(NamedTuple):
+    """A job in numbers, its prediction (on the one card asked for, else without a limit), and a verdict per card."""
 
     facts: JobFacts
     prediction: Prediction
@@ -52,31 +45,30 @@ def make_plan(job: JobConfig, gpu: Card | float | None = None) -> Plan:
 
 def as_text(plan: Plan) -> str:
     """The report as text."""
-    sections = [_head(plan), _phases(plan), _blocks(plan), _cards(plan)]
+    sections = [_head(plan), _phases(plan), _blocks(plan.facts), _cards(plan.verdicts)]
     if plan.prediction.assumptions:
         sections.append("\n".join(f"assumed: {line}" for line in plan.prediction.assumptions))
     return "\n\n".join(sections)
 
 
 def _head(plan: Plan) -> str:
-    facts, job = plan.facts, plan.facts.job
-    tokens, flows = facts.tokens, dict.fromkeys(settings.flow for settings in facts.block_settings)
+    facts, job, tokens = plan.facts, plan.facts.job, plan.facts.tokens
+    flows = dict.fromkeys(settings.flow for settings in facts.block_settings)
     kept = f"in FP8, {' and '.join(flows)} flow, attention {facts.settings.attention}"
-    kept = "in high precision" if "eager" in flows else kept
-    recomputed = f"{len(plan.prediction.recomputed)} of {plan.prediction.blocks} blocks recompute"
+    if "eager" in flows:
+        kept = "in high precision"
+    if job.full:
+        trained = f"full fine-tuning of {sum(facts.adapter_sizes) / GB:.2f} B parameters"
+        trained += ", each updated in backward" if job.train.fused_backward else ""
+    else:
+        trained = f"LoRA rank {job.network.linear} on {len(facts.targets)} linears"
     model = f"{job.model.name_or_path}, {facts.model.elements['transformer'] / GB:.2f} B parameters"
+    recomputed = f"{len(plan.prediction.recomputed)} of {plan.prediction.blocks} blocks recompute"
     return (
         f"{job.file}{': ' if job.file else ''}'{job.name}' on {model}\n"
-        f"largest micro-batch: {tokens.batch} x ({tokens.text} text + {tokens.image} image tokens); {_trained(facts)}\n"
+        f"largest micro-batch: {tokens.batch} x ({tokens.text} text + {tokens.image} image tokens); {trained}\n"
         f"kept for backward {kept}; {recomputed}"
     )
-
-
-def _trained(facts: JobFacts) -> str:
-    if not facts.job.full:
-        return f"LoRA rank {facts.job.network.linear} on {len(facts.targets)} linears"
-    how = ", each updated in backward" if facts.job.train.fused_backward else ""
-    return f"full fine-tuning of {sum(facts.adapter_sizes) / GB:.2f} B parameters{how}"
 
 
 def _phases(plan: Plan) -> str:
@@ -90,40 +82,51 @@ def _phases(plan: Plan) -> str:
             rows.append([part, *(f"{size / scale:.2f}" if size else "-" for size in sizes)])
     rows.append(["total on the device", *(f"{phase.total / scale:.2f}" for phase in phases)])
     moments = offloaded_bytes(plan.facts)
-    there = f", {moments / GB:.1f} of it the moments" if moments else ""
-    disk = f"disk {plan.prediction.disk_bytes / GB:.1f} GB"
-    memory = f"host memory {plan.prediction.ram_bytes / GB:.1f} GB{there}; {disk}"
-    return _table(rows) + f"\n{memory} for saves and caches, the model's own files not counted"
+    offloaded = f", {moments / GB:.1f} of it the moments" if moments else ""
+    memory = f"host memory {plan.prediction.ram_bytes / GB:.1f} GB{offloaded}"
+    disk = f"disk {plan.prediction.disk_bytes / GB:.1f} GB for saves and caches, the model's own files not counted"
+    return f"{_table(rows)}\n{memory}; {disk}"
 
 
-def _blocks(plan: Plan) -> str:
-    """What one block of each kind keeps, by kind of tensor, MB."""
-    kept = _kept_by_kind(plan.facts)
-    whats = list(dict.fromkeys(what for sizes in kept.values() for what in sizes))
+def _blocks(facts: JobFacts) -> str:
+    """Bytes kept by one block of each kind, by kind of tensor, MB."""
+    kept = _kept_by_kind(facts)
+    kinds = list(dict.fromkeys(kind for sizes in kept.values() for kind in sizes))
     rows = [["MB kept for backward by one block", *kept]]
-    rows += [[what, *(f"{sizes.get(what, 0) / MB:.2f}" for sizes in kept.values())] for what in whats]
+    rows += [[kind, *(f"{sizes.get(kind, 0) / MB:.2f}" for sizes in kept.values())] for kind in kinds]
     return _table(rows)
 
 
 def _kept_by_kind(facts: JobFacts) -> dict[str, dict[str, int]]:
     """Kind of block → kind of tensor → bytes, for the last block of each kind."""
     last = {block.kind: (block, settings) for block, settings in zip(facts.blocks, facts.block_settings, strict=True)}
-    found: dict[str, dict[str, int]] = {}
+    kept: dict[str, dict[str, int]] = {}
     for kind, (block, settings) in last.items():
         counted = block_bytes(block, facts.tokens, settings)
         sizes = kept_by_kind(block, facts.tokens, settings)
-        found[kind] = {**sizes, "all": counted.kept, "when recomputed": counted.recomputed}
-    return found
+        kept[kind] = {**sizes, "all": counted.kept, "when recomputed": counted.recomputed}
+    return kept
 
 
-def _cards(plan: Plan) -> str:
-    header = ["card", "fits", "peak GB", "recomputed", "s/step >=", "run >=", "cheapest change that makes it fit"]
-    rows = [header, *(_card_row(verdict) for verdict in plan.verdicts)]
+def _cards(verdicts: Sequence[CardFit]) -> str:
+    rows = [["card", "fits", "peak GB", "recomputed", "s/step >=", "run >=", "cheapest change that makes it fit"]]
+    for verdict in verdicts:
+        shown = verdict.changed or verdict.prediction
+        changes = "; ".join(f"{change.text} (costs {change.cost})" for change in verdict.changes)
+        step, run = "-", "-"
+        if verdict.step_seconds is not None and verdict.run_seconds is not None:
+            step, minutes = f"{verdict.step_seconds:.3f}", verdict.run_seconds / 60
+            run = f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
+        row = [f"{verdict.card.gb:g} GB", "with" if changes else "no", f"{shown.peak / GB:.1f}"]
+        row += [f"{len(shown.recomputed)}/{shown.blocks}", step, run, changes or "none"]
+        if verdict.fits:
+            row[1], row[-1] = "yes", ""
+        rows.append(row)
     lines = [
         _table(rows),
         f"fits: the peak is at most {USABLE_FRACTION:.0%} of the card; numbers are those with the change",
     ]
-    names = ", ".join(f"{v.card.gb:g} GB {v.card.name}" for v in plan.verdicts if v.step_seconds is not None)
+    names = ", ".join(f"{v.card.gb:g} GB {v.card.name}" for v in verdicts if v.step_seconds is not None)
     if names:
         fractions = f"{BF16_FRACTION:.0%} (bf16) and {FP8_FRACTION:.0%} (FP8)"
         lines += [
@@ -131,32 +134,6 @@ def _cards(plan: Plan) -> str:
             f"({names}); casts, norms, optimizer, encoders and data come on top",
         ]
     return "\n".join(lines)
-
-
-def _card_row(verdict: CardFit) -> list[str]:
-    shown = verdict.changed or verdict.prediction
-    step, run = verdict.step_seconds, verdict.run_seconds
-    return [
-        f"{verdict.card.gb:g} GB",
-        "yes" if verdict.fits else "with" if verdict.changes else "no",
-        f"{shown.peak / GB:.1f}",
-        f"{len(shown.recomputed)}/{shown.blocks}",
-        "-" if step is None else f"{step:.3f}",
-        "-" if run is None else _duration(run),
-        _remedy(verdict),
-    ]
-
-
-def _remedy(verdict: CardFit) -> str:
-    if verdict.fits:
-        return ""
-    if verdict.changes:
-        return "; ".join(f"{change.text} (costs {change.cost})" for change in verdict.changes)
-    return "none"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -168,6 +145,19 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The report as plain values; sizes in bytes, times in seconds."""
     facts, job = plan.facts, plan.facts.job
+    cards = [
+        {
+            "gb": verdict.card.gb,
+            "gpu": verdict.card.name,
+            "fits": verdict.fits,
+            **_prediction_json(verdict.prediction),
+            "changes": [{"write": change.text, "costs": change.cost} for change in verdict.changes],
+            "with_changes": None if verdict.changed is None else _prediction_json(verdict.changed),
+            "step_seconds": verdict.step_seconds,
+            "run_seconds": verdict.run_seconds,
+        }
+        for verdict in plan.verdicts
+    ]
     return {
         "config": job.file,
         "name": job.name,
@@ -177,7 +167,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "kept_per_block": _kept_by_kind(facts),
         "assumptions": list(plan.prediction.assumptions),
         "time_assumption": {"bf16_fraction_of_peak": BF16_FRACTION, "fp8_fraction_of_peak": FP8_FRACTION},
-        "cards": [_verdict_json(verdict) for verdict in plan.verdicts],
+        "cards": cards,
     }
 
 
@@ -189,18 +179,4 @@ def _prediction_json(prediction: Prediction) -> dict[str, Any]:
         "disk": prediction.disk_bytes,
         "recomputed": list(prediction.recomputed),
         "blocks": prediction.blocks,
-    }
-
-
-def _verdict_json(verdict: CardFit) -> dict[str, Any]:
-    changes: Iterable[dict[str, str]] = ({"write": change.text, "costs": change.cost} for change in verdict.changes)
-    return {
-        "gb": verdict.card.gb,
-        "gpu": verdict.card.name,
-        "fits": verdict.fits,
-        **_prediction_json(verdict.prediction),
-        "changes": list(changes),
-        "with_changes": None if verdict.changed is None else _prediction_json(verdict.changed),
-        "step_seconds": verdict.step_seconds,
-        "run_seconds": verdict.run_seconds,
     }

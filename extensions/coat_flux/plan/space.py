@@ -11,7 +11,7 @@ from ..base.names import COAT_OPTIMIZER
 from ..blocks.sizes import FP32
 from ..config.job import JobConfig
 from ..saves.commit import SaveSpace
-from .job import trained_sizes
+from .job import adapted, trained_sizes
 from .models import find_model
 
 __all__ = ["job_space", "moment_bytes", "save_space"]
@@ -49,10 +49,8 @@ def job_space(job: JobConfig) -> SaveSpace:
     model = find_model(job.model.name_or_path, f"{job.file}: config.process[0].model.name_or_path")
     if job.full:
         return save_space(job, list(trained_sizes(job, model).values()), model.elements["transformer"])
-    kwargs = job.network.network_kwargs
-    only, ignore = kwargs.only_if_contains, tuple(kwargs.ignore_if_contains)
-    targets, rank = model.targets(job.network.transformer_only, only, ignore), job.network.linear
-    return save_space(job, [size for linear in targets for size in (rank * linear.inputs, rank * linear.outputs)])
+    rank = job.network.linear
+    return save_space(job, [size for x in adapted(job, model) for size in (rank * x.inputs, rank * x.outputs)])
 
 
 def moment_bytes(job: JobConfig, sizes: Sequence[int]) -> int:

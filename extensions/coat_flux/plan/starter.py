@@ -11,9 +11,9 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from ..config.findings import ConfigError
 from ..config.job import JobConfig
@@ -48,8 +48,7 @@ SMALLEST = 256
 MAX_PROMPT = 200
 
 
-@dataclass(frozen=True)
-class Photos:
+class Photos(NamedTuple):
     """What matters of a folder of photos.
 
     Attributes:
@@ -63,16 +62,8 @@ class Photos:
     caption: str | None
 
 
-@dataclass(frozen=True)
-class Starter:
-    """A YAML and why it is as it is.
-
-    Attributes:
-        text: of the file.
-        origin: the shipped config it was made from.
-        verdict: what the card makes of it.
-        trigger: the trigger word.
-    """
+class Starter(NamedTuple):
+    """The text of a YAML, the shipped config it was made from, what the card makes of it, and the trigger word."""
 
     text: str
     origin: str

@@ -186,7 +186,7 @@ class _Explanation:
 
     def remedies(self) -> list[str]:
         """Changes of the YAML with what each alone frees in the phase."""
-        from ..plan.remedies import remedies
+        from ..plan.cards import remedies
 
         items = remedies(self._facts(), self._phase, self._room()[1], self._recomputed)
         if not items:
