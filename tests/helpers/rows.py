@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from coat_core.formats import get_format
@@ -84,3 +85,10 @@ def assert_rows_close(found: Tensor, expected: Tensor, rtol: float) -> None:
     off = (found.cpu().double() - expected.cpu().double()).abs()
     allowed = rtol * expected.cpu().double().abs().amax(-1, keepdim=True)
     assert bool((off <= allowed).all()), f"off by {float((off / allowed).max()):.3g} of what is allowed"
+
+
+def diffusers_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of diffusers."""
+    norm = RMSNorm(len(weight), eps)
+    norm.weight.data = weight
+    return norm(x).detach()
