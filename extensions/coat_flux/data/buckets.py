@@ -33,16 +33,7 @@ class Bucket:
 
 
 def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP) -> Bucket:
-    """The bucket of an image.
-
-    Args:
-        width: Image width in pixels, upright.
-        height: Image height in pixels, upright.
-        resolution: Side in pixels of the square that sets the pixel budget.
-        step: Sides are multiples of this many pixels; itself a multiple of 16.
-
-    Returns:
-        Bucket with both sides multiples of `step` and width·height <= resolution².
+    """The bucket of an upright image: both sides multiples of `step` pixels and width·height <= resolution².
 
     Raises:
         ValueError: `step` is not a positive multiple of 16, `resolution` is below it, or a side is not positive.
@@ -92,15 +83,9 @@ def cropped_share(size: tuple[int, int], bucket: Bucket) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """One thing to train on: an image at one size.
+    """One thing to train on: an image at one size, with its caption, trigger word included.
 
-    Attributes:
-        image_path: The image file.
-        caption: Final caption, trigger word included.
-        bucket: Training size in pixels.
-        dataset_index: Index of the `datasets` entry it comes from.
-        flip: Mirrored left to right.
-        dropped_caption: The prompt used instead when the caption is dropped: "" or, as in ai-toolkit, the trigger word.
+    A caption that is dropped becomes `dropped_caption`: "" or, as in ai-toolkit, the trigger word.
     """
 
     image_path: Path
@@ -131,16 +116,7 @@ def make_samples(
     dropped_caption: str,
     step: int,
 ) -> list[Sample]:
-    """Every image at every resolution, `num_repeats` times, and mirrored where `flip_x`.
-
-    Args:
-        index: Of the dataset.
-        config: Its settings.
-        sizes: Image -> width and height in pixels, in order.
-        captions: Image -> final caption.
-        dropped_caption: See `Sample`.
-        step: Bucket sides are multiples of this many pixels.
-    """
+    """Every image of dataset `index` at every resolution, `num_repeats` times, and mirrored where `flip_x`."""
     plain = [
         Sample(
             path, captions[path], training_size(sizes[path], resolution, config, step), index, False, dropped_caption

@@ -39,15 +39,7 @@ _CHECKSUM = "crc32"
 
 @dataclass(frozen=True)
 class TextEncoders:
-    """FLUX's frozen text side.
-
-    Attributes:
-        clip: CLIPTextModel.
-        t5: T5EncoderModel.
-        clip_tokenizer: Tokenizer of `clip`.
-        t5_tokenizer: Tokenizer of `t5`.
-        max_length: T5 tokens per prompt; longer captions are cut.
-    """
+    """FLUX's frozen text side; captions of more than `max_length` T5 tokens are cut."""
 
     clip: nn.Module
     t5: nn.Module
@@ -78,11 +70,9 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
-    """Say of each model whether its layers come to the device one by one: the largest do, where all are too much.
+    """Whether each model's layers come to the device one by one: those of the largest, where all are too much.
 
-    Args:
-        sizes: bytes of each.
-        room: bytes that models and a prompt may take on the device; None: any.
+    Sizes are in bytes; `room` is what models and a prompt may take on the device, None any.
     """
     left = math.inf if room is None else room - PROMPT_BYTES
     found = [False] * len(sizes)
@@ -99,9 +89,7 @@ def on_device(
     """Models ready to run on `device` inside the block, and where they came from after it.
 
     Args:
-        models: on the CPU.
-        device: any.
-        room: as of `by_layer`; the results are the same to the bit.
+        room: see `by_layer`; the results are the same to the bit.
         last: they are not needed after it: whole models stay on the device, which takes no time.
     """
     from accelerate import cpu_offload
@@ -143,16 +131,7 @@ def model_identity(model: Any) -> str:
 def latent_key(
     image_digest: str, bucket: Bucket, flip: bool, vae_identity: str, ground: tuple[int, int, int], mask: bool
 ) -> str:
-    """Name of the cache entry of an image's latents.
-
-    Args:
-        image_digest: Of the image file.
-        bucket: Training size.
-        flip: Mirrored.
-        vae_identity: Of the VAE.
-        ground: Red, green and blue of what transparent parts become.
-        mask: Whether the entry holds the loss mask as well.
-    """
+    """Name of the cache entry of an image's latents; `ground` is the colour that transparent parts become."""
     size = [bucket.width, bucket.height]
     return _digest(["latents", _VERSION, image_digest, size, flip, vae_identity, ground, mask])
 
@@ -171,10 +150,6 @@ class TensorCache:
 
     Files are safetensors with a checksum, written under a temporary name and moved into place, so an interrupted run
     or a second process leaves no half-written entry behind.
-
-    Args:
-        folder: Where files go; None keeps nothing on disk.
-        keep_in_memory: Also keep what was loaded or stored in RAM.
     """
 
     def __init__(self, folder: Path | None, keep_in_memory: bool) -> None:
@@ -212,12 +187,7 @@ class TensorCache:
         return tensors
 
     def store(self, key: str, tensors: dict[str, Tensor], about: str) -> None:
-        """Keep an entry.
-
-        Args:
-            key: Its name.
-            tensors: CPU tensors.
-            about: What it was made from, for a person who opens the file.
+        """Keep an entry of CPU tensors; `about` tells a person who opens the file what it was made from.
 
         Raises:
             DatasetError: the folder cannot be written.
@@ -260,12 +230,8 @@ def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
     The mode (mean) of the VAE's posterior is used where ai-toolkit draws one sample when it fills its cache: FLUX's
     posterior is narrow, and so the same image has the same latents in every run, process and cache.
 
-    Args:
-        vae: AutoencoderKL or AutoencoderKLFlux2; runs on its own device in its own dtype.
-        pixels_BCHW: [B, 3, H, W] in [-1, 1].
-
     Returns:
-        [B, C, H/8, W/8] float32 on the VAE's device.
+        [B, C, H/8, W/8] float32 on the VAE's device, of pixels [B, 3, H, W] in [-1, 1].
     """
     parameter = next(vae.parameters())
     mode = vae.encode(pixels_BCHW.to(parameter.device, parameter.dtype)).latent_dist.mode().float()
@@ -277,14 +243,7 @@ def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
 def normalized(vae: Any, latents: Tensor) -> Tensor:
     """Latents as FLUX.2 trains on them: each place in a 2 x 2 patch has mean 0 and variance 1 over photos.
 
-    They keep the shape of FLUX.1's, so that tokens, masks and buckets count alike; the transformer is given patches.
-
-    Args:
-        vae: AutoencoderKLFlux2, whose batch norm holds both.
-        latents: fp32 [B, C, H/8, W/8], H and W multiples of 16.
-
-    Returns:
-        fp32 of the same shape.
+    They keep the shape of FLUX.1's, fp32 [B, C, H/8, W/8], so that tokens, masks and buckets count alike.
     """
     patches = pixel_unshuffle(latents, 2)  # channels (c, row, column), as the pipeline has them
     mean, variance = (x.to(patches).view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
@@ -302,11 +261,11 @@ def encode_prompts(
     """Prompt embeddings as FluxPipeline.encode_prompt makes them, each prompt alone so that batching changes no bit.
 
     Args:
-        text_encoders: (CLIPTextModel, T5EncoderModel); each runs on its own device.
-        tokenizers: Of the two, in that order.
-        prompts: B prompts.
+        text_encoders: CLIPTextModel and T5EncoderModel, each on its own device.
+        tokenizers: in that order.
+        prompts: B.
         max_length: T5 tokens T; longer prompts are cut, with a warning.
-        dtype: Of the result.
+        dtype: of the result.
 
     Returns:
         T5 embeddings [B, T, D] and CLIP pooled [B, P], on the encoders' devices.

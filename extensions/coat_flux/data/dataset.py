@@ -62,13 +62,6 @@ class BucketBatchSampler:
     sees with N accumulation steps. A bucket whose size is not a multiple of `batch_size` fills its last batch by
     starting over with its first samples: no image is left out and every batch weighs the same.
 
-    Args:
-        samples: As returned by `scan`.
-        batch_size: Samples per batch and process.
-        seed: Of the order.
-        rank: This process.
-        world_size: Number of processes.
-
     Raises:
         ValueError: no samples, batch_size < 1, or rank not in [0, world_size).
     """

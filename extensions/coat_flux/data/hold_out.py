@@ -49,13 +49,8 @@ def choose_hold_out(
     begin. A list names files, by name alone or by their path in the folder. A photo that several folders hold, by links
     or because they are one, is held out of all of them.
 
-    Args:
-        folders: of the datasets; one may come several times.
-        hold_out: `validation.hold_out`; None holds out nothing.
-        seed: `training_seed`.
-
     Returns:
-        For each folder its photos held out, sorted.
+        For each folder its photos held out, sorted; none where `hold_out` is None.
 
     Raises:
         DatasetError: a name is unknown, or nothing would be left to train on.
@@ -139,12 +134,7 @@ class FixedNoise:
         ]
 
     def batches(self, levels: int, at_once: Callable[[torch.Size], int]) -> Iterator[list[Point]]:
-        """The same forwards, those of one picture size together.
-
-        Args:
-            levels: noise levels per photo.
-            at_once: how many latents of a shape (C, h, w) one forward takes.
-        """
+        """The same forwards, those of one picture size together; `at_once` of a shape (C, h, w) fit one forward."""
         by_shape: dict[torch.Size, list[Point]] = {}
         for point in self.points(levels):
             by_shape.setdefault(self.photos[point.photo]["latents"].shape, []).append(point)
@@ -170,13 +160,7 @@ class FixedNoise:
         levels: int,
         at_once: Callable[[torch.Size], int],
     ) -> float:
-        """The mean over all forwards.
-
-        Args:
-            losses: (photos, sigmas, noise), as `drawn` returns them → losses (B,).
-            levels: noise levels per photo.
-            at_once: see `batches`.
-        """
+        """The mean over all forwards; `losses` makes losses (B,) of what `drawn` returns."""
         found = [losses(*self.drawn(points)) for points in self.batches(levels, at_once)]
         return torch.cat(found).double().mean().item()
 
@@ -190,14 +174,7 @@ def _noise(index: int, shape: torch.Size) -> Tensor:
 
 
 def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str) -> str:
-    """Say at which step the held-out loss was lowest, and which save is of that step or the nearest one.
-
-    Args:
-        curve: (steps done, loss), the start of the run among them.
-        run_dir: with the LoRA files, or the folders of whole models.
-        name: of the run.
-
-    """
+    """Say at which step of the curve (steps done, loss) it was lowest, and which save is of that step or nearest."""
     finite = [(step, loss) for step, loss in curve if isfinite(loss)]
     if not finite:
         return f"the {HELD_OUT} was never finite"

@@ -31,17 +31,17 @@ class LatentDataset:
     """Samples as tensors.
 
     Args:
-        samples: As returned by `scan`.
-        dataset_configs: The settings the samples came from (folder_path, cache_latents, cache_latents_to_disk,
+        samples: from `scan`.
+        dataset_configs: the settings the samples came from (folder_path, cache_latents, cache_latents_to_disk,
             cache_text_embeddings, caption_dropout_rate, shuffle_tokens).
         vae: AutoencoderKL.
-        encoders: The text side.
-        device: Where batches are put, and where `fill` encodes.
-        seed: Of caption dropout and token shuffling.
-        cache_folder: Where cache files go; None is `_coat_cache` in each dataset's folder.
-        background: What transparent parts of a photo become; a name of `config.options.COLOURS` or "#rrggbb".
+        encoders: the text side.
+        device: where batches are put, and where `fill` encodes.
+        seed: of caption dropout and token shuffling.
+        cache_folder: None is `_coat_cache` in each dataset's folder.
+        background: see `images.read_photo`.
         transparency: `mask` also gives each batch the loss mask that a photo's transparency makes; else `background`.
-        room: Bytes that text encoders may take on `device`; None: any.
+        room: bytes that text encoders may take on `device`; None: any.
     """
 
     def __init__(

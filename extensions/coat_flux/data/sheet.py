@@ -22,15 +22,10 @@ _PAPER, _INK, _QUIET, _FRAME, _ALARM, _MISSING = "#f4f4f4", "#202020", "#595959"
 
 
 def contact_sheet(report: DataReport, *, background: str = "white", transparency: str = "background") -> Image.Image:
-    """Draw the sheet.
+    """Draw at most 400 photos, those that cannot be used first.
 
     Photos are upright sRGB on `background`; what the crop cuts off at the highest resolution is darkened. With
     `transparency="mask"`, what does not count in the loss is tinted.
-
-    Args:
-        report: Of the datasets. At most 400 photos are drawn, those that cannot be used first.
-        background: As in `inspect_datasets`.
-        transparency: As in `inspect_datasets`.
     """
     largest: dict[Path, Sample] = {}
     for sample in report.samples:
