@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..blocks.models import FLUX
-from ..blocks.models.checkpoint import CheckpointError, Header, flux_config, read_header, transformer_keys
+from ..blocks.models.checkpoint import CheckpointError, flux_config, read_header, transformer_keys
 from ..export.layouts import original_linear
 
 __all__ = ["Place", "Weights", "check_weights", "fill", "folder_weights", "local_folder", "original_weights"]
@@ -32,39 +32,21 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Place(NamedTuple):
-    """Where a tensor is.
-
-    Attributes:
-        file: a safetensors file.
-        key: its name there.
-        shape: of the tensor itself.
-        rows: the parts of the stored tensor that it consists of, in its order; None: all of it.
-        scale: name of what a weight in FP8 is multiplied by.
-    """
+    """Where a tensor is: under which key of a safetensors file, and its own shape."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
-    rows: tuple[slice, ...] | None = None
-    scale: str | None = None
+    rows: tuple[slice, ...] | None = None  # parts of the stored tensor that it consists of, in its order; None: all
+    scale: str | None = None  # name of what a weight in FP8 is multiplied by
 
 
 class Weights:
-    """Tensors by the names that the model has for them, each read when it is asked for.
+    """Tensors by the names that the model has for them, each read when it is asked for."""
 
-    Args:
-        places: where each is.
-        nbytes: of all of them on disk.
-    """
-
-    def __init__(self, places: Mapping[str, Place], nbytes: int) -> None:
-        self.places, self.nbytes = dict(places), nbytes
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        self.places = dict(places)
         self._mapped: tuple[Path, Any, int] | None = None  # file, its map, bytes read through it
-
-    @property
-    def files(self) -> list[Path]:
-        """The files that are read."""
-        return sorted({place.file for place in self.places.values()})
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU; it may share the file's map, so it is to be copied, not kept.
@@ -136,7 +118,6 @@ def folder_weights(folder: Path) -> Weights:
         CheckpointError: a file is missing or not whole.
     """
     places: dict[str, Place] = {}
-    nbytes = 0
     for name in _file_names(folder):
         path = folder / name
         if not path.is_file():
@@ -146,8 +127,7 @@ def folder_weights(folder: Path) -> Weights:
         except CheckpointError as error:
             raise CheckpointError(f"{folder.name}/{name} {error}") from error
         places |= {key: Place(path, key, tuple(entry["shape"])) for key, entry in header.items()}
-        nbytes += _nbytes(header, header)
-    return Weights(places, nbytes)
+    return Weights(places)
 
 
 def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
@@ -170,11 +150,7 @@ def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
         scale = next((keys[stem + end] for end in SCALES if stem + end in keys), None)
         for member, rows in _parts(name, torch.arange(shape[0] if shape else 0), hidden).items():
             places[member] = Place(path, key, (len(rows), *shape[1:]), _slices(rows), scale)
-    return Weights(places, _nbytes(header, keys.values())), config
-
-
-def _nbytes(header: Header, keys: Iterable[str]) -> int:
-    return sum(header[key]["data_offsets"][1] - header[key]["data_offsets"][0] for key in keys)
+    return Weights(places), config
 
 
 def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
@@ -207,12 +183,7 @@ def _slices(rows: Tensor) -> tuple[slice, ...]:
 
 
 def check_weights(model: nn.Module, weights: Weights, what: str) -> None:
-    """Compare names and shapes.
-
-    Args:
-        model: on the meta device.
-        weights: on disk.
-        what: the model's name, for errors.
+    """Compare names and shapes with those of a model called `what`.
 
     Raises:
         CheckpointError: they are another model's, or not all of them.
@@ -237,14 +208,9 @@ def fill(
     device: torch.device,
     on_filled: Callable[[str, nn.Module], None] | None = None,
 ) -> None:
-    """Give a model on the meta device its weights, module by module.
+    """Give a model on the meta device its weights, module by module; floating ones in `dtype`.
 
-    Args:
-        model: every tensor of its state dict is among `weights`.
-        weights: on disk.
-        dtype: of floating tensors.
-        device: where they go.
-        on_filled: called with each module that has all its own weights, before the next one is read.
+    `on_filled` is called with each module that has all its own weights, before the next one is read.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -6,7 +6,6 @@ weight by weight (`weights`), on the device where it will run: it is never whole
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +40,6 @@ TEXT_PARTS = {
 QUANTIZED = "its weights are quantized and cannot be trained; give the original model, or add network to train a LoRA"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
-logger = logging.getLogger(__name__)
-
 
 class ModelLoadError(UserError, RuntimeError):
     """A part of the model cannot be loaded."""
@@ -70,23 +67,21 @@ def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = No
 
     Args:
         name_or_path: a diffusers folder, hub id or checkpoint file (`model.name_or_path`).
-        extras: `model.extras_name_or_path`; see `base_model`.
         dtype: `train.dtype`, as ai-toolkit uses for all of them.
+        extras: `model.extras_name_or_path`; see `base_model`.
 
     Raises:
         ModelLoadError: a part is missing or cannot be read.
     """
     name_or_path = base_model(name_or_path, extras)
-    vae = _load_weights(AutoModel, name_or_path, "vae", torch_dtype=dtype).requires_grad_(False).eval()
+    vae = _load_frozen(AutoModel, name_or_path, "vae", torch_dtype=dtype)
     scheduler = _load(FlowMatchEulerDiscreteScheduler, name_or_path, "scheduler")
     if type(vae).__name__ == "AutoencoderKLFlux2":
         return _flux2_encoders(name_or_path, dtype, vae, scheduler)
-    clip = _load_weights(CLIPTextModel, name_or_path, "text_encoder", dtype=dtype)
-    t5 = _load_weights(T5EncoderModel, name_or_path, "text_encoder_2", dtype=dtype)
+    clip = _load_frozen(CLIPTextModel, name_or_path, "text_encoder", dtype=dtype)
+    t5 = _load_frozen(T5EncoderModel, name_or_path, "text_encoder_2", dtype=dtype)
     clip_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer")
     t5_tokenizer = _load(AutoTokenizer, name_or_path, "tokenizer_2")
-    for module in (clip, t5):
-        module.requires_grad_(False).eval()
     length = min(MAX_TEXT_TOKENS, t5_tokenizer.model_max_length)
     return Encoders(vae, TextEncoders(clip, t5, clip_tokenizer, t5_tokenizer, length), scheduler)
 
@@ -95,30 +90,23 @@ def _flux2_encoders(
     name_or_path: str, dtype: torch.dtype, vae: nn.Module, scheduler: FlowMatchEulerDiscreteScheduler
 ) -> Encoders:
     """Those of FLUX.2: dev has Mistral 3, klein has Qwen 3, and the pipeline's class says which."""
-    index = _load(_Index, name_or_path, "")
-    pipeline = getattr(diffusers, name := index.get("_class_name", ""), None)
-    if pipeline is None or name not in TEXT_PARTS:
+    with _explained(name_or_path, "model_index.json"):
+        index = diffusers.DiffusionPipeline.load_config(name_or_path)
+    name = index.get("_class_name", "")
+    if name not in TEXT_PARTS or not hasattr(diffusers, name):
         wanted = " or ".join(TEXT_PARTS)
         known = f"; diffusers {diffusers.__version__} has none of that name, update it" if name in TEXT_PARTS else ""
         raise ModelLoadError(
             f"model.name_or_path={name_or_path}: is a {name or 'folder of no pipeline'}, not {wanted}{known}"
         )
     encoder, tokenizer = (getattr(transformers, each) for each in TEXT_PARTS[name])
-    text = _load_weights(encoder, name_or_path, "text_encoder", dtype=dtype).requires_grad_(False).eval()
+    text = _load_frozen(encoder, name_or_path, "text_encoder", dtype=dtype)
     parts = {"scheduler": None, "vae": None, "transformer": None}
-    made = pipeline(text_encoder=text, tokenizer=_load(tokenizer, name_or_path, "tokenizer"), **parts)
-    words = getattr(made.tokenizer, "tokenizer", made.tokenizer)  # inside of Mistral's processor
+    tokens = _load(tokenizer, name_or_path, "tokenizer")
+    pipeline = getattr(diffusers, name)(text_encoder=text, tokenizer=tokens, **parts)
+    words = getattr(pipeline.tokenizer, "tokenizer", pipeline.tokenizer)  # inside of Mistral's processor
     length = min(MAX_TEXT_TOKENS, words.model_max_length)
-    return Encoders(vae, Flux2Text(made, length), scheduler, bool(index.get("is_distilled", False)))
-
-
-class _Index:
-    """`model_index.json`, loaded as the parts are."""
-
-    @staticmethod
-    def from_pretrained(name_or_path: str, **_: Any) -> dict[str, Any]:
-        found: dict[str, Any] = diffusers.DiffusionPipeline.load_config(name_or_path)
-        return found
+    return Encoders(vae, Flux2Text(pipeline, length), scheduler, bool(index.get("is_distilled", False)))
 
 
 def load_transformer(
@@ -147,18 +135,23 @@ def load_transformer(
         ConfigError: an include/exclude pattern of `coat` matches no layer.
     """
     device = torch.device(device)
-    try:
+    with _named(name_or_path):
         cls, config, weights = _find_transformer(name_or_path)
         if weights is None and trained is not None:
-            raise ModelLoadError(f"model.name_or_path={name_or_path}: {QUANTIZED}")
+            raise CheckpointError(QUANTIZED)
         if weights is None:  # another library quantized it
-            return _load_weights(AutoModel, name_or_path, "transformer", torch_dtype=dtype).requires_grad_(False).eval()
-        model = _on_meta(cls, config, dtype, name_or_path)
+            return _load_frozen(AutoModel, name_or_path, "transformer", torch_dtype=dtype)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with init_empty_weights():  # parameters on the meta device; buffers that it computes itself are there
+                model: nn.Module = cls.from_config(config)
+        finally:
+            torch.set_default_dtype(default)
+        model.register_to_config(_name_or_path=name_or_path)
         check_weights(model, weights, cls.__name__)
         linears = () if trained is None else trained(model)
         fill(model, weights, dtype, device, None if coat is None else convert_weights(model, coat, device, linears))
-    except CheckpointError as error:
-        raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
     return model.requires_grad_(False).eval()
 
 
@@ -168,22 +161,15 @@ def base_weights(name_or_path: str) -> Weights:
     Raises:
         ModelLoadError: they are not there any more, or another library quantized them.
     """
-    try:
+    with _named(name_or_path):
         weights = _find_transformer(name_or_path)[2]
-    except CheckpointError as error:
-        raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
-    if weights is None:
-        raise ModelLoadError(f"model.name_or_path={name_or_path}: {QUANTIZED}")
-    return weights
+        if weights is None:
+            raise CheckpointError(QUANTIZED)
+        return weights
 
 
 def _find_transformer(name_or_path: str) -> tuple[Any, Mapping[str, Any], Weights | None]:
-    """Its class, its config and its weights; no weights where another library (bitsandbytes, ...) quantized them.
-
-    Raises:
-        ModelLoadError: missing, unreadable or of another model.
-        CheckpointError: a file is damaged.
-    """
+    """Its class, its config and its weights; no weights where another library (bitsandbytes, ...) quantized them."""
     path = Path(name_or_path)
     if path.suffix.lower() in SUFFIXES and path.is_file():
         weights, config = original_weights(path)
@@ -193,29 +179,20 @@ def _find_transformer(name_or_path: str) -> tuple[Any, Mapping[str, Any], Weight
         folder = local_folder(name_or_path, "transformer")
         config = FluxTransformer2DModel.load_config(folder)
     name = config.get("_class_name", "FluxTransformer2DModel")
-    cls = getattr(diffusers, name, None)
-    if name not in TRANSFORMERS or cls is None:
-        found = f"transformer/ holds a {name}"
-        raise ModelLoadError(f"model.name_or_path={name_or_path}: {found}; give a FLUX.1 or FLUX.2 model")
-    return cls, config, None if config.get("quantization_config") else folder_weights(folder)
+    if name not in TRANSFORMERS or not hasattr(diffusers, name):
+        raise CheckpointError(f"transformer/ holds a {name}; give a FLUX.1 or FLUX.2 model")
+    return getattr(diffusers, name), config, None if config.get("quantization_config") else folder_weights(folder)
 
 
-def _on_meta(cls: Any, config: Mapping[str, Any], dtype: torch.dtype, name_or_path: str) -> nn.Module:
-    """The model with parameters on the meta device; what it computes for itself (buffers) is there."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with init_empty_weights():
-            model: nn.Module = cls.from_config(config)
-    finally:
-        torch.set_default_dtype(default)
-    model.register_to_config(_name_or_path=name_or_path)
-    return model
+def _load_frozen(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
+    """A model, frozen, in eval mode, only from safetensors files."""
+    return _load(cls, name_or_path, subfolder, use_safetensors=True, **keywords).requires_grad_(False).eval()
 
 
-def _load_weights(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
-    """Only from safetensors files."""
-    return _load(cls, name_or_path, subfolder, use_safetensors=True, **keywords)
+def _load(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
+    _check_folder(name_or_path, subfolder)
+    with _explained(name_or_path, subfolder):
+        return cls.from_pretrained(name_or_path, subfolder=subfolder, **keywords)
 
 
 def _check_folder(name_or_path: str, subfolder: str) -> None:
@@ -235,14 +212,17 @@ def _check_folder(name_or_path: str, subfolder: str) -> None:
         )
 
 
-def _load(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
-    _check_folder(name_or_path, subfolder)
-    with _explained(name_or_path, subfolder):
-        return cls.from_pretrained(name_or_path, subfolder=subfolder, **keywords)
+@contextmanager
+def _named(name_or_path: str) -> Iterator[None]:
+    """Errors of weights on disk with the model's name."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ModelLoadError(f"model.name_or_path={name_or_path}: {error}") from error
 
 
 @contextmanager
-def _explained(name_or_path: str, subfolder: str) -> Iterator[None]:
+def _explained(name_or_path: str, part: str) -> Iterator[None]:
     """Errors of diffusers and the hub with what to do about them."""
     try:
         yield
@@ -250,6 +230,6 @@ def _explained(name_or_path: str, subfolder: str) -> Iterator[None]:
         raise
     except (OSError, ValueError) as error:
         raise ModelLoadError(
-            f"model.name_or_path={name_or_path}: {subfolder} cannot be loaded ({error}); give a diffusers folder or a "
+            f"model.name_or_path={name_or_path}: {part} cannot be loaded ({error}); give a diffusers folder or a "
             "hub id you have access to (accept the model's terms on the hub and set HF_TOKEN)"
         ) from error

@@ -94,6 +94,7 @@ class Session:
     outstanding: Any = None  # a steps.Outstanding
     owes_save: bool = False
     record: dict[str, Any] = field(default_factory=dict)
+    saved_path: dict[str, Any] = field(default_factory=dict)  # execution mode of the save that is resumed
 
     @property
     def epoch(self) -> int:
@@ -348,7 +349,7 @@ def _continue_from(session: Session, point: ResumePoint) -> None:
     """Bring guard, step, schedule, EMA, place in the data and random generators to where the save has them."""
     record, average = point.record, None if point.state is None else point.state.ema()
     session.watch.load_state_dict(record.get("guard", {}))
-    session.step = point.step
+    session.step, session.saved_path = point.step, record.get("path", {})
     session.record = {key: record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in record}
     advance(session.lr_scheduler, point.step)
     if session.ema is not None and average is not None:

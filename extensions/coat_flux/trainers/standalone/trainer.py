@@ -156,7 +156,7 @@ class COATTrainer:
             if workers.is_main:  # a run that cannot be continued is left as it is
                 phases.path = job.folder / MEMORY_FILE
             with live:
-                return _run(open_session(job, workers, log, phases, None, identity, live), self._observer, {})
+                return _run(open_session(job, workers, log, phases, None, identity, live), self._observer)
         for note in check_same_run(job, point, identity):
             log.info(f"Resume: {note}")
         final = job.folder / save_name(job.name, None, full=job.full)
@@ -166,11 +166,11 @@ class COATTrainer:
         log.info(f"#### IMPORTANT RESUMING FROM {point.path} ####")
         session = open_session(job, workers, log, phases, point, identity, live)  # before `live`: it may refuse
         with live:
-            return _run(session, self._observer, point.record)
+            return _run(session, self._observer)
 
 
-def _run(session: Session, observer: Observer | None, resumed: Mapping[str, Any]) -> Path:
-    """Train to the end, from a session that may go on from a save with the record `resumed`."""
+def _run(session: Session, observer: Observer | None) -> Path:
+    """Train to the end."""
     job, log = session.job, session.log
     with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
         if session.workers.is_main:
@@ -185,7 +185,7 @@ def _run(session: Session, observer: Observer | None, resumed: Mapping[str, Any]
     if session.step == 0 and not job.train.skip_first_sample:
         _draw_samples(session)
     with Interrupts(log.info) as interrupts:
-        _train_steps(session, interrupts, resumed, observer)
+        _train_steps(session, interrupts, observer)
         session.watch.guard.check_end(session.step)
         path = save(session, final=True)
     _draw_samples(session)
@@ -199,9 +199,7 @@ def _run(session: Session, observer: Observer | None, resumed: Mapping[str, Any]
     return path
 
 
-def _train_steps(
-    session: Session, interrupts: Interrupts, resumed: Mapping[str, Any], observer: Observer | None
-) -> None:
+def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | None) -> None:
     """All steps that are left, with saves and samples between them.
 
     Raises:
@@ -222,7 +220,7 @@ def _train_steps(
         if asked or observer is not None or session.owes_save or last or validates or saves or samples:
             settle(session)
         if step == first:
-            for line in execution_changes(resumed.get("path", {}), execution_of(session.transformer, recomputed=True)):
+            for line in execution_changes(session.saved_path, execution_of(session.transformer, recomputed=True)):
                 log.info(line)
         if observer is not None:
             observer(session)
