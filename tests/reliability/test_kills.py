@@ -41,8 +41,8 @@ from tests.reliability.forks import KILLED, at_operation, fork, wait
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, with which a kill costs milliseconds")
 
-RANDOM_KILLS = 40
-STEPS = 24
+RANDOM_KILLS = 12
+STEPS = 8
 FEW_LINEARS = {"network_kwargs": {"only_if_contains": ["blocks.0.attn.to_q", "blocks.1.attn.to_v"]}}
 COAT = {"optimizer": {"stochastic_rounding": True}, "memory": {"log_memory_stats": False}}
 SET_FILES = ("published.safetensors", "optimizer.pt", "lora.safetensors", "ema.safetensors", "state.json")
@@ -336,7 +336,7 @@ def test_runs_killed_at_random_moments_end_as_the_one_never_stopped(
         child = fork(COATTrainer(job_of("killed", place)).train)
         if rng.random() < 0.8:  # of the others the start is hit
             os.read(reader, 1)
-        time.sleep(rng.uniform(0.0, 0.6))
+        time.sleep(rng.uniform(0.0, 1.0))
         os.kill(child, signal.SIGKILL)
         code = wait(child)
         assert code in (0, -signal.SIGKILL)

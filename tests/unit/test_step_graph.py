@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.guard_limits import set_limits
 from tests.helpers.operators import bits
 from tests.helpers.recorded_graph import RecordedGraph, recording
+from tests.helpers.tiny_flux import make_tiny_flux
 
 COAT = {"memory": {"log_memory_stats": False}}
 TRAIN = {"steps": 14, "lr_scheduler": "linear", "ema_config": {"use_ema": True, "ema_decay": 0.9}}
@@ -34,11 +35,11 @@ def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from tests.helpers.tiny_flux import make_tiny_flux
-
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("graphs")
-    return {"model": make_tiny_flux(folder / "model"), "images": write_images(folder / "images", 4)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coat_flux.trainers.standalone.loading.MAX_TEXT_TOKENS", 16)
+        yield {"model": make_tiny_flux(folder / "model"), "images": write_images(folder / "images", 4)}
 
 
 class Run:
