@@ -261,12 +261,6 @@ def test_remedies_have_their_megabytes_and_come_cheapest_first(card: dict[str, f
     assert found["network.linear: 8"] > 85_917_696 * 4 / 2e6  # half of the adapters, their gradients and moments
 
 
-def test_under_auto_a_remedy_is_not_eaten_up_by_blocks_that_need_not_recompute_then(card: dict[str, float]) -> None:
-    found = freed(explained(lambda: big_job()))
-    assert found["datasets: resolution at most 768"] > 100
-    assert found["network.linear: 8"] > 100
-
-
 def test_samples_have_remedies_of_their_own(card: dict[str, float]) -> None:
     lines = explained(lambda: big_job(), phase="sample")
     assert lines[0].startswith("Out of memory in the phase sample: ")
@@ -337,14 +331,9 @@ def test_an_explanation_that_fails_says_so_and_goes_on(card: dict[str, float], m
     assert any(line.startswith("held now: ") for line in lines)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: 1 / 0)
     lines = explained(None)
+    assert not any(line.startswith(("plan", "change")) for line in lines)
     assert lines[0].startswith("Out of memory in the phase step")
     assert "(held: not known, ZeroDivisionError: division by zero)" in lines
-
-
-def test_without_a_job_there_is_no_plan_and_the_rest_is_there(card: dict[str, float]) -> None:
-    lines = explained(None)
-    assert not any(line.startswith(("plan", "change")) for line in lines)
-    assert any(line.startswith("cuda:0: allocated 15.00 GB") for line in lines)
 
 
 # --- the stand-alone trainer ---

@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 from werkzeug.test import Client, create_environ, run_wsgi_app
 
-from coat_flux.cli.entry import main
 from coat_flux.pages.live import Watch, WatchError, inspect_run, shell
 from coat_flux.watch.live import COMMANDS, LiveRun, give_command, read_status
 from tests.helpers.browser import inspect_pages
@@ -156,13 +155,6 @@ def test_it_listens_on_the_loopback_address_only(run: Path) -> None:
         Watch(run).start(address.port)
     assert urlsplit(Watch(run).start()).port != address.port
     assert not Watch(run, "0.0.0.0").is_private
-
-
-def test_its_options_are_refused_without_it(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    assert main(["train", "x.yaml", "--port", "1"]) == 2
-    assert "add --watch" in capsys.readouterr().err
-    assert main(["watch", str(tmp_path)]) == 2
-    assert "RUN_DIR" in capsys.readouterr().err
 
 
 # -- what is seen ----------------------------------------------------------------------------------------------------

@@ -146,6 +146,20 @@ def test_saved_activations_are_counted_on_a_cpu(tmp_path: Path) -> None:
     assert record["method"]["saved activations"].startswith("storages that operators made")
 
 
+def test_a_compiled_model_is_not_counted_and_unknown_phases_are_refused(tmp_path: Path) -> None:
+    tracker = PhaseTracker(CPU, None, counts=False)
+    tracker.enter("step")
+    tracker.mark("before_forward")
+    assert _get_current_dispatch_mode() is None
+    tracker.mark("after_forward")
+    assert tracker.record()["method"]["saved activations"].startswith("growth of resident memory")
+    tracker.close()
+    assert tracker.peak > 0
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="phase='train'"):
+        tracker.enter("train")
+
+
 def test_a_forward_pass_that_fails_is_no_longer_counted(tmp_path: Path) -> None:
     tracker = PhaseTracker(CPU, tmp_path / "memory.json")
     tracker.enter("step")
@@ -153,15 +167,6 @@ def test_a_forward_pass_that_fails_is_no_longer_counted(tmp_path: Path) -> None:
     assert _get_current_dispatch_mode() is not None
     tracker.close()
     assert _get_current_dispatch_mode() is None
-
-
-def test_growth_of_resident_memory_where_a_model_is_compiled(tmp_path: Path) -> None:
-    tracker = PhaseTracker(CPU, tmp_path / "memory.json", counts=False)
-    tracker.enter("step")
-    tracker.mark("before_forward")
-    assert _get_current_dispatch_mode() is None
-    tracker.mark("after_forward")
-    assert tracker.record()["method"]["saved activations"].startswith("growth of resident memory")
 
 
 def test_cpu_peak_is_exact_only_where_the_process_peak_rose(tmp_path: Path) -> None:
@@ -198,13 +203,3 @@ def test_a_killed_run_leaves_the_phases_so_far(tmp_path: Path) -> None:
     assert [(name, phase["open"]) for name, phase in record["phases"].items()] == [("load", True), ("cache", False)]
     assert record["prediction"] is None
     assert [path.name for path in (tmp_path / "coat").iterdir()] == ["memory.json"]
-
-
-def test_other_processes_write_nothing_and_unknown_phases_are_refused(tmp_path: Path) -> None:
-    tracker = PhaseTracker(CPU, None)
-    tracker.enter("load")
-    tracker.close()
-    assert tracker.peak > 0
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match=r"phase='train': must be one of load, cache"):
-        tracker.enter("train")
