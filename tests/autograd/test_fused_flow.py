@@ -15,7 +15,7 @@ from coat_core.activation import PackingConfig
 from coat_core.granularity import Granularity
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.fused.chooser import fused_block
-from coat_flux.blocks.fused.frozen import NotFusable
+from coat_flux.blocks.fused.linears import NotFusable
 from coat_flux.config.coat import COATConfig
 from tests.helpers.asserts import assert_bitwise
 from tests.helpers.flux import tiny_flux

@@ -11,8 +11,7 @@ from torch import nn
 from coat_core.linear.module import FP8Linear
 from coat_core.linear.weight import keep_transposed
 from coat_core.ops.quantize import quantize
-from coat_flux.blocks.fused.frozen import join_buffers
-from coat_flux.blocks.fused.linears import read_group
+from coat_flux.blocks.fused.linears import join_buffers, read_group
 from tests.helpers.asserts import assert_bitwise
 
 CODES, TRANSPOSED = "weight_codes", "weight_codes_transposed"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coat_flux.blocks.fused.chooser import fused_block
-from coat_flux.blocks.fused.frozen import NotFusable
+from coat_flux.blocks.fused.linears import NotFusable
 from coat_flux.blocks.lora import plain_adapters
 from tests.helpers.strengths import CASES, IMAGE, TEXT, strength_differences, strengths_in, toolkit_model
 from tests.helpers.toolkit_lora import ROOT_VARIABLE, LoRAModule, Network

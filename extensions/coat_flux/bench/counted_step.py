@@ -158,7 +158,7 @@ def count_step(config: COATConfig, geometry: Geometry, resolution: int) -> Recor
     def loss_of(tensors: Any, draw: int) -> Tensor:
         model.zero_grad()  # its parameters stand for those of the whole model, which the session has
         if runner is not None:
-            torch._foreach_copy_(copies, list(lora.values()))  # in place of `LoraShadow.refresh`
+            torch._foreach_copy_(copies, list(lora.values()))  # in place of `AdapterCopies.refresh`
         return objective(batch, draw)
 
     session = _session(config, lora, loss_of, recorder)

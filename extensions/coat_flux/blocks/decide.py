@@ -125,7 +125,7 @@ class BlockPlan:
         around_bytes: what the model keeps outside its blocks.
         copies: transposed copies of the weights are kept.
         transposed_bytes: of the transposed copies; 0 without.
-        shadow_bytes: of the adapters' copies (`fused.shadow`); 0 without.
+        shadow_bytes: of the adapters' copies (`fused.linears`); 0 without.
         freed_bytes: what codes in host memory leave free on the device.
         spare_bytes: what a step leaves free, where `auto` recomputes nothing; else below 0.
         given: what it was decided by.
@@ -232,6 +232,12 @@ def budget_bytes(config: COATConfig, usable: float | None) -> float | None:
     """The peak the run must stay under: `memory.budget_gb`, else what the device has; None: not known."""
     budget_gb = config.memory.budget_gb
     return usable if budget_gb is None else budget_gb * 1e9
+
+
+def copied_bytes(config: COATConfig, lora_elements: int, value_bytes: int) -> int:
+    """What the adapters' copies in the blocks' dtype take (`fused.linears.AdapterCopies`); 0 outside the fused flow."""
+    fused = config.enabled and config.activation.use_fp8 and config.activation.flow == "fused"
+    return lora_elements * value_bytes if fused else 0
 
 
 def checkpointing_mode(config: COATConfig, allow_recompute: bool) -> str:

@@ -132,7 +132,7 @@ class PlainAdapter:
         up: B [N, r].
         factors: numbers or one-element tensors that multiply x Aᵀ.
         strengths: [images], multiplies the rows of x Aᵀ image by image; None where all images have the same.
-        copies: what `fused.shadow` keeps of this adapter and the others that read the same x, if it is the first.
+        copies: what `AdapterCopies` holds of this adapter and the others that read the same x, if it is the first.
     """
 
     down: nn.Parameter

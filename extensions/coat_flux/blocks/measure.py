@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..base.files import write_file
-from .fused.gradients import written_gradients
+from .fused.block import written_gradients
 from .fused.reading import argument_names
 from .gemms import BlockGemms
 from .lora import trained_parameters

@@ -32,12 +32,11 @@ from coat_core.optim.state import state_bytes
 from . import in_words
 from .attention_pick import AttentionPick
 from .block_bytes import read_blocks, shown_by
-from .decide import BlockPlan, Given, budget_bytes, decide, packing_of
+from .decide import BlockPlan, Given, budget_bytes, copied_bytes, decide, packing_of
 from .fused.chooser import BlockState, attention_query, check_agreement, fused_block
-from .fused.frozen import NotFusable
+from .fused.linears import AdapterCopies, NotFusable
 from .fused.modulation import modulate_ahead
 from .fused.reading import FusedBlock
-from .fused.shadow import LoraShadow, copied_bytes
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
 from .hook import check_reached, first_tensor, frozen_tensors, hook_of, own_forward, take_over
@@ -95,7 +94,7 @@ class BlockRunner:
         self._state: BlockState | None = None  # of the blocks when they were read
         self._read_forms: dict[int, FusedBlock] = {}  # index → a block that can be fused
         self._forms: dict[int, FusedBlock] = {}  # those of them that the plan has run so
-        self._copies: LoraShadow | None = None
+        self._copies: AdapterCopies | None = None
         self._refused: dict[int, str] = {}  # index → why its form did not take what it was called with
         self._differs: dict[type, str] = {}  # kind of block → how its form's output differs; empty where it does not
         self._size = 0  # elements of hidden states in the largest micro-batch
@@ -260,7 +259,7 @@ class BlockRunner:
         if self._plan.shadow_bytes:
             dtype = compute_dtype(args[0])
             if self._copies is None or self._copies.dtype != dtype:
-                self._copies = LoraShadow([form.block for form in self._forms.values()], dtype)
+                self._copies = AdapterCopies([form.block for form in self._forms.values()], dtype)
             self._copies.refresh()
         elif self._copies is not None:
             self._copies.drop()

@@ -38,7 +38,7 @@ from coat_core.ops.dispatch import launchers
 
 from .described import Block, make_block, modulates, shared_arguments
 from .fused.chooser import fused_block
-from .fused.frozen import NotFusable
+from .fused.linears import NotFusable
 from .held import AsOnGPU, HeldTensors
 from .kinds import KINDS, saved_tensors
 

@@ -37,7 +37,7 @@ from coat_core.linear.weight import BUFFERS
 from coat_core.optim.offload import pin, unpin
 
 from .fused.chooser import fused_block
-from .fused.frozen import NotFusable
+from .fused.linears import NotFusable
 from .gemms import stored_linears
 from .placement import SLOTS, aligned
 

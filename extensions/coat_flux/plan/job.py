@@ -11,9 +11,8 @@ from typing import NamedTuple
 from coat_core.linear.weight import code_bytes, wants_transposed
 
 from ..base.names import COAT_OPTIMIZER
-from ..blocks.decide import Given, block_settings
+from ..blocks.decide import Given, block_settings, copied_bytes
 from ..blocks.described import Block
-from ..blocks.fused.shadow import copied_bytes
 from ..blocks.gemms import high_precision_reason
 from ..blocks.lookup import trained_names
 from ..blocks.lora import DROPOUT

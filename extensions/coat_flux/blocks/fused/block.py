@@ -1,24 +1,48 @@
-"""A block as one autograd function, whose forward and backward passes are written out by its reader.
+"""A block as one autograd function: what it is called with, what it saves, and which gradients it writes itself.
 
 Autograd would hold each tensor that an operator reads, and add up and cut up gradients by kernels of their own. Here a
-block keeps what its passes name, and hands gradients to the kernel that adds them in passing.
+block saves what its passes name, the large tensors in FP8, and hands gradients to the kernel that adds them in passing.
+
+As leaves of the graph, FLUX.1-dev's 988 adapter matrices take a tenth of a step's host time: a node of each passes
+through autograd's queue. Inside `written_gradients` a block hands autograd one tensor that stands for all of them, and
+adds their gradients to `.grad` itself, as a leaf's node would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from coat_core.activation import PackingConfig
 from coat_core.autograd import first_order_only, without_autocast
+from coat_core.granularity import PER_GROUP
+from coat_core.ops.quantize import dequantize, quantize
 
-from .attention import Shared
-from .gradients import leaves_of, returned
-from .kept import Kept
+NOT_SAVED = ("none", PER_GROUP.group_size)  # `saved_format` and `group_size` of kernels that are to pack nothing
+Packed = tuple[Tensor, ...]  # (codes, scale), or (values,) where a tensor is saved as it is
+Rotary = tuple[Tensor, Tensor]
 
-__all__ = ["Call", "WrittenOut", "run_block"]
+
+class Shared(NamedTuple):
+    """What the attention of all blocks of a pass shares.
+
+    Attributes:
+        cos: fp32 [S, d] or [B, S, d].
+        sin: fp32, like cos.
+        mask: added to q kᵀ / sqrt(d), broadcast to [B, H, S, S], in the dtype of q (`additive_mask`); None without.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None = None
 
 
 class Call(NamedTuple):
@@ -27,7 +51,7 @@ class Call(NamedTuple):
     Attributes:
         image: [B, S, D].
         text: [B, T, D]; None where `image` has the tokens of both, text first.
-        shared: what all blocks of a pass share, of the tokens of both, text first.
+        shared: of the tokens of both, text first.
         temb: [B, D] that the block's own modulations are made from; None where the model hands in their vectors.
         vectors: these [B, n·D], of each stream, text first.
     """
@@ -39,8 +63,167 @@ class Call(NamedTuple):
     vectors: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class Saving:
+    """How tensors are saved; `config` None saves them as they are."""
+
+    config: PackingConfig | None
+
+    @cached_property
+    def in_passing(self) -> tuple[str, int]:
+        """`saved_format` and `group_size` of the kernels that make what is saved; "none" where they cannot pack it."""
+        config = self.config
+        packs = config is not None and config.granularity.name == "per_group"
+        return (config.format, config.granularity.group_size) if config is not None and packs else NOT_SAVED
+
+    @cached_property
+    def of_attention(self) -> Saving:
+        """How q, k, v and out are saved."""
+        return self if self.config is None or self.config.attention == "fp8" else AS_THEY_ARE
+
+    def keep(self, x: Tensor, codes: Tensor, scale: Tensor) -> Packed:
+        """Return what is saved of x; `codes` and `scale` are those that its kernel made, where it did."""
+        if self.config is None:
+            return (x,)
+        if self.in_passing[0] != "none":
+            return codes, scale
+        quantized = quantize(x, self.config.format, self.config.granularity)
+        return quantized.codes, quantized.scale
+
+    def read(self, packed: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return what `keep` returned as kernels read it: codes and their scales, or values and None."""
+        if len(packed) == 2 and self.in_passing[0] != "none":
+            return packed
+        return self.unpack(packed, dtype), None
+
+    def unpack(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """Return the values, in `dtype`."""
+        if self.config is None or len(packed) == 1:
+            return packed[0]
+        return dequantize(packed[0], packed[1], self.config.granularity, dtype)
+
+
+AS_THEY_ARE = Saving(None)
+
+
+@dataclass(frozen=True)
+class Recomputed(Saving):
+    """Of a tensor that is not saved: backward makes it again, and hands it over as `values`."""
+
+    config: PackingConfig | None = None
+    values: Tensor | None = None
+
+    def keep(self, x: Tensor, codes: Tensor, scale: Tensor) -> Packed:
+        """Nothing."""
+        return ()
+
+    def unpack(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """The values."""
+        assert self.values is not None
+        return self.values
+
+
+class Kept:
+    """Collects tensors by name for `ctx.save_for_backward`, and finds them again in backward.
+
+    Attributes:
+        wanted: False saves nothing: no backward pass follows.
+        facts: what is kept besides tensors.
+    """
+
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted = wanted
+        self.facts: dict[str, Any] = {}
+        self._tensors: Any = []  # a list, or what autograd hands back
+        self._places: dict[str, tuple[int, int]] = {}
+        self._watched: Sequence[Tensor] = ()
+
+    def add(self, name: str, *tensors: Tensor | None) -> None:
+        """Save these tensors under one name; those that are None are left out."""
+        start = len(self._tensors)
+        if self.wanted:
+            self._tensors += [tensor for tensor in tensors if tensor is not None]
+        self._places[name] = (start, len(self._tensors))
+
+    def saving(self, asked: Saving) -> Saving:
+        """How tensors are saved here: as asked, or not at all."""
+        return asked if self.wanted else AS_THEY_ARE
+
+    def __getitem__(self, name: str) -> Packed:
+        start, stop = self._places[name]
+        return tuple(self._tensors[start:stop])
+
+    def first(self, name: str) -> Tensor | None:
+        """The first tensor of that name; None where there is none."""
+        start, stop = self._places[name]
+        return self._tensors[start] if stop > start else None
+
+    def save(self, ctx: Any, watched: Sequence[Tensor]) -> None:
+        """Hand everything to autograd, which watches over in-place changes.
+
+        `watched` are parameters that others hold: to compare their versions is cheaper than to save them.
+        """
+        ctx.save_for_backward(*self._tensors)
+        ctx.kept_places, ctx.kept_facts = self._places, self.facts
+        ctx.kept_watched = watched, [tensor._version for tensor in watched]
+
+    @classmethod
+    def of(cls, ctx: Any) -> Kept:
+        """What was saved, in backward; RuntimeError where it has been changed in place since."""
+        watched, versions = ctx.kept_watched
+        if [tensor._version for tensor in watched] != versions:
+            raise RuntimeError(
+                "an adapter that the backward pass needs has been modified by an inplace operation: change adapters "
+                "after it"
+            )
+        kept = cls()
+        kept._tensors, kept._places, kept.facts = ctx.saved_tensors, ctx.kept_places, ctx.kept_facts
+        return kept
+
+
+_written: ContextVar[bool] = ContextVar("written", default=False)
+_requires_grad = attrgetter("requires_grad")
+_STAND_IN = torch.zeros((), requires_grad=True)
+
+
+@contextmanager
+def written_gradients(on: bool = True) -> Iterator[None]:
+    """Let blocks that are called in here write their adapters' gradients, or not.
+
+    For a trainer that reads `.grad` after `backward()`. `torch.autograd.grad` finds no adapter in such a graph, and
+    hooks on an adapter or its leaf, for instance those of DistributedDataParallel, are not called.
+    """
+    token = _written.set(on)
+    try:
+        yield
+    finally:
+        _written.reset(token)
+
+
+def leaves_of(parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+    """What an autograd function is called with for its adapters' matrices: themselves, or what stands for them."""
+    stands = _written.get() and parameters and all(map(_requires_grad, parameters))
+    return (_STAND_IN,) if stands else parameters
+
+
+def returned(count: int, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Sequence[Any]:
+    """What a backward pass returns for its `count` leaves; where one stands for all, `.grad` is written."""
+    if count == len(parameters):
+        return grads
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad += grad
+    return (None,)
+
+
 class WrittenOut(Protocol):
-    """A block whose two passes are written out."""
+    """A block whose two passes are written out.
+
+    `forward` takes the streams and modulations, and which of them have a gradient; it returns the outputs. `backward`
+    returns the gradients of these inputs, as far as they are needed, and those of the parameters.
+    """
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -49,19 +232,12 @@ class WrittenOut(Protocol):
     def forward(
         self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        """Return the outputs.
-
-        Args:
-            kept: takes what backward needs.
-            shared: of the pass.
-            inputs: streams and modulations.
-            needs: which of the inputs have a gradient.
-        """
+        """Return the outputs, and save in `kept` what backward needs."""
 
     def backward(
         self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Return the gradients of the inputs, those of no need None or not, and of the parameters."""
+        """Return the gradients of the inputs and of the parameters."""
 
 
 def run_block(block: WrittenOut, shared: Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -82,8 +258,7 @@ class _Block(torch.autograd.Function):
         ctx.inputs = slice(4 + first, 4 + first + count)  # among the arguments
         outputs = block.forward(kept, shared, inputs, ctx.needs_input_grad[ctx.inputs])
         leaves = tensors[first + count :]
-        kept.watch(leaves if len(leaves) == len(block.parameters) else block.parameters)
-        kept.save(ctx)
+        kept.save(ctx, leaves if len(leaves) == len(block.parameters) else block.parameters)
         ctx.block, ctx.shared, ctx.leaves = block, shared, len(leaves)
         return outputs
 
@@ -93,5 +268,5 @@ class _Block(torch.autograd.Function):
         needs = ctx.needs_input_grad[ctx.inputs]
         with without_autocast(grads[0].device):
             of_inputs, of_parameters = ctx.block.backward(Kept.of(ctx), ctx.shared, grads, needs)
-        found = [grad if needed else None for grad, needed in zip(of_inputs, needs, strict=True)]
-        return *[None] * ctx.inputs.start, *found, *returned(ctx.leaves, ctx.block.parameters, of_parameters)
+        needed = [grad if needed else None for grad, needed in zip(of_inputs, needs, strict=True)]
+        return *[None] * ctx.inputs.start, *needed, *returned(ctx.leaves, ctx.block.parameters, of_parameters)

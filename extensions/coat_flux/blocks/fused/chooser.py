@@ -16,7 +16,7 @@ from coat_core.linear.function import compute_dtype
 from ..gemms import in_high_precision
 from ..lookup import read_list
 from ..quantized import has_adopted
-from .frozen import NotFusable
+from .linears import NotFusable
 from .reading import FusedBlock, Reader, has_hooks, read_with
 
 # of a block's output between the fused flow and the model's own code, relative, in norms: with products in high

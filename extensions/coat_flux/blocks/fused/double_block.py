@@ -5,13 +5,14 @@ Of each stream:
     x = x + gate·linear(out),   q, k, v = linears(LayerNorm(x)·(1 + scale) + shift)
     x = x + gate·linear(act(linear(LayerNorm(x)·(1 + scale) + shift)))
 
-A model that needs no text behind its last block has but the first line's q, k and v of it there (`LastStream`).
+Of text that a model does not need behind its last block, only q, k and v are made there (`LastStream`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,10 @@ from coat_core.ops.qkv import qkv_rope_backward
 from coat_core.ops.quantize import quantize, quantize_and_save
 from coat_core.quantize import Quantized
 
-from .attention import Attention, Projected, Shared
-from .block import run_block
-from .frozen import made_in_passing
-from .gated_linear import GatedLinear, activate
-from .kept import NOT_SAVED, Kept, Saving
+from .block import NOT_SAVED, Call, Kept, Saving, Shared, run_block
+from .linears import made_in_passing
 from .modulation import Modulation, gradient_of_vectors
-from .norm_linears import NormLinears
+from .parts import Activated, Attention, GatedLinear, NormLinears, activate
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,8 @@ class DoubleBlock:
     """A double block as it was read: two streams and their common attention.
 
     Attributes:
-        saving: how tensors are kept.
+        saving: how tensors are saved.
         attention: of both streams.
-        text: its stream.
-        image: likewise.
-        parameters: the adapters' matrices but those of the modulations.
     """
 
     saving: Saving
@@ -49,21 +44,16 @@ class DoubleBlock:
     text: Stream | LastStream
     image: Stream
 
-    def __post_init__(self) -> None:
-        vars(self).update(parameters=[*self.text.parameters, *self.image.parameters])
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The adapters' matrices but those of the modulations."""
+        return [*self.text.parameters, *self.image.parameters]
 
-    def __call__(
-        self,
-        image: Tensor,
-        text: Tensor | None,
-        shared: Shared,
-        temb: Tensor | None = None,
-        vectors: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return the text and the image stream; arguments as `Call`. Of text that ends here there is nothing."""
-        assert text is not None
-        found = vectors or [modulation(temb) for modulation in self.modulations]
-        text, image = run_block(self, shared, text, image, *found)
+    def __call__(self, call: Call) -> tuple[Tensor | None, Tensor]:
+        """Return the text and the image stream. Of text that ends here there is nothing."""
+        assert call.text is not None
+        vectors = call.vectors or [modulation(call.temb) for modulation in self.modulations]
+        text, image = run_block(self, call.shared, call.text, call.image, *vectors)
         return text, image
 
     @property
@@ -80,15 +70,14 @@ class DoubleBlock:
         named = list(zip(("text_", "image_"), streams, xs, modulations, needs[2:], strict=True))
         projected = []
         for name, stream, x, (shift, scale, *_), _ in named:
-            y, h = stream.inputs.forward(kept, f"{name}in_", x, scale, shift, saving)
-            projected.append(Projected(stream.inputs.linears, y, h))
+            projected.append(stream.inputs.forward(kept, f"{name}in_", x, scale, shift, saving))
         attends = saving.of_attention
         out = self.attention.forward(kept, projected, shared, attends)
-        del y, projected
+        del projected
         spec = self.image.output.linear.input_spec
         by_row = spec is not None and spec[1].name == "per_row" and made_in_passing(spec)
-        how = (spec[0], "per_row", spec[1].group_size) if spec is not None and by_row else ("e4m3", *NOT_SAVED)
-        codes, code_scale, *saved = quantize_and_save(out, *how, *attends.in_passing)
+        cast = (spec[0], "per_row", spec[1].group_size) if spec is not None and by_row else ("e4m3", *NOT_SAVED)
+        codes, code_scale, *saved = quantize_and_save(out, *cast, *attends.in_passing)
         kept.add("out", *attends.keep(out, saved[0], saved[1]))
         kept.add("modulation", *inputs[2:])
         results, start = [], 0
@@ -100,7 +89,7 @@ class DoubleBlock:
                 quantized = Quantized(codes[:, rows], code_scale[:, rows], spec[1])
             elif spec is not None:  # one scale for both streams would be coarser than one for each
                 quantized = quantize(part, *spec)
-            results.append(stream.rest(kept, name, x, part, quantized, modulation, saving, trains))
+            results.append(stream.rest(kept, name, x, Activated(part, quantized), modulation, saving, trains))
         return results[0], results[1]
 
     def backward(
@@ -117,7 +106,7 @@ class DoubleBlock:
                 ("text_", "image_"), (self.text, self.image), grads, outs, modulations, strict=True
             )
         ]
-        dout = torch.cat([found.dout for found in rest], dim=1)
+        dout = torch.cat([gradients.dout for gradients in rest], dim=1)
         joint, ys, y_scales = self.attention.backward(kept, dout, out, shared, attends)
         del dout, out, outs
         norms, eps, size = list(self.attention.norms), self.attention.eps, attends.in_passing[1]
@@ -174,7 +163,7 @@ class Stream:
     down: GatedLinear
     activation: str = "gelu_tanh"
 
-    @property
+    @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The adapters' matrices but those of the modulation."""
         groups = (self.inputs.linears, self.output.linear, self.up.linears, self.down.linear)
@@ -185,20 +174,18 @@ class Stream:
         kept: Kept,
         name: str,
         x: Tensor,
-        out: Tensor,
-        quantized: Quantized | None,
+        out: Activated,
         modulation: Sequence[Tensor],
         saving: Saving,
         trains_gates: bool,
     ) -> Tensor:
         """The stream after attention: projection, gate and residual, then the MLP with its own."""
         _, _, gate, shift, scale, gate_mlp = modulation
-        x = self.output.forward(kept, f"{name}out_", x, gate, out, quantized, None, saving, trains_gates)
-        y, h = self.up.forward(kept, f"{name}up_", x, scale, shift, saving)
-        projected = Projected(self.up.linears, y, h)
+        x = self.output.forward(kept, f"{name}out_", x, gate, out, saving, trains_gates)
+        projected = self.up.forward(kept, f"{name}up_", x, scale, shift, saving)
         activated = activate(kept, projected, None, self.down.linear, self.activation, saving, name)
-        del y, projected
-        return self.down.forward(kept, f"{name}down_", x, gate_mlp, *activated, saving, trains_gates)
+        del projected
+        return self.down.forward(kept, f"{name}down_", x, gate_mlp, activated, saving, trains_gates)
 
     def rest_backward(
         self, kept: Kept, name: str, grad: Tensor, out: Tensor, modulation: Sequence[Tensor], saving: Saving
@@ -206,15 +193,17 @@ class Stream:
         """Gradients of `rest`."""
         _, _, gate, shift, scale, gate_mlp = modulation
         dtype = kept.facts[f"{name}mlp"]
-        how = (saving.in_passing[1], dtype)
+        size = saving.in_passing[1]
         mlp, mlp_scale = saving.read(kept[f"{name}mlp"], dtype)
 
         def down_gradient(dh: Tensor) -> Tensor:
-            return mlp_down_gradient(dh, None, None, mlp, mlp_scale, *how, self.down.linear.dtype, self.activation)
+            return mlp_down_gradient(
+                dh, None, None, mlp, mlp_scale, size, dtype, self.down.linear.dtype, self.activation
+            )
 
         dx, dh, dgate_mlp, of_down = self.down.backward(kept, f"{name}down_", grad, gate_mlp, down_gradient, saving)
         low_rank = (None, None) if dh is None else (dh, self.down.linear.copies(dh.dtype).down)
-        dmlp = mlp_activation_backward(dx, *low_rank, mlp, mlp_scale, *how, self.activation)
+        dmlp = mlp_activation_backward(dx, *low_rank, mlp, mlp_scale, size, dtype, self.activation)
         del dx
         dx, dnorm, of_up = self.up.backward(kept, f"{name}up_", dmlp, grad, scale, shift, saving, True)
         del dmlp

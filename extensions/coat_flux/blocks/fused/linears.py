@@ -1,7 +1,7 @@
 """Frozen linears with LoRA adapters, forward and backward apart, for the blocks of this package.
 
-Linears that read the same x go together: their weights are one matrix, x is quantized once, and all their adapters
-share one down-projection.
+Linears that read the same x go together: their FP8 weights become one matrix, x is quantized once, and all their
+adapters share one down-projection.
 
     h  = s · x Dᵀ                        D: every A · factor, one above the other
     y  = x Wᵀ + b  (+ h_i U_iᵀ)          each linear's columns of y with its own columns of h; U: every B
@@ -12,27 +12,244 @@ s is 1, or the strength of the row's image where images have different ones. Ada
 own precision is the optimizer's). What is in parentheses is left to whoever reads y or dx: kernels add it while they
 read (`h`, `U` and `dh`, `D` are their arguments), others call `complete`.
 
-Shapes: x [..., K], y [..., ΣN], A [r, K], B [N, r], h [..., n·r] with r columns for each of n linears, D [n·r, K],
-U [ΣN, r]; r is the largest rank of a group, smaller ones are filled up with zeros.
+Each joined linear's own weight becomes a view of the matrix, so nothing is in memory twice; weights that moved apart
+again are joined where they are next read. One GEMM then makes the gradient of x: its K is all their outputs, so it is
+summed in fp32 and written once. What ai-toolkit quantized its own way multiplies its own way, each linear by itself.
+
+LoRA matrices are kept in fp32 and multiply in bf16. Cast where they are used, that is 2,500 small kernels a step of
+FLUX.1-dev; one buffer for all of them (`AdapterCopies`) is filled by nine.
+
+Shapes: x [..., K], y [..., ΣN], W [N, K], A [r, K], B [N, r], h [..., n·r] with r columns for each of n linears, D
+[n·r, K], U [ΣN, r]; r is the largest rank of a group, smaller ones are filled up with zeros.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from coat_core.config import FP8LinearConfig
+from coat_core.formats import INT8
+from coat_core.granularity import Granularity
+from coat_core.linear.function import (
+    compute_dtype,
+    dgrad,
+    fp8_gemm_obstacle,
+    fprop,
+    input_granularity,
+    unit_scale,
+    wants_fp8_gemm,
+)
+from coat_core.linear.module import FP8Linear, FP8TrainableLinear
+from coat_core.linear.weight import OUTPUT_DIM, StoredWeight, as_stored, load_weight, quantize_weight
 from coat_core.ops.codes import product
 from coat_core.ops.lora import lora_up_gradients
+from coat_core.ops.quantize import quantize
+from coat_core.ops.scaled_mm import row_scale
 from coat_core.quantize import Quantized
 
 from ..lora import NotPlain, PlainAdapter, plain_adapters
-from .frozen import AdoptedLinear, FrozenLinear, NotFusable, join_frozen, joinable, read_frozen
+from ..quantized import input_gradient, is_adopted, own_product
+
+Spec = tuple[str, Granularity]
+
+
+class NotFusable(Exception):
+    """A block cannot run through the fused flow; the message says why."""
+
+
+# -- the frozen part --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FrozenLinear:
+    """The base: an FP8 linear of ours, in either trainer's shape, or a plain frozen nn.Linear; or several as one.
+
+    Attributes:
+        weight: W [N, K] as it is stored, or its values.
+        bias: [N] or None.
+        config: how it multiplies; None for a plain nn.Linear. Values with a config are quantized at each use.
+        in_fp8: whether this device multiplies so; False multiplies by the dequantized weight.
+    """
+
+    weight: StoredWeight | Tensor
+    bias: Tensor | None
+    config: FP8LinearConfig | None = None
+    in_fp8: bool = False
+
+    @cached_property
+    def input_spec(self) -> Spec | None:
+        """Format and scaling of x in the GEMM; None where it multiplies in high precision."""
+        if self.config is None or not self.in_fp8:
+            return None
+        return self.config.input_format, input_granularity(self.config)
+
+    @cached_property
+    def grad_spec(self) -> Spec | None:
+        """The same of dy; None also where dy is multiplied by the weight's scales before the cast."""
+        config = self.config
+        if config is None or not self.in_fp8 or config.grad_format == "bf16":
+            return None
+        by_rows = not isinstance(self.weight, Tensor) and self.weight.scale.ndim
+        if config.weight_granularity == "per_row" or by_rows:
+            return None
+        return config.grad_format, input_granularity(config)
+
+    @cached_property
+    def row_scales(self) -> tuple[Tensor, Tensor] | None:
+        """The scale of a stored weight for a row-wise GEMM, and what dgrad has in its place, fp32 [N, 1], [K, 1]."""
+        row_wise = self.config is not None and self.in_fp8 and self.config.input_granularity == "per_row"
+        if isinstance(self.weight, Tensor) or not row_wise:
+            return None
+        rows, width = self.weight.shape
+        return row_scale(self.weight.scale, rows), row_scale(unit_scale(self.weight.scale), width)
+
+    def forward(self, x: Tensor, quantized: Quantized | None) -> Tensor:
+        """Return x Wᵀ + b; `quantized` is x in FP8 by `input_spec`, None where that is."""
+        if self.config is None:
+            return torch.nn.functional.linear(x, self._values, self.bias)
+        weight = self._stored(self.config)
+        if quantized is not None and self.row_scales is not None:
+            weight = weight._replace(scale=self.row_scales[0])
+        return fprop(x, quantized, weight, self.bias, compute_dtype(x))
+
+    def dgrad(self, grad: Tensor, quantized: Quantized | None = None) -> Tensor:
+        """Return dy W; `quantized` is dy in FP8, where whoever made it has quantized it by `grad_spec`."""
+        if self.config is None:
+            return grad @ self._values.to(grad.dtype)
+        unit = None if self.row_scales is None else self.row_scales[1]
+        return dgrad(grad, self._stored(self.config), self.config, self.in_fp8, quantized, unit)
+
+    @property
+    def _values(self) -> Tensor:
+        assert isinstance(self.weight, Tensor)
+        return self.weight
+
+    def _stored(self, config: FP8LinearConfig) -> StoredWeight:
+        return quantize_weight(self.weight, config) if isinstance(self.weight, Tensor) else self.weight
+
+
+@dataclass(frozen=True)
+class AdoptedLinear:
+    """The base, quantized by ai-toolkit its own way (`quantized.adopt`); methods as those of `FrozenLinear`."""
+
+    module: Any
+    config: ClassVar[None] = None
+    input_spec: ClassVar[None] = None
+    grad_spec: ClassVar[None] = None
+
+    def forward(self, x: Tensor, quantized: None) -> Tensor:
+        """Return x Wᵀ + b by its own code, as in training; for rows x [B, K], which modulate, as x asks for it."""
+        return own_product(self.module, x, x.ndim > 2 or x.requires_grad)
+
+    def dgrad(self, grad: Tensor, quantized: None = None) -> Tensor:
+        """Return dy W."""
+        return input_gradient(self.module, grad)
+
+
+def read_frozen(base: Any) -> FrozenLinear | AdoptedLinear:
+    """Read a linear; NotFusable where it is trained itself or quantized by someone unknown."""
+    bias = base.bias
+    if bias is not None and bias.requires_grad:
+        raise NotFusable("a linear whose bias is trained")
+    if is_adopted(base):
+        return AdoptedLinear(base)
+    config = base.config if isinstance(base, FP8Linear) else getattr(base, "coat_linear_config", None)
+    if config is not None:
+        weight = load_weight(base, config)
+        return FrozenLinear(weight, bias, config, wants_fp8_gemm(weight.scale.device, config))
+    if not isinstance(base, nn.Linear) or type(base.weight.data) is not Tensor:
+        raise NotFusable(f"a {type(base).__name__} of another quantization")
+    if base.weight.requires_grad:
+        raise NotFusable("a linear whose weight is trained")
+    if isinstance(base, FP8TrainableLinear):
+        in_fp8 = wants_fp8_gemm(base.weight.device, base.config)
+        return FrozenLinear(base.weight, bias, base.config if in_fp8 else None, in_fp8)
+    return FrozenLinear(base.weight, bias)
+
+
+def _joinable(bases: Sequence[FrozenLinear | AdoptedLinear]) -> bool:
+    """Whether linears can multiply by one matrix: FP8 weights of one config, in one place, with a row-wise GEMM."""
+    frozen = [base for base in bases if isinstance(base, FrozenLinear) and isinstance(base.weight, StoredWeight)]
+    first = bases[0].config
+    if first is None or len(frozen) < len(bases) or any(base.config != first for base in bases):
+        return False
+    devices = {base.weight.scale.device for base in frozen if isinstance(base.weight, StoredWeight)}
+    if len(devices) > 1 or len({(base.in_fp8, base.bias is None) for base in frozen}) > 1:
+        return False
+    row_wise = replace(first, weight_granularity="per_row")  # each linear's scale is that of its rows
+    return not frozen[0].in_fp8 or fp8_gemm_obstacle(devices.pop(), row_wise) is None
+
+
+def _join(modules: Sequence[Any], bases: Sequence[Any]) -> FrozenLinear:
+    """One base for several: weights and transposed copies in place, scales and biases copied."""
+    config, in_fp8 = bases[0].config, bases[0].in_fp8
+    buffers = {name: join_buffers(modules, name, dim) for name, dim in OUTPUT_DIM.items()}
+    stored = [base.weight for base in bases]
+    scale = torch.cat([weight.scale.reshape(-1, 1).expand(weight.shape[0], 1) for weight in stored])
+    biases = [base.bias for base in bases if base.bias is not None]
+    return FrozenLinear(as_stored(buffers, scale, config), torch.cat(biases) if biases else None, config, in_fp8)
+
+
+def join_buffers(modules: Sequence[nn.Module], name: str, dim: int) -> Tensor | None:
+    """Return the two-dimensional buffers of that name as one along `dim`, each module's a view of it.
+
+    None where a module has none.
+    """
+    parts = [module._buffers.get(name) for module in modules]
+    if any(part is None for part in parts):
+        return None
+    tensors: list[Any] = parts
+    whole = _whole(tensors, dim)
+    if whole is None:
+        whole = torch.cat(tensors, dim=dim)
+        for module, view in zip(modules, whole.split([part.shape[dim] for part in tensors], dim=dim), strict=True):
+            module._buffers[name] = view
+    return whole
+
+
+def _whole(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The contiguous matrix that all parts are views of, side by side; None where there is none."""
+    first, shape = parts[0], list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    stride, offset = (shape[1], 1), first.storage_offset()
+    for part in parts:
+        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not same or part.stride() != stride or part.storage_offset() != offset:
+            return None
+        offset += part.shape[dim] * stride[dim]
+    return first.as_strided(tuple(shape), stride)
+
+
+def in_passing(spec: Spec | None, fmt: str = "e4m3") -> tuple[str, str]:
+    """`fmt` and `granularity` of a kernel that quantizes what it makes; "none" where it is not to, or cannot."""
+    if spec is None or not made_in_passing(spec):
+        return fmt, "none"
+    return spec[0], spec[1].name
+
+
+def quantized_by(spec: Spec | None, x: Tensor, codes: Tensor, scale: Tensor) -> Quantized | None:
+    """X in FP8 by `spec`: the codes that its kernel has made in passing, or made here."""
+    if spec is None:
+        return None
+    fmt, granularity = spec
+    return Quantized(codes, scale, granularity) if made_in_passing(spec) else quantize(x, fmt, granularity)
+
+
+def made_in_passing(spec: Spec) -> bool:
+    """Whether kernels that make values quantize them so: whole rows, or a tensor, but not 1×G, and not rotated."""
+    return spec[1].name != "per_group" and spec[0] != INT8.name
+
+
+# -- with adapters ----------------------------------------------------------------------------------------------------
 
 
 class Copies(NamedTuple):
@@ -43,12 +260,7 @@ class Copies(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A product of two matrices that is still to be added: of x and D, or dy and U, with the other one.
-
-    Attributes:
-        rows: h [..., r] or dh [..., n·r].
-        matrix: U [N, r] or D [n·r, K].
-    """
+    """A product of two matrices that is still to be added: h [..., r] or dh [..., n·r], and U [N, r] or D [n·r, K]."""
 
     rows: Tensor
     matrix: Tensor
@@ -63,41 +275,57 @@ class LinearGroup:
         widths: N of each linear.
         adapters: of each linear.
         parts: widths of what readers of y cut it into, where linears make several at once (q, k and v); else `widths`.
-        all_adapters: those of each linear in turn.
-        parameters: A and B of each adapter in turn.
-        dtype: of these; None without adapters.
-        rank: the largest of a linear's ranks, those of its adapters added up; 0 without adapters.
-        are_usual: whether each linear has one adapter, of the group's rank and dtype, with factors of 1.
-        columns: of y, first and last of each linear.
-        places: of each part, its first and last column of y, and which linear it is of.
-        input_spec: as `FrozenLinear.input_spec`; of all linears that have one it is the same.
-        grad_spec: as `FrozenLinear.grad_spec`; None where dy is cut up before its cast.
     """
 
     bases: tuple[FrozenLinear | AdoptedLinear, ...]
     widths: tuple[int, ...]
     adapters: tuple[tuple[PlainAdapter, ...], ...]
-    parts: tuple[int, ...] = ()
+    parts: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        found = [adapter for adapters in self.adapters for adapter in adapters]
-        ranks = [sum(len(adapter.down) for adapter in adapters) for adapters in self.adapters]
-        specs = [base.input_spec for base in self.bases if base.input_spec]
-        columns, parts = list(pairwise(accumulate(self.widths, initial=0))), self.parts or self.widths
-        ends = [stop for _, stop in columns]
-        # asked for many times in each pass; no fields, since they follow from those
-        vars(self).update(
-            all_adapters=found,
-            parameters=[matrix for adapter in found for matrix in (adapter.down, adapter.up)],
-            dtype=found[0].down.dtype if found else None,
-            rank=max(ranks),
-            are_usual=all(_is_usual(adapters, max(ranks), found[0].down.dtype) for adapters in self.adapters if found),
-            columns=columns,
-            parts=parts,
-            places=[(*place, bisect_right(ends, place[0])) for place in pairwise(accumulate(parts, initial=0))],
-            input_spec=specs[0] if specs else None,
-            grad_spec=self.bases[0].grad_spec if len(self.bases) == 1 else None,
-        )
+    @cached_property
+    def all_adapters(self) -> list[PlainAdapter]:
+        """Those of each linear in turn."""
+        return list(chain.from_iterable(self.adapters))
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """A and B of each adapter in turn."""
+        return [matrix for adapter in self.all_adapters for matrix in (adapter.down, adapter.up)]
+
+    @cached_property
+    def rank(self) -> int:
+        """The largest of a linear's ranks, those of its adapters added up; 0 without adapters."""
+        return max(sum(len(adapter.down) for adapter in adapters) for adapters in self.adapters)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of the adapters' matrices; fp32 without any."""
+        return self.all_adapters[0].down.dtype if self.all_adapters else torch.float32
+
+    @cached_property
+    def are_usual(self) -> bool:
+        """Whether each linear has one adapter, of the group's rank and dtype, with factors of 1."""
+        return all(len(adapters) == 1 and self._is_usual(adapters[0]) for adapters in self.adapters)
+
+    def _is_usual(self, adapter: PlainAdapter) -> bool:
+        plain = not any(isinstance(factor, Tensor) or factor != 1.0 for factor in adapter.factors)
+        return plain and len(adapter.down) == self.rank and adapter.down.dtype == adapter.up.dtype == self.dtype
+
+    @cached_property
+    def places(self) -> list[tuple[int, int, int]]:
+        """Of each part, its first and last column of y, and which linear it is of."""
+        ends = list(accumulate(self.widths))
+        return [(start, stop, bisect_right(ends, start)) for start, stop in pairwise(accumulate(self.parts, initial=0))]
+
+    @cached_property
+    def input_spec(self) -> Spec | None:
+        """As of `FrozenLinear`; of all linears that have one it is the same."""
+        return next((base.input_spec for base in self.bases if base.input_spec), None)
+
+    @property
+    def grad_spec(self) -> Spec | None:
+        """As of `FrozenLinear`; None where dy is cut up before its cast."""
+        return self.bases[0].grad_spec if len(self.bases) == 1 else None
 
     def forward(
         self, x: Tensor, quantized: Quantized | None, product: Tensor | None = None
@@ -142,12 +370,9 @@ class LinearGroup:
     def adapter_gradients(
         self, dy: Tensor, down_gradient: Callable[[Tensor], Tensor], h: Tensor | None
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """Return dh [..., n·r] in the dtype of h, and [dA, dB] of each adapter in turn.
+        """Return dh [..., n·r] in the dtype of h, and [dA, dB] of each adapter in turn, for dy [..., ΣN].
 
-        Args:
-            dy: [..., ΣN].
-            down_gradient: dh → dhᵀ x [n·r, K] in the dtype of the matrices; called where there are adapters.
-            h: from `forward`.
+        `down_gradient` makes dhᵀ x [n·r, K] of dh, in the dtype of the matrices.
         """
         if h is None:
             return None, []
@@ -158,9 +383,9 @@ class LinearGroup:
         of_downs, of_ups = (downs.split(self.rank), ups.split(self.widths)) if several else ((downs,), (ups,))
         if self.are_usual:
             return dh, list(chain.from_iterable(zip(of_downs, of_ups, strict=True)))
-        for down, up, found in zip(of_downs, of_ups, self.adapters, strict=True):
+        for down, up, adapters in zip(of_downs, of_ups, self.adapters, strict=True):
             first = 0
-            for adapter in found:
+            for adapter in adapters:
                 last = first + adapter.down.shape[0]
                 gradients.append(times_factors(as_dtype(down[first:last], adapter.down.dtype), adapter))
                 gradients.append(as_dtype(up[:, first:last], adapter.up.dtype).contiguous())
@@ -172,18 +397,13 @@ class LinearGroup:
         return product(dh.flatten(0, -2).t(), as_dtype(x, dh.dtype).flatten(0, -2), self.dtype)
 
     def dgrad(self, dy: Tensor, quantized: Quantized | None = None) -> Tensor:
-        """Return dx [..., K] in the dtype of dy, without the adapters' part.
-
-        Args:
-            dy: [..., ΣN].
-            quantized: dy in FP8, where its maker has quantized it by `grad_spec`.
-        """
+        """Return dx [..., K] in the dtype of dy [..., ΣN], without the adapters' part; arguments as `FrozenLinear`."""
         if len(self.bases) == 1:
             return self.bases[0].dgrad(dy, quantized)
-        parts = (base.dgrad(dy[..., start:stop]) for base, (start, stop) in zip(self.bases, self.columns, strict=True))
-        dx = next(parts)
-        for part in parts:
-            dx += part.to(dx.dtype)
+        dx: Tensor | None = None
+        for base, part in zip(self.bases, dy.split(self.widths, dim=-1), strict=True):
+            dx = base.dgrad(part) if dx is None else dx.add_(base.dgrad(part).to(dx.dtype))
+        assert dx is not None
         return dx
 
     def complete_dx(self, dx: Tensor, dh: Tensor | None) -> Tensor:
@@ -193,28 +413,21 @@ class LinearGroup:
         return dx
 
     def copies(self, dtype: torch.dtype) -> Copies:
-        """Those that `LoraShadow` keeps, else made for this call; of a group with adapters."""
-        kept: Copies | None = self.all_adapters[0].copies
-        if kept is not None and kept.down.dtype == dtype:
-            return kept
-        down = _joined([matrix for i in range(len(self.widths)) for matrix in self._downs(i)], dim=0)
-        up = _joined([self._up(i) for i in range(len(self.widths))], dim=0)
-        return Copies(down.to(dtype), up.to(dtype))
-
-    def _downs(self, i: int) -> Iterator[Tensor]:
-        found = self.adapters[i]
-        yield from map(scaled_down, found)
-        missing = self.rank - sum(len(adapter.down) for adapter in found)
-        if missing:
-            like = self.all_adapters[0].down
-            yield like.new_zeros(missing, like.shape[1])
-
-    def _up(self, i: int) -> Tensor:
-        parts: list[Tensor] = [adapter.up for adapter in self.adapters[i]]
-        missing = self.rank - sum(part.shape[1] for part in parts)
-        if missing:
-            parts.append(self.all_adapters[0].up.new_zeros(self.widths[i], missing))
-        return _joined(parts, dim=1)
+        """Those that `AdapterCopies` holds, else made for this call; of a group with adapters."""
+        held: Copies | None = self.all_adapters[0].copies
+        if held is not None and held.down.dtype == dtype:
+            return held
+        like = self.all_adapters[0]
+        downs, ups = [], []
+        for adapters, width in zip(self.adapters, self.widths, strict=True):
+            missing = self.rank - sum(len(adapter.down) for adapter in adapters)
+            downs += [times_factors(adapter.down, adapter) for adapter in adapters]
+            columns: list[Tensor] = [adapter.up for adapter in adapters]
+            if missing:
+                downs.append(like.down.new_zeros(missing, like.down.shape[1]))
+                columns.append(like.up.new_zeros(width, missing))
+            ups.append(_cat(columns, dim=1))
+        return Copies(_cat(downs, dim=0).to(dtype), _cat(ups, dim=0).to(dtype))
 
     def _times_strengths(self, h: Tensor) -> Tensor:
         """Return h [images, ..., n·r], or dh, with the rows of each image times its strength, in fp32.
@@ -235,21 +448,8 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
-
-
-def scaled_down(adapter: PlainAdapter) -> Tensor:
-    """A · factors [r, K]; A itself where they are 1."""
-    return times_factors(adapter.down, adapter)
-
-
-def _is_usual(adapters: tuple[PlainAdapter, ...], rank: int, dtype: torch.dtype) -> bool:
-    if len(adapters) != 1:
-        return False
-    (adapter,) = adapters
-    plain = not any(isinstance(factor, Tensor) or factor != 1.0 for factor in adapter.factors)
-    return plain and len(adapter.down) == rank and adapter.down.dtype == adapter.up.dtype == dtype
 
 
 def times_factors(matrix: Tensor, adapter: PlainAdapter) -> Tensor:
@@ -276,20 +476,93 @@ def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) 
         plain = [plain_adapters(module) for module in modules]
     except NotPlain as error:
         raise NotFusable(str(error)) from error
-    adapters = tuple(found for _, found in plain)
-    if len({id(adapter.strengths) for found in adapters for adapter in found}) > 1:
+    adapters = tuple(adapters for _, adapters in plain)
+    if len({id(adapter.strengths) for adapter in chain.from_iterable(adapters)}) > 1:
         raise NotFusable("LoRAs whose strengths per image are not the same")
     bases = tuple(read_frozen(base) for base, _ in plain)
     if len({base.input_spec for base in bases} - {None}) > 1:
         raise NotFusable("linears that read the same tensor want it in different formats")
     widths = tuple(base.out_features for base, _ in plain)
-    if join and len(bases) > 1 and joinable(bases):
-        bases = (join_frozen([base for base, _ in plain], bases),)
+    if join and len(bases) > 1 and _joinable(bases):
+        bases = (_join([base for base, _ in plain], bases),)
     if sum(parts) not in (0, sum(widths)):
         raise NotFusable(f"linears of {sum(widths)} outputs in all, where {sum(parts)} are read")
-    return LinearGroup(bases, widths, adapters, parts)
+    return LinearGroup(bases, widths, adapters, parts or widths)
 
 
 def read_linear(module: Any) -> LinearGroup:
     """Read one linear; errors as `read_group`."""
     return read_group((module,), join=False)
+
+
+class AdapterCopies:
+    """Copies of the matrices of all adapters of fused blocks, which `LinearGroup.copies` returns in their place.
+
+    They are in one buffer: D = [A₁·f₁; A₂·f₂; …] of the linears that read one x, then U = [B₁; B₂; …]; then those of
+    the next x.
+
+    Args:
+        blocks: as readers return them.
+        dtype: that the blocks multiply in.
+    """
+
+    def __init__(self, blocks: Sequence[Any], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._groups = [group for block in blocks for group in _groups(block) if group.rank]
+        self._copies: list[Tensor] = []
+        self._matrices: list[Tensor] = []  # what each of them is of
+        self._scaled: list[tuple[Tensor, PlainAdapter]] = []  # copy of A·f with f other than 1, its adapter
+        shapes = []
+        for group in self._groups:
+            width = group.all_adapters[0].down.shape[1]
+            shapes += [(len(group.widths) * group.rank, width), (sum(group.widths), group.rank)]
+        if not shapes:
+            return
+        device = self._groups[0].parameters[0].device
+        pieces = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=device).split(
+            list(map(math.prod, shapes))
+        )
+        matrices = iter([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+        for group in self._groups:
+            down, up = next(matrices), next(matrices)
+            group.all_adapters[0].copies = Copies(down, up)
+            for of_downs, of_ups, adapters in zip(
+                down.split(group.rank), up.split(group.widths), group.adapters, strict=True
+            ):
+                start = 0
+                for adapter in adapters:
+                    stop = start + len(adapter.down)
+                    self._add(adapter, of_downs[start:stop], of_ups[:, start:stop])
+                    start = stop
+
+    def _add(self, adapter: PlainAdapter, down: Tensor, up: Tensor) -> None:
+        self._copies.append(up)
+        self._matrices.append(adapter.up)
+        if times_factors(adapter.down, adapter) is adapter.down:
+            self._copies.append(down)
+            self._matrices.append(adapter.down)
+        else:
+            self._scaled.append((down, adapter))
+
+    def drop(self) -> None:
+        """Let the adapters be cast at each use again."""
+        for group in self._groups:
+            group.all_adapters[0].copies = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the matrices as they are now; not between a forward and its backward pass, if they have changed."""
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._matrices)
+        for copy, adapter in self._scaled:
+            copy.copy_(times_factors(adapter.down, adapter))
+
+
+def _groups(block: Any) -> Iterator[LinearGroup]:
+    """Yield the groups of linears of a block or a part of one."""
+    for field in fields(block):
+        value = getattr(block, field.name)
+        if isinstance(value, LinearGroup):
+            yield value
+        elif is_dataclass(value):
+            yield from _groups(value)

@@ -17,8 +17,7 @@ from coat_core.autograd import first_order_only, without_autocast
 from coat_core.ops.codes import product
 from coat_core.ops.quantize import quantize
 
-from .gradients import leaves_of, returned
-from .kept import Kept
+from .block import Kept, leaves_of, returned
 from .linears import LinearGroup, as_dtype, times_factors
 
 __all__ = ["Modulation", "gradient_of_vectors", "modulate_ahead"]
@@ -48,10 +47,10 @@ class Modulation:
 
     def __call__(self, temb: Tensor) -> Tensor:
         """Return the adaLN vectors of a block, side by side [B, n·D], for temb [B, D]."""
-        found, made_of = self.ahead.vectors, self.ahead.temb
+        vectors, made_of = self.ahead.vectors, self.ahead.temb
         self.ahead.vectors = self.ahead.temb = None
-        if found is not None and made_of is temb:
-            return found
+        if vectors is not None and made_of is temb:
+            return vectors
         result: Tensor = _Rows.apply(self.input_of(temb), self.linear, *leaves_of(self.linear.parameters))
         return result
 
@@ -78,19 +77,19 @@ def modulate_ahead(modulations: Sequence[Modulation], temb: Tensor) -> None:
         for modulation in modulations:
             groups.setdefault(modulation._key(), []).append(modulation)
     x = modulations[0].input_of(temb) if groups else temb
-    for key, found in groups.items():
+    for key, alike in groups.items():
         if key is None:
             continue
-        linears = [modulation.linear for modulation in found]
+        linears = [modulation.linear for modulation in alike]
         parameters = [parameter for linear in linears for parameter in linear.parameters]
-        for modulation, vectors in zip(found, _Together.apply(x, linears, *leaves_of(parameters)), strict=True):
+        for modulation, vectors in zip(alike, _Together.apply(x, linears, *leaves_of(parameters)), strict=True):
             modulation.ahead.temb, modulation.ahead.vectors = temb, vectors
 
 
 def gradient_of_vectors(vectors: Tensor, *parts: Tensor | None) -> Tensor | None:
     """Gradients of shift, scale and gate side by side, as the vectors [B, n·D]; None where one is not there."""
-    found = [part.flatten(1) for part in parts if part is not None]
-    return as_dtype(torch.cat(found, dim=1), vectors.dtype) if len(found) == len(parts) else None
+    gradients = [part.flatten(1) for part in parts if part is not None]
+    return as_dtype(torch.cat(gradients, dim=1), vectors.dtype) if len(gradients) == len(parts) else None
 
 
 class _Rows(torch.autograd.Function):
@@ -103,8 +102,7 @@ class _Rows(torch.autograd.Function):
         kept = Kept()
         kept.add("rows", x)
         kept.add("h", h)
-        kept.watch(linear.parameters)
-        kept.save(ctx)
+        kept.save(ctx, linear.parameters)
         ctx.linear, ctx.leaves = linear, len(leaves)
         return linear.complete(y, h)
 
@@ -138,8 +136,7 @@ class _Together(torch.autograd.Function):
         kept.add("rows", x)
         kept.add("h", h)
         parameters = [parameter for linear in linears for parameter in linear.parameters]
-        kept.watch(parameters)
-        kept.save(ctx)
+        kept.save(ctx, parameters)
         ctx.linears, ctx.parameters, ctx.leaves = linears, parameters, len(leaves)
         ups = torch.stack([copy.up for copy in copies])
         return torch.baddbmm(y, h, ups.transpose(1, 2)).unbind()
@@ -156,8 +153,11 @@ class _Together(torch.autograd.Function):
             dh = (dy @ ups).transpose(0, 1).flatten(1)
             downs = product(dh.t(), x.to(h.dtype), dtype).split(linears[0].rank)
             of_ups = product(dy.transpose(1, 2), h, dtype)
-            found = []
+            gradients = []
             for linear, down, up in zip(linears, downs, of_ups, strict=True):
                 (adapter,) = linear.all_adapters
-                found += [times_factors(as_dtype(down, adapter.down.dtype), adapter), as_dtype(up, adapter.up.dtype)]
-        return None, None, *returned(ctx.leaves, ctx.parameters, found)
+                gradients += [
+                    times_factors(as_dtype(down, adapter.down.dtype), adapter),
+                    as_dtype(up, adapter.up.dtype),
+                ]
+        return None, None, *returned(ctx.leaves, ctx.parameters, gradients)

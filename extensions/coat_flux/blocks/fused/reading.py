@@ -19,15 +19,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from coat_core.activation import PackingConfig
 
 from ..hook import is_replaced
-from .attention import Attention, Rotary
-from .block import Call
+from .block import Call, Rotary, Saving
 from .double_block import DoubleBlock, LastStream, Stream
-from .frozen import NotFusable
-from .gated_linear import GatedLinear
-from .kept import Saving
-from .linears import read_group, read_linear
+from .linears import NotFusable, read_group, read_linear
 from .modulation import Modulation
-from .norm_linears import NormLinears
+from .parts import Attention, GatedLinear, NormLinears
 from .single_block import SingleBlock
 from .stream_block import StreamBlock
 
@@ -74,7 +70,7 @@ class FusedBlock:
         """
         if kwargs:
             raise NotFusable(f"called with keywords ({', '.join(kwargs)})")
-        return self.reader.results(*self.block(*self.reader.call(args)))
+        return self.reader.results(*self.block(self.reader.call(args)))
 
 
 def read_with(

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coat_core.ops.gelu import activated_width
 from coat_core.ops.mlp_gradient import mlp_down_gradient
 from coat_core.ops.qkv import qkv_mlp_backward
 
-from .attention import Attention, Projected, Shared
-from .block import run_block
-from .gated_linear import GatedLinear, activate
-from .kept import Kept, Saving
+from .block import Call, Kept, Saving, Shared, run_block
 from .modulation import Modulation, gradient_of_vectors
-from .norm_linears import NormLinears
-from .streams import join, split
+from .parts import Attention, GatedLinear, NormLinears, activate
 
 
 @dataclass(frozen=True)
@@ -31,13 +28,12 @@ class SingleBlock:
     """A single block as it was read.
 
     Attributes:
-        saving: how tensors are kept.
+        saving: how tensors are saved.
         modulation: makes shift, scale and gate; None where the model hands them in.
         inputs: to q, k, v and the MLP.
         attention: of its one stream.
         output: reads attention's out and the MLP.
         activation: of the MLP, as `coat_core.ops.gelu` names it.
-        parameters: the adapters' matrices but those of the modulation.
     """
 
     saving: Saving
@@ -47,28 +43,23 @@ class SingleBlock:
     output: GatedLinear
     activation: str = "gelu_tanh"
 
-    def __call__(
-        self,
-        image: Tensor,
-        text: Tensor | None,
-        shared: Shared,
-        temb: Tensor | None = None,
-        vectors: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return the text and the image stream; arguments as `Call`."""
-        modulation = vectors[0] if self.modulation is None else self.modulation(temb)
-        if text is None:
-            return None, run_block(self, shared, image, modulation)[0]
-        text, image = run_block(self, shared, text, image, modulation)
+    def __call__(self, call: Call) -> tuple[Tensor | None, Tensor]:
+        """Return the text and the image stream."""
+        vectors = call.vectors[0] if self.modulation is None else self.modulation(call.temb)
+        if call.text is None:
+            return None, run_block(self, call.shared, call.image, vectors)[0]
+        text, image = run_block(self, call.shared, call.text, call.image, vectors)
         return text, image
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The adapters' matrices but those of the modulation."""
+        return [*self.inputs.linears.parameters, *self.output.linear.parameters]
 
     @property
     def modulations(self) -> list[Modulation]:
         """Its own one, where it has one."""
         return [] if self.modulation is None else [self.modulation]
-
-    def __post_init__(self) -> None:
-        vars(self).update(parameters=[*self.inputs.linears.parameters, *self.output.linear.parameters])
 
     def forward(
         self, kept: Kept, shared: Shared, inputs: Sequence[Tensor], needs: Sequence[bool]
@@ -77,13 +68,12 @@ class SingleBlock:
         *streams, modulation = inputs
         x, saving = streams[0] if len(streams) == 1 else join(streams[0], streams[1]), kept.saving(self.saving)
         shift, scale, gate = modulation.chunk(3, dim=1)
-        y, h = self.inputs.forward(kept, "", x, scale, shift, saving)
-        projected = Projected(self.inputs.linears, y, h)
+        projected = self.inputs.forward(kept, "", x, scale, shift, saving)
         out = self.attention.forward(kept, [projected], shared, saving.of_attention)
         activated = activate(kept, projected, out, self.output.linear, self.activation, saving)
-        del y, projected, out  # not needed any more, and large
+        del projected, out  # not needed any more, and large
         kept.add("modulation", modulation)
-        y = self.output.forward(kept, "out_", x, gate, *activated, saving, needs[-1])
+        y = self.output.forward(kept, "out_", x, gate, activated, saving, needs[-1])
         return (y,) if len(streams) == 1 else split(y, streams[0].shape[1])
 
     def backward(
@@ -94,15 +84,15 @@ class SingleBlock:
         shift, scale, gate = modulation.chunk(3, dim=1)
         dtype = kept.facts["qkv"]
         mlp, mlp_scale = self.saving.read(kept["mlp"], dtype)
-        attended, scale_of_it = self.saving.of_attention.read(kept["out"], dtype)
-        width, how = activated_width(mlp, self.activation), (self.saving.in_passing[1], dtype)
+        attended, attended_scale = self.saving.of_attention.read(kept["out"], dtype)
+        width, size = activated_width(mlp, self.activation), self.saving.in_passing[1]
 
         def down_gradient(dh: Tensor) -> Tensor:
-            given = (dh, attended, scale_of_it, mlp, mlp_scale, *how)
-            return mlp_down_gradient(*given, self.output.linear.dtype, self.activation)
+            reads = (attended, attended_scale, mlp, mlp_scale, size, dtype)
+            return mlp_down_gradient(dh, *reads, self.output.linear.dtype, self.activation)
 
-        found = self.output.backward(kept, "out_", grad, gate, down_gradient, self.saving)
-        dout, dmlp, dh, down = found.dx[..., :-width], found.dx[..., -width:], found.dh, None
+        dx, dh, dgate, of_output = self.output.backward(kept, "out_", grad, gate, down_gradient, self.saving)
+        dout, dmlp, down = dx[..., :-width], dx[..., -width:], None
         if dh is not None:
             down = self.output.linear.copies(dh.dtype).down
             dout = torch.addmm(dout.flatten(0, -2), dh.flatten(0, -2), down[:, :-width]).view(dout.shape)
@@ -112,12 +102,36 @@ class SingleBlock:
         del out, dout
         y_scale = y_scales[0] if y_scales else None
         norms, eps = list(self.attention.norms), self.attention.eps
-        of_mlp = (dmlp, dh, down, mlp, mlp_scale, *how, self.activation)
+        of_mlp = (dmlp, dh, down, mlp, mlp_scale, size, dtype, self.activation)
         dy = qkv_mlp_backward(joint, ys[0], y_scale, norms, shared.cos, shared.sin, eps, *of_mlp)
-        dgate, of_output = found.dgate, found.adapters
-        del found, dmlp, of_mlp, joint
+        del dx, dmlp, of_mlp, joint
         dx, dmodulation, of_inputs = self.inputs.backward(kept, "", dy, grad, scale, shift, self.saving, any(needs))
         dxs: Sequence[Tensor | None] = [dx] * len(grads)
         if dx is not None and len(grads) == 2:
             dxs = split(dx, grads[0].shape[1])
         return [*dxs, gradient_of_vectors(modulation, dmodulation, dgate)], [*of_inputs, *of_output]
+
+
+def join(text: Tensor, image: Tensor) -> Tensor:
+    """Return both streams [B, T, D] and [B, S, D] as one, text first.
+
+    Diffusers hands them over apart. What one single block returns are two views of one tensor, so the next one takes
+    that tensor, and the gradients of the two views are views of one gradient; slices and `torch.cat` would copy both
+    ways and fill two tensors with zeros in backward.
+    """
+    batch, tokens, width = text.shape
+    rows = tokens + image.shape[1]
+    follows = (
+        text.untyped_storage()._cdata == image.untyped_storage()._cdata
+        and text.dtype == image.dtype
+        and text.stride() == image.stride() == (rows * width, width, 1)
+        and image.storage_offset() == text.storage_offset() + tokens * width
+    )
+    if follows:
+        return text.as_strided((batch, rows, width), text.stride())
+    return torch.cat([text, image], dim=1)
+
+
+def split(joined: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return text (the first `tokens`) and image, views of `joined`."""
+    return joined[:, :tokens], joined[:, tokens:]

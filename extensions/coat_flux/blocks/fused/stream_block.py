@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coat_core.ops.gelu import mlp_activation_backward
 from coat_core.ops.mlp_gradient import mlp_down_gradient
@@ -20,12 +21,9 @@ from coat_core.ops.qkv import qkv_rope_backward
 from coat_core.ops.quantize import quantize_and_save
 from coat_core.quantize import Quantized
 
-from .attention import Attention, Projected, Shared
-from .block import run_block
-from .gated_linear import GatedLinear, activate
-from .kept import NOT_SAVED, Kept, MadeAgain, Saving
+from .block import NOT_SAVED, Call, Kept, Recomputed, Saving, Shared, run_block
 from .modulation import Modulation, gradient_of_vectors
-from .norm_linears import NormLinears
+from .parts import Activated, Attention, GatedLinear, NormLinears, activate
 
 SWIGLU = "silu_and_mul"
 
@@ -35,14 +33,13 @@ class StreamBlock:
     """Such a block as it was read; all its norms are RMSNorms.
 
     Attributes:
-        saving: how tensors are kept.
+        saving: how tensors are saved.
         modulation: makes scale and gate of attention, then of the MLP, gates before their tanh; None without any.
         inputs: to q, k and v.
         attention: of its one stream.
         output: attention's projection.
         up: the MLP's first two linears.
         down: the MLP's last linear.
-        parameters: the adapters' matrices but those of the modulation.
     """
 
     saving: Saving
@@ -53,21 +50,16 @@ class StreamBlock:
     up: NormLinears
     down: GatedLinear
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The adapters' matrices but those of the modulation."""
         groups = (self.inputs.linears, self.output.linear, self.up.linears, self.down.linear)
-        vars(self).update(parameters=[parameter for group in groups for parameter in group.parameters])
+        return [parameter for group in groups for parameter in group.parameters]
 
-    def __call__(
-        self,
-        image: Tensor,
-        text: Tensor | None,
-        shared: Shared,
-        temb: Tensor | None = None,
-        vectors: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return None and the stream; arguments as `Call`, without text."""
-        found = [modulation(temb) for modulation in self.modulations]
-        return None, run_block(self, shared, image, *found)[0]
+    def __call__(self, call: Call) -> tuple[Tensor | None, Tensor]:
+        """Return None and the stream, of a call without text."""
+        vectors = [modulation(call.temb) for modulation in self.modulations]
+        return None, run_block(self, call.shared, call.image, *vectors)[0]
 
     @property
     def modulations(self) -> list[Modulation]:
@@ -90,18 +82,18 @@ class StreamBlock:
         (x, *modulation), saving = inputs, kept.saving(self.saving)
         attends, spec = saving.of_attention, self.output.linear.input_spec
         scale, gate, scale_mlp, gate_mlp = self._vectors(x, modulation)
-        y, h = self.inputs.forward(kept, "in_", x, scale, None, saving)
-        out = self.attention.forward(kept, [Projected(self.inputs.linears, y, h)], shared, attends)
-        how = ("e4m3", *NOT_SAVED) if spec is None else (spec[0], spec[1].name, spec[1].group_size)
-        codes, code_scale, *saved = quantize_and_save(out, *how, *attends.in_passing)
+        projected = self.inputs.forward(kept, "in_", x, scale, None, saving)
+        out = self.attention.forward(kept, [projected], shared, attends)
+        cast = ("e4m3", *NOT_SAVED) if spec is None else (spec[0], spec[1].name, spec[1].group_size)
+        codes, code_scale, *saved = quantize_and_save(out, *cast, *attends.in_passing)
         kept.add("out", *attends.keep(out, saved[0], saved[1]))
         kept.add("modulation", *modulation)
         quantized = None if spec is None else Quantized(codes, code_scale, spec[1])
-        x = self.output.forward(kept, "out_", x, gate, out, quantized, None, saving, True)
-        y, h = self.up.forward(kept, "up_", x, scale_mlp, None, MadeAgain())
-        activated = activate(kept, Projected(self.up.linears, y, h), None, self.down.linear, SWIGLU, saving)
-        del y, h, out  # not needed any more, and large
-        return (self.down.forward(kept, "down_", x, gate_mlp, *activated, saving, True),)
+        x = self.output.forward(kept, "out_", x, gate, Activated(out, quantized), saving, True)
+        projected = self.up.forward(kept, "up_", x, scale_mlp, None, Recomputed())
+        activated = activate(kept, projected, None, self.down.linear, SWIGLU, saving)
+        del projected, out  # not needed any more, and large
+        return (self.down.forward(kept, "down_", x, gate_mlp, activated, saving, True),)
 
     def backward(
         self, kept: Kept, shared: Shared, grads: Sequence[Tensor], needs: Sequence[bool]
@@ -111,17 +103,17 @@ class StreamBlock:
         scale, gate, scale_mlp, gate_mlp = self._vectors(grads[0], modulation)
         dtype = kept.facts["mlp"]
         mlp, mlp_scale = saving.read(kept["mlp"], dtype)
-        how, reader = (saving.in_passing[1], dtype), self.down.linear
+        size, reader = saving.in_passing[1], self.down.linear
 
         def down_gradient(dh: Tensor) -> Tensor:
-            return mlp_down_gradient(dh, None, None, mlp, mlp_scale, *how, reader.dtype, SWIGLU)
+            return mlp_down_gradient(dh, None, None, mlp, mlp_scale, size, dtype, reader.dtype, SWIGLU)
 
         dy, dh, dgate_mlp, of_down = self.down.backward(kept, "down_", grads[0], gate_mlp, down_gradient, saving)
         low_rank = (None, None) if dh is None else (dh, reader.copies(dh.dtype).down)
-        dmlp = mlp_activation_backward(dy, *low_rank, mlp, mlp_scale, *how, SWIGLU)
+        dmlp = mlp_activation_backward(dy, *low_rank, mlp, mlp_scale, size, dtype, SWIGLU)
         del dy
-        x = self.output.again(kept, "out_", self.inputs.kept_x(kept, "in_", saving), gate, saving)
-        dx, of_norm, of_up = self.up.backward(kept, "up_", dmlp, grads[0], scale_mlp, None, MadeAgain(values=x), True)
+        x = self.output.again(kept, "out_", self.inputs.saved_x(kept, "in_", saving), gate, saving)
+        dx, of_norm, of_up = self.up.backward(kept, "up_", dmlp, grads[0], scale_mlp, None, Recomputed(values=x), True)
         del dmlp, x
         assert dx is not None
         out = attends.unpack(kept["out"], kept.facts["qkv"])
@@ -139,7 +131,7 @@ class StreamBlock:
         dxs = [dx]
         if modulation:
             gates = (_before_tanh(dgate, gate), _before_tanh(dgate_mlp, gate_mlp))
-            scales = (None if found is None else found[:, 1] for found in (of_first, of_norm))
+            scales = (None if gradient is None else gradient[:, 1] for gradient in (of_first, of_norm))
             parts = (part for pair in zip(scales, gates, strict=True) for part in pair)
             dxs.append(gradient_of_vectors(modulation[0], *parts))
         return dxs, [*of_inputs, *of_output, *of_up, *of_down]

@@ -17,14 +17,10 @@ from coat_core.activation import PackingConfig
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.attention import Rotary, Shared
-from ..fused.block import Call
+from ..fused.block import Call, Rotary, Saving, Shared
 from ..fused.double_block import DoubleBlock, Stream
-from ..fused.frozen import NotFusable
-from ..fused.gated_linear import GatedLinear
-from ..fused.kept import Saving
-from ..fused.linears import read_group, read_linear
-from ..fused.norm_linears import NormLinears
+from ..fused.linears import NotFusable, read_group, read_linear
+from ..fused.parts import GatedLinear, NormLinears
 from ..fused.reading import (
     OncePerPass,
     Outside,

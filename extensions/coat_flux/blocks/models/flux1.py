@@ -13,10 +13,9 @@ from torch import Tensor
 
 from coat_core.activation import PackingConfig
 
-from ..fused.attention import Shared
-from ..fused.block import Call
+from ..fused.block import Call, Shared
 from ..fused.double_block import DoubleBlock
-from ..fused.frozen import NotFusable
+from ..fused.linears import NotFusable
 from ..fused.reading import Outside, Reader, check_attention, clipped, read_double, read_modulation, read_single
 from ..fused.single_block import SingleBlock
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries

@@ -17,14 +17,10 @@ from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
 
-from ..fused.attention import Attention, Shared
-from ..fused.block import Call
+from ..fused.block import Call, Saving, Shared
 from ..fused.double_block import DoubleBlock, Stream
-from ..fused.frozen import NotFusable
-from ..fused.gated_linear import GatedLinear
-from ..fused.kept import Saving
-from ..fused.linears import LinearGroup, read_group, read_linear
-from ..fused.norm_linears import NormLinears
+from ..fused.linears import LinearGroup, NotFusable, read_group, read_linear
+from ..fused.parts import Attention, GatedLinear, NormLinears
 from ..fused.reading import (
     Reader,
     check_attention,

@@ -15,11 +15,9 @@ from coat_core.activation import PackingConfig
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.attention import Rotary, Shared
-from ..fused.block import Call
+from ..fused.block import Call, Rotary, Shared
 from ..fused.double_block import DoubleBlock
-from ..fused.frozen import NotFusable
-from ..fused.linears import read_linear
+from ..fused.linears import NotFusable, read_linear
 from ..fused.modulation import Modulation
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, clipped, read_double
 from .family import BlockList, Family

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from coat_core.activation import PackingConfig
 
-from ..fused.attention import Rotary, Shared
-from ..fused.block import Call
+from ..fused.block import Call, Rotary, Shared
 from ..fused.double_block import DoubleBlock
-from ..fused.frozen import NotFusable
+from ..fused.linears import NotFusable
 from ..fused.modulation import Modulation
 from ..fused.reading import OncePerPass, Outside, Reader, check_attention, read_double, read_modulation
 from .family import BlockList, Family

@@ -16,14 +16,10 @@ from coat_core.activation import PackingConfig
 from coat_core.linear.function import compute_dtype
 from coat_core.ops.attention import additive_mask
 
-from ..fused.attention import Attention, Rotary, Shared
-from ..fused.block import Call
-from ..fused.frozen import NotFusable
-from ..fused.gated_linear import GatedLinear
-from ..fused.kept import Saving
-from ..fused.linears import read_group, read_linear
+from ..fused.block import Call, Rotary, Saving, Shared
+from ..fused.linears import NotFusable, read_group, read_linear
 from ..fused.modulation import Modulation
-from ..fused.norm_linears import NormLinears
+from ..fused.parts import Attention, GatedLinear, NormLinears
 from ..fused.reading import OncePerPass, Reader, check_attention, check_dropout, qk_norm
 from ..fused.stream_block import StreamBlock
 from .family import BlockList, Family
