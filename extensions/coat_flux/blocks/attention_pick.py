@@ -37,16 +37,13 @@ class PickedAttention:
     """The attention kernel of the run, and why.
 
     Attributes:
-        kernel: as `coat_core.ops.attention` names it.
-        why: in words.
         milliseconds: of one block's attention, forward and backward, by kernel; empty where nothing was measured.
-        refused: kernel → why it cannot be used here.
     """
 
-    kernel: str
-    why: str = "torch's choice"
+    kernel: str  # as `coat_core.ops.attention` names it
+    why: str = "torch's choice"  # in words
     milliseconds: Mapping[str, float] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)  # kernel → why it cannot be used here
 
     @property
     def row(self) -> tuple[str, str]:
@@ -63,9 +60,6 @@ class PickedAttention:
 
 class AttentionPick:
     """Chooses once, at the first training pass.
-
-    Args:
-        config: the `coat:` block.
 
     Attributes:
         kernel: that is in force on a GPU; None before it is chosen.

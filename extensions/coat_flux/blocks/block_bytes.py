@@ -43,15 +43,12 @@ class UnknownBlock:
     """A block whose kept tensors nobody listed: its bytes are those that were measured per element of hidden states.
 
     Attributes:
-        kind: name of its class.
-        elements: of hidden states in the largest micro-batch.
-        gradients: bytes of its adapters.
         fused: bytes per element that the fused flow keeps, attention in FP8; 0 where it has none, or nobody knows.
     """
 
-    kind: str
-    elements: int
-    gradients: int
+    kind: str  # name of its class
+    elements: int  # of hidden states in the largest micro-batch
+    gradients: int  # bytes of its adapters
     fused: float = 0.0
 
     def bytes(self, settings: FlowSettings) -> BlockBytes:
@@ -71,7 +68,6 @@ def read_blocks(modules: Iterable[nn.Module], args: tuple[Any, ...], elements: i
     """Describe blocks with their adapters, in forward order.
 
     Args:
-        modules: the blocks.
         args: what the first one is called with; empty before that is known.
         elements: of hidden states, for blocks whose kept tensors nobody listed.
     """
@@ -123,8 +119,6 @@ def largest_moment(blocks: Sequence[BlockBytes], recomputed: Iterable[int] = (),
     """Find the moment of a step when the blocks need most.
 
     Args:
-        blocks: in forward order.
-        recomputed: indices of those that recompute.
         accumulates: the gradients of an earlier micro-batch are there all along.
     """
     chosen = set(recomputed)

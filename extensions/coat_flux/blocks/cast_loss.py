@@ -42,19 +42,12 @@ SHORTEST_SHARE = 0.01  # of the nonzero elements may be below the range
 
 
 class Measures(NamedTuple):
-    """The losses of a cast.
+    """The losses of a cast."""
 
-    Attributes:
-        saturation: share of elements beyond the largest code, 0 to 1.
-        underflow: share of nonzero elements cast to zero, 0 to 1.
-        noise: mean relative noise power of the segments, 0 to 1; nan where all are zero.
-        range_used: share of the format's octaves that the values ask for; nan where that says nothing.
-    """
-
-    saturation: float
-    underflow: float
-    noise: float
-    range_used: float
+    saturation: float  # share of elements beyond the largest code, 0 to 1
+    underflow: float  # share of nonzero elements cast to zero, 0 to 1
+    noise: float  # mean relative noise power of the segments, 0 to 1; nan where all are zero
+    range_used: float  # share of the format's octaves that the values ask for; nan where that says nothing
 
     @property
     def sqnr_db(self) -> float:

@@ -33,56 +33,35 @@ class Given:
     """What a plan rests on, apart from the config; each change of it is a reason to decide again.
 
     Attributes:
-        blocks: in forward order.
-        classes: names of their classes.
-        tokens: of the largest micro-batch; None before the first step.
-        value_bytes: of an element of hidden states.
-        lora_bytes: of an element of what adapters compute with.
-        dropout: whether the adapters have dropout.
-        quantized: linears multiply by weights that ai-toolkit quantized its own way.
-        device: type of the device.
-        allow_recompute: False forbids recomputation (`train.gradient_checkpointing: false`).
         free_bytes: what the budget leaves for a step after all that is held all along; None: there is no limit.
-        stream_bytes: of each block's codes, where they can be in host memory, else empty.
-        reserve_bytes: what sampling or the optimizer need of what is free for a step.
-        accumulates: the gradients of an earlier micro-batch are there all along.
-        unfused: index of each block that cannot be fused → why.
-        transposed_bytes: what transposed copies of the weights take.
-        shadow_bytes: what copies of the adapters' matrices in the blocks' dtype take.
-        graph_obstacle: why whole steps cannot be CUDA graphs; empty where they can.
-        picks_later: the first step still has to pick a GEMM.
-        picked: what it picked.
         attention: the kernel of the fused blocks' attention, and why; None before the first step.
         recomputed: indices of the blocks that recompute, where it is not the config that says it.
-        ran_out_with: how many blocks recomputed when memory ran out; None where it did not.
-        without_copies: memory ran out with transposed copies.
-        frees_gradients: a gradient is used up in backward, as soon as it is there.
     """
 
-    blocks: tuple[Block | UnknownBlock, ...]
-    classes: tuple[str, ...] = ()
-    tokens: Tokens | None = None
-    value_bytes: int = 2
-    lora_bytes: int = FP32
-    dropout: bool = False
-    quantized: bool = False
-    device: str = "cuda"
-    allow_recompute: bool = True
+    blocks: tuple[Block | UnknownBlock, ...]  # in forward order
+    classes: tuple[str, ...] = ()  # names of their classes
+    tokens: Tokens | None = None  # of the largest micro-batch; None before the first step
+    value_bytes: int = 2  # of an element of hidden states
+    lora_bytes: int = FP32  # of an element of what adapters compute with
+    dropout: bool = False  # whether the adapters have dropout
+    quantized: bool = False  # linears multiply by weights that ai-toolkit quantized its own way
+    device: str = "cuda"  # type of the device
+    allow_recompute: bool = True  # False forbids recomputation (`train.gradient_checkpointing: false`)
     free_bytes: float | None = None
-    stream_bytes: tuple[int, ...] = ()
-    reserve_bytes: int = 0
-    accumulates: bool = False
-    unfused: Mapping[int, str] = field(default_factory=dict)
-    transposed_bytes: int = 0
-    shadow_bytes: int = 0
-    graph_obstacle: str = NOT_CAPTURED
-    picks_later: bool = False
-    picked: PickedGemm | None = None
+    stream_bytes: tuple[int, ...] = ()  # of each block's codes, where they can be in host memory, else empty
+    reserve_bytes: int = 0  # what sampling or the optimizer need of what is free for a step
+    accumulates: bool = False  # the gradients of an earlier micro-batch are there all along
+    unfused: Mapping[int, str] = field(default_factory=dict)  # index of each block that cannot be fused → why
+    transposed_bytes: int = 0  # what transposed copies of the weights take
+    shadow_bytes: int = 0  # what copies of the adapters' matrices in the blocks' dtype take
+    graph_obstacle: str = NOT_CAPTURED  # why whole steps cannot be CUDA graphs; empty where they can
+    picks_later: bool = False  # the first step still has to pick a GEMM
+    picked: PickedGemm | None = None  # what it picked
     attention: tuple[str, str] | None = None
     recomputed: tuple[int, ...] | None = None
-    ran_out_with: int | None = None
-    without_copies: bool = False
-    frees_gradients: bool = False
+    ran_out_with: int | None = None  # how many blocks recomputed when memory ran out; None where it did not
+    without_copies: bool = False  # memory ran out with transposed copies
+    frees_gradients: bool = False  # a gradient is used up in backward, as soon as it is there
 
 
 @dataclass(frozen=True)
@@ -90,60 +69,37 @@ class BlockChoice:
     """What one block does.
 
     Attributes:
-        recomputed: it is run again in backward; else what it saves is kept. None: decided at the first step.
-        inputs: how a recomputed block's inputs are stored; None: as they are.
-        saved: how what a kept block saves is stored; None: as it is.
         flow: "fused" (the written-out passes of `fused/`), "generic" (diffusers' code, saved tensors packed) or
             "diffusers" (its code alone).
-        obstacle: why it is not fused, where it should be.
-        gemm: as of `BlockPlan`.
-        transposed: a transposed copy of its weights is kept for dgrad.
-        streamed: its codes are in host memory.
     """
 
-    recomputed: bool | None
-    inputs: PackingConfig | None
-    saved: PackingConfig | None
+    recomputed: bool | None  # it is run again in backward; else what it saves is kept. None: decided at the first step
+    inputs: PackingConfig | None  # how a recomputed block's inputs are stored; None: as they are
+    saved: PackingConfig | None  # how what a kept block saves is stored; None: as it is
     flow: str
-    obstacle: str
-    gemm: str
-    transposed: bool
-    streamed: bool
+    obstacle: str  # why it is not fused, where it should be
+    gemm: str  # as of `BlockPlan`
+    transposed: bool  # a transposed copy of its weights is kept for dgrad
+    streamed: bool  # its codes are in host memory
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What all blocks do, and the sizes that was decided by.
+    """What all blocks do, and the sizes that was decided by."""
 
-    Attributes:
-        checkpointing: `memory.checkpointing` in force.
-        gemm: of `measure.GEMMS`, or the config's own scaling.
-        captured: steps are CUDA graphs.
-        blocks: in forward order.
-        moment: the moment when blocks need most; None before the first step.
-        kept_bytes: what all blocks keep from the forward to the backward pass.
-        around_bytes: what the model keeps outside its blocks.
-        copies: transposed copies of the weights are kept.
-        transposed_bytes: of the transposed copies; 0 without.
-        shadow_bytes: of the adapters' copies (`fused.linears`); 0 without.
-        freed_bytes: what codes in host memory leave free on the device.
-        spare_bytes: what a step leaves free, where `auto` recomputes nothing; else below 0.
-        given: what it was decided by.
-    """
-
-    checkpointing: str
-    gemm: str
-    captured: bool
-    blocks: tuple[BlockChoice, ...]
-    moment: Moment | None
-    kept_bytes: int
-    around_bytes: int
-    copies: bool
-    transposed_bytes: int
-    shadow_bytes: int
-    freed_bytes: int
-    spare_bytes: float = field(compare=False)
-    given: Given = field(compare=False, repr=False)
+    checkpointing: str  # `memory.checkpointing` in force
+    gemm: str  # of `measure.GEMMS`, or the config's own scaling
+    captured: bool  # steps are CUDA graphs
+    blocks: tuple[BlockChoice, ...]  # in forward order
+    moment: Moment | None  # the moment when blocks need most; None before the first step
+    kept_bytes: int  # what all blocks keep from the forward to the backward pass
+    around_bytes: int  # what the model keeps outside its blocks
+    copies: bool  # transposed copies of the weights are kept
+    transposed_bytes: int  # of the transposed copies; 0 without
+    shadow_bytes: int  # of the adapters' copies (`fused.linears`); 0 without
+    freed_bytes: int  # what codes in host memory leave free on the device
+    spare_bytes: float = field(compare=False)  # what a step leaves free, where `auto` recomputes nothing; else below 0
+    given: Given = field(compare=False, repr=False)  # what it was decided by
 
     @property
     def recomputed(self) -> list[int] | None:
@@ -371,14 +327,8 @@ def flow_settings(
     """How a block keeps what it saves; without COAT, or with FP8 weights alone, in high precision.
 
     Args:
-        config: the `coat:` block.
-        fused: whether the block can be fused.
-        value_bytes: of an element of hidden states.
         lora_bytes: of an element of what adapters compute with.
-        dropout: whether the adapters have dropout.
         quantized: whether weights that ai-toolkit quantized its own way are dequantized at each use.
-        cuda: whether the model runs on a GPU.
-        frees_gradients: of `FlowSettings`.
     """
     activation = config.activation
     in_fp8 = config.enabled and activation.use_fp8

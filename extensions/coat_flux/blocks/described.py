@@ -41,25 +41,18 @@ class Block:
     """One transformer block.
 
     Attributes:
-        kind: of `LINEARS`: "double" (text and image streams) or "single" (both as one), of FLUX.1 or FLUX.2.
-        hidden: d.
-        heads: of attention.
-        mlp: F.
-        ranks: (linear's name in the block, LoRA rank) of each adapter.
-        trained_input: whether a gradient goes on to what lies before the block.
         trained_embedding: whether one goes on to the embedding that its modulation is made from, in FLUX.2 to the
             modulation.
-        trained: names in the block of its own parameters that are trained, without an adapter.
     """
 
-    kind: str
-    hidden: int
-    heads: int
-    mlp: int
-    ranks: tuple[tuple[str, int], ...] = ()
-    trained_input: bool = True
+    kind: str  # of `LINEARS`: "double" (text and image streams) or "single" (both as one), of FLUX.1 or FLUX.2
+    hidden: int  # d
+    heads: int  # of attention
+    mlp: int  # F
+    ranks: tuple[tuple[str, int], ...] = ()  # (linear's name in the block, LoRA rank) of each adapter
+    trained_input: bool = True  # whether a gradient goes on to what lies before the block
     trained_embedding: bool = False
-    trained: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()  # names in the block of its own parameters that are trained, without an adapter
 
     @property
     def trained_output(self) -> bool:

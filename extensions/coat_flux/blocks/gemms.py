@@ -60,12 +60,7 @@ def config_for(device: torch.device, config: COATConfig) -> COATConfig:
 
 
 class BlockGemms:
-    """The linears of blocks that multiply in FP8 as the config has it.
-
-    Args:
-        blocks: as `apply_coat` left them.
-        config: the `coat:` block.
-    """
+    """The linears of blocks that multiply in FP8 as the config has it."""
 
     def __init__(self, blocks: Iterable[nn.Module], config: COATConfig) -> None:
         self._blocks, self._asked = list(blocks), config.linear_config()

@@ -30,11 +30,7 @@ TensorsOf = Callable[[Any], Iterable[Tensor]]
 
 
 class HeldParts:
-    """Counts tensors on one device by part; their owners may go at any time.
-
-    Args:
-        device: tensors elsewhere are not counted.
-    """
+    """Counts tensors on one device by part; their owners may go at any time."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -42,11 +38,6 @@ class HeldParts:
 
     def add(self, part: str, owner: Any, tensors: TensorsOf) -> None:
         """Count the tensors of `owner`, as long as it lives, under `part`.
-
-        Args:
-            part: one of `PARTS`.
-            owner: kept by a weak reference only.
-            tensors: gives the owner's tensors.
 
         Raises:
             ValueError: unknown part.
@@ -93,12 +84,7 @@ class HeldParts:
 
 
 class HeldTensors(TorchDispatchMode):
-    """Adds up the storages that operators make inside the `with` block, until they are freed.
-
-    Attributes:
-        now: bytes of those that live.
-        peak: the most there were at one moment.
-    """
+    """Adds up the storages that operators make inside the `with` block, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,6 @@ class BlockHook:
     """Stands in place of a block's forward: while gradients are recorded, `run` is called instead.
 
     Args:
-        block: whose forward it replaces.
         run: called as `run(block, *args, **kwargs)`; its arguments are by position as far as forward names them.
         on_host: called with the block where a checkpoint of the model's own is around the call: it runs as it is.
         ready: called with the block before it runs, also where no gradients are recorded.
@@ -87,15 +86,7 @@ def take_over(
     on_host: Callable[[nn.Module], None],
     ready: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Put a hook on each block, in place of all that are there, and switch the model's own recomputation off.
-
-    Args:
-        model: that has the blocks.
-        blocks: to be run by `run`.
-        run: as of `BlockHook`.
-        on_host: likewise.
-        ready: likewise.
-    """
+    """Put a hook on each block, in place of all that are there, and switch the model's own recomputation off."""
     for module in model.modules():
         release(module)
     for block in blocks:
@@ -145,7 +136,6 @@ def check_reached(names: Sequence[str], ran: Mapping[int, str], *, strict: bool)
     Whole lists may belong to a part of the model that other steps use, as Wan 2.2's second transformer.
 
     Args:
-        names: of all blocks, `list.index`.
         ran: index → how it ran, as `BlockRunner.ran`.
         strict: refuse what is left out of a list of which some blocks were brought.
 

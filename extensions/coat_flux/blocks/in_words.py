@@ -42,10 +42,7 @@ def shared_rows(
 
     Args:
         plan: of the model's blocks, as it is now.
-        config: the `coat:` block.
-        device: where the model runs.
         ran: how each block ran that did, as `BlockRunner.ran`.
-        own: all weights are ai-toolkit's own.
     """
     gemms, saved = _gemms(plan, config, device), _saved(plan, config, ran)
     gemms = gemms._replace(got=OWN_PRODUCTS, why=QUANTIZED) if own else gemms
@@ -101,9 +98,6 @@ def generic_cost(config: COATConfig, given: Given, block: nn.Module, args: tuple
     """What the generic flow keeps of a block in place of the fused one; empty where that is unknown.
 
     Args:
-        config: the `coat:` block.
-        given: of all blocks.
-        block: the one.
         args: what it is called with: image and text first.
     """
     if len(args) < 2 or not isinstance(args[1], Tensor):

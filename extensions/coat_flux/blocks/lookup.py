@@ -84,9 +84,7 @@ def target_names(
     """Return those of the linears' full names that get an adapter, in their order.
 
     Args:
-        names: of all linears.
         only_if_contains: keep names with at least one of these; None keeps all.
-        ignore_if_contains: drop names with any of these.
         transformer_only: only linears inside the block lists.
     """
     inside = [name for name in names if not transformer_only or name.split(".")[0] in FLUX.blocks]
@@ -97,9 +95,7 @@ def trained_names(parameters: Iterable[str], include: Sequence[str], exclude: Se
     """Return those of the parameters' full names that full fine-tuning trains, in their order.
 
     Args:
-        parameters: names of all.
         include: `coat.include`, fnmatch patterns over names of parameters and of the modules that hold them.
-        exclude: `coat.exclude`, the same.
 
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.

@@ -42,14 +42,12 @@ class LoraReport:
     """Result of `attach_lora`, by adapter name.
 
     Attributes:
-        shared: adapters that keep the FP8 x of their base linear.
         own: adapters that keep an FP8 x of their own (base not converted, dropout before the down projection, DoRA).
-        skipped: name → reason.
     """
 
-    shared: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)  # adapters that keep the FP8 x of their base linear
     own: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # name → reason
 
     def summary(self) -> str:
         """One line with the counts."""
@@ -128,16 +126,13 @@ class PlainAdapter:
     """One adapter's matrices.
 
     Attributes:
-        down: A [r, K].
-        up: B [N, r].
-        factors: numbers or one-element tensors that multiply x Aᵀ.
         strengths: [images], multiplies the rows of x Aᵀ image by image; None where all images have the same.
         copies: what `AdapterCopies` holds of this adapter and the others that read the same x, if it is the first.
     """
 
-    down: nn.Parameter
-    up: nn.Parameter
-    factors: tuple[float | Tensor, ...]
+    down: nn.Parameter  # A [r, K]
+    up: nn.Parameter  # B [N, r]
+    factors: tuple[float | Tensor, ...]  # numbers or one-element tensors that multiply x Aᵀ
     strengths: Tensor | None = None
     copies: Any = None
 

@@ -49,14 +49,12 @@ class PickedGemm(NamedTuple):
     """How the blocks' linears multiply, as the first step picked it, and why.
 
     Attributes:
-        gemm: of `GEMMS`, or the config's own scaling.
         milliseconds: of all blocks, forward and backward, by candidate; empty where nothing was measured.
-        why: in words.
     """
 
-    gemm: str
+    gemm: str  # of `GEMMS`, or the config's own scaling
     milliseconds: Mapping[str, float]
-    why: str
+    why: str  # in words
 
     def describe(self) -> str:
         """One line for the log."""
@@ -76,7 +74,6 @@ class GemmPick:
 
     Args:
         blocks: full name → block; kinds are classes.
-        config: the `coat:` block.
         form_of: block → what runs it as a training step would, with its linears as they are now.
     """
 

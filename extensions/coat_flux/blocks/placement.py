@@ -44,8 +44,6 @@ def pass_seconds(
     """Return how long each block takes, forward and backward, by the rates of this module.
 
     Args:
-        blocks: in forward order.
-        tokens: of a micro-batch.
         codes: bytes of each block's codes; a block that nobody described takes as long as these take to copy.
     """
     return [_seconds(block, tokens, size) for block, size in zip(blocks, codes, strict=True)]
@@ -54,14 +52,7 @@ def pass_seconds(
 def extra_seconds(
     times: Sequence[tuple[float, float]], codes: Sequence[int], streamed: Collection[int], recomputed: Collection[int]
 ) -> float:
-    """Return what streaming and recomputing these blocks adds to a step.
-
-    Args:
-        times: of `pass_seconds`.
-        codes: bytes of each block's codes.
-        streamed: indices.
-        recomputed: indices.
-    """
+    """Return what streaming and recomputing these blocks adds to a step."""
     again = sum(times[i][0] for i in recomputed)
     forward, backward = (sum(column) for column in zip(*times, strict=True))
     copies = sum(codes[i] for i in streamed) / COPIED_PER_SECOND

@@ -48,7 +48,6 @@ def adopt(module: Any, config: FP8LinearConfig) -> None:
 
     Args:
         module: the linear; adopting it again changes the config alone.
-        config: how the adapter keeps x.
     """
     module.coat_input_config = config
     if is_adopted(module):
@@ -77,8 +76,6 @@ def own_product(module: Any, x: Tensor, trains: bool) -> Tensor:
     """Return y of an adopted linear by its own code, without a graph.
 
     Args:
-        module: the linear.
-        x: its input.
         trains: whether that is part of training: where no gradient of x is asked for, ai-toolkit's linears that
             quantize x do so only on GPUs that multiply such codes.
     """

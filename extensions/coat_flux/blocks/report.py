@@ -27,21 +27,13 @@ HEADER = ("part", "count", "asked", "got", "why")
 
 
 class TableRow(NamedTuple):
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        part: a group of layers, or what the blocks share (GEMMs, kernels, attention, optimizer, ...).
-        asked: what the config asks for.
-        got: what there is.
-        why: the reason, where they differ or where the config leaves the choice.
-        count: layers; 0 where none are counted.
-    """
-
-    part: str
-    asked: str
-    got: str
-    why: str = ""
-    count: int = 0
+    part: str  # a group of layers, or what the blocks share (GEMMs, kernels, attention, optimizer, ...)
+    asked: str  # what the config asks for
+    got: str  # what there is
+    why: str = ""  # the reason, where they differ or where the config leaves the choice
+    count: int = 0  # layers; 0 where none are counted
 
 
 @dataclass
@@ -49,26 +41,20 @@ class CoatReport:
     """Result of `apply_coat`, by full module name. What the first step decides is there from the first step on.
 
     Attributes:
-        asked: what the config asks of a linear of the blocks, in words.
-        converted: linears whose weight is FP8 or whose GEMMs are.
         quantized: name → how, for linears that ai-toolkit quantized its own way.
-        got: name → what the layer does when the run starts, in words.
         why: name → reason, where a layer got less than the config asks for in general.
-        skipped: name → reason, for linears left in high precision.
-        checkpointing: one line on recomputation and saved tensors.
-        execution: one line on who chooses the GEMMs' scaling and compilation.
         linears: name → the layer, whose GEMM the first step may change.
         shared: gives the rows on what the blocks share, as it is now.
     """
 
-    asked: str = ""
-    converted: list[str] = field(default_factory=list)
+    asked: str = ""  # what the config asks of a linear of the blocks, in words
+    converted: list[str] = field(default_factory=list)  # linears whose weight is FP8 or whose GEMMs are
     quantized: dict[str, str] = field(default_factory=dict)
-    got: dict[str, str] = field(default_factory=dict)
+    got: dict[str, str] = field(default_factory=dict)  # name → what the layer does when the run starts, in words
     why: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    checkpointing: str = ""
-    execution: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)  # name → reason, for linears left in high precision
+    checkpointing: str = ""  # one line on recomputation and saved tensors
+    execution: str = ""  # one line on who chooses the GEMMs' scaling and compilation
     linears: Mapping[str, Any] = field(default_factory=dict, repr=False)
     shared: Callable[[], Iterable[TableRow]] = field(default=tuple, repr=False)
     _added: dict[str, TableRow] = field(default_factory=dict, repr=False)
@@ -151,7 +137,6 @@ def describe_linear(linear: FP8LinearConfig, stored: bool, high_precision: bool)
     """What a linear does, in words: weight, forward input and backward gradient.
 
     Args:
-        linear: its config.
         stored: whether it holds codes instead of a weight.
         high_precision: whether it multiplies in high precision whatever its config says.
     """

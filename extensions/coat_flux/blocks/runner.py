@@ -58,8 +58,6 @@ class BlockRunner:
 
     Args:
         blocks: full name → block, in forward order.
-        config: the `coat:` block.
-        allow_recompute: False forbids recomputation.
 
     Attributes:
         attention: chooses the kernel of the fused blocks' attention at the first step.
@@ -121,10 +119,7 @@ class BlockRunner:
         """Make the runner for `model` and let it take over the calls of its blocks.
 
         Args:
-            model: of any class.
             block_lists: fnmatch patterns of the module lists whose items are its blocks, in forward order.
-            config: the `coat:` block.
-            allow_recompute: False forbids recomputation.
             device: where the blocks will run; default: where they are.
 
         Raises:

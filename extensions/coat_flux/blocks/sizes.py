@@ -66,38 +66,27 @@ class FlowSettings:
     """How blocks keep what they keep.
 
     Attributes:
-        flow: one of `FLOWS`.
-        attention: "fp8" or "bf16", of q, k, v and out.
-        packing: scaling of packed tensors and of recomputed blocks' inputs.
-        inputs: scaling of the FP8 x of adapters in the generic flow and in recomputed blocks.
         fp8_adapters: adapters keep their x in FP8 (`attach_lora`); where the flow is eager, only in recomputed blocks.
-        fp8_checkpoint: recomputed blocks keep FP8 inputs.
-        value_bytes: of an element of hidden states, 2 for bf16.
         lora_bytes: of an element of an adapter's x and h outside the fused flow: 4 for fp32 adapters without autocast.
-        dropout: the adapters have dropout.
         cuda: torch's CUDA operators; on a CPU RMSNorm keeps an fp32 copy and LayerNorm its statistics in bf16.
-        fp8_gemms: linears quantize what they multiply.
         fp8_weights: linears hold codes; where not, GEMMs make them at each use, and the generic flow keeps them.
-        weight_format: of these codes; what is not FP8 is decoded for a product.
-        kernels: casts and norms run as kernels; where not, they go through whole fp32 tensors.
-        frees_gradients: a gradient is used up in backward, as soon as it is there (`train.fused_backward`).
     """
 
-    flow: str = "fused"
-    attention: str = "fp8"
-    packing: Granularity = PER_GROUP
-    inputs: Granularity = PER_ROW
+    flow: str = "fused"  # one of `FLOWS`
+    attention: str = "fp8"  # "fp8" or "bf16", of q, k, v and out
+    packing: Granularity = PER_GROUP  # scaling of packed tensors and of recomputed blocks' inputs
+    inputs: Granularity = PER_ROW  # scaling of the FP8 x of adapters in the generic flow and in recomputed blocks
     fp8_adapters: bool = True
-    fp8_checkpoint: bool = True
-    value_bytes: int = 2
+    fp8_checkpoint: bool = True  # recomputed blocks keep FP8 inputs
+    value_bytes: int = 2  # of an element of hidden states, 2 for bf16
     lora_bytes: int = FP32
-    dropout: bool = False
+    dropout: bool = False  # the adapters have dropout
     cuda: bool = True
-    fp8_gemms: bool = True
+    fp8_gemms: bool = True  # linears quantize what they multiply
     fp8_weights: bool = True
-    weight_format: str = "e4m3"
-    kernels: bool = True
-    frees_gradients: bool = False
+    weight_format: str = "e4m3"  # of these codes; what is not FP8 is decoded for a product
+    kernels: bool = True  # casts and norms run as kernels; where not, they go through whole fp32 tensors
+    frees_gradients: bool = False  # a gradient is used up in backward, as soon as it is there (`train.fused_backward`)
 
     def __post_init__(self) -> None:
         if self.flow not in FLOWS:
@@ -105,21 +94,13 @@ class FlowSettings:
 
 
 class BlockBytes(NamedTuple):
-    """What a choice of recomputed blocks weighs, per block.
+    """What a choice of recomputed blocks weighs, per block."""
 
-    Attributes:
-        kept: when the block is not recomputed, without its output.
-        recomputed: kept when it is.
-        workspace: needed for a moment of its forward or backward pass besides what is kept.
-        recomputation: the same, when the block is recomputed.
-        gradients: of what is trained in it; 0 where they are freed at once, and then in `workspace`.
-    """
-
-    kept: int
-    recomputed: int
-    workspace: int
-    recomputation: int
-    gradients: int
+    kept: int  # when the block is not recomputed, without its output
+    recomputed: int  # kept when it is
+    workspace: int  # needed for a moment of its forward or backward pass besides what is kept
+    recomputation: int  # the same, when the block is recomputed
+    gradients: int  # of what is trained in it; 0 where they are freed at once, and then in `workspace`
 
 
 @functools.lru_cache(maxsize=1024)

@@ -89,7 +89,6 @@ class StreamedWeights:
 
     Args:
         blocks: in forward order; their codes are wherever they were made.
-        device: where the blocks run.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
@@ -129,11 +128,7 @@ class StreamedWeights:
 
     @torch.no_grad()
     def stream(self, chosen: Collection[int]) -> None:
-        """Keep the codes of these blocks in host memory from now on, those of all others on the device.
-
-        Args:
-            chosen: indices of blocks.
-        """
+        """Keep the codes of these blocks in host memory from now on, those of all others on the device."""
         if self._stream is not None and self._order:
             torch.cuda.synchronize(self._device)
         self._order = sorted(chosen)
@@ -186,7 +181,6 @@ class StreamedWeights:
 
         Args:
             block: of any kind; nothing happens for one that is not streamed.
-            backward: the block before it comes next.
         """
         place = self._places.get(block)
         if place is None:
@@ -204,7 +198,6 @@ class StreamedWeights:
         """Have the codes of a block back before its backward pass begins.
 
         Args:
-            block: as of `ready`.
             outputs: what it returned: tensors, or a tuple of them.
         """
         place = self._places.get(block)

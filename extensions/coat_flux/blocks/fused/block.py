@@ -35,13 +35,11 @@ class Shared(NamedTuple):
     """What the attention of all blocks of a pass shares.
 
     Attributes:
-        cos: fp32 [S, d] or [B, S, d].
-        sin: fp32, like cos.
         mask: added to q kᵀ / sqrt(d), broadcast to [B, H, S, S], in the dtype of q (`additive_mask`); None without.
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # fp32 [S, d] or [B, S, d]
+    sin: Tensor  # fp32, like cos
     mask: Tensor | None = None
 
 
@@ -49,18 +47,14 @@ class Call(NamedTuple):
     """What a block is called with, whatever model it is in.
 
     Attributes:
-        image: [B, S, D].
-        text: [B, T, D]; None where `image` has the tokens of both, text first.
-        shared: of the tokens of both, text first.
         temb: [B, D] that the block's own modulations are made from; None where the model hands in their vectors.
-        vectors: these [B, n·D], of each stream, text first.
     """
 
-    image: Tensor
-    text: Tensor | None
-    shared: Shared
+    image: Tensor  # [B, S, D]
+    text: Tensor | None  # [B, T, D]; None where `image` has the tokens of both, text first
+    shared: Shared  # of the tokens of both, text first
     temb: Tensor | None = None
-    vectors: tuple[Tensor, ...] = ()
+    vectors: tuple[Tensor, ...] = ()  # these [B, n·D], of each stream, text first
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,6 @@ class Kept:
 
     Attributes:
         wanted: False saves nothing: no backward pass follows.
-        facts: what is kept besides tensors.
     """
 
     def __init__(self, wanted: bool = True) -> None:

@@ -44,10 +44,6 @@ def _reader_of(block: nn.Module) -> Reader:
 def attention_query(block: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     """Return a tensor like q in the attention of a block [B, H, T + S, d], its values aside, and its mask.
 
-    Args:
-        block: of a class that has a reader.
-        args: what it is about to be called with.
-
     Raises:
         NotFusable: it has none, or its reader does not take `args`.
     """
@@ -93,7 +89,6 @@ class BlockState:
     their identity; tensors are not, so that nothing here keeps codes on a GPU when the model moves to the CPU.
 
     Args:
-        blocks: with or without LoRA.
         on_moved: called when a block's buffers were replaced and freed.
     """
 

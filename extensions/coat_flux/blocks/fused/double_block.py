@@ -32,15 +32,10 @@ from .parts import Activated, Attention, GatedLinear, NormLinears, activate
 
 @dataclass(frozen=True)
 class DoubleBlock:
-    """A double block as it was read: two streams and their common attention.
+    """A double block as it was read: two streams and their common attention."""
 
-    Attributes:
-        saving: how tensors are saved.
-        attention: of both streams.
-    """
-
-    saving: Saving
-    attention: Attention
+    saving: Saving  # how tensors are saved
+    attention: Attention  # of both streams
     text: Stream | LastStream
     image: Stream
 
@@ -130,17 +125,14 @@ class RestGradients(NamedTuple):
     """What `Stream.rest_backward` returns.
 
     Attributes:
-        dx: of the stream before attention's projection is added [B, S_i, D].
-        dout: of attention's out, for this stream's tokens.
         modulation: of attention's gate, of the MLP's shift and scale [B, 2, D], and of its gate, in fp32, as far as the
             stream has them; None where they are not trained.
-        adapters: [dA, dB] of each, as `Stream.parameters`.
     """
 
-    dx: Tensor
-    dout: Tensor
+    dx: Tensor  # of the stream before attention's projection is added [B, S_i, D]
+    dout: Tensor  # of attention's out, for this stream's tokens
     modulation: tuple[Tensor | None, ...]
-    adapters: list[Tensor]
+    adapters: list[Tensor]  # [dA, dB] of each, as `Stream.parameters`
 
 
 @dataclass(frozen=True)
@@ -149,19 +141,14 @@ class Stream:
 
     Attributes:
         modulation: makes shift, scale and gate of attention, then of the MLP; None where the model hands them in.
-        inputs: to q, k and v.
-        output: attention's projection.
-        up: the MLP's first linear.
-        down: the MLP's second linear.
-        activation: of the MLP, as `coat_core.ops.gelu` names it.
     """
 
     modulation: Modulation | None
-    inputs: NormLinears
-    output: GatedLinear
-    up: NormLinears
-    down: GatedLinear
-    activation: str = "gelu_tanh"
+    inputs: NormLinears  # to q, k and v
+    output: GatedLinear  # attention's projection
+    up: NormLinears  # the MLP's first linear
+    down: GatedLinear  # the MLP's second linear
+    activation: str = "gelu_tanh"  # of the MLP, as `coat_core.ops.gelu` names it
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -217,15 +204,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class LastStream:
-    """A stream that ends with the block: image tokens attend to it once more, and nothing is made of it.
+    """A stream that ends with the block: image tokens attend to it once more, and nothing is made of it."""
 
-    Attributes:
-        modulation: makes shift and scale; None where the model hands them in.
-        inputs: to q, k and v.
-    """
-
-    modulation: Modulation | None
-    inputs: NormLinears
+    modulation: Modulation | None  # makes shift and scale; None where the model hands them in
+    inputs: NormLinears  # to q, k and v
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -74,16 +74,13 @@ class FrozenLinear:
     """The base: an FP8 linear of ours, in either trainer's shape, or a plain frozen nn.Linear; or several as one.
 
     Attributes:
-        weight: W [N, K] as it is stored, or its values.
-        bias: [N] or None.
         config: how it multiplies; None for a plain nn.Linear. Values with a config are quantized at each use.
-        in_fp8: whether this device multiplies so; False multiplies by the dequantized weight.
     """
 
-    weight: StoredWeight | Tensor
-    bias: Tensor | None
+    weight: StoredWeight | Tensor  # W [N, K] as it is stored, or its values
+    bias: Tensor | None  # [N] or None
     config: FP8LinearConfig | None = None
-    in_fp8: bool = False
+    in_fp8: bool = False  # whether this device multiplies so; False multiplies by the dequantized weight
 
     @cached_property
     def input_spec(self) -> Spec | None:
@@ -271,15 +268,12 @@ class LinearGroup:
     """Linears that read the same x, with their adapters.
 
     Attributes:
-        bases: one for all where their weights are joined, else one of each.
-        widths: N of each linear.
-        adapters: of each linear.
         parts: widths of what readers of y cut it into, where linears make several at once (q, k and v); else `widths`.
     """
 
-    bases: tuple[FrozenLinear | AdoptedLinear, ...]
-    widths: tuple[int, ...]
-    adapters: tuple[tuple[PlainAdapter, ...], ...]
+    bases: tuple[FrozenLinear | AdoptedLinear, ...]  # one for all where their weights are joined, else one of each
+    widths: tuple[int, ...]  # N of each linear
+    adapters: tuple[tuple[PlainAdapter, ...], ...]  # of each linear
     parts: tuple[int, ...]
 
     @cached_property
@@ -464,9 +458,7 @@ def read_group(modules: Sequence[Any], join: bool, parts: tuple[int, ...] = ()) 
     """Read linears of a block that read the same x, with whatever LoRA sits on them.
 
     Args:
-        modules: the linears.
         join: make their FP8 weights one matrix, of which theirs become views; False leaves them where they are.
-        parts: as of `LinearGroup`; of linears that each make one, empty.
 
     Raises:
         NotFusable: one is trained itself, quantized by someone unknown, or its adapter is more than two matrices; or
@@ -500,10 +492,6 @@ class AdapterCopies:
 
     They are in one buffer: D = [A₁·f₁; A₂·f₂; …] of the linears that read one x, then U = [B₁; B₂; …]; then those of
     the next x.
-
-    Args:
-        blocks: as readers return them.
-        dtype: that the blocks multiply in.
     """
 
     def __init__(self, blocks: Sequence[Any], dtype: torch.dtype) -> None:

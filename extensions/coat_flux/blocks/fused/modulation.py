@@ -33,17 +33,11 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Modulation:
-    """The linear of an adaLN.
+    """The linear of an adaLN."""
 
-    Attributes:
-        linear: to its vectors.
-        silu: whether that of temb goes into it, or temb itself; the same in all blocks of a model.
-        ahead: what `modulate_ahead` has made.
-    """
-
-    linear: LinearGroup
-    silu: bool = True
-    ahead: Ahead = field(default_factory=Ahead)
+    linear: LinearGroup  # to its vectors
+    silu: bool = True  # whether that of temb goes into it, or temb itself; the same in all blocks of a model
+    ahead: Ahead = field(default_factory=Ahead)  # what `modulate_ahead` has made
 
     def __call__(self, temb: Tensor) -> Tensor:
         """Return the adaLN vectors of a block, side by side [B, n·D], for temb [B, D]."""

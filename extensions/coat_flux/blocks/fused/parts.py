@@ -34,17 +34,11 @@ from .linears import LinearGroup, LowRank, as_dtype, in_passing, quantized_by
 
 
 class Projected(NamedTuple):
-    """What the linears of one stream made, the first three of them for q, k and v.
+    """What the linears of one stream made, the first three of them for q, k and v."""
 
-    Attributes:
-        linears: a group.
-        y: [B, S_i, ΣN] without the adapters' part.
-        h: of the adapters; None without.
-    """
-
-    linears: LinearGroup
-    y: Tensor
-    h: Tensor | None
+    linears: LinearGroup  # a group
+    y: Tensor  # [B, S_i, ΣN] without the adapters' part
+    h: Tensor | None  # of the adapters; None without
 
     @property
     def qkv(self) -> Tensor:
@@ -88,7 +82,6 @@ class NormLinears:
         """Return gradients.
 
         Args:
-            kept: from forward, with the name, modulation and saving it was given.
             dy: of y, with the adapters' part in it [B, S, ΣN].
             residual: another gradient of x, which is added [B, S, D].
             needs_dx: False where x and the modulation have no gradient.
@@ -119,32 +112,20 @@ class NormLinears:
 
 
 class AttentionGradients(NamedTuple):
-    """What `Attention.backward` returns, as `qkv_rope_backward` takes it.
+    """What `Attention.backward` returns, as `qkv_rope_backward` takes it."""
 
-    Attributes:
-        joint: dq, dk and dv [B, S, H, d].
-        ys: q, k and v of each stream, as codes or values.
-        y_scales: of the codes; empty for values.
-    """
-
-    joint: list[Tensor]
-    ys: list[Tensor]
-    y_scales: list[Tensor]
+    joint: list[Tensor]  # dq, dk and dv [B, S, H, d]
+    ys: list[Tensor]  # q, k and v of each stream, as codes or values
+    y_scales: list[Tensor]  # of the codes; empty for values
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention over the tokens of one or two streams together.
+    """Attention over the tokens of one or two streams together."""
 
-    Attributes:
-        head_dim: d.
-        eps: of the RMSNorms.
-        norms: weights [d] of norm_q and norm_k of each stream in turn.
-    """
-
-    head_dim: int
-    eps: float
-    norms: tuple[Tensor, ...]
+    head_dim: int  # d
+    eps: float  # of the RMSNorms
+    norms: tuple[Tensor, ...]  # weights [d] of norm_q and norm_k of each stream in turn
 
     def forward(self, kept: Kept, streams: Sequence[Projected], shared: Shared, saving: Saving) -> Tensor:
         """Return out [B, S, H·d] of streams, text first; where the kernels cannot, y is completed in place."""
@@ -184,33 +165,20 @@ class Attention:
 
 
 class GatedGradients(NamedTuple):
-    """What `GatedLinear.backward` returns.
+    """What `GatedLinear.backward` returns."""
 
-    Attributes:
-        dx: of x without the adapters' part [B, S, K], in the dtype of the linear's result.
-        dh: of h; None without adapters.
-        dgate: fp32 [B, D]; None where the gate is not trained.
-        adapters: [dA, dB] of each.
-    """
-
-    dx: Tensor
-    dh: Tensor | None
-    dgate: Tensor | None
-    adapters: list[Tensor]
+    dx: Tensor  # of x without the adapters' part [B, S, K], in the dtype of the linear's result
+    dh: Tensor | None  # of h; None without adapters
+    dgate: Tensor | None  # fp32 [B, D]; None where the gate is not trained
+    adapters: list[Tensor]  # [dA, dB] of each
 
 
 class Activated(NamedTuple):
-    """What a gate's linear reads, as `LinearGroup.forward` takes it.
+    """What a gate's linear reads, as `LinearGroup.forward` takes it."""
 
-    Attributes:
-        x: [B, S, K]; empty where the other two are there.
-        quantized: x in FP8 by the linear's `input_spec`, or None.
-        product: x Dᵀ, where the maker of x has it.
-    """
-
-    x: Tensor
-    quantized: Quantized | None
-    product: Tensor | None = None
+    x: Tensor  # [B, S, K]; empty where the other two are there
+    quantized: Quantized | None  # x in FP8 by the linear's `input_spec`, or None
+    product: Tensor | None = None  # x Dᵀ, where the maker of x has it
 
 
 @dataclass(frozen=True)

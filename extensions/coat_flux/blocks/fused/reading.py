@@ -35,32 +35,24 @@ class Reader:
     """Reads blocks of one class.
 
     Attributes:
-        arguments: of the class's forward, by name; of another diffusers version they may differ.
-        heads: block → its number of heads and their size.
         call: what the block is called with → the same as fused blocks take it; raises NotFusable for what they do not.
         read: (block, how kept tensors are stored; None: as they are, whether weights that go together are joined) →
             the block's fused form; raises NotFusable.
-        results: text, None where the streams are one, and image → what the block returns.
     """
 
-    arguments: tuple[str, ...]
-    heads: Callable[[Any], tuple[int, int]]
+    arguments: tuple[str, ...]  # of the class's forward, by name; of another diffusers version they may differ
+    heads: Callable[[Any], tuple[int, int]]  # block → its number of heads and their size
     call: Callable[[tuple[Any, ...]], Call]
     read: Callable[[Any, PackingConfig | None, bool], SingleBlock | DoubleBlock | StreamBlock]
-    results: Callable[[Any, Tensor], Any]
+    results: Callable[[Any, Tensor], Any]  # text, None where the streams are one, and image → what the block returns
 
 
 @dataclass(frozen=True)
 class FusedBlock:
-    """A block as it was read.
+    """A block as it was read."""
 
-    Attributes:
-        reader: which knows its arguments and results.
-        block: what runs.
-    """
-
-    reader: Reader
-    block: SingleBlock | DoubleBlock | StreamBlock
+    reader: Reader  # which knows its arguments and results
+    block: SingleBlock | DoubleBlock | StreamBlock  # what runs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, with the arguments and results of the block itself.
@@ -79,8 +71,6 @@ def read_with(
     """Return a function with the block's arguments and results that keeps for backward what the fused flow lists.
 
     Args:
-        reader: of the block's class.
-        block: with or without LoRA.
         args: what it is about to be called with; None before that is known.
         config: how kept tensors are stored; None keeps them as they are.
         join: make one matrix of the weights of linears that read the same tensor.
@@ -173,19 +163,12 @@ def read_modulation(norm: Any) -> Modulation:
 
 
 class Outside(NamedTuple):
-    """What a stream of a double block has in diffusers besides its linears to and from attention.
+    """What a stream of a double block has in diffusers besides its linears to and from attention."""
 
-    Attributes:
-        modulation: as of `Stream`.
-        norm1: before attention.
-        norm2: before the MLP; None where the stream ends with the block.
-        ff: the MLP, a FeedForward; likewise.
-    """
-
-    modulation: Modulation | None
-    norm1: nn.Module
-    norm2: nn.Module | None = None
-    ff: Any = None
+    modulation: Modulation | None  # as of `Stream`
+    norm1: nn.Module  # before attention
+    norm2: nn.Module | None = None  # before the MLP; None where the stream ends with the block
+    ff: Any = None  # the MLP, a FeedForward; likewise
 
 
 def read_double(

@@ -25,23 +25,14 @@ from .parts import Attention, GatedLinear, NormLinears, activate
 
 @dataclass(frozen=True)
 class SingleBlock:
-    """A single block as it was read.
+    """A single block as it was read."""
 
-    Attributes:
-        saving: how tensors are saved.
-        modulation: makes shift, scale and gate; None where the model hands them in.
-        inputs: to q, k, v and the MLP.
-        attention: of its one stream.
-        output: reads attention's out and the MLP.
-        activation: of the MLP, as `coat_core.ops.gelu` names it.
-    """
-
-    saving: Saving
-    modulation: Modulation | None
-    inputs: NormLinears
-    attention: Attention
-    output: GatedLinear
-    activation: str = "gelu_tanh"
+    saving: Saving  # how tensors are saved
+    modulation: Modulation | None  # makes shift, scale and gate; None where the model hands them in
+    inputs: NormLinears  # to q, k, v and the MLP
+    attention: Attention  # of its one stream
+    output: GatedLinear  # reads attention's out and the MLP
+    activation: str = "gelu_tanh"  # of the MLP, as `coat_core.ops.gelu` names it
 
     def __call__(self, call: Call) -> tuple[Tensor | None, Tensor]:
         """Return the text and the image stream."""

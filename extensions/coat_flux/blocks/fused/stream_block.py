@@ -33,22 +33,16 @@ class StreamBlock:
     """Such a block as it was read; all its norms are RMSNorms.
 
     Attributes:
-        saving: how tensors are saved.
         modulation: makes scale and gate of attention, then of the MLP, gates before their tanh; None without any.
-        inputs: to q, k and v.
-        attention: of its one stream.
-        output: attention's projection.
-        up: the MLP's first two linears.
-        down: the MLP's last linear.
     """
 
-    saving: Saving
+    saving: Saving  # how tensors are saved
     modulation: Modulation | None
-    inputs: NormLinears
-    attention: Attention
-    output: GatedLinear
-    up: NormLinears
-    down: GatedLinear
+    inputs: NormLinears  # to q, k and v
+    attention: Attention  # of its one stream
+    output: GatedLinear  # attention's projection
+    up: NormLinears  # the MLP's first two linears
+    down: GatedLinear  # the MLP's last linear
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
