@@ -1,8 +1,7 @@
 """COAT for FLUX: one folder with two names.
 
-`coat_flux` is the package that pip installs. ai-toolkit imports the same folder as `extensions.coat_flux`, for every
-job of the user. Loading the submodules under both names would give two copies of every class and every piece of state
-(two COATConfig types, two wrappers around the host's `get_optimizer`), so the second name is only a door: it loads
+`coat_flux` is the package that pip installs; ai-toolkit imports the same folder as `extensions.coat_flux`. Submodules
+under both names would give two copies of every class and its state, so the second name is only a door: it loads
 `coat_flux` from its own real folder, asks it for the list ai-toolkit wants, and has no submodules of its own.
 
 Importing this module needs neither torch nor diffusers; the public names are loaded on first use.
@@ -41,14 +40,7 @@ def __dir__() -> list[str]:
 
 
 def _load_package(name: str, folder: Path) -> ModuleType:
-    """Import the package in `folder` as `name` without touching sys.path; a loaded package of that name is kept.
-
-    sys.path stays as it is because the repository's root holds `scripts`, `tests` and `extensions`, names that
-    ai-toolkit uses too.
-
-    Raises:
-        ImportError: the package is not there, or its import failed.
-    """
+    """Import the package in `folder` as `name`, not by sys.path: the repository's root has names of ai-toolkit's."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coat_flux.cli.check import add_parser, run
+from coat_flux.cli.check import add_parsers, run
 from coat_flux.config.ai_toolkit_keys import SOURCES, VERSION
 from coat_flux.config.check import check_job_dict, check_job_file
 from coat_flux.config.findings import Finding
@@ -176,7 +176,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         path = tmp_path / "job.yaml"
         path.write_bytes(BadConfig("job", (), changes=changes).content())
         parser = argparse.ArgumentParser()
-        add_parser(parser.add_subparsers())
+        add_parsers(parser.add_subparsers())
         code = run(parser.parse_args(["check", "job.yaml", *options]))
         out, err = capsys.readouterr()
         return code, out.splitlines(), err.splitlines()

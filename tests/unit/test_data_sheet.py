@@ -21,7 +21,7 @@ GREEN = (0, 160, 64)
 
 def run(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
-    data.add_parser(parser.add_subparsers())
+    data.add_parsers(parser.add_subparsers())
     args = parser.parse_args(["data", *map(str, arguments)])
     return args.run(args)
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from coat_flux.cli.doctor import add_parser
+from coat_flux.cli.machine import add_parsers
 from coat_flux.doctor import PROBES, absent, ai_toolkit, bad, diagnose, good, gpu, system, verdict
 from tests.helpers.aitk_standin.host import PACKAGE, copy_checkout
 
@@ -26,7 +26,7 @@ def texts(lines):
 
 def doctor(*arguments):
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_parsers(parser.add_subparsers())
     args = parser.parse_args(["doctor", *map(str, arguments)])
     return args.run(args)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from coat_flux.cli.export import add_parser
+from coat_flux.cli.machine import add_parsers
 from coat_flux.export import convert as convert_module
 from coat_flux.export.convert import convert_file, convert_pairs
 from coat_flux.export.layouts import ExportError, layout_of, read_pairs, write_pairs
@@ -225,7 +225,7 @@ def command(*arguments):
     import argparse
 
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_parsers(parser.add_subparsers())
     args = parser.parse_args(["export", *map(str, arguments)])
     return args.run(args)
 

@@ -54,14 +54,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"weight": {"format": "nvfp4"}}, r"coat\.weight\.format='nvfp4': is for frozen weights.*write e4m3"),
     ({}, {"activation": {"flow": "fused"}}, r"coat\.activation\.flow='fused': is for frozen weights.*write generic"),
     ({"model.quantize": True, "model.qtype": "coat_fp8"}, {}, r"model\.quantize=true: quantizes frozen weights"),
-    ({"train.optimizer": "prodigy"}, {}, r"train\.optimizer='prodigy': keeps states .* coat_fp8_adamw, adamw"),
+    (
+        {"train.optimizer": "prodigy"},
+        {},
+        r"train\.optimizer='prodigy': is not for whole models; .* coat_fp8_adamw, adamw",
+    ),
     ({"train.optimizer": "adamw", "train.fused_backward": True}, {}, r"train\.fused_backward=true: updates single wei"),
     (
         {"train.optimizer": "adamw"},
         {"optimizer": {"use_fp8": False, "offload": "cpu"}},
         r"optimizer\.offload='cpu': has the",
     ),
-    ({"name": "coat"}, {}, r"name='coat': is also the name of the final model's folder"),
+    ({"name": "coat"}, {}, r"name='coat': is the name of another folder"),
 ]
 
 
@@ -84,7 +88,7 @@ def inside_ai_toolkit(
 
 REFUSED_INSIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(case for case in REFUSED if "name" not in case[0] and case[0].get("train.optimizer") != "prodigy"),
-    ({"name": "conf"}, {}, r"name='conf': ai-toolkit takes the newest entry .* write a longer one"),
+    ({"name": "conf"}, {}, r"name='conf': ai-toolkit takes what begins with it .* write a longer one"),
     (
         {"model.arch": "qwen_image"},
         {},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["UserError"]
-
 
 class UserError(Exception):
     """Base of all errors whose message says what is wrong and what to change."""

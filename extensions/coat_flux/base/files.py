@@ -21,20 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = [
-    "TEMP_PREFIX",
-    "discard",
-    "file_sha256",
-    "link_or_copy",
-    "remove",
-    "replace_folder",
-    "replacing",
-    "staging_path",
-    "sync_file",
-    "sync_folder",
-    "write_file",
-]
-
 logger = logging.getLogger(__name__)
 
 TEMP_PREFIX = ".writing-"
@@ -49,12 +35,7 @@ def staging_path(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """A temporary file that replaces `path` when the block ends well, and is removed when it does not.
-
-    Args:
-        path: its folder is made where it is missing.
-        sync: flush file and folder to the disk; see the module's text.
-    """
+    """A temporary file that replaces `path` when the block ends well, and is removed when it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = staging_path(path)
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["COAT_OPTIMIZER", "COAT_QTYPE", "COAT_TYPE"]
-
 COAT_OPTIMIZER = "coat_fp8_adamw"  # train.optimizer
 COAT_QTYPE = "coat_fp8"  # model.qtype
 COAT_TYPE = "coat_flux_trainer"  # type of a process

@@ -17,8 +17,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["LOG_FILE", "Lines", "bar_options", "quiet_libraries"]
-
 LOG_FILE = Path("coat") / "log.txt"
 PACKAGES = ("coat_core", "coat_flux")
 REDRAW_S, REDRAW_FILE_S = 0.5, 30.0  # of a progress bar, on a terminal and in a file
@@ -93,7 +91,7 @@ class Lines(logging.Handler):
             self._flush(self._file)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a warning as a line, anything below as a detail; marks the record, see `coat_flux.cli.train`."""
+        """Log a warning as a line, anything below as a detail; marks the record, see `cli.common.show_warnings`."""
         record.coat_shown = True
         if record.levelno >= logging.WARNING:
             self.info(f"{record.levelname}: {record.getMessage()}")

@@ -8,8 +8,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["keep_streams", "quiet_dead_outputs"]
-
 
 class _Steady:
     """A text stream; after the first OSError, what is written to it is dropped."""
@@ -49,10 +47,8 @@ def keep_streams() -> None:
 def quiet_dead_outputs(wait: float = 0.0) -> None:
     """Send standard output and error nowhere once nobody can read them, so that no library's printing raises.
 
-    That is a terminal which was closed, or a pipe whose reader ended. Does nothing on Windows.
-
-    Args:
-        wait: seconds to wait for one of them to become so.
+    That is a terminal which was closed, or a pipe whose reader ended; waits up to `wait` seconds for one of them to
+    become so. Does nothing on Windows.
     """
     if not hasattr(select, "poll"):
         return

@@ -12,8 +12,6 @@ from typing import TextIO
 
 from .files import write_file
 
-__all__ = ["METRICS", "METRICS_FILE", "VALIDATION", "VALIDATION_FILE", "GrowingTable"]
-
 METRICS_FILE = Path("coat") / "metrics.csv"  # of a run's folder, a row per step, from both trainers
 METRICS = ("step", "epoch", "loss", "lr", "grad_norm", "s_per_it", "peak_memory_gb", "skipped")
 VALIDATION_FILE = Path("coat") / "validation.csv"  # a row per measurement of the fixed-noise loss

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["GB", "MB", "columns", "size_text"]
-
 GB, MB = 1e9, 1e6  # as everywhere here: memory.budget_gb, metrics.csv, RESULTS.md
 UNITS = ((GB, "GB"), (MB, "MB"), (1e3, "kB"))
 

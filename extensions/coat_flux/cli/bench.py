@@ -12,16 +12,15 @@ from typing import Any
 
 from ..bench.configurations import COUNT, LEVELS, BenchOptions, named
 from ..bench.limits import Geometry, Limit
-from .common import EXIT_REFUSED, add_command, positive
+from .common import EXIT_FAILED, EXIT_REFUSED, add_command, positive
 
-EXIT_RED = 1
 FLUX_DEV = Geometry()
 RESOLUTION_STEP = 16
 COUNTED_BY_DEFAULT = "coat_transposed"  # as a card runs it that has the memory
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `coat-flux`."""
+def add_parsers(commands: Any) -> None:
+    """Add the commands of this module."""
     bench = add_command(commands, "bench", run, "speed and memory against bf16 and others")
     names = list(dict.fromkeys(name for level in LEVELS for name in named(level)))
     bench.add_argument("--level", choices=(*LEVELS, COUNT, "all"), default="all", help="count: no timing, no GPU")
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"tests: {tests.text}", flush=True)
     if not tests.passed:
         print(f"{tests.output}\nerror: no figures from code whose tests fail; fix it first", file=sys.stderr)
-        return EXIT_RED
+        return EXIT_FAILED
     machine = runner.describe(options)
     limit = None if machine["limit"] is None else Limit(*machine["limit"])
     print(machine["device"], flush=True)
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         rows = report.summarize(runs, options.geometry, limit)
         report.write(args.out, options, head, runs, rows)
     print(f"\n{report.markdown(options, head, runs, rows)}\nwrote {args.out}: results.json, results.md")
-    return EXIT_RED if report.incomplete(rows) else 0
+    return EXIT_FAILED if report.incomplete(rows) else 0
 
 
 def _count(args: argparse.Namespace) -> int:

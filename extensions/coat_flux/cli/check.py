@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..config.check import (
-    AI_TOOLKIT,
-    STANDALONE,
-    TRAINERS,
-    check_job_dict,
-    find_toolkit,
-    is_toolkit,
-    toolkit_of,
-)
+from ..config.check import AI_TOOLKIT, STANDALONE, TRAINERS, check_job_dict, find_toolkit, is_toolkit, toolkit_of
 from ..config.findings import ConfigError, Finding
 from ..config.job import JobConfig
 from ..config.job_file import load_job_yaml
@@ -25,8 +17,8 @@ from ..config.job_sections import PROCESS_TYPES
 from .common import EXIT_REFUSED, add_command, add_config, print_findings
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `coat-flux`."""
+def add_parsers(commands: Any) -> None:
+    """Add the commands of this module."""
     check = add_command(commands, "check", run, "check YAML, model and photos before a run")
     add_config(check)
     check.add_argument(
@@ -58,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
     from ..blocks.models.check import check_models  # with torch, which a mistake in the command does not need
 
     file = os.fspath(args.config)
-    judged = {host: check_job_dict(raw, file=file, trainer=host, toolkit_root=root) for host in TRAINERS}
-    sound = [host for host in TRAINERS if not any(map(_stops, judged[host]))]
+    findings = {host: check_job_dict(raw, file=file, trainer=host, toolkit_root=root) for host in TRAINERS}
+    sound = [host for host in TRAINERS if not _errors(findings[host])]
     for host in sound:
-        judged[host] += check_models(raw, file=file, trainer=host, toolkit_root=root, elsewhere=args.elsewhere)
+        findings[host] += check_models(raw, file=file, trainer=host, toolkit_root=root, elsewhere=args.elsewhere)
     inside = args.ai_toolkit or is_toolkit(Path.cwd())
-    able = (host for host in TRAINERS if not any(map(_stops, judged[host])))
+    able = (host for host in TRAINERS if not _errors(findings[host]))
     host = args.host or (AI_TOOLKIT if inside else next(able, STANDALONE))
-    errors = [item for item in judged[host] if _stops(item)]
-    failed = print_findings([item.line() for item in errors], [x.line() for x in judged[host] if not _stops(x)])
+    errors, warnings = _errors(findings[host]), [item for item in findings[host] if item.severity != "error"]
+    failed = print_findings((item.line() for item in errors), (item.line() for item in warnings))
     if host in sound and not args.no_data:
         from ..data.check import check_data
 
@@ -74,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     if not failed and not args.elsewhere:
         failed = check_outputs(raw, file)
     if args.host != AI_TOOLKIT:
-        _print_other_host(host, judged, root)
+        other = STANDALONE if host == AI_TOOLKIT else AI_TOOLKIT
+        name = "the stand-alone trainer" if other == STANDALONE else f"{AI_TOOLKIT} {toolkit_of(root).version}"
+        _print_other_host(name, errors, _errors(findings[other]))
     if failed:
         return EXIT_REFUSED
     process, text = raw["config"]["process"][0], f"{file}: no error found"
@@ -107,22 +101,17 @@ def check_outputs(raw: dict[str, Any], file: str) -> bool:
     return failed
 
 
-def _print_other_host(host: str, judged: Mapping[str, Sequence[Finding]], root: Path | None) -> None:
+def _errors(findings: Sequence[Finding]) -> list[Finding]:
+    return [item for item in findings if item.severity == "error"]
+
+
+def _print_other_host(name: str, shown: Sequence[Finding], errors: Sequence[Finding]) -> None:
     """One line: would the other trainer run it; then its errors that were not shown."""
-    other = STANDALONE if host == AI_TOOLKIT else AI_TOOLKIT
-    name = "the stand-alone trainer" if other == STANDALONE else f"{AI_TOOLKIT} {toolkit_of(root).version}"
-    errors = [item for item in judged[other] if _stops(item)]
-    seen = {(item.key, item.text()) for item in judged[host] if _stops(item)}
+    seen = {(item.key, item.text()) for item in shown}
     own = [item for item in errors if (item.key, item.text()) not in seen]
     if not errors:
-        print(f"{name}: would run it too" if not seen else f"{name}: would run it")
+        print(f"{name}: would run it" + ("" if seen else " too"))
     elif not own:
         print(f"{name}: would not run it either, for the same reasons")
     else:
-        print(f"{name}: would not run it:")
-        for item in own:
-            print(f"  {item.line()}")
-
-
-def _stops(item: Finding) -> bool:
-    return item.severity == "error"
+        print("\n  ".join([f"{name}: would not run it:", *(item.line() for item in own)]))

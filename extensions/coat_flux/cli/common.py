@@ -6,16 +6,15 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from ..base.errors import UserError
 from ..config.check import require_packages
 from ..config.job import JobConfig
 
+EXIT_FAILED = 1  # what was asked for is not so: figures missed, a broken machine, a failed trial, not lossless
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
-RUN_DIR_HELP = "folder of a run: <training_folder>/<name>"
 
 
 class UsageError(UserError):
@@ -33,11 +32,6 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and --name."""
     parser.add_argument("config", metavar="CONFIG", help="YAML or JSON, the same as for ai-toolkit")
     parser.add_argument("-n", "--name", help="takes the place of config.name, and of every [name] in the file")
-
-
-def add_run_dir(parser: argparse.ArgumentParser) -> None:
-    """Add RUN_DIR."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help=RUN_DIR_HELP)
 
 
 def positive(text: str) -> int:

@@ -15,8 +15,8 @@ DEFAULT_EXTENSION = "txt"
 SMALLEST, LARGEST = 32, 8192
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `coat-flux`."""
+def add_parsers(commands: Any) -> None:
+    """Add the commands of this module."""
     data = add_command(commands, "data", run, "check photos and captions, draw a contact sheet")
     data.add_argument("data", type=Path, metavar="DIR", help="folder of photos, or a YAML with datasets")
     data.add_argument("--resolution", nargs="+", type=_pixels, metavar="PX", help="default: 512 768 1024")

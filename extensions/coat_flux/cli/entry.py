@@ -1,4 +1,4 @@
-"""`coat-flux`: each command is in a module of this folder.
+"""`coat-flux`: its commands are in the modules of this folder.
 
 Nothing heavy is imported before a command needs it, so that `--help` and a mistake in the YAML answer at once. Exit
 code 0 only on success, 1 where a benchmark misses figures, the doctor finds something broken, a trial of a sweep failed
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..base.errors import UserError
-from . import bench, check, data, doctor, export, new, plan, report, sweep, train, verify
+from . import bench, check, data, machine, new, runs, studies
 from .common import EXIT_INTERRUPTED, EXIT_REFUSED
 
 OUT_OF_RAM = (
@@ -48,6 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="coat-flux", description="Train FLUX LoRAs in FP8 after the COAT paper.")
     parser.add_argument("--version", action="version", version=f"coat-flux {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, new, check, data, plan, doctor, report, verify, sweep, export, bench):
-        command.add_parser(commands)
+    for module in (runs, new, check, data, machine, studies, bench):
+        module.add_parsers(commands)
     return parser

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ..plan.facts import Card
 
 
-def add_parser(commands: Any) -> None:
-    """Add the three commands to the parser of `coat-flux`."""
+def add_parsers(commands: Any) -> None:
+    """Add the commands of this module."""
     new = add_command(commands, "new", run, "write a YAML for your photos and card")
     new.add_argument("dir", nargs="?", type=Path, metavar="DIR_OF_PHOTOS", help="without it: a YAML to fill in")
     new.add_argument("--gpu", metavar="CARD", help="by GB or name, as 24 or 4090 (default: the GPU of this machine)")

@@ -33,7 +33,6 @@ def check_job_file(
     """Check a job file.
 
     Args:
-        path: YAML or JSON.
         name: takes the place of `config.name`.
         trainer: who would run it: one of `TRAINERS`.
         toolkit_root: ai-toolkit's folder, whose source may have newer keys than the list that comes with this package.

@@ -233,7 +233,7 @@ class COATConfig:
             key_path: dotted key of the block, named in errors.
 
         Raises:
-            ConfigError: unknown keys, wrong types, values out of range, options that exclude each other; all of them.
+            ConfigError: everything that is wrong with it.
         """
         findings = Findings(file)
         config = build(cls, raw, key_path, findings)
@@ -261,8 +261,7 @@ class COATConfig:
         """How FP8AdamW stores its moments, and its other arguments.
 
         Args:
-            optimizer_params: ai-toolkit's block; a key of `coat.optimizer` in it overrides that one, `betas`, `eps` and
-                `weight_decay` are passed on.
+            optimizer_params: ai-toolkit's block; its keys of `coat.optimizer` override those.
             file: named in errors, where there is one.
             key_path: dotted key of the block, named in errors.
 

@@ -26,10 +26,8 @@ class Entry:
         trainer: who would run it: `STANDALONE` or `AI_TOOLKIT`.
         raw: the block, unparsed.
         path: its key.
-        findings: what was found so far; receives more.
         name: `config.name`.
         coat: its `coat:` block; None for ai-toolkit's own process types inside ai-toolkit.
-        toolkit: the ai-toolkit that would run it.
         num_processes: how many processes accelerate started.
         outer: the entry of `config.process` that a block of a list is in.
     """
@@ -140,10 +138,6 @@ def is_full(process: Mapping[str, Any]) -> bool:
 def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:
     """The block of an entry of `config.process` as it holds inside ai-toolkit.
 
-    Args:
-        process: the entry.
-        file: named in errors.
-
     Raises:
         ConfigError: as `COATConfig.from_dict`.
     """
@@ -157,13 +151,12 @@ def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:
 def coat_of_full(coat: COATConfig, path: str, given: Collection[str]) -> COATConfig:
     """The block as it holds in full fine-tuning.
 
-    Trained weights change in every step, so blocks take the generic flow, run eager, and nothing is measured for the
-    fused one. INT8 is for frozen weights, so the fallback is bf16. bf16 weights are rounded stochastically where the
-    block does not say otherwise: an update is mostly smaller than half a step of bf16, and to nearest it would be lost.
+    Trained weights change in every step, so blocks take the generic flow and run eager. INT8 is for frozen weights, so
+    the fallback is bf16. bf16 weights are rounded stochastically unless the block says otherwise: most updates are
+    smaller than half a step of bf16.
 
     Args:
-        coat: the `coat:` block.
-        path: its key.
+        path: key of the block.
         given: keys that were written.
     """
     optimizer = coat.optimizer

@@ -71,12 +71,7 @@ def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> d
 
 
 def load_written(path: str | os.PathLike[str], *, name: str) -> dict[str, Any]:
-    """A job file that `load_job_yaml` has read, with every `${VARIABLE}` unexpanded: for what is stored.
-
-    Args:
-        path: of the file.
-        name: of the job.
-    """
+    """A job file that `load_job_yaml` has read, with every `${VARIABLE}` unexpanded: for what is stored."""
     file = os.fspath(path)
     text = _read_text(Path(file))
     variables = list(dict.fromkeys(_ENV.findall(text)))

@@ -56,33 +56,33 @@ _NO_LR = "the learning rate is train.lr, and Adafactor does not take both; remov
 # optimizer of another package → its `train.optimizer_params`, with the defaults ai-toolkit gives it
 OPTIMIZER_PARAMS: dict[str, tuple[Option, ...]] = {
     "prodigy": (
-        Option("betas", (0.9, 0.999), "betas", "decay of the two moments", minimum=0, below=1),
-        Option("beta3", None, "float", "decay of the step size's averages; null: sqrt(beta2)", nullable=True, above=0),
-        Option("eps", 1e-6, "float", "added to sqrt(exp_avg_sq)", above=0),
-        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
-        Option("decouple", True, "bool", "decoupled weight decay, as in AdamW"),
-        Option("use_bias_correction", False, "bool", "bias correction, as in Adam"),
-        Option("safeguard_warmup", False, "bool", "for a learning rate that warms up"),
-        Option("d0", 1e-6, "float", "first estimate of the step size", above=0),
-        Option("d_coef", 1.0, "float", "multiplies the estimate", above=0),
-        Option("growth_rate", 1.02, "float", "largest growth of the estimate per step; default: no limit", minimum=1),
-        Option("slice_p", 1, "int", "estimate from one element in so many", minimum=1),
+        Option("betas", (0.9, 0.999), "betas", minimum=0, below=1),
+        Option("beta3", None, "float", nullable=True, above=0),
+        Option("eps", 1e-6, "float", above=0),
+        Option("weight_decay", 0.0, "float", minimum=0),
+        Option("decouple", True, "bool"),
+        Option("use_bias_correction", False, "bool"),
+        Option("safeguard_warmup", False, "bool"),
+        Option("d0", 1e-6, "float", above=0),
+        Option("d_coef", 1.0, "float", above=0),
+        Option("growth_rate", 1.02, "float", minimum=1),
+        Option("slice_p", 1, "int", minimum=1),
     ),
     "adafactor": (
-        Option("eps", (1e-30, 1e-3), "betas", "added to squared gradients; smallest parameter scale", minimum=0),
-        Option("clip_threshold", 1.0, "float", "largest root mean square of an update", above=0),
-        Option("decay_rate", -0.8, "float", "exponent of the second moment's decay", below=0),
-        Option("beta1", None, "float", "decay of the first moment; null: none", nullable=True, minimum=0, below=1),
-        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
-        Option("scale_parameter", False, "bool", "multiply lr by the parameter's root mean square"),
-        Option("relative_step", False, "bool", "no other value", refused=((True, _NO_LR),)),
-        Option("warmup_init", False, "bool", "no other value", refused=((True, _NO_LR),)),
+        Option("eps", (1e-30, 1e-3), "betas", minimum=0),
+        Option("clip_threshold", 1.0, "float", above=0),
+        Option("decay_rate", -0.8, "float", below=0),
+        Option("beta1", None, "float", nullable=True, minimum=0, below=1),
+        Option("weight_decay", 0.0, "float", minimum=0),
+        Option("scale_parameter", False, "bool"),
+        Option("relative_step", False, "bool", refused=((True, _NO_LR),)),
+        Option("warmup_init", False, "bool", refused=((True, _NO_LR),)),
     ),
     "lion": (
-        Option("betas", (0.9, 0.99), "betas", "weights of the momentum", minimum=0, maximum=1),
-        Option("weight_decay", 0.0, "float", "weight decay", minimum=0),
-        Option("use_triton", False, "bool", "the package's Triton kernel"),
-        Option("decoupled_weight_decay", False, "bool", "weight decay that does not depend on lr"),
+        Option("betas", (0.9, 0.99), "betas", minimum=0, maximum=1),
+        Option("weight_decay", 0.0, "float", minimum=0),
+        Option("use_triton", False, "bool"),
+        Option("decoupled_weight_decay", False, "bool"),
     ),
 }
 
@@ -95,22 +95,22 @@ OPTIMIZER_PACKAGES = {
 PRODIGY_LOW_LR = 0.1  # below it lr is 1, as in ai-toolkit
 # learning-rate scheduler → its `train.lr_scheduler_params`
 LR_PARAMS: dict[str, tuple[Option, ...]] = {
-    "constant": (Option("factor", 1.0, "float", "multiplies lr", above=0),),
-    "constant_with_warmup": (Option("num_warmup_steps", 1000, "int", "steps of the ramp", minimum=0),),
+    "constant": (Option("factor", 1.0, "float", above=0),),
+    "constant_with_warmup": (Option("num_warmup_steps", 1000, "int", minimum=0),),
     "linear": (
-        Option("start_factor", 1 / 3, "float", "multiplies lr at the start", above=0, maximum=1),
-        Option("end_factor", 1.0, "float", "multiplies lr at the end", minimum=0, maximum=1),
+        Option("start_factor", 1 / 3, "float", above=0, maximum=1),
+        Option("end_factor", 1.0, "float", minimum=0, maximum=1),
     ),
-    "cosine": (Option("eta_min", 0.0, "float", "lr at the end", minimum=0),),
+    "cosine": (Option("eta_min", 0.0, "float", minimum=0),),
     "cosine_with_restarts": (
-        Option("eta_min", 0.0, "float", "lr at the end", minimum=0),
-        Option("T_mult", 1, "int", "growth of the period", minimum=1),
+        Option("eta_min", 0.0, "float", minimum=0),
+        Option("T_mult", 1, "int", minimum=1),
     ),
 }
 
 
-def _off(default: bool, doc: str, wrong: str) -> Any:
-    return switch(default, doc, refused=((not default, wrong),))
+def _off(default: bool, wrong: str) -> Any:
+    return switch(default, refused=((not default, wrong),))
 
 
 @dataclass(frozen=True)
@@ -118,20 +118,20 @@ class NetworkKwargs:
     """Which linears get an adapter: words are substrings of `transformer.<full name>`."""
 
     only_if_contains: tuple[str, ...] | None = key(None, "strings", "only these names; null: all", nullable=True)
-    ignore_if_contains: tuple[str, ...] = key((), "strings", "not these names")
+    ignore_if_contains: tuple[str, ...] = key((), "strings")
 
 
 @dataclass(frozen=True)
 class NetworkSection:
     """`network`: the LoRA. On FLUX ai-toolkit has alpha = rank whatever is written; so have we."""
 
-    type: str = choice(("lora",), "kind of adapter", refused=_OTHER_ADAPTERS)
-    linear: int = key(4, "int", "rank", minimum=1, maximum=4096)
-    linear_alpha: float | None = key(None, "float", "equal to linear", nullable=True, above=0)
-    rank: int | None = key(None, "int", "old name of linear", nullable=True, minimum=1, maximum=4096)
-    alpha: float | None = key(None, "float", "old name of linear_alpha", nullable=True, above=0)
-    dropout: float | None = key(None, "float", "dropout of the adapters", nullable=True, minimum=0, below=1)
-    transformer_only: bool = switch(True, "adapters only in the transformer blocks")
+    type: str = choice(("lora",), refused=_OTHER_ADAPTERS)
+    linear: int = key(4, "int", minimum=1, maximum=4096)
+    linear_alpha: float | None = key(None, "float", nullable=True, above=0)
+    rank: int | None = key(None, "int", nullable=True, minimum=1, maximum=4096)
+    alpha: float | None = key(None, "float", nullable=True, above=0)
+    dropout: float | None = key(None, "float", nullable=True, minimum=0, below=1)
+    transformer_only: bool = switch(True)
     network_kwargs: NetworkKwargs = field(default_factory=NetworkKwargs)
 
 
@@ -139,27 +139,27 @@ class NetworkSection:
 class SaveSection:
     """`save`: checkpoints."""
 
-    dtype: str = choice(DTYPES, "precision of the saved LoRA")
+    dtype: str = choice(DTYPES)
     save_every: int = key(1000, "int", "steps from one checkpoint to the next", minimum=1)
-    max_step_saves_to_keep: int = key(5, "int", "older checkpoints are removed", minimum=1)
-    push_to_hub: bool = _off(False, "upload", _ONLY_AITK.format("false"))
+    max_step_saves_to_keep: int = key(5, "int", minimum=1)
+    push_to_hub: bool = _off(False, _ONLY_AITK.format("false"))
 
 
 @dataclass(frozen=True)
 class DatasetSection:
     """One entry of `datasets`: a folder of images with their captions."""
 
-    folder_path: str = key(None, "str", "folder of images", required=True)
-    caption_ext: str = key(".txt", "str", "extension of the caption files")
-    default_caption: str | None = key(None, "str", "for images without caption", nullable=True)
-    caption_dropout_rate: float = key(0.0, "float", "part of the captions left empty", minimum=0, maximum=1)
-    shuffle_tokens: bool = switch(False, "shuffle the caption's comma-separated parts")
-    cache_latents: bool = switch(False, "encode images once, keep in memory")
-    cache_latents_to_disk: bool = switch(False, "encode images once, keep on disk")
-    cache_text_embeddings: bool = switch(False, "encode captions once, keep on disk")
-    resolution: tuple[int, ...] = key((512,), "sizes", "one or several resolutions", minimum=32, maximum=8192)
+    folder_path: str = key(None, "str", required=True)
+    caption_ext: str = key(".txt", "str")
+    default_caption: str | None = key(None, "str", nullable=True)
+    caption_dropout_rate: float = key(0.0, "float", minimum=0, maximum=1)
+    shuffle_tokens: bool = switch(False)
+    cache_latents: bool = switch(False)
+    cache_latents_to_disk: bool = switch(False)
+    cache_text_embeddings: bool = switch(False)
+    resolution: tuple[int, ...] = key((512,), "sizes", minimum=32, maximum=8192)
     num_repeats: int = key(1, "int", "times each image is seen in an epoch", minimum=1)
-    flip_x: bool = switch(False, "mirrored copies as well")
+    flip_x: bool = switch(False)
     buckets: bool = switch(True, "keep aspect ratios; false: square crops")
 
 
@@ -167,10 +167,10 @@ class DatasetSection:
 class EMASection:
     """`train.ema_config`."""
 
-    use_ema: bool = switch(False, "save and sample the moving average")
-    ema_decay: float = key(0.999, "float", "weight of the old average", minimum=0, maximum=1)
+    use_ema: bool = switch(False)
+    ema_decay: float = key(0.999, "float", minimum=0, maximum=1)
     use_feedback: bool = switch(False, "feed the average back into the parameters")
-    param_multiplier: float = key(1.0, "float", "multiplies the parameters after each update", above=0)
+    param_multiplier: float = key(1.0, "float", above=0)
 
 
 @dataclass(frozen=True)
@@ -184,50 +184,47 @@ class TrainSection:
     bends the draw: `content` to high noise, `style` to low.
     """
 
-    batch_size: int = key(1, "int", "images per micro-batch and process", minimum=1)
-    steps: int = key(1000, "int", "optimizer steps", minimum=1)
-    gradient_accumulation: int = key(1, "int", "micro-batches per optimizer step", minimum=1)
+    batch_size: int = key(1, "int", minimum=1)
+    steps: int = key(1000, "int", minimum=1)
+    gradient_accumulation: int = key(1, "int", minimum=1)
     gradient_accumulation_steps: int = key(1, "int", "old name, only 1; see gradient_accumulation")
-    train_unet: bool = _off(True, "train the transformer", "there is nothing else to train here; write true")
-    train_text_encoder: bool = _off(False, "train the text encoders", _ONLY_AITK.format("false"))
-    gradient_checkpointing: bool = switch(True, "blocks may be recomputed in backward")
+    train_unet: bool = _off(True, "there is nothing else to train here; write true")
+    train_text_encoder: bool = _off(False, _ONLY_AITK.format("false"))
+    gradient_checkpointing: bool = switch(True)
     fused_backward: bool = switch(
         False, "without network: a weight is updated in backward as soon as its gradient is there, which is then freed"
     )
-    noise_scheduler: str = choice(("flowmatch",), "the objective")
+    noise_scheduler: str = choice(("flowmatch",))
     timestep_type: str = choice(
         TIMESTEP_TYPES,
-        "how noise levels are drawn",
         refused=tuple((name, _ONLY_AITK.format("sigmoid")) for name in ["next_sample"]),
     )
-    content_or_style: str = choice(("balanced", "content", "style"), "bends the draw")
-    min_denoising_steps: int = key(0, "int", "smallest index drawn", minimum=0, maximum=999)
-    max_denoising_steps: int = key(999, "int", "index the draw stays below", minimum=0, maximum=999)
-    bypass_guidance_embedding: bool = switch(False, "train without the guidance embedding")
+    content_or_style: str = choice(("balanced", "content", "style"))
+    min_denoising_steps: int = key(0, "int", minimum=0, maximum=999)
+    max_denoising_steps: int = key(999, "int", minimum=0, maximum=999)
+    bypass_guidance_embedding: bool = switch(False)
     linear_timesteps: bool = switch(False, "even noise levels, loss weighted by a bell")
     linear_timesteps2: bool = switch(False, "the same, with the low-noise half of the bell flat")
-    loss_type: str = choice(("mse", "mae", "pseudo_huber"), "the loss")
+    loss_type: str = choice(("mse", "mae", "pseudo_huber"))
     optimizer: str = choice(
         OPTIMIZERS,
-        "optimizer",
         refused=tuple((name, _ONLY_AITK.format("one of " + ", ".join(OPTIMIZERS))) for name in _OTHER_OPTIMIZERS),
     )
-    optimizer_params: Mapping[str, Any] | None = key(None, "mapping", "its further arguments", nullable=True)
-    lr: float = key(1e-6, "float", "learning rate", above=0, example=1e-4)
-    lr_scheduler: str = choice(LR_PARAMS, "course of the learning rate")
-    lr_scheduler_params: Mapping[str, Any] | None = key(None, "mapping", "its further arguments", nullable=True)
+    optimizer_params: Mapping[str, Any] | None = key(None, "mapping", nullable=True)
+    lr: float = key(1e-6, "float", above=0, example=1e-4)
+    lr_scheduler: str = choice(LR_PARAMS)
+    lr_scheduler_params: Mapping[str, Any] | None = key(None, "mapping", nullable=True)
     max_grad_norm: float = key(
         1.0, "float", "gradients are clipped to this norm; with fused_backward each weight's by itself", above=0
     )
     ema_config: EMASection = field(default_factory=EMASection)
     dtype: str = choice(
         TRAIN_DTYPES,
-        "precision of the frozen model, or without network of the trained one",
         refused=tuple((name, _FP16) for name in ("fp16", "float16", "half")),
     )
-    skip_first_sample: bool = switch(False, "no samples before the first step")
-    disable_sampling: bool = switch(False, "no samples at all")
-    cache_text_embeddings: bool = switch(False, "as cache_text_embeddings of every dataset")
+    skip_first_sample: bool = switch(False)
+    disable_sampling: bool = switch(False)
+    cache_text_embeddings: bool = switch(False)
 
 
 @dataclass(frozen=True)
@@ -236,11 +233,11 @@ class ModelSection:
 
     name_or_path: str = key(None, "str", "a diffusers folder, a hub name, or a FLUX.1 .safetensors file", required=True)
     extras_name_or_path: str | None = key(None, "str", "where VAE and text encoders come from", nullable=True)
-    is_flux: bool = switch(False, "FLUX.1")
+    is_flux: bool = switch(False)
     arch: str | None = key(
         None, "str", "flux, as is_flux: true; flux2, flux2_klein_4b or flux2_klein_9b", nullable=True
     )
-    quantize: bool = switch(False, "quantize the frozen transformer")
+    quantize: bool = switch(False)
     qtype: str = key("qfloat8", "str", COAT_QTYPE)
 
 
@@ -248,47 +245,47 @@ class ModelSection:
 class SampleItem:
     """One entry of `sample.samples`; null takes the value of `sample`."""
 
-    prompt: str = key(None, "str", "what to draw", required=True)
-    width: int | None = key(None, "int", "pixels", nullable=True, minimum=16, maximum=8192, multiple_of=16)
-    height: int | None = key(None, "int", "pixels", nullable=True, minimum=16, maximum=8192, multiple_of=16)
-    seed: int | None = key(None, "int", "seed", nullable=True, minimum=0)
-    guidance_scale: float | None = key(None, "float", "guidance embedding", nullable=True, minimum=0)
-    sample_steps: int | None = key(None, "int", "denoising steps", nullable=True, minimum=1)
+    prompt: str = key(None, "str", required=True)
+    width: int | None = key(None, "int", nullable=True, minimum=16, maximum=8192, multiple_of=16)
+    height: int | None = key(None, "int", nullable=True, minimum=16, maximum=8192, multiple_of=16)
+    seed: int | None = key(None, "int", nullable=True, minimum=0)
+    guidance_scale: float | None = key(None, "float", nullable=True, minimum=0)
+    sample_steps: int | None = key(None, "int", nullable=True, minimum=1)
 
 
 @dataclass(frozen=True)
 class SampleSection:
     """`sample`: images drawn during the run."""
 
-    sampler: str = choice(("flowmatch",), "sampler")
+    sampler: str = choice(("flowmatch",))
     sample_every: int = key(100, "int", "steps from one set of samples to the next", minimum=1)
-    sample_start_step: int = key(0, "int", "no samples before this step", minimum=0)
-    width: int = key(512, "int", "pixels", minimum=16, maximum=8192, multiple_of=16)
-    height: int = key(512, "int", "pixels", minimum=16, maximum=8192, multiple_of=16)
+    sample_start_step: int = key(0, "int", minimum=0)
+    width: int = key(512, "int", minimum=16, maximum=8192, multiple_of=16)
+    height: int = key(512, "int", minimum=16, maximum=8192, multiple_of=16)
     prompts: tuple[str, ...] = key((), "strings", "what to draw; [trigger] becomes the trigger word")
     samples: tuple[SampleItem, ...] = blocks(SampleItem)
-    seed: int = key(0, "int", "seed of the first image", minimum=0)
+    seed: int = key(0, "int", minimum=0)
     walk_seed: bool = switch(False, "the next image has the next seed")
-    guidance_scale: float = key(7.0, "float", "guidance embedding", minimum=0)
-    sample_steps: int = key(20, "int", "denoising steps", minimum=1)
-    format: str = choice(("jpg", "png", "webp"), "file format")
+    guidance_scale: float = key(7.0, "float", minimum=0)
+    sample_steps: int = key(20, "int", minimum=1)
+    format: str = choice(("jpg", "png", "webp"))
 
     def items(self) -> tuple[SampleItem, ...]:
         """The images of one set, in order, with size, seed, guidance and steps filled in.
 
         As in ai-toolkit an entry's own seed also holds for the entries after it, unless `walk_seed` is on.
         """
-        wanted = self.samples or tuple(SampleItem(prompt=prompt) for prompt in self.prompts)
-        items = []
-        seed = self.seed
-        for i, item in enumerate(wanted):
-            if self.walk_seed:
-                seed = self.seed + i
+        items, seed = [], self.seed
+        for i, item in enumerate(self.samples or [SampleItem(prompt=prompt) for prompt in self.prompts]):
             if item.seed is not None:
                 seed = item.seed
-            own = {name: getattr(item, name) for name in ("width", "height", "guidance_scale", "sample_steps")}
-            filled = {name: getattr(self, name) if value is None else value for name, value in own.items()}
-            items.append(SampleItem(prompt=item.prompt, seed=seed, **filled))
+            elif self.walk_seed:
+                seed = self.seed + i
+            values = {"prompt": item.prompt, "seed": seed}
+            for name in ("width", "height", "guidance_scale", "sample_steps"):
+                own = getattr(item, name)
+                values[name] = getattr(self, name) if own is None else own
+            items.append(SampleItem(**values))
         return tuple(items)
 
 
@@ -309,7 +306,7 @@ class LoggingSection:
     log_every: int = key(100, "int", "steps from one log entry to the next", minimum=1)
     verbose: bool = switch(False, "what goes to coat/log.txt is shown on the console, too")
     use_wandb: bool = switch(False, "log to Weights & Biases as well")
-    project_name: str = key("ai-toolkit", "str", "project there")
+    project_name: str = key("ai-toolkit", "str")
     run_name: str | None = key(None, "str", "name of the run there; null: W&B makes one up", nullable=True)
 
 

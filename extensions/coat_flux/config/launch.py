@@ -12,8 +12,7 @@ from ..base.names import COAT_OPTIMIZER
 if TYPE_CHECKING:
     from .job import JobConfig
 
-__all__ = ["LaunchError", "joint_job", "launch_obstacle", "shares_weights"]
-
+ON = ("1", "true")
 DDP = "use --config_file configs/accelerate/ddp.yaml"
 FSDP_SETTINGS = {  # of its fsdp_config, what cannot be chosen
     "reshard_after_forward": ("false", "gathered weights are always freed after forward; write true"),
@@ -30,13 +29,9 @@ def launch_obstacle(environment: Mapping[str, str]) -> str | None:
     """Return why processes started so cannot train, and what to start instead; None where they can.
 
     DeepSpeed's ZeRO flattens all parameters of a process into one partition and updates that inside its own engine:
-    blocks of moments would span parameters, and the guard, the saves and a resume, which are per parameter, would see
-    none of it. Its offload to the CPU wants DeepSpeedCPUAdam besides, in fp32.
-
-    Args:
-        environment: of the process.
+    blocks of moments would span parameters, and the guard, the saves and a resume would see none of it.
     """
-    if _given(environment, "ACCELERATE_USE_DEEPSPEED"):
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ON:
         return (
             "accelerate launch with DeepSpeed: its engine updates one flat partition of all parameters, in which FP8 "
             f"moments, guard and saves cannot tell them apart; {DDP}, or fsdp2.yaml where a model does not fit a GPU"
@@ -51,23 +46,15 @@ def launch_obstacle(environment: Mapping[str, str]) -> str | None:
 
 def shares_weights(environment: Mapping[str, str]) -> bool:
     """Whether accelerate's FSDP was asked for: the weights are shared out over the processes."""
-    return _given(environment, "ACCELERATE_USE_FSDP")
-
-
-def _given(environment: Mapping[str, str], name: str) -> bool:
-    return environment.get(name, "").lower() in ("1", "true")
+    return environment.get("ACCELERATE_USE_FSDP", "").lower() in ON
 
 
 def joint_job(job: JobConfig, *, shares: bool) -> JobConfig:
     """Return the job as several processes run it together.
 
-    With FSDP2 a LoRA's frozen codes are gathered where they would be copied from host memory, block after block, in all
-    processes alike; so nothing may be run by one alone, as measuring does. Trained weights are gathered by FSDP2
-    itself, each time into the same memory, so no copy of their codes can be kept.
-
-    Args:
-        job: of one process.
-        shares: weights are shared out: `shares_weights`.
+    With FSDP2 a LoRA's frozen codes are gathered block after block in all processes alike, so nothing may be run by
+    one alone, as measuring does. Trained weights are gathered into the same memory each time, so no copy of their
+    codes can be kept.
 
     Raises:
         LaunchError: it cannot run so.

@@ -53,17 +53,9 @@ class Option:
 
     Args:
         key: its name, dotted where it is nested.
-        default: its value where the user writes none.
         kind: one of `_KINDS`.
         doc: one line: what it does.
         choices: allowed values, the default first.
-        minimum: smallest allowed number.
-        above: a number must be greater than this.
-        maximum: largest allowed number.
-        below: a number must be less than this.
-        multiple_of: a whole number must be a multiple of this.
-        nullable: null is allowed.
-        required: there is no default.
         refused: (value, reason) of values that are known but cannot be had.
         example: a value people write, where the default is none; offered in place of a wrong one.
     """
@@ -71,7 +63,7 @@ class Option:
     key: str
     default: Any
     kind: str
-    doc: str
+    doc: str = ""
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
     above: float | None = None
@@ -163,17 +155,17 @@ class Option:
         return f" {' and '.join(parts)}" if parts else ""
 
 
-def key(default: Any, kind: str, doc: str, **rules: Any) -> Any:
+def key(default: Any, kind: str, doc: str = "", **rules: Any) -> Any:
     """A dataclass field that is one key of the block; arguments as those of `Option`."""
     return field(default=default, metadata={"option": Option("", default, kind, doc, **rules)})
 
 
-def switch(default: bool, doc: str, **rules: Any) -> Any:
+def switch(default: bool, doc: str = "", **rules: Any) -> Any:
     """A key that is true or false."""
     return key(default, "bool", doc, **rules)
 
 
-def choice(choices: Iterable[Any], doc: str, **rules: Any) -> Any:
+def choice(choices: Iterable[Any], doc: str = "", **rules: Any) -> Any:
     """A key with these values, the default first."""
     choices = tuple(choices)
     return key(choices[0], "choice", doc, choices=choices, **rules)
@@ -190,9 +182,9 @@ def blocks(cls: type) -> Any:
 def _number_remedy(value: Any, whole: bool) -> str:
     """What to write for a value that is not a number, or not one of the kind."""
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return "write a number"
+        number = math.nan
     if not math.isfinite(number) or (whole and not number.is_integer()):
         return "write a number"
     return f"write {value} without quotes" if isinstance(value, str) else f"write {int(number)}"
@@ -344,12 +336,10 @@ def build(
         cls: dataclass with config fields.
         raw: the block; null counts as empty.
         path: its dotted key.
-        findings: receives what is wrong; a refused value is replaced by its default, so that the rest is checked too.
+        findings: receives what is wrong, and every key that was written; a refused value is replaced by its default, so
+            that the rest is checked too.
         others: what ai-toolkit knows beyond `cls` and the blocks in it.
         **extra: fields of `cls` that are no config keys.
-
-    Returns:
-        The dataclass. Every key the user wrote is in `findings.given`.
     """
     known = config_fields(cls)
     values = dict(extra)

@@ -1,8 +1,7 @@
 """What must hold between the keys of a job; each rule says for which trainer it holds.
 
-An error is what would make another run than the file says, or none: what contradicts itself, what is not there, what
-ai-toolkit takes and then does not do, or fails on after minutes of loading (as seen running in 0.12.26). A warning is
-what only surprises. Types and single values were checked before.
+An error is what would make another run than the file says, or none; a warning is what only surprises. Of ai-toolkit,
+it is as seen in 0.12.26. Types and single values were checked before.
 """
 
 from __future__ import annotations
@@ -20,27 +19,28 @@ from .findings import Findings
 from .job_sections import DTYPES, LR_PARAMS, OPTIMIZER_PARAMS, PRODIGY_LOW_LR
 from .options import FORMATS, Option, parse_keys
 
-HIGH_LR, LOW_LR = 1e-2, 2e-6  # LoRAs of FLUX diverge above the one, and hardly learn below the other
+HIGH_LR, LOW_LR = 1e-2, 2e-6  # for LoRAs of FLUX
 FINDS_LR = ("prodigy", "dadapt", "automagic")  # optimizers that choose their own steps
 OWN_EPS = ("adam", "adamw", "adam8", "adamw8", "adam8bit", "adamw8bit", "ademamix8bit", "prodigy", "prodigy8bit")
+TORCH_SWITCHES = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")  # of adam and adamw
 MODEL_FLAGS = tuple(row["key"] for row in ROWS if row["block"] == "ModelConfig" and row["key"].startswith("is_"))
-NETWORKS = ("lora", "lokr", "dora", "fullrank", "lorm")  # what finds layers in FLUX; locon and lycoris look for others
-NO_SCHEDULER = ("step", "polynomial", "piecewise_constant")  # ai-toolkit gives them total_iters, which none takes
+NETWORKS = ("lora", "lokr", "dora", "fullrank", "lorm")  # what finds layers in FLUX
+NO_SCHEDULER = ("step", "polynomial", "piecewise_constant")
 UNQUANTIZED = ("sd1", "sd2", "sdxl", "ssd", "vega", "pixart", "pixart_sigma", "auraflow")
-# what a run writes in its folder, where ai-toolkit takes the newest entry that begins with the name for its newest save
+# what a run writes in its folder
 WRITTEN = ("coat", "config.yaml", "optimizer.pt", "samples")
-FULL_OPTIMIZERS = (COAT_OPTIMIZER, "adamw", "adam", "adamw8bit", "lion")  # whose memory `plan` knows for any tensor
+FULL_OPTIMIZERS = (COAT_OPTIMIZER, "adamw", "adam", "adamw8bit", "lion")  # `plan` knows their memory
 OFFLOAD_KEYS = ("coat.optimizer.offload", "train.optimizer_params.offload")
 BUCKET_STEP = 32  # FLUX.1: 8 (VAE) × 2 (packing) × 2
 SIDE_STEP, MIN_RESOLUTION = 16, 32
 TRIGGER_TAG = "[trigger]"
 FOREIGN_SHARE = 0.1  # of a text's letters, from which on it is reported
-T5_BLIND = "FLUX's text encoder T5 does not know {} characters and reads <unk> in their place"
+T5_BLIND = "FLUX's text encoder T5 reads {} characters as <unk>"
 SIDE_FOLDERS = (  # pictures that belong to the photos
     *("mask_path", "inpaint_path", "unconditional_path", "clip_image_path"),
     *("control_path", "control_path_1", "control_path_2", "control_path_3"),
 )
-MAX_NAME = 200  # bytes; file systems take 255, and "_000000500.safetensors" is added
+MAX_NAME = 200  # bytes; a suffix is added
 _BAD_NAME = re.compile(r'[<>:"/\\|?*\x00-\x1f\[\]]|^[. ]|[. ]$|^(con|prn|aux|nul|com\d|lpt\d)(\.|$)', re.IGNORECASE)
 _DEVICE = re.compile(r"cuda(:\d+)?|mps|cpu")
 _CAPTION_EXT = re.compile(r"\.?\w+(\.\w+)*")
@@ -154,7 +154,7 @@ def _network(entry: Entry) -> None:
     size = next((value for value in (rank, linear) if value is not None), 4)
     key = "network.alpha" if get("network.linear_alpha") is None else "network.linear_alpha"
     wrong = flux and get(key) not in (None, size) and entry.sound("network.linear", "network.rank")
-    text = f"ai-toolkit ignores it on FLUX, alpha is the rank; write {size} or remove it, and scale lr instead"
+    text = f"ai-toolkit ignores it on FLUX, alpha is the rank; write {size}, and scale lr instead"
     rule(BOTH, key, wrong, text)
     text = "finds no layer of FLUX to adapt, and ai-toolkit stops; write lora or lokr"
     rule(TOOLKIT, "network.type", flux and get("network.type", "lora").lower() not in NETWORKS, text)
@@ -177,12 +177,12 @@ def _train(entry: Entry) -> None:
     rule(BOTH, "train.lr", tuned and lr > HIGH_LR, text, warn=True)
     text = "a LoRA hardly learns at so low a rate" + ("" if entry.given("train.lr") else ", which is the default")
     rule(BOTH, "train.lr", tuned and lr < LOW_LR, f"{text}; write 0.0001", warn=True, default=lr)
-    text = "prodigy finds its step size itself, so as in ai-toolkit lr is 1 where it is below 0.1; write 1.0"
+    text = "as in ai-toolkit it is 1 for prodigy where it is below 0.1; write 1.0"
     rule(ALONE, "train.lr", optimizer == "prodigy" and lr < PRODIGY_LOW_LR, text, warn=True, default=lr)
     half = get("train.dtype") in ("fp16", "float16", "half")
     text = "FLUX overflows in fp16, and FP8 codes of it do too; use bf16"
     rule(TOOLKIT, "train.dtype", half, text, warn=entry.coat is None and not flux)
-    text = "ai-toolkit passes it an argument that it does not take, and stops; write constant, cosine or linear"
+    text = "ai-toolkit stops on it; write constant, cosine or linear"
     rule(TOOLKIT, "train.lr_scheduler", get("train.lr_scheduler") in NO_SCHEDULER, text)
     still = get("train.max_grad_norm", 1.0) <= 0 and optimizer != "adafactor"  # which is not clipped
     text = "gradients are scaled down to this norm, so nothing is learned; write 1.0"
@@ -204,6 +204,11 @@ def _params(entry: Entry) -> None:
             for key in ("lr", "eps"):
                 text = f"ai-toolkit gives {key} to {kind} itself and fails on a second one; remove it"
                 entry.rule(TOOLKIT, f"train.optimizer_params.{key}", key in params, text)
+            if kind in ("adam", "adamw"):
+                known = [option for option in ADAMW_OPTIONS if option.key != "eps"]
+                known += [Option(key, False, "bool", "") for key in TORCH_SWITCHES]
+                others = {key: value for key, value in params.items() if key not in ("lr", "eps")}
+                parse_keys(known, others, path, findings)
     options = LR_PARAMS.get(entry.get("train.lr_scheduler", "constant"))
     if options and entry.sound("train.lr_scheduler"):
         options += () if alone else (Option("last_epoch", -1, "int", ""),)
@@ -253,7 +258,7 @@ def _coat(entry: Entry) -> None:
         return
     text = "coat.weight.use_fp8: false asks for bf16 weights; write quantize: false"
     rule(BOTH, "model.qtype", qtype == COAT_QTYPE and not coat.weight.use_fp8, text)
-    text = "linears stay as ai-toolkit quantizes them and multiply its way, and coat.weight holds for what it leaves"
+    text = "linears stay as ai-toolkit quantizes them and multiply its way"
     text += f"; write {COAT_QTYPE} for FP8 GEMMs"
     rule(TOOLKIT, "model.qtype", qtype not in (None, COAT_QTYPE), text, warn=True, default=qtype)
     other, fp8 = optimizer != COAT_OPTIMIZER, coat.optimizer.use_fp8
@@ -286,16 +291,16 @@ def _full(entry: Entry) -> None:
     text = f"is read with type: {COAT_TYPE} and coat.enabled: true only; write those, or remove it"
     rule(TOOLKIT, "train.fused_backward", fused and not entry.enabled, text)
     name = entry.get("name") or entry.name
-    text = "is also the name of the final model's folder in the run's folder, which has another of that name; change it"
+    text = "is the name of another folder in the run's folder; change it"
     rule(ALONE, "name", name in ("coat", "samples"), text, default=name)
-    text = "keeps states that are not known for whole models; write one of {} for full fine-tuning, or add network"
+    text = "is not for whole models; write one of {}, or add network"
     rule(ALONE, "train.optimizer", optimizer not in FULL_OPTIMIZERS, text.format(", ".join(FULL_OPTIMIZERS)))
     text = f"updates single weights, which only {COAT_OPTIMIZER} can; write optimizer: {COAT_OPTIMIZER}, or false"
     rule(BOTH, "train.fused_backward", fused and optimizer != COAT_OPTIMIZER, text)
     text = f"has the moments of {COAT_OPTIMIZER} in host memory; write optimizer: {COAT_OPTIMIZER}, or none"
     for key in offloads:
         rule(BOTH, key, optimizer != COAT_OPTIMIZER, text)
-    text = "quantizes frozen weights, and without network the transformer is trained; write false, or add network"
+    text = "quantizes frozen weights, and here they are trained; write false, or add network"
     rule(BOTH if entry.enabled else ALONE, "model.quantize", get("model.quantize") is True, text)
     if entry.coat is None or not entry.enabled:
         return
@@ -311,14 +316,14 @@ def _full(entry: Entry) -> None:
     family, trained = arch_of(get("model", {})), DTYPES.get(get("train.dtype", "fp32"))
     text = f"its whole model is not trained with COAT, FLUX.1's is; write arch: flux, {remedy}"
     rule(TOOLKIT, "model.arch", family != "flux", text, default=family)
-    text = "ai-toolkit takes the newest entry in the run's folder that begins with it for its save; write a longer one"
+    text = "ai-toolkit takes what begins with it in the run's folder for its save; write a longer one"
     rule(TOOLKIT, "name", any(one.startswith(name) for one in WRITTEN), text, default=name)
     other = entry.given("save.dtype") and DTYPES.get(get("save.dtype")) != trained
     rule(TOOLKIT, "save.dtype", other, f"ai-toolkit saves a whole FLUX as it is trained; write {trained}, or remove it")
     text = "ai-toolkit's average changes weights unseen, so FP8 codes of them would be old; write use_ema: false"
     rule(TOOLKIT, "train.ema_config", get("train.ema_config.use_ema") is True, text)
     for key in ("lora_path", "assistant_lora_path", "inference_lora_path"):
-        text = "is added to the weights at each start, so a resumed run would have it twice; remove it"
+        text = "is added at each start, so a resumed run would have it twice; remove it"
         rule(TOOLKIT, f"model.{key}", get(f"model.{key}"), text)
     for key in ("only_if_contains", "ignore_if_contains"):
         text = "coat.include and coat.exclude choose what is trained; write those instead"
@@ -330,10 +335,11 @@ def _full(entry: Entry) -> None:
     ):
         rule(TOOLKIT, key, get(key) is True, text)
     rule(TOOLKIT, "adapter", get("adapter"), f"a whole model is trained without one; remove it, {remedy}")
-    text = "has ai-toolkit go backward several times in a micro-batch, and fused_backward updates in one pass; write {}"
+    text = "goes backward several times, and fused_backward updates in one pass; write {}"
     several = fused and get("train.single_item_batching") is True
     rule(TOOLKIT, "train.single_item_batching", several, text.format("false"))
-    rule(TOOLKIT, "train.loss_type", fused and get("train.loss_type") == "mean_flow", text.format("mse"))
+    several = fused and get("train.loss_type") == "mean_flow"
+    rule(TOOLKIT, "train.loss_type", several, text.format("mse"))
 
 
 # -- photos and prompts ------------------------------------------------------------------------------------------------
@@ -348,7 +354,7 @@ def _datasets(entry: Entry) -> None:
     if any(cached) and not all(cached):
         text = "must be the same in all datasets; write it in train: instead"
         datasets[cached.index(False)].rule(BOTH, "cache_text_embeddings", True, text, default=False)
-    text = "cached captions leave the text encoder nothing to learn; write false, or cache_text_embeddings: false"
+    text = "has nothing to learn from cached captions; write false, or cache_text_embeddings: false"
     entry.rule(BOTH, "train.train_text_encoder", any(cached) and entry.get("train.train_text_encoder") is True, text)
     for dataset, is_cached in zip(datasets, cached, strict=True):
         place = dataset.get("folder_path") or dataset.get("dataset_path")
@@ -439,7 +445,7 @@ def _check_trigger(entry: Entry, prompts: list[tuple[str, str]]) -> None:
         if share > FOREIGN_SHARE:
             entry.findings.warn(path, f"{T5_BLIND.format(script)}; write the prompt in English", prompt)
         if trigger and TRIGGER_TAG not in prompt and trigger not in prompt:
-            text = f"without the trigger word '{trigger}' a sample does not show the LoRA; write {TRIGGER_TAG} into it"
+            text = f"without the trigger word '{trigger}' it does not show the LoRA; write {TRIGGER_TAG}"
             entry.findings.warn(path, text, prompt)
         elif not trigger and TRIGGER_TAG in prompt:
             text = f"there is no trigger word for {TRIGGER_TAG}; write {entry.path}.trigger_word"

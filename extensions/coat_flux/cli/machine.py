@@ -1,0 +1,111 @@
+"""`coat-flux doctor`, `plan` and `export`: this machine, a card for a run, a LoRA for other programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..config.job import JobConfig
+from .common import EXIT_FAILED, UsageError, add_command, add_config
+
+PLAIN = str.maketrans({"✓": "+", "✗": "x"})  # for a console whose code page has no such signs
+LAYOUTS = ("diffusers", "kohya", "comfyui")
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def add_parsers(commands: Any) -> None:
+    """Add the commands of this module."""
+    parser = add_command(commands, "doctor", doctor, "what this machine can do")
+    parser.add_argument(
+        "--ai-toolkit",
+        type=Path,
+        metavar="DIR",
+        help="its folder, the one with run.py (default: AI_TOOLKIT_ROOT, else here if it is one)",
+    )
+    parser = add_command(commands, "plan", plan, "memory, disk and time before the run")
+    add_config(parser)
+    parser.add_argument(
+        "--gpu", metavar="CARD", help="one card by GB or name, as 24, 4090 or 'A100 80GB', in place of the usual ones"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", nargs="?", const="-", help="write it as JSON, without FILE to the terminal"
+    )
+    parser = add_command(commands, "export", export, "convert a LoRA for other programs")
+    parser.add_argument("lora", type=Path, metavar="LORA", help="a .safetensors file; it stays as it is")
+    parser.add_argument(
+        "--to",
+        choices=LAYOUTS,
+        required=True,
+        help="diffusers: also ai-toolkit and ComfyUI; kohya: sd-scripts, also ComfyUI; comfyui: the checkpoint's names",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: <layout>-<name of LORA>, next to it")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the matrices (default: as they are)")
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Look at Python, torch, GPU, FP8, Triton, memory, disk and ai-toolkit; exit code 1 where training cannot work.
+
+    ✓ works, ✗ does not: what to do follows the arrow, - is not here. Multiplies for about a second on each GPU.
+    """
+    from ..doctor import diagnose, verdict
+
+    logging.getLogger("coat_core").addHandler(logging.NullHandler())  # what it warns of is a line here
+    lines = []
+    for line in diagnose(args.ai_toolkit):
+        lines.append(line)
+        _show(str(line))
+    works, text = verdict(lines)
+    _show(text)
+    return 0 if works else EXIT_FAILED
+
+
+def _show(text: str) -> None:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(PLAIN).encode(encoding, errors="replace").decode(encoding)
+    print(text, flush=True)
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Predict memory by phase, disk and time of a run, which cards it fits, and the cheapest change that makes it fit.
+
+    Needs no GPU and downloads nothing.
+    """
+    job = JobConfig.from_file(args.config, name=args.name)
+    from ..plan.facts import find_card
+    from ..plan.report import as_json, as_text, make_plan
+
+    card = None if args.gpu is None else find_card(args.gpu)
+    prediction = make_plan(job, card)
+    if args.json is None:
+        print(as_text(prediction))
+        if card is not None and card.name:
+            print(f"--gpu {args.gpu}: {card.gb:g} GB" + (f", rates of the {card.name}" if card.bf16_tflops else ""))
+        return
+    text = json.dumps(as_json(prediction), indent=2)
+    if args.json == "-":
+        print(text)
+        return
+    try:
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {args.json}: cannot be written: {error.strerror}; give another path") from error
+    print(f"wrote {args.json}")
+
+
+def export(args: argparse.Namespace) -> None:
+    """Convert a FLUX LoRA between key layouts. Exact: nothing is written unless converting back gives the same bits."""
+    import torch
+
+    from ..export.convert import convert_file
+
+    # never <name>-kohya: ai-toolkit resumes from, and cleans up, whatever in the folder begins with the job's name
+    target = args.out or args.lora.with_name(f"{args.to}-{args.lora.name}")
+    report = convert_file(args.lora, target, args.to, getattr(torch, args.dtype) if args.dtype else None)
+    print(f"wrote {target}\n{report.line()}")
