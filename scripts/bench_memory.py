@@ -3,8 +3,6 @@
 Builds one double and one single block of FLUX.1's width (d = 3072, 24 heads of 128) with random weights and a rank-16
 LoRA on every linear of the blocks, runs them forward, and counts every allocation alive afterwards (torch's profiler:
 allocations minus frees), less the block's outputs. The blocks' inputs are made inside, so that keeping them counts.
-Next to it, what saved-tensor hooks see: the distinct storages saved for backward, less parameters and what all blocks
-share; not where a flow opens hooks of its own, which take the tensors from ours.
 Prints bytes per token and hidden element, then scales them to the 19 + 38 blocks of FLUX.1-dev. Runs on a CPU in about
 15 minutes; `--heads 4` in one. Exit code 1 where a bound is missed (at full width).
 """
@@ -15,7 +13,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +27,6 @@ from tests.helpers.flux_block import (
     block_call,
     block_inputs,
     loop_context,
-    lora_parameters,
     make_model,
     prepare,
     toolkit_is_real,
@@ -55,12 +52,6 @@ class Row(NamedTuple):
     coat: dict[str, Any]
     checkpointed: bool = False
     bounds: tuple[float, float] | None = None
-
-    @property
-    def hooked(self) -> bool:
-        """Whether hooks around the block see what it keeps: neither the generic flow's nor checkpoint's take it."""
-        generic = self.coat.get("activation", {}).get("flow") == "generic"
-        return not (generic or self.checkpointed or self.coat.get("memory", {}).get("checkpointing") == "all")
 
 
 OFF = {"enabled": False}
@@ -109,26 +100,8 @@ def kept_bytes(run: Callable[[], tuple[Tensor, ...]]) -> int:
     return alive - sum(storages.values())
 
 
-def hooked_bytes(run: Callable[[], tuple[Tensor, ...]], apart: Iterable[Tensor]) -> int:
-    """Return the bytes of all storages that saved-tensor hooks see in `run`, but for those of `apart`."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in apart}
-    seen: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in known:
-            seen[address] = tensor.detach()  # held until the end, so that no address is used twice
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
-
-
-def measure(
-    model: nn.Module, row: Row, text: int, image: int, batch: int = 1
-) -> tuple[dict[str, float], dict[str, float] | None]:
-    """Return bytes per token and hidden element of the double and the single block: alive, and as hooks see them."""
+def measure(model: nn.Module, row: Row, text: int, image: int, batch: int = 1) -> dict[str, float]:
+    """Return bytes per token and hidden element of the double and the single block."""
     model = prepare(model, row.coat, row.loop, RANK)
     if row.loop == "toolkit":
         vars(model)["toolkit_network"].multiplier = [1.0] * batch  # as ai-toolkit sets it at every step
@@ -148,13 +121,7 @@ def measure(
     elements = batch * (text + image) * model.inner_dim
     for block in [*blocks.values()] * 2:  # weights are joined and adapters copied, in memory of their own
         run(block)
-    alive = {kind: kept_bytes(lambda block=block: run(block)) / elements for kind, block in blocks.items()}
-    if not row.hooked:
-        return alive, None
-    apart = [*model.parameters(), *model.buffers(), *lora_parameters(model).values(), temb, *rotary]
-    return alive, {
-        kind: hooked_bytes(lambda block=block: run(block), apart) / elements for kind, block in blocks.items()
-    }
+    return {kind: kept_bytes(lambda block=block: run(block)) / elements for kind, block in blocks.items()}
 
 
 def scaled_gb(found: dict[str, float], pixels: int) -> dict[str, float]:
@@ -168,15 +135,13 @@ def misses(row: Row, found: dict[str, float]) -> bool:
     return row.bounds is not None and (found["double"] > row.bounds[0] or found["single"] > row.bounds[1])
 
 
-def report_row(row: Row, found: dict[str, float], hooks: dict[str, float] | None) -> str:
+def report_row(row: Row, found: dict[str, float]) -> str:
     """One line of the Markdown table."""
     bound = "" if row.bounds is None else f"{row.bounds[0]:g} / {row.bounds[1]:g}"
     verdict = "" if row.bounds is None else ("missed" if misses(row, found) else "met")
-    seen = " | " if hooks is None else f"{hooks['double']:.1f} | {hooks['single']:.1f}"
     sizes = " | ".join(f"{sum(scaled_gb(found, pixels).values()):.1f}" for pixels in PIXELS)
     return (
-        f"| {row.loop} | {row.name} | {found['double']:.1f} | {found['single']:.1f} | {seen} | {bound} | {verdict} "
-        f"| {sizes} |"
+        f"| {row.loop} | {row.name} | {found['double']:.1f} | {found['single']:.1f} | {bound} | {verdict} | {sizes} |"
     )
 
 
@@ -223,21 +188,21 @@ def main() -> int:
         f"torch {torch.__version__}, {options.heads} heads x {HEAD_DIM}, batch {options.batch}, rank {RANK} fp32, "
         f"toolkit: {toolkit}\n"
         "bytes per token x hidden; GB of FLUX.1-dev's 57 blocks by scaling\n\n"
-        f"| loop | setting | double | single | double, hooks | single, hooks | bound | "
+        f"| loop | setting | double | single | bound | "
         f"| {' | '.join(f'{p} px, GB' for p in PIXELS)} |\n"
-        f"|{'---|' * (8 + len(PIXELS))}",
+        f"|{'---|' * (6 + len(PIXELS))}",
         flush=True,
     )
     results, missed = [], 0
     for row in ROWS:
         if (options.loop and row.loop not in options.loop) or (options.row and row.name not in options.row):
             continue
-        found, hooks = measure(model, row, options.text_tokens, options.image_tokens, options.batch)
+        found = measure(model, row, options.text_tokens, options.image_tokens, options.batch)
         missed += misses(row, found)
         scaled = {str(pixels): scaled_gb(found, pixels) for pixels in PIXELS}
-        kept = {"bytes": found, "hooks": hooks, "bounds": row.bounds, "flux_dev_gb": scaled}
+        kept = {"bytes": found, "bounds": row.bounds, "flux_dev_gb": scaled}
         results.append({"loop": row.loop, "name": row.name, **kept})
-        print(report_row(row, found, hooks), flush=True)
+        print(report_row(row, found), flush=True)
     if options.json:
         head = {"torch": torch.__version__, "heads": options.heads, "rank": RANK, "toolkit": toolkit}
         options.json.write_text(json.dumps({**head, "rows": results}, indent=2) + "\n", encoding="utf-8")

@@ -267,10 +267,6 @@ FP8_OUTPUT_LOSS_DB = 0.3
 BLOCK_GRADIENT_FLOOR_DB = 18.0
 SMALL_BLOCK_GRADIENT_FLOOR_DB = 15.0
 
-# Bytes kept for backward: what saved-tensor hooks see against the profiler's count of what is alive. Measured within
-# 3.2e-3: the modulations of both blocks are made with the first.
-KEPT_TWO_COUNTS_RTOL = 5e-3
-
 # --- memory report -------------------------------------------------------------------------------------------------
 # Saved activations of a tiny run, counted, against the plan: counted are also the batch's noise, inputs and loss.
 REPORT_SAVED_RTOL = 0.1

@@ -1,6 +1,7 @@
 """A small classifier that says what a picture shows: garment, colour, pattern and background, so quality is a number.
 
-Shipped in `scorer.safetensors`, trained by `scripts/train_scorer.py` on the generator's pictures and labels. Pictures
+Shipped in `scorer.safetensors`, trained on the generator's pictures and labels
+(scripts/train_scorer.py, removed; commit 52801d4 has it). Pictures
 of any shape are brought to 64 · 64 pixels of area first, at which the patterns are drawn.
 """
 
@@ -12,13 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .pictures import BACKGROUNDS, COLOURS, GARMENTS, PATTERNS, Item
 from .training_set import to_unit
 
-__all__ = ["ATTRIBUTES", "WEIGHTS", "Scorer", "accuracies", "judge", "load_scorer", "right", "save_scorer"]
+__all__ = ["ATTRIBUTES", "WEIGHTS", "Scorer", "accuracies", "judge", "load_scorer", "right"]
 
 ATTRIBUTES = {
     "garment": tuple(GARMENTS),
@@ -55,12 +56,6 @@ class Scorer(nn.Module):
 
 def _stage(a: int, b: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
-
-
-def save_scorer(scorer: Scorer, path: Path = WEIGHTS) -> None:
-    """Writes the weights in fp16."""
-    state = {name: tensor.half() for name, tensor in scorer.state_dict().items() if tensor.is_floating_point()}
-    save_file(state, path)
 
 
 def load_scorer(path: Path = WEIGHTS) -> Scorer:

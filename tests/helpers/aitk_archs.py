@@ -20,15 +20,12 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from aitk_models import MODELS
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from _host_models import MODELS
 
 RANK = 4
 NETWORKS: dict[str, dict[str, Any]] = {

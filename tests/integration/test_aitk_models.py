@@ -1,6 +1,6 @@
 """Jobs of other models than FLUX.1 in the real ai-toolkit: from start to saved LoRA, on its own bases, resumed.
 
-Tiny models with random weights that ai-toolkit's own loaders read; scripts/_host_folders.py says what is substituted.
+Tiny models with random weights that ai-toolkit's own loaders read; tests/helpers/aitk_folders.py has the substitutes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     """A checkout with the tiny models, and the extension that substitutes sizes, in place."""
     checkout = Checkout(tmp_path_factory.mktemp("aitk") / "ait")
     install(checkout.root)
-    command = [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), str(ROOT / "scripts" / "_host_folders.py")]
+    command = [os.environ.get("AI_TOOLKIT_PYTHON", sys.executable), str(ROOT / "tests" / "helpers" / "aitk_folders.py")]
     done = subprocess.run([*command, str(checkout.root)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     as_kontext(checkout.root / "models" / "flux", checkout.root / "models" / "flux_kontext")

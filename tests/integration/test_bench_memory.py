@@ -19,7 +19,6 @@ from tests.helpers.flux_block import block_call, block_inputs, lora_parameters, 
 from tests.tolerances import (
     BLOCK_GRADIENT_FLOOR_DB,
     BLOCK_OUTPUT_FLOOR_DB,
-    KEPT_TWO_COUNTS_RTOL,
     SMALL_BLOCK_GRADIENT_FLOOR_DB,
 )
 
@@ -52,10 +51,6 @@ def test_bytes_kept_by_loop_and_flow(tmp_path: Path) -> None:
             assert listed < found < listed + 2.0
             assert found < kept[loop, "fused, attention bf16"][kind] < kept[loop, "generic"][kind]
             assert kept[loop, "generic"][kind] < kept[loop, "bf16"][kind] / 2
-    for row in rows:  # two ways to count agree
-        seen = row["hooks"]
-        assert (seen is None) == (row["name"] in ("bf16, recomputed", "generic", "recomputed from FP8"))
-        assert seen is None or seen == pytest.approx(row["bytes"], rel=KEPT_TWO_COUNTS_RTOL)
     for kind in ("double", "single"):
         assert kept["peft", "fused"][kind] == pytest.approx(kept["toolkit", "fused"][kind], rel=0.02)
         assert kept["peft", "bf16, recomputed"][kind] == pytest.approx(2, rel=0.1)  # the block's input

@@ -13,7 +13,7 @@ from tests.tolerances import SCORER_ACCURACY, SCORER_ALL_FOUR, SCORER_BY_CHANCE
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = 200
-SEED = 977  # no picture of `scripts/train_scorer.py`
+SEED = 977  # of no picture that it was trained on
 
 
 @pytest.fixture(scope="module")

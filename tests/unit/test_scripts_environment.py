@@ -44,56 +44,49 @@ def _machine(monkeypatch, environment, *, gpu: bool, torch=None, cuda: str = "",
     return pip
 
 
-def test_cpu_machine_gets_the_cpu_build(monkeypatch, environment) -> None:
-    pip = _machine(monkeypatch, environment, gpu=False)
+CPU_BUILD, DEFAULT_BUILD = f"torch=={VERSION}+cpu", f"torch=={VERSION}"
+MACHINES = {  # what is there → what pip is asked for
+    "a CPU": ({"gpu": False}, [CPU_BUILD]),
+    "a CPU, no CPU build on the index": ({"gpu": False, "missing": (CPU_BUILD,)}, [CPU_BUILD, DEFAULT_BUILD]),
+    "a torch that fits": ({"gpu": False, "torch": (2, 9)}, []),
+    "a CUDA torch on a CPU": ({"gpu": False, "torch": (2, 9), "cuda": "12.8"}, []),
+    "a CUDA torch on a GPU": ({"gpu": True, "torch": (2, 9), "cuda": "12.8"}, []),
+    "an old torch": ({"gpu": False, "torch": (2, 8)}, [CPU_BUILD]),
+    "a GPU": ({"gpu": True, "cuda": "12.8"}, [DEFAULT_BUILD]),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_which_torch_a_machine_gets(monkeypatch, environment, name: str) -> None:
+    machine, asked = MACHINES[name]
+    pip = _machine(monkeypatch, environment, **machine)
     environment._install_torch(None)
-    assert pip.calls == [[f"torch=={VERSION}+cpu"]]
+    assert pip.calls == [[requirement] for requirement in asked]
 
 
-def test_cpu_machine_without_a_cpu_build_on_the_index_gets_the_default_one(monkeypatch, environment) -> None:
-    pip = _machine(monkeypatch, environment, gpu=False, missing=(f"torch=={VERSION}+cpu",))
-    environment._install_torch(None)
-    assert pip.calls == [[f"torch=={VERSION}+cpu"], [f"torch=={VERSION}"]]
-
-
-@pytest.mark.parametrize(("gpu", "cuda"), [(False, ""), (False, "12.8"), (True, "12.8")])
-def test_a_torch_that_fits_is_kept(monkeypatch, environment, gpu: bool, cuda: str) -> None:
-    pip = _machine(monkeypatch, environment, gpu=gpu, torch=(2, 9), cuda=cuda)
-    environment._install_torch(None)
-    assert pip.calls == []
-
-
-def test_an_old_torch_is_replaced(monkeypatch, environment) -> None:
-    pip = _machine(monkeypatch, environment, gpu=False, torch=(2, 8))
-    environment._install_torch(None)
-    assert pip.calls == [[f"torch=={VERSION}+cpu"]]
-
-
-def test_cuda_machine_gets_the_default_build_and_it_is_checked(monkeypatch, environment) -> None:
-    pip = _machine(monkeypatch, environment, gpu=True, cuda="12.8")
-    environment._install_torch(None)
-    assert pip.calls == [[f"torch=={VERSION}"]]
-    _machine(monkeypatch, environment, gpu=True, cuda="")
-    with pytest.raises(environment.SetupError, match=r"gave a CPU build.*rerun with --torch-index-url URL"):
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ({"gpu": True, "cuda": ""}, "--torch-index-url"),
+        ({"gpu": True, "torch": (2, 13), "cuda": ""}, "--torch-index-url"),
+        ({"gpu": False, "missing": (CPU_BUILD, DEFAULT_BUILD)}, "pip failed"),
+    ],
+    ids=["a CPU build was installed on a GPU", "a CPU build is there on a GPU", "pip fails"],
+)
+def test_what_cannot_be_installed_is_an_error(monkeypatch, environment, machine, words: str, capsys) -> None:
+    pip = _machine(monkeypatch, environment, **machine)
+    with pytest.raises(environment.SetupError, match=words):
         environment._install_torch(None)
+    assert ("pip's own words" in capsys.readouterr().out) == ("missing" in machine)
+    assert len(pip.calls) == {"torch": 0, "missing": 2}.get(next(iter({"torch", "missing"} & set(machine)), ""), 1)
 
 
-def test_cuda_machine_with_a_cpu_torch_stops_or_replaces_it(monkeypatch, environment) -> None:
+def test_a_cpu_torch_is_replaced_from_the_index_given(monkeypatch, environment) -> None:
     pip = _machine(monkeypatch, environment, gpu=True, torch=(2, 13), cuda="")
-    with pytest.raises(environment.SetupError, match=r"a CPU build on a machine with an NVIDIA GPU.*--torch-index-url"):
-        environment._install_torch(None)
-    assert pip.calls == []
     builds = iter(["", "12.8"])
     monkeypatch.setattr(environment, "_torch_cuda", lambda: next(builds))
     environment._install_torch("some-index")
-    assert pip.calls == [["--force-reinstall", f"torch=={VERSION}", "--index-url", "some-index"]]
-
-
-def test_pips_output_is_shown_when_it_fails(monkeypatch, environment, capsys) -> None:
-    _machine(monkeypatch, environment, gpu=False, missing=(f"torch=={VERSION}+cpu", f"torch=={VERSION}"))
-    with pytest.raises(environment.SetupError, match=r"torch==2\.13\.0: pip failed, its output is above"):
-        environment._install_torch(None)
-    assert "pip's own words" in capsys.readouterr().out
+    assert pip.calls == [["--force-reinstall", DEFAULT_BUILD, "--index-url", "some-index"]]
 
 
 def test_the_package_is_installed_once_per_setup_py(monkeypatch, environment, tmp_path) -> None:

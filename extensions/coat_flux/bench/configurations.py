@@ -23,21 +23,14 @@ COUNT = "count"  # of operators, on no device: `step_model`
 
 @dataclass(frozen=True)
 class Configuration:
-    """One row of the comparison.
+    """One row of the comparison; without a `coat:` block it is a baseline.
 
     Attributes:
-        name: on the command line and in the results.
-        about: what it is, for the table.
-        levels: where it is measured.
-        coat: the `coat:` block; None is a baseline.
         checkpointing: torch's recomputation of every block (baselines; COAT's is in its block).
         compile_mode: of torch.compile, for each block by itself; "" compiles nothing.
         quantizer: a key of `measure.QUANTIZERS`, which converts linears; "" none.
-        adapters: dtype of the LoRA, "fp32" or "bf16".
-        autocast: bf16 autocast around the forward pass.
         optimizer: the name of a row of that level.
         needs: packages, as they are imported.
-        gpu_only: it does not exist on a CPU.
         full: the transformer itself is trained, each weight updated in backward.
     """
 
@@ -217,19 +210,7 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """A benchmark run.
-
-    Attributes:
-        levels: of `LEVELS`.
-        resolutions: pixels along a side.
-        batches: images of a step.
-        rounds: how often each case is measured, each time in a new process.
-        configurations: names to keep; none keeps all.
-        geometry: of the transformer and its LoRA.
-        device: "cpu", "cuda" or "cuda:1".
-        repeats: timed calls in a process; None takes the level's own.
-        timeout_s: of one process.
-    """
+    """A benchmark run: each case in a new process in every round; without names, all configurations."""
 
     levels: tuple[str, ...] = LEVELS
     resolutions: tuple[int, ...] = (512, 768, 1024)

@@ -29,16 +29,12 @@ class Launch(NamedTuple):
     """GPU work of one operator.
 
     Attributes:
-        region: of the step; see `Recorder`.
-        category: of the table.
         operator: of torch or of `coat_core`, as the caller called it.
         part: what inside an operator of ours it is: a Triton kernel, or an operator of torch; else empty.
-        reads: storage → bytes, each once.
-        writes: likewise.
+        reads, writes: storage → bytes, each once.
         flops: operations of matrix products.
         kind: "fp8" or "bf16" matrix product, "attention", "attention_backward"; empty where only bytes count.
         shape: (M, N, K) of a matrix product.
-        count: kernels.
     """
 
     region: str

@@ -19,33 +19,21 @@ OTHER_TRAFFIC_BYTES = 12  # fp32 parameter read and written, gradient read
 
 @dataclass
 class Result:
-    """One thing measured in one configuration, over all rounds.
-
-    Attributes:
-        level, configuration: as in `Case`.
-        what, resolution, batch: as in `Timing.of`.
-        rounds_ms: the median of each round.
-        median_ms: over the rounds' medians.
-        peak_bytes: the most of any round.
-        percent_of_limit: how much of the device's limit is reached; None where its rates are not known.
-        speedup: title to how many times faster than that rival, where it has figures.
-        figures: others, of the last round.
-        status: "ok", or why there are no figures (then `reason` says more).
-    """
+    """One thing measured in one configuration, over all rounds."""
 
     level: str
     configuration: str
     what: str = ""
     resolution: int = 0
     batch: int = 0
-    rounds_ms: list[float] = field(default_factory=list)
-    median_ms: float = 0.0
-    peak_bytes: int = 0
-    percent_of_limit: float | None = None
-    speedup: dict[str, float] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
+    rounds_ms: list[float] = field(default_factory=list)  # the median of each round
+    median_ms: float = 0.0  # of the rounds' medians
+    peak_bytes: int = 0  # the most of any round
+    percent_of_limit: float | None = None  # None where the device's rates are not known
+    speedup: dict[str, float] = field(default_factory=dict)  # title → times faster than that rival
+    figures: dict[str, Any] = field(default_factory=dict)  # others, of the last round
     status: str = OK
-    reason: str = ""
+    reason: str = ""  # why there are no figures
 
     @property
     def size(self) -> str:

@@ -22,6 +22,7 @@ POINTWISE = "fused pointwise"
 COMPILED = "torch.compile"  # the operator that fused launches are listed as
 SHOWN = "h200"
 NAMES = ("coat", "bf16_compile")
+FIGURES = ("launches", "modelled_ms", "bytes", "flops")
 
 
 def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) -> dict[str, Any]:
@@ -39,58 +40,44 @@ def count(config: COATConfig, geometry: Geometry, resolutions: Sequence[int]) ->
         what a step does once in `by_region`; and `operators`: region → lines of (count, category, operator, part),
         the most frequent first.
     """
-    found: dict[str, Any] = {card: {} for card in cost_models()}
+    counts: dict[str, Any] = {card: {} for card in cost_models()}
     for resolution in resolutions:
         coat = count_step(config, geometry, resolution)
         plain = count_step(COATConfig(enabled=False), geometry, resolution)
         plain.launches = as_compiled(plain.launches)
         for card, model in cost_models().items():
             both = zip(NAMES, (coat, plain), strict=True)
-            found[card][str(resolution)] = {name: _costed(recorder, model) for name, recorder in both}
-    return found
+            counts[card][str(resolution)] = {name: _costed(recorder, model) for name, recorder in both}
+    return counts
 
 
 def _costed(recorder: Recorder, model: CostModel) -> dict[str, Any]:
-    per_category = {category: _Sum() for category in (*CATEGORIES, POINTWISE)}
-    per_region: dict[str, _Sum] = {}
+    """Sums of launches, milliseconds, bytes and operations: all, of blocks, by category and by region."""
+    whole, blocks = dict.fromkeys(FIGURES, 0), dict.fromkeys(FIGURES, 0)
+    categories: dict[str, dict[str, float]] = {}
+    regions: dict[str, dict[str, float]] = {}
     operators: dict[str, Counter[tuple[str, str, str]]] = {}
     for launch in recorder.launches:
         ms = model.milliseconds(launch.bytes, launch.flops, launch.kind, launch.shape, launch.count)
-        per_category[launch.category].add(launch, ms, recorder.times.get(launch.region, 1))
-        per_region.setdefault(launch.region, _Sum()).add(launch, ms, 1)
-        lines = operators.setdefault(launch.region, Counter())
-        lines[launch.category, launch.operator, launch.part] += launch.count
-    total, blocks = _Sum(), _Sum()
-    for category, part in per_category.items():
-        total.include(part)
-        if category not in (OUTSIDE, UPDATE):
-            blocks.include(part)
+        figures = dict(zip(FIGURES, (launch.count, ms, launch.bytes, launch.flops), strict=True))
+        times = recorder.times.get(launch.region, 1)
+        sums = [(categories.setdefault(launch.category, dict.fromkeys(FIGURES, 0)), times), (whole, times)]
+        sums.append((regions.setdefault(launch.region, dict.fromkeys(FIGURES, 0)), 1))
+        if launch.category not in (OUTSIDE, UPDATE):
+            sums.append((blocks, times))
+        for total, number in sums:
+            for name, value in figures.items():
+                total[name] += number * value
+        operators.setdefault(launch.region, Counter())[launch.category, launch.operator, launch.part] += launch.count
     return {
-        **vars(total),
+        **whole,
         "host_ops": sum(calls * recorder.times.get(region, 1) for region, calls in recorder.host.items()),
         "host_reads": sum(recorder.reads.values()),
-        "blocks": vars(blocks),
-        "by_category": {name: vars(part) for name, part in per_category.items() if part.launches},
-        "by_region": {region: {**vars(part), "host_ops": recorder.host[region]} for region, part in per_region.items()},
+        "blocks": blocks,
+        "by_category": {name: categories[name] for name in (*CATEGORIES, POINTWISE) if name in categories},
+        "by_region": {region: {**total, "host_ops": recorder.host[region]} for region, total in regions.items()},
         "operators": {region: [[n, *key] for key, n in lines.most_common()] for region, lines in operators.items()},
     }
-
-
-class _Sum:
-    """Launches, milliseconds, bytes and operations."""
-
-    def __init__(self) -> None:
-        self.launches, self.modelled_ms, self.bytes, self.flops = 0, 0.0, 0, 0.0
-
-    def add(self, launch: Launch, ms: float, number: int) -> None:
-        self.launches += number * launch.count
-        self.modelled_ms += number * ms
-        self.bytes += number * launch.bytes
-        self.flops += number * launch.flops
-
-    def include(self, other: _Sum) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
 
 def as_compiled(launches: Sequence[Launch]) -> list[Launch]:
@@ -144,39 +131,35 @@ def _fused(group: Sequence[Launch], number: int, readers: dict[int, set[int]]) -
     return Launch(group[0].region, POINTWISE, COMPILED, "", reads, writes)
 
 
-def table(found: dict[str, Any], card: str) -> str:
-    """What a step is on a card, by category, as Markdown."""
-    sizes = found[card]
-    columns = [(size, name) for name in NAMES for size in sizes]
-    header = ["ms a step", *(f"{name} {size} px: launches | ms" for size, name in columns)]
-    lines = [header, ["---"] * (1 + 2 * len(columns))]
-    categories = [c for c in (*CATEGORIES, POINTWISE) if any(c in sizes[s][n]["by_category"] for s, n in columns)]
-    for category in [*categories, "blocks", "whole step"]:
-        cells = [category]
-        for size, name in columns:
-            row = sizes[size][name]
-            if category in categories:
-                row = row["by_category"].get(category)
-            elif category == "blocks":
-                row = row["blocks"]
-            cells += ["", ""] if row is None else [f"{row['launches']:,}", f"{row['modelled_ms']:.1f}"]
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def cards_table(found: dict[str, Any]) -> str:
-    """The step's time on every card, as Markdown."""
-    lines = ["| card | px | coat ms | bf16 + compile ms | ratio |", "| --- | --- | --- | --- | --- |"]
-    for card, sizes in found.items():
-        for size, names in sizes.items():
+def report(counts: dict[str, Any], verbose: bool) -> str:
+    """A step on one card by category, the host's calls, its time on every card; verbose: every operator of a block."""
+    sizes = counts[SHOWN]
+    columns = [(f"{name} {size} px: launches | ms", names[name]) for name in NAMES for size, names in sizes.items()]
+    lines = [["ms a step", *(title for title, _ in columns)], ["---"] * (1 + 2 * len(columns))]
+    rows = [(name, [row["by_category"].get(name) for _, row in columns]) for name in (*CATEGORIES, POINTWISE)]
+    rows += [("blocks", [row["blocks"] for _, row in columns]), ("whole step", [row for _, row in columns])]
+    for label, cells in rows:
+        if any(cells):
+            shown = [f"{cell['launches']:,} | {cell['modelled_ms']:.1f}" if cell else " | " for cell in cells]
+            lines.append([label, *shown])
+    host = [
+        f"{size} px: {names['coat']['host_ops']:,} calls of torch's dispatcher, "
+        f"{names['coat']['host_reads']} reads from the device"
+        for size, names in sizes.items()
+    ]
+    cards = [["card", "px", "coat ms", "bf16 + compile ms", "ratio"], ["---"] * 5]
+    for card, by_size in counts.items():
+        for size, names in by_size.items():
             ours, theirs = (names[name]["modelled_ms"] for name in NAMES)
-            lines.append(f"| {card} | {size} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} |")
-    return "\n".join(lines)
+            cards.append([card, size, f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}"])
+    tables = ["\n".join(f"| {' | '.join(line)} |" for line in table) for table in (lines, cards)]
+    parts = [f"modelled for {SHOWN}, not measured:", tables[0], f"host, {'; '.join(host)}", tables[1]]
+    return "\n\n".join([*parts, _operators(sizes)] if verbose else parts)
 
 
-def operators(found: dict[str, Any]) -> str:
+def _operators(sizes: dict[str, Any]) -> str:
     """Every operator of one block of each kind in COAT, with its number of launches."""
-    first = next(iter(found[SHOWN].values()))["coat"]["operators"]
+    first = next(iter(sizes.values()))["coat"]["operators"]
     lines = []
     for region, rows in first.items():
         if region.removeprefix("first ").removeprefix("last ") in first.keys() - {region}:
@@ -186,19 +169,8 @@ def operators(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def report(found: dict[str, Any], verbose: bool) -> str:
-    """What the console shows."""
-    rows = [(size, names["coat"]) for size, names in found[SHOWN].items()]
-    host = "; ".join(
-        f"{size} px: {row['host_ops']:,} calls of torch's dispatcher, {row['host_reads']} reads from the device"
-        for size, row in rows
-    )
-    parts = [f"modelled for {SHOWN}, not measured:", table(found, SHOWN), f"host, {host}", cards_table(found)]
-    return "\n\n".join([*parts, operators(found)] if verbose else parts)
-
-
-def write(folder: Path, found: dict[str, Any]) -> Path:
+def write(folder: Path, counts: dict[str, Any]) -> Path:
     """Write count.json."""
     path = folder / "count.json"
-    write_file(path, json.dumps(found, indent=1) + "\n")
+    write_file(path, json.dumps(counts, indent=1) + "\n")
     return path

@@ -45,24 +45,14 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class CardFit:
-    """What a card makes of a job.
-
-    Attributes:
-        card: the card.
-        fits: the job as it is.
-        prediction: of the job on this card, as it is.
-        changes: that make it fit, together; empty where it fits or where none does.
-        changed: the prediction with them.
-        step_seconds: of the job that fits; None where none does or the card's rates are unknown.
-        run_seconds: likewise, for the whole run.
-    """
+    """What a card makes of a job."""
 
     card: Card
-    fits: bool
-    prediction: Prediction
-    changes: tuple[Change, ...] = ()
-    changed: Prediction | None = None
-    step_seconds: float | None = None
+    fits: bool  # the job as it is
+    prediction: Prediction  # of the job as it is
+    changes: tuple[Change, ...] = ()  # that make it fit, together; empty where it fits or where none does
+    changed: Prediction | None = None  # with them
+    step_seconds: float | None = None  # of the job that fits; None where none does or the card's rates are unknown
     run_seconds: float | None = None
 
     @property

@@ -80,25 +80,15 @@ HUB_MODELS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """A size of GPU memory, and the rates of one GPU that has it.
-
-    Attributes:
-        gb: memory in 1e9 bytes, as cards are sold.
-        name: of that GPU; empty where none is meant.
-        bf16_tflops: dense bf16 matrix products with fp32 accumulation, 1e12 operations a second.
-        fp8_tflops: the same in FP8; 0 where the GPU has none.
-        copied_gb: 1e9 bytes a second from pinned host memory, about four fifths of its PCIe link's rate.
-        gb_per_second: memory traffic, 1e9 bytes a second; 0 where nothing asks for it.
-        multiprocessors: that share the tiles of a matrix product; likewise.
-    """
+    """A size of GPU memory in 1e9 bytes, as cards are sold, and the rates of one GPU that has it."""
 
     gb: float
-    name: str = ""
-    bf16_tflops: float = 0.0
-    fp8_tflops: float = 0.0
-    copied_gb: float = 25.0  # PCIe 4.0 x16
-    gb_per_second: float = 0.0
-    multiprocessors: int = 0
+    name: str = ""  # empty where no GPU is meant
+    bf16_tflops: float = 0.0  # dense matrix products with fp32 accumulation, 1e12 operations a second
+    fp8_tflops: float = 0.0  # 0 where the GPU has none
+    copied_gb: float = 25.0  # 1e9 bytes a second from pinned host memory: four fifths of its PCIe link's rate
+    gb_per_second: float = 0.0  # memory traffic; 0 where nothing asks for it
+    multiprocessors: int = 0  # likewise
 
 
 CARDS = (

@@ -33,46 +33,27 @@ VALUE_BYTES = {"bf16": 2, "fp32": FP32}
 
 
 class Data(NamedTuple):
-    """The training images.
+    """The training images."""
 
-    Attributes:
-        pixels: of the largest bucket.
-        mean_pixels: on average over an epoch.
-        latents: distinct (image, size, mirrored); 0 where the images are not here.
-        captions: distinct prompts, a dropped caption included.
-        found: whether the folders are here.
-    """
-
-    pixels: int
-    mean_pixels: float
-    latents: int
-    captions: int
-    found: bool
+    pixels: int  # of the largest bucket
+    mean_pixels: float  # over an epoch
+    latents: int  # distinct (image, size, mirrored); 0 where the images are not here
+    captions: int  # distinct prompts, a dropped caption included
+    found: bool  # whether the folders are here
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """A job in numbers.
-
-    Attributes:
-        job: the job.
-        model: its model's parts.
-        data: its images.
-        targets: linears with an adapter.
-        trained: name → elements of each of the transformer's own parameters that is trained; empty with `network`.
-        blocks: of the transformer, in forward order, with their adapters.
-        tokens: of the largest micro-batch.
-        sample_tokens: of the largest image to be drawn, or None where none is drawn.
-    """
+    """A job in numbers."""
 
     job: JobConfig
     model: ModelParts
     data: Data
-    targets: tuple[Linear, ...]
-    trained: Mapping[str, int]
-    blocks: tuple[Block, ...]
-    tokens: Tokens
-    sample_tokens: Tokens | None
+    targets: tuple[Linear, ...]  # with an adapter
+    trained: Mapping[str, int]  # name → elements of the transformer's own parameters; empty with `network`
+    blocks: tuple[Block, ...]  # in forward order, with their adapters
+    tokens: Tokens  # of the largest micro-batch
+    sample_tokens: Tokens | None  # of the largest image to be drawn; None where none is drawn
 
     @functools.cached_property
     def given(self) -> Given:

@@ -63,19 +63,11 @@ class PhasePrediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory of a run.
+    """Memory of a run."""
 
-    Attributes:
-        phases: load, cache, sample (where images are drawn), step and save.
-        ram_bytes: the most that the process holds in CPU memory.
-        disk_bytes: what the run and its caches leave on disk, without the model's own files.
-        plan: what the blocks do.
-        assumptions: what had to be assumed.
-    """
-
-    phases: list[PhasePrediction]
-    ram_bytes: int
-    disk_bytes: int
+    phases: list[PhasePrediction]  # load, cache, sample (where images are drawn), step and save
+    ram_bytes: int  # the most that the process holds in CPU memory
+    disk_bytes: int  # of the run and its caches, without the model's own files
     plan: BlockPlan
     assumptions: tuple[str, ...] = ()
 
@@ -118,21 +110,17 @@ def predict_facts(
 ) -> Prediction:
     """`predict` for gathered facts; `recomputed` are the blocks that do, where it is not the config that says it."""
     plan = block_plan(facts, device_bytes, recomputed)
-    phases = [
-        _load(facts, plan),
-        _cache(facts, _budget(facts, device_bytes)),
-        _sample(facts),
-        _step(facts, plan),
-        _save(facts),
-    ]
-    found = [_placed(phase, plan) for phase in phases if phase is not None]
-    return Prediction(
-        phases=found,
-        ram_bytes=_ram(facts, max(phase.total for phase in found)),
-        disk_bytes=_disk(facts),
-        plan=plan,
-        assumptions=_assumptions(facts),
-    )
+    cache, save = _cache(facts, _budget(facts, device_bytes)), {"gradients": facts.gradient_bytes}
+    phases = [_load(facts, plan), cache, _sample(facts), _step(facts, plan), _phase("save", _held(facts), save)]
+    placed = [_placed(phase, plan) for phase in phases if phase is not None]
+    assumptions = []
+    if not facts.data.found:
+        taken = "every one is taken at its full resolution; caches on disk are not counted"
+        assumptions.append(f"the images are not here: {taken}")
+    if facts.job.coat.activation.flow == "fused" and "generic" in {each.flow for each in facts.block_settings}:
+        assumptions.append("network.dropout: blocks take the generic flow, which keeps more than the fused one")
+    ram = _ram(facts, max(phase.total for phase in placed))
+    return Prediction(placed, ram, _disk(facts), plan, tuple(assumptions))
 
 
 def _phase(name: str, *held: Mapping[str, int]) -> PhasePrediction:
@@ -267,10 +255,6 @@ def _sample(facts: JobFacts) -> PhasePrediction | None:
     return _phase("sample", held, {"workspace": max(denoise, decode) + LIBRARY_WORKSPACE[facts.on_cpu]})
 
 
-def _save(facts: JobFacts) -> PhasePrediction:
-    return _phase("save", _held(facts), {"gradients": facts.gradient_bytes})
-
-
 def optimizer_bytes(facts: JobFacts) -> int:
     """Both moments of every trained parameter, with their scales, as `train.optimizer` stores them, on the device.
 
@@ -319,14 +303,3 @@ def _disk(facts: JobFacts) -> int:
     if facts.caches_text:
         total += facts.data.captions * 2 * (facts.model.text_tokens * facts.model.text_width + facts.model.pooled_width)
     return total
-
-
-def _assumptions(facts: JobFacts) -> tuple[str, ...]:
-    found = []
-    if not facts.data.found:
-        found.append(
-            "the images are not here: every one is taken at its full resolution; caches on disk are not counted"
-        )
-    if facts.job.coat.activation.flow == "fused" and "generic" in {each.flow for each in facts.block_settings}:
-        found.append("network.dropout: blocks take the generic flow, which keeps more than the fused one")
-    return tuple(found)

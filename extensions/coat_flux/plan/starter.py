@@ -49,17 +49,11 @@ MAX_PROMPT = 200
 
 
 class Photos(NamedTuple):
-    """What matters of a folder of photos.
+    """What matters of a folder of photos."""
 
-    Attributes:
-        folder: its whole path.
-        sides: sqrt(width · height) of each photo, pixels.
-        caption: one of the captions, with `[trigger]` in it; None where no photo has one.
-    """
-
-    folder: Path
-    sides: tuple[float, ...]
-    caption: str | None
+    folder: Path  # absolute
+    sides: tuple[float, ...]  # sqrt(width · height) of each photo, pixels
+    caption: str | None  # one of the captions, with `[trigger]` in it; None where no photo has one
 
 
 class Starter(NamedTuple):

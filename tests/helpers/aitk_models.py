@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import _models_near_flux as near
-import _models_of_ai_toolkit as own
-import _models_of_diffusers as theirs
-from _host_inputs import Made
+import aitk_models_near_flux as near
+import aitk_models_of_diffusers as theirs
+import aitk_models_own as own
+from aitk_inputs import Made
 
 KLEIN, SDXL = partial(near.flux2, guidance=False), partial(theirs.unet, extra=True)
 MODELS: dict[str, Callable[[], Made]] = {

@@ -1,4 +1,4 @@
-"""What the small models of `_host_models` share: sizes, drawn inputs, ai-toolkit's modules."""
+"""What the small models of `aitk_models` share: sizes, drawn inputs, ai-toolkit's modules."""
 
 from __future__ import annotations
 

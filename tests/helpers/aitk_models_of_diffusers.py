@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _host_inputs import HEADS, IMAGE, SIDE, TEXT, TEXT_WIDTH, WIDTH, Made, draw, noise_level
+from aitk_inputs import HEADS, IMAGE, SIDE, TEXT, TEXT_WIDTH, WIDTH, Made, draw, noise_level
 
 
 def lumina2() -> Made:

@@ -1,4 +1,4 @@
-"""Tiny models with random weights in the layouts that ai-toolkit's own loaders read: `python _host_folders.py FOLDER`.
+"""Tiny models with random weights in the layouts that ai-toolkit's own loaders read: `python aitk_folders.py FOLDER`.
 
 Run in ai-toolkit's environment with AI_TOOLKIT_ROOT. Below FOLDER, the working directory of the jobs to come:
 
@@ -27,7 +27,7 @@ AXES = [16, 24, 24]
 EXTENSION = """import sys
 
 sys.path.append({folder!r})
-from _host_folders import substitute
+from aitk_folders import substitute
 
 substitute()
 AI_TOOLKIT_EXTENSIONS = []
@@ -204,5 +204,5 @@ def make(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [os.environ["AI_TOOLKIT_ROOT"], str(Path(__file__).resolve().parents[1])]
+    sys.path[:0] = [os.environ["AI_TOOLKIT_ROOT"], str(Path(__file__).resolve().parents[2])]
     make(Path(sys.argv[1]).resolve())
