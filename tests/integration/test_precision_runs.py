@@ -30,10 +30,12 @@ from tests.unit.test_run_report import text_of
 PLANTED = "transformer_blocks.1.ff.net.2"
 
 
-@pytest.fixture(autouse=True)
-def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    # what is planted would end the run
-    set_limits(monkeypatch, max_underflow=1.0)
+@pytest.fixture(autouse=True, scope="module")
+def _limits() -> Iterator[None]:
+    """Casts are observed every four steps; what is planted would end the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_limits(patch, max_underflow=1.0, health_every=4)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +118,8 @@ def test_the_report_of_a_run_has_all_of_it(default_run: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(
-    place: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    set_limits(monkeypatch, max_underflow=1.0, health_every=4)
     option = {"min_sqnr_db": 20.0}
     whole = train("whole", place, 4, option)
     said = capsys.readouterr().out

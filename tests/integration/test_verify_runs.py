@@ -23,9 +23,9 @@ from tests.helpers.asserts import assert_bitwise
 from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.tiny_flux import make_tiny_flux
 
-STEPS, SEED, PHOTOS = 6, 7, 6
+STEPS, SEED, PHOTOS = 4, 7, 6
 QUIET = {"memory": {"log_memory_stats": False}}
-SETTINGS = Settings(steps=STEPS, hold_out=2, every=3, final_sigmas=4)
+SETTINGS = Settings(steps=STEPS, hold_out=2, every=2, final_sigmas=2)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def job_of(place: dict[str, Path], name: str = "mine", **train: Any) -> dict[str
 
 @pytest.fixture(scope="module")
 def verdict(place: dict[str, Path]) -> Verdict:
-    """Two seeds of six steps; the first run is interrupted after its fourth step, and the command started again."""
+    """Two seeds of four steps; the first run is interrupted after its third step, and the command started again."""
     stopped = []
 
     def train_arm(self: Study, *arguments: Any, on_step: Any = None) -> Any:
         def stop(step: int) -> None:
             on_step(step)
-            if step == 4 and not stopped:
+            if step == 3 and not stopped:
                 stopped.append(step)
                 raise KeyboardInterrupt
 
@@ -94,7 +94,7 @@ def test_pairs_start_equal_and_meet_the_same_batches(verdict: Verdict) -> None:
 def test_curves_fall_and_finals_are_measured_in_both_precisions(verdict: Verdict) -> None:
     assert verdict.scores is not None
     for run in verdict.runs:
-        assert [step for step, _ in run.curve] == [0, 3, 6]
+        assert [step for step, _ in run.curve] == [0, 2, 4]
         assert run.curve[-1][1] < run.curve[0][1]
         final = verdict.scores.losses[run.name]
         assert final < verdict.scores.base
@@ -176,7 +176,7 @@ def test_a_coat_run_that_dies_is_not_lossless(
 
 
 def test_another_comparison_in_the_folder_is_refused(verdict: Verdict, place: dict[str, Path]) -> None:
-    with pytest.raises(VerifyError, match=r"of another comparison \(settings\.steps 6 -> 9\); .* --name"):
+    with pytest.raises(VerifyError, match=r"of another comparison \(settings\.steps 4 -> 9\); .* --name"):
         verify(job_of(place), seeds=2, settings=Settings(**{**vars(SETTINGS), "steps": 9}))
     with pytest.raises(VerifyError, match=r"other settings \(process\[0\]\.train\.lr 0\.003 -> 0\.5\); .* --name"):
         verify(job_of(place, lr=0.5), seeds=2, settings=SETTINGS)

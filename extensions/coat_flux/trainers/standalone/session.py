@@ -173,6 +173,8 @@ def open_session(
         mean=workers.mean,
         norms=whole_norms,
     )
+    if point is not None:  # it names layers that the table below has
+        watch.load_state_dict(point.record.get("guard", {}))
     captures = _allow_capture(job, transformer, workers)
     _log_start(job, report, optimizer, lora, log)
     if sharded:
@@ -346,9 +348,8 @@ def _log_start(
 
 
 def _continue_from(session: Session, point: ResumePoint) -> None:
-    """Bring guard, step, schedule, EMA, place in the data and random generators to where the save has them."""
+    """Bring step, schedule, EMA, place in the data and random generators to where the save has them."""
     record, average = point.record, None if point.state is None else point.state.ema()
-    session.watch.load_state_dict(record.get("guard", {}))
     session.step, session.saved_path = point.step, record.get("path", {})
     session.record = {key: record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in record}
     advance(session.lr_scheduler, point.step)
