@@ -16,7 +16,7 @@ from coat_flux.trainers.standalone.network import lora_parameters
 from tests.helpers.flux import coat_flux_model, flux_inputs, loss_of
 
 ROOMS = ("/coat_core/", "/coat_flux/")
-MOST_FILES, MOST_FUNCTIONS, MOST_LINES = 40, 260, 2640
+MOST_FILES, MOST_FUNCTIONS, MOST_LINES = 38, 272, 2470
 
 
 def entered(step: Any) -> set[CodeType]:

@@ -35,7 +35,7 @@ from .block_bytes import read_blocks, shown_by
 from .decide import BlockPlan, Given, budget_bytes, copied_bytes, decide, packing_of
 from .fused.chooser import BlockState, attention_query, check_agreement, fused_block
 from .fused.linears import AdapterCopies, NotFusable
-from .fused.modulation import modulate_ahead
+from .fused.modulation import Modulation, modulate_ahead
 from .fused.reading import FusedBlock
 from .gemms import multiply_in_bf16, set_transposed, transposed_bytes
 from .held import held_bytes, usable_bytes
@@ -93,6 +93,7 @@ class BlockRunner:
         self._read_forms: dict[int, FusedBlock] = {}  # index → a block that can be fused
         self._forms: dict[int, FusedBlock] = {}  # those of them that the plan has run so
         self._copies: AdapterCopies | None = None
+        self._modulations: list[Modulation] = []  # of the blocks whose vectors are made where a pass begins
         self._refused: dict[int, str] = {}  # index → why its form did not take what it was called with
         self._differs: dict[type, str] = {}  # kind of block → how its form's output differs; empty where it does not
         self._size = 0  # elements of hidden states in the largest micro-batch
@@ -262,7 +263,7 @@ class BlockRunner:
         with suppress(NotFusable):
             temb = next(iter(self._forms.values())).reader.call(args).temb
             if temb is not None:
-                modulate_ahead([x for i in self._plan.resident for x in self._forms[i].block.modulations], temb)
+                modulate_ahead(self._modulations, temb)
 
     def _run_fused(self, place: int, form: FusedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block's fused form; its own code where that does not take these arguments."""
@@ -337,10 +338,13 @@ class BlockRunner:
         forms = {i: form for i, form in self._read_forms.items() if self._plan.blocks[i].saved is not None}
         if forms.keys() != self._forms.keys():
             self._forms, self._copies = forms, None
+        resident = [forms[i].block for i in self._plan.resident if i in forms]
+        self._modulations = [modulation for block in resident for modulation in block.modulations]
 
     def _forget(self) -> None:
         """Let the blocks be read where the next pass begins: they moved, or multiply otherwise."""
         self._state, self._read_forms, self._forms, self._copies, self._refused = None, {}, {}, None, {}
+        self._modulations = []
 
     def _compare(self, place: int, form: FusedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the first block of a kind both ways; NotFusable where its output differs."""
