@@ -61,11 +61,7 @@ def run_identity(model: str, datasets: Sequence[Mapping[str, Any]], **parts: Any
 
 
 def model_identity(model: str) -> dict[str, Any]:
-    """Path and fingerprint of a model's config and weights; the fingerprint is None where it is not on this machine.
-
-    Args:
-        model: a diffusers folder, a safetensors file, or a hub id, which is looked up in the hub's cache.
-    """
+    """Path and fingerprint of a model's config and weights; the fingerprint is None where it is not on this machine."""
     root = Path(model) if Path(model).exists() else _cached_by_hub(model)
     parts = []
     if root is not None and root.is_file():
@@ -126,16 +122,7 @@ def file_digest(path: Path) -> str:
 def require_same_run(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str], where: Path | str
 ) -> list[str]:
-    """`compare`, with an error where the runs differ.
-
-    Args:
-        saved: identity of the save.
-        now: identity of this run.
-        allow: `coat.resume.allow`.
-        where: the save, for the error.
-
-    Returns:
-        What differs and may, a line each.
+    """`compare` with the identity of the save in `where`; returns what differs and may, a line each.
 
     Raises:
         ResumeError: it would be another run; names all that differs, with both values and the remedy.

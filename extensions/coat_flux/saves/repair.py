@@ -50,9 +50,6 @@ def repair(run_dir: Path) -> list[str]:
     set before is the newest. What the newest set publishes and is missing in the run's folder, or not as it was
     written, is put back. A run that another program went on with (a LoRA of more steps) is left alone.
 
-    Args:
-        run_dir: the run's folder; need not exist.
-
     Returns:
         Lines for the user.
 
@@ -128,11 +125,7 @@ def step_of(path: Path) -> int:
 
 
 def go_back(run_dir: Path, step: int) -> list[str]:
-    """Make the set of `step` the newest: the run resumes from it, bit for bit.
-
-    Args:
-        run_dir: the run's folder, locked by the caller.
-        step: of a kept set.
+    """Make the kept set of `step` the newest: the run, locked by the caller, resumes from it, bit for bit.
 
     Returns:
         Lines for the user: what was moved, and where to.
@@ -193,10 +186,7 @@ def _aside_folder(run_dir: Path, target: Path) -> Path:
 def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
     """Step of the newest kept state from well before things went wrong; None where none is worth going back to.
 
-    Args:
-        run_dir: the run's folder.
-        doubt_since: the first step the guard doubts.
-        apart: steps before it, at least, that a state must be of to be trusted.
+    A state is trusted that is at least `apart` steps before `doubt_since`, the first step the guard doubts.
     """
     good = [set_step(folder) for folder in committed_sets(run_dir) if _growth(folder) <= HEALTHY_GROWTH]
     trusted = [step for step in good if step + apart <= doubt_since]
@@ -205,15 +195,7 @@ def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
 
 
 def way_back(run_dir: Path, since: int, apart: int, go_back_to: Callable[[int], str], again: str) -> str:
-    """What to do once the config of a run that diverged was corrected.
-
-    Args:
-        run_dir: the run's folder.
-        since: the first step in doubt.
-        apart: see `good_step`.
-        go_back_to: what to start, by the step to go back to.
-        again: what to do where nothing is saved.
-    """
+    """What to do once the config of a run that diverged from step `since` on was corrected."""
     step = good_step(run_dir, since, apart)
     if step is not None:
         return f"then {go_back_to(step)}"

@@ -92,13 +92,8 @@ class RunState:
     ) -> None:
         """Write a state into the folder of a set, before it is committed.
 
-        Args:
-            folder: of the set.
-            trainer: `STANDALONE` or `AI_TOOLKIT`.
-            record: plain JSON with "step", the optimizer steps done.
-            lora: raw LoRA by name, as trained; empty where the model is published as it is trained.
-            ema: its average; None or empty where there is none.
-            rng: `rng_state()`.
+        The raw LoRA is empty where the model is published as it is trained, the average where there is none; the record
+        is plain JSON with "step", the optimizer steps done.
         """
         target = folder / trainer
         target.mkdir(exist_ok=True)
@@ -178,12 +173,7 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
 
 
 def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, Any]:
-    """GEMMs and attention kernel in force, plain JSON; empty before the first step, and without COAT.
-
-    Args:
-        transformer: of the run.
-        recomputed: also which blocks recompute.
-    """
+    """GEMMs and attention kernel in force, and which blocks recompute; empty before the first step, or without COAT."""
     runner = BlockRunner.of(transformer)
     if runner is None:
         return {}
