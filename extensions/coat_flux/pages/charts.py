@@ -49,8 +49,7 @@ def line_chart(
         title: above the chart.
         series: name → points (x, y) in the order of x. Points that are not finite, or not positive on a logarithmic
             axis, leave gaps. Long series are thinned out, their peaks stay.
-        x: label of the horizontal axis, with its unit.
-        y: label of the vertical axis, with its unit.
+        x, y: labels of the axes, with their units.
         log_y: logarithmic vertical axis.
         band: name → (x, low, high), filled in the colour of the series of that name.
         faint: name of a series that is drawn thin: the noisy values behind a smoothed line.
@@ -106,14 +105,9 @@ def bar_chart(
     expected: Mapping[str, float] | None = None,
     expected_name: str = "expected",
 ) -> str:
-    """Return a `<figure>` of horizontal stacked bars.
+    """Return a `<figure>` of horizontal stacked bars: name → part → length; parts have one colour in all bars.
 
-    Args:
-        title: above the chart.
-        bars: name of the bar → part → length, not negative; parts have one colour in all bars.
-        unit: of the lengths.
-        expected: name of the bar → length that is marked by a line.
-        expected_name: of that line, in the legend.
+    `expected` are lengths that are marked by a line, which the legend calls `expected_name`.
     """
     expected = expected or {}
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
@@ -177,11 +171,7 @@ def column_name(name: str) -> str:
 def heat_map_png(
     title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, *, unit: str, ends: tuple[float, float]
 ) -> bytes:
-    """`heat_map` as a picture, without the numbers; `unit` names the colour bar.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """`heat_map` as a picture, without the numbers; ImportError where matplotlib is not installed."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

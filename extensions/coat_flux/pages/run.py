@@ -92,15 +92,11 @@ class RunFolder:
 
     def block(self, name: str) -> dict[str, Any]:
         """A block of the process entry; empty where it is missing."""
-        found = self.process.get(name)
-        return found if isinstance(found, dict) else {}
+        block = self.process.get(name)
+        return block if isinstance(block, dict) else {}
 
     def json(self, file: Path) -> dict[str, Any] | None:
-        """A JSON file of the run; None where it is missing.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """A JSON file of the run; None where it is missing, ValueError where it is damaged."""
         path = self.path / file
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -154,11 +150,7 @@ class RunFolder:
         return found
 
     def guard(self) -> dict[str, Any] | None:
-        """Counters of the guard at the newest save; None where there is none.
-
-        Raises:
-            ValueError: the save is damaged.
-        """
+        """Counters of the guard at the newest save; None where there is none, ValueError where it is damaged."""
         for state in sorted((self.path / "coat").glob("state-*"))[-1:]:
             for file in (state / "state.json", state / "aitk" / "state.json"):
                 if file.exists():

@@ -72,10 +72,6 @@ def split_photos(entries: Sequence[Mapping[str, Any]], folder: Path, count: int 
 
     A photo that several datasets hold is held out of all, and validated on once; a dataset of which no photo is left is
     not trained on. The count is that of `choose_held_out`.
-
-    Raises:
-        VerifyError: no photo would be left to train on.
-        OSError: the folder cannot be written.
     """
     photos = [find_images(Path(entry["folder_path"])) for entry in entries]
     chosen = choose_held_out([path for paths in photos for path in paths], count)
@@ -107,11 +103,7 @@ def _linked(photos: Sequence[Path], entry: Mapping[str, Any], place: Path) -> st
 
 
 def validation_entry(entries: Sequence[Mapping[str, Any]], folder: Path) -> Split:
-    """Train on all photos, validate on those of another folder, with the settings of the first dataset.
-
-    Raises:
-        VerifyError: no such folder, or it has no images.
-    """
+    """Train on all photos, validate on those of another folder, with the settings of the first dataset."""
     if not folder.is_dir():
         raise VerifyError(f"--validation {folder}: there is no such folder; give one with images and captions")
     photos = find_images(folder)
@@ -138,12 +130,7 @@ class HeldOut(FixedNoise):
 
 
 def encode_held_out(job: JobConfig, device: torch.device) -> HeldOut:
-    """Encode the photos of a job's datasets, each at one of its resolutions in turn.
-
-    Raises:
-        DatasetError: the photos cannot be used.
-        ModelLoadError: the encoders cannot be loaded.
-    """
+    """Encode the photos of a job's datasets, each at one of its resolutions in turn."""
     photos = job.coat.data
     samples = scan(job.datasets, job.trigger_word, background=photos.background, transparency=photos.transparency)
     encoders = load_encoders(job.model.name_or_path, TORCH_DTYPES[job.train.dtype], job.model.extras_name_or_path)

@@ -63,11 +63,7 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
     - *undecided*: it crosses an end of the band; or bf16 gives no measure: its seeds end equal (s = 0), or one of
       its runs did not bring the loss below that of the model before training.
 
-    Args:
-        bf16: final loss of each bf16 run.
-        coat: of the COAT run with the same seed.
-        base: loss of the model before training, where it is known.
-        where: the losses were measured, put behind "held-out loss" in the sentence.
+    `base` is the loss of the model before training; `where` is put behind "held-out loss" in the sentence.
 
     Raises:
         ValueError: fewer than two pairs, unequal numbers, or a bf16 loss that is not finite.

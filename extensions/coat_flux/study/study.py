@@ -94,11 +94,7 @@ class Study:
         return self.settings.steps
 
     def prepare(self, arm_name: str, arm: Arm, seed: int) -> dict[str, Any]:
-        """The job of one run.
-
-        Raises:
-            ConfigError: the arm's options contradict each other or the config.
-        """
+        """The job of one run."""
         return prepare_job(
             self.job,
             arm,

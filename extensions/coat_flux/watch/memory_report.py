@@ -147,8 +147,7 @@ def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]]
 def picture(record: Mapping[str, Any]) -> bytes:
     """Stacked bars of what each phase holds at its peak, as a PNG; dashed lines mark the prediction.
 
-    Raises:
-        ImportError: matplotlib is not installed.
+    ImportError where matplotlib is not installed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -190,11 +190,7 @@ class PhaseTracker:
         return self._broken or self._now
 
     def enter(self, name: str) -> None:
-        """End the phase under way and begin, or continue, another.
-
-        Raises:
-            ValueError: unknown phase.
-        """
+        """End the phase under way and begin, or continue, another; ValueError for one that is unknown."""
         if name not in RUN_PHASES:
             raise ValueError(f"phase={name!r}: must be one of {', '.join(RUN_PHASES)}")
         self._broken = None

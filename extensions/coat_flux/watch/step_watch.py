@@ -21,9 +21,9 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,13 @@ from ..blocks.report import CoatReport
 from ..blocks.runner import BlockRunner
 from ..config.coat import COATConfig
 from ..config.job import JobConfig
-from .casts import CastPrecision, CastProbe, health_line, health_verdict
+from .casts import CastProbe, health_line, health_verdict
 from .guard import KEPT, DeadRunError, Norms, RunGuard, tensor_norms
 from .oom import OutOfMemory, explain_oom, is_oom, recompute_more
 from .phases import PhaseTracker, used_bytes
 from .precision import PrecisionWatch
 
-__all__ = ["CPU_NOTE", "SpillWatch", "StepWatch", "WatchLog", "watch_steps"]
+__all__ = ["CPU_NOTE", "SpillWatch", "StepWatch", "watch_steps"]
 
 FIRST_OBSERVED = 2  # step; most of what is wrong from the start shows here
 CPU_NOTE = "Memory lines on a CPU: Allocated is the process's resident memory, Reserved its peak so far."
@@ -52,31 +52,21 @@ NEAR_LIMIT = 0.90  # of the card's memory, reserved
 T = TypeVar("T")
 
 
-class WatchLog(Protocol):
-    """Where a run reports."""
-
-    def info(self, line: str) -> None:
-        """A line for the user."""
-
-    def detail(self, line: str) -> None:
-        """A line for the run's log."""
-
-    def precision(self, rows: Sequence[CastPrecision]) -> None:
-        """Rows for `coat/precision.csv`."""
-
-
 def watch_steps(
     config: COATConfig,
     transformer: nn.Module,
     network: nn.Module | None,
     lora: Mapping[str, Tensor],
     optimizer: Any,
-    log: WatchLog,
+    log: Any,
     phases: PhaseTracker,
     job: Callable[[], JobConfig],
     **further: Any,
 ) -> StepWatch:
-    """Build the watch of a run, and count adapters, gradients and optimizer in its memory report."""
+    """Build the watch of a run, and count adapters, gradients and optimizer in its memory report.
+
+    The log takes lines for the user (`info`) and for the file (`detail`), and rows of casts (`precision`).
+    """
     if network is not None:
         phases.hold("lora", network, trained)
         phases.hold("gradients", network, gradients)
@@ -85,20 +75,14 @@ def watch_steps(
 
 
 class StepWatch:
-    """The watch of one run; `watch_steps` builds it.
-
-    Args:
-        report: of `apply_coat`; gets the layers that `activation.min_sqnr_db` takes out of FP8.
-        mean: over all processes.
-        norms: of tensors that this process may have only a part of.
-    """
+    """The watch of one run; `watch_steps` builds it. `mean` and `norms` are over all processes."""
 
     def __init__(
         self,
         config: COATConfig,
         transformer: nn.Module,
         lora: Mapping[str, Tensor],
-        log: WatchLog,
+        log: Any,
         phases: PhaseTracker,
         job: Callable[[], JobConfig],
         *,
