@@ -149,18 +149,18 @@ def require_packages(job: JobConfig) -> None:
 def _check_process(entry: Entry) -> None:
     """One entry of `config.process` inside ai-toolkit: its keys, then what they say together."""
     process, path, findings, kind = entry.raw, entry.path, entry.findings, entry.raw.get("type")
-    if kind not in PROCESS_TYPES:
+    if kind is None:
+        findings.add(f"{path}.type", f"is missing; write {COAT_TYPE}")
+    elif kind not in PROCESS_TYPES:
         near = closest(kind, PROCESS_TYPES, cutoff=0.8)
-        if kind is None:
-            findings.add(f"{path}.type", f"is missing; write {COAT_TYPE}")
-        elif near or not isinstance(kind, str):
+        if near or not isinstance(kind, str):
             findings.add(f"{path}.type", f"not a process type of ai-toolkit; did you mean '{near or COAT_TYPE}'?", kind)
         else:
             findings.warn(f"{path}.type", "a process type of another extension, which is not checked here", kind)
         return
     check_keys(process, path, entry.toolkit, findings)
     coat = None
-    if kind == COAT_TYPE:
+    if kind in (None, COAT_TYPE):
         coat = build(COATConfig, process.get("coat"), f"{path}.coat", findings)
         check_combinations(coat, f"{path}.coat", findings)
     elif "coat" in process:
