@@ -70,7 +70,7 @@ def test_a_probe_that_fails_is_a_line_and_the_others_go_on(monkeypatch, no_card,
     assert any(line.startswith(("✓ disk here", "✗ disk here")) for line in lines[at + 2 :])
 
 
-@pytest.mark.parametrize(("place", "stops"), [("gpu.cards", True), ("gpu.fp8_gemms", False), ("system.windows", False)])
+@pytest.mark.parametrize(("place", "stops"), [("gpu.cards", True), ("gpu.fp8_gemms", False)])
 def test_what_cannot_be_checked_stops_only_where_it_is_needed(monkeypatch, no_card, place, stops):
     def probe():
         raise RuntimeError("CUDA error: unknown error")
@@ -227,17 +227,6 @@ def test_disk(cache, monkeypatch):
     assert [line.remedy.split()[0] for line in system.disk()] == ["train", "set"]
 
 
-# --- Windows
-
-
-def test_windows_settings(monkeypatch):
-    assert os.name == "nt" or list(system.windows()) == []
-    monkeypatch.setattr(system, "os", SimpleNamespace(name="nt"))
-    monkeypatch.setattr(system, "_long_paths", lambda: False)
-    monkeypatch.setattr(system, "_can_link", lambda: False)
-    assert [line.mark for line in system.windows()] == ["✗", "✗", "-"]
-
-
 # --- ai-toolkit
 
 
@@ -247,10 +236,9 @@ def checkout(tmp_path):
 
 
 def test_a_checkout_and_our_link_in_it(checkout):
-    version, extension, contract = texts(ai_toolkit.checkout(checkout))
+    version, extension = texts(ai_toolkit.checkout(checkout))
     assert version == f"✓ ai-toolkit: 0.12.26 in {checkout}"
     assert extension == f"- extension: not in that checkout; `coat-flux install {checkout}` links it"
-    assert contract == "✓ contract: every name that COAT-FLUX needs of it is there"
     link = checkout / "extensions" / "coat_flux"
     link.symlink_to(PACKAGE, target_is_directory=True)
     assert texts(ai_toolkit.checkout(checkout))[1] == f"✓ extension: extensions/coat_flux leads to {PACKAGE}"
@@ -259,48 +247,10 @@ def test_a_checkout_and_our_link_in_it(checkout):
     assert texts(ai_toolkit.checkout(checkout))[1].startswith("✗ extension")
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "problem"),
-    [
-        (
-            "jobs/process/BaseSDTrainProcess.py",
-            "def get_training_info",
-            "def get_info",
-            "DiffusionTrainer: get_training_info",
-        ),
-        ("toolkit/optimizer.py", "(params", "(weights", "get_optimizer(params, "),
-        ("toolkit/lora_special.py", "OstrisLinear", "Other", "toolkit.lora_special: OstrisLinear in LINEAR_MODULES"),
-        ("toolkit/util/ostris_quant.py", "def requantize_", "def again", "toolkit.util.ostris_quant: requantize_"),
-        (
-            "toolkit/util/ostris_quant.py",
-            "def get_ostris_quantizer",
-            "def get",
-            "toolkit.util.ostris_quant: get_ostris_quantizer",
-        ),
-    ],
-)
-def test_another_ai_toolkit_is_named_by_what_it_lacks(checkout, file, old, new, problem):
-    path = checkout / file
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-    lines = [line for line in ai_toolkit.checkout(checkout) if line.subject == "contract"]
-    assert all(line.stops for line in lines)
-    assert any(problem in line.text for line in lines), texts(lines)
-
-
-def test_a_missing_file_and_an_untested_version(checkout):
-    (checkout / "version.py").write_text('VERSION = "0.9.1"\n')
-    (checkout / "toolkit" / "network_mixins.py").unlink()
-    version, _, contract = ai_toolkit.checkout(checkout)
+def test_an_untested_version(checkout):
+    (checkout / "version.py").write_text('VERSION = "0.9.1"\nraise SystemExit(3)\n')
+    version, _ = ai_toolkit.checkout(checkout)
     assert version.text == f"0.9.1 in {checkout} is not tested with COAT-FLUX"
-    assert contract.text == "no toolkit.network_mixins: OstrisLinear in LINEAR_MODULES"
-
-
-def test_its_source_is_never_run(checkout):
-    for path in checkout.rglob("*.py"):
-        path.write_text(path.read_text().replace("from __future__ import annotations", "") + "\nraise SystemExit(3)\n")
-    assert [line.mark for line in ai_toolkit.checkout(checkout)] == ["✓", "-", "✓"]
 
 
 def test_where_it_is_looked_for(checkout, monkeypatch, tmp_path):
@@ -314,8 +264,3 @@ def test_where_it_is_looked_for(checkout, monkeypatch, tmp_path):
     assert line.stops
     assert line.text == f"{tmp_path} is not a checkout of it: no run.py, toolkit/extension.py, extensions"
     assert next(ai_toolkit.checkout(checkout)).mark == "✓"
-
-
-@pytest.mark.aitk
-def test_the_real_one_has_all_we_need():
-    assert ai_toolkit.missing_pieces(Path(os.environ["AI_TOOLKIT_ROOT"])) == []

@@ -23,7 +23,6 @@ PROBES = (  # subject, and module.function of this folder: imported alone too, f
     ("memory", "system.memory"),
     ("disk", "system.disk"),
     ("FLUX.1-dev", "system.model"),
-    ("Windows", "system.windows"),
     ("ai-toolkit", "ai_toolkit.checkout"),
 )
 NEEDED = ("Python", "torch", "packages", "GPU")  # training cannot work where these cannot even be checked

@@ -1,4 +1,4 @@
-"""Python, torch and the packages; memory, disk and the model; Windows: all but the GPU."""
+"""Python, torch and the packages; memory, disk and the model: all but the GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +26,6 @@ MODEL = "black-forest-labs/FLUX.1-dev"
 MODEL_BYTES = 33.8e9  # transformer 23.8, T5-XXL 9.5, CLIP-L and VAE 0.5
 RAM_BYTES, RUN_BYTES = 13e9, 3e9  # `coat-flux plan configs/flux_clothing_coat.yaml`: CPU memory; saves, caches
 CGROUP = Path("/sys/fs/cgroup")
-LONG_PATHS = r"SYSTEM\CurrentControlSet\Control\FileSystem"
 
 
 def python() -> Iterator[Line]:
@@ -181,40 +179,3 @@ def _has_token() -> bool:
     from huggingface_hub import get_token
 
     return get_token() is not None
-
-
-def windows() -> Iterator[Line]:
-    """Links and long paths; nothing on other systems."""
-    if os.name != "nt":
-        return
-    if _can_link():
-        yield good("links", "this user may make them")
-    else:
-        text = "this user may not make them: install and the model cache copy files"
-        yield bad("links", text, "turn on Developer Mode")
-    if _long_paths():
-        yield good("long paths", "allowed")
-    else:
-        text = "not allowed: deep folders of caches fail"
-        yield bad("long paths", text, f"set LongPathsEnabled=1 in HKLM\\{LONG_PATHS}")
-    remedy = "NVIDIA Control Panel > CUDA - Sysmem Fallback Policy > Prefer No Sysmem Fallback"
-    yield absent("driver", f"may spill GPU memory to RAM, many times slower; an error instead: {remedy}")
-
-
-def _can_link() -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            (Path(folder) / "link").symlink_to(Path(folder) / "target")
-        except OSError:
-            return False
-    return True
-
-
-def _long_paths() -> bool:
-    import winreg
-
-    try:
-        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, LONG_PATHS) as key:
-            return bool(winreg.QueryValueEx(key, "LongPathsEnabled")[0])
-    except OSError:
-        return False
