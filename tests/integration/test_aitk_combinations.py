@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[dict[str, Any], str, str]] = {
         "",
     ),
     "low_vram": ({"model.low_vram": True}, "fused", ""),
-    "layer_offloading": ({"model.layer_offloading": True}, "fused", "does nothing for FLUX.1; remove it"),
+    "layer_offloading": ({"model.layer_offloading": True}, "fused", ""),
     "train_text_encoder": ({"train.train_text_encoder": True}, "fused", ""),
     "differential output preservation": (
         {"train.diff_output_preservation": True, "train.diff_output_preservation_class": "dungarees"},

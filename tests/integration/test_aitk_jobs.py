@@ -21,7 +21,8 @@ PHASES = ["before_forward", "after_forward", "after_backward", "after_optimizer_
 def _spy(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Record what the model and the LoRA are made of when training begins."""
     seen: dict[str, Any] = {}
-    trainer = host.start()["coat_flux_trainer"]
+    host.start()
+    trainer = host.load("coat_flux.trainers.ai_toolkit.process").CoatFluxTrainer
     converted_linears = host.load("coat_flux.trainers.ai_toolkit.quantizer").converted_linears
     begin = trainer.hook_before_train_loop
 

@@ -22,8 +22,9 @@ def test_host_finds_one_extension_and_no_second_copy_of_our_modules(host: Host) 
 
     facade = sys.modules["extensions.coat_flux"]
     assert [extension.uid for extension in facade.AI_TOOLKIT_EXTENSIONS] == ["coat_flux_trainer"]
-    assert classes["coat_flux_trainer"].__name__ == "CoatFluxTrainer"
-    assert issubclass(classes["coat_flux_trainer"], classes["diffusion_trainer"])
+    assert "coat_flux.trainers.ai_toolkit.process" not in sys.modules  # other jobs need not import it
+    trainer = host.load("coat_flux.trainers.ai_toolkit.process").CoatFluxTrainer
+    assert issubclass(trainer, classes["diffusion_trainer"])
     assert facade.COATConfig is coat_flux.COATConfig
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("extensions.coat_flux.config")

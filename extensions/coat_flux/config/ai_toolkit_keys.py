@@ -1,18 +1,19 @@
 """ai-toolkit's keys, and the check of a job's keys against them.
 
-ai-toolkit takes what it knows with `kwargs.get("key", default)` and drops everything else in silence.
-`ai_toolkit_keys.tsv` lists what it reads for image jobs:
+ai-toolkit drops keys that it does not know in silence. The table lists those of
+image jobs:
 
-block, key      ai-toolkit's config class, `process` or `network_kwargs`; the key
-kind            `int`, `number|list`, `str?` (`?`: null as well), `any` (not checked), `{X}`: a block X, `[X]`: a list
-                of blocks X, `-`: not read, but not reported either
+block, key      ai-toolkit's config class, `process` or `network_kwargs`
+kind            `int`, `number|list`, `str?` (`?`: or null), `any`, `{X}`: a
+                block X, `[X]`: a list of blocks X, `-`: not read
 default         ai-toolkit's, as JSON; empty where it is computed
-values          the choices of a string, or the range of a number as `minimum=1 maximum=2`
-stand-alone     supported · unsupported (any other value than the default is refused) · no effect (accepted, with a note
-                saying why) · empty (an unknown key)
+values          choices, or a range as `minimum=1 maximum=2`
+stand-alone     supported · unsupported (but for the default) · no effect (a
+                note says why) · empty (an unknown key)
 reason          why it has no effect
 
-An installed ai-toolkit may be newer: a key that is in no block of the table, but quoted in its source, is accepted.
+A key that is in no block of the table, but quoted in the source of an installed
+ai-toolkit, is accepted: that may be newer.
 """
 
 from __future__ import annotations
@@ -135,7 +136,14 @@ def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block:
             findings.add(where, "must be a list; put '- ' before the first key of each entry", value)
 
 
-def check_value(value: Any, path: str, place: tuple[str, str], kind: str, toolkit: Toolkit, findings: Findings) -> None:
+def check_value(
+    value: Any,
+    path: str,
+    place: tuple[str, str],
+    kind: str,
+    toolkit: Toolkit,
+    findings: Findings,
+) -> None:
     """Check one value against its kind, its range and its choices."""
     choices, limits = VALUES.get(place, ((), {}))
     refusal = wrong_kind(value, kind, limits)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ...saves.interrupts import SIGNALS
 from ...saves.rng import mixed_seed
 
 LOADING, ORDER, ITEM, DRAWS = range(4)  # the first number after the run's seed: what is drawn with it
@@ -161,8 +162,6 @@ def make_resumable(loader: DataLoader, seed: int, rank: int = 0, processes: int 
 
 def _ignore_interrupts(worker: int) -> None:
     """A terminal's signals reach loaders, too: they live until the save."""
-    from ...saves.interrupts import SIGNALS
-
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

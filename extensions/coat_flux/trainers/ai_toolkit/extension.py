@@ -11,11 +11,38 @@ import logging
 from typing import Any
 
 from ...base.names import COAT_OPTIMIZER, COAT_QTYPE, COAT_TYPE
-from .host import AIToolkitError
+from .host import AIToolkitError, load_core
 from .optimizer import install_optimizer
 from .quantizer import install_quantizer
 
 logger = logging.getLogger(__name__)
+
+
+class RefusingProcess:
+    """In the place of our process: a job of our type ends with the reason when it runs."""
+
+    def __init__(self, process_id: int, reason: AIToolkitError):
+        self.process_id, self._reason = process_id, reason
+
+    def run(self) -> None:
+        """End the job."""
+        raise self._reason
+
+    def on_error(self, error: BaseException) -> None:
+        """Nothing to clean up."""
+
+
+def make_process(process_id: int, job: Any, config: Any, **kwargs: Any) -> Any:
+    """The process of a job of ours; other jobs do not import what it needs."""
+    try:
+        load_core()
+        from .process import CoatFluxTrainer
+    except AIToolkitError as error:
+        return RefusingProcess(process_id, error)
+    except Exception as error:
+        why = f"its trainer could not be extended ({type(error).__name__}: {error})"
+        return RefusingProcess(process_id, AIToolkitError(why))
+    return CoatFluxTrainer(process_id, job, config, **kwargs)
 
 
 def host_extensions() -> list[type]:
@@ -34,28 +61,7 @@ def host_extensions() -> list[type]:
         name = "COAT-FLUX Trainer"
 
         @classmethod
-        def get_process(cls) -> type:
-            try:
-                from .process import CoatFluxTrainer
-            except Exception as error:
-                why = f"its trainer could not be extended ({type(error).__name__}: {error})"
-                return refusing_process(AIToolkitError(why))
-            return CoatFluxTrainer
+        def get_process(cls) -> Any:
+            return make_process  # ai-toolkit calls it, as it does a class
 
     return [CoatFluxTrainerExtension]
-
-
-def refusing_process(reason: AIToolkitError) -> type:
-    """In the place of our process: ends with the reason when it runs."""
-
-    class RefusingProcess:
-        def __init__(self, process_id: int, job: Any, config: Any, **kwargs: Any):
-            self.process_id = process_id
-
-        def run(self) -> None:
-            raise reason
-
-        def on_error(self, error: BaseException) -> None:
-            pass
-
-    return RefusingProcess

@@ -15,18 +15,18 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import yaml
+from torch import Tensor, nn
 
+from ...blocks.held import gradients
+from ...blocks.runner import BlockRunner
 from ...saves.repair import MODEL_META
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from ...watch.step_watch import StepWatch
-    from ..full import UpdateInBackward
+from ...watch.step_watch import StepWatch
+from ..full import PART, Chosen, ModelFiles, UpdateInBackward, check_model, make_states
+from ..weights import folder_weights, local_folder
 
 
 class FullModel:
@@ -39,8 +39,6 @@ class FullModel:
     """
 
     def __init__(self, process: Any):
-        from ..full import PART, Chosen, ModelFiles
-        from ..weights import folder_weights, local_folder
 
         self._model: nn.Module = process.sd.unet
         self._chosen = Chosen(process.coat)
@@ -62,10 +60,6 @@ class FullModel:
         Only before the first step: until then ai-toolkit moves the model to the CPU and
         back, and switches its gradients off and on.
         """
-        from ...blocks.held import gradients
-        from ...blocks.runner import BlockRunner
-        from ..full import UpdateInBackward, make_states
-
         watch.phases.hold("gradients", self._model, gradients)
         optimizer = getattr(process.optimizer, "optimizer", process.optimizer)  # without accelerate's wrapper
         make_states(optimizer, self._model)
@@ -87,7 +81,12 @@ class FullModel:
         """The gradient norm of a step; `norm` without updates in backward."""
         return norm if self._fused is None else float(self._fused.norm())
 
-    def save(self, output_file: str, meta: Mapping[str, Any], save_dtype: torch.dtype | None = None) -> None:
+    def save(
+        self,
+        output_file: str,
+        meta: Mapping[str, Any],
+        save_dtype: torch.dtype | None = None,
+    ) -> None:
         """Write the model, in place of ai-toolkit's method of this name."""
         folder, dtype = Path(output_file), next(iter(self.trained.values())).dtype
         plain = json.loads(json.dumps(meta))
@@ -97,6 +96,4 @@ class FullModel:
 
     def check(self, folder: Path) -> str:
         """Read the saved model back; returns a line for the log."""
-        from ..full import check_model
-
         return check_model(next(path.parent for path in folder.glob(f"*/{MODEL_META}")), self.trained)

@@ -30,33 +30,7 @@ PROCESS_MODULE = "jobs.process.BaseSDTrainProcess"
 OPTIMIZER_MODULE = "toolkit.optimizer"
 QUANTIZER_MODULE = "toolkit.util.ostris_quant"
 LORA_MODULES = ("toolkit.lora_special", "toolkit.network_mixins")
-HOOKS = (
-    "hook_before_model_load",
-    "hook_after_model_load",
-    "hook_add_extra_train_params",
-    "before_dataset_load",
-    "hook_before_train_loop",
-    "hook_train_loop",
-    "calculate_loss",
-    "get_guided_loss",
-    "get_mean_flow_loss",
-    "end_step_hook",
-    "sample",
-    "save",
-    "clean_up_saves",
-    "post_save_hook",
-    "update_training_metadata",
-    "get_training_info",
-    "done_hook",
-    "on_error",
-    "get_conf",
-    "get_latest_save_path",
-    "maybe_stop",
-    "sample_step_hook",
-)
 OPTIMIZER_PARAMETERS = ("params", "optimizer_type", "learning_rate", "optimizer_params")
-QUANTIZER_METHODS = ("can_quantize", "quantize_", "dequantize", "requantize_", "forward")
-LORA_PARTS = ("lora_down", "lora_up")
 
 # Where coat_core is, relative to this folder: in a checkout of COAT-FLUX, or in site-packages
 CORE_FOLDERS = tuple(Path(__file__).resolve().parents[up] / "coat_core" for up in (4, 3))
@@ -134,7 +108,7 @@ def check_network(network: nn.Module) -> None:
     if not modules:
         raise AIToolkitError("the LoRA network found no linear to train; check network.network_kwargs.only_if_contains")
     for module in modules:
-        missing = [part for part in LORA_PARTS if not hasattr(module, part)]
+        missing = [part for part in ("lora_down", "lora_up") if not hasattr(module, part)]
         if base_of(module) is None:
             missing.append("org_module, nor an orig_module_ref")
         if missing:

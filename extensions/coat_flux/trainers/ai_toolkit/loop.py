@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...base.streams import quiet_dead_outputs
+from ...saves.interrupts import Interrupts
+from ...saves.rng import rng_state, set_rng_state
+from ...watch.live import COMMANDS, LiveRun
+from ...watch.oom import OutOfMemory, explain_oom, is_oom
+from ...watch.run_tables import RunTables, StepStats
+from ...watch.step_watch import watch_steps
 from .data_order import draw_from
 from .host import ai_toolkit_version, detail, info, patched
 from .resume import read_back
-
-if TYPE_CHECKING:
-    from ...watch.live import LiveRun
 
 EXIT_CODE = 130  # of a process that was interrupted; run.py itself ends with 0
 
@@ -35,8 +39,6 @@ class TrainingLoop:
     """
 
     def __init__(self, process: Any):
-        from ...saves.interrupts import Interrupts
-        from ...watch.step_watch import watch_steps
 
         self._process, self._continuation, self._team = process, process._continuation, process._team
         self._full, self._held_out, phases = process._full, process._held_out, process._phases
@@ -45,14 +47,12 @@ class TrainingLoop:
         self.done = self._saved = process.step_num  # what the newest save holds, or nothing was trained
         self._stop_requested = False  # by the web UI or the live page
         self._owes_save = False
-        # of the step under way: losses of the micro-batches as computed, fp32 []; gradient norms before clipping, one
-        # for each parameter group; loss, lr and gradient norm once they are known; micro-batches begun; what all
-        # processes agreed to do after it
-        self._losses: list[Tensor] = []
-        self._norms: list[Tensor] = []
-        self._measured: tuple[float, float, float] | None = None
+        # of the step under way:
+        self._losses: list[Tensor] = []  # of its micro-batches, fp32 []
+        self._norms: list[Tensor] = []  # before clipping, by parameter group
+        self._measured: tuple[float, float, float] | None = None  # loss, lr, norm
         self._micro_batches = 0
-        self._commands: frozenset[str] = frozenset()
+        self._commands: frozenset[str] = frozenset()  # that all agreed on
         self.watch = watch_steps(
             process.coat,
             process.sd.unet,
@@ -91,10 +91,6 @@ class TrainingLoop:
 
     def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Run a step of ai-toolkit; returns what ai-toolkit shows of it."""
-        from ...base.streams import quiet_dead_outputs
-        from ...saves.rng import rng_state, set_rng_state
-        from ...watch.oom import OutOfMemory
-
         quiet_dead_outputs()
         process, number, draws = self._process, self._process.step_num + 1, rng_state()
 
@@ -138,7 +134,6 @@ class TrainingLoop:
         return loss
 
     def _attempt(self, number: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        from ...watch.run_tables import StepStats
 
         self._losses, self._norms, self._measured = [], [], None
         self._micro_batches, self._commands = 0, frozenset()
@@ -151,9 +146,18 @@ class TrainingLoop:
         seconds = time.monotonic() - began
         if self._log.tables is not None and self._measured is not None:
             skipped = self.watch.guard.skipped
-            self._log.tables.step(StepStats(number, self._process.epoch_num, *self._measured, seconds, skipped))
+            stats = StepStats(
+                number,
+                self._process.epoch_num,
+                *self._measured,
+                seconds,
+                skipped,
+            )
+            self._log.tables.step(stats)
         self.watch.end_step(number, seconds)
-        return losses if self._team.size == 1 or self._measured is None else losses | {"loss": self._measured[0]}
+        if self._team.size == 1 or self._measured is None:
+            return losses
+        return losses | {"loss": self._measured[0]}
 
     @contextmanager
     def _observed(self, number: int) -> Iterator[None]:
@@ -177,8 +181,9 @@ class TrainingLoop:
         def backward(*args: Any, **kwargs: Any) -> None:
             watch.mark("after_forward", number)
             is_last = self._micro_batches == self._process.train_config.gradient_accumulation
-            updating = self._full.updating(self._losses) if self._full is not None and is_last else nullcontext()
-            with updating:
+            with ExitStack() as stack:
+                if self._full is not None and is_last:
+                    stack.enter_context(self._full.updating(self._losses))
                 own_backward(*args, **kwargs)
             watch.mark("after_backward", number)
 
@@ -194,7 +199,10 @@ class TrainingLoop:
             loss, _, norm = self._measured
             return own_step(*args, **kwargs) if watch.allows_update(number, loss, norm) else None
 
-        with patched(accelerator, backward=backward, clip_grad_norm_=clip_grad_norm_), patched(optimizer, step=step):
+        with (
+            patched(accelerator, backward=backward, clip_grad_norm_=clip_grad_norm_),
+            patched(optimizer, step=step),
+        ):
             yield
 
     def _measure(self, parameters: list[Tensor]) -> None:
@@ -205,8 +213,6 @@ class TrainingLoop:
         if self._full is not None:
             norm = self._full.grad_norm(norm)
         if self._team.size > 1:
-            from ...watch.live import COMMANDS
-
             requested = self._process._live.poll() | ({"stop"} if self.stops else frozenset())
             loss, flags = self._team.agree_on_loss(loss, [name in requested for name in COMMANDS])
             self._commands = frozenset(name for name, is_set in zip(COMMANDS, flags, strict=True) if is_set)
@@ -263,7 +269,7 @@ class TrainingLoop:
         self._log.info(f"stopped {saved}; the same command resumes from here")
         reason: BaseException = KeyboardInterrupt()
         try:
-            process.stop_as_asked()
+            process._stop_as_asked()
         except Exception as error:  # ai-toolkit's way to stop, once the web UI shows "stopped" or "queued"
             reason = error
         process.on_error(reason)
@@ -288,7 +294,6 @@ class _JobLog:
     """ai-toolkit's output, `coat/log.txt`, and the main process's tables."""
 
     def __init__(self, process: Any):
-        from ...watch.run_tables import RunTables
 
         self.tables: Any = None
         if process.accelerator.is_main_process:
@@ -330,8 +335,6 @@ def _trained_of(process: Any) -> dict[str, Tensor]:
 
 def live_run(process: Any) -> LiveRun:
     """What `coat-flux watch` shows of a run, and requests from it."""
-    from ...watch.live import LiveRun
-
     state = None if process._continuation is None else process._continuation.state
     sample = process.get_conf("sample", None) or {}
     prompts = sample.get("samples") or sample.get("prompts")
@@ -346,8 +349,6 @@ def live_run(process: Any) -> LiveRun:
 
 def explain_end(error: BaseException, process: Any) -> None:
     """Report what ends a run; Ctrl+C becomes an exit code other than 0."""
-    from ...watch.oom import explain_oom, is_oom
-
     if isinstance(error, KeyboardInterrupt):
         info(f"[coat] interrupted; what was saved before is whole in {process.save_root}")
         process.on_error(error)

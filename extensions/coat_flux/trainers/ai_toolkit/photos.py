@@ -18,15 +18,20 @@ import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ...config.findings import Findings
+from ...config.job_sections import ValidationSection
+from ...config.options import build
+from ...data.check import t5_of
+from ...data.files import DatasetError, find_images
+from ...data.hold_out import FixedNoise, choose_hold_out, levels_for
+from ...data.preflight import inspect_datasets
+from ...data.prepare import prepare_copy
 from ...saves.rng import kept_draws
 from .host import info
-
-if TYPE_CHECKING:
-    from ...data.hold_out import FixedNoise
 
 TRAINED_FOLDER = Path("coat") / "photos"
 HELD_OUT_FOLDER = Path("coat") / "held_out"
@@ -52,14 +57,6 @@ AS_SHOWN_ONCE = {
 
 def check_photos(process: Any) -> HeldOutPhotos | None:
     """Inspect the data sets, correct and hold out photos; returns the latter."""
-    from ...config.findings import Findings
-    from ...config.job_sections import ValidationSection
-    from ...config.options import build
-    from ...data.check import t5_of
-    from ...data.files import DatasetError, find_images
-    from ...data.hold_out import choose_hold_out
-    from ...data.preflight import inspect_datasets
-
     options = process.coat.data
     by_folder: dict[str, list[Any]] = {}
     for config in process.dataset_configs:
@@ -88,14 +85,19 @@ def check_photos(process: Any) -> HeldOutPhotos | None:
         if out:
             held_out.add(folder, configs)
         keep = frozenset(path for path in find_images(Path(folder)) if path not in out) if out else None
-        read_copies(process, Path(folder), Path(process.save_root) / TRAINED_FOLDER / str(index), configs, keep)
+        target = Path(process.save_root) / TRAINED_FOLDER / str(index)
+        read_copies(process, Path(folder), target, configs, keep)
     return held_out if any(chosen) else None
 
 
-def read_copies(process: Any, folder: Path, target: Path, configs: list[Any], keep: frozenset[Path] | None) -> None:
+def read_copies(
+    process: Any,
+    folder: Path,
+    target: Path,
+    configs: list[Any],
+    keep: frozenset[Path] | None,
+) -> None:
     """Let dataset configs read `keep` (None: all) of a folder through `target`."""
-    from ...data.prepare import prepare_copy
-
     options = process.coat.data
     policy = {"background": options.background, "transparency": options.transparency}
     copied = prepare_copy(folder, target, **policy, keep=keep)
@@ -151,8 +153,6 @@ class HeldOutPhotos:
         """Load and encode them, while VAE and text encoders are there."""
         from toolkit.data_loader import get_dataloader_from_datasets
 
-        from ...data.hold_out import FixedNoise
-
         process, photos = self._process, []
         encoders = process._text_encoders()
         homes, vae_home = [next(encoder.parameters()).device for encoder in encoders], process.sd.vae.device
@@ -175,7 +175,11 @@ class HeldOutPhotos:
         if process.trigger_word is not None:
             caption = sd.inject_trigger_into_prompt(caption, trigger=process.trigger_word, add_if_not_present=True)
         latents = sd.encode_images(list(batch.tensor), device=process.device_torch).to("cpu", torch.float32)[0]
-        photo = {"latents": latents, "embeds": sd.encode_prompt([caption]).to("cpu", dtype=torch.float32).detach()}
+        embeds = sd.encode_prompt([caption]).to("cpu", dtype=torch.float32)
+        photo = {
+            "latents": latents,
+            "embeds": embeds.detach(),
+        }
         if batch.mask_tensor is not None:
             mask = torch.nn.functional.interpolate(batch.mask_tensor[:, :1].float().cpu(), size=latents.shape[-2:])[0]
             photo["mask"] = mask / mask.mean()
@@ -190,8 +194,6 @@ class HeldOutPhotos:
 
     def measure(self, done: int) -> float:
         """The loss after `done` steps, of the average where there is one."""
-        from ...data.hold_out import levels_for
-
         process, network = self._process, self._process.network
         modules = [module for module in (process.sd.unet, network) if module is not None]
         training = [module.training for module in modules]
@@ -216,7 +218,12 @@ class HeldOutPhotos:
         self.curve.append((done, loss))
         return loss
 
-    def _losses(self, photos: list[dict[str, Any]], sigmas: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def _losses(
+        self,
+        photos: list[dict[str, Any]],
+        sigmas: torch.Tensor,
+        noise: torch.Tensor,
+    ) -> torch.Tensor:
         from toolkit.prompt_utils import concat_prompt_embeds
         from toolkit.train_tools import get_torch_dtype
 

@@ -16,7 +16,27 @@ from typing import Any
 from extensions_built_in.sd_trainer.DiffusionTrainer import DiffusionTrainer as HostTrainer
 
 from ...base import streams as steady
+from ...base.text import GB
+from ...blocks.apply import apply_coat
+from ...blocks.gemms import config_for
+from ...blocks.held import module_tensors
+from ...blocks.lora import attach_lora
+from ...blocks.models.check import check_models
+from ...blocks.runner import BlockRunner
+from ...config.check import check_job_dict
+from ...config.entry import coat_of_entry
+from ...config.findings import ConfigError
+from ...config.job import JobConfig
+from ...config.job_file import load_job_yaml
+from ...config.launch import DDP, LaunchError, launch_obstacle, shares_weights
+from ...data.hold_out import describe_lowest
+from ...mini_flux.folder import provide_embedded
+from ...plan.job import job_facts
+from ...plan.predict import outside_bytes
+from ...saves.lock import run_lock
 from ...saves.rng import kept_draws
+from ...watch.memory_report import finish
+from ...watch.phases import MEMORY_FILE, PhaseTracker
 from ..processes import EXIT_OTHER, first_to_fail
 from . import host
 from .full import FullModel
@@ -27,6 +47,8 @@ from .photos import HeldOutPhotos, check_photos
 from .quantizer import choose_at_load, convert_model, install_quantizer
 from .resume import Continuation, find_continuation
 from .team import Team
+
+INHERITED = ("get_conf", "get_latest_save_path", "on_error")
 
 
 class SamplingStopped(Exception):
@@ -48,7 +70,8 @@ class CoatFluxTrainer(HostTrainer):
 
     def run(self) -> None:
         """Run the job, and report what ended it."""
-        missing = [name for name in host.HOOKS if not hasattr(HostTrainer, name)]
+        hooks = [name for name, value in vars(CoatFluxTrainer).items() if callable(value) and not name.startswith("_")]
+        missing = [name for name in (*hooks, *INHERITED) if not hasattr(HostTrainer, name)]
         if missing:
             raise AIToolkitError(f"{HostTrainer.__name__} has no {', '.join(missing)}")
         with host.job_scope(), ExitStack() as self._held:
@@ -68,12 +91,6 @@ class CoatFluxTrainer(HostTrainer):
     def hook_before_model_load(self) -> None:
         """Check all that needs no model; find the save to go on from."""
         super().hook_before_model_load()
-        host.load_core()
-        from ...blocks.gemms import config_for
-        from ...config.entry import coat_of_entry
-        from ...mini_flux.folder import provide_embedded
-        from ...saves.lock import run_lock
-        from ...watch.phases import MEMORY_FILE, PhaseTracker
 
         steady.keep_streams()
         host.show_logs()
@@ -118,12 +135,6 @@ class CoatFluxTrainer(HostTrainer):
         """
         import toolkit
 
-        from ...blocks.models.check import check_models
-        from ...config.check import check_job_dict
-        from ...config.findings import ConfigError
-        from ...config.job_file import load_job_yaml
-        from ...config.launch import DDP, LaunchError, launch_obstacle, shares_weights
-
         # as ai-toolkit read it: the process has changed its own entry since
         raw = load_job_yaml(os.path.join(self.save_root, "config.yaml"))
         root = Path(next(iter(toolkit.__path__))).parent
@@ -149,20 +160,12 @@ class CoatFluxTrainer(HostTrainer):
 
     def _job_config(self) -> Any:
         """The job as `coat-flux plan` reads it, or ConfigError."""
-        from ...config.job import JobConfig
-
         raw = {"job": "extension", "config": {"name": self.job.name, "process": [copy.deepcopy(dict(self.config))]}}
         return JobConfig.from_dict(raw, file=self._config_file())
 
     def hook_after_model_load(self) -> None:
         """Convert the linears that loading did not; prepare the blocks."""
         super().hook_after_model_load()
-        from ...blocks.apply import apply_coat
-        from ...blocks.held import module_tensors
-        from ...blocks.runner import BlockRunner
-        from ...config.findings import ConfigError
-        from ...plan.job import job_facts
-        from ...plan.predict import outside_bytes
 
         if self._continuation is not None and self.network_config is None:
             self._full = FullModel(self)
@@ -203,8 +206,6 @@ class CoatFluxTrainer(HostTrainer):
         self.network.can_merge_in = False
         self._team.share(self.network.parameters())
         if self.network_config.type.lower() == "lora":
-            from ...blocks.lora import attach_lora
-
             host.check_network(self.network)
             attach_lora(self.network, self.coat)
         return params
@@ -305,7 +306,7 @@ class CoatFluxTrainer(HostTrainer):
         elif self.is_ui_trainer and not self._training.stops and (self.should_stop() or self.should_return_to_queue()):
             self._training.ask_to_stop("the web UI")
 
-    def stop_as_asked(self) -> None:
+    def _stop_as_asked(self) -> None:
         """Tell the web UI that the run has stopped; raises where it asked."""
         super().maybe_stop()
 
@@ -361,9 +362,6 @@ class CoatFluxTrainer(HostTrainer):
     def done_hook(self) -> None:
         """Print the summary."""
         super().done_hook()
-        from ...base.text import GB
-        from ...data.hold_out import describe_lowest
-        from ...watch.memory_report import finish
 
         finish(self._phases, self._job_config, info, detail if self.coat.memory.log_memory_stats else None)
         peak, skipped = self._phases.peak / GB, self._training.watch.guard.skipped

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.names import COAT_QTYPE
 from . import host
-from .host import QUANTIZER_METHODS, QUANTIZER_MODULE, AIToolkitError, info, load_core
+from .host import QUANTIZER_MODULE, AIToolkitError, info, load_core
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,7 +43,8 @@ def install_quantizer() -> list[str]:
         backend, original = module.OstrisQuantizer, module.get_ostris_quantizer
     except (ImportError, AttributeError) as error:
         raise AIToolkitError(f"qtype {COAT_QTYPE} needs {QUANTIZER_MODULE} ({error})") from error
-    missing = [name for name in QUANTIZER_METHODS if not hasattr(backend, name)]
+    methods = [name for name, value in vars(_Backend).items() if callable(value) and not name.startswith("_")]
+    missing = [name for name in methods if not hasattr(backend, name)]
     if missing:
         raise AIToolkitError(f"{QUANTIZER_MODULE}.OstrisQuantizer has no {', '.join(missing)}")
 

@@ -18,16 +18,23 @@ import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...config.findings import ConfigError
+from ...export.check import check_export
+from ...plan.space import save_space
+from ...saves.commit import commit, damage, newest_set, require_room, set_step
+from ...saves.errors import ResumeError
+from ...saves.identity import require_same_run, run_identity
+from ...saves.repair import repair, step_of, way_back
+from ...saves.rng import rng_state, set_rng_state
+from ...saves.state import AI_TOOLKIT, RunState, execution_of, keep_execution, restore_tensors
+from ...watch.guard import WINDOW
 from .data_order import LOADING, ResumableLoader, fingerprint, make_resumable, seeded
 from .host import AIToolkitError, info
-
-if TYPE_CHECKING:
-    from ...saves.state import RunState
 
 NETWORK = ("type", "linear", "conv", "transformer_only", "network_kwargs")
 BATCH = ("batch_size", "gradient_accumulation")
@@ -75,10 +82,6 @@ class Continuation:
 
     def find(self) -> None:
         """Look for the save to go on from."""
-        from ...saves.errors import ResumeError
-        from ...saves.identity import require_same_run
-        from ...saves.state import AI_TOOLKIT, RunState
-
         process, folder = self._process, self.saves.newest()
         state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
         if state is None:
@@ -140,8 +143,6 @@ class Continuation:
         """Put back what the loop begins with."""
         if self.state is None:
             return
-        from ...saves.errors import ResumeError
-        from ...saves.state import keep_execution, restore_tensors
 
         process, state = self._process, self.state
         if process.step_num != state.step:
@@ -173,7 +174,6 @@ class Continuation:
         """
         if self.state is None:
             return
-        from ...saves.rng import set_rng_state
 
         schedule, saved = schedule_of(self._process), self.state.record["lr_scheduler"]
         now = plain_values(schedule.state_dict())
@@ -186,11 +186,14 @@ class Continuation:
         if self._has_same_seed():
             set_rng_state(self.state.rng())
 
-    def write_state(self, folder: Path, step: int, guard: dict[str, Any], held_out: list[tuple[int, float]]) -> None:
+    def write_state(
+        self,
+        folder: Path,
+        step: int,
+        guard: dict[str, Any],
+        held_out: list[tuple[int, float]],
+    ) -> None:
         """Write the state after `step` steps into the folder of a set."""
-        from ...saves.rng import rng_state
-        from ...saves.state import AI_TOOLKIT, RunState, execution_of
-
         process = self._process
         record = {
             "step": step,
@@ -238,8 +241,6 @@ def identity_of(process: Any) -> dict[str, Any]:
     The seed is the config's or that of run.py; None where each start draws its own.
     A data set that reads a list of files has no folder to look into.
     """
-    from ...saves.identity import run_identity
-
     network, train = process.network_config, dict(process.get_conf("train", {}))
     seed, from_environment = process.training_seed, os.environ.get("SEED", "")
     if seed is None and from_environment.lstrip("-").isdigit():
@@ -280,7 +281,6 @@ class Saves:
     """
 
     def __init__(self, run_dir: Path, name: str, save_every: int):
-        from ...watch.guard import WINDOW
 
         self._dir, self._name, self._apart = run_dir, name, min(save_every, WINDOW)
 
@@ -289,10 +289,6 @@ class Saves:
 
         None without one, or where another program has saved a later step.
         """
-        from ...saves.commit import damage, newest_set, set_step
-        from ...saves.errors import ResumeError
-        from ...saves.repair import repair, step_of
-
         for line in repair(self._dir):
             info(f"[coat] {line}")
         folder = newest_set(self._dir)
@@ -311,10 +307,13 @@ class Saves:
         self._make_newest(folder)
         return folder
 
-    def commit(self, step: int, write_host: Callable[[Path], None], write_state: Callable[[Path], None]) -> Path:
+    def commit(
+        self,
+        step: int,
+        write_host: Callable[[Path], None],
+        write_state: Callable[[Path], None],
+    ) -> Path:
         """Write and publish a set; returns the published LoRA or model folder."""
-        from ...saves.commit import commit
-
         published: dict[str, str] = {}
 
         def write(folder: Path) -> None:
@@ -331,12 +330,11 @@ class Saves:
 
     def check_room(self, process: Any) -> None:
         """Warn or refuse where the disk has no room for saves."""
-        from ...config.findings import ConfigError
-        from ...plan.space import save_space
-        from ...saves.commit import require_room
-
         full = process._full
-        parameters, whole = (process.network.parameters(), 0) if full is None else (full.trained.values(), full.size)
+        if full is None:
+            parameters, whole = process.network.parameters(), 0
+        else:
+            parameters, whole = full.trained.values(), full.size
         try:
             space = save_space(process._job_config(), [parameter.numel() for parameter in parameters], whole)
         except ConfigError:  # a job that only ai-toolkit can run
@@ -345,8 +343,6 @@ class Saves:
 
     def way_back(self, since: int) -> str:
         """What to start after a run diverged; `since`: the first step in doubt."""
-        from ...saves.repair import way_back
-
         program = "coat-flux"
         if not shutil.which(program):
             program = f'"{sys.executable}" "{Path(__file__).resolve().parents[2] / "cli"}"'
@@ -377,8 +373,6 @@ class Saves:
 
 def read_back(process: Any, folder: Path) -> list[str]:
     """Read back what was saved, or raise ExportError; returns lines for the log."""
-    from ...export.check import check_export
-
     if process._full is not None:
         return [process._full.check(folder)]
     if not process.model_config.is_flux or process.network_config.type.lower() != "lora":

@@ -12,6 +12,9 @@ class SDTrainer(BaseSDTrainProcess):
     def get_mean_flow_loss(self, prediction, target):
         return self.calculate_loss(prediction, target)
 
+    def train_single_accumulation(self, batch):
+        raise NotImplementedError
+
     def hook_train_loop(self, batch_list):
         self.optimizer.zero_grad()
         total = 0.0

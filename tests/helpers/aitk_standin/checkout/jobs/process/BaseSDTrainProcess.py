@@ -172,6 +172,9 @@ class BaseSDTrainProcess:
     def ensure_params_requires_grad(self, force=False):
         pass
 
+    def post_process_generate_image_config_list(self, images):
+        return images
+
     def sample_step_hook(self, number, total):
         pass
 
