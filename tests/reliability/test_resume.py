@@ -51,19 +51,15 @@ def train(name: str, place: dict[str, Path], **blocks: Any) -> Path:
     """Train; the folder of the run."""
     network = {"network_kwargs": FEW_LINEARS} | blocks.pop("network", {})
     cache = {"cache_latents": False, "cache_latents_to_disk": True} | blocks.pop("dataset", {})
-    process = blocks.pop("process", {})
+    process, from_step = blocks.pop("process", {}), blocks.pop("from_step", None)
     job = engine_job(name, **{**place, **blocks.pop("other", {})}, network=network, dataset=cache, **blocks)
     job["config"]["process"][0] |= process
-    return COATTrainer(job).train().parent
+    return COATTrainer(job).train(from_step=from_step).parent
 
 
 def rows(run: Path) -> list[dict[str, str]]:
     with (run / "coat" / "metrics.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-class Killed(Exception):
-    """As a killed process: nothing is saved any more."""
 
 
 @pytest.fixture
@@ -82,10 +78,6 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None
         monkeypatch.setattr(trainer, "train_step", step)
 
     return arm
-
-
-def _die() -> None:
-    raise Killed
 
 
 def assert_same_end(left: Path, right: Path) -> None:
@@ -122,18 +114,15 @@ EXACT = {"bf16": PLAIN, "everything": FULL, "generic": GENERIC}
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_a_run_stopped_and_taken_up_ends_as_the_one_never_stopped(
-    place: dict[str, Path], at_step: Any, kind: str
-) -> None:
+def test_a_run_that_goes_back_to_a_save_ends_as_it_did(place: dict[str, Path], tmp_path: Path, kind: str) -> None:
     settings = EXACT[kind]
-    blocks = {**settings, "train": {"steps": 5, **settings.get("train", {})}}
-    whole = train(f"{kind}_whole", place, **blocks)
-    at_step(5, _die)
-    with pytest.raises(Killed):
-        train(f"{kind}_parts", place, save={"save_every": 3}, **blocks)
-    parts = train(f"{kind}_parts", place, save={"save_every": 3}, **blocks)
-    assert_same_end(whole, parts)
-    assert len(rows(parts)) == 5
+    blocks = {**settings, "train": {"steps": 5, **settings.get("train", {})}, "save": {"save_every": 3}}
+    run = train(kind, place, **blocks)
+    whole = shutil.copytree(run, tmp_path / "whole")
+    train(kind, place, from_step=3, **blocks)
+    assert (run / "coat" / "set-aside-000000003").is_dir()
+    assert_same_end(whole, run)
+    assert len(rows(run)) == 5
 
 
 def test_an_interrupt_saves_the_step_and_the_run_goes_on_exactly(
@@ -238,11 +227,15 @@ CHANGED = {
 
 
 @pytest.mark.slow
-def test_changed_numerics_go_on_and_are_said(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+def test_what_may_change_goes_on_and_is_said(
+    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Numerics may, data and seed where `coat.resume.allow` says so."""
     train("numerics", place, coat={}, train={"steps": 2, "gradient_checkpointing": True})
     capsys.readouterr()
     new = {"steps": 3, "gradient_checkpointing": True, "lr": 5e-4, "optimizer_params": {"weight_decay": 0.1}}
-    run = train("numerics", place, coat=CHANGED, train=new)
+    change = {**other_images(place, tmp_path), "process": {"training_seed": 8}}
+    run = train("numerics", place, coat={**CHANGED, "resume": {"allow": ["data", "seed"]}}, train=new, **change)
     out = capsys.readouterr().out
     defaults = {"m1_format": "e4m3", "m2_format": "e4m3", "block_size": 128, "format": "e4m3", "attention": "fp8"}
     defaults |= {"flow": "fused", "checkpointing": "auto", "enable_efficient_checkpoint": True}
@@ -251,26 +244,14 @@ def test_changed_numerics_go_on_and_are_said(place: dict[str, Path], capsys: pyt
             line = f"Resume: coat.{section}.{key} {json.dumps(defaults[key])} -> {json.dumps(value)}\n"
             assert out.count(line) == 1, line
     assert "Resume: train.lr 0.001 -> 0.0005\n" in out
+    assert "Resume: seed 7 -> 8\n" in out
+    assert "Resume: data: 1 of 8 images and captions differ" in out
     assert "weight_decay 0.01 -> 0.1" in out
     state = torch.load(run / "optimizer.pt", weights_only=True)
     assert state["param_groups"][0]["fp8"]["block_size"] == 64
     assert state["state"][0]["exp_avg_sq"].dtype == torch.float8_e5m2
     assert float(state["state"][0]["step"]) == 3
     assert [row["lr"] for row in rows(run)] == ["0.001", "0.001", "0.0005"]
-
-
-@pytest.mark.slow
-def test_resume_allow_lets_data_and_seed_differ(
-    place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    train("allowed", place, coat={}, train={"steps": 1})
-    coat = {"resume": {"allow": ["data", "seed"]}}
-    change = {**other_images(place, tmp_path), "process": {"training_seed": 8}}
-    run = train("allowed", place, coat=coat, train={"steps": 2}, **change)
-    out = capsys.readouterr().out
-    assert "Resume: seed 7 -> 8\n" in out
-    assert "Resume: data: 1 of 8 images and captions differ" in out
-    assert newest_set(run).name == "state-000000002"
 
 
 @pytest.mark.slow
