@@ -38,8 +38,8 @@ def lora_tensors(
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for module in modules:
-        linear, part = place_of(module)
-        width, height = linear.width * hidden or OTHER_SIZE, linear.heights[part] * hidden or OTHER_SIZE
+        place = place_of(module)
+        width, height = place.linear.width * hidden or OTHER_SIZE, place.height * hidden or OTHER_SIZE
         tensors[f"transformer.{module}.lora_A.weight"] = torch.randn(rank, width, generator=draw).to(dtype)
         tensors[f"transformer.{module}.lora_B.weight"] = torch.randn(height, rank, generator=draw).to(dtype)
     return tensors

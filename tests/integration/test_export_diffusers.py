@@ -10,7 +10,7 @@ from torch import nn
 
 from coat_flux.export.check import check_export
 from coat_flux.export.convert import convert_file, convert_pairs
-from coat_flux.export.layouts import original_linear, place_of, read_pairs, underscored, write_pairs
+from coat_flux.export.layouts import place_of, read_pairs, write_pairs
 from coat_flux.mini_flux.geometry import make_flux_dev_geometry
 from tests.helpers.lora_files import lora_tensors, module_names
 from tests.helpers.tiny_flux import build_transformer
@@ -32,14 +32,14 @@ def linears(model):
 def test_every_linear_of_flux_has_its_two_names_and_its_size(flux_dev):
     found = linears(flux_dev)
     for name, module in found.items():
-        linear, part = place_of(name)
+        _, linear, part = place = place_of(name)
         assert linear.members[part] == name
-        assert original_linear(linear.name) == linear
-        assert underscored(linear.name.replace(".", "_")) == linear.name
-        assert linear.heights[part] in (0, module.out_features / FLUX_HIDDEN), name
+        assert place_of(linear.name, "comfyui").linear == linear
+        assert place_of(linear.name.replace(".", "_"), "kohya").linear == linear
+        assert place.height in (0, module.out_features / FLUX_HIDDEN), name
         assert linear.width in (0, module.in_features / FLUX_HIDDEN), name
     assert len(found) == 504
-    assert len({place_of(name)[0].name for name in found}) == 19 * 10 + 38 * 3 + 10
+    assert len({place_of(name).linear.name for name in found}) == 19 * 10 + 38 * 3 + 10
 
 
 def kohya_of(tensors, layout="kohya"):

@@ -25,15 +25,14 @@ from .layouts import (
     family_of,
     layout_of,
     naming,
-    original_linear,
     place_of,
     read_file,
     read_pairs,
-    transformer_part,
 )
 
 __all__ = ["ExportReport", "check_export", "check_tensors", "diffusers_refusal"]
 
+TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of adapters that are not the transformer's
 SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -107,11 +106,11 @@ def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | No
 
 def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
     """As `check_export`, of what a file holds; the message of an error names no file."""
-    others = len(tensors)
-    tensors = transformer_part(tensors)
+    others = sum(key.startswith(TEXT_ENCODERS) for key in tensors)
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(TEXT_ENCODERS)}
     layout = layout_of(tensors)
     pairs = read_pairs(tensors, layout)
-    family = family_of(pairs, layout)
+    family = family_of(pairs, "diffusers" if layout == "diffusers" else "comfyui")
     _check_sizes(pairs, layout, family)
     norms = {module: _delta_norm(module, pair) for module, pair in pairs.items()}
     largest = max(norms, key=lambda module: norms[module])
@@ -131,7 +130,7 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
         largest=PREFIXES["diffusers"] + largest if layout == "diffusers" else largest,
         largest_norm=norms[largest],
         idle=tuple(module for module, norm in norms.items() if norm == 0),
-        others=others - len(tensors),
+        others=others,
     )
 
 
@@ -139,13 +138,8 @@ def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None
     """All linears must be those of one hidden size."""
     sizes: dict[str, set[float]] = {}
     for module, pair in pairs.items():
-        if layout == "diffusers":
-            linear, part = place_of(module)
-            height = linear.heights[part]
-        else:
-            linear = original_linear(module, family)
-            height = sum(linear.heights)
-        features = ((pair.up.shape[0], height), (pair.down.shape[1], linear.width))
+        place = place_of(module, "diffusers" if layout == "diffusers" else "comfyui", family)
+        features = ((pair.up.shape[0], place.height), (pair.down.shape[1], place.linear.width))
         sizes[module] = {count / units for count, units in features if units}
     counts = Counter(size for hidden in sizes.values() for size in hidden)
     common = counts.most_common(1)[0][0] if counts else 0
@@ -183,7 +177,7 @@ def _programs(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Programs that load the file, and why others do not."""
     refusals: dict[str, str] = {}
-    wanted = pairs if layout == "diffusers" else split_all(pairs, layout)
+    wanted = pairs if layout == "diffusers" else split_all(pairs)
     why = diffusers_refusal(tensors, wanted, family)
     if why is not None:
         refusals["diffusers"] = why

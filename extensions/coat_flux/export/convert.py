@@ -77,9 +77,9 @@ def convert_pairs(
     work = _cast(pairs, dtype if holds_all else None)
     if source == "diffusers" and layout != "diffusers":
         converted = fuse_all(work)
-        back = split_all(converted, layout)
+        back = split_all(converted)
     elif source != "diffusers" and layout == "diffusers":
-        converted = _without_alpha(split_all(work, source))
+        converted = _without_alpha(split_all(work))
         back = fuse_all(converted)
     else:
         back = converted = _without_alpha(work) if layout == "diffusers" else work

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.models.family import Linear
-from .layouts import ExportError, Pair, family_of, original_linear, place_of
+from .layouts import ExportError, Pair, family_of, place_of
 
 __all__ = ["fuse_all", "split_all"]
 
@@ -35,7 +35,8 @@ def fuse_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """
     grouped: dict[str, tuple[Linear, list[Pair | None]]] = {}
     for module, pair in pairs.items():
-        linear, index = place_of(module)
+        _, linear, index = place_of(module)
+        assert index is not None
         _, members = grouped.setdefault(linear.name, (linear, [None] * len(linear.members)))
         members[index] = pair
     return {name: _fuse(linear, members) for name, (linear, members) in grouped.items()}
@@ -65,16 +66,16 @@ def _fuse(linear: Linear, members: Sequence[Pair | None]) -> Pair:
     return Pair(down, up, first.scale * down.shape[0])
 
 
-def split_all(pairs: Mapping[str, Pair], layout: str) -> dict[str, Pair]:
+def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """Adapters by the original's name → by diffusers' module name.
 
     Raises:
         ExportError: a fused up matrix whose height fits no hidden size.
     """
     split: dict[str, Pair] = {}
-    family = family_of(pairs, layout)
+    family = family_of(pairs, "comfyui")
     for name, pair in pairs.items():
-        linear = original_linear(name, family)
+        linear = place_of(name, "comfyui", family).linear
         parts = zip(linear.members, _split(linear, pair), strict=True)
         split |= {module: part for module, part in parts if part is not None}
     return split

@@ -1,4 +1,4 @@
-"""The key layouts of a FLUX LoRA file.
+"""The key layouts of a FLUX LoRA file, and adapters in each of them.
 
     diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight             (PEFT's; what ai-toolkit saves)
     kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight, .alpha      (sd-scripts')
@@ -18,8 +18,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,40 +30,37 @@ from ..base.errors import UserError
 from ..blocks.models import FAMILIES, FLUX, Family
 from ..blocks.models.family import Linear
 
-__all__ = [
-    "LAYOUTS",
-    "ExportError",
-    "Pair",
-    "family_of",
-    "layout_of",
-    "naming",
-    "original_linear",
-    "place_of",
-    "read_file",
-    "read_pairs",
-    "transformer_part",
-    "underscored",
-    "write_pairs",
-]
+__all__ = ["LAYOUTS", "ExportError", "Pair", "Place", "family_of", "layout_of", "naming", "place_of", "read_file"]
+__all__ += ["read_pairs", "write_pairs"]
 
 PREFIXES = {"diffusers": "transformer.", "kohya": "lora_unet_", "comfyui": "diffusion_model."}
 LAYOUTS = tuple(PREFIXES)
-TEXT_ENCODERS = ("lora_te", "text_encoder")  # prefixes of adapters that are not the transformer's
-NAMED = tuple(family for family in FAMILIES.values() if family.outside)  # whose linears are known under both names
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_PARTS = {
+PARTS = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
     "lora_down.weight": "down",
     "lora_up.weight": "up",
     "alpha": "alpha",
 }
-_IN_BLOCK = re.compile(r"(\w+)\.(0|[1-9]\d*)\.(.+)")
-_IN_BLOCK_UNDERSCORED = re.compile(rf"({'|'.join(each.original for each in FLUX.lists)})_(0|[1-9]\d*)_.+")
+_NUMBER = re.compile(r"(?<=blocks[._])(?:0|[1-9]\d*)(?=[._])")
 
 
 class ExportError(UserError, ValueError):
     """A LoRA file is not what others can load, or cannot be converted; the message says why and what to do."""
+
+
+class Place(NamedTuple):
+    """A linear, by its full names, and the index of the part that is meant; None: all of it."""
+
+    family: Family
+    linear: Linear
+    part: int | None
+
+    @property
+    def height(self) -> int:
+        """Output features, in units of the hidden size; 0: another size."""
+        return sum(self.linear.heights) if self.part is None else self.linear.heights[self.part]
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,57 @@ class Pair:
     def scale(self) -> float:
         """What the product of both is multiplied with."""
         return self.alpha / self.rank
+
+
+# -- the linears under both names ------------------------------------------------------------------------------------
+
+
+def _name_table() -> dict[str, dict[str, list[Place]]]:
+    """Layout → name with # for a block's number → the linears of that name, FLUX.1's first."""
+    table: dict[str, dict[str, list[Place]]] = {layout: {} for layout in LAYOUTS}
+    for family in FAMILIES.values():
+        inside = [
+            linear.within(f"{blocks.pattern}.#", f"{blocks.original}.#")
+            for blocks in family.lists
+            for linear in blocks.linears
+        ]
+        for linear in (*inside, *family.outside):
+            for part, member in enumerate(linear.members):
+                table["diffusers"].setdefault(member, []).append(Place(family, linear, part))
+            table["comfyui"].setdefault(linear.name, []).append(Place(family, linear, None))
+            table["kohya"].setdefault(linear.name.replace(".", "_"), []).append(Place(family, linear, None))
+    return table
+
+
+_NAMES = _name_table()
+
+
+def place_of(name: str, layout: str = "diffusers", family: Family | None = None) -> Place:
+    """The linear that a layout calls `name`; of `family` where several have one.
+
+    Raises:
+        KeyError: FLUX has no such linear.
+    """
+    number = _NUMBER.search(name)
+    places = _NAMES[layout][_NUMBER.sub("#", name, count=1)]
+    place = next((each for each in places if each.family is family), places[0])
+    return place if number is None else place._replace(linear=place.linear.numbered(number[0]))
+
+
+def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
+    """The model of a file's adapters: the one that most of them fit; FLUX.1 where that does not tell."""
+    counts = {id(FLUX): 0}
+    for name, pair in pairs.items():
+        for place in _NAMES[layout][_NUMBER.sub("#", name, count=1)]:
+            height, width = place.height, place.linear.width
+            of_any_size = layout == "diffusers" or not (height and width)
+            fits = of_any_size or pair.up.shape[0] * width == pair.down.shape[1] * height
+            counts[id(place.family)] = counts.get(id(place.family), 0) + fits
+    best = max(counts, key=lambda family: counts[family])
+    return next(family for family in FAMILIES.values() if id(family) == best)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -107,89 +156,6 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except ExportError as error:
         raise ExportError(f"{path}: {error}") from error
-
-
-# -- the linears under both names ------------------------------------------------------------------------------------
-
-
-def place_of(module: str) -> tuple[Linear, int]:
-    """The linear, with full names, that diffusers' `module` is a part of, and which part.
-
-    Raises:
-        KeyError: FLUX has no such linear.
-    """
-    for family in NAMED:
-        for linear in _candidates(module, family, by_diffusers=True):
-            if module in linear.members:
-                return linear, linear.members.index(module)
-    raise KeyError(module)
-
-
-def original_linear(name: str, family: Family = FLUX) -> Linear:
-    """The linear, with full names, that the original calls `name`; of `family` where several have one.
-
-    Raises:
-        KeyError: FLUX has no such linear.
-    """
-    for each in (family, *NAMED):
-        for linear in _candidates(name, each):
-            if linear.name == name:
-                return linear
-    raise KeyError(name)
-
-
-def underscored(name: str) -> str:
-    """The original's name of a linear from its spelling with `_` for every dot.
-
-    Raises:
-        KeyError: FLUX has no such linear.
-    """
-    match = _IN_BLOCK_UNDERSCORED.fullmatch(name)
-    for family in NAMED:
-        for linear in _candidates(f"{match[1]}.{match[2]}.any" if match else name, family):
-            if linear.name.replace(".", "_") == name:
-                return linear.name
-    raise KeyError(name)
-
-
-def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
-    """The model of a file's adapters: the one most of them fit; FLUX.1 where that does not tell."""
-
-    def fitting(family: Family) -> int:
-        return sum(_fits(name, pair, family, layout) for name, pair in pairs.items())
-
-    return max(NAMED, key=fitting)
-
-
-def _fits(name: str, pair: Pair, family: Family, layout: str) -> bool:
-    for linear in _candidates(name, family, by_diffusers=layout == "diffusers"):
-        if layout == "diffusers" and name in linear.members:
-            return True
-        if layout != "diffusers" and name == linear.name:
-            height, width = sum(linear.heights), linear.width
-            of_any_size = not (height and width)
-            return of_any_size or pair.up.shape[0] * width == pair.down.shape[1] * height
-    return False
-
-
-def _candidates(name: str, family: Family, *, by_diffusers: bool = False) -> Iterator[Linear]:
-    """Linears of a family that may have this name: those of the numbered block it is in, and those outside."""
-    match = _IN_BLOCK.fullmatch(name)
-    for blocks in family.lists:
-        if match and match[1] == (blocks.pattern if by_diffusers else blocks.original):
-            ours, theirs = f"{blocks.pattern}.{match[2]}", f"{blocks.original}.{match[2]}"
-            for linear in blocks.linears:
-                members = tuple(f"{ours}.{member}" for member in linear.members)
-                yield replace(linear, name=f"{theirs}.{linear.name}", members=members)
-    yield from family.outside
-
-
-# -- adapters under the keys of a layout ------------------------------------------------------------------------------
-
-
-def transformer_part(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without those of text encoders' adapters."""
-    return {key: tensor for key, tensor in tensors.items() if not key.startswith(TEXT_ENCODERS)}
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> str:
@@ -220,41 +186,19 @@ def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
     """
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        module, part = _parse(key, layout)
-        if part in halves.setdefault(module, {}):
-            raise ExportError(f"{key}: there are two {part} matrices of {module}; save the LoRA again")
-        halves[module][part] = tensor
-    return {module: _pair(module, parts) for module, parts in halves.items()}
-
-
-def write_pairs(pairs: Mapping[str, Pair], layout: str) -> dict[str, Tensor]:
-    """Tensors of a file in a layout, which `read_pairs` reads; diffusers' has no alpha: the scale must be 1."""
-    tensors: dict[str, Tensor] = {}
-    for module, pair in pairs.items():
-        name = PREFIXES[layout] + (module.replace(".", "_") if layout == "kohya" else module)
-        if layout == "diffusers":
-            tensors |= {f"{name}.lora_A.weight": pair.down, f"{name}.lora_B.weight": pair.up}
-        else:
-            tensors |= {f"{name}.lora_down.weight": pair.down, f"{name}.lora_up.weight": pair.up}
-            # fp32: in bf16 an alpha above 256 would be rounded, and with it the LoRA's strength
-            tensors[f"{name}.alpha"] = torch.tensor(pair.alpha, dtype=torch.float32)
-    return tensors
-
-
-def _parse(key: str, layout: str) -> tuple[str, str]:
-    """Module and part ("down", "up", "alpha") of a key."""
-    suffix = next((suffix for suffix in _PARTS if key.endswith(f".{suffix}")), None)
-    if suffix is None:
-        raise ExportError(f"{key}: ends in none of {', '.join(_PARTS)}; only plain LoRA is understood")
-    name = key.removeprefix(PREFIXES[layout]).removesuffix(f".{suffix}")
-    try:
-        if layout == "diffusers":
-            place_of(name)
-        else:
-            name = original_linear(underscored(name) if layout == "kohya" else name).name
-    except KeyError as error:
-        raise ExportError(f"{key}: FLUX has no such linear; it would be ignored by what loads the file") from error
-    return name, _PARTS[suffix]
+        suffix = next((suffix for suffix in PARTS if key.endswith(f".{suffix}")), None)
+        if suffix is None:
+            raise ExportError(f"{key}: ends in none of {', '.join(PARTS)}; only plain LoRA is understood")
+        name, part = key.removeprefix(PREFIXES[layout]).removesuffix(f".{suffix}"), PARTS[suffix]
+        try:
+            place = place_of(name, layout)
+        except KeyError as error:
+            raise ExportError(f"{key}: FLUX has no such linear; it would be ignored by what loads the file") from error
+        name = name if layout == "diffusers" else place.linear.name
+        if part in halves.setdefault(name, {}):
+            raise ExportError(f"{key}: there are two {part} matrices of {name}; save the LoRA again")
+        halves[name][part] = tensor
+    return {name: _pair(name, parts) for name, parts in halves.items()}
 
 
 def _pair(module: str, parts: Mapping[str, Tensor]) -> Pair:
@@ -276,3 +220,17 @@ def _pair(module: str, parts: Mapping[str, Tensor]) -> Pair:
     if not math.isfinite(alpha) or alpha <= 0:
         raise ExportError(f"{module}: alpha={parts['alpha'].tolist()}: must be one number above 0")
     return Pair(down, up, alpha)
+
+
+def write_pairs(pairs: Mapping[str, Pair], layout: str) -> dict[str, Tensor]:
+    """Tensors of a file in a layout, which `read_pairs` reads; diffusers' has no alpha: the scale must be 1."""
+    tensors: dict[str, Tensor] = {}
+    for module, pair in pairs.items():
+        name = PREFIXES[layout] + (module.replace(".", "_") if layout == "kohya" else module)
+        if layout == "diffusers":
+            tensors |= {f"{name}.lora_A.weight": pair.down, f"{name}.lora_B.weight": pair.up}
+        else:
+            tensors |= {f"{name}.lora_down.weight": pair.down, f"{name}.lora_up.weight": pair.up}
+            # fp32: in bf16 an alpha above 256 would be rounded, and with it the LoRA's strength
+            tensors[f"{name}.alpha"] = torch.tensor(pair.alpha, dtype=torch.float32)
+    return tensors

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..blocks.models import FLUX
 from ..blocks.models.checkpoint import CheckpointError, flux_config, read_header, transformer_keys
-from ..export.layouts import original_linear
+from ..export.layouts import place_of
 
 __all__ = ["Place", "Weights", "check_weights", "fill", "folder_weights", "local_folder", "original_weights"]
 
@@ -165,7 +165,7 @@ def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
         return {f"{ours.pattern}.{number}.{ours.norms[rest]}": rows}
     stem, _, kind = name.rpartition(".")
     try:
-        linear = original_linear(stem)
+        linear = place_of(stem, "comfyui", FLUX).linear
     except KeyError as error:
         raise CheckpointError(f"has a tensor {name}, which FLUX.1 does not have; give another checkpoint") from error
     if linear.swapped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..fused.reading import Reader
@@ -42,6 +42,15 @@ class Linear:
     def width(self) -> int:
         """Input features, in units of d; 0: another size."""
         return self.inputs[0] + self.inputs[1] * self.mlp_ratio
+
+    def within(self, ours: str, theirs: str) -> Linear:
+        """With full names: `ours` and `theirs` are diffusers' and the original's name of the block."""
+        return replace(self, name=f"{theirs}.{self.name}", members=tuple(f"{ours}.{name}" for name in self.members))
+
+    def numbered(self, number: str) -> Linear:
+        """With a block's number in place of # in its names."""
+        members = tuple(name.replace("#", number) for name in self.members)
+        return replace(self, name=self.name.replace("#", number), members=members)
 
 
 @dataclass(frozen=True)
