@@ -37,7 +37,7 @@ def family_of(model: nn.Module) -> Family:
             f"known classes: {', '.join(FAMILIES)}"
         )
     depth = min(name.count(".") for name in lists)
-    return generic(type(model).__name__, *(name for name in lists if name.count(".") == depth))
+    return generic(type(model).__name__, " ".join(name for name in lists if name.count(".") == depth))
 
 
 def listed_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
@@ -81,50 +81,43 @@ def target_names(
     ignore_if_contains: Sequence[str] | None = None,
     transformer_only: bool = True,
 ) -> list[str]:
-    """Return those of the linears' full names that get an adapter, in their order.
+    """Those of the linears' full names that get an adapter, in their order; by default those inside the blocks."""
 
-    Args:
-        only_if_contains: keep names with at least one of these; None keeps all.
-        transformer_only: only linears inside the block lists.
-    """
+    def is_chosen(name: str) -> bool:
+        if any(word in name for word in ignore_if_contains or ()):
+            return False
+        spellings = (name, name.replace(".", "$$"))
+        return only_if_contains is None or any(word in each for word in only_if_contains for each in spellings)
+
     inside = [name for name in names if not transformer_only or name.split(".")[0] in FLUX.blocks]
-    return [name for name in inside if _is_chosen(KEY_PREFIX + name, only_if_contains, ignore_if_contains)]
+    return [name for name in inside if is_chosen(KEY_PREFIX + name)]
 
 
 def trained_names(parameters: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Return those of the parameters' full names that full fine-tuning trains, in their order.
+    """Those of the parameters' full names that full fine-tuning trains, in their order.
 
-    Args:
-        include: `coat.include`, fnmatch patterns over names of parameters and of the modules that hold them.
+    `coat.include` and `coat.exclude` are fnmatch patterns over names of parameters and of the modules that hold them.
 
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.
     """
+
+    def holds(name: str, patterns: Sequence[str]) -> bool:
+        return matches(name, tuple(patterns)) or matches(name.rpartition(".")[0], tuple(patterns))
+
     names = list(parameters)
     for key, patterns in (("include", include), ("exclude", exclude)):
         for pattern in patterns:
-            if not any(_holds(name, (pattern,)) for name in names):
+            if not any(holds(name, (pattern,)) for name in names):
                 example = names[-1] if names else "transformer_blocks.0.attn.to_q"
                 raise ConfigError(
                     f"coat.{key}: {pattern!r} matches no parameter of the transformer; patterns are matched against "
                     f"full names such as {example!r}"
                 )
-    chosen = [name for name in names if _holds(name, include) and not _holds(name, exclude)]
+    chosen = [name for name in names if holds(name, include) and not holds(name, exclude)]
     if not chosen:
         raise ConfigError("coat.include, coat.exclude: nothing of the transformer is left to train; exclude less")
     return chosen
-
-
-def _holds(name: str, patterns: Sequence[str]) -> bool:
-    return matches(name, tuple(patterns)) or matches(name.rpartition(".")[0], tuple(patterns))
-
-
-def _is_chosen(name: str, only: Sequence[str] | None, ignore: Sequence[str] | None) -> bool:
-    if any(word in name for word in ignore or ()):
-        return False
-    if only is None:
-        return True
-    return any(word in name or word in name.replace(".", "$$") for word in only)
 
 
 # class of a block → what is known of its lists, for those that are read

@@ -19,11 +19,10 @@ from tqdm import tqdm
 from ..base.files import file_sha256
 from ..base.run_log import bar_options
 from .buckets import fit_to_bucket
-from .cache import TensorCache, TextEncoders, encode_latents, latent_key, model_identity, on_device, text_key
+from .cache import TensorCache, encode_latents, latent_key, model_identity, on_device, text_key
 from .captions import shuffle_tokens
 from .dataset import Batch, Sample
 from .files import CACHE_FOLDER, DatasetError, printable
-from .flux2 import Flux2Text
 from .images import Photo, read_photo, rgb, to_tensor
 
 
@@ -49,7 +48,7 @@ class LatentDataset:
         samples: Sequence[Sample],
         dataset_configs: Sequence[Any],
         vae: nn.Module,
-        encoders: TextEncoders | Flux2Text,
+        encoders: Any,
         device: torch.device | str = "cpu",
         *,
         seed: int = 0,
@@ -62,7 +61,7 @@ class LatentDataset:
         self.background, self.masked = background, transparency == "mask"
         self.samples, self.configs = list(samples), list(dataset_configs)
         self.vae: nn.Module | None = vae
-        self.encoders: TextEncoders | Flux2Text | None = encoders
+        self.encoders: Any = encoders  # TextEncoders, or what a family has in their place; None once let go
         self.device, self.seed = torch.device(device), seed
         self._vae_identity, self._text_identity = model_identity(vae), encoders.identity
         self._digests: dict[Path, str] = {}
@@ -229,7 +228,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 def cache_all(
     samples: Sequence[Sample],
     vae: nn.Module,
-    encoders: TextEncoders | Flux2Text,
+    encoders: Any,
     device: torch.device | str = "cpu",
     progress: bool = True,
     *,

@@ -34,14 +34,7 @@ _PROBE_PIXELS = 256  # a VAE's memory grows with the pixels; half this side and 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of the transformer.
-
-    Attributes:
-        name: full name.
-        inputs: K.
-        outputs: N.
-        is_fp8: `weight.use_fp8` stores its weight as FP8 codes.
-    """
+    """A linear of the transformer [outputs, inputs]; `weight.use_fp8` stores its weight as codes where it is_fp8."""
 
     name: str
     inputs: int
@@ -59,19 +52,11 @@ class ModelParts:
     """What is known of a FLUX model: elements and shapes.
 
     Attributes:
-        config: the transformer's config.
-        family: what is known of its class.
-        linears: of the transformer, in module order.
-        parameters: name → elements of each of the transformer's parameters.
+        config, linears, parameters: of the transformer; elements by the parameter's name.
         elements: parameters of each of `PARTS` that it has.
-        text_tokens: tokens of a prompt's embeddings.
-        text_width: features of these.
-        pooled_width: features of CLIP's pooled embedding; FLUX.2 has none.
-        latent_channels: of the VAE.
-        encode_values: the VAE's largest moment while it encodes, in values per pixel.
-        decode_values: the same while it decodes.
-        text_values: the largest text encoder's with one prompt, in values.
-        text_layer: elements of its largest parameter.
+        text_tokens, text_width, pooled_width: of a prompt's embeddings; FLUX.2 has no pooled one.
+        encode_values, decode_values: the VAE's largest moment, in values per pixel.
+        text_values, text_layer: the largest text encoder's moment with one prompt, and its largest parameter.
     """
 
     config: dict[str, Any] = field(hash=False)

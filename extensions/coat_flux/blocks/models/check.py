@@ -6,6 +6,7 @@ Also what else this machine has against a job: its GPU. Nothing is downloaded an
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -20,11 +21,10 @@ from ...config.findings import ConfigError, Finding, Findings, closest
 from ...config.job import JobConfig
 from ...config.job_sections import PROCESS_TYPES
 from . import ARCHS, FAMILIES, FLUX, FLUX2, PIPELINES, REFUSED
-from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, flux_config, kind_of, read_header
+from .checkpoint import DEV, IN_CHANNELS, SUFFIXES, CheckpointError, base_model, flux_config, read_header
 from .family import Family
 
 EMBEDDED = "coat_mini_flux"  # the name of mini_flux.folder.EMBEDDED_MODEL
-AGAIN = "download the model again"
 BFL = "black-forest-labs"
 REPOSITORIES = {name: arch for family in FAMILIES.values() for name, arch in family.repositories.items()}
 PIPELINE_ARCHS = {arch for archs in PIPELINES.values() for arch in archs}
@@ -132,25 +132,33 @@ def check_device(device: Any, path: str, findings: Findings) -> None:
         findings.add(path, f"torch finds {torch.cuda.device_count()} GPUs here, counted from 0; write cuda:0", device)
 
 
+class _Refusal(Exception):
+    """Why a model cannot be trained, as `<rule>; <remedy>`: the first one ends the check."""
+
+    def __init__(self, text: str, *, key: str = "name_or_path", value: Any = None, warns: bool = False) -> None:
+        super().__init__(text)
+        self.key, self.value, self.warns = key, value, warns
+
+
 def check_model(
     model: Mapping[str, Any], path: str, findings: Findings, trainer: str, toolkit_root: Path | None = None
 ) -> None:
     """Add what would stop a trainer while it loads the block `model`, or let it train another one than is meant."""
-    _Model(model, path, findings, trainer == STANDALONE, toolkit_root).check()
+    try:
+        _Model(model, trainer == STANDALONE, toolkit_root).check()
+    except _Refusal as refusal:
+        add = findings.warn if refusal.warns else findings.add
+        add(f"{path}.{refusal.key}", str(refusal), refusal.value or str(model["name_or_path"]))
 
 
 class _Model:
-    """The rules, with what they share; each adds at most one finding, and the first one ends the check."""
+    """The rules, with what they share; each raises `_Refusal`."""
 
-    def __init__(self, model: Mapping[str, Any], path: str, findings: Findings, alone: bool, root: Path | None):
-        self.name, self.extras = str(model["name_or_path"]), model.get("extras_name_or_path")
-        self.own_vae = model.get("vae_path") is not None
-        self.place, self.arch, self.alone, self.root = Path(self.name), arch_of(model), alone, root
-        self.key, self.findings = f"{path}.name_or_path", findings
-        self.extras_key = f"{path}.extras_name_or_path"
-
-    def add(self, text: str) -> None:
-        self.findings.add(self.key, text, self.name)
+    def __init__(self, model: Mapping[str, Any], alone: bool, root: Path | None):
+        self.name, self.extras, self.alone, self.root = str(model["name_or_path"]), None, alone, root
+        self.place, self.arch, self.own_vae = Path(self.name), arch_of(model), model.get("vae_path") is not None
+        if model.get("extras_name_or_path") is not None:
+            self.extras = str(model["extras_name_or_path"])
 
     def check(self) -> None:
         name, place = self.name, self.place
@@ -158,170 +166,173 @@ class _Model:
             return  # made when the run starts
         if re.match(r"https?:", name):
             if self.alone or "civitai.com" not in name:
-                self.add("is a web address; write the repository's name, as owner/name, or a downloaded file or folder")
+                raise _Refusal("is a web address; write owner/name, or a downloaded file or folder")
         elif place.is_dir():
             self._check_folder()
         elif place.exists():
             self._check_file()
-        elif not Path(name.split("/")[0]).is_dir():
-            self._check_hub(name, self.key)
         else:
-            self._check_missing(name, self.key)
-
-    # -- a folder ------------------------------------------------------------------------------------------------------
+            self._check_hub(name)
 
     def _check_folder(self) -> None:
         if not self.alone and self.arch in CHECKPOINTS:
             needed = CHECKPOINTS[self.arch]
             if not (self.place / needed).is_file():
-                self.add(f"has no {needed}, which ai-toolkit loads for {self.arch}; give the folder of that file")
+                raise _Refusal(f"has no {needed}, which ai-toolkit loads for {self.arch}; give the folder of that file")
             return
         pipeline = _json(self.place / "model_index.json").get("_class_name")
-        if not pipeline and not any((self.place / part).is_dir() for part in ("transformer", "unet")):
-            self._check_no_model()
-        elif self._fits_pipeline(pipeline):
-            if self.arch in FLUX_ARCHS:
-                self._check_parts(FLUX)
-            elif self.alone:
-                self._check_parts(FLUX2)
+        if pipeline:
+            self._check_pipeline(str(pipeline))
+        elif not any((self.place / part).is_dir() for part in ("transformer", "unet")):
+            self._refuse_folder()
+        if self.arch in FLUX_ARCHS:
+            self._check_parts(FLUX)
+        elif self.alone:
+            self._check_parts(FLUX2)
 
-    def _check_no_model(self) -> None:
-        """A folder that is not in diffusers layout: perhaps one in or around it is."""
+    def _refuse_folder(self) -> None:
+        """It is not in diffusers layout: perhaps one in or around it is."""
         part = _json(self.place / "config.json").get("_class_name")
         snapshot = next(self.place.glob("snapshots/*/model_index.json"), None)
         files = sorted(path for path in self.place.iterdir() if path.suffix.lower() in SUFFIXES)
         if part is not None:
-            self.add(f"is only the {part} of a model; give the folder around it, {self.place.resolve().parent}")
-        elif snapshot is not None:
-            self.add(f"is the hub's cache of a model; give {snapshot.parent}, or the model's name on the hub")
-        elif files and (self.alone or self.arch not in FLUX_ARCHS):
-            self.add(f"is not a folder in diffusers layout; give that, or one file, such as {files[0]}")
-        else:
-            self.add("is not a folder in diffusers layout, it has no model_index.json; give that of a downloaded model")
+            raise _Refusal(f"is only the {part} of a model; give the folder around it, {self.place.resolve().parent}")
+        if snapshot is not None:
+            raise _Refusal(f"is the hub's cache of a model; give {snapshot.parent}, or the model's name on the hub")
+        remedy = "give that of a downloaded model"
+        if files and (self.alone or self.arch not in FLUX_ARCHS):
+            remedy = f"give one that is, or one file, such as {files[0]}"
+        raise _Refusal(f"is not a folder in diffusers layout, it has no model_index.json; {remedy}")
 
-    def _fits_pipeline(self, pipeline: Any) -> bool:
-        archs = PIPELINES.get(str(pipeline), ())
-        if pipeline is None or self.arch in archs or (not self.alone and not archs):
-            return True
+    def _check_pipeline(self, pipeline: str) -> None:
+        archs = PIPELINES.get(pipeline, ())
         if self.alone and not set(archs) & set(STANDALONE_ARCHS):
             where = f", or train it inside ai-toolkit with model.arch: {archs[0]}" if archs else ""
             rule = f"is a {pipeline}, and the stand-alone trainer trains FLUX.1 and FLUX.2"
-            self.add(f"{rule}; give a folder of one of them{where}")
-        elif self.alone or self.arch in PIPELINE_ARCHS:
+            raise _Refusal(f"{rule}; give a folder of one of them{where}")
+        if archs and self.arch not in archs and (self.alone or self.arch in PIPELINE_ARCHS):
             rule = f"is a {pipeline}, which does not fit arch {self.arch}"
-            self.add(f"{rule}; write model.arch: {' or '.join(archs)}, or another folder")
-        return self.findings.sound(self.key)
+            raise _Refusal(f"{rule}; write model.arch: {' or '.join(archs)}, or another folder")
 
     def _check_parts(self, family: Family) -> None:
         """Every part of a folder, and whether transformer and text encoders are of one model."""
         config, base = _json(self.place / "transformer" / "config.json"), self.place
-        if not self._check_part(self.place, "transformer") or not self._fits_transformer(config, family):
-            return
+        _check_part(self.place, "transformer", self.alone)
+        _check_transformer(config, family)
         own_encoder = not self.alone and (self.arch == "flux" or (base / "text_encoder").exists())
         if self.extras and family is FLUX and not own_encoder:
-            base = Path(str(self.extras))
-        if not base.is_dir():
-            self._check_hub(str(base), self.extras_key)
-            return
-        if not self._check_others(base, family):
-            return
+            base = Path(self.extras)
+        self._check_others(base, family)
         for part, (key, takes, layers) in family.text_features.items():
             theirs = _json(base / part / "config.json")
             width, wanted = theirs.get(key, theirs.get("text_config", {}).get(key)), config.get(takes)
             if width and wanted and layers * width != wanted:
                 times = f"{layers} x {width}" if layers > 1 else f"{width}"
-                self.add(f"{part} gives {times} features and the transformer takes {wanted}; give one model's folder")
+                raise _Refusal(f"{part} gives {times} features and the transformer takes {wanted}; give one model's")
 
-    def _check_others(self, base: Path, family: Family) -> bool:
-        parts = [part for part in family.folders if part != "transformer" and not (part == "vae" and self.own_vae)]
-        return all(self._check_part(base, part) for part in parts)
-
-    def _fits_transformer(self, config: Mapping[str, Any], family: Family) -> bool:
-        name, channels = config.get("_class_name", family.transformer), config.get("in_channels")
-        if name != family.transformer:
-            self.add(f"transformer/ holds a {name}, not a {family.transformer}; give the folder of a model with one")
-        elif family is FLUX and channels in IN_CHANNELS:
-            self.add(f"is {IN_CHANNELS[channels]}, which needs a second image as input; give FLUX.1-dev's")
-        return self.findings.sound(self.key)
-
-    def _check_part(self, base: Path, part: str) -> bool:
-        """Whether a part of a folder in diffusers layout is there and whole."""
-        folder = base / part
-        if not folder.is_dir():
-            self.add(f"{base} has no {part}/; give a complete folder in diffusers layout, or a hub name")
-        elif problem := _problem(folder, part, self.alone):
-            self.add(problem)
-        return self.findings.sound(self.key)
-
-    # -- a file, or a name on the hub ----------------------------------------------------------------------------------
+    def _check_others(self, base: Path, family: Family) -> None:
+        """All parts but the transformer."""
+        if not base.is_dir():
+            self._check_hub(str(base), "extras_name_or_path")
+            return
+        for part in family.folders:
+            if part != "transformer" and not (part == "vae" and self.own_vae):
+                _check_part(base, part, self.alone)
 
     def _check_file(self) -> None:
         suffix = self.place.suffix.lower()
         if self.arch not in FLUX_ARCHS:
-            if self.alone:  # ai-toolkit reads checkpoints of other models in one file
-                self.add("is a file, and FLUX.2 is loaded from a folder; give one in diffusers layout, or a hub name")
-        elif suffix == ".gguf":
-            self.add("is a GGUF file, made for inference only; give the model's .safetensors in bf16 or FP8")
-        elif suffix not in SUFFIXES:
-            self.add("is not a .safetensors file; give one, or a folder in diffusers layout")
-        else:
-            self._check_checkpoint()
-
-    def _check_checkpoint(self) -> None:
+            if not self.alone:
+                return  # ai-toolkit reads checkpoints of other models in one file
+            raise _Refusal("is a file, and FLUX.2 is loaded from a folder; give one in diffusers layout, or a hub name")
+        if suffix == ".gguf":
+            raise _Refusal("is a GGUF file, made for inference only; give the model's .safetensors in bf16 or FP8")
+        if suffix not in SUFFIXES:
+            raise _Refusal("is not a .safetensors file; give one, or a folder in diffusers layout")
         try:
-            header = read_header(self.place)
-            kind, config = kind_of(header), flux_config(header)
+            config = flux_config(read_header(self.place))
         except CheckpointError as error:
-            self.add(str(error))
-            return
+            raise _Refusal(str(error)) from error
         if not self.alone:
-            rule = f"is {kind} in one file, and ai-toolkit loads FLUX from a folder in diffusers layout"
-            self.add(f"{rule}; write {DEV} or its folder, or train with coat-flux train")
-        elif self._fits_transformer(config, FLUX):
-            base = base_model(self.name, self.extras)
-            if Path(base).is_dir():
-                self._check_others(Path(base), FLUX)
-            else:
-                self._check_hub(base, self.extras_key)
+            rule = "is FLUX.1 in one file, and ai-toolkit loads FLUX from a folder in diffusers layout"
+            raise _Refusal(f"{rule}; write {DEV} or its folder, or train with coat-flux train")
+        _check_transformer(config, FLUX)
+        self._check_others(Path(base_model(self.name, self.extras)), FLUX)
 
-    def _check_missing(self, name: str, key: str) -> None:
-        """Neither here nor a name of the hub: a path that is wrong, or a name without its owner."""
-        near = closest(Path(name).name, REPOSITORIES, cutoff=0.8)
-        remedy = f"did you mean {BFL}/{near}?" if near and "/" not in name else "correct the path, or write owner/name"
-        self.findings.add(key, f"no such folder or file in {Path.cwd()}; {remedy}", name)
-
-    def _check_hub(self, name: str, key: str) -> None:
+    def _check_hub(self, name: str, key: str = "name_or_path") -> None:
         """A repository of the hub: what is known of it without asking, and whether it can be downloaded."""
-        if not _HUB_NAME.fullmatch(name):
-            self._check_missing(name, key)
-            return
+        refuse = functools.partial(_Refusal, key=key, value=name)
         owner, _, repository = name.partition("/")
+        if not _HUB_NAME.fullmatch(name) or Path(owner).is_dir():
+            near = None if repository else closest(name, REPOSITORIES, cutoff=0.8)
+            remedy = f"did you mean {BFL}/{near}?" if near else "correct the path, or write owner/name"
+            raise refuse(f"no such folder or file in {Path.cwd()}; {remedy}")
         known = REPOSITORIES.get(repository) if owner == BFL else None
         fits = STANDALONE_ARCHS if self.alone else PIPELINE_ARCHS
-        if known not in (None, self.arch) and key == self.key and (self.alone or self.arch in fits):
-            text = f"does not fit arch {self.arch}; write model.arch: {known}"
-            if known not in fits:
-                text = "is not trained here" if self.alone else f"does not fit arch {self.arch}"
-                text = f"{text}; write {DEV}"
-            self.findings.add(key, f"is {str(known).replace('_', ' ')}, which {text}", name)
-        elif _cached(name):
+        if known not in (None, self.arch) and key == "name_or_path" and (self.alone or self.arch in fits):
+            rule = f"is {str(known).replace('_', ' ')}, which"
+            if known in fits:
+                raise refuse(f"{rule} does not fit arch {self.arch}; write model.arch: {known}")
+            raise refuse(f"{rule} is not trained here; write {DEV}")
+        if _cached(name):
             return
-        elif os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
             rule = "is neither here nor in the hub's cache, and HF_HUB_OFFLINE forbids a download"
-            self.findings.add(key, f"{rule}; unset it, or give a folder", name)
-        elif known is not None and repository not in UNGATED:
+            raise refuse(f"{rule}; unset it, or give a folder")
+        if known is not None and repository not in UNGATED:
             if not _has_token(self.root):
                 rule = "asks for an agreement before the download, and there is no token here"
                 remedy = f"accept it on https://huggingface.co/{name}, then run `hf auth login`"
                 mirror = "huggingface.co" not in os.environ.get("HF_ENDPOINT", "huggingface.co")
-                (self.findings.warn if mirror else self.findings.add)(key, f"{rule}; {remedy}", name)
-        elif re.search("stable-diffusion|sdxl", name, re.IGNORECASE) and (self.alone or self.arch in FLUX_ARCHS):
-            self.findings.add(key, f"is Stable Diffusion by its name; write {DEV}, or its folder", name)
-        else:
-            text = "no such folder here, so it is downloaded from the hub under this name"
-            if owner == BFL and known is None and (near := closest(repository, REPOSITORIES)):
-                text = f"no repository known here; did you mean {BFL}/{near}?"
-            self.findings.warn(key, text, name)
+                raise refuse(f"{rule}; {remedy}", warns=mirror)
+            return
+        if re.search("stable-diffusion|sdxl", name, re.IGNORECASE) and (self.alone or self.arch in FLUX_ARCHS):
+            raise refuse(f"is Stable Diffusion by its name; write {DEV}, or its folder")
+        near = closest(repository, REPOSITORIES) if owner == BFL and known is None else None
+        if near:
+            raise refuse(f"no repository known here; did you mean {BFL}/{near}?", warns=True)
+        raise refuse("no such folder here, so it is downloaded from the hub under this name", warns=True)
+
+
+def _check_transformer(config: Mapping[str, Any], family: Family) -> None:
+    name, channels = config.get("_class_name", family.transformer), config.get("in_channels")
+    if name != family.transformer:
+        raise _Refusal(f"transformer/ holds a {name}, not a {family.transformer}; give the folder of a model with one")
+    if family is FLUX and channels in IN_CHANNELS:
+        raise _Refusal(f"is {IN_CHANNELS[channels]}, which needs a second image as input; give FLUX.1-dev's")
+
+
+def _check_part(base: Path, part: str, alone: bool) -> None:
+    """A part of a folder in diffusers layout must be there and whole."""
+    folder, again = base / part, "download the model again"
+    if not folder.is_dir():
+        raise _Refusal(f"{base} has no {part}/; give a complete folder in diffusers layout, or a hub name")
+    if part.startswith("tokenizer"):
+        names = ("tokenizer.json", "vocab.json", "spiece.model")
+        if not any((folder / name).is_file() for name in names):
+            raise _Refusal(f"{folder} has none of {', '.join(names)}; {again}")
+        return
+    config = folder / ("scheduler_config.json" if part == "scheduler" else "config.json")
+    if not _json(config):
+        raise _Refusal(f"{config} is missing or not JSON; {again}")
+    if part == "scheduler":
+        return
+    for index in folder.glob("*.safetensors.index.json"):
+        shards = _json(index).get("weight_map", {})
+        absent = sorted({name for name in shards.values() if not (folder / name).is_file()})
+        if absent:
+            raise _Refusal(f"{folder} has no {absent[0]}, which {index.name} lists ({len(absent)} missing); {again}")
+    weights = sorted(folder.glob("*.safetensors"))
+    pickle = next((path.name for path in folder.iterdir() if path.suffix in PICKLES), None)
+    if not weights and pickle is None:
+        raise _Refusal(f"{folder} has no .safetensors file; {again}")
+    if not weights and alone:
+        raise _Refusal(f"{folder} has its weights only as a pickle ({pickle}), which can run code; give .safetensors")
+    for file in weights:
+        try:
+            read_header(file)
+        except CheckpointError as error:
+            raise _Refusal(f"{file} {error}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -330,36 +341,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _problem(folder: Path, part: str, alone: bool) -> str | None:
-    """Why a part cannot be loaded, as `<rule>; <remedy>`."""
-    if part.startswith("tokenizer"):
-        names = ("tokenizer.json", "vocab.json", "spiece.model")
-        here = any((folder / name).is_file() for name in names)
-        return None if here else f"{folder} has none of {', '.join(names)}; {AGAIN}"
-    config = folder / ("scheduler_config.json" if part == "scheduler" else "config.json")
-    if not _json(config):
-        return f"{config} is missing or not JSON; {AGAIN}"
-    if part == "scheduler":
-        return None
-    for index in folder.glob("*.safetensors.index.json"):
-        shards = _json(index).get("weight_map", {})
-        absent = sorted({name for name in shards.values() if not (folder / name).is_file()})
-        if absent:
-            return f"{folder} has no {absent[0]}, which {index.name} lists ({len(absent)} missing); {AGAIN}"
-    weights = sorted(folder.glob("*.safetensors"))
-    pickle = next((path.name for path in folder.iterdir() if path.suffix in PICKLES), None)
-    if not weights and pickle is None:
-        return f"{folder} has no .safetensors file; {AGAIN}"
-    if not weights and alone:
-        return f"{folder} has its weights only as a pickle ({pickle}), which can run code; give .safetensors"
-    for file in weights:
-        try:
-            read_header(file)
-        except CheckpointError as error:
-            return f"{file} {error}"
-    return None
 
 
 def _cached(name: str) -> bool:

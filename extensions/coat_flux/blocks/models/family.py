@@ -149,9 +149,10 @@ class Family:
         return tuple(f"*.{name}" for name in self.one_row)
 
 
-def generic(transformer: str, *lists: str, **facts: Any) -> Family:
-    """A family of which no more is known than its block lists, and perhaps which linears run on one row per image."""
-    return Family(transformer, tuple(map(BlockList, lists)), **facts)
+def generic(transformer: str, lists: str, archs: str = "", one_row: str = "", **facts: Any) -> Family:
+    """A family in the generic flow; patterns of its lists, archs and linears on one row are words."""
+    blocks = tuple(map(BlockList, lists.split()))
+    return Family(transformer, blocks, tuple(archs.split()), tuple(one_row.split()), **facts)
 
 
 def own_entries(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ ai-toolkit has; names of the original: diffusers scripts/convert_flux2_to_diffus
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from coat_core.activation import PackingConfig
 
+from ...data.cache import input_device, model_identity
 from ..fused.block import Call, Saving, Shared
 from ..fused.double_block import DoubleBlock, Stream
 from ..fused.linears import LinearGroup, NotFusable, read_group, read_linear
@@ -36,6 +38,8 @@ from ..fused.reading import (
 from ..fused.single_block import SingleBlock
 from .family import ANY, DF, BlockList, D, F, Family, Linear, own_entries
 from .flux1 import heads_of
+
+logger = logging.getLogger(__name__)
 
 SWIGLU = "silu_and_mul"
 ACTIVATIONS = ("Flux2SwiGLU", "SiLUActivation")  # of diffusers and of ai-toolkit
@@ -227,6 +231,39 @@ def _parts(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "vae": AutoencoderKLFlux2.from_config(own_entries(configs["vae"])).eval(),
         "text_encoder": AutoModelForCausalLM.from_config(config).eval(),
     }
+
+
+class Flux2Text:
+    """FLUX.2's frozen text side: one language model, of which some layers' states are the embeddings.
+
+    Args:
+        pipeline: diffusers' pipeline of the model, with text encoder and tokenizer only.
+        max_length: tokens per prompt, with what the chat template adds; longer captions are cut.
+    """
+
+    def __init__(self, pipeline: Any, max_length: int = 512) -> None:
+        self.pipeline, self.max_length, self.models = pipeline, max_length, [pipeline.text_encoder]
+
+    @property
+    def identity(self) -> str:
+        """Changes whenever the embeddings of a prompt would."""
+        return f"{type(self.pipeline).__name__}-{self.max_length}-{model_identity(self.pipeline.text_encoder)}"
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Embeddings [B, T, D] in bf16, as the pipeline makes them of each prompt; and [B, 0]: nothing is pooled."""
+        device = input_device(self.pipeline.text_encoder)
+        tokenizer, embeds = getattr(self.pipeline.tokenizer, "tokenizer", self.pipeline.tokenizer), []
+        for prompt in prompts:
+            length = len(tokenizer(prompt).input_ids)
+            if length >= self.max_length:
+                logger.warning(
+                    "caption of %d tokens: its end is cut (limit %d): %.60s...", length, self.max_length, prompt
+                )
+            made, _ = self.pipeline.encode_prompt(prompt=[prompt], device=device, max_sequence_length=self.max_length)
+            embeds.append(made)
+        together = torch.cat(embeds).to(torch.bfloat16)
+        return together, together.new_zeros(len(together), 0)
 
 
 KLEIN = ("flux2_klein_4b", "flux2_klein_9b")

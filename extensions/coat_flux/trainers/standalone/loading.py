@@ -23,9 +23,9 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 from ...base.errors import UserError
 from ...blocks.apply import convert_weights
 from ...blocks.models.checkpoint import SUFFIXES, CheckpointError, base_model
+from ...blocks.models.flux2 import Flux2Text
 from ...config.coat import COATConfig
 from ...data.cache import TextEncoders
-from ...data.flux2 import Flux2Text
 from ..weights import Weights, check_weights, fill, folder_weights, local_folder, original_weights
 
 __all__ = ["Encoders", "ModelLoadError", "base_weights", "load_encoders", "load_transformer"]

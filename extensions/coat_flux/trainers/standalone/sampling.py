@@ -19,9 +19,9 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from ...base.files import replacing
+from ...blocks.models.flux2 import Flux2Text
 from ...config.job_sections import SampleItem
 from ...data.captions import inject_trigger
-from ...data.flux2 import Flux2Text
 from .loading import Encoders
 
 __all__ = ["ImageSampler"]
