@@ -19,7 +19,7 @@ from coat_core.optim import FP8AdamW
 from coat_core.optim.state import state_bytes
 from coat_flux.blocks.apply import apply_coat
 from coat_flux.blocks.block_bytes import block_bytes, largest_moment
-from coat_flux.blocks.decide import flow_settings
+from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.described import read_block
 from coat_flux.blocks.fused import chooser
 from coat_flux.blocks.held import HeldTensors
@@ -95,7 +95,7 @@ def described_blocks(model: Any) -> tuple[list[Any], list[int]]:
 
 
 def predicted_kept(model: nn.Module, coat: COATConfig, tokens: Tokens) -> int:
-    settings = flow_settings(coat, cuda=False)
+    settings = flow_settings(coat, Given((), device="cpu"))
     blocks, recomputed = described_blocks(model)
     sizes = [block_bytes(block, tokens, settings) for block in blocks]
     kept = sum(size.recomputed if i in recomputed else size.kept for i, size in enumerate(sizes))
@@ -214,7 +214,9 @@ def test_largest_moment_of_a_step_is_as_predicted(block):
     with HeldTensors() as held:
         model(**inputs)[0].sum().backward()
     blocks, recomputed = described_blocks(model)
-    settings = replace(flow_settings(coat, cuda=False), kernels=True)  # on meta nothing runs inside an operator
+    settings = replace(
+        flow_settings(coat, Given((), device="cpu")), kernels=True
+    )  # on meta nothing runs inside an operator
     sizes = [block_bytes(described, tokens, settings) for described in blocks]
     predicted = largest_moment(sizes, recomputed).total + around_bytes(blocks[-1], tokens, settings)
     assert predicted == pytest.approx(held.peak, rel=PLAN_MOMENT_RTOL)
@@ -258,7 +260,7 @@ def test_bytes_of_full_fine_tuning_are_as_predicted(device: str, frees: bool) ->
         step()
     measured = sum(x.nbytes for x in [*model.parameters(), *model.buffers()]) + optimizer.state_bytes() + held.peak
     blocks, recomputed = described_blocks(model)
-    settings = replace(flow_settings(coat, cuda=False, frees_gradients=frees), kernels=True)
+    settings = replace(flow_settings(coat, Given((), device="cpu", frees_gradients=frees)), kernels=True)
     sizes = [block_bytes(described, tokens, settings) for described in blocks]
     predicted = largest_moment(sizes, recomputed).total + around_bytes(blocks[-1], tokens, settings)
     predicted += sum(2 * param.numel() for param in params.values())

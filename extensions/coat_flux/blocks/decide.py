@@ -297,40 +297,13 @@ def packing_of(config: COATConfig) -> PackingConfig:
 
 def block_settings(config: COATConfig, given: Given, *, fused: bool = True) -> list[FlowSettings]:
     """How each block would keep what it saves, were it not recomputed; with `fused` False, by the generic flow."""
-    by_flow = [
-        flow_settings(
-            config,
-            fused=fuses,
-            value_bytes=given.value_bytes,
-            lora_bytes=given.lora_bytes,
-            dropout=given.dropout,
-            quantized=given.quantized,
-            cuda=given.device == "cuda",
-            frees_gradients=given.frees_gradients and not given.accumulates,
-        )
-        for fuses in (False, fused)
-    ]
+    by_flow = [flow_settings(config, given, fuses) for fuses in (False, fused)]
     return [by_flow[i not in given.unfused] for i in range(len(given.blocks))]
 
 
-def flow_settings(
-    config: COATConfig,
-    *,
-    fused: bool = True,
-    value_bytes: int = 2,
-    lora_bytes: int = FP32,
-    dropout: bool = False,
-    quantized: bool = False,
-    cuda: bool = True,
-    frees_gradients: bool = False,
-) -> FlowSettings:
-    """How a block keeps what it saves; without COAT, or with FP8 weights alone, in high precision.
-
-    Args:
-        lora_bytes: of an element of what adapters compute with.
-        quantized: whether weights that ai-toolkit quantized its own way are dequantized at each use.
-    """
-    activation = config.activation
+def flow_settings(config: COATConfig, given: Given, fused: bool = True) -> FlowSettings:
+    """How a block keeps what it saves; without COAT, or with FP8 weights alone, in high precision."""
+    activation, cuda = config.activation, given.device == "cuda"
     in_fp8 = config.enabled and activation.use_fp8
     return FlowSettings(
         flow=(activation.flow if fused else "generic") if in_fp8 else "eager",
@@ -339,13 +312,13 @@ def flow_settings(
         inputs=Granularity(activation.linear_granularity, activation.group_size),
         fp8_adapters=in_fp8,
         fp8_checkpoint=config.enabled and config.memory.enable_efficient_checkpoint,
-        value_bytes=value_bytes,
-        lora_bytes=lora_bytes,
-        dropout=dropout,
+        value_bytes=given.value_bytes,
+        lora_bytes=given.lora_bytes,
+        dropout=given.dropout,
         cuda=cuda,
-        fp8_gemms=in_fp8 and not quantized,
-        fp8_weights=config.enabled and (config.weight.use_fp8 or quantized),
-        weight_format="e4m3" if quantized else config.weight.format,
+        fp8_gemms=in_fp8 and not given.quantized,
+        fp8_weights=config.enabled and (config.weight.use_fp8 or given.quantized),
+        weight_format="e4m3" if given.quantized else config.weight.format,
         kernels=cuda,
-        frees_gradients=frees_gradients,
+        frees_gradients=given.frees_gradients and not given.accumulates,
     )

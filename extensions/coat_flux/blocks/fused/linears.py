@@ -82,6 +82,9 @@ class FrozenLinear:
     config: FP8LinearConfig | None = None
     in_fp8: bool = False  # whether this device multiplies so; False multiplies by the dequantized weight
 
+    def __post_init__(self) -> None:
+        _ = self.row_scales  # made when a block is read: a pass may be captured as a CUDA graph
+
     @cached_property
     def input_spec(self) -> Spec | None:
         """Format and scaling of x in the GEMM; None where it multiplies in high precision."""
