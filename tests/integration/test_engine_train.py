@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from coat_flux.blocks.streaming import StreamedWeights
-from coat_flux.trainers.standalone.resume import ResumeError
+from coat_flux.saves.errors import ResumeError
 from coat_flux.trainers.standalone.trainer import COATTrainer
 from coat_flux.watch.guard import DeadRunError
 from coat_flux.watch.phases import STEP_MOMENTS
@@ -58,154 +59,174 @@ def assert_same_tensors(a: Path, b: Path) -> None:
         assert_bitwise(left[name], right[name])
 
 
-def test_run_folder_and_lora_file(place: dict[str, Path]) -> None:
-    final = train("layout", place, train={"steps": 4}, save={"save_every": 1, "max_step_saves_to_keep": 2})
-    run = place["out"] / "layout"
-    assert final == run / "layout.safetensors"
+@pytest.fixture(scope="module")
+def four(place: dict[str, Path]) -> Path:
+    """The LoRA of four steps, which several tests look at, or resume a copy of."""
+    settings = {"steps": 4, "lr_scheduler": "cosine"}
+    return train("four", place, train=settings, save={"save_every": 1, "max_step_saves_to_keep": 2})
+
+
+@pytest.fixture
+def copied(four: Path, place: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
+    """The place with a copy of that run."""
+    shutil.copytree(four.parent, tmp_path / "out" / "four")
+    return {**place, "out": tmp_path / "out"}
+
+
+FURTHER = {"train": {"steps": 5, "lr_scheduler": "cosine"}}
+
+
+def test_run_folder_lora_file_and_metrics(four: Path) -> None:
+    run = four.parent
     assert {path.name for path in run.iterdir()} == {
-        "layout.safetensors",
-        "layout_000000002.safetensors",
-        "layout_000000003.safetensors",
+        "four.safetensors",
+        "four_000000002.safetensors",
+        "four_000000003.safetensors",
         "optimizer.pt",
         "config.yaml",
         "coat",
     }
     assert {path.name for path in (run / "coat").glob("state-*")} == {"state-000000003", "state-000000004"}
     assert not list(run.rglob(".writing-*"))
-    tensors = load_file(final)
+    tensors = load_file(four)
     assert len(tensors) == 80
     assert all(re.fullmatch(r"transformer\.\S+\.lora_[AB]\.weight", name) for name in tensors)
     assert "transformer.single_transformer_blocks.1.proj_out.lora_B.weight" in tensors
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert sum(tensor.count_nonzero().item() == 0 for tensor in tensors.values()) == 0
-    assert torch.load(run / "optimizer.pt", weights_only=True)["param_groups"][0]["lr"] == 1e-3
 
-
-def test_metadata_is_ai_toolkits_plus_ours(place: dict[str, Path]) -> None:
-    final = train("metadata", place, train={"steps": 1})
-    with safe_open(final, framework="pt") as file:
-        meta = file.metadata()
-    assert meta["format"] == "pt"
-    assert meta["ss_output_name"] == "metadata"
-    assert meta["ss_base_model_version"] == "flux.1"
-    assert json.loads(meta["training_info"]) == {"step": 1, "epoch": 0}
-    assert json.loads(meta["ss_tag_frequency"]) == {f"1_{TRIGGER}": {TRIGGER: 1}}
-    assert json.loads(meta["coat"])["enabled"] is False
-
-
-def test_metrics_have_a_row_per_step(place: dict[str, Path]) -> None:
-    train("metrics", place, train={"steps": 3, "lr_scheduler": "cosine"})
-    table = rows(place["out"] / "metrics")
-    assert [row["step"] for row in table] == ["1", "2", "3"]
-    assert float(table[0]["lr"]) == 1e-3
-    assert float(table[2]["lr"]) < float(table[1]["lr"]) < 1e-3
+    table = rows(run)
+    assert [row["step"] for row in table] == ["1", "2", "3", "4"]
+    rates = [float(row["lr"]) for row in table]
+    assert rates[0] == 1e-3
+    assert rates == sorted(set(rates), reverse=True)
     assert all(0 < float(row["loss"]) < 10 for row in table)
     assert all(float(row["grad_norm"]) > 0 and float(row["s_per_it"]) > 0 for row in table)
     assert all(float(row["peak_memory_gb"]) > 0.05 for row in table)
 
 
+def test_metadata_is_ai_toolkits_plus_ours(four: Path) -> None:
+    with safe_open(four, framework="pt") as file:
+        meta = file.metadata()
+    assert meta["format"] == "pt"
+    assert meta["ss_output_name"] == "four"
+    assert meta["ss_base_model_version"] == "flux.1"
+    assert json.loads(meta["training_info"]) == {"step": 4, "epoch": 0}
+    assert json.loads(meta["ss_tag_frequency"]) == {f"1_{TRIGGER}": {TRIGGER: 1}}
+    assert json.loads(meta["coat"])["enabled"] is False
+
+
 COAT = {"optimizer": {"stochastic_rounding": True}, "memory": {"log_every": 2}}
 
 
-def test_resume_says_so_and_finished_run_is_left_alone(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
-    first = train("again", place, train={"steps": 1})
-    before = first.stat().st_mtime_ns
-    assert train("again", place, train={"steps": 1}) == first
-    assert first.stat().st_mtime_ns == before
-    assert "nothing is left to train" in capsys.readouterr().out
-    train("again", place, train={"steps": 2})
-    assert f"#### IMPORTANT RESUMING FROM {first} ####" in capsys.readouterr().out
-    assert [row["step"] for row in rows(first.parent)] == ["1", "2"]
-
-
-def test_resume_takes_a_changed_lr_and_says_other_changes(
-    place: dict[str, Path], capsys: pytest.CaptureFixture
+def test_a_finished_run_is_left_alone_and_one_with_more_steps_says_what_changed(
+    copied: dict[str, Path], capsys: pytest.CaptureFixture
 ) -> None:
-    final = train("changed", place, train={"steps": 1})
-    train("changed", place, train={"steps": 2, "lr": 5e-4, "optimizer_params": {"weight_decay": 0.5}})
-    assert "weight_decay 0.01 -> 0.5" in capsys.readouterr().out
-    assert [float(row["lr"]) for row in rows(final.parent)] == [1e-3, 5e-4]
+    final = copied["out"] / "four" / "four.safetensors"
+    before = final.stat().st_mtime_ns
+    assert train("four", copied, train={"steps": 4, "lr_scheduler": "cosine"}) == final
+    assert final.stat().st_mtime_ns == before
+    assert "nothing is left to train" in capsys.readouterr().out
+    train("four", copied, train={"steps": 5, "lr": 5e-4, "optimizer_params": {"weight_decay": 0.5}})
+    out = capsys.readouterr().out
+    assert f"#### IMPORTANT RESUMING FROM {final} ####" in out
+    assert "weight_decay 0.01 -> 0.5" in out
+    assert [row["step"] for row in rows(final.parent)] == ["1", "2", "3", "4", "5"]
+    assert float(rows(final.parent)[-1]["lr"]) == 5e-4
     group = torch.load(final.parent / "optimizer.pt", weights_only=True)["param_groups"][0]
     assert group["weight_decay"] == 0.5
 
 
 def damaged(run: Path, kind: str) -> None:
-    if kind == "optimizer":
-        path = run / "coat" / "state-000000001" / "optimizer.pt"
-        path.write_bytes(path.read_bytes()[:-100])
-    elif kind == "state":
-        (run / "coat" / "state-000000001" / "state.json").write_text("{", encoding="utf-8")
-    else:
-        (run / f"{run.name}.safetensors").write_bytes(b"not a safetensors file")
+    for folder in (run / "coat").glob("state-*"):
+        if kind == "optimizer":
+            (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:-100])
+        else:
+            (folder / "state.json").write_text("{", encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind", ["optimizer", "state", "lora"])
-def test_where_no_state_is_whole_it_is_an_error_that_names_file_and_remedy(place: dict[str, Path], kind: str) -> None:
-    run = train(f"broken_{kind}", place, train={"steps": 1}).parent
+@pytest.mark.parametrize("kind", ["optimizer", "state"])
+def test_where_no_state_is_whole_it_is_an_error_that_names_file_and_remedy(copied: dict[str, Path], kind: str) -> None:
+    run = copied["out"] / "four"
     damaged(run, kind)
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    wrong = pytest.raises(ResumeError, match=r"(optimizer\.pt|state\.json|\.safetensors).*restore it from a backup, or")
-    with wrong as found:
-        train(f"broken_{kind}", place, train={"steps": 2})
+    with pytest.raises(ResumeError, match=r"(optimizer\.pt|state\.json).*restore it from a backup, or") as found:
+        train("four", copied, **FURTHER)
     assert "delete" not in str(found.value)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
 
 
-def test_resume_with_another_rank_is_refused(place: dict[str, Path]) -> None:
-    train("rank", place, train={"steps": 1})
-    with pytest.raises(ResumeError, match=r"network\.linear 4 -> 8.*another config\.name"):
-        train("rank", place, train={"steps": 2}, network={"linear": 8})
-
-
-def test_resume_from_an_ai_toolkit_save(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+def test_resume_from_an_ai_toolkit_save(copied: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
     """The same folder, but without our own state: weights from the file, place in the data from its step."""
-    import shutil
-
-    final = train("host", place, train={"steps": 2})
-    shutil.rmtree(final.parent / "coat")
-    train("host", place, train={"steps": 3})
+    other = {**copied, "out": copied["out"].with_name("host")}
+    shutil.copytree(copied["out"], other["out"])
+    shutil.rmtree(other["out"] / "four" / "coat")
+    for path in (other["out"] / "four").glob("*_*.safetensors"):
+        path.unlink()
+    resumed = float(losses(train("four", other, **FURTHER).parent)[-1])
     assert "ai-toolkit's" in capsys.readouterr().out
-    whole = train("host_whole", place, train={"steps": 3}).parent
-    resumed, reference = float(losses(final.parent)[-1]), float(losses(whole)[-1])
-    assert resumed == pytest.approx(reference, rel=1e-2)
-    assert resumed != reference
+    exact = float(losses(train("four", copied, **FURTHER).parent)[-1])
+    assert resumed == pytest.approx(exact, rel=1e-2)
+    assert resumed != exact
+    final = other["out"] / "four" / "four.safetensors"
+    final.write_bytes(b"not a safetensors file")
+    for path in final.parent.glob("four_*.safetensors"):
+        path.unlink()
+    shutil.rmtree(final.parent / "coat")
+    with pytest.raises(ResumeError, match=r"four\.safetensors: cannot be read .*restore it from a backup, or"):
+        train("four", other, train={"steps": 6})
 
 
-def test_ema_is_saved_and_the_raw_weights_train_on(place: dict[str, Path]) -> None:
-    plain = train("ema_off", place, train={"steps": 3})
-    final = train("ema_on", place, train={"steps": 3, "ema_config": {"use_ema": True, "ema_decay": 0.9}})
-    state = final.parent / "coat" / "state-000000003"
-    assert losses(final.parent) == losses(plain.parent)
-    assert_same_tensors(state / "lora.safetensors", plain.parent / "coat" / "state-000000003" / "lora.safetensors")
+def test_ema_is_saved_and_the_raw_weights_train_on(place: dict[str, Path], four: Path) -> None:
+    average = {"use_ema": True, "ema_decay": 0.9}
+    final = train("ema", place, train={"steps": 4, "lr_scheduler": "cosine", "ema_config": average})
+    state = final.parent / "coat" / "state-000000004"
+    assert losses(final.parent) == losses(four.parent)
+    assert_same_tensors(state / "lora.safetensors", four.parent / "coat" / "state-000000004" / "lora.safetensors")
     raw, average, saved = (load_file(path) for path in (state / "lora.safetensors", state / "ema.safetensors", final))
     name = "transformer.transformer_blocks.0.attn.to_q.lora_B.weight"
     assert average[name].norm() < raw[name].norm()
     assert_bitwise(saved[name], average[name].half())
 
 
-def test_samples_follow_the_schedule_and_change_with_the_lora(place: dict[str, Path]) -> None:
+def test_samples_follow_the_schedule_and_with_recomputation_and_no_caches_change_no_bit(
+    place: dict[str, Path], four: Path
+) -> None:
     sample = {"sample_every": 2, "prompts": ["[trigger] shirt", "a hat"], "walk_seed": True, "format": "png"}
-    final = train("samples", place, train={"steps": 5, "disable_sampling": False, "lr": 1e-2}, sample=sample)
+    settings = {"steps": 4, "lr_scheduler": "cosine", "disable_sampling": False, "gradient_checkpointing": True}
+    off = {"cache_latents": False, "cache_text_embeddings": False}
+    final = train("samples", place, train=settings, sample=sample, dataset=off)
+    assert losses(final.parent) == losses(four.parent)
+    assert_same_tensors(final, four)
     names = sorted(path.name.split("__")[1] for path in (final.parent / "samples").iterdir())
-    assert names == [f"{step:09d}_{n}.png" for step in (0, 2, 4, 5) for n in (0, 1)]
+    assert names == [f"{step:09d}_{n}.png" for step in (0, 2, 4) for n in (0, 1)]
     assert all(re.fullmatch(r"\d{13}__\d{9}_\d\.png", path.name) for path in (final.parent / "samples").iterdir())
     first = {p.name.split("__")[1]: p.read_bytes() for p in (final.parent / "samples").iterdir()}
-    assert first["000000000_0.png"] != first["000000005_0.png"]
+    assert first["000000000_0.png"] != first["000000004_0.png"]
     assert first["000000000_0.png"] != first["000000000_1.png"]
 
 
-def test_sampling_does_not_change_training(place: dict[str, Path]) -> None:
-    quiet = train("quiet", place, train={"steps": 2})
-    loud = train("loud", place, train={"steps": 2, "disable_sampling": False}, sample={"sample_every": 1})
-    assert losses(loud.parent) == losses(quiet.parent)
-    assert_same_tensors(loud, quiet)
+def test_fp32_takes_the_same_course(place: dict[str, Path], four: Path) -> None:
+    settings = {"steps": 2, "lr_scheduler": "cosine", "dtype": "fp32", "disable_sampling": False}
+    single = train("single", place, train=settings, sample={"sample_every": 5})
+    assert len(list((single.parent / "samples").iterdir())) == 2
+    precise = [float(loss) for loss in losses(single.parent)]
+    assert [float(loss) for loss in losses(four.parent)[:2]] == pytest.approx(precise, rel=tolerances.BF16_LOSS_RTOL)
 
 
-def test_final_lora_loads_into_a_diffusers_pipeline(place: dict[str, Path]) -> None:
+def test_validation_loss_falls_and_diffusers_loads_the_lora(
+    place: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
     from diffusers import FluxPipeline
 
-    final = train("diffusers", place, train={"steps": 3, "lr": 1e-2})
+    final = train("validation", place, train={"steps": 16, "lr": 1e-2})
+    lines = (final.parent / "coat" / "validation.csv").read_text(encoding="utf-8").splitlines()
+    (first_step, first), (last_step, last) = (line.split(",") for line in lines[1:])
+    assert (first_step, last_step) == ("0", "16")
+    assert float(last) < float(first)
+    assert f"validation loss {float(first):.6f} -> {float(last):.6f}" in capsys.readouterr().out
+
     pipeline = FluxPipeline.from_pretrained(place["model"], torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
 
@@ -223,32 +244,6 @@ def test_final_lora_loads_into_a_diffusers_pipeline(place: dict[str, Path]) -> N
     assert not torch.equal(draw(), before)
 
 
-def test_validation_loss_falls_and_is_recorded(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
-    final = train("validation", place, train={"steps": 20, "lr": 1e-2})
-    lines = (final.parent / "coat" / "validation.csv").read_text(encoding="utf-8").splitlines()
-    (first_step, first), (last_step, last) = (line.split(",") for line in lines[1:])
-    assert (first_step, last_step) == ("0", "20")
-    assert float(last) < float(first)
-    assert f"validation loss {float(first):.6f} -> {float(last):.6f}" in capsys.readouterr().out
-
-
-def test_checkpointing_and_fp32_change_memory_not_the_course(place: dict[str, Path]) -> None:
-    settings = {"steps": 2, "disable_sampling": False}
-    plain = train("plain", place, train=settings, sample={"sample_every": 5})
-    again = train("recomputed", place, train={**settings, "gradient_checkpointing": True}, sample={"sample_every": 5})
-    assert losses(again.parent) == losses(plain.parent)
-    single = train("single", place, train={**settings, "dtype": "fp32"}, sample={"sample_every": 5})
-    precise = [float(loss) for loss in losses(single.parent)]
-    assert [float(loss) for loss in losses(plain.parent)] == pytest.approx(precise, rel=tolerances.BF16_LOSS_RTOL)
-    assert len(list((single.parent / "samples").iterdir())) == 2
-
-
-def test_uncached_run_is_the_cached_run(place: dict[str, Path]) -> None:
-    off = {"cache_latents": False, "cache_text_embeddings": False}
-    cached, direct = train("cached", place, train={"steps": 2}), train("direct", place, train={"steps": 2}, dataset=off)
-    assert losses(cached.parent) == losses(direct.parent)
-
-
 def test_memory_lines_and_start_table_of_a_coat_run(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
     final = train("memory", place, train={"steps": 3}, coat=COAT)
     out = capsys.readouterr().out
@@ -261,13 +256,6 @@ def test_memory_lines_and_start_table_of_a_coat_run(place: dict[str, Path], caps
     assert not re.search(r"Allocated|FP8 casts|Saving at", out)
     assert re.search(r"^transformer_blocks\.\* \(24\) +W e4m3/per_tensor, x e4m3", out, re.MULTILINE)
     assert max(map(len, out.split("\nLoRA: rank")[0].split("transformer_blocks.*", 1)[1].splitlines())) <= 100
-
-
-def test_verbose_shows_what_goes_to_the_log(place: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
-    job = engine_job("verbose", **place, train={"steps": 2}, coat=COAT)
-    job["config"]["process"][0]["logging"] = {"verbose": True}
-    COATTrainer(job).train()
-    assert "[before_forward] Step 2: Allocated: " in capsys.readouterr().out
 
 
 def test_coat_off_leaves_no_coat_part(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,14 +280,19 @@ def test_only_if_contains_limits_the_adapters(place: dict[str, Path]) -> None:
     assert load_file(final).keys() == wanted
 
 
-def test_nan_stops_the_run_and_nothing_is_saved(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_stops_the_run_and_nothing_is_saved(
+    place: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     from coat_flux.trainers.standalone.objective import Objective
 
     set_limits(monkeypatch, nonfinite_steps=2)
     original = Objective.__call__
     monkeypatch.setattr(Objective, "__call__", lambda self, batch, draw: original(self, batch, draw) * float("nan"))
+    job = engine_job("nan", **place, train={"steps": 9}, coat=COAT)
+    job["config"]["process"][0]["logging"] = {"verbose": True}
     with pytest.raises(DeadRunError, match=r"step 2: loss=nan.*2 steps in a row.*lower train\.lr"):
-        train("nan", place, train={"steps": 9}, coat=COAT)
+        COATTrainer(job).train()
+    assert "[before_forward] Step 2: Allocated: " in capsys.readouterr().out  # details, too
     assert not list((place["out"] / "nan").glob("*.safetensors"))
 
 
