@@ -40,7 +40,7 @@ def __dir__() -> list[str]:
 
 
 def _load_package(name: str, folder: Path) -> ModuleType:
-    """Import the package in `folder` as `name`, not by sys.path: the repository's root has names of ai-toolkit's."""
+    """Import `folder` as the package `name` without sys.path: the repository's root shadows ai-toolkit's names."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(
@@ -59,7 +59,7 @@ def _load_package(name: str, folder: Path) -> ModuleType:
 
 
 def _as_ai_toolkit_extension() -> list[type]:
-    """Return what ai-toolkit reads as AI_TOOLKIT_EXTENSIONS. Never raises: that would end every job of the user."""
+    """Return ai-toolkit's AI_TOOLKIT_EXTENSIONS. Never raises: that would end every job of the user."""
     if "toolkit.extension" not in sys.modules:
         return []
     try:

@@ -1,1 +1,1 @@
-"""What every other package may use: errors, atomic writes, tables, the log, output streams."""
+"""Shared basics: errors, atomic writes, tables, the log, output streams."""

@@ -1,4 +1,4 @@
-"""Errors that the user can correct: the command line shows such an error's message alone, without a traceback."""
+"""Errors that the user can correct; the command line shows only their message, without a traceback."""
 
 from __future__ import annotations
 

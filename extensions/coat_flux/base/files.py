@@ -1,12 +1,10 @@
-"""Files and folders, written so that a crash, also of the machine, leaves the old or the new one.
+"""Files and folders, written so that a crash of process or machine leaves either the old or the new one.
 
-What is under way has a name that begins with `.writing-`, in the folder of its target: one rename on one file system
-completes it, and the next start knows what to remove.
-
-The policy, for every file that a reader or a resume depends on: the content is written under that name and flushed to
-the disk (fsync), renamed, and then the folder is flushed. Without the first flush a power failure can leave the new
-name with no content, without the second the old file. `sync=False` leaves both out where a reader finds out by a
-checksum and the content can be recomputed (caches), or where the content is on the disk already (links).
+Unfinished work has a name that begins with `.writing-`, in the folder of its target: one rename on one file system
+completes it, and the next start can remove leftovers. Content is written under that name, flushed to disk (fsync) and
+renamed, and then the folder is flushed. Without the first flush a power failure can leave the new name without
+content, without the second the old file. `sync=False` skips both if a checksum guards recomputable content (caches),
+or if the content is on disk already (links).
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems with
 
 
 def staging_path(path: Path) -> Path:
-    """A new name for what will take the place of `path`; not the process id, which containers share."""
+    """A new temporary name beside `path`; random, since containers share process ids."""
     return path.parent / f"{TEMP_PREFIX}{uuid.uuid4().hex[:12]}-{path.name[-NAME_TAIL:]}"
 
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """A temporary file that replaces `path` when the block ends well, and is removed when it does not."""
+    """Yield a temporary file that replaces `path` on success and is removed on error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = staging_path(path)
     try:
@@ -50,13 +48,13 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Replace the content of a file as a whole; text is UTF-8."""
+    """Replace the content of a file atomically; text is UTF-8."""
     with replacing(path) as temp:
         temp.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def replace_folder(made: Path, target: Path, aside: Path) -> None:
-    """Rename the folder `made` to `target`; a folder that is there is moved to `aside`, and back if that fails."""
+    """Rename the folder `made` to `target`; an existing folder is moved to `aside`, and back on failure."""
     if target.exists():
         remove(aside)
         os.replace(target, aside)
@@ -75,7 +73,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, where the system can; Windows has no such call."""
+    """Flush a folder's entries to disk; a no-op on Windows, which has no such call."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -89,7 +87,7 @@ def sync_folder(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a second name of `source`, or a copy of it on file systems without hard links."""
+    """Hard-link `target` to `source`, or copy on file systems without hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -98,7 +96,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a whole folder, where there is one; links are not followed."""
+    """Remove a file, link or folder if it exists; links are not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -106,7 +104,7 @@ def remove(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what is no longer needed; a failure is logged, and must not hide an earlier error."""
+    """Remove a path that is no longer needed; failures are logged, so as not to hide an earlier error."""
     try:
         remove(path)
     except OSError as error:

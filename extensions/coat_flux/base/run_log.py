@@ -1,8 +1,7 @@
-"""Where the lines of a run go: to the console what a user acts on, to `coat/log.txt` every line, with its time.
+"""The log of a run, for both trainers: every line with its time to `coat/log.txt`, the important ones to the console.
 
-Both trainers use it. A line is for the console (saves, samples, losses, warnings) or a *detail* (memory lines, FP8
-casts, the start table in full), which the console shows only with `--verbose`. Lines are kept until the run's folder
-may be written.
+The console shows saves, samples, losses and warnings; *details* (memory lines, FP8 casts, the full start table) only
+with `--verbose`. Lines are buffered until the run's folder may be written.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ NOISE = (  # of libraries, about what a user neither did nor can use; each is na
 
 
 class Lines(logging.Handler):
-    """Takes the lines of a run, and the log records of our packages.
-
-    Args:
-        write: writes to the console.
-        verbose: details go to the console, too.
-    """
+    """Takes the lines of a run, and our packages' log records; `write` writes to the console."""
 
     def __init__(self, write: Callable[[str], None], *, verbose: bool = False):
         super().__init__(logging.INFO)
@@ -56,7 +50,7 @@ class Lines(logging.Handler):
         self.record(line)
 
     def record(self, text: str) -> None:
-        """Write to the file alone, with the time in front."""
+        """Write to the file only, with the time."""
         entry = f"{datetime.now():%Y-%m-%d %H:%M:%S}  "
         self._waiting.append(entry + textwrap.indent(text, " " * len(entry)).lstrip() + "\n")
         if self._file is not None:
@@ -80,7 +74,7 @@ class Lines(logging.Handler):
         self._write(f"{LOG_FILE.as_posix()}: cannot be written ({error}); the run goes on without it")
 
     def open(self, run: Path) -> None:
-        """Append to the log of the run in folder `run`; where that fails, a line says so."""
+        """Append to the log in the folder `run`; a failure is logged."""
         path = run / LOG_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +85,7 @@ class Lines(logging.Handler):
             self._flush(self._file)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a warning as a line, anything below as a detail; marks the record, see `cli.common.show_warnings`."""
+        """Log a warning as a line, anything below as a detail; marks the record for `cli.common.show_warnings`."""
         record.coat_shown = True
         if record.levelno >= logging.WARNING:
             self.info(f"{record.levelname}: {record.getMessage()}")
@@ -99,7 +93,7 @@ class Lines(logging.Handler):
             self.detail(record.getMessage())
 
     def listen(self) -> None:
-        """Take the log records of our packages, from INFO up."""
+        """Receive our packages' log records, from INFO up."""
         for name in PACKAGES:
             logger = logging.getLogger(name)
             self._levels[name] = logger.level
@@ -126,7 +120,7 @@ def bar_options() -> dict[str, Any]:
 
 
 def quiet_libraries() -> None:
-    """Drop the lines of `NOISE` and their like from the console of a command; all others stay."""
+    """Drop the library messages in `NOISE` from a command's console output."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _Steady:
-    """A text stream; after the first OSError, what is written to it is dropped."""
+    """A text stream that drops its output after the first OSError."""
 
     def __init__(self, inner: Any):
         self._inner = inner
@@ -37,7 +37,7 @@ class _Steady:
 
 
 def keep_streams() -> None:
-    """Let stdout and stderr be such streams, for the rest of the process; may be called twice."""
+    """Replace stdout and stderr by such streams for the rest of the process; may be called twice."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Steady):
@@ -45,10 +45,9 @@ def keep_streams() -> None:
 
 
 def quiet_dead_outputs(wait: float = 0.0) -> None:
-    """Send standard output and error nowhere once nobody can read them, so that no library's printing raises.
+    """Redirect stdout and stderr to nowhere if their terminal or pipe is closed, so that no library's printing raises.
 
-    That is a terminal which was closed, or a pipe whose reader ended; waits up to `wait` seconds for one of them to
-    become so. Does nothing on Windows.
+    Waits up to `wait` seconds for one of them to close. Does nothing on Windows.
     """
     if not hasattr(select, "poll"):
         return

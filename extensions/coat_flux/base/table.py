@@ -1,4 +1,4 @@
-"""A CSV that grows with a run: whole lines, cut back to the step a run resumes from."""
+"""A CSV that grows with a run in whole lines and is cut back to the step a run resumes from."""
 
 from __future__ import annotations
 
@@ -20,19 +20,12 @@ RETRY_ROWS = 20  # between two attempts at a file that cannot be written
 
 
 class GrowingTable:
-    """A CSV whose first column is the step; its rows up to `step` are kept, none at the start of a run.
+    """A CSV whose first column is the step; rows after `step` are dropped when it is opened.
 
-    A table that another program has changed (a spreadsheet: semicolons, quotes, decimals) is kept under another
-    name. Nothing that happens to the file ends the run: what cannot be written now is written when it can be.
-
-    Args:
-        path: of the file; it has its header as soon as this is made. A link there is replaced, not followed.
-        columns: the header; rows of an older file that has fewer columns are filled up.
-        step: steps done.
-        log: takes one line when the disk refuses something.
-
-    Attributes:
-        kept: rows of an earlier process.
+    A table that another program has changed (a spreadsheet: semicolons, quotes, decimals) is moved to another name.
+    File errors never end the run: rows that cannot be written now are written later, with one line to `log`. A link at
+    `path` is replaced, not followed; rows of an older file with fewer columns are padded. `kept` holds the rows of
+    earlier processes.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], step: int, log: Callable[[str], None]):
@@ -69,7 +62,7 @@ class GrowingTable:
         return []
 
     def _write(self, lines: Sequence[str]) -> None:
-        """Write lines; the whole table where the file is not there (any longer)."""
+        """Write lines, or the whole table if the file is gone."""
         self._lines += lines
         if self._wait > 0:
             self._wait -= 1
@@ -101,11 +94,7 @@ def _other_names(path: Path) -> Iterator[Path]:
 
 
 def _rows(path: Path, columns: Sequence[str], step: int) -> list[list[str]]:
-    """Rows without the header up to a step.
-
-    Raises:
-        ValueError: they are not as they were written.
-    """
+    """Rows without the header up to a step; raises ValueError if the file was changed."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as old:

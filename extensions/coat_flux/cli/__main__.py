@@ -1,6 +1,6 @@
-"""`python -m coat_flux.cli`, for `accelerate launch -m coat_flux.cli train CONFIG`; also `python …/coat_flux/cli`.
+"""`python -m coat_flux.cli`, for `accelerate launch -m coat_flux.cli train CONFIG`.
 
-The latter is for those who have linked the folder into ai-toolkit without installing it.
+`python …/coat_flux/cli` works too, for users who linked the folder into ai-toolkit without installing it.
 """
 
 import sys

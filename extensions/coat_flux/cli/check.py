@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_outputs(raw: dict[str, Any], file: str) -> bool:
-    """Print what is wrong with where the job saves, and with the space there; whether that stops it."""
+    """Print problems of the job's output folder and free space; returns whether they stop the run."""
     from ..plan.job import check_trained
     from ..plan.space import job_space
     from ..saves.commit import check_output
@@ -106,7 +106,7 @@ def _errors(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _print_other_host(name: str, shown: Sequence[Finding], errors: Sequence[Finding]) -> None:
-    """One line: would the other trainer run it; then its errors that were not shown."""
+    """Print one line, whether the other trainer would run the job, then its errors not shown yet."""
     seen = {(item.key, item.text()) for item in shown}
     own = [item for item in errors if (item.key, item.text()) not in seen]
     if not errors:

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, the error that ends one, arguments, reading the job."""
+"""Shared parts of the commands: exit codes, errors, arguments, reading the job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 130
 
 
 class UsageError(UserError):
-    """A command cannot do what it was asked for."""
+    """A command cannot do what was asked."""
 
 
 def add_command(commands: Any, name: str, run: Callable[..., Any], help: str) -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """The type of an argument that counts something."""
+    """Argument type: a positive count."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
@@ -43,7 +43,7 @@ def positive(text: str) -> int:
 
 
 def print_findings(errors: Iterable[str], warnings: Iterable[str]) -> bool:
-    """Print errors to stderr, then warnings to stdout; whether there are errors."""
+    """Print errors to stderr, then warnings to stdout; returns whether there are errors."""
     errors = list(errors)
     for line in errors:
         print(f"error: {line}", file=sys.stderr)
@@ -53,7 +53,7 @@ def print_findings(errors: Iterable[str], warnings: Iterable[str]) -> bool:
 
 
 def show_warnings() -> None:
-    """Show log records on the console, but for those a run's log has shown, and known noise of libraries."""
+    """Show log records on the console, except known library noise and those already shown by a run's log."""
     from ..base.run_log import quiet_libraries
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
@@ -63,11 +63,7 @@ def show_warnings() -> None:
 
 
 def load_job(args: argparse.Namespace) -> JobConfig:
-    """The job of CONFIG.
-
-    Raises:
-        ConfigError: it cannot be run.
-    """
+    """Load the job of CONFIG; raises ConfigError."""
     job = JobConfig.from_file(args.config, name=args.name)
     require_packages(job)
     return job

@@ -1,9 +1,8 @@
-"""`coat-flux`: its commands are in the modules of this folder.
+"""`coat-flux`; its commands are the modules of this folder.
 
-Nothing heavy is imported before a command needs it, so that `--help` and a mistake in the YAML answer at once. Exit
-code 0 only on success, 1 where a benchmark misses figures, the doctor finds something broken, a trial of a sweep failed
-or COAT is not shown to be lossless, 2 for something the user can fix, 130 on Ctrl+C; other exceptions show their
-traceback.
+Nothing heavy is imported before a command needs it, so `--help` and YAML mistakes answer at once. Exit codes: 0
+success; 1 a benchmark misses figures, the doctor finds something broken, a trial of a sweep failed or COAT is not
+shown to be lossless; 2 something the user can fix; 130 Ctrl+C. Other exceptions show their traceback.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ OUT_OF_RAM = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, by default that of the command line, and return its exit code."""
+    """Run one command, by default from the command line, and return its exit code."""
     for stream in (sys.stdout, sys.stderr):  # a console of a narrow code page must not fail on a file's name
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -1,19 +1,15 @@
-"""ai-toolkit's keys, and the check of a job's keys against them.
+"""Check of a job's keys against ai-toolkit's, which drops unknown keys silently.
 
-ai-toolkit drops keys that it does not know in silence. The table lists those of
-image jobs:
+The table lists the keys of image jobs:
 
 block, key      ai-toolkit's config class, `process` or `network_kwargs`
-kind            `int`, `number|list`, `str?` (`?`: or null), `any`, `{X}`: a
-                block X, `[X]`: a list of blocks X, `-`: not read
-default         ai-toolkit's, as JSON; empty where it is computed
+kind            `int`, `number|list`, `str?` (or null), `any`, `{X}` (block X), `[X]` (list of blocks X), `-` (unread)
+default         ai-toolkit's, as JSON; empty if computed
 values          choices, or a range as `minimum=1 maximum=2`
-stand-alone     supported · unsupported (but for the default) · no effect (a
-                note says why) · empty (an unknown key)
+stand-alone     supported · unsupported (except the default) · no effect (noted) · empty (an unknown key)
 reason          why it has no effect
 
-A key that is in no block of the table, but quoted in the source of an installed
-ai-toolkit, is accepted: that may be newer.
+A key that the table lacks but that is quoted in the source of an installed, possibly newer, ai-toolkit is accepted.
 """
 
 from __future__ import annotations
@@ -58,12 +54,12 @@ KNOWN = {row["key"] for row in ROWS}
 
 
 class NoToolkitError(UserError, ValueError):
-    """A folder that is not an ai-toolkit checkout; the message says what is missing."""
+    """The folder is not an ai-toolkit checkout; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """An ai-toolkit: its version, and the strings in its source that may be keys."""
+    """An ai-toolkit: its version, and every string in its source that may be a key."""
 
     version: str = VERSION
     strings: frozenset[str] = frozenset()
@@ -71,11 +67,7 @@ class Toolkit:
 
 @lru_cache(maxsize=8)
 def read_toolkit(root: Path) -> Toolkit:
-    """An ai-toolkit checkout, read as text: importing it needs all of its packages.
-
-    Raises:
-        NoToolkitError: a file is not there.
-    """
+    """Read an ai-toolkit checkout as text (importing it needs all of its packages); raises NoToolkitError."""
     try:
         texts = [(root / file).read_text(encoding="utf-8") for file in ("version.py", *SOURCES)]
     except (OSError, UnicodeDecodeError) as error:
@@ -86,7 +78,7 @@ def read_toolkit(root: Path) -> Toolkit:
 
 
 def other_keys(block: str) -> OtherKeys:
-    """What the stand-alone trainer knows of a block beyond its own keys."""
+    """Keys of a block that only ai-toolkit uses."""
     rows = [row for row in ROWS if row["block"] == block]
     return OtherKeys(
         {row["key"]: row["reason"] for row in rows if row["stand-alone"] == "no effect"},
@@ -105,14 +97,10 @@ VALUES = {(row["block"], row["key"]): values_of(row) for row in ROWS if row["val
 
 
 def check_keys(raw: Any, path: str, toolkit: Toolkit, findings: Findings, block: str = PROCESS) -> None:
-    """Check one block and those in it: unknown keys, wrong types, values that no code knows.
+    """Check a block and its nested blocks: unknown keys, wrong types, unknown values.
 
-    Args:
-        raw: the block as read; null counts as empty.
-        path: its dotted key.
-        toolkit: that reads it.
-        findings: receives what is wrong; every key that was written goes into `findings.given`.
-        block: which block of the table it is.
+    `path` is the dotted key of the block, `block` its name in the table. Null counts as an empty block. Keys present
+    in the job are added to `findings.given`.
     """
     kinds = KINDS[block]
     for key, value in as_mapping(raw, path, findings).items():
@@ -163,7 +151,7 @@ def check_value(
 
 
 def wrong_kind(value: Any, kind: str, limits: Mapping[str, float]) -> str | None:
-    """Why `value` is not of `kind`, as `<rule>; <remedy>`; None where it is."""
+    """Return why `value` is not of `kind`, as `<rule>; <remedy>`, or None."""
     kinds, nullable = kind.removesuffix("?").split("|"), kind.endswith("?")
     if value is None and nullable:
         return None

@@ -1,4 +1,4 @@
-"""All findings about one job, for the trainer that would run it."""
+"""All findings about one job, for either trainer."""
 
 from __future__ import annotations
 
@@ -30,15 +30,9 @@ def check_job_file(
     trainer: str = STANDALONE,
     toolkit_root: Path | None = None,
 ) -> list[Finding]:
-    """Check a job file.
+    """Check a job file for one of `TRAINERS` and return errors, then warnings; an unreadable file is one error.
 
-    Args:
-        name: takes the place of `config.name`.
-        trainer: who would run it: one of `TRAINERS`.
-        toolkit_root: ai-toolkit's folder, whose source may have newer keys than the list that comes with this package.
-
-    Returns:
-        Errors, then warnings; empty where all is well. A file that cannot be read is one error.
+    `name` overrides `config.name`. The source of the ai-toolkit in `toolkit_root` may know newer keys than our table.
     """
     try:
         raw = load_job_yaml(path, name=name)
@@ -55,17 +49,10 @@ def check_job_dict(
     toolkit_root: Path | None = None,
     num_processes: int = 1,
 ) -> list[Finding]:
-    """As `check_job_file`, for a job that is already read.
+    """`check_job_file` for a job that is already parsed; `file` is named in the findings.
 
-    Args:
-        raw: the whole job: `job`, `config` and perhaps `meta`.
-        file: named in the findings.
-        trainer: who would run it: one of `TRAINERS`.
-        toolkit_root: ai-toolkit's folder.
-        num_processes: how many processes train together; ai-toolkit can do one.
-
-    Raises:
-        ValueError: unknown trainer.
+    `num_processes` is the number that train together; ai-toolkit supports one. Raises ValueError for an unknown
+    trainer.
     """
     if trainer == STANDALONE:
         job, findings = JobConfig.examine(raw, file=file)
@@ -87,7 +74,7 @@ def check_job_dict(
 
 
 def toolkit_of(root: Path | None, findings: Findings | None = None) -> Toolkit:
-    """The ai-toolkit in a folder; the one of the table, with a warning, where its source cannot be read."""
+    """The ai-toolkit in `root`; if its source cannot be read, the table's, with a warning."""
     if root is None:
         return Toolkit()
     try:
@@ -100,10 +87,9 @@ def toolkit_of(root: Path | None, findings: Findings | None = None) -> Toolkit:
 
 
 def find_toolkit(given: str | os.PathLike[str] | None = None) -> Path | None:
-    """The ai-toolkit to check against: the given folder, `AI_TOOLKIT_ROOT`, or the working directory if it is one.
+    """The checkout to check against: `given`, `AI_TOOLKIT_ROOT`, or the working directory if it is one.
 
-    Raises:
-        NoToolkitError: the given folder, or the variable's, is not ai-toolkit.
+    Raises NoToolkitError if the first two name a folder that is not ai-toolkit.
     """
     for place, name in ((given, "--ai-toolkit"), (os.environ.get(ROOT_VARIABLE), ROOT_VARIABLE)):
         if place:
@@ -119,7 +105,7 @@ def is_toolkit(folder: Path) -> bool:
 
 
 def missing_packages(job: JobConfig) -> list[Finding]:
-    """What the job needs beyond this package's own requirements and is not installed."""
+    """Optional packages that the job needs and that are not installed."""
     wanted = []
     if job.train.optimizer in OPTIMIZER_PACKAGES:
         module, package = OPTIMIZER_PACKAGES[job.train.optimizer]
@@ -137,17 +123,13 @@ def missing_packages(job: JobConfig) -> list[Finding]:
 
 
 def require_packages(job: JobConfig) -> None:
-    """Check that what the job needs beyond this package's own requirements is installed.
-
-    Raises:
-        ConfigError: one of them is not.
-    """
+    """Raise ConfigError if an optional package that the job needs is not installed."""
     if missing := missing_packages(job):
         raise ConfigError(missing)
 
 
 def _check_process(entry: Entry) -> None:
-    """One entry of `config.process` inside ai-toolkit: its keys, then what they say together."""
+    """Check an entry of `config.process` inside ai-toolkit: single keys, then their combinations."""
     process, path, findings, kind = entry.raw, entry.path, entry.findings, entry.raw.get("type")
     if kind is None:
         findings.add(f"{path}.type", f"is missing; write {COAT_TYPE}")

@@ -1,6 +1,6 @@
-"""The `coat:` block: every option once, with type, default, range and help; and what the numerics take from it.
+"""The `coat:` block: every option once, with type, default, range and help, and its translation to numeric settings.
 
-Parsing, error messages and README's table all come from these declarations.
+Parsing, error messages and the README's table are generated from these declarations.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OptimizerOptions:
 
     @property
     def has_fp8_moment(self) -> bool:
-        """Whether a moment has a format that its range can be expanded to."""
+        """Whether a moment has a format that supports range expansion."""
         return self.m1_format in FORMATS or self.m2_format in FORMATS
 
 
@@ -72,7 +72,7 @@ class WeightOptions:
 
 @dataclass(frozen=True)
 class ActivationOptions:
-    """`coat.activation`: GEMM inputs, gradients and what is saved for backward."""
+    """`coat.activation`: GEMM inputs, gradients and tensors saved for backward."""
 
     use_fp8: bool = switch(True, "FP8 GEMM inputs and FP8 tensors saved for backward")
     format: str = choice(
@@ -176,7 +176,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """`coat.guard`, and the limits by which a run counts as dead; steps are optimizer steps, shares are from 0 to 1."""
+    """`coat.guard`, and the limits beyond which a run counts as dead; steps are optimizer steps, shares 0 to 1."""
 
     enabled: bool = switch(True, "stop a run that can no longer succeed, say why, and exit with a nonzero code")
     nonfinite_steps: int = 10  # consecutive steps with NaN or inf; a single one is skipped
@@ -225,15 +225,9 @@ class COATConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any] | None, *, file: str = "", key_path: str = "coat") -> COATConfig:
-        """Parse the block strictly, also where `enabled` is false.
+        """Parse the block strictly, even if `enabled` is false; raises ConfigError with every finding.
 
-        Args:
-            raw: the block as YAML gives it; None or an empty block has every default.
-            file: named in errors, where there is one.
-            key_path: dotted key of the block, named in errors.
-
-        Raises:
-            ConfigError: everything that is wrong with it.
+        None or an empty block has every default. Errors name `file` and `key_path`, the block's dotted key.
         """
         findings = Findings(file)
         config = build(cls, raw, key_path, findings)
@@ -258,18 +252,10 @@ class COATConfig:
         file: str = "",
         key_path: str = "train.optimizer_params",
     ) -> tuple[FP8QuantizationConfig, dict[str, Any]]:
-        """How FP8AdamW stores its moments, and its other arguments.
+        """Return the storage settings of FP8AdamW's moments and its other keyword arguments.
 
-        Args:
-            optimizer_params: ai-toolkit's block; its keys of `coat.optimizer` override those.
-            file: named in errors, where there is one.
-            key_path: dotted key of the block, named in errors.
-
-        Returns:
-            (config, keyword arguments of FP8AdamW).
-
-        Raises:
-            ConfigError: unknown keys or refused values in `optimizer_params`.
+        `optimizer_params` is ai-toolkit's block, whose keys override `coat.optimizer`; `file` and `key_path` name it
+        in errors. Raises ConfigError for unknown keys or refused values.
         """
         from coat_core.config import FP8QuantizationConfig
 
@@ -286,12 +272,12 @@ class COATConfig:
 
     @property
     def grad_format(self) -> str:
-        """Format of the gradient in products: INT8 weights are multiplied by INT8 where bf16 is not asked for."""
+        """Format of the gradient in GEMMs; INT8 weights need INT8 gradients unless bf16 is set."""
         grad = self.activation.grad_format
         return INT8 if self.weight.format == INT8 and grad in FORMATS else grad
 
     def linear_config(self) -> FP8LinearConfig:
-        """How frozen linears are stored and multiply."""
+        """Storage and GEMM settings of frozen linears."""
         from coat_core.config import FP8LinearConfig
 
         return FP8LinearConfig(
@@ -326,13 +312,13 @@ def markdown_table() -> str:
 
 
 def parse_optimizer_params(raw: Any, path: str, findings: Findings) -> dict[str, Any]:
-    """Check `train.optimizer_params` of coat_fp8_adamw; returns the keys that were given."""
+    """Check `train.optimizer_params` of coat_fp8_adamw; returns only the keys present."""
     rows = [option for option in OPTIONS if option.key.startswith("optimizer.")]
     return parse_keys([*rows, *ADAMW_OPTIONS], raw, path, findings)
 
 
 def check_combinations(config: COATConfig, path: str, findings: Findings) -> None:
-    """Refuse options that the user wrote and that exclude each other, or would have no effect with the others."""
+    """Refuse options that exclude each other, or that have no effect given the others."""
     weight, activation, memory, optimizer = config.weight, config.activation, config.memory, config.optimizer
     stored, in_int8 = weight.format, weight.format == INT8
     streams, transposed = memory.stream_blocks != 0, memory.transposed_weights == "always"

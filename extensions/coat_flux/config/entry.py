@@ -1,4 +1,4 @@
-"""One entry of `config.process` as the rules of both trainers see it, and the `coat:` block as it holds there."""
+"""One entry of `config.process` as the rules of both trainers see it, with its effective `coat:` block."""
 
 from __future__ import annotations
 
@@ -20,16 +20,10 @@ BOTH, ALONE, TOOLKIT = (STANDALONE, AI_TOOLKIT), (STANDALONE,), (AI_TOOLKIT,)  #
 
 @dataclass(frozen=True)
 class Entry:
-    """A block of keys whose types were checked, with what the rules about it need.
+    """A block of keys whose types have been checked, and the context that rules need.
 
-    Args:
-        trainer: who would run it: `STANDALONE` or `AI_TOOLKIT`.
-        raw: the block, unparsed.
-        path: its key.
-        name: `config.name`.
-        coat: its `coat:` block; None for ai-toolkit's own process types inside ai-toolkit.
-        num_processes: how many processes accelerate started.
-        outer: the entry of `config.process` that a block of a list is in.
+    `path` is its dotted key, `name` is `config.name`, `outer` the process entry around a nested block. `coat` is None
+    for ai-toolkit's own process types inside ai-toolkit.
     """
 
     trainer: str
@@ -43,7 +37,7 @@ class Entry:
     outer: Entry | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key; the default where it is absent, null or refused."""
+        """The value of a dotted key; the default if it is absent, null or refused."""
         value = self._written(key)
         return default if value is None or value is ... or not self.sound(key) else value
 
@@ -59,15 +53,10 @@ class Entry:
     def rule(
         self, trainers: tuple[str, ...], key: str, wrong: Any, text: str, *, warn: bool = False, default: Any = ...
     ) -> None:
-        """A rule about a key that holds for `trainers`: if `wrong`, a finding.
+        """Add a finding at the dotted `key` if `wrong` and the rule applies to this trainer.
 
-        Args:
-            trainers: `BOTH`, `ALONE` or `TOOLKIT`.
-            key: where the finding is, dotted.
-            wrong: whether the rule is broken.
-            text: `<rule>; <remedy>`.
-            warn: it does not stop the run.
-            default: what holds where the key is not written, to be shown.
+        `text` is `<rule>; <remedy>`, `trainers` is `BOTH`, `ALONE` or `TOOLKIT`; `default` is shown if the key is
+        absent.
         """
         if not wrong or self.trainer not in trainers:
             return
@@ -81,12 +70,12 @@ class Entry:
         return self.findings.sound(*(f"{self.path}.{key}" for key in keys))
 
     def given(self, key: str) -> bool:
-        """Whether the key is written."""
+        """Whether the key is present."""
         return f"{self.path}.{key}" in self.findings.given
 
     @property
     def enabled(self) -> bool:
-        """Whether COAT is in force."""
+        """Whether COAT is enabled."""
         return self.coat is not None and self.coat.enabled
 
     @property
@@ -96,7 +85,7 @@ class Entry:
 
     @property
     def optimizer(self) -> str:
-        """The optimizer's name as ai-toolkit compares it."""
+        """The optimizer's name, normalized as in ai-toolkit."""
         return self.get("train.optimizer", "adamw").lower()
 
     @property
@@ -106,7 +95,7 @@ class Entry:
 
     @property
     def is_flux(self) -> bool:
-        """Whether FLUX.1 is loaded; the stand-alone trainer's rules are FLUX.1's for FLUX.2, too."""
+        """Whether FLUX.1 is loaded; the stand-alone trainer applies FLUX.1's rules to FLUX.2, too."""
         if self.trainer == STANDALONE:
             return True
         entry = self.outer or self
@@ -114,7 +103,7 @@ class Entry:
         return arch in ("flux", "flex1") or (not arch and entry.get("model.is_flux") is True)
 
     def _written(self, key: str) -> Any:
-        """What stands at a dotted key; ... where nothing does."""
+        """The raw value of a dotted key; `...` if absent."""
         value: Any = self.raw
         for part in key.split("."):
             value = value.get(part, ...) if isinstance(value, Mapping) else ...
@@ -122,25 +111,21 @@ class Entry:
 
 
 def arch_of(model: Mapping[str, Any]) -> str:
-    """The architecture that the block `model` of a job asks ai-toolkit for."""
+    """The architecture that a `model` block selects in ai-toolkit."""
     arch = str(model.get("arch") or "").split(":")[0]
     arch = arch or next((name for key, name in _LEGACY.items() if model.get(key) is True), "sd1")
     return "flux" if arch == "flex1" else arch
 
 
 def is_full(process: Mapping[str, Any]) -> bool:
-    """Whether this entry of `config.process` trains the transformer itself, and not something beside it."""
+    """Whether this entry of `config.process` trains the transformer itself."""
     adapter = process.get("adapter")
     trains_adapter = isinstance(adapter, Mapping) and bool(adapter.get("train"))
     return not (trains_adapter or any(map(process.get, ("network", "embedding", "decorator"))))
 
 
 def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:
-    """The block of an entry of `config.process` as it holds inside ai-toolkit.
-
-    Raises:
-        ConfigError: as `COATConfig.from_dict`.
-    """
+    """The `coat:` block of a process entry as it applies inside ai-toolkit; raises ConfigError."""
     path, findings = "config.process[0].coat", Findings(file)
     coat = build(COATConfig, process.get("coat"), path, findings)
     check_combinations(coat, path, findings)
@@ -149,15 +134,11 @@ def coat_of_entry(process: Mapping[str, Any], file: str) -> COATConfig:
 
 
 def coat_of_full(coat: COATConfig, path: str, given: Collection[str]) -> COATConfig:
-    """The block as it holds in full fine-tuning.
+    """The block as it applies to full fine-tuning; `given` holds the keys present in the job.
 
     Trained weights change in every step, so blocks take the generic flow and run eager. INT8 is for frozen weights, so
-    the fallback is bf16. bf16 weights are rounded stochastically unless the block says otherwise: most updates are
-    smaller than half a step of bf16.
-
-    Args:
-        path: key of the block.
-        given: keys that were written.
+    the fallback is bf16. bf16 weights are rounded stochastically by default, since most updates are smaller than half
+    a bf16 step.
     """
     optimizer = coat.optimizer
     if f"{path}.optimizer.stochastic_rounding" not in given:

@@ -1,4 +1,4 @@
-"""What is wrong with a config, collected: a run is refused once, with everything there is to correct."""
+"""Collected findings about a config, so that one refusal lists everything there is to correct."""
 
 from __future__ import annotations
 
@@ -19,15 +19,10 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about a config, printed as one line.
+    """One finding, printed as one line; an "error" stops the run, a "warning" does not.
 
-    Args:
-        severity: "error" stops the run, "warning" does not.
-        file: where it was read.
-        key: dotted key path, or a place such as `line 3, column 5`; empty where it is about the whole file.
-        value: what was written there, as `show` has it; None where that says nothing.
-        rule: what is allowed, or what is wrong.
-        remedy: what to change; empty where nothing has to.
+    `key` is a dotted path or a place such as `line 3, column 5`, empty for the whole file. `value` is formatted by
+    `show`, or None. `rule` says what is allowed or wrong, `remedy` what to change.
     """
 
     severity: str
@@ -48,21 +43,13 @@ class Finding:
 
 
 def finding(file: str, key: str, text: str, value: Any = _ABSENT, *, severity: str = "error") -> Finding:
-    """A finding from one sentence `<rule>; <remedy>`; the arguments are those of `Finding`, `value` as it was read."""
+    """A finding from one sentence `<rule>; <remedy>` and the raw value."""
     rule, _, remedy = text.rpartition("; ") if "; " in text else (text, "", "")
     return Finding(severity, file, key, None if value is _ABSENT else show(value), rule, remedy)
 
 
 class ConfigError(UserError, ValueError):
-    """A config that cannot be run; the message has one line for each finding.
-
-    Args:
-        found: the findings, or their lines where there is nothing but text.
-
-    Attributes:
-        findings: the lines.
-        found: those that came as `Finding`.
-    """
+    """A config that cannot be run; the message has a line per finding (`findings`; as objects: `found`)."""
 
     def __init__(self, found: str | Finding | Iterable[str | Finding]):
         items = (found,) if isinstance(found, (str, Finding)) else tuple(found)
@@ -72,7 +59,7 @@ class ConfigError(UserError, ValueError):
 
 
 class Findings:
-    """Collects findings, and which keys were written (`given`) and refused (`refused`)."""
+    """Collects findings, and which keys are present (`given`) and refused (`refused`)."""
 
     def __init__(self, file: str):
         self.file = file
@@ -82,22 +69,21 @@ class Findings:
         self.warnings: list[Finding] = []
 
     def add(self, path: str, text: str, value: Any = _ABSENT) -> None:
-        """Add an error at `path`; `text` says what is allowed and what to change: `<rule>; <remedy>`.
+        """Add an error at `path`, with the text `<rule>; <remedy>`.
 
-        Only the first error of a key counts, and none in a block that was refused: what follows from a mistake is
-        not a second one.
+        Only the first error of a key counts, and none inside a refused block: a consequence is not a second mistake.
         """
         if self.sound(path):
             self.refused.add(path)
             self.errors.append(finding(self.file, path, text, value))
 
     def warn(self, path: str, text: str, value: Any = _ABSENT) -> None:
-        """Add something the user should know that does not stop the run, unless the key was refused."""
+        """Add a warning, unless the key was refused."""
         if self.sound(path):
             self.warnings.append(finding(self.file, path, text, value, severity="warning"))
 
     def sound(self, *paths: str) -> bool:
-        """Whether none of the keys, nor a block around one, was refused: rules between keys need them all."""
+        """Whether neither the keys nor a block around one was refused; rules between keys need them all."""
         return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for path in paths for bad in self.refused)
 
     @property
@@ -106,13 +92,13 @@ class Findings:
         return [*self.errors, *self.warnings]
 
     def raise_if_any(self) -> None:
-        """Raise the errors found so far as one ConfigError."""
+        """Raise all errors so far as one ConfigError."""
         if self.errors:
             raise ConfigError(self.errors)
 
 
 def show(value: Any) -> str:
-    """A value as YAML would have it, in one short line."""
+    """A value in YAML notation, on one short line."""
     if isinstance(value, str):
         text = f"'{value}'"
     elif isinstance(value, float) and math.isfinite(value):
@@ -132,19 +118,16 @@ def shorten(text: str, length: int) -> str:
 
 
 def closest(word: Any, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word nearest to `word`, ignoring case; None where none is near."""
+    """The known word nearest to `word`, ignoring case, or None."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(str(word)[:MAX_SHOWN].lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[near[0]] if near else None
 
 
 def suggest_key(key: Any, siblings: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
-    """The remedy for an unknown key: "did you mean …?", or what is known.
+    """The remedy for an unknown key: "did you mean …?", or the known keys.
 
-    Args:
-        key: what the user wrote.
-        siblings: keys known in the same block.
-        elsewhere: dotted keys of blocks in it, for a key written at the wrong level.
+    `siblings` are the keys of its block, `elsewhere` dotted keys of nested blocks, for a key at the wrong level.
     """
     siblings = sorted(siblings)
     by_leaf = {dotted.rpartition(".")[2]: dotted for dotted in elsewhere}

@@ -1,7 +1,7 @@
 """The job as the stand-alone trainer sees it: an ai-toolkit YAML, typed and checked.
 
-Keys ai-toolkit has and the stand-alone trainer has not are refused by name unless they change nothing
-(`ai_toolkit_keys`), so a YAML that parses here means the same run in both.
+Keys that only ai-toolkit supports are refused unless they have no effect (`ai_toolkit_keys`), so a YAML that parses
+here means the same run in both.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ class JobConfig:
 
     Attributes:
         full: without `network`, the transformer itself is trained.
-        file: the YAML's path for errors.
         meta: the user's own metadata.
-        notes: lines the user should see.
-        raw: the job as read.
-        written: the same with every `${VARIABLE}` unexpanded, for what is stored.
+        notes: lines to show the user.
+        raw: the parsed job.
+        written: the same with `${VARIABLE}` unexpanded, for storage.
     """
 
     name: str | None = key(None, "str", "name of the run", nullable=True)
@@ -86,15 +85,7 @@ class JobConfig:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, name: str | None = None) -> JobConfig:
-        """Read and check a job file.
-
-        Args:
-            path: YAML or JSON; see `load_job_yaml`.
-            name: takes the place of `config.name`.
-
-        Raises:
-            ConfigError: everything that is wrong with the file.
-        """
+        """Read and check a YAML or JSON job; `name` overrides `config.name`. Raises ConfigError with every finding."""
         job = cls.from_dict(load_job_yaml(path, name=name), file=os.fspath(path))
         written = load_written(path, name=job.raw["config"]["name"])
         meta = written.get("meta")
@@ -102,15 +93,7 @@ class JobConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, file: str = "") -> JobConfig:
-        """Check a job that is already read.
-
-        Args:
-            raw: the whole job: `job`, `config` and perhaps `meta`.
-            file: named in errors, where there is one.
-
-        Raises:
-            ConfigError: everything that is wrong with it.
-        """
+        """Check a parsed job (`job`, `config`, optional `meta`); raises ConfigError with every finding."""
         job, findings = cls.examine(raw, file=file)
         findings.raise_if_any()
         assert job is not None
@@ -118,11 +101,10 @@ class JobConfig:
 
     @classmethod
     def examine(cls, raw: Any, *, file: str = "") -> tuple[JobConfig | None, Findings]:
-        """As `from_dict`, with everything that was found, warnings too.
+        """`from_dict` that returns all findings, including warnings.
 
-        Returns:
-            (job, findings). The job is None where `raw` has not the shape of one; with errors among the findings a
-            refused value is replaced by its default.
+        The job is None if `raw` does not have the shape of one; otherwise refused values are replaced by their
+        defaults.
         """
         findings = Findings(file)
         plain = plain_job(raw, findings)
@@ -162,10 +144,9 @@ OTHER_KEYS = {cls: other_keys(block) for cls, block in AI_TOOLKIT_BLOCKS.items()
 
 
 def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
-    """The block with what the job's other keys decide, where the block leaves it open.
+    """The `coat:` block completed from the job's other keys.
 
-    Without a block ai-toolkit's own process types get from COAT what optimizer and qtype select, each alone, as in
-    ai-toolkit; everything else is a plain run.
+    Without a block, ai-toolkit's own process types get only the parts of COAT that their optimizer and qtype select.
     """
     coat, optimizer = job.coat, job.train.optimizer == COAT_OPTIMIZER
     if path not in findings.given and job.type != COAT_TYPE:
@@ -186,10 +167,7 @@ def _coat_in_force(job: JobConfig, path: str, findings: Findings) -> COATConfig:
 
 
 def _completed(job: JobConfig, name: str, path: str, findings: Findings) -> JobConfig:
-    """Resolve ai-toolkit's older and implied spellings, so that the trainer has one place to look.
-
-    A model that is trained itself is saved as it is trained where `save.dtype` does not say otherwise.
-    """
+    """Resolve ai-toolkit's older and implied spellings, so that the trainer has one place to look."""
     as_trained = job.full and f"{path}.save.dtype" not in findings.given
     rank = job.network.linear if job.network.rank is None else job.network.rank
     alpha = job.network.linear_alpha if job.network.linear_alpha is not None else job.network.alpha

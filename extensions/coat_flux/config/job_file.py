@@ -1,8 +1,8 @@
-"""Reading a job file the way ai-toolkit does, but with errors that point at the place.
+"""Reading a job file as ai-toolkit does, with errors that point at line and column.
 
-As ai-toolkit: YAML or JSON by extension, `${ENV}` replaced in the text before it is parsed, `[name]` replaced in every
-string, and `1e-4` a float (a string to plain PyYAML). Unlike ai-toolkit: a key written twice is refused (readers
-silently keep the last one), and the shape of a job is checked.
+As in ai-toolkit: YAML or JSON by extension, `${ENV}` replaced in the text before parsing, `[name]` replaced in every
+string, and `1e-4` a float (a string to plain PyYAML). In addition duplicate keys are refused (parsers silently keep
+the last one), and the shape of a job is checked.
 """
 
 from __future__ import annotations
@@ -29,29 +29,25 @@ _NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")  # contr
 
 
 def shipped_folder(name: str) -> Path | None:
-    """`configs` or `datasets_example` as it came with coat-flux: inside the installed package, or in the checkout."""
+    """`configs` or `datasets_example` as shipped with coat-flux: in the installed package or the checkout."""
     return next((path for path in (_PACKAGE / name, _PACKAGE.parents[1] / name) if path.is_dir()), None)
 
 
 def shipped() -> dict[str, Path]:
-    """The ready-made configs, by file name; empty where only the extension's own folder was copied."""
+    """The ready-made configs, by file name; empty if only the extension's own folder was copied."""
     folder = shipped_folder("configs")
     return {path.name: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 
 
 def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
-    """Read a job file.
+    """Read a job from a UTF-8 .yaml, .yml, .json or .jsonc file.
 
-    Args:
-        path: a .yaml, .yml, .json or .jsonc file, UTF-8 (a byte order mark is accepted).
-        name: takes the place of `config.name`, as `run.py --name` does.
-
-    Returns:
-        The whole job: `job`, `config` with `name` and a list `process` of at least one block, and perhaps `meta`.
+    `name` overrides `config.name`, as `run.py --name` does. Returns `job`, `config` with `name` and at least one
+    `process` block, and `meta` if present.
 
     Raises:
-        ConfigError: no such file, not YAML or JSON (with line and column), a key written twice, an environment
-            variable that is not set, or not the shape of a job.
+        ConfigError: no such file, a syntax error (with line and column), a duplicate key, an unset environment
+            variable, or not the shape of a job.
     """
     file = os.fspath(path)
     text = _read_text(Path(file))
@@ -71,7 +67,7 @@ def load_job_yaml(path: str | os.PathLike[str], *, name: str | None = None) -> d
 
 
 def load_written(path: str | os.PathLike[str], *, name: str) -> dict[str, Any]:
-    """A job file that `load_job_yaml` has read, with every `${VARIABLE}` unexpanded: for what is stored."""
+    """A job file that `load_job_yaml` accepted, with every `${VARIABLE}` unexpanded, for storage."""
     file = os.fspath(path)
     text = _read_text(Path(file))
     variables = list(dict.fromkeys(_ENV.findall(text)))
@@ -89,7 +85,7 @@ def load_written(path: str | os.PathLike[str], *, name: str) -> dict[str, Any]:
 
 
 def replace_name(value: Any, name: str) -> Any:
-    """A copy of `value` with `[name]` replaced in every string, and every key a string."""
+    """A copy of `value` with `[name]` replaced in every string, and string keys."""
     return _map_strings(value, lambda text: text.replace(NAME_TAG, name))
 
 
@@ -137,7 +133,7 @@ def check_shape(raw: Any, findings: Findings, *, name: str | None = None) -> Non
 
 
 def plain_job(raw: Any, findings: Findings) -> dict[str, Any] | None:
-    """The job with `[name]` replaced, the keys around its process entries checked; None where it is no job."""
+    """The job with `[name]` replaced and the keys around its process entries checked; None if it is not a job."""
     check_shape(raw, findings)
     if findings.errors:
         return None
@@ -155,7 +151,7 @@ def plain_job(raw: Any, findings: Findings) -> dict[str, Any] | None:
 
 
 def _check_plain(value: Any, findings: Findings, path: str) -> None:
-    """Check that there are only blocks, lists, strings, numbers, true, false and null."""
+    """Allow only blocks, lists, strings, numbers, true, false and null."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             name = _key_text(key)
@@ -172,7 +168,6 @@ def _check_plain(value: Any, findings: Findings, path: str) -> None:
 
 
 def _key_text(key: Any) -> str:
-    """A key as YAML has it: `null` for None."""
     try:
         return key if isinstance(key, str) else json.dumps(key)
     except TypeError:
@@ -183,11 +178,7 @@ def _key_text(key: Any) -> str:
 
 
 def parse(text: str, file: str) -> Any:
-    """What the text of a job file says, as plain values; JSON or YAML by the file's name.
-
-    Raises:
-        ConfigError: with line and column.
-    """
+    """Parse a job file's text as JSON or YAML by the file's name; raises ConfigError with line and column."""
     where, load = "", _load_json if file.lower().endswith(JSON_SUFFIXES) else _load_yaml
     try:
         return load(text)
@@ -216,7 +207,7 @@ def _remedy(text: str, mark: yaml.Mark | None) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with ai-toolkit's float rule, which refuses a key that is written twice."""
+    """SafeLoader with ai-toolkit's float rule; refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         first: dict[str, yaml.Mark] = {}

@@ -1,7 +1,7 @@
-"""The blocks of a job under ai-toolkit's own key names and defaults, as far as the stand-alone trainer supports them.
+"""The blocks of a job under ai-toolkit's key names and defaults, as far as the stand-alone trainer supports them.
 
 Two defaults differ, because ai-toolkit's (`ddpm`) cannot train FLUX: `train.noise_scheduler` and `sample.sampler` are
-`flowmatch`. Sizes are in pixels, `lr` is what the optimizer takes, rates are probabilities from 0 to 1.
+`flowmatch`. Sizes are in pixels, rates are probabilities from 0 to 1.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class NetworkKwargs:
 
 @dataclass(frozen=True)
 class NetworkSection:
-    """`network`: the LoRA. On FLUX ai-toolkit has alpha = rank whatever is written; so have we."""
+    """`network`: the LoRA. On FLUX ai-toolkit forces alpha = rank, and so do we."""
 
     type: str = choice(("lora",), refused=_OTHER_ADAPTERS)
     linear: int = key(4, "int", minimum=1, maximum=4096)
@@ -177,11 +177,11 @@ class EMASection:
 class TrainSection:
     """`train`.
 
-    `timestep_type` names the table of 1000 noise levels, high to low, from which a step draws: `sigmoid` redraws
-    1 - sigmoid(N(0, 1)); `linear` is even; `weighted` too, but levels count differently in the loss; `shift`,
-    `flux_shift` and `lumina2_shift` are the scheduler's own shift (by resolution where it is dynamic); `lognorm_blend`
-    is 3/4 log-normal and 1/4 even; `one_step` … `eight_step` use that many evenly spaced levels. `content_or_style`
-    bends the draw: `content` to high noise, `style` to low.
+    `timestep_type` names the table of 1000 noise levels, high to low, from which a step draws: `sigmoid` draws 1 -
+    sigmoid(N(0, 1)); `linear` is even; `weighted` too, with a loss weight per level; `shift`, `flux_shift` and
+    `lumina2_shift` are the scheduler's shift (by resolution if dynamic); `lognorm_blend` is 3/4 log-normal and 1/4
+    even; `one_step` … `eight_step` use that many evenly spaced levels. `content_or_style` bends the draw: `content` to
+    high noise, `style` to low.
     """
 
     batch_size: int = key(1, "int", minimum=1)
@@ -243,7 +243,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class SampleItem:
-    """One entry of `sample.samples`; null takes the value of `sample`."""
+    """One entry of `sample.samples`; null inherits the value of `sample`."""
 
     prompt: str = key(None, "str", required=True)
     width: int | None = key(None, "int", nullable=True, minimum=16, maximum=8192, multiple_of=16)
@@ -273,7 +273,7 @@ class SampleSection:
     def items(self) -> tuple[SampleItem, ...]:
         """The images of one set, in order, with size, seed, guidance and steps filled in.
 
-        As in ai-toolkit an entry's own seed also holds for the entries after it, unless `walk_seed` is on.
+        As in ai-toolkit an entry's seed also applies to the following entries, unless `walk_seed` is on.
         """
         items, seed = [], self.seed
         for i, item in enumerate(self.samples or [SampleItem(prompt=prompt) for prompt in self.prompts]):
@@ -291,7 +291,7 @@ class SampleSection:
 
 @dataclass(frozen=True)
 class ValidationSection:
-    """`validation`: photos that are not trained on, and how often the loss on them is measured; also in ai-toolkit."""
+    """`validation`: photos held out of training, and how often the loss on them is measured; also in ai-toolkit."""
 
     hold_out: int | tuple[str, ...] | None = key(
         None, "count or names", "photos not trained on", minimum=1, required=True

@@ -1,4 +1,4 @@
-"""What of `accelerate launch`'s ways to start processes cannot train here; it passes them on in the environment."""
+"""Multi-process modes of `accelerate launch` (passed in the environment) that cannot train here."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FSDP_SETTINGS = {  # of its fsdp_config, what cannot be chosen
 
 
 class LaunchError(UserError, RuntimeError):
-    """The processes were started in a way that cannot train together."""
+    """The processes were launched in a mode that cannot train together."""
 
 
 def launch_obstacle(environment: Mapping[str, str]) -> str | None:
-    """Return why processes started so cannot train, and what to start instead; None where they can.
+    """Return why processes launched this way cannot train, with the remedy, or None.
 
-    DeepSpeed's ZeRO flattens all parameters of a process into one partition and updates that inside its own engine:
-    blocks of moments would span parameters, and the guard, the saves and a resume would see none of it.
+    DeepSpeed's ZeRO flattens all parameters of a process into one partition that its own engine updates: blocks of
+    moments would span parameters, and neither guard, saves nor resume would see them.
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ON:
         return (
@@ -45,19 +45,15 @@ def launch_obstacle(environment: Mapping[str, str]) -> str | None:
 
 
 def shares_weights(environment: Mapping[str, str]) -> bool:
-    """Whether accelerate's FSDP was asked for: the weights are shared out over the processes."""
+    """Whether accelerate's FSDP shards the weights over the processes."""
     return environment.get("ACCELERATE_USE_FSDP", "").lower() in ON
 
 
 def joint_job(job: JobConfig, *, shares: bool) -> JobConfig:
-    """Return the job as several processes run it together.
+    """Return the job adapted to several processes; raises LaunchError if it cannot run that way.
 
-    With FSDP2 a LoRA's frozen codes are gathered block after block in all processes alike, so nothing may be run by
-    one alone, as measuring does. Trained weights are gathered into the same memory each time, so no copy of their
-    codes can be kept.
-
-    Raises:
-        LaunchError: it cannot run so.
+    With FSDP2 a LoRA's frozen codes are gathered block by block in all processes, so no process may run blocks alone,
+    for example to measure. Trained weights are gathered into reused memory, so their codes cannot be cached.
     """
     if job.train.fused_backward:
         raise LaunchError(

@@ -1,10 +1,10 @@
-"""One option of a config: its type, default, range and help, declared once; and the one reader of blocks.
+"""One option of a config, declared once with its type, default, range and help; and the reader of config blocks.
 
-A value must have the YAML type its kind asks for; nothing is converted from text, since a config that guesses hides
-mistakes. The only conversion is from a whole number to a float.
+A value must have the YAML type of its kind; only whole numbers are converted, to floats, since guessing hides
+mistakes.
 
 A config is a dataclass: `key(...)` declares one key, a nested block is a `field(default_factory=ItsDataclass)`, a list
-of blocks `blocks(...)`; fields made otherwise are not keys of the config. `build` walks a YAML block and its dataclass.
+of blocks `blocks(...)`; other fields are not keys of the config. `build` fills the dataclass from a YAML block.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ class Option:
     """One key of a config.
 
     Args:
-        key: its name, dotted where it is nested.
+        key: dotted if nested.
         kind: one of `_KINDS`.
-        doc: one line: what it does.
         choices: allowed values, the default first.
-        refused: (value, reason) of values that are known but cannot be had.
-        example: a value people write, where the default is none; offered in place of a wrong one.
+        refused: (value, reason) of known but unsupported values.
+        example: a typical value for an option without default; suggested in place of a wrong one.
     """
 
     key: str
@@ -76,11 +75,7 @@ class Option:
     example: Any = None
 
     def parse(self, value: Any) -> Any:
-        """The checked value.
-
-        Raises:
-            OptionError: the value is not allowed; says what is.
-        """
+        """The checked value; raises OptionError with the rule."""
         if value is None:
             if self.nullable:
                 return None
@@ -92,7 +87,7 @@ class Option:
         return _KINDS[self.kind][1](self, value)
 
     def refusal(self, value: Any) -> str | None:
-        """Why `value` is refused, as `<rule>; <remedy>`; None where it is allowed."""
+        """Return why `value` is refused, as `<rule>; <remedy>`, or None."""
         try:
             self.parse(value)
         except OptionError as error:
@@ -100,7 +95,7 @@ class Option:
         return None
 
     def rule(self) -> str:
-        """What is allowed, as a sentence: "must be …"."""
+        """The allowed values, as a sentence: "must be …"."""
         if self.choices:
             text = f"must be one of {', '.join(map(_bare, self.choices))}"
         else:
@@ -108,11 +103,11 @@ class Option:
         return f"{text}, or null" if self.nullable else text
 
     def error(self, remedy: str) -> OptionError:
-        """The rule, and what to write instead."""
+        """The rule, and a remedy."""
         return OptionError(f"{self.rule()}; {remedy}")
 
     def number(self, value: Any) -> Any:
-        """A number of the kind, within the bounds; NaN and infinity never are."""
+        """A number of the kind, within the bounds; never NaN or infinity."""
         whole = self.kind in WHOLE
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise self.error(_number_remedy(value, whole))
@@ -156,12 +151,12 @@ class Option:
 
 
 def key(default: Any, kind: str, doc: str = "", **rules: Any) -> Any:
-    """A dataclass field that is one key of the block; arguments as those of `Option`."""
+    """A dataclass field that is one key of the block; `rules` are `Option`'s."""
     return field(default=default, metadata={"option": Option("", default, kind, doc, **rules)})
 
 
 def switch(default: bool, doc: str = "", **rules: Any) -> Any:
-    """A key that is true or false."""
+    """A boolean key."""
     return key(default, "bool", doc, **rules)
 
 
@@ -180,7 +175,6 @@ def blocks(cls: type) -> Any:
 
 
 def _number_remedy(value: Any, whole: bool) -> str:
-    """What to write for a value that is not a number, or not one of the kind."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -291,13 +285,13 @@ def config_fields(cls: type) -> dict[str, Field[Any]]:
 
 
 def block_of(item: Field[Any]) -> type | None:
-    """The dataclass of a field that is a nested block."""
+    """The dataclass of a nested block's field, or None."""
     made_by = item.default_factory
     return made_by if isinstance(made_by, type) and is_dataclass(made_by) else None
 
 
 def options_of(cls: type, prefix: str = "") -> list[Option]:
-    """Every option of a config and of the blocks in it, under its dotted key."""
+    """Every option of a config and its nested blocks, by dotted key."""
     options: list[Option] = []
     for name, item in config_fields(cls).items():
         if nested := block_of(item):
@@ -309,12 +303,7 @@ def options_of(cls: type, prefix: str = "") -> list[Option]:
 
 @dataclass(frozen=True)
 class OtherKeys:
-    """What ai-toolkit knows in one block beyond the keys of ours.
-
-    Args:
-        no_effect: key → why it changes nothing here; accepted, and reported as a note.
-        unsupported: key → ai-toolkit's default; any other value is refused.
-    """
+    """Keys that only ai-toolkit has: ignored key → reason, unsupported key → ai-toolkit's default."""
 
     no_effect: Mapping[str, str]
     unsupported: Mapping[str, Any]
@@ -330,16 +319,10 @@ def build(
     others: Mapping[type, OtherKeys] | None = None,
     **extra: Any,
 ) -> T:
-    """Make a `cls` from a YAML block.
+    """Build `cls` from a YAML block; null counts as empty. `extra` fills fields of `cls` that are not config keys.
 
-    Args:
-        cls: dataclass with config fields.
-        raw: the block; null counts as empty.
-        path: its dotted key.
-        findings: receives what is wrong, and every key that was written; a refused value is replaced by its default, so
-            that the rest is checked too.
-        others: what ai-toolkit knows beyond `cls` and the blocks in it.
-        **extra: fields of `cls` that are no config keys.
+    Findings and present keys go into `findings`; a refused value is replaced by its default, so that the rest is still
+    checked. `others` holds the keys of ai-toolkit that `cls` and its blocks lack.
     """
     known = config_fields(cls)
     values = dict(extra)
@@ -370,7 +353,7 @@ def build(
 
 
 def parse_keys(options: Iterable[Option], raw: Any, path: str, findings: Findings) -> dict[str, Any]:
-    """Check a block against a list of options; returns only the keys that were given."""
+    """Check a block against a list of options; returns only the keys present."""
     known = {option.key.rpartition(".")[2]: option for option in options}
     values: dict[str, Any] = {}
     for name, value in as_mapping(raw, path, findings).items():
@@ -382,7 +365,7 @@ def parse_keys(options: Iterable[Option], raw: Any, path: str, findings: Finding
 
 
 def as_mapping(raw: Any, path: str, findings: Findings) -> Mapping[Any, Any]:
-    """`raw` where it is a block, an empty one for null, else a finding and an empty one."""
+    """`raw` if it is a block; else an empty one, with a finding unless null."""
     if raw is None or isinstance(raw, Mapping):
         return raw or {}
     findings.add(path, "must be a block of keys; write its keys below it, indented", raw)
@@ -406,7 +389,7 @@ def _parse_into(values: dict[str, Any], name: str, option: Option, value: Any, p
 
 
 def _removal(path: str, value: Any) -> str | None:
-    """Why a key or value that an earlier version had was removed, and what replaces it."""
+    """Return why a key or value of an earlier version was removed, and its replacement."""
     _, block, name = path.rpartition("coat.")
     return (REMOVED.get(name) or REMOVED.get(f"{name}={value}")) if block else None
 

@@ -1,7 +1,7 @@
-"""What must hold between the keys of a job; each rule says for which trainer it holds.
+"""Rules between the keys of a job, each with the trainers that it applies to.
 
-An error is what would make another run than the file says, or none; a warning is what only surprises. Of ai-toolkit,
-it is as seen in 0.12.26. Types and single values were checked before.
+An error would make the run differ from the file, or fail; a warning is only surprising. Rules about ai-toolkit
+describe 0.12.26. Types and single values have been checked before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SCRIPTS |= {"CYRILLIC": "all Cyrillic", "GREEK": "all Greek"}  # the vocabulary
 
 
 def check_entry(entry: Entry) -> None:
-    """Add what the keys of an entry say together."""
+    """Check combinations of an entry's keys."""
     for check in (_places, _frame, _network, _full, _train, _params, _model, _datasets, _samples, _coat):
         check(entry)
 
@@ -60,7 +60,7 @@ def check_entry(entry: Entry) -> None:
 
 
 def _places(entry: Entry) -> None:
-    """Name and folder of a run, and that its samples and charts are not among its photos."""
+    """Name and folder of a run; its samples and charts must not land among its photos."""
     folder, findings = entry.get("training_folder"), entry.findings
     name, name_path = entry.name, "config.name"
     if entry.get("name") is not None:
@@ -85,7 +85,7 @@ def _places(entry: Entry) -> None:
 
 
 def _check_folder(folder: str | None, path: str, findings: Findings) -> bool:
-    """Whether a folder can be made at `folder`: nothing but folders may be in the way."""
+    """Whether the folder can be created: only folders may be in the way."""
     if not folder or not _check_path(folder, path, findings):
         return False
     try:
@@ -101,7 +101,7 @@ def _check_folder(folder: str | None, path: str, findings: Findings) -> bool:
 
 
 def _check_path(value: str, path: str, findings: Findings) -> bool:
-    """Refuse what gets into a path by mistake: `~`, variables, which are not replaced, and escapes. True if sound."""
+    """Refuse `~`, unexpanded variables and escapes in a path; True if sound."""
     rule = ""
     if value.startswith("~"):
         rule = "~ is not replaced by the home folder; write the whole path, or ${HOME}/…"
@@ -192,7 +192,6 @@ def _train(entry: Entry) -> None:
 
 
 def _params(entry: Entry) -> None:
-    """Arguments of the optimizer and of the learning-rate scheduler."""
     findings, path, alone = entry.findings, f"{entry.path}.train.optimizer_params", entry.trainer == STANDALONE
     params, kind = entry.get("train.optimizer_params", {}), entry.optimizer
     if entry.sound("train.optimizer"):
@@ -241,7 +240,7 @@ def _model(entry: Entry) -> None:
 
 
 def _coat(entry: Entry) -> None:
-    """The block against ai-toolkit's own keys."""
+    """The `coat:` block against ai-toolkit's own keys."""
     coat, alone = entry.coat, entry.trainer == STANDALONE
     switches = ("train.optimizer", "model.quantize", "model.qtype", "coat.enabled", "coat.optimizer", "coat.weight")
     if coat is None or not entry.sound(*switches):
@@ -275,7 +274,7 @@ def _coat(entry: Entry) -> None:
 
 
 def _full(entry: Entry) -> None:
-    """What a job with or without `network:` cannot have."""
+    """Keys that a job with or without `network:` cannot have."""
     get, rule, optimizer, remedy = entry.get, entry.rule, entry.optimizer, "or add network to train a LoRA"
     fused, offloads = get("train.fused_backward") is True, [key for key in OFFLOAD_KEYS if get(key) == "cpu"]
     if not entry.full:
@@ -346,7 +345,7 @@ def _full(entry: Entry) -> None:
 
 
 def _datasets(entry: Entry) -> None:
-    """Every data set, and what they have in common: their captions are cached or are not."""
+    """Every dataset, and that all agree on caching captions."""
     text = "there is nothing to train on; write '- folder_path: …' below it"
     entry.rule(BOTH, "datasets", not entry.raw.get("datasets"), text)
     datasets, everywhere = entry.entries("datasets"), entry.get("train.cache_text_embeddings") is True
@@ -373,7 +372,7 @@ def _datasets(entry: Entry) -> None:
 
 
 def _check_resolution(dataset: Entry) -> None:
-    """Sizes, of which those that are not a multiple of the bucket step train photos smaller than they say."""
+    """Warn of sizes that are not a multiple of the bucket step: photos train smaller than configured."""
     value = dataset.get("resolution", [512])
     sizes = value if isinstance(value, list) else [value]
     wrong = [size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < MIN_RESOLUTION]
@@ -429,7 +428,7 @@ def _samples(entry: Entry) -> None:
 
 
 def _check_trigger(entry: Entry, prompts: list[tuple[str, str]]) -> None:
-    """Refuse what cannot be a trigger word, and warn of sample prompts that do not show what is trained."""
+    """Refuse invalid trigger words, and warn of sample prompts that do not show the trained subject."""
     trigger, rule = entry.get("trigger_word", ""), entry.rule
     text = "is the placeholder for the trigger word; write the word itself"
     rule(BOTH, "trigger_word", trigger == TRIGGER_TAG, text)
@@ -453,10 +452,9 @@ def _check_trigger(entry: Entry, prompts: list[tuple[str, str]]) -> None:
 
 
 def foreign_script(text: str) -> tuple[float, str]:
-    """How much of a text FLUX's T5 cannot read: its vocabulary has Latin letters and a part of the Cyrillic and Greek.
+    """Return the share of letters that FLUX's T5 cannot read and the name of their most frequent script.
 
-    Returns:
-        (share of the letters, name of the most frequent such script), (0.0, "") where all are Latin.
+    Its vocabulary covers Latin and part of Cyrillic and Greek; (0.0, "") if all letters are Latin.
     """
     letters = [unicodedata.name(c, "").partition(" ")[0] for c in text if c.isalpha()]
     latin = ("LATIN", "FULLWIDTH", "MODIFIER", "FEMININE", "MASCULINE")
