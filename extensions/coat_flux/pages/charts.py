@@ -1,6 +1,6 @@
-"""Charts as HTML: lines are an SVG that stretches, the text around it keeps its size on any screen. One PNG, too.
+"""Charts as HTML: lines are an SVG that stretches, text keeps its size on any screen. One PNG, too.
 
-The colours are those of `style.STYLE`, so that a chart follows the reader's light or dark scheme.
+The colours are those of `style.STYLE`, so a chart follows the reader's light or dark scheme.
 """
 
 from __future__ import annotations
@@ -43,17 +43,15 @@ def line_chart(
     faint: str = "",
     marks: Mapping[float, str] | None = None,
 ) -> str:
-    """Return a `<figure>`; without a finite value it is empty axes.
+    """Return a `<figure>`; empty axes without a finite value.
 
     Args:
-        title: above the chart.
-        series: name → points (x, y) in the order of x. Points that are not finite, or not positive on a logarithmic
-            axis, leave gaps. Long series are thinned out, their peaks stay.
+        series: name → points (x, y), x ascending. Points that are not finite, or not positive on a logarithmic axis,
+            leave gaps. Long series are thinned, keeping their peaks.
         x, y: labels of the axes, with their units.
-        log_y: logarithmic vertical axis.
-        band: name → (x, low, high), filled in the colour of the series of that name.
-        faint: name of a series that is drawn thin: the noisy values behind a smoothed line.
-        marks: x → text of a dashed vertical line.
+        band: name → (x, low, high), filled in the colour of that series.
+        faint: name of a series drawn thin: the noisy values behind a smoothed line.
+        marks: x → label of a dashed vertical line.
     """
     band, marks = band or {}, marks or {}
     shown = {name: thinned(points) for name, points in series.items()}
@@ -105,9 +103,9 @@ def bar_chart(
     expected: Mapping[str, float] | None = None,
     expected_name: str = "expected",
 ) -> str:
-    """Return a `<figure>` of horizontal stacked bars: name → part → length; parts have one colour in all bars.
+    """Return a `<figure>` of horizontal stacked bars: name → part → length; parts keep one colour in all bars.
 
-    `expected` are lengths that are marked by a line, which the legend calls `expected_name`.
+    `expected` lengths are marked by a line, called `expected_name` in the legend.
     """
     expected = expected or {}
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
@@ -138,10 +136,7 @@ def _figure(title: str, legend: Sequence[str], body: str) -> str:
 def heat_map(
     title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, *, unit: str, ends: tuple[float, float]
 ) -> str:
-    """Return a table whose cells are coloured: low values red, high ones blue; `ends` are full red and full blue.
-
-    The values are [rows][columns], shown with one decimal; None is a dash.
-    """
+    """Return a table with coloured cells: [rows][columns], None is a dash; `ends` are full red and full blue."""
     head = "".join(map(column_name, (unit, *columns)))
     body = "".join(
         f"<tr><th>{html.escape(name)}</th>{''.join(_heat_cell(value, *ends) for value in row)}</tr>"
@@ -163,7 +158,7 @@ def _heat_cell(value: float | None, low: float, high: float) -> str:
 
 
 def column_name(name: str) -> str:
-    """The cell of a column's name; short words are never broken."""
+    """The cell of a column's name; short words never break."""
     whole = ' class="short"' if max(map(len, name.split()), default=0) <= SHORT else ""
     return f"<th{whole}>{html.escape(name)}</th>"
 
@@ -171,7 +166,7 @@ def column_name(name: str) -> str:
 def heat_map_png(
     title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, *, unit: str, ends: tuple[float, float]
 ) -> bytes:
-    """`heat_map` as a picture, without the numbers; ImportError where matplotlib is not installed."""
+    """`heat_map` as a picture, without the numbers; ImportError without matplotlib."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -196,7 +191,7 @@ def heat_map_png(
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis from `low` to `high`; of a logarithmic one these are exponents of 10."""
+    """An axis from `low` to `high`, which are exponents of 10 on a logarithmic one."""
 
     low: float
     high: float
@@ -204,18 +199,18 @@ class _Axis:
 
     @classmethod
     def around(cls, values: Sequence[float], *, log: bool = False, margin: float) -> _Axis:
-        """The axis that holds all values, and some room where they are one."""
+        """The axis that holds all values, with some room around a single one."""
         ends = [math.log10(value) if log else value for value in (min(values, default=1), max(values, default=1))]
         room = (ends[1] - ends[0]) * margin or (0.0 if ends[1] > ends[0] else 0.5 if log else abs(ends[0]) / 2 or 0.5)
         return cls(ends[0] - room, ends[1] + room, log)
 
     def place(self, value: float) -> float:
-        """Where the value stands, from 0 to `SIDE`."""
+        """Position of the value, from 0 to `SIDE`."""
         at = math.log10(value) if self.log else value
         return round((at - self.low) / (self.high - self.low) * SIDE, 1)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """(place, label) of round numbers: powers of 10 where there are two of them, else steps of 1, 2 or 5."""
+        """(position, label) of round numbers: powers of 10 if at least two fit, else steps of 1, 2 or 5."""
         values: list[float] = []
         if self.log:
             exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
@@ -233,7 +228,7 @@ class _Axis:
 
 
 def _labels(values: Sequence[float]) -> list[str]:
-    """Tick values with as many decimals as they need: 1,000 and 0.05, but 1e-5."""
+    """Tick labels with as many decimals as they need: 1,000 and 0.05, but 1e-5."""
     largest = max(map(abs, values), default=0.0)
     for decimals in range(9) if not largest or 1e-3 <= largest < 1e7 else ():
         texts = [f"{value:,.{decimals}f}" for value in values]
@@ -247,7 +242,7 @@ def _short(value: float) -> str:
 
 
 def _line(points: Points, across: _Axis, up: _Axis) -> str:
-    """The path through the points; one that cannot be drawn is a gap."""
+    """The path through the points; points that cannot be drawn leave gaps."""
     path, pen = [], "M"
     for at, value in points:
         if not _drawable(value, up.log):
@@ -263,7 +258,7 @@ def _drawable(value: float, log_y: bool) -> bool:
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """Keep at most about `most` points: the lowest and the highest of each stretch, in their order."""
+    """Keep about `most` points at most: the lowest and the highest of each stretch, in order."""
     if len(points) <= most:
         return points
     stretch = math.ceil(2 * len(points) / most)

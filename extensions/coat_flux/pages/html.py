@@ -1,7 +1,6 @@
-"""One HTML file that shows everything it has to show by itself.
+"""One self-contained HTML file.
 
-Texts are escaped, charts and pictures are `data:` URIs, and a content security policy keeps browsers from fetching
-anything, whatever the texts are.
+Text is escaped, charts and pictures are `data:` URIs, and a content security policy keeps browsers from fetching.
 """
 
 from __future__ import annotations
@@ -39,15 +38,9 @@ MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 
 
 class Page:
-    """A page that is built from its top to its end.
+    """A page built from top to bottom; `parts` are HTML, each complete in itself.
 
-    Args:
-        title: heading, and name of the browser's tab; "" for parts of a page.
-        subtitle: one line below it.
-        samples_at: where pictures are served; None holds them in the page.
-
-    Attributes:
-        parts: HTML, each complete in itself.
+    An empty title makes parts of a page. `samples_at` is the address that serves pictures; None embeds them.
     """
 
     def __init__(self, title: str, subtitle: str = "", samples_at: str | None = None):
@@ -59,11 +52,11 @@ class Page:
             self.parts.append(f'<p class="subtitle">{_text(subtitle)}</p>')
 
     def heading(self, text: str, level: int = 2) -> None:
-        """Begin a section (level 2) or a part of one (3 to 6)."""
+        """Begin a section (level 2) or a subsection (3 to 6)."""
         self.parts.append(f"<h{level}>{_text(text)}</h{level}>")
 
     def paragraph(self, text: str) -> None:
-        """Add a paragraph; lines of the text stay lines."""
+        """Add a paragraph; line breaks are kept."""
         self.parts.append(f"<p>{_text(text).replace(chr(10), '<br>')}</p>")
 
     def verdict(self, text: str, tone: Tone) -> None:
@@ -76,7 +69,7 @@ class Page:
 
     @contextmanager
     def details(self, title: str, *, is_open: bool = False) -> Iterator[None]:
-        """Fold what is added inside the `with` block away until a reader opens it."""
+        """Collapse what is added inside the `with` block."""
         before, self.parts = self.parts, []
         try:
             yield
@@ -91,11 +84,11 @@ class Page:
         self.parts.append(f'<p class="missing">{_text(text)}</p>')
 
     def code(self, text: str) -> None:
-        """Add text as it is, to be copied."""
+        """Add text to be copied verbatim."""
         self.parts.append(f"<pre>{_text(text)}</pre>")
 
     def result(self, path: Path, model: str, trigger: str | None, arch: str | None = None) -> None:
-        """Name a LoRA's file, or a whole model's folder, and how others load it; diffusers finds `model` by name."""
+        """Name a LoRA's file, or a whole model's folder, and how to load it; diffusers finds `model` by name."""
         path = path.resolve()
         self.code(str(path))
         family = FLUX2 if any(arch in archs for archs in FLUX2.pipelines.values()) else FLUX
@@ -120,7 +113,7 @@ class Page:
         )
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Add a table; cells are shown as `str` gives them, None as a dash. A header of empty names is left out."""
+        """Add a table of `str` values, None as a dash. A header of empty names is left out."""
         head = f"<thead><tr>{''.join(map(column_name, header))}</tr></thead>" if any(header) else ""
         body = "".join(
             f"<tr>{''.join(_cell(cell, name) for cell, name in zip(row, header, strict=True))}</tr>" for row in rows
@@ -129,18 +122,18 @@ class Page:
         self.parts.append(f'<div class="wide"><table{kind}>{head}<tbody>{body}</tbody></table></div>')
 
     def curves(self, title: str, series: Mapping[str, Points], **options: Any) -> None:
-        """Add a line chart; the options are those of `charts.line_chart`."""
+        """Add a `charts.line_chart`."""
         if any(math.isfinite(value) for points in series.values() for _, value in points):
             self.parts.append(line_chart(title, series, **options))
         else:
             self.missing(f"{title}: there is nothing to show")
 
     def bars(self, title: str, bars: Mapping[str, Mapping[str, float]], **options: Any) -> None:
-        """Add horizontal stacked bars; the options are those of `charts.bar_chart`."""
+        """Add a `charts.bar_chart`."""
         self.parts.append(bar_chart(title, bars, **options))
 
     def heat_map(self, title: str, rows: Sequence[str], columns: Sequence[str], values: Grid, **options: Any) -> None:
-        """Add a coloured table; the options are those of `charts.heat_map`."""
+        """Add a `charts.heat_map`."""
         if any(value is not None and math.isfinite(value) for row in values for value in row):
             self.parts.append(heat_map(title, rows, columns, values, **options))
         else:
@@ -155,7 +148,7 @@ class Page:
         header: Sequence[str] = (),
         width: int = 160,
     ) -> None:
-        """Add a grid of pictures (caption, file), row by row, made smaller; one that cannot be read is named.
+        """Add a grid of reduced pictures (caption, file), row by row; unreadable ones are named.
 
         Columns are `width` pixels wide. On a narrow screen rows wrap, unless there is a header or a single column.
         """
@@ -181,7 +174,7 @@ class Page:
         return f'<figure><img alt="{_text(caption)}" src="{source}">{below}</figure>'
 
     def html(self) -> str:
-        """Return the page as it is now."""
+        """Return the page so far."""
         head = (
             f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -191,7 +184,7 @@ class Page:
         return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
 
     def write(self, path: Path) -> Path:
-        """Write the page; a reader sees the old file or the new one, never a part. Returns `path`."""
+        """Write the page atomically; returns `path`."""
         write_file(path, self.html().encode(errors="replace"))
         return path
 
@@ -209,7 +202,7 @@ def _cell(value: object, column: str) -> str:
 
 
 def _data_uri(path: Path) -> str:
-    """A small file as it is, others made smaller, as a JPEG on white."""
+    """Small files verbatim, others reduced to a JPEG on white."""
     with Image.open(path) as image:
         small = max(image.size) <= LONGEST_SIDE and path.stat().st_size <= SMALL_BYTES
         if small and image.format in MEDIA_TYPES:

@@ -1,17 +1,15 @@
-"""The live page: the report's sections, asked for again every two seconds, with three buttons, and its server.
+"""The live page and its server: the report's sections, refreshed every two seconds, with three buttons.
 
     GET /                  the page
     GET /look              JSON of `inspect_run`
     GET /samples/<name>    a sample of the run
     POST /commands/<name>  with the token in the header X-Coat-Token
 
-Nothing is kept between two answers: the run may be of any process, of either trainer, and end or begin again meanwhile.
+The server keeps no state: the run may end or start again, in any process, with either trainer. Nothing else is served.
 
-The server listens on the loopback address unless asked otherwise. The token stands behind the # of the address that is
-printed, so that it is in no request, log or Referer; a page of another origin cannot send the header, for there is no
-CORS. Requests whose Host is another name than this machine's are refused: a name that an attacker lets point here (DNS
-rebinding) would make his page one of our origin. Reading needs no token. Nothing but the page, the look and the samples
-is served.
+It listens on the loopback address unless told otherwise. Reading needs no token. The token is in the fragment of the
+printed address, so no request, log or Referer holds it; pages of another origin cannot send the header, for want of
+CORS. Requests with a foreign Host are refused, which stops DNS rebinding.
 """
 
 from __future__ import annotations
@@ -143,7 +141,7 @@ class WatchError(UserError):
 
 
 def shell(name: str, folder: str, nonce: str) -> str:
-    """The page around what `inspect_run` finds; the nonce lets its script run, and no other."""
+    """The page around `inspect_run`'s parts; the nonce lets its script run, and no other."""
     buttons = "".join(
         f'<button type="button" name="{key}" title="{html.escape(title)}" disabled>{html.escape(text)}</button>'
         for key, (text, title) in BUTTONS.items()
@@ -159,7 +157,7 @@ def shell(name: str, folder: str, nonce: str) -> str:
 
 
 def inspect_run(run_dir: Path) -> dict[str, Any]:
-    """The run now: `title` for the browser's tab, `parts` of the page as HTML, `takes`, commands the run obeys now."""
+    """The current state: `title` of the browser's tab, `parts` of the page as HTML, `takes`: accepted commands."""
     page, title, status = Page("", samples_at="samples"), "starting", None
     try:
         run = RunFolder(run_dir)
@@ -207,7 +205,7 @@ def _sentence(run: RunFolder, status: RunStatus | None, done: int, steps: int, p
 
 
 def _phase(run: RunFolder) -> str:
-    """The open phase of `memory.json`; before there is one a model is loaded."""
+    """The open phase of `memory.json`; loading before there is one."""
     try:
         phases = (run.json(MEMORY_FILE) or {})["phases"]
         running = "step" if "step" in phases else "load"
@@ -232,7 +230,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 class Watch:
-    """A WSGI application for one run, whose folder need not be there yet, and the server around it."""
+    """A WSGI application for one run, whose folder need not exist yet, and its server."""
 
     def __init__(self, run_dir: Path, host: str = LOOPBACK):
         self.run_dir, self.host = run_dir, host
@@ -240,7 +238,7 @@ class Watch:
 
     @property
     def is_private(self) -> bool:
-        """It listens for this machine only."""
+        """Whether it listens for this machine only."""
         with suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"
@@ -301,12 +299,9 @@ class Watch:
         return Response(f"{name}: asked for, after the step under way\n", 202, mimetype="text/plain")
 
     def start(self, port: int | None = None) -> str:
-        """Serve from a thread that ends with the process.
+        """Serve from a daemon thread; returns the address to open, with the token.
 
-        A port of None takes the first free one from 8675 on, 0 any. Returns the address to open, with the token.
-
-        Raises:
-            WatchError: the port is taken, or the host is not this machine's.
+        A port of None takes the first free one from 8675 on, 0 any. WatchError if it is taken or the host is not local.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         wanted = [*range(PORT, PORT + PORTS_TRIED), 0] if port is None else [port]

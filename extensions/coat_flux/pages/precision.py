@@ -1,7 +1,7 @@
-"""The precision of FP8 on a page: worst layers, what to write into `activation.exclude`, heat map, curves.
+"""FP8 precision on a page: worst layers, what to write into `activation.exclude`, heat map, curves.
 
-A layer stands out when its SQNR is well below the median of its kind: gradients in e5m2 have 6 dB less than inputs in
-e4m3 by their format, which is not a defect. Where a whole kind is bad, no layer stands out and the kind is named.
+A layer stands out when its SQNR is well below the median of its kind: gradients in e5m2 are 6 dB below inputs in e4m3
+by format, which is no defect. Where a whole kind is bad, no layer stands out and the kind is named.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ KIND_REMEDIES = {
 
 
 class Summary(NamedTuple):
-    """A kind of tensor in a layer over the run: medians and extremes of the steps that were measured.
+    """A kind of tensor in a layer over the run: medians and extremes of measured steps.
 
-    `below_median_db` is how far `sqnr_db` is below the median of all layers of its kind.
+    `below_median_db` is the distance of `sqnr_db` below the median of all layers of its kind.
     """
 
     layer: str
@@ -65,7 +65,7 @@ class Summary(NamedTuple):
 
 
 def summaries(rows: Iterable[CastPrecision]) -> list[Summary]:
-    """Put the steps of each (layer, kind) together, in order of appearance; what was all zeros is left out."""
+    """Summarize the steps of each (layer, kind), in order of appearance; all-zero ones are left out."""
     groups: dict[tuple[str, str], list[CastPrecision]] = {}
     for row in rows:
         if not math.isnan(row.sqnr_db):
@@ -88,7 +88,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def worst(found: Sequence[Summary], count: int = 10) -> list[Summary]:
-    """The layers that lie furthest below the median of a kind, each with its worst kind."""
+    """The layers furthest below the median of a kind, each with its worst kind."""
     first: dict[str, Summary] = {}
     for summary in sorted((s for s in found if s.layer), key=lambda s: -s.below_median_db):
         first.setdefault(summary.layer, summary)
@@ -96,7 +96,7 @@ def worst(found: Sequence[Summary], count: int = 10) -> list[Summary]:
 
 
 def standing_out(found: Sequence[Summary]) -> list[str]:
-    """Layers `activation.exclude` would help: an input or a gradient far below its kind, or an input below 20 dB."""
+    """Layers `activation.exclude` would help: an input or gradient far below its kind, or an input below 20 dB."""
     layers = []
     for s in found:
         outlier = s.kind in (INPUT, GRADIENT) and s.below_median_db > OUTLIER_DB
@@ -106,9 +106,9 @@ def standing_out(found: Sequence[Summary]) -> list[str]:
 
 
 def exclude_yaml(layers: Sequence[str], known: Iterable[str], already: Sequence[str] = ()) -> str:
-    """Lines to paste into a config that leave layers out of FP8, besides the patterns it has already.
+    """YAML that leaves layers out of FP8, besides the existing patterns.
 
-    One pattern stands for several layers where it matches these and none of the others `known`.
+    One pattern stands for several layers where it matches none of the other `known` ones.
     """
     known, patterns = list(known), dict.fromkeys(already)
     for layer in layers:
@@ -119,7 +119,7 @@ def exclude_yaml(layers: Sequence[str], known: Iterable[str], already: Sequence[
 
 
 def as_grid(found: Sequence[Summary]) -> tuple[list[str], list[str], list[list[float | None]]]:
-    """Layers, kinds, and SQNR [layers][kinds], None where there is none; layers in order of appearance."""
+    """Layers, kinds, and SQNR [layers][kinds] (None if missing), in order of appearance."""
     values = {(s.layer, s.kind): s.sqnr_db for s in found}
     layers = list(dict.fromkeys(s.layer for s in found))
     kinds = [kind for kind in KINDS if any(s.kind == kind for s in found)]
@@ -131,7 +131,7 @@ def as_grid(found: Sequence[Summary]) -> tuple[list[str], list[str], list[list[f
 
 
 def show_layers(page: Page, runs: Sequence[Path]) -> None:
-    """The worst layers of several run folders together, in short."""
+    """The worst layers of several runs together, in short."""
     files = [run / FILE for run in runs]
     found = summaries(row for path in files if path.exists() for row in read_rows(path))
     if not found:
@@ -145,7 +145,7 @@ def show_layers(page: Page, runs: Sequence[Path]) -> None:
 
 
 def show_precision(page: Page, run: RunFolder, picture_folder: Path) -> None:
-    """Add the section, and write the heat map as `precision.png`; OSError and ValueError where a file is damaged."""
+    """Add the section, and write the heat map as `precision.png`; OSError and ValueError for damaged files."""
     rows = read_rows(run.path / FILE) if (run.path / FILE).exists() else []
     found = summaries(rows)
     if not found:

@@ -1,4 +1,4 @@
-"""The page of a run. Each section says what it lacks, and a damaged file costs no more than its own section."""
+"""The page of a run. Each section says what is missing; a damaged file costs only its own section."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Make the page of a run.
-
-    Raises:
-        RunFolderError: the folder is not that of a run.
-        SaveError: the page cannot be written.
-    """
+    """Write the page of a run; RunFolderError if it is not a run, SaveError if the page cannot be written."""
     run = RunFolder(run_dir)
     target = run.path / REPORT_FILE if out is None else out
     saves = run.saves()
@@ -68,7 +63,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def show_live(page: Page, run: RunFolder) -> None:
-    """The sections of a run that is still going; those that need no more than a moment."""
+    """The sections of a live run: those that take only a moment."""
     _show(page, "Samples", lambda: _show_samples(page, run))
     _show(page, "Loss", lambda: _show_loss(page, run))
     _fold(
@@ -120,7 +115,7 @@ def _show_summary(page: Page, run: RunFolder, saves: Sequence[Saved]) -> None:
 
 
 def _verdict(run: RunFolder, held_out: str, saves: Sequence[Saved]) -> tuple[str, Tone]:
-    """The run in one sentence, and how good the news is."""
+    """The run in one sentence, and its tone."""
     loss, steps = run.metrics.get("loss", []), run.block("train").get("steps", "?")
     if not loss:
         return "No step of this run has been recorded yet.", "plain"
@@ -206,7 +201,7 @@ def _show_pace(page: Page, run: RunFolder) -> None:
 
 
 def _show_memory(page: Page, run: RunFolder, *, predicts: bool = True) -> None:
-    """Measured by phase, against the plan."""
+    """Memory by phase, measured against planned."""
     record = run.json(MEMORY_FILE)
     if record is None:
         page.missing(f"No {MEMORY_FILE.as_posix()}: COAT was off, or the run ended before it loaded a model.")

@@ -1,4 +1,4 @@
-"""The folder of a run: the one reader of its files, of either trainer, while it trains or after it."""
+"""The folder of a run: the only reader of its files, from either trainer, during or after training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunFolderError(UserError):
 
 
 class Sample(NamedTuple):
-    """One sample: steps done, number of its prompt, file."""
+    """A sample: steps done, number of its prompt, file."""
 
     step: int
     number: int
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A saved LoRA's file, or a whole model's folder: path, bytes, metadata, what is wrong with it, "" for nothing."""
+    """A saved LoRA's file or a whole model's folder; `problem` is "" if it is sound."""
 
     path: Path
     nbytes: int
@@ -56,12 +56,12 @@ class Saved(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The run's name, with the step where it is not the final one."""
+        """The run's name, with the step unless final."""
         return self.path.name.removesuffix(".safetensors")
 
     @property
     def step(self) -> int | None:
-        """Steps done, where the file has them."""
+        """Steps done, if recorded in the file."""
         try:
             return int(json.loads(self.metadata["training_info"])["step"])
         except (KeyError, TypeError, ValueError):
@@ -69,11 +69,7 @@ class Saved(NamedTuple):
 
 
 class RunFolder:
-    """A run's folder. Each file is read once: for a run that is still going, make another.
-
-    Raises:
-        RunFolderError: it is not one; names runs inside it.
-    """
+    """A run's folder, read once per file: for a live run, make another. RunFolderError names runs inside a non-run."""
 
     def __init__(self, path: Path):
         _require_run(path)
@@ -91,41 +87,36 @@ class RunFolder:
         self.name = str(job.get("name") or path.resolve().name)
 
     def block(self, name: str) -> dict[str, Any]:
-        """A block of the process entry; empty where it is missing."""
+        """A block of the process entry, or {}."""
         block = self.process.get(name)
         return block if isinstance(block, dict) else {}
 
     def json(self, file: Path) -> dict[str, Any] | None:
-        """A JSON file of the run; None where it is missing, ValueError where it is damaged."""
+        """A JSON file of the run; None if missing, ValueError if damaged."""
         path = self.path / file
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
-        """Column of `coat/metrics.csv` → curve over steps, or the same of ai-toolkit's log; empty where there is none.
-
-        Raises:
-            OSError: a file cannot be read.
-            ValueError: it is damaged.
-        """
+        """Column of `coat/metrics.csv`, or of ai-toolkit's log, → curve over steps; OSError, ValueError if damaged."""
         own, theirs = self.path / METRICS_FILE, self.path / TOOLKIT_LOG
         return _columns(own) if own.exists() else _toolkit_log(theirs) if theirs.exists() else {}
 
     @cached_property
     def validation(self) -> Curve:
-        """Validation loss over steps; empty where there is none; errors as of `metrics`."""
+        """Validation loss over steps, perhaps empty; errors as of `metrics`."""
         path = self.path / VALIDATION_FILE
         return _columns(path).get("loss", []) if path.exists() else []
 
     def prompts(self) -> list[str]:
-        """Of the samples, in their order, with the trigger word filled in."""
+        """Prompts of the samples, in order, with the trigger word filled in."""
         sample, trigger = self.block("sample"), self.process.get("trigger_word")
         items = sample.get("samples") or [{"prompt": prompt} for prompt in sample.get("prompts") or []]
         prompts = [str(item.get("prompt", "")) if isinstance(item, dict) else str(item) for item in items]
         return [inject_trigger(prompt, str(trigger) if trigger else None, add_if_missing=False) for prompt in prompts]
 
     def samples(self) -> list[Sample]:
-        """By step and prompt, the newest of each."""
+        """Samples by step and prompt, the newest of each."""
         found: dict[tuple[int, int], Path] = {}
         for path in sorted((self.path / "samples").glob("*")):
             match = SAMPLE_NAME.fullmatch(path.name)
@@ -134,7 +125,7 @@ class RunFolder:
         return [Sample(step, number, path) for (step, number), path in sorted(found.items())]
 
     def saves(self) -> list[Saved]:
-        """Saved LoRAs, or of full fine-tuning whole models, the oldest first."""
+        """Saved LoRAs, or whole models, oldest first."""
         files = {path: [path] for path in self.path.glob("*.safetensors")}
         for folder in self.path.glob(f"*/{MODEL_PART}"):
             if shards := sorted(folder.glob("*.safetensors")):
@@ -150,7 +141,7 @@ class RunFolder:
         return found
 
     def guard(self) -> dict[str, Any] | None:
-        """Counters of the guard at the newest save; None where there is none, ValueError where it is damaged."""
+        """Guard counters at the newest save; None if missing, ValueError if damaged."""
         for state in sorted((self.path / "coat").glob("state-*"))[-1:]:
             for file in (state / "state.json", state / "aitk" / "state.json"):
                 if file.exists():
@@ -194,7 +185,7 @@ def _columns(path: Path) -> dict[str, Curve]:
 
 
 def _toolkit_log(path: Path) -> dict[str, Curve]:
-    """ai-toolkit's own: a table of (step, key, value) and one of wall times."""
+    """ai-toolkit's log: a table of (step, key, value) and one of wall times."""
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as log:
             values = log.execute("SELECT step, key, value_real FROM metrics WHERE value_real IS NOT NULL ORDER BY step")
@@ -211,7 +202,7 @@ def _toolkit_log(path: Path) -> dict[str, Curve]:
 
 
 def smoothed(curve: Sequence[tuple[float, float]]) -> Curve:
-    """Exponential moving average over about 2 % of the points, without the pull of its start; gaps are passed over."""
+    """Exponential moving average over about 2 % of the points, bias-corrected; gaps are skipped."""
     weight = 1 / max(1.0, len(curve) / SMOOTHING_SHARE)
     mean, total, found = 0.0, 0.0, []
     for step, value in curve:

@@ -1,7 +1,6 @@
-"""The style sheet of our pages: light and dark by the reader's own setting, readable from 320 pixels up.
+"""The style sheet of our pages: light and dark by the reader's setting, readable from 320 pixels up.
 
-Colours are variables, so that charts and verdicts follow the scheme as text does; each stands out from the page's
-background by at least 4.5 to 1 (charts: 3 to 1), which a test computes.
+Colours are variables that charts share; contrast is at least 4.5 to 1 (charts: 3 to 1), which a test computes.
 """
 
 from __future__ import annotations

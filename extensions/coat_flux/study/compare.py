@@ -41,9 +41,8 @@ def verify(
 ) -> Verdict:
     """Train with and without COAT from several seeds, and judge whether COAT loses anything; see `judgement`.
 
-    Run again on the same folder it resumes where it was interrupted, or adds the seeds that are missing. Writes
-    `verdict.json` and `report.html`. The first seed is the config's, the next the number after; `arm` is laid over the
-    `coat:` block of the COAT runs.
+    Resumes an interrupted comparison in its folder, or adds missing seeds. Writes `verdict.json` and `report.html`. The
+    first seed is the config's, the next ones follow; `arm` overrides the `coat:` block of the COAT runs.
 
     Raises:
         UserError: see `open_study` and `COATTrainer.train`. A COAT run that dies is a verdict, not an error.

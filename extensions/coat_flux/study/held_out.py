@@ -1,8 +1,7 @@
 """The photos that `verify` keeps out of training, and the loss on them.
 
-Their folders hold links to the user's files (copies where a file system has no hard links), so that each run is an
-ordinary run on an ordinary folder, and the user's own folder stays as it is. Every run of every arm repeats the same
-forwards with the same noise, so that differences between runs are free of the luck of the draw.
+Their folders hold hard links to the user's files (copies where there are none), so that each run is an ordinary run on
+an ordinary folder. Every run of every arm repeats the same forwards with the same noise: only training differs.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ def held_out_count(photos: int) -> int:
 def choose_held_out(photos: Sequence[Path], count: int | None) -> list[Path]:
     """Photos to hold out, evenly spread over the sorted list, so that every group of names is represented.
 
-    They are the same on every machine that has the same file names. A count of None is `held_out_count`.
-
-    Raises:
-        VerifyError: no photo would be left to train on.
+    The same on every machine with the same file names; `count` None is `held_out_count`. VerifyError if none is left.
     """
     distinct = list(dict.fromkeys(path.resolve() for path in photos))
     wanted = held_out_count(len(distinct)) if count is None else count
@@ -68,10 +64,9 @@ def choose_held_out(photos: Sequence[Path], count: int | None) -> list[Path]:
 
 
 def split_photos(entries: Sequence[Mapping[str, Any]], folder: Path, count: int | None) -> Split:
-    """Fill `folder`, which is emptied first, with links to the photos and captions of the datasets, split in two.
+    """Replace `folder` by links to the photos and captions of the datasets, split in two as by `choose_held_out`.
 
-    A photo that several datasets hold is held out of all, and validated on once; a dataset of which no photo is left is
-    not trained on. The count is that of `choose_held_out`.
+    A photo in several datasets is held out of all, and validated on once; a dataset left without photos is dropped.
     """
     photos = [find_images(Path(entry["folder_path"])) for entry in entries]
     chosen = choose_held_out([path for paths in photos for path in paths], count)
@@ -103,7 +98,7 @@ def _linked(photos: Sequence[Path], entry: Mapping[str, Any], place: Path) -> st
 
 
 def validation_entry(entries: Sequence[Mapping[str, Any]], folder: Path) -> Split:
-    """Train on all photos, validate on those of another folder, with the settings of the first dataset."""
+    """Train on all photos, validate on another folder's, with the settings of the first dataset."""
     if not folder.is_dir():
         raise VerifyError(f"--validation {folder}: there is no such folder; give one with images and captions")
     photos = find_images(folder)
@@ -121,11 +116,11 @@ class HeldOut(FixedNoise):
     """Encoded photos and their captions: latents (C, h, w), prompt_embeds (T, D), pooled (P), perhaps mask."""
 
     def batches(self, levels: int, at_once: Callable[[torch.Size], int] = _as_many_as_fit) -> Iterator[list[Point]]:
-        """`FixedNoise.batches`, by default as many at once as fit."""
+        """`FixedNoise.batches`, by default with as many at once as fit."""
         return super().batches(levels, at_once)
 
     def loss(self, transformer: nn.Module, levels: int, *, dtype: torch.dtype, device: torch.device) -> float:
-        """The mean loss over all forwards; see `validation.loss_of`."""
+        """Mean loss over all forwards; see `validation.loss_of`."""
         return loss_of(transformer, self, levels, _as_many_as_fit, dtype=dtype, device=device)
 
 

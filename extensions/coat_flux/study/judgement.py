@@ -1,9 +1,9 @@
 """Is a difference larger than luck? Paired runs, judged against what the seed alone does to bf16.
 
-Run i of both arms has the same seed, so that gap_i = loss_COAT,i - loss_bf16,i is free of most of what a seed does. The
+Run i of both arms has the same seed, so gap_i = loss_COAT,i - loss_bf16,i is free of most of the seed's effect. The
 mean gap has the confidence interval mean ± t · sd(gap) / sqrt(n), t the two-sided 95% quantile of Student's
 distribution with n - 1 degrees of freedom. It is compared with s, the standard deviation (n - 1) of bf16's losses over
-its seeds: a change that is sure to be smaller than what another seed does is not a loss that anyone could notice.
+its seeds: nobody could notice a change that is certainly smaller than that of another seed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ MAX_SEEDS = 50  # beyond this, more seeds are no advice
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the losses show; they are mean squared errors.
+    """The verdict on the losses, which are mean squared errors.
 
     Attributes:
         outcome: lossless, not lossless or undecided.
-        reason: why, one clause.
-        seeds: pairs of runs, n.
-        gap: mean of COAT's loss less bf16's.
-        low, high: the ends of the gap's 95% confidence interval.
+        gap: mean of COAT's loss less bf16's; `low`, `high` its 95% confidence interval.
         spread: s, bf16's standard deviation over seeds.
-        more_seeds: with so many seeds the same gaps would decide; None where it is decided or would take too many.
+        more_seeds: number of seeds at which the same gaps would decide; None if decided, or too many.
     """
 
     outcome: str
@@ -50,20 +47,18 @@ class Judgement:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in a sentence."""
         return f"{self.outcome}{'' if self.outcome == UNDECIDED else ' here'}: {self.reason}"
 
 
 def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = None, *, where: str = "") -> Judgement:
-    """Compare paired final losses.
+    """Compare paired final losses; `base` is the loss before training.
 
-    - *lossless*: the whole confidence interval of the mean gap is inside [-s, s];
-    - *not lossless*: it is wholly outside. On the lower side too: a run that learns less overfits less, so that a
-      held-out loss below bf16's is a difference, not a merit;
+    - *lossless*: the confidence interval of the mean gap is inside [-s, s];
+    - *not lossless*: it is wholly outside. On the lower side too: a run that learns less overfits less, so a held-out
+      loss below bf16's is a difference, not a merit;
     - *undecided*: it crosses an end of the band; or bf16 gives no measure: its seeds end equal (s = 0), or one of
-      its runs did not bring the loss below that of the model before training.
-
-    `base` is the loss of the model before training; `where` is put behind "held-out loss" in the sentence.
+      its runs did not improve on `base`.
 
     Raises:
         ValueError: fewer than two pairs, unequal numbers, or a bf16 loss that is not finite.
@@ -106,12 +101,11 @@ def judge(bf16: Sequence[float], coat: Sequence[float], base: float | None = Non
 
 
 def broken(reason: str, seeds: int) -> Judgement:
-    """COAT did not come to an end that could be compared."""
+    """COAT reached no end that could be compared."""
     return Judgement(NOT_LOSSLESS, reason, seeds, math.nan, math.nan, math.nan, math.nan)
 
 
 def _outcome(gap: float, half: float, spread: float) -> str:
-    """Whether gap ± half is inside ±spread, outside it or neither."""
     if abs(gap) + half <= spread:
         return LOSSLESS
     return NOT_LOSSLESS if abs(gap) - half > spread else UNDECIDED

@@ -1,13 +1,11 @@
 """Which settings of a sweep are best, by how much more than luck, and the page that shows it.
 
-A run's loss is its last on the photos held out of training, with the noise that is the same for all runs. The loss of
-settings is the mean over their seeds. How far luck moves a run, s, is the pooled standard deviation of runs that differ
-in the seed alone:
+A run's loss is its last on the held-out photos, with the same noise in all runs; that of settings is the mean over
+their seeds. Luck, s, is the pooled standard deviation of runs that differ in the seed alone:
 
     s² = sum over settings of sum_i (loss_i - mean)² / sum of (n - 1)
 
-Settings are as good as the best where their gap to it is at most 2 s · sqrt(1 / n + 1 / n_best). With one seed that is
-not known.
+Settings tie with the best where their gap to it is at most 2 s · sqrt(1 / n + 1 / n_best); with one seed, unknown.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ ONE_SEED = "With one seed, how much of a lead is luck is not known: --seeds 3 me
 
 @dataclass
 class Place:
-    """One combination of settings: its mean loss over finished seeds (NaN without one), its gap to the best.
+    """One combination of settings: mean loss over finished seeds (NaN without one), gap to the best.
 
     `tied`: luck alone could make the gap.
     """
@@ -59,18 +57,18 @@ class Place:
 
     @property
     def finished(self) -> list[Trial]:
-        """Seeds with a loss."""
+        """Trials with a loss."""
         return [trial for trial in self.trials if math.isfinite(trial.loss)]
 
     @property
     def lowest(self) -> tuple[float, float] | None:
-        """(step, loss) where the mean curve of finished seeds is lowest."""
+        """(step, loss) at the minimum of the mean curve of finished seeds."""
         mean = [(step, loss) for step, loss, _ in mean_curve([trial.curve for trial in self.finished])]
         return min(mean, key=lambda point: point[1], default=None)
 
 
 def rank(trials: Sequence[Trial]) -> tuple[list[Place], float | None]:
-    """All settings, the best first, those without a loss at the end; and s, None where seeds do not show it."""
+    """All settings, best first, those without a loss last; and s, None where seeds do not show it."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(repr(dict(trial.settings)), []).append(trial)
@@ -92,7 +90,7 @@ def rank(trials: Sequence[Trial]) -> tuple[list[Place], float | None]:
 
 
 def ranking_rows(places: Sequence[Place], spread: float | None) -> list[list[str]]:
-    """A header, and a row for each combination of settings, the best first."""
+    """A header, and a row per combination of settings, best first."""
     keys, seeds = varied(places), len(places[0].trials)
     rows = [["place", *keys.values(), "held-out loss", "above the best", "more than luck", "lowest", "s/step"]]
     rows[0] += ([f"of {seeds} seeds"] if seeds > 1 else []) + ["state"]
@@ -121,19 +119,19 @@ def _state(place: Place) -> str:
 
 
 def varied(places: Sequence[Place]) -> dict[str, str]:
-    """Key → its short name, of those that have several values; of all where none has."""
+    """Key → short name, of keys with several values; of all if there are none."""
     short = short_keys(places[0].settings)
     several = {key: short[key] for key in short if len({value_text(place.settings[key]) for place in places}) > 1}
     return several or short
 
 
 def words_of(place: Place, keys: Mapping[str, str]) -> str:
-    """Settings as one would say them, `lr 0.0001, linear 8`."""
+    """Settings in words: `lr 0.0001, linear 8`."""
     return ", ".join(f"{short} {value_text(place.settings[key])}" for key, short in keys.items())
 
 
 def sentence_of(places: Sequence[Place], spread: float | None, total: int) -> tuple[str, Tone]:
-    """The ranking in one sentence, and how good the news is; `total` trials there will be."""
+    """The ranking in one sentence, and its tone; `total` is the planned number of trials."""
     best = places[0]
     left = total - sum(trial.state == FINISHED for place in places for trial in place.trials)
     rest = f"; {left} of {total} trials are not finished" if left else ""
@@ -150,7 +148,7 @@ def sentence_of(places: Sequence[Place], spread: float | None, total: int) -> tu
 
 
 def noise_text(spread: float | None) -> str:
-    """Where the noise comes from, and what it decides."""
+    """The source of the noise, and what it decides."""
     if spread is None:
         return ONE_SEED
     return (
@@ -203,7 +201,6 @@ def write_sweep_page(sweep: Sweep) -> Path:
 
 
 def _show_samples(page: Page, places: Sequence[Place], folder: Path, job: JobConfig) -> None:
-    """The last samples of the best settings, their first seeds side by side."""
     newest: dict[str, dict[int, Path]] = {}
     for place in places[:PICTURED]:
         for trial in place.finished[:1]:

@@ -50,12 +50,10 @@ class Verdict:
     """The verdict of a comparison.
 
     Attributes:
-        judgement: the worse of both below: outcome, gap, interval, spread.
+        judgement: the worse of `in_bf16` (LoRAs in the bf16 model) and `in_own` (each run in its own precision).
         runs: bf16 and COAT of each seed, in order.
         scores: of the final LoRAs in the bf16 model; None where a COAT run died.
         weights: inner products of weight changes by layer, "" for all; empty where a COAT run died.
-        notes: further lines for the reader.
-        in_bf16, in_own: judged by the LoRAs in the bf16 model, and by each run's loss in its own precision.
     """
 
     judgement: Judgement
@@ -69,12 +67,12 @@ class Verdict:
 
     @property
     def lossless(self) -> bool:
-        """The outcome is `lossless`."""
+        """Whether the outcome is `lossless`."""
         return self.judgement.outcome == LOSSLESS
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in a sentence."""
         return self.judgement.sentence
 
     @property
@@ -92,11 +90,11 @@ class Verdict:
         return [run for run in self.runs if run.arm == name]
 
     def pairs(self) -> list[tuple[ArmResult, ArmResult]]:
-        """(bf16, COAT) of every seed whose runs both ended."""
+        """(bf16, COAT) of every seed with both runs finished."""
         return list(zip(self.arm(ARM_BF16), self.arm(ARM_COAT), strict=False))
 
     def cosines(self, gram: Gram) -> tuple[float | None, float | None]:
-        """Mean cosines of (bf16, COAT) pairs, and of bf16 seeds with each other."""
+        """Mean cosines of (bf16, COAT) pairs, and between bf16 seeds."""
         pairs = [(bf16.name, coat.name) for bf16, coat in self.pairs()]
         seeds = [run.name for run in self.arm(ARM_BF16)]
         return mean_cosine(gram, pairs), mean_cosine(gram, combinations(seeds, 2))
@@ -107,7 +105,7 @@ class Verdict:
         return {name: self.cosines(gram) for name, gram in self.weights.items() if name}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain values; losses are mean squared errors, numbers that are not finite are null."""
+        """Plain values; losses are mean squared errors, nonfinite numbers are null."""
         kinds = ("bf16_and_coat", "bf16_seeds")
         cosines, losses, base = {}, {}, None
         if self.scores is not None:
@@ -142,7 +140,7 @@ def _plain(value: Any) -> Any:
 
 
 def mean_curve(curves: Sequence[Curve]) -> list[tuple[float, float, float]]:
-    """(x, mean, standard deviation) of curves over the same x, as far as the shortest goes."""
+    """(x, mean, standard deviation) of curves over the same x, up to the end of the shortest."""
     points = []
     for together in zip(*curves, strict=False):
         values = [value for _, value in together]

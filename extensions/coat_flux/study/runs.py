@@ -1,9 +1,8 @@
-"""The runs of a comparison: their jobs, which differ in the arm and the seed alone, and the result of a finished one.
+"""The runs of a comparison: their jobs, which differ in arm and seed alone, and the results of finished ones.
 
-An *arm* is a block that is laid over the config's own `coat:` block: `{}` is the config as it is, `BF16` the run
-without COAT, `{"optimizer": {"m1_format": "e5m2"}}` one option changed. The trainer draws everything at random (LoRA
-start, noise, timesteps, order, caption dropout) from the seed and the number of the draw, so runs of one seed meet the
-same in all arms.
+An *arm* overrides options of the config's `coat:` block: `{}` is the config itself, `BF16` the run without COAT,
+`{"optimizer": {"m1_format": "e5m2"}}` changes one option. All random draws (LoRA start, noise, timesteps, order,
+caption dropout) depend on the seed and the number of the draw, so runs of one seed get the same in all arms.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ OPTIMIZER_KEYS = tuple(field.name for field in fields(OptimizerOptions))
 
 
 class VerifyError(UserError, RuntimeError):
-    """Runs cannot be compared as asked, or a folder holds those of another comparison."""
+    """Runs cannot be compared as requested, or a folder belongs to another comparison."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class ArmResult:
         curve: (step, held-out loss) in the run's own precision, by `Settings.curve_sigmas`.
         final_own: held-out loss at the end in the run's own precision, by `Settings.final_sigmas`.
         seconds: of all optimizer steps, without validation.
-        peak_bytes: most device memory of a training step; None where it was not measured.
+        peak_bytes: most device memory of a training step; None if not measured.
         samples: images of the last step, in the order of the prompts.
     """
 
@@ -65,7 +64,7 @@ class ArmResult:
 
     @property
     def name(self) -> str:
-        """Of the run and its folder."""
+        """Name of the run and its folder."""
         return run_name(self.arm, self.seed)
 
 
@@ -77,8 +76,8 @@ def run_name(arm_name: str, seed: int) -> str:
 def bf16_arm(job: JobConfig) -> Arm:
     """The arm that a job's COAT runs are compared with.
 
-    In full fine-tuning that is the config's own optimizer with fp32 moments. AdamW would round the weights to nearest
-    and lose most updates of bf16 weights, which has more effect on a run than FP8 has (RESULTS.md).
+    In full fine-tuning the config's own optimizer, with fp32 moments: AdamW, rounding to nearest, would lose most
+    updates of bf16 weights, which affects a run more than FP8 does (RESULTS.md).
     """
     return NOTHING_IN_FP8 if job.full and job.train.optimizer == COAT_OPTIMIZER else BF16
 
@@ -93,10 +92,10 @@ def prepare_job(
     steps: int | None = None,
     datasets: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """One run of an arm, as a job that any command takes.
+    """One run of an arm, as a job that any command accepts.
 
     Samples are drawn at the end only, one checkpoint is kept. Without COAT the optimizer is AdamW with the same lr,
-    betas, eps and weight decay, and the model is not quantized. `steps` and `datasets` take the place of the job's own.
+    betas, eps and weight decay, and the model is not quantized. `steps` and `datasets` override the job's.
 
     Raises:
         ConfigError: the arm's options contradict each other or the job.
@@ -128,7 +127,7 @@ def prepare_job(
 
 
 def _laid_over(block: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
-    """The block with the arm's options; what only shapes FP8 goes with weights or activations that leave it."""
+    """The block with the arm's options, without FP8 options that no longer apply."""
     merged = dict(block)
     for key, value in arm.items():
         if not isinstance(value, Mapping):
@@ -168,7 +167,7 @@ def read_result(folder: Path, arm_name: str, seed: int, steps: int) -> ArmResult
 
 
 def require_same_job(run: Path, job: Mapping[str, Any]) -> None:
-    """Refuse to continue in a run's folder whose saved config is another; VerifyError."""
+    """VerifyError if a run's folder has another saved config."""
     path = run / "config.yaml"
     if path.exists():
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -176,7 +175,7 @@ def require_same_job(run: Path, job: Mapping[str, Any]) -> None:
 
 
 def require_same(saved: Any, now: Any, path: Path, problem: str, folder: Path) -> None:
-    """Refuse to continue in `folder` where what `path` has saved differs; VerifyError, names the first key."""
+    """VerifyError, naming the first key, where what `path` has saved differs."""
     differing = list(_differences("", saved, now))
     if differing:
         key, old, new = differing[0]

@@ -1,9 +1,7 @@
-"""The final LoRAs in the bf16 model, which is where other programs load them: their loss, and how alike they are.
+"""The final LoRAs in the bf16 model, where other programs load them: their loss, and their similarity.
 
-Of full fine-tuning, the final models themselves in bf16, and how alike their changes of the weights are.
-
-A cosine means nothing by itself: LoRAs of two bf16 runs that differ in their seed alone are far from parallel. So every
-cosine of a (bf16, COAT) pair is compared with that of two bf16 seeds.
+After full fine-tuning, the final models in bf16, and the similarity of their weight changes. LoRAs of two bf16 runs
+that differ in the seed alone are far from parallel, so the cosine of a (bf16, COAT) pair is compared with theirs.
 
 The change of a layer is B · A, N × K numbers, 9 million in a square linear of FLUX. Inner products need only r × r:
 
@@ -42,14 +40,14 @@ class Gram:
         self.names, self.products = list(names), products
 
     def cosine(self, a: str, b: str) -> float | None:
-        """Of runs a and b; None where one of them is zero."""
+        """Cosine of runs a and b; None if one is zero."""
         i, j = self.names.index(a), self.names.index(b)
         norms = (self.products[i, i] * self.products[j, j]).sqrt().item()
         return self.products[i, j].item() / norms if norms > 0 else None
 
 
 def mean_cosine(gram: Gram, pairs: Iterable[tuple[str, str]]) -> float | None:
-    """The mean cosine of pairs of runs; None where none of them has one."""
+    """The mean cosine of pairs of runs; None if no pair has one."""
     cosines = [gram.cosine(a, b) for a, b in pairs]
     known = [cosine for cosine in cosines if cosine is not None]
     return fmean(known) if known else None
@@ -57,13 +55,9 @@ def mean_cosine(gram: Gram, pairs: Iterable[tuple[str, str]]) -> float | None:
 
 @dataclass(frozen=True)
 class Scores:
-    """Losses and outputs on the held-out photos in the bf16 model.
+    """Losses by run (`base` without a LoRA) and outputs on the held-out photos in the bf16 model.
 
-    Attributes:
-        base: loss without a LoRA.
-        losses: run → loss.
-        outputs: inner products of the predicted velocities.
-        changes: of what each LoRA adds to the prediction without one.
+    `outputs` are inner products of predicted velocities, `changes` of their differences from `base`'s.
     """
 
     base: float
@@ -82,7 +76,7 @@ def score_loras(
     sigmas: int = 8,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Load each LoRA into one high precision model, or each model, and run it on the held-out photos.
+    """Load each LoRA into one high precision model, or each whole model, and run it on the held-out photos.
 
     Raises:
         ResumeError: a LoRA does not fit the job's network.
@@ -140,14 +134,14 @@ def _with_loras(
 def _models(
     job: JobConfig, folders: Mapping[str, Path], dtype: torch.dtype, device: torch.device
 ) -> list[Callable[[], nn.Module]]:
-    """Functions that return the model that all runs started from, then each run's."""
+    """Functions that return the model all runs started from, then each run's."""
     places = (job.model.name_or_path, *map(str, folders.values()))
     models = [load_transformer(place, dtype, device=device) for place in places]
     return [functools.partial(lambda model: model, model) for model in models]
 
 
 def model_grams(base: str, folders: Mapping[str, Path]) -> dict[str, Gram]:
-    """As `weight_grams`, of whole models that were trained from `base`."""
+    """`weight_grams` of whole models trained from `base`."""
     sources = [base_weights(place) for place in (base, *map(str, folders.values()))]
     grams: dict[str, Gram] = {}
     for name in sources[0].places:
@@ -159,11 +153,7 @@ def model_grams(base: str, folders: Mapping[str, Path]) -> dict[str, Gram]:
 
 
 def weight_grams(loras: Mapping[str, Path]) -> dict[str, Gram]:
-    """Inner products of the weight changes: layer → Gram, and under "" that of all layers together.
-
-    Args:
-        loras: run → LoRA file, all with the same layers.
-    """
+    """Inner products of weight changes of LoRAs with the same layers: layer → Gram, "" for all layers together."""
     files = {name: load_file(path) for name, path in loras.items()}
     layers = sorted(key.removesuffix(DOWN) for key in next(iter(files.values())) if key.endswith(DOWN))
     grams = {}

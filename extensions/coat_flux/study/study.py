@@ -1,12 +1,11 @@
-"""A comparison under way: runs of several arms and seeds on the same photos, in one folder.
+"""A comparison in progress: runs of several arms and seeds on the same photos, in one folder.
 
     <training_folder>/<name>_verify/
-        study.json                what the comparison is of; another one is refused here
+        study.json                what is compared; another comparison is refused here
         photos/train, held_out    links to the user's photos and captions
         bf16_seed42/, coat_seed42/ …   ordinary run folders
 
-Started again, finished runs are taken as they are, others resume from their newest save. The losses of a run are part
-of its saves, so they are as exact as the resume.
+When restarted, finished runs are reused and others resume from their newest save, which holds their losses so far.
 """
 
 from __future__ import annotations
@@ -57,15 +56,14 @@ LEAN = "train.gradient_checkpointing: true and train.cache_text_embeddings: true
 
 @dataclass(frozen=True)
 class Settings:
-    """How a comparison is made.
+    """How to run a comparison.
 
     Attributes:
-        steps: optimizer steps of each run; None: the config's.
+        steps: optimizer steps; None: the config's.
         hold_out: photos kept out of training; None: a tenth.
         validation: a folder of other photos instead; then none is held out.
-        every: steps from one point of the loss curves to the next; None: a twentieth of the run.
-        curve_sigmas: noise levels per photo of a point of the curve.
-        final_sigmas: of the final losses.
+        every: steps between points of the loss curves; None: a twentieth of the run.
+        curve_sigmas: noise levels per photo of a point of the curve; `final_sigmas`: of the final losses.
     """
 
     steps: int | None = None
@@ -78,7 +76,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Study:
-    """A comparison that is open; made by `open_study`, with every default of the settings filled in."""
+    """An open comparison, made by `open_study`, with every default of the settings filled in."""
 
     job: JobConfig
     folder: Path
@@ -89,7 +87,7 @@ class Study:
 
     @property
     def steps(self) -> int:
-        """Of each run."""
+        """Steps of each run."""
         assert self.settings.steps is not None
         return self.settings.steps
 
@@ -108,18 +106,18 @@ class Study:
     def train_arm(
         self, arm_name: str, arm: Arm, seed: int, *, on_step: Callable[[int], None] | None = None
     ) -> ArmResult:
-        """Run, resume, or take as it is, one run.
+        """Run or resume one run, or reuse it if finished.
 
         Raises:
-            VerifyError: the run's folder holds a run of other settings.
-            UserError: whatever `COATTrainer.train` raises.
+            VerifyError: the run's folder has a run of other settings.
+            UserError: from `COATTrainer.train`.
         """
         raw = self.prepare(arm_name, arm, seed)
         run = self.folder / run_name(arm_name, seed)
         require_same_job(run, raw)
 
         def observe(session: Session) -> None:
-            """Measure the held-out loss at intervals, into the run's record: curve and, at the end, final."""
+            """Record the held-out loss: the curve at intervals and, at the end, the final loss."""
             step, settings = session.step, self.settings
             if on_step is not None:
                 on_step(step)
@@ -143,7 +141,7 @@ class Study:
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """Restore what a run sets for the whole process, and give its memory back, before the next one."""
+    """Restore process-wide settings after a run, and free its memory."""
     precision = torch.get_float32_matmul_precision()
     try:
         yield
@@ -166,8 +164,8 @@ def open_study(
     """Check a config, split its photos and encode those held out.
 
     Raises:
-        UserError: the config has no COAT to compare, the photos cannot be split, the bf16 run does not fit the GPU, the
-            folder holds another comparison, or the photos cannot be encoded.
+        UserError: the config has no COAT to compare, the photos cannot be split or encoded, the bf16 run does not fit
+            the GPU, or the folder has another comparison.
     """
     job = config if isinstance(config, JobConfig) else JobConfig.load(config)
     require_packages(job)
@@ -202,11 +200,7 @@ def _device_of(job: JobConfig) -> torch.device:
 
 
 def require_room(bf16: JobConfig, device: torch.device, memory_bytes: float | None = None) -> None:
-    """Refuse a bf16 run that the plan finds too large for the GPU: known before the first hour, not after it.
-
-    Raises:
-        VerifyError: names what it needs, what there is, and what to do.
-    """
+    """VerifyError, with the memory needed and remedies, if the plan finds the bf16 run too large for the GPU."""
     if device.type != "cuda":
         return
     if memory_bytes is None:
@@ -232,7 +226,7 @@ def require_room(bf16: JobConfig, device: torch.device, memory_bytes: float | No
 
 
 def _split(job: JobConfig, settings: Settings, folder: Path) -> Split:
-    """The split of the study in `folder`, which must be of the same comparison, or a new one."""
+    """The split saved in `folder`, which must be of the same comparison, or a new one."""
     entries = [dict(entry) for entry in job.raw["config"]["process"][0]["datasets"]]
     asked, folders = asdict(settings), list(entries)
     if settings.validation is not None:

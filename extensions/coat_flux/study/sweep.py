@@ -1,16 +1,15 @@
-"""`coat-flux sweep`: combinations of values that Optuna chooses, trained as ordinary runs, several at a time.
+"""`coat-flux sweep`: combinations of values chosen by Optuna, trained as ordinary runs, several at a time.
 
     <training_folder>/<name>_sweep/
         trials.journal                  Optuna's storage: the combinations so far, and their losses
-        report.html                     the ranking and the curves, written again after each trial
+        report.html                     the ranking and the curves, rewritten after each trial
         lr0.0001_linear8_seed42.yaml    the config of a trial
-        lr0.0001_linear8_seed42.log     what its `coat-flux train` printed
+        lr0.0001_linear8_seed42.log     the output of its `coat-flux train`
         lr0.0001_linear8_seed42/ …      its run folder
 
-A trial differs from the config in the keys of `--set`, in its seed, and in what every trial has alike: photos held out
-of training by name, so that no seed changes what is measured, samples at its end, and one checkpoint. A sweep that is
-started again takes finished trials as they are and starts the others, which resume by themselves. A trial that outlived
-a killed sweep is waited for.
+A trial differs from the config in the keys of `--set`, its seed, and what all trials share: photos held out by name, so
+that no seed changes them, samples at its end, and one checkpoint. A restarted sweep reuses finished trials, resumes the
+others, and waits for a trial that outlived a killed sweep.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ LOG_TAIL = 40  # lines in which the reason of a failure is looked for
 
 
 class SweepError(UserError, ValueError):
-    """A sweep cannot be made as asked."""
+    """A sweep cannot be run as requested."""
 
 
 class Axis(NamedTuple):
@@ -96,10 +95,10 @@ class Axis(NamedTuple):
 
 
 def find_axis(text: str) -> Axis:
-    """Read `KEY=VALUE,VALUE`; values are YAML's, `[512, 768]` is one of them.
+    """Parse `KEY=VALUE,VALUE`; values are YAML's, `[512, 768]` is one of them.
 
     Raises:
-        SweepError: it has not that form, or the key cannot be tried.
+        SweepError: malformed, or the key cannot be varied.
         ConfigError: the values are not YAML.
     """
     key, _, values = (part.strip() for part in text.partition("="))
@@ -114,7 +113,7 @@ def find_axis(text: str) -> Axis:
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Key → its last part, where no other key ends like it."""
+    """Key → its last part, if unique."""
     last = {key: key.rpartition(".")[2] for key in keys}
     count = Counter(last.values())
     return {key: leaf if count[leaf] == 1 else key for key, leaf in last.items()}
@@ -131,8 +130,8 @@ def value_text(value: Any) -> str:
 class Trial:
     """One run of a sweep, and its results so far.
 
-    `settings` are the values by key, `job` is as it is saved, every `${VARIABLE}` unexpanded; `curve` has (step,
-    held-out loss), `seconds` is the median per step, `message` why it failed.
+    `job` is as saved, every `${VARIABLE}` unexpanded; `curve` has (step, held-out loss), `seconds` is the median per
+    step, `message` why it failed.
     """
 
     name: str
@@ -147,11 +146,11 @@ class Trial:
 
     @property
     def loss(self) -> float:
-        """The last one; NaN before the end."""
+        """The final one; NaN before the end."""
         return self.curve[-1][1] if self.state == FINISHED and self.curve else math.nan
 
     def read(self, folder: Path, failure: str = "") -> None:
-        """Take the results from its run in the sweep's folder; `failure` is why it ended, where it did not well."""
+        """Read the results of its run in the sweep's folder; `failure` is the reason of a failure."""
         self.state, self.message = (FAILED, failure) if failure else (OPEN, "")
         try:
             run = RunFolder(folder / self.name)
@@ -176,14 +175,13 @@ class Trial:
 
 
 class Sweep:
-    """One sweep.
+    """One sweep, of at most `most` combinations (None: all), `total` of which will run.
 
-    `most` combinations are tried, None tries all. With `tpe`, Optuna's TPE sampler chooses them by the losses so far;
-    else they come in random order, none twice. `trials` are of those chosen so far, `total` is how many there will be.
+    With `tpe`, Optuna's TPE sampler chooses them by the losses so far; else the order is random, without repetition.
 
     Raises:
         SweepError: a key is given twice, a value has no place in the config, or Optuna is not installed.
-        ConfigError: everything that is wrong with the config, a value or the photos, as `coat-flux check` says it.
+        ConfigError: all problems of the config, a value or the photos, as `coat-flux check` prints them.
         DatasetError: the photos to hold out cannot be chosen.
     """
 
@@ -217,14 +215,14 @@ class Sweep:
         self._check_values(axes)
 
     def run(self, *, jobs: int, log: Callable[[str], None], on_result: Callable[[], None]) -> list[Trial]:
-        """Train what is not finished, `jobs` runs at a time; a run that fails does not stop the others.
+        """Train unfinished trials, `jobs` at a time; one that fails does not stop the others.
 
         `on_result` is called at the start and after each trial.
 
         Raises:
-            VerifyError: a trial's folder holds a run of other settings.
+            VerifyError: a trial's folder has a run of other settings.
             ResumeError: another sweep is at work in the folder.
-            KeyboardInterrupt: each run under way was saved.
+            KeyboardInterrupt: each current run was saved.
         """
         with run_lock(self.folder):
             provide_embedded(self.job.model.name_or_path)
@@ -254,7 +252,7 @@ class Sweep:
     # -- which trials --------------------------------------------------------------------------------------------------
 
     def _check_values(self, axes: Sequence[Axis]) -> None:
-        """Check every value beside the first ones of the other keys, before any trial starts."""
+        """Check every value with the first ones of the other keys, before any trial starts."""
         first = {axis.key: axis.values[0] for axis in axes}
         lines: dict[str, None] = {}
         for axis in axes:
@@ -274,13 +272,13 @@ class Sweep:
         return [item.line() for item in check(raw, file=self.job.file) if item.severity == "error"]
 
     def _open_study(self) -> Any:
-        """Optuna's study of these keys and values; with other values it is another one, and finds the same runs."""
+        """Optuna's study of these keys and values; other values make another one, which finds the same runs."""
         optuna, path = self._optuna, str(self.folder / "trials.journal")
         space = {key: list(values) for key, values in self._values.items()}
 
         class Grid(optuna.samplers.GridSampler):  # type: ignore[misc]
             def after_trial(self, *_: Any) -> None:
-                """Nothing: it would stop Optuna's own loop, which there is none of."""
+                """Do nothing: it would stop Optuna's own loop, which is not used."""
 
         sampler = Grid(space, seed=SAMPLER_SEED)
         if self._tpe:
@@ -295,7 +293,7 @@ class Sweep:
         )
 
     def _next(self, study: Any, waiting: list[Trial]) -> Trial | None:
-        """A trial that nobody trains; once none waits, of the next combination."""
+        """An untrained trial, of the next combination if none waits."""
         with self._lock:
             distribution = self._optuna.distributions.CategoricalDistribution
             while not waiting and len(study.trials) < self._most:
@@ -305,7 +303,7 @@ class Sweep:
             return waiting.pop(0) if waiting else None
 
     def _add(self, params: Mapping[str, str]) -> list[Trial]:
-        """The runs of a combination, as they are now; none where TPE has chosen it before."""
+        """The runs of a combination with their current state; none if TPE has chosen it before."""
         settings = {key: values[params[key]] for key, values in self._values.items()}
         if any(trial.settings == settings for trial in self.trials):
             return []
@@ -325,7 +323,7 @@ class Sweep:
         return added
 
     def _tell(self, study: Any) -> None:
-        """Tell Optuna the mean losses of combinations whose seeds have all ended."""
+        """Report to Optuna the mean losses of combinations whose seeds have all ended."""
         for chosen in study.trials:
             settings = {key: values[chosen.params[key]] for key, values in self._values.items()}
             trials = [trial for trial in self.trials if trial.settings == settings]
@@ -335,7 +333,7 @@ class Sweep:
                 study.tell(chosen.number, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
     def _change(self, process: dict[str, Any], settings: Mapping[str, Any], seed: int) -> int:
-        """Make a process entry that of a trial; returns its steps."""
+        """Turn a process entry into that of a trial; returns its steps."""
         for key in ("name", "log_dir"):
             process.pop(key, None)
         process.update(training_folder=str(self.folder), training_seed=seed)
@@ -366,7 +364,7 @@ class Sweep:
         log: Callable[[str], None],
         on_result: Callable[[], None],
     ) -> None:
-        """Train one trial after the other; one of `jobs` threads."""
+        """Train waiting trials in turn; one of `jobs` threads."""
         while not interrupts.asked and (trial := self._next(study, waiting)) is not None:
             code = self._train(trial, jobs, interrupts, log)
             failed = code != 0 and not interrupts.asked
@@ -378,7 +376,7 @@ class Sweep:
                 on_result()
 
     def _train(self, trial: Trial, jobs: int, interrupts: Interrupts, log: Callable[[str], None]) -> int:
-        """Run `coat-flux train`, which an interrupt is passed on to; returns its exit code."""
+        """Run `coat-flux train`, passing on interrupts; returns its exit code."""
         run, config = self.folder / trial.name, self.folder / f"{trial.name}.yaml"
         if _is_taken(run):
             log(f"{trial.name}: still trains in a process of an earlier sweep, which is waited for")
@@ -423,7 +421,7 @@ def _import_optuna() -> Any:
 
 
 def _hold_out(job: JobConfig) -> list[str]:
-    """Photos by name: as many as the config says, else a tenth, as `verify` holds out."""
+    """Names of held-out photos: as many as configured, else a tenth, as `verify` does."""
     folders = [Path(entry.folder_path) for entry in job.datasets]
     photos = {path.resolve() for folder in folders for path in find_images(folder)}
     chosen = choose_hold_out(folders, job.validation.hold_out or held_out_count(len(photos)), job.training_seed)
@@ -437,7 +435,7 @@ def _word(value: Any) -> str:
 
 
 def _set_value(process: Any, key: str, value: Any) -> None:
-    """Set a key of a block; blocks that are not there are made."""
+    """Set a key of a block, creating blocks as needed."""
     *parents, leaf = [int(step[1:-1]) if step[0] == "[" else step for step in re.findall(r"\[\d+\]|[^.\[\]]+", key)]
     block = process
     try:

@@ -1,15 +1,13 @@
 """Observes every cast to FP8 while it happens: a dispatch mode around one step.
 
-Operators declare what they cast (`coat_core.casts`): values and codes are compared on the device, on evenly spaced rows
-(`measure_cast`), and one read-back at the end fetches all results. Nothing is kept alive but a few numbers per cast,
-and nothing changes: the operators run as they would without it. CUDA's backward thread inherits its caller's mode.
+Operators declare what they cast (`coat_core.casts`). Values and codes are compared on the device, on evenly spaced rows
+(`measure_cast`), and read back once at the end. Results do not change. CUDA's backward thread inherits the mode.
 
-A product declares which layer reads codes, by its weight, and in which pass. Codes that no product reads count as saved
-for backward: so do GEMM inputs with 1×G groups, which only CPUs multiply as FP8. Their block is that of the linear that
-ran last.
+A product declares, by its weight, which layer reads the codes and in which pass. Codes that no product reads count as
+saved for backward, in the block of the linear that ran last; so do GEMM inputs with 1×G groups, FP8 only on CPUs.
 
-AdamW's moments are measured around its step: what the update makes of them in fp32, and what comes back from 8 bits.
-The operator changes them in place, so a sample of blocks is read before it, and updated once more.
+AdamW's moments are measured around its step: the fp32 update against what comes back from 8 bits. The operator works in
+place, so a sample of blocks is copied before it and updated once more.
 """
 
 from __future__ import annotations
@@ -59,14 +57,9 @@ REMEDIES = {
 
 
 class ObservedCast:
-    """One cast.
+    """One cast: `kind` is a key of `NAMES`, `where` the first layer that reads it, or the parameter ("": unknown).
 
-    Attributes:
-        kind: a key of `NAMES`.
-        where: for messages: the first layer that reads it, or the parameter; "" where it is not known.
-        layers: all layers that read it.
-        block: where it was cast.
-        measures: its losses; on the device until `CastProbe.read`.
+    `measures` stay on the device until `CastProbe.read`.
     """
 
     def __init__(self, kind: str, measures: Any, elements: int, where: str = "", block: str = "") -> None:
@@ -76,17 +69,15 @@ class ObservedCast:
 
 
 class CastPrecision(NamedTuple):
-    """The losses of the casts of one kind in one layer in one step.
+    """Losses of the casts of one kind in one layer in one step.
 
     Attributes:
-        step: the number of the step, from 1; 0 for weights.
-        layer: full name of the linear, as `activation.exclude` matches it; of its block for what is saved.
-        kind: of the tensors.
-        sqnr_db: local SQNR (`blocks.cast_loss`); inf where the cast was exact, nan where all values were zero.
+        step: from 1; 0 for weights.
+        layer: full name of the linear, as `activation.exclude` matches it; the block's for saved activations.
+        sqnr_db: local SQNR (`blocks.cast_loss`); inf for exact casts, nan where all values were zero.
         underflow: share of nonzero elements that became zero.
         saturation: share of elements beyond the largest code.
-        range_used: share of the format's octaves asked for; nan where that says nothing.
-        elements: in all casts together.
+        range_used: share of the format's octaves needed; nan where undefined.
     """
 
     step: int
@@ -100,7 +91,7 @@ class CastPrecision(NamedTuple):
 
 
 class _Weight(NamedTuple):
-    """A layer's frozen FP8 weight, its transposed copy, or a trained weight or its codes, wherever it is now."""
+    """A frozen FP8 weight, its transposed copy, or a trained weight or its codes, at its current address."""
 
     layer: str
     tensor: Callable[[], Tensor | None]
@@ -132,7 +123,6 @@ class CastProbe(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, and measure what it declares to have cast."""
         kwargs = kwargs or {}
         declare = declarations.get(func.name())
         if declare is None:
@@ -155,7 +145,7 @@ class CastProbe(TorchDispatchMode):
         return out
 
     def read(self) -> list[ObservedCast]:
-        """All casts of the step but those of trained weights, with `Measures`, read back from the device at once."""
+        """All casts of the step except those of trained weights, with `Measures`, in one read-back."""
         casts = [cast for cast in self._casts if cast.kind != TRAINED_WEIGHT]
         if casts and not self._is_read:
             for cast, numbers in zip(casts, torch.stack([cast.measures for cast in casts]).tolist(), strict=True):
@@ -164,7 +154,7 @@ class CastProbe(TorchDispatchMode):
         return casts
 
     def rows(self, step: int) -> list[CastPrecision]:
-        """The same by layer: `rows_of`."""
+        """`read` by layer: `rows_of`."""
         return rows_of(step, self.read())
 
     def _add(self, cast: Cast) -> None:
@@ -182,7 +172,6 @@ class CastProbe(TorchDispatchMode):
         self._decoded.pop(_address(cast.codes), None)
 
     def _add_reader(self, product: Product) -> None:
-        """Take from a product which layers read the codes, and as what."""
         address = _address(product.weight)
         decoded = self._decoded.get(address)
         layers = self._layers_of(product.weight if decoded is None else decoded)
@@ -201,10 +190,7 @@ class CastProbe(TorchDispatchMode):
             self._block = ".".join(layers[0].split(".")[:2])
 
     def _layers_of(self, codes: Tensor) -> tuple[str, ...]:
-        """Layers whose weights these codes are now: a run's first forward pass joins weights, in other memory.
-
-        One storage may hold the codes of a whole block, and those of other blocks at other times.
-        """
+        """Layers whose weights these codes are now: the first forward pass joins weights, blocks may share storage."""
         address, start = _address(codes), codes.data_ptr()
         weights = self._layers.get(address, [])
         if self._model is not None and not (weights and all(weight.is_at(address) for weight in weights)):
@@ -227,7 +213,7 @@ class CastProbe(TorchDispatchMode):
 
 
 class _MomentSample:
-    """A sample of the blocks of both moments; made before the operator changes them. Each block is a segment."""
+    """Sampled blocks of both moments, copied before the operator changes them. Each block is a segment."""
 
     def __init__(self, update: MomentUpdate) -> None:
         self._moments = Moment(*update.exp_avg), Moment(*update.exp_avg_sq)
@@ -252,7 +238,7 @@ class _MomentSample:
         adamw_update_(torch.zeros_like(grad), grad, *self._expected, Hyper(*update.hyper))
 
     def measure(self) -> Tensor:
-        """Return fp32 [2 moments, parameters, 2], noise and range used as in `Measures`; call it after the step."""
+        """Noise and range used after the step, as in `Measures`: fp32 [2 moments, parameters, 2]."""
         measured = []
         for moment, expected, got in zip(self._moments, self._expected, self._read(), strict=True):
             # relative to the block's largest: squares of small moments would be zero in fp32
@@ -273,7 +259,7 @@ class _MomentSample:
         return read_moments(*taken, slice(None))
 
     def _mean(self, per_block: Tensor) -> Tensor:
-        """Mean over the blocks of each parameter, of those that are not nan; [blocks] to [parameters]."""
+        """Mean per parameter over blocks that are not nan: [blocks] to [parameters]."""
         known = ~per_block.isnan()
         sums = per_block.new_zeros(2, self._count)
         sums[0].index_add_(0, self._owners, torch.where(known, per_block, 0.0))
@@ -282,7 +268,7 @@ class _MomentSample:
 
 
 def _moment_losses(grad: Tensor, codes: Tensor) -> Tensor:
-    """Share of elements with a gradient whose moment is zero after the step; no moment exceeds its own scale."""
+    """Share of elements with a gradient whose moment is zero after the step; moments never saturate."""
     step = -(-grad.numel() // SAMPLE)
     moved = grad.detach().reshape(-1)[::step] != 0
     lost = moved & (codes[::step].to(torch.float32) == 0)
@@ -299,7 +285,7 @@ def _always() -> bool:
 
 
 def _weights(model: nn.Module | None) -> tuple[dict[int, list[_Weight]], dict[torch.Size, list[_Weight]]]:
-    """All weights by address (that of parts of one matrix is the same), and sharded ones by their full shape."""
+    """Weights by address (shared by the parts of one matrix), and sharded ones by full shape."""
     by_address: dict[int, list[_Weight]] = {}
     sharded: dict[torch.Size, list[_Weight]] = {}
     for name, module in () if model is None else model.named_modules():
@@ -321,7 +307,7 @@ def _weights(model: nn.Module | None) -> tuple[dict[int, list[_Weight]], dict[to
 
 
 def rows_of(step: int, casts: Iterable[ObservedCast]) -> list[CastPrecision]:
-    """The casts of a step by layer, means weighted by elements; one that several layers read is in the row of each."""
+    """Casts of a step by layer, means weighted by elements; a cast read by several layers is in the row of each."""
     groups: dict[tuple[str, str], list[ObservedCast]] = {}
     for cast in casts:
         for layer in cast.layers or [cast.block]:
@@ -343,7 +329,7 @@ def _mean(casts: Sequence[ObservedCast], name: str) -> float:
 
 
 def health_line(casts: Iterable[ObservedCast]) -> str:
-    """One line: per kind the share cast to zero, on average and in the worst cast, and what saturated, if any."""
+    """One line: per kind the share cast to zero, mean and worst, and any saturation."""
     by_kind: dict[str, list[ObservedCast]] = {}
     for cast in casts:
         by_kind.setdefault(cast.kind, []).append(cast)
@@ -361,7 +347,7 @@ def health_line(casts: Iterable[ObservedCast]) -> str:
 
 
 def health_verdict(casts: Sequence[ObservedCast], options: GuardOptions) -> str | None:
-    """The worst cast and what to change, where a share is above its threshold, else None."""
+    """The worst cast and what to change, where a share exceeds its threshold."""
     beyond, _ = _worst(casts, "saturation")
     if beyond.measures.saturation > options.max_saturation:
         return (
@@ -380,7 +366,7 @@ def health_verdict(casts: Sequence[ObservedCast], options: GuardOptions) -> str 
 
 
 def _worst(casts: Sequence[ObservedCast], loss: str) -> tuple[ObservedCast, float]:
-    """The cast with the largest loss, and the mean over all, each counting the same."""
+    """The cast with the largest loss, and the unweighted mean."""
     losses = [getattr(cast.measures, loss) for cast in casts]
     return casts[losses.index(max(losses))], sum(losses) / len(losses)
 

@@ -1,14 +1,12 @@
 """Stops a run that can no longer succeed, and skips single updates that would kill it; the same in both trainers.
 
-    before an update    loss and gradient norm finite, gradient not zero, loss not pinned     floats the caller has
-    after it            parameters finite and not grown without bound, some lora_B not zero   one read-back, rarely
-    over many steps     loss and weights together far beyond what they were (`Divergence`)    floats the caller has
+    before an update    loss and gradient norm finite, gradient not zero, loss not constant   floats the caller has
+    after it            parameters finite, growth bounded, some lora_B not zero               one read-back, rarely
+    over many steps     loss and weights together far beyond their usual size (`Divergence`)  floats the caller has
 
-A single update from NaN or inf is skipped and counted; ten of them in a row end the run. With
-`guard.enabled: false` such updates are still skipped and counted, and nothing else is checked.
-
-From the second step in a row that is not finite, and while the run seems to diverge, the guard is in doubt: the
-trainers save nothing until the doubt is over, so that the saves that are there stay good.
+A single update from NaN or inf is skipped and counted; ten in a row end the run. With `guard.enabled: false` that
+skipping is the only check. From the second nonfinite step in a row, and while the run seems to diverge, trainers save
+nothing, so that existing saves stay good.
 """
 
 from __future__ import annotations
@@ -38,10 +36,9 @@ BROKEN_GROWTH = 100.0
 
 
 class DeadRunError(UserError, RuntimeError):
-    """A run that further steps cannot save; the message names the step, the sign, the cause, and what to change.
+    """A run that cannot recover; the message names the step, the sign, the cause, and what to change.
 
-    Attributes:
-        since: the first step that is in doubt, where the run diverged; None where going back would not help.
+    `since` is the first doubtful step of a divergence; None where going back would not help.
     """
 
     def __init__(self, message: str, since: int | None = None):
@@ -54,7 +51,7 @@ Norms = Callable[..., Tensor]  # `tensor_norms`, or one that knows of other proc
 
 @torch.no_grad()
 def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """The norm of each tensor, of order 2 or infinity, computed in fp32 [n]; of an empty one 0."""
+    """The norm of each tensor, of order 2 or infinity, computed in fp32: [n], 0 for empty tensors."""
     if not tensors:
         return torch.zeros(0)
     filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
@@ -62,11 +59,9 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
 
 
 class RunGuard:
-    """Watches one run: its adapters (name → parameter, which may be set later), through norms that know all processes.
+    """Watches the adapters of one run (name → parameter, may be set later); `norms` are over all processes.
 
-    Attributes:
-        skipped, updates: updates that were skipped, and those that were done.
-        nonfinite: steps in a row, up to the last one, that were not finite.
+    `nonfinite` counts the steps in a row, up to the last one, that were not finite.
     """
 
     def __init__(
@@ -85,18 +80,13 @@ class RunGuard:
         self._living_update = max(options.dead_lora_steps, FIRST_LIVING_UPDATE)
 
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
-        """The guard's verdict on a step: whether the optimizer may use its gradients.
+        """Whether the optimizer may use the gradients of step `step` (from 1); False skips a nonfinite step.
 
-        False is a step that is not finite: skip the update, continue with the next batch.
-
-        Args:
-            step: the number the step gets when done, from 1.
-            loss: of the step, mean over micro-batches and processes, as computed (ai-toolkit puts 0 in place of NaN).
-            grad_norm: of all trained parameters, before clipping.
+        `loss` is the mean over micro-batches and processes as computed (ai-toolkit logs 0 for NaN), `grad_norm` that of
+        all trained parameters before clipping.
 
         Raises:
-            DeadRunError: too many steps in a row that were not finite, diverging, had no gradient, or one and the same
-                loss.
+            DeadRunError: too many nonfinite steps in a row, diverging, no gradient, or a constant loss.
         """
         options = self._options
         if options.enabled:
@@ -149,7 +139,7 @@ class RunGuard:
 
     @property
     def doubt(self) -> str | None:
-        """Why nothing may be saved now; None where all is well. The trainers save when it is over."""
+        """Why nothing may be saved now, or None."""
         if not self._options.enabled:
             return None
         if self.nonfinite >= DOUBTED_STREAK:
@@ -157,10 +147,10 @@ class RunGuard:
         return None if self._divergence.since is None else f"{self._divergence.describe()}: it may be diverging"
 
     def after_update(self, step: int) -> None:
-        """Count an update that was done; check the parameters where it is time to.
+        """Count an update, and check the parameters when due.
 
         Raises:
-            DeadRunError: a parameter is not finite, or every lora_B still zero.
+            DeadRunError: a parameter is not finite, or every lora_B is still zero.
         """
         self.updates += 1
         if self._options.enabled and self._is_checked(self.updates):
@@ -168,22 +158,22 @@ class RunGuard:
 
     @property
     def checks_soon(self) -> bool:
-        """Whether `after_update` checks the parameters in one of the next two updates; one may be under way."""
+        """Whether one of the next two updates checks the parameters; one may be in flight."""
         return self._options.enabled and any(self._is_checked(self.updates + ahead) for ahead in (1, 2))
 
     def _is_checked(self, update: int) -> bool:
         return update == self._living_update or update % self._options.health_every == 0
 
     def check_now(self, step: int) -> None:
-        """Check every parameter, before a save: it does not happen where this raises DeadRunError."""
+        """Check every parameter before a save; raises DeadRunError."""
         if self._options.enabled:
             self._check(step, dead=False)
 
     def check_end(self, step: int) -> None:
-        """Check every parameter after the last step, before the final save, also with `guard.enabled: false`.
+        """Check every parameter before the final save, even with `guard.enabled: false`.
 
         Raises:
-            DeadRunError: a parameter is not finite, every lora_B still zero after so few steps, or the run is in doubt.
+            DeadRunError: a parameter is not finite, every lora_B is still zero, or the run is in doubt.
         """
         self._check(step, dead=True)
         if self.doubt is not None:
@@ -225,29 +215,22 @@ class RunGuard:
         return counters | {"growth": growth, "divergence": self._divergence.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue counting where a saved run stopped; counters it does not have stay."""
+        """Continue from a saved run's counters; missing ones stay."""
         for name in COUNTERS:
             setattr(self, name, state.get(name.strip("_"), getattr(self, name)))
         self._divergence.load_state_dict(state.get("divergence", {}))
 
 
 class Divergence:
-    """Whether a run is diverging, by two signs that no healthy run shows together: loss and size of the weights.
+    """Detects a diverging run by two signs that no healthy run shows together; `since` is the step it began at.
 
-        loss      12 of the last 16 above 2.5 times the usual one (a mean over the run, of the last 200 steps at most)
+        loss      12 of the last 16 above 2.5 times the usual one (a mean over at most the last 200 steps)
         weights   L2 norm of all trained parameters above 3 times that before the first step
 
-    A FLUX whose adapters explode cannot show it by the loss alone: its last layer reads a normalized input, so the loss
-    stops at a few times the usual one (0.35 -> 2.0 on the mini-FLUX, where the loss of healthy steps varies from 0.15
-    to 1.1 with the noise level; that of other models varies more, which is why steps are counted and not averaged). And
-    a healthy LoRA grows too, B from zero. Weights of 100 times their norm are broken whatever the loss is: at A's usual
-    start that is a change larger than the frozen weights themselves.
-
-    Args:
-        norms: as `RunGuard` takes it.
-
-    Attributes:
-        since: the step from which on the run is diverging; None where it is not.
+    Loss alone cannot show it: FLUX's last layer normalizes its input, so the loss levels off at a few times its usual
+    value (0.35 -> 2.0 on the mini-FLUX, where noise levels alone move it from 0.15 to 1.1; hence steps are counted, not
+    averaged). Weights alone cannot either: a healthy LoRA's B grows from zero. At 100 times their norm, weights are
+    broken whatever the loss: with A's usual start that change exceeds the frozen weights.
     """
 
     def __init__(self, norms: Norms = tensor_norms) -> None:
@@ -259,19 +242,19 @@ class Divergence:
         self._start: float | None = None
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Take the norm before the first step, unless a resumed state has brought it."""
+        """Measure the norm before the first step, unless a resumed state has it."""
         if self._start is None:
             self._start = self._norm(parameters)
 
     def growth(self, parameters: Iterable[Tensor]) -> float:
-        """Norm now by the norm at the start; 1 where that was zero. Reads back one number."""
+        """Norm relative to the start; 1 where that was zero. Reads back one number."""
         return self._norm(parameters) / self._start if self._start else 1.0
 
     def _norm(self, parameters: Iterable[Tensor]) -> float:
         return float(torch.linalg.vector_norm(self._norms(list(parameters))))
 
     def on_step(self, step: int, loss: float, parameters: Iterable[Tensor]) -> None:
-        """Take in the loss of a finite step; the norm is read only where the loss is far beyond the usual one."""
+        """Record the loss of a finite step; the norm is read only where the loss is far above the usual one."""
         self._recent = [*self._recent, loss][-WINDOW:]
         usual = self._usual
         high = usual is not None and usual > 0 and sum(one > LOSS_FACTOR * usual for one in self._recent) >= HIGH

@@ -1,10 +1,10 @@
-"""What a run tells those who watch it, and what they may ask of it, through files in its folder.
+"""Status of a live run, and commands to it, through files in its folder; in both trainers.
 
-    coat/status.json       which process trains, from which step to which, and how it ended
-    coat/commands/<name>   an empty file, one command: made by a watcher, removed by the run, which obeys after its step
+    coat/status.json       the training process, first and last step, how it ended
+    coat/commands/<name>   an empty file, created by a watcher, removed by the run, which obeys after its step
 
-So a run is watched from another process, or another machine on the same disk, in both trainers alike. Where the run is
-now is in its other files: the newest row of `metrics.csv`, and the open phase of `memory.json`.
+So a run can be watched from another process, or another machine that mounts the same disk. The current step is the
+newest row of `metrics.csv`, the current phase the open one of `memory.json`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUIET_SECONDS = 600.0  # of a run on another machine: longer without a sign of l
 
 
 class LiveRun:
-    """The training process's side; a `with` block for the length of the training."""
+    """The training process's side; a `with` block around the training."""
 
     def __init__(self, run_dir: Path, first: int, steps: int, *, samples: bool, active: bool = True):
         self._folder, self._active = run_dir, active
@@ -53,14 +53,14 @@ class LiveRun:
         }
 
     def __enter__(self) -> LiveRun:
-        """Show the run; commands from before are forgotten."""
+        """Publish the status; old commands are dropped."""
         if self._active:
             discard(self._commands)
             self._write()
         return self
 
     def poll(self) -> frozenset[str]:
-        """Commands given since the last call; costs one `stat` where there are none."""
+        """Commands given since the last call; one `stat` if there are none."""
         if not self._active or not self._commands.is_dir():
             return frozenset()
         asked = set()
@@ -75,7 +75,6 @@ class LiveRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Show how it ended."""
         if self._active:
             stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
             self._status["ended"] = "finished" if error is None else "stopped" if stopped else str(error)
@@ -89,10 +88,7 @@ class LiveRun:
 
 
 class RunStatus(NamedTuple):
-    """A run as a watcher sees it: its process trains, from step `first` to `steps`; commands that it takes.
-
-    `ended` is None, "finished", "stopped", or the error that ended it.
-    """
+    """Status of a run; `takes` are the commands it accepts, `ended` is None, "finished", "stopped", or the error."""
 
     alive: bool
     first: int
@@ -102,7 +98,7 @@ class RunStatus(NamedTuple):
 
 
 def read_status(run_dir: Path) -> RunStatus | None:
-    """The status of a run; None where none is written, or it is damaged."""
+    """The status of a run; None if missing or damaged."""
     try:
         found = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
         takes = tuple(name for name in COMMANDS if name in found["takes"])
@@ -123,7 +119,7 @@ def _is_alive(run_dir: Path, status: dict[str, Any]) -> bool:
 
 
 def give_command(run_dir: Path, name: str) -> None:
-    """Ask a run for one of `COMMANDS`; ValueError for another, OSError where it cannot be written."""
+    """Send a run one of `COMMANDS`; ValueError for another, OSError if it cannot be written."""
     if name not in COMMANDS:
         raise ValueError(f"command={name!r}: must be one of {', '.join(COMMANDS)}")
     folder = run_dir / COMMAND_FOLDER

@@ -1,7 +1,4 @@
-"""What a run held in memory, as a table and a picture, with the plan's prediction next to the measurement.
-
-Both are made from the JSON that `phases` describes, so they can be made again later.
-"""
+"""Memory of a run as a table and a picture, measurement next to prediction, from the JSON of `phases`."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def finish(
     log: Callable[[str], None],
     detail: Callable[[str], None] | None = None,
 ) -> None:
-    """End a run's tracking: JSON with the prediction, table, picture; nothing of a tracker that writes nothing."""
+    """End a run's tracking: JSON with the prediction, table, picture; nothing where the tracker writes no file."""
     if tracker.path is not None:
         tracker.forecast = forecast(job, tracker.device)
     tracker.close()
@@ -61,7 +58,7 @@ def finish(
 
 
 def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[str, Any]:
-    """The plan's prediction, or why there is none; a device that is not in this machine has no limit."""
+    """The plan's prediction, or why there is none; a device not in this machine has no limit."""
     try:
         from ..plan.predict import predict
 
@@ -76,13 +73,13 @@ def forecast(make_job: Callable[[], JobConfig], device: torch.device) -> dict[st
 
 
 def as_table(record: Mapping[str, Any]) -> str:
-    """The table of a run, from the JSON's content."""
+    """The text table of a run's JSON."""
     title, rows, notes = tabulated(record)
     return "\n".join([title, *columns(rows), *notes])
 
 
 def tabulated(record: Mapping[str, Any]) -> tuple[str, list[list[str]], list[str]]:
-    """The same in parts: title, rows with the header first, and lines below them."""
+    """The table in parts: title, rows with the header first, and footnotes."""
     unit, scale = ("GB", GB) if record["peak"] >= 10 * GB else ("MB", MB)
     title = f"Memory by phase, {unit} (10^{9 if unit == 'GB' else 6} bytes), {record['method']['memory']}"
     baseline, predicted = record["baseline"], (record["prediction"] or {}).get("phases", {})
@@ -130,9 +127,9 @@ def _verdict(record: Mapping[str, Any], size: Callable[[float], str], unit: str)
 
 
 def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]], dict[str, float]]:
-    """What each phase holds at its peak: unit, phase → part → size, phase → predicted size.
+    """Memory of each phase at its peak: unit, phase → part → size, phase → predicted size.
 
-    On a CPU, where a process's memory is mostly libraries, the parts are the tensors alone.
+    On a CPU, where libraries dominate the process's memory, the parts are the tensors alone.
     """
     parts = [part for part in COLOURS if part != "rest" or not record["baseline"]]
     phases = {name: {part: phase["parts"].get(part, 0) for part in parts} for name, phase in record["phases"].items()}
@@ -145,10 +142,7 @@ def stacked(record: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, float]]
 
 
 def picture(record: Mapping[str, Any]) -> bytes:
-    """Stacked bars of what each phase holds at its peak, as a PNG; dashed lines mark the prediction.
-
-    ImportError where matplotlib is not installed.
-    """
+    """`stacked` as a PNG of stacked bars; dashed lines mark the prediction. ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
 """Out of memory: what happened, what holds the memory, what to change, and one more try with more recomputation.
 
-`explain_oom` reads counters and calls the plan; it allocates nothing on a GPU, and reports what it cannot find out
-instead of raising. It is called while the error is being handled: once its traceback is gone, so are the activations.
+`explain_oom` allocates nothing on a GPU, and reports what it cannot find out instead of raising. It runs while the
+error is being handled: once its traceback is gone, so are the activations.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ class OutOfMemory(UserError, RuntimeError):
 
 
 def is_oom(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a lack of memory: torch's on any device, cuBLAS's, Python's own.
-
-    False for `OutOfMemory`, which has been explained.
-    """
+    """Whether an error or its cause is a lack of memory (torch, cuBLAS, Python); False for `OutOfMemory`."""
     if error is None or isinstance(error, OutOfMemory):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -58,17 +55,14 @@ def is_oom(error: BaseException | None) -> bool:
 
 
 def recompute_more(transformer: nn.Module) -> str | None:
-    """Let the next step need less memory than the one that failed, where `memory.checkpointing` is auto.
+    """Let the next step need less memory, where `memory.checkpointing` is auto; returns a line, or None if it cannot.
 
-    Transposed copies of the weights go first, then every block recomputes: either may be worth another try. To be
-    called outside of the `except` clause, when nothing refers to the failed step any more.
+    Transposed copies of the weights go first, then every block recomputes. Call it outside the `except` clause, when
+    nothing refers to the failed step any more.
 
-    Returns:
-        What changed, in one line; None where nothing is left to be changed, or the config does not allow it.
-
-    Numerics: a step's result does not depend on the copies. A recomputed block has the same forward pass, but its
-    gradients are those of its input after a round trip through FP8, or of the exact one where
-    `memory.enable_efficient_checkpoint` is false; a kept block's are those of packed tensors.
+    Numerics: results do not depend on the copies. A recomputed block has the same forward pass, but its gradients are
+    those of its input after a round trip through FP8, or of the exact input where `memory.enable_efficient_checkpoint`
+    is false; a block that keeps its activations uses those of packed tensors.
     """
     runner = BlockRunner.of(transformer)
     line = None if runner is None else runner.recompute_more()
@@ -80,10 +74,7 @@ def recompute_more(transformer: nn.Module) -> str | None:
 
 
 def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> str:
-    """What ran out of memory, what holds it, and what to change, the cheapest first; several lines. Never raises.
-
-    Without a job there are no plan and no remedies.
-    """
+    """What ran out of memory, what holds it, and remedies (given a job), cheapest first. Never raises."""
     phase = phases.under_way or "step"
     message = next(iter(str(error).splitlines()), type(error).__name__)
     moment = f" ({phases.moment})" if phase == "step" and phases.moment else ""
@@ -105,7 +96,7 @@ def explain_oom(error: BaseException, phases: PhaseTracker, job: Callable[[], Jo
 
 
 class _Explanation:
-    """The explanation's sections; each gives its lines, none where there is nothing to report."""
+    """Each section returns its lines, none if there is nothing to report."""
 
     def __init__(self, phases: PhaseTracker, job: Callable[[], JobConfig] | None) -> None:
         self._phases, self._job, self._device = phases, job, phases.device
@@ -117,7 +108,7 @@ class _Explanation:
         self._recomputed = None if self._runner is None else self._runner.plan.recomputed
 
     def _room(self) -> tuple[float, float]:
-        """Bytes of the device: free, and all."""
+        """(free, total) bytes of the device."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             return float(free), float(total)
@@ -125,7 +116,7 @@ class _Explanation:
         return float(memory.available), float(memory.total)
 
     def cpu_memory(self) -> list[str]:
-        """All that is known where it was the CPU's memory while the run is on a GPU."""
+        """A CPU out of memory during a run on a GPU: all that is known."""
         memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
         lines = [
             f"CPU memory: this process has {_size(own)}, free {_size(memory.available)} of {_size(memory.total)}",
@@ -142,7 +133,6 @@ class _Explanation:
         return lines
 
     def plan(self) -> list[str]:
-        """The prediction of `coat-flux plan` for the phase."""
         from ..plan.predict import predict_facts
 
         total = self._room()[1]
@@ -155,7 +145,7 @@ class _Explanation:
         return [f"plan for this phase: {share}: {_listed(phase.parts)}"]
 
     def held(self) -> list[str]:
-        """The parts that are there now, the allocator's counters, and memory it holds and cannot use."""
+        """Parts now in memory, the allocator's counters, and fragmentation."""
         parts = self._phases.held.count()
         (allocated, reserved), (free, total) = used_bytes(self._device), self._room()
         rest = allocated - self._phases.baseline - sum(parts.values())
@@ -171,7 +161,7 @@ class _Explanation:
         return lines
 
     def others(self) -> list[str]:
-        """The memory that other processes have of the device."""
+        """Memory of other processes on the device."""
         (allocated, reserved), (free, total) = used_bytes(self._device), self._room()
         ours = reserved + CUDA_CONTEXT if self._device.type == "cuda" else allocated
         taken = max(0.0, total - free - ours)
@@ -185,7 +175,7 @@ class _Explanation:
         ]
 
     def remedies(self) -> list[str]:
-        """Changes of the YAML with what each alone frees in the phase."""
+        """Changes to the YAML, with the bytes each alone frees in the phase."""
         from ..plan.cards import remedies
 
         items = remedies(self._facts(), self._phase, self._room()[1], self._recomputed)
@@ -198,7 +188,7 @@ class _Explanation:
         return [title, *columns(rows, left=range(3))]
 
     def _facts(self) -> JobFacts:
-        """The job as it really runs: on this device, without the copies that this run does not keep."""
+        """The job on this device, without copies that this run does not keep."""
         if self._known is None:
             from ..plan.job import job_facts
 
@@ -211,7 +201,6 @@ class _Explanation:
 
 
 def _listed(parts: dict[str, int]) -> str:
-    """Parts by size, the largest first; those of no bytes are left out."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {_size(size)}" for part, size in ordered if size)
 

@@ -83,7 +83,7 @@ def used_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most bytes allocated so far: by torch on a GPU, by the process on other devices."""
+    """Peak bytes allocated: by torch on a GPU, by the process on other devices."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -95,7 +95,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start a new peak on a GPU, so that samples and saves do not count as training; a process's peak only grows."""
+    """Reset a GPU's peak, so that samples and saves do not count as training; a process's peak only grows."""
     if device.type == "cuda":
         torch.cuda.init()  # without it the first phase of a run has no statistics to reset
         torch.cuda.reset_peak_memory_stats(device)
@@ -122,18 +122,17 @@ class _Phase:
 
 
 class PhaseTracker:
-    """Follows a run through its phases.
+    """Follows the memory of `device` through a run's phases.
 
     Args:
-        device: whose memory is followed.
-        path: of the JSON; None writes nothing (every process but the main one). May be set later.
+        path: of the JSON; None (every process but the main one) writes nothing. May be set later.
         counts: False for a compiled model, whose operators cannot be counted: without a GPU its saved activations are
-            the growth of resident memory, which is rough, for the allocator reuses pages.
+            the growth of resident memory, a rough value, since the allocator reuses pages.
 
     Attributes:
-        held: the tensors that are counted, by part; owners may be added at any time.
-        baseline: bytes there before the run.
-        moment: of the step under way, in words; empty before the first step.
+        held: the tensors counted, by part; owners may be added at any time.
+        baseline: bytes before the run.
+        moment: current moment of the step, in words; empty before the first step.
     """
 
     def __init__(self, device: torch.device, path: Path | None, *, counts: bool = True):
@@ -155,7 +154,7 @@ class PhaseTracker:
         self._called: set[tuple[str, int]] = set()
 
     def hold_models(self, vae: nn.Module | None, text_encoders: Iterable[nn.Module]) -> None:
-        """Count the models that come and go; all parts are counted whenever one of them first runs in a phase."""
+        """Count models that come and go; all parts are counted whenever one of them first runs in a phase."""
         watched = list(text_encoders)
         for encoder in watched:
             self.hold("text encoders", encoder, module_tensors)
@@ -173,24 +172,24 @@ class PhaseTracker:
             module.register_forward_pre_hook(count)
 
     def hold(self, part: str, owner: Any, tensors: Callable[[Any], Iterable[Tensor]]) -> None:
-        """Count the tensors of `owner`, as long as it lives, under `part`: `HeldParts.add`."""
+        """Count the tensors of `owner`, for as long as it lives, under `part`: `HeldParts.add`."""
         self.held.add(part, owner, tensors)
 
     # -- the run's course ----------------------------------------------------------------------------------------------
 
     @property
     def peak(self) -> int:
-        """Most bytes so far."""
+        """Peak bytes so far."""
         self._update()
         return max((phase.peak["allocated"] for phase in self._phases.values()), default=0)
 
     @property
     def under_way(self) -> str | None:
-        """The phase under way, or the one inside it that an exception has left; None outside of phases."""
+        """The current phase, or the one inside it that an exception left; None outside phases."""
         return self._broken or self._now
 
     def enter(self, name: str) -> None:
-        """End the phase under way and begin, or continue, another; ValueError for one that is unknown."""
+        """End the current phase and begin or continue another; ValueError for an unknown name."""
         if name not in RUN_PHASES:
             raise ValueError(f"phase={name!r}: must be one of {', '.join(RUN_PHASES)}")
         self._broken = None
@@ -211,7 +210,7 @@ class PhaseTracker:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """A phase for a `with` block, after which the one before continues; memory is recorded around a sample."""
+        """A phase as a `with` block; the previous one continues after it. Records memory around samples."""
         before = self._now
         if name == "sample":
             self._record_moment("before_sampling")
@@ -230,13 +229,13 @@ class PhaseTracker:
             self.write()
 
     def close(self) -> None:
-        """End the phase under way and write the JSON. Also for a run that fails: it may have failed while counting."""
+        """End the current phase and write the JSON; safe after a failure, even while counting."""
         self._stop_counting()
         self._end()
         self.write()
 
     def mark(self, moment: str) -> None:
-        """Measure at a moment of a step, one of `STEP_MOMENTS`."""
+        """Measure at one of `STEP_MOMENTS`."""
         self._broken, self.moment = None, STEP_MOMENTS[moment]
         allocated = self._used()["allocated"]
         if moment == "before_forward":
@@ -265,7 +264,7 @@ class PhaseTracker:
             self._counted, self._counter = max(self._counter.now, self._counted), None
 
     def record(self) -> dict[str, Any]:
-        """The JSON's content, as this module describes it."""
+        """The content of the JSON described above."""
         peak = self.peak
         method = METHODS["cuda" if self.device.type == "cuda" else "cpu"]
         if not self._counts and self.device.type != "cuda":
@@ -282,7 +281,7 @@ class PhaseTracker:
         }
 
     def write(self) -> None:
-        """Write the JSON; the old one stays whole until the new one is. A run continues where it cannot be written."""
+        """Write the JSON atomically. A run continues if it cannot be written."""
         if self.path is None:
             return
         try:
@@ -299,7 +298,6 @@ class PhaseTracker:
         return {"allocated": allocated, "reserved": reserved}
 
     def _update(self) -> None:
-        """Bring the peak of the phase under way up to date."""
         if self._now is None:
             return
         phase, now, peak = self._phases[self._now], self._used(), peak_bytes(self.device)
@@ -324,7 +322,7 @@ class PhaseTracker:
         self._moments[name] = {**used, "peak": max(used["allocated"], self.peak)}
 
     def _count_parts(self, further: dict[str, int] | None = None, *, always: bool = False) -> None:
-        """Count the parts held now, where that was seldom done in this phase or more is held than before."""
+        """Count the parts, if that was seldom done in this phase or if more is held than at earlier counts."""
         if self._now is None:
             return
         phase, allocated = self._phases[self._now], self._used()["allocated"]

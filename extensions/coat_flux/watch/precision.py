@@ -1,7 +1,6 @@
 """Losses of casts by layer: the rows of `coat/precision.csv`, and the layers that `activation.min_sqnr_db` leaves out.
 
-There is one row per (step, layer, kind). Weights have step 0. Casts whose layer is not known have that of the block
-they belong to, or none.
+One row per (step, layer, kind); weights have step 0. Casts of unknown layers get their block, or an empty name.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ COLUMNS = CastPrecision._fields
 
 
 def weight_rows(model: nn.Module) -> list[CastPrecision]:
-    """Rows of all weights of a model that were measured."""
+    """Rows of all measured weights of a model."""
     casts = []
     for name, module in model.named_modules():
         text = vars(module).get(WEIGHT_PRECISION)
@@ -45,18 +44,13 @@ def weight_rows(model: nn.Module) -> list[CastPrecision]:
 
 
 def as_cells(row: CastPrecision) -> list[str]:
-    """The cells of a row in the file; nan is empty."""
+    """The row's cells in the file; nan is empty."""
     shown = [f"{row.sqnr_db:.3f}", f"{row.underflow:.6g}", f"{row.saturation:.6g}", f"{row.range_used:.4f}"]
     return [str(row.step), row.layer, row.kind, *("" if cell == "nan" else cell for cell in shown), str(row.elements)]
 
 
 def read_rows(path: Path) -> list[CastPrecision]:
-    """Read the file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not such a file; names it and the line.
-    """
+    """Read `precision.csv`; OSError if unreadable, ValueError (with file and line) if malformed."""
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
@@ -71,12 +65,11 @@ def read_rows(path: Path) -> list[CastPrecision]:
 
 
 class PrecisionWatch:
-    """The precision of one run: writes its rows, and leaves layers below `activation.min_sqnr_db` in bf16.
+    """Writes the precision rows of a run, and leaves layers below `activation.min_sqnr_db` in bf16.
 
-    That choice is made once, from the forward inputs of the first step that is observed (the second of a run), by the
-    mean over its batches and over all processes; a resumed run takes over what was chosen. Gradients do not count:
-    tokens far from the loss have small ones, which a scale for all of them loses without harm; `activation.grad_format`
-    is for them. `mean` is over all processes; `report`, that of `apply_coat`, gets the layers and why.
+    The choice is made once, from forward inputs in the first observed step (the second of a run), by the mean over its
+    batches and processes; a resumed run reuses it. Gradients do not count: tokens far from the loss have small ones,
+    which a scale for all of them loses without harm; `activation.grad_format` is for them.
     """
 
     def __init__(
@@ -95,7 +88,7 @@ class PrecisionWatch:
 
     @property
     def pending(self) -> bool:
-        """Whether a step must be observed because the layers to leave out are not chosen yet."""
+        """Whether a step must be observed because the layers are not chosen yet."""
         return self._minimum is not None and self._left_out is None
 
     def begin(self) -> None:
@@ -103,7 +96,7 @@ class PrecisionWatch:
         self._write(weight_rows(self._model))
 
     def record(self, rows: Sequence[CastPrecision]) -> None:
-        """Take the rows of a step that was done."""
+        """Record the rows of a finished step."""
         self._write(rows)
         if self.pending:
             self._choose(rows)
@@ -138,11 +131,11 @@ class PrecisionWatch:
             self._report.why.update(dict.fromkeys(self._left_out, reason))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON for a resume; empty without the option."""
+        """Plain JSON; empty without the option."""
         return {} if self._minimum is None else {"minimum": self._minimum, "left_out": self._left_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Leave the layers out that a saved run left out; with another threshold the choice is made again."""
+        """Leave out the layers a saved run left out; with another threshold they are chosen again."""
         left_out = state.get("left_out")
         if self._minimum is None or left_out is None or self._left_out is not None:
             return

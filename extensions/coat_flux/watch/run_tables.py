@@ -20,10 +20,7 @@ __all__ = ["RunTables", "StepStats"]
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer step: steps done with it, epoch, mean loss, lr, gradient norm before clipping, seconds.
-
-    `skipped` counts the updates of the run so far that were left out because a step was not finite.
-    """
+    """One optimizer step: mean loss, gradient norm before clipping; `skipped` counts nonfinite steps so far."""
 
     step: int
     epoch: int
@@ -35,7 +32,7 @@ class StepStats:
 
 
 class RunTables:
-    """The tables of one run, and the versions it runs on; only the main process has them."""
+    """The tables of one run, and its versions; only the main process has them."""
 
     def __init__(
         self,
@@ -65,16 +62,16 @@ class RunTables:
         return peak
 
     def validation(self, step: int, loss: float) -> None:
-        """Record a fixed-noise loss after `step` steps."""
+        """Record the fixed-noise loss after `step` steps."""
         if self._validation is not None:
             self._validation.append([str(step), repr(loss)])
 
     def precision(self, rows: Sequence[CastPrecision]) -> None:
-        """Record the precision of casts; of weights only once in a run."""
+        """Record the precision of casts; weights only once per run."""
         self._precision.append(*(as_cells(row) for row in rows if row.step or not self._precision.kept))
 
     def close(self) -> None:
-        """Close the files; may be called twice."""
+        """Close the files; idempotent."""
         for table in (self._metrics, self._precision, self._validation):
             if table is not None:
                 table.close()

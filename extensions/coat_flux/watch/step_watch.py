@@ -1,19 +1,15 @@
 """Watches a run from its first step to its last; both trainers build one `StepWatch` and call it at the same moments.
 
-    with watch.casts(n):                        what casts to FP8 lose, in the steps where that is due
-        watch.retry(n, attempt, reset)          forward and backward, again with more recomputation if memory runs out
+    with watch.casts(n):                        losses of casts to FP8, in the steps where that is due
+        watch.retry(n, attempt, reset)          forward and backward, again with more recomputation if out of memory
             watch.mark("before_forward", n)     memory lines and the memory report, at each of `phases.STEP_MOMENTS`
         watch.allows_update(n, loss, norm)      the guard's verdict
     watch.end_step(n, seconds)                  the parameters, and whether the driver has spilled memory
     with watch.phases.during("sample"):         everything that is not a step
     watch.guard                                 what may be saved, and what was skipped
 
-A trainer keeps its own data, losses and updates, and decides what follows from the answers. Memory lines:
-
-    [before_forward] Step 100: Allocated: 8.23GB, Reserved: 10.50GB
-
-GB is 1e9 bytes. A CPU has no allocator to ask: there Allocated is the process's resident set and Reserved its peak so
-far, and the log explains that once.
+A memory line is `[before_forward] Step 100: Allocated: 8.23GB, Reserved: 10.50GB`, GB being 1e9 bytes. On a CPU they
+are the process's resident set and its peak so far, which the log explains once.
 """
 
 from __future__ import annotations
@@ -75,7 +71,7 @@ def watch_steps(
 
 
 class StepWatch:
-    """The watch of one run; `watch_steps` builds it. `mean` and `norms` are over all processes."""
+    """The watch of one run, built by `watch_steps`. `mean` and `norms` are over all processes."""
 
     def __init__(
         self,
@@ -104,10 +100,10 @@ class StepWatch:
     # -- a step, in the order of its moments ---------------------------------------------------------------------------
 
     def reads_at_once(self, step: int) -> bool:
-        """Whether this step's loss and norm must be known before its update: something is read in it anyway.
+        """Whether this step reads something back before its update anyway, so that loss and norm are read then too.
 
-        That is so in the first step of a process, in health steps, and where the guard is about to check the
-        parameters. In all others they may be read, and given to `allows_update`, one step later.
+        True in a process's first step, in health steps, and where the guard checks the parameters. Other steps may read
+        them, and call `allows_update`, one step later.
         """
         return not self._began or self._is_health_step(step) or self._precision.pending or self.guard.checks_soon
 
@@ -115,15 +111,12 @@ class StepWatch:
         return step == FIRST_OBSERVED or step % self._options.health_every == 0
 
     def casts(self, step: int) -> AbstractContextManager[None]:
-        """Observe what casts to FP8 lose inside the block, at health steps; at others do nothing.
+        """Observe the losses of casts to FP8 in the block, at health steps; elsewhere do nothing.
 
-        Health steps are step 2 and every multiple of `health_every`, except the first step of a process, which
-        measures which execution mode is fastest and how much blocks keep. What `allows_update`, called inside the
-        block, found not to be finite is logged but not judged here: infinities saturate, and such steps are counted
-        already.
-
-        Where `activation.min_sqnr_db` still has to choose layers, the next step from step 2 on is observed as well,
-        also with `guard.enabled: false`, which then judges nothing.
+        Health steps are step 2 and every multiple of `health_every`, except a process's first step, which measures
+        execution modes. Steps that `allows_update` finds not finite are logged but not judged: infinities saturate.
+        While `activation.min_sqnr_db` has layers to choose, the next step from step 2 on is observed too, even with
+        `guard.enabled: false`, which judges nothing.
 
         Raises:
             DeadRunError: at the block's end, a share above `max_saturation` or `max_underflow`.
@@ -154,13 +147,12 @@ class StepWatch:
             raise DeadRunError(f"step {step}: {verdict}; {KEPT}")
 
     def retry(self, step: int, attempt: Callable[[], T], reset: Callable[[], str | None]) -> T:
-        """Do what needs the memory of a step; where it runs out, again with more recomputation.
+        """Run `attempt`; if it runs out of memory, again with more recomputation, unless its update has begun.
 
-        Once its update has begun (`allows_update`, `begin_update`), an attempt is not made again. `reset` puts back
-        what an attempt that failed has changed, drops its gradients, and returns in words what memory it gave back.
+        `reset` undoes a failed attempt, drops its gradients, and returns in words what memory it freed.
 
         Raises:
-            OutOfMemory: nothing is left to be recomputed; the message is the explanation.
+            OutOfMemory: nothing is left to recompute; the message is the explanation.
         """
         while True:
             self._updating = False
@@ -183,7 +175,7 @@ class StepWatch:
         return self._writes_lines and step % self._memory.log_every == 0
 
     def mark(self, moment: str, step: int) -> None:
-        """Measure memory at a moment of a step, and write a line if this step is due."""
+        """Measure memory at a moment of a step, and log a line when due."""
         self.phases.mark(moment)
         if not self.measures_memory(step):
             return
@@ -194,7 +186,7 @@ class StepWatch:
         self._log.detail(f"[{moment}] Step {step}: Allocated: {allocated:.2f}GB, Reserved: {reserved:.2f}GB")
 
     def begin_update(self) -> None:
-        """Note that the attempt under way has begun to update, before `allows_update` was asked: it is not retried."""
+        """Rule out a retry of the current attempt: its update begins before `allows_update` is called."""
         self._updating = True
 
     def allows_update(self, step: int, loss: float, grad_norm: float) -> bool:
@@ -203,9 +195,7 @@ class StepWatch:
         return self._updating
 
     def end_step(self, step: int, seconds: float) -> None:
-        """Check the parameters if they were updated, and warn where steps have become slow for lack of memory.
-
-        After the first step: what the blocks did in it.
+        """Check updated parameters, warn of steps slowed by lack of memory, and report after the first step.
 
         Raises:
             DeadRunError: a parameter is not finite, or every lora_B still zero.
@@ -224,7 +214,7 @@ class StepWatch:
                 self._log.info(f"WARNING: {warning}")
 
     def _report_first_step(self) -> None:
-        """Check that every block was run by COAT, and log what the first step decided."""
+        """Check that COAT ran every block, and log what the first step decided."""
         runner = BlockRunner.of(self._transformer)
         if runner is None:
             return
@@ -235,23 +225,22 @@ class StepWatch:
     # -- a resume ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The guard's counters, and the layers that `activation.min_sqnr_db` left out; plain JSON."""
+        """The guard's counters and the layers that `activation.min_sqnr_db` left out; plain JSON."""
         chosen = self._precision.state_dict()
         return self.guard.state_dict() | ({"precision": chosen} if chosen else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; what it does not have stays as it is."""
+        """Continue from a saved state; missing entries stay."""
         self.guard.load_state_dict(state)
         self._precision.load_state_dict(state.get("precision", {}))
 
 
 class SpillWatch:
-    """Reports once that steps are slow because Windows' driver has moved what does not fit the card to system memory.
+    """Warns once that Windows' driver has spilled GPU memory to system memory, which raises no error but slows steps.
 
-    There is no error then, and steps take many times as long. It is certain where torch holds more than the card has.
-    Otherwise two signs together distinguish it from other slow steps: several steps in a row are slow, by the median of
-    the run's own first steps, and torch holds nearly all of the card. A single slow step (after a sample or a save, or
-    a new picture size) means nothing. Elsewhere than on win32 nothing spills, a lack of memory is an error.
+    Certain where torch holds more than the card has. Otherwise it takes two signs: several slow steps in a row, by the
+    median of the run's own first steps, and torch holding nearly all of the card. A single slow step (after a sample, a
+    save, or a new picture size) means nothing. Only on win32; elsewhere a lack of memory is an error.
     """
 
     def __init__(self, platform: str = sys.platform) -> None:
@@ -261,12 +250,9 @@ class SpillWatch:
         self._last: deque[float] = deque(maxlen=IN_A_ROW)
 
     def on_step(self, seconds: float, reserved: int, total: int) -> str | None:
-        """Check a step that is done; returns the warning.
+        """Check a finished step (`seconds` without samples and saves); returns the warning.
 
-        Args:
-            seconds: of the step alone, without samples and saves.
-            reserved: bytes that torch's allocator holds of the card.
-            total: the card's bytes; 0 where there is no card.
+        `reserved` are the bytes of torch's allocator, `total` the card's, 0 without a card.
         """
         if not self._active or total <= 0:
             return None
