@@ -1,10 +1,8 @@
-"""Operators with one schema each: a reference, which a CPU runs, and a GPU kernel behind the same name.
+"""Operators with one schema each: a reference, which runs on a CPU, and a GPU kernel behind the same name.
 
-`x.py` has the references of a family, which say what is computed, and `x_kernel.py` its Triton kernels with their
-launchers. They are two files because `triton.jit` reads a function's source and the globals of its module: a module of
-kernels imports triton when it is imported, which must not happen before a CUDA tensor needs one (`dispatch`).
-
-In Triton's interpreter (TRITON_INTERPRET=1) the launchers take CPU tensors: the tests run every kernel so.
+`x.py` has the references, which define the result, and `x_kernel.py` the Triton kernels with their launchers: importing
+a module of kernels imports triton, which must not happen before a CUDA tensor needs one (`dispatch`).
+In Triton's interpreter (TRITON_INTERPRET=1) launchers take CPU tensors; the tests run every kernel that way.
 """
 
 FAMILIES = (  # the modules of operators

@@ -7,17 +7,15 @@ The paper's Algorithm 1 (decoupled weight decay) with t the step counted from 1,
     v   ← β2·v + (1 − β2)·g²
     w   ← w − lr/(1 − β1^t) · m / ( sqrt(v)/sqrt(1 − β2^t) + ε )
 
-with m and v dequantized before and quantized after, v between its neighbouring codes at random where the call has draws
-(`coat_core.rounding`). The moments of all tensors are in one packed buffer each: tensor i
-has its blocks from row first_blocks[i] on, the last one padded with zeros (`packing`). So the operator takes two lists,
-parameters and gradients; lists for the moments and their numbers per block as well would cost the dispatcher 4.3 ms a
-step for 1000 tensors instead of 0.7 (measured on a CPU core).
+with m and v dequantized before and quantized after. The moments of all tensors share one packed buffer each, tensor i
+from row first_blocks[i] on, its last block padded with zeros (`packing`): lists of moments and their numbers would cost
+the dispatcher 4.3 ms a step for 1000 tensors instead of 0.7 (measured on a CPU core).
 
 Shapes: B elements a block, n blocks in all; codes [n, B]; numbers fp32 [S, n], S rows of: scale, exponent, center.
 S = 3 with dynamic range expansion, 1 without, 0 for a moment in fp32; an integer format has as many as its `numbers`.
-The dtype of the codes and S tell the format.
-Source: arXiv 2410.19313, section 3 (FP8 optimizer); order of operations as torch.optim.AdamW's single-tensor path, so
-that fp32 results are equal to the last bit.
+The dtype of the codes and S identify the format.
+Source: arXiv 2410.19313, section 3; order of operations as in torch.optim.AdamW's single-tensor path, so that fp32
+results are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -68,12 +66,9 @@ def hyper_of_step(
 
 
 def hyper_table(lr: float | Tensor, steps: Tensor, betas: tuple[float, float], weight_decay: float) -> Tensor:
-    """Return decay, step_size and root of `Hyper` per tensor, from step counters (and lr) that stay on the device.
+    """Return fp32 [n, 3]: decay, step_size and root of `Hyper` per tensor, without reading step counters or lr back.
 
     Computed in fp64 and rounded once: 1 − β2^t in fp32 would err by 1e-4 (relative) in the first step.
-
-    Returns:
-        fp32 [n, 3].
     """
     step = steps.to(torch.float64)
     rate = lr.to(torch.float64).reshape(()) if isinstance(lr, Tensor) else torch.full_like(step, lr)
@@ -98,7 +93,7 @@ def adamw_update_(
 
 
 def read_moments(exp_avg: Moment, exp_avg_sq: Moment, rows: slice) -> tuple[Tensor, Tensor]:
-    """Dequantize some blocks of both moments into m and v, fp32 [n, B]; a moment in fp32 is not copied."""
+    """Dequantize some blocks into m and v, fp32 [n, B]; a moment in fp32 is not copied."""
     m, v = _read(exp_avg, rows), _read(exp_avg_sq, rows)
     if exp_avg.codes.dtype == INT8_RATIO.dtype:
         m *= v.sqrt()
@@ -114,7 +109,7 @@ def write_moments(
     expansion: ExpansionConfig,
     uniform: Tensor | None = None,
 ) -> None:
-    """Inverse of `read_moments`, in place; v rounded by `coat_core.rounding.uniform` where that is given."""
+    """Inverse of `read_moments`, in place; with `uniform` (of `coat_core.rounding`), v is rounded stochastically."""
     if exp_avg.codes.dtype == INT8_RATIO.dtype:
         m = update_ratio(m, v)
     _write(exp_avg, rows, m, expansion)
@@ -203,7 +198,7 @@ def _copies(moments: tuple[Moment, Moment], rows: slice, param: Tensor) -> list[
 def _unless_skipped(
     skipped: Tensor, before: list[Tensor], moments: tuple[Moment, Moment], rows: slice, param: Tensor
 ) -> Tensor:
-    """Put back what blocks held whose row of the table is NaN; returns the parameters."""
+    """Restore the blocks whose row of the table is NaN; returns the parameters."""
     for moment, (codes, numbers) in zip(moments, (before[:2], before[2:4]), strict=True):
         bits = moment.codes[rows].view(torch.uint8)
         bits.copy_(torch.where(skipped[:, None], codes.view(torch.uint8), bits))
@@ -225,7 +220,6 @@ def _cut(chunk: Chunk, flat: list[Tensor]) -> list[Tensor]:
 
 
 def _per_block(table: Tensor, chunk: Chunk) -> Tensor:
-    """Repeat each tensor's row of the table for its blocks in the chunk, without a sync."""
     return torch.cat(
         [
             table[index].expand(blocks, -1)
@@ -235,7 +229,7 @@ def _per_block(table: Tensor, chunk: Chunk) -> Tensor:
 
 
 def _elements(draws: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, int]:
-    """Draws and first element of each block of a chunk, and its size; elements are counted from their parameter's."""
+    """Return draws and first element of each block, and the block size; elements count from their parameter's start."""
     starts = [
         torch.arange(blocks, dtype=torch.int32, device=draws.device) * chunk.layout.shape[1] + start
         for (_, start, _), blocks in zip(chunk.pieces, chunk.layout.blocks, strict=True)
@@ -257,32 +251,24 @@ def fp8_adamw_step(
     expansion: ExpansionConfig,
     maximize: bool = False,
 ) -> None:
-    """Do one AdamW step in place on `params` and on the blocks of both moments that belong to them.
+    """Do one AdamW step in place on `params` and their blocks of both moments.
 
-    On CUDA one launch whatever the number of tensors, without a sync, also while a CUDA graph is captured.
+    On CUDA one launch for any number of tensors, without a sync, and capturable in a CUDA graph.
 
     Args:
-        params: all fp32, bf16 or fp16, of any shapes.
-        grads: one for each, of its size; all of one dtype.
-        exp_avg: the packed first moment.
-        exp_avg_sq: the packed second moment, with the same blocks.
-        first_blocks: where the blocks of each parameter start in the packed moments.
-        hyper: the scalars of this step.
-        table: fp32 [n, 3], one row of `hyper_table` for each parameter, in place of the last three of `hyper`. A row of
-            NaN leaves its parameter and moments as they are.
-        draws: int32 [n, 3], as of `coat_core.rounding.random_bits`, for each parameter: exp_avg_sq in 8 bits is rounded
-            at random by them. None rounds it to nearest, as exp_avg always is.
-        param_draws: the same, of streams of their own: bf16 and fp16 parameters are rounded stochastically by them.
-        expansion: constants of the expansion, for moments stored with it.
-        maximize: ascend instead of descend.
+        params: all fp32, bf16 or fp16, of any shapes; `grads`, all of one dtype, have their sizes.
+        exp_avg, exp_avg_sq: the packed moments, with the same blocks; `first_blocks` is where each parameter's start.
+        table: fp32 [n, 3], rows of `hyper_table` in place of the last three of `hyper`; NaN skips its parameter.
+        draws: int32 [n, 3] for `coat_core.rounding.random_bits`: rounds exp_avg_sq stochastically. None: to nearest.
+        param_draws: the same, of separate streams: rounds bf16 and fp16 parameters stochastically.
 
     Raises:
         ValueError: a gradient or the packed moments do not have the parameter's size.
 
     Numerics: one step from the same state. Without expansion the kernel has the reference's codes and scales to the
-        bit, and parameters within 1 ulp of the update (torch's own sqrt on a CPU is not correctly rounded). With it,
-        and in int8_ratio and uint8_log, powers and logarithms are the GPU's own: at most 10 of 10,000 codes are one
-        code off (measured 0.2), all others equal. What is drawn has the same bits everywhere.
+        bit, and parameters within 1 ulp of the update (torch's own sqrt on a CPU is not correctly rounded). With
+        expansion, int8_ratio or uint8_log, powers and logarithms are the GPU's own: at most 10 of 10,000 codes are one
+        code off (measured 0.2), all others equal. Draws have the same bits everywhere.
     Source: arXiv 2410.19313, section 3.
     """
     _check_sizes(params, grads, exp_avg.codes, first_blocks)

@@ -1,13 +1,10 @@
 """One AdamW step of many tensors with 8-bit moments in one launch.
 
-A program takes R blocks of one tensor, whole blocks in registers: it reads parameter, gradient, codes and the numbers
-of its blocks once and writes them once. Two tables on the device tell it where (`tables`): tensor, block, size and row
-of each program, and the addresses of parameters and gradients, which change where `zero_grad` drops the gradients.
-(Copying gradients into a buffer that stays would need no table, but read and write all of them once more.) Moments need
-no addresses, they are packed. The compiler knows nothing of the alignment of an address from a table, so the launcher
-checks and passes it: ALIGNED lets a thread read 16 bytes at a time.
-
-Powers and what is divided by numbers of a block: `moments`. Without expansion all is rounded as in the reference.
+A program holds R whole blocks of one tensor in registers: parameter, gradient, codes and numbers are read and written
+once. Two tables on the device (`tables`) give tensor, block, size and row of each program, and the addresses of
+parameters and gradients, which change where `zero_grad` drops the gradients; gradients copied into a fixed buffer would
+be read and written once more. The compiler cannot infer an address's alignment from a table, so the launcher checks
+and passes it: ALIGNED lets a thread read 16 bytes at a time. Without expansion all is rounded as in the reference.
 
 Shapes: tiles [R, P], P the power of two from the block size B on.
 """
@@ -40,7 +37,7 @@ DROPPED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a
 
 @triton.jit
 def _rounded_stochastically(x, bits, DROPPED: tl.constexpr):
-    """X up or down to what a dtype without fp32's last DROPPED bits holds: `coat_core.quantize.stochastic_cast`."""
+    """X up or down to a dtype without fp32's last DROPPED bits: `coat_core.quantize.stochastic_cast`."""
     noise = bits.to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
     rounded = ((x.to(tl.int32, bitcast=True) + noise) & (-1 << DROPPED)).to(tl.float32, bitcast=True)
     if DROPPED == 13:  # fp16: below its normal range on a fixed grid
@@ -88,7 +85,7 @@ def _fp8_adamw_step_kernel(
     R: tl.constexpr,
     P: tl.constexpr,
 ):
-    """R blocks of one tensor a program; EXACT where no moment is stored in a way that the GPU rounds otherwise."""
+    """R blocks of one tensor a program; EXACT where every moment's storage rounds as the reference does."""
     program = tl.program_id(0).to(tl.int64)
     tensor, first = tl.load(programs_ptr + 4 * program), tl.load(programs_ptr + 4 * program + 1)
     size, first_row = tl.load(programs_ptr + 4 * program + 2), tl.load(programs_ptr + 4 * program + 3)
@@ -207,7 +204,7 @@ def fp8_adamw_step(
 
 
 def _launchable(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors themselves where the kernel can write them: contiguous and, in the interpreter, fp32; else copies."""
+    """Return tensors the kernel can write: contiguous and, in the interpreter, fp32; copies where these are not."""
     if tensors[0].device.type == "cpu":
         tensors = [tensor.to(torch.float32) for tensor in tensors]
     return list(map(Tensor.contiguous, tensors))
@@ -216,7 +213,6 @@ def _launchable(tensors: list[Tensor]) -> list[Tensor]:
 def _moment_options(
     moments: tuple[Tensor, Tensor], numbers: tuple[int, int], expansion: list[float]
 ) -> dict[str, object]:
-    """What the kernel is compiled for, by how the moments are stored."""
     fraction, step, exponent_max = expansion
     forms = [form_of(codes.dtype, count) for codes, count in zip(moments, numbers, strict=True)]
     fp8 = (PLAIN.value, EXPANDED.value)
@@ -238,10 +234,7 @@ def _moment_options(
 def _programs(
     sizes: tuple[int, ...], first_blocks: tuple[int, ...], block_size: int, per_program: int
 ) -> array.array[int]:
-    """Return tensor, first block of it, size and first row of the tensor, for each program.
-
-    Column by column: a weight with 57 M elements has 55,000 programs, and a model of such weights a table for each.
-    """
+    """Return tensor, first block of it, size and first row of the tensor, for each program; as columns of numbers."""
     table = array.array("q")
     for tensor, (size, row) in enumerate(zip(sizes, first_blocks, strict=True)):
         firsts = array.array("q", range(0, blocks(size, block_size), per_program))

@@ -1,9 +1,9 @@
 """Attention through torch's own kernels, forward and backward apart.
 
-The forward pass returns what torch's backward kernel wants besides q, k, v and out (log-sum-exp, random state), so that
-the four large tensors may be kept in FP8, or recomputed, by the caller. The kernel is the one that
-`torch.nn.functional.scaled_dot_product_attention` would choose, or the one that `use_kernel` names. Where that is one
-without a backward of its own (the plain matrix products), nothing is kept and backward runs the forward pass again.
+The forward pass also returns what torch's backward kernel needs besides q, k, v and out (log-sum-exp, random state), so
+that the caller may save the four large tensors in FP8, or recompute them. The kernel is the one that
+`torch.nn.functional.scaled_dot_product_attention` would choose, or the one `use_kernel` names. A kernel without a
+backward of its own (the plain matrix products) saves nothing, and backward runs the forward pass again.
 
     cudnn       cuDNN                    flash       FlashAttention 2, built into torch
     efficient   from xFormers            fa3, fa4    FlashAttention 3 and 4, packages of their own
@@ -42,7 +42,7 @@ class AttentionContext(NamedTuple):
 
 
 def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str:
-    """Name the kernel in use for these tensors, else the one torch chooses; see `AttentionContext.kernel`."""
+    """Name the kernel in use for these tensors, else the one torch chooses."""
     takes = _in_use is not None and (mask is None or _in_use[0] in TAKES_MASK)
     if _in_use is not None and takes and _in_use[1:] == (q.device.type, q.dtype, q.shape[-1]):
         return _in_use[0]
@@ -59,12 +59,10 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -
 
 
 def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
-    """Let `attention_forward` run this kernel for tensors like this one, in the whole process.
+    """Make `attention_forward` run this kernel for tensors like `like`, in the whole process.
 
-    FlashAttention 3 or 4 then also runs wherever else torch's attention takes FlashAttention 2: its registry holds one.
-
-    Raises:
-        Exception: of any kind, from a library that is not installed, or that this torch or GPU cannot use.
+    FlashAttention 3 or 4 then replaces FlashAttention 2 everywhere in torch's attention: its registry holds one.
+    Raises an Exception of any kind if the library is not installed or this torch or GPU cannot use it.
     """
     global _in_use
     exchanges, wanted = hasattr(registry, "restore_flash_attention_impl"), LIBRARIES.get(kernel or "")
@@ -79,27 +77,17 @@ def use_kernel(kernel: str | None, like: Tensor | None = None) -> None:
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as `attention_forward` takes it.
-
-    Returns:
-        Tensor of `dtype`, -inf where a query does not see a key. Its rows begin where a GPU's kernels can read them.
-    """
+    """Return a mask for `attention_forward`: -inf where a query does not see a key, rows aligned for GPU kernels."""
     width = mask.shape[-1]
     rows = mask.new_zeros((*mask.shape[:-1], -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT), dtype=dtype)[..., :width]
     return rows.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else rows.copy_(mask)
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, AttentionContext]:
-    """Return softmax(q kᵀ / sqrt(d) + mask) v and what `attention_backward` needs of it.
+    """Return out = softmax(q kᵀ / sqrt(d) + mask) v [B, H, S, d] and the context `attention_backward` needs.
 
-    Args:
-        q: floating [B, H, S, d].
-        k: [B, H, S, d].
-        v: [B, H, S, d].
-        mask: from `additive_mask`, of [B, H, S, S] or with 1 in place of the first three; None without.
-
-    Returns:
-        out [B, H, S, d] and its context; out is 0 for a query that sees no key.
+    q, k, v: floating [B, H, S, d]. mask: from `additive_mask`, [B, H, S, S] or with 1 in place of the first three.
+    out is 0 for a query that sees no key.
     """
     kernel = chosen_kernel(q, k, v, mask)
     if kernel == "flash_cpu":
@@ -119,7 +107,6 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
 
 
 def _whole(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask as a view of the shape that kernels ask for."""
     return None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
 
 
@@ -132,19 +119,7 @@ def attention_backward(
     context: AttentionContext,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v.
-
-    Args:
-        grad: of out [B, H, S, d].
-        q: as in the forward pass, or their FP8 round trip.
-        k: likewise.
-        v: likewise.
-        out: likewise.
-        context: from `attention_forward`.
-        mask: as in the forward pass.
-
-    Returns:
-        dq, dk, dv [B, H, S, d].
+    """Return dq, dk, dv [B, H, S, d] from the gradient of out; q, k, v and out may be FP8 round trips.
 
     Numerics: bit-equal to torch's own backward when fed the forward pass's tensors; 24 dB and more with E4M3 round
     trips of Gaussian q, k, v and out (tests/tolerances.py).

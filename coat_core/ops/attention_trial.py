@@ -1,9 +1,9 @@
-"""Whether an attention kernel can be used at a run's shape: it is run there, forward and backward, and compared.
+"""Whether an attention kernel works at a run's shape: it runs once, forward and backward, and is compared.
 
     P = softmax(q kᵀ / √d)    out = P v    dv = Pᵀ g    dS = P (g vᵀ - rowsum(g out)) / √d    dq = dS k    dk = dSᵀ q
 
 The comparison is with these products in fp64 for one head and at most `CHECKED_QUERIES` queries, spread over the
-tokens: g is zero elsewhere, so that what they need does not grow with the square of the resolution.
+tokens; g is zero elsewhere, so the reference's memory does not grow with the square of the resolution.
 
 Shapes: q, k, v, g [B, H, S, d], views of [B, S, H, d] as in the blocks.
 """
@@ -41,7 +41,7 @@ class AttentionTrial:
 
     @torch.no_grad()
     def obstacle(self, kernel: str) -> str | None:
-        """Put a kernel to use and run it; why it cannot be used, None where it can and stays in use."""
+        """Select a kernel and run it; return why it cannot be used, or None, and then it stays selected."""
         reason = self._tried(kernel)
         if reason is not None:
             use_kernel(None)
@@ -75,7 +75,7 @@ class AttentionTrial:
 
 
 def kernel_obstacles(like: Tensor) -> dict[str, str | None]:
-    """Return why each kernel for GPUs cannot be used for such tensors, None where it can; torch chooses afterwards."""
+    """Return, for each GPU kernel, why it cannot be used for such tensors, or None; afterwards torch chooses again."""
     trial = AttentionTrial(like)
     found = {kernel: trial.obstacle(kernel) for kernel in GPU_KERNELS}
     use_kernel(None)

@@ -1,16 +1,16 @@
-"""Codes along with values: what operators return that quantize what they make, and how they read it again.
+"""Codes along with values: operators that quantize their results, and how they read codes back.
 
 Such an operator takes `fmt` and `granularity` and returns (values, codes, code_scale) with
 
     codes, code_scale = quantize(values, fmt, granularity)
 
-to the bit: the values that are quantized are those that are returned. With granularity "none" both have shape [0].
+to the bit. With granularity "none" both have shape [0].
 
-One that saves a tensor x for backward in passing takes `saved_format` and `group_size` and returns (x_codes, x_scale)
-of 1×G groups, likewise to the bit; with saved_format "none" both have shape [0]. Operators of the backward pass take x
+An operator that also saves its input x for backward takes `saved_format` and `group_size` and returns (x_codes,
+x_scale) of 1×G groups, to the bit; with saved_format "none" both have shape [0]. Operators of the backward pass take x
 as values, in their dtype, or as such codes with their scale.
 
-One that completes the result y of a linear adds its LoRA: y + h upᵀ, h [..., r], up [N, r], rounded once.
+An operator that completes the result y of a linear adds its LoRA: y + h upᵀ, h [..., r], up [N, r], rounded once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GRANULARITIES = ("none", "per_row", "per_tensor")
 
 
 def check_granularity(granularity: str) -> None:
-    """Raise ValueError unless the granularity is one that goes with values."""
+    """Raise ValueError unless the granularity is per_row, per_tensor or "none"."""
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity={granularity!r}: must be one of {', '.join(GRANULARITIES)}")
 
@@ -43,19 +43,19 @@ def codes_of(values: Tensor, fmt: str, granularity: str) -> tuple[Tensor, Tensor
 
 
 def no_codes(values: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Return the placeholders for codes and scale where none were asked for; in E4M3 where the format is "none"."""
+    """Return empty codes and scale; in E4M3 where the format is "none"."""
     form = E4M3 if fmt == "none" else get_format(fmt)
     return values.new_empty(0, dtype=form.dtype), values.new_empty(0, dtype=torch.float32)
 
 
 def cast_of(kind: str, out: tuple[Tensor, ...], granularity: str) -> tuple[Cast, ...]:
-    """What such an operator declares to have cast; nothing where no codes were asked for."""
+    """Return the declared casts of such an operator; none without codes."""
     values, codes, scale = out[:3]
     return () if granularity == "none" else (Cast(kind, values, codes, scale, Granularity(granularity)),)
 
 
 def saved_codes_of(values: Tensor, saved_format: str, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return the codes and scale of values [..., K] as they are saved, both of shape [0] where the format is "none"."""
+    """Return the saved codes and scale of values [..., K], both of shape [0] where the format is "none"."""
     if saved_format == "none":
         return no_codes(values, saved_format)
     codes, scale, _ = quantize(values, saved_format, per_group(group_size))
@@ -63,13 +63,13 @@ def saved_codes_of(values: Tensor, saved_format: str, group_size: int) -> tuple[
 
 
 def saved_cast_of(values: Tensor, saved: tuple[Tensor, ...], group_size: int) -> tuple[Cast, ...]:
-    """What an operator declares that saved `values` as these codes and scale; nothing where they have shape [0]."""
+    """Return the declared casts of an operator that saved `values` as these codes; none where they have shape [0]."""
     codes, scale = saved
     return (Cast(None, values, codes, scale, per_group(group_size)),) if codes.numel() else ()
 
 
 def values_of(x: Tensor, scale: Tensor | None, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Return x [..., K] in `dtype`: as it is, or from codes where it has a scale, of the shape of any granularity."""
+    """Return x [..., K] in `dtype`, dequantized where it has a scale, of the shape of any granularity."""
     if scale is None:
         return x.to(dtype)
     return dequantize(x, scale, granularity_of(scale, group_size), dtype)

@@ -1,4 +1,4 @@
-"""Pieces of kernels: scaling to FP8 as `coat_core.quantize` defines it, reading it back, and adapters."""
+"""Kernel building blocks: scaling to FP8 as `coat_core.quantize` defines it, reading it back, and adapters."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def scale_from_amax(amax, FORMAT_MAX: tl.constexpr):
 
 @triton.jit
 def saturated(x, FORMAT_MAX: tl.constexpr):
-    """X within ±max: what the cast to FP8 rounds. NaN stays NaN."""
+    """X clamped to ±max before the cast to FP8. NaN stays NaN."""
     return tl.clamp(x, -FORMAT_MAX, FORMAT_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def as_codes(x, codes_ptr):
-    """X, fp32 within ±max, rounded to what a pointer to codes points to.
+    """X, fp32 within ±max, rounded to the pointer's code type.
 
     Bytes are e4m3 on a GPU without an instruction for it (`runtime.launch`). Normal values round in their own bits. Of
     the rest 2^-9 is the unit, and 2^14 is where fp32 has no finer one: the sum rounds as the cast does.
@@ -47,7 +47,7 @@ def as_codes(x, codes_ptr):
 
 @triton.jit
 def as_values(codes):
-    """Return codes, or values as they were saved, in fp32; bytes are e4m3, as of `as_codes`."""
+    """Return codes or saved values in fp32; bytes are e4m3, as in `as_codes`."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.int32)
         magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120  # exponents of bias 7 and 127
@@ -129,10 +129,10 @@ def add_low_rank(
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Return y + h·upᵀ, summed in fp32; the caller rounds. For every product K is RANK, in blocks of RANK_BLOCK.
+    """Return y + h·upᵀ, summed in fp32; the caller rounds. The rank is padded to RANK_BLOCK; R and it are at least 16.
 
     h_rows are offsets of rows of h, up_columns of each column's first number in up, whose numbers are up_stride apart:
-    1 where up is [BLOCK, r], a row where it is [r, BLOCK]. R and RANK_BLOCK are at least 16.
+    1 where up is [BLOCK, r], a row where it is [r, BLOCK].
     """
     for start in tl.range(0, RANK, RANK_BLOCK, num_stages=1):
         rank = start + tl.arange(0, RANK_BLOCK)

@@ -1,7 +1,6 @@
-"""What an operator runs on CUDA: its Triton launcher where Triton works on that card, else the reference.
+"""Dispatch on CUDA: the operator's Triton launcher where Triton works on that card, else the reference, logged once.
 
-Callers never ask: the reason for the reference is one line of log. Triton is imported when the first CUDA tensor meets
-an operator, never before.
+Triton is imported when the first CUDA tensor meets an operator, never before.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def run_by_triton(op: Any) -> None:
 
 @functools.cache
 def launcher_of(operator: str) -> Callable[..., Any]:
-    """Return what an operator of `launchers`, as "coat::quantize", runs on CUDA: its arguments, its results."""
+    """Return the CUDA launcher of an operator of `launchers`, as "coat::quantize"."""
     module = importlib.import_module(f"{launchers[operator]._init_fn.__module__}_kernel")
     launcher: Callable[..., Any] = getattr(module, operator.removeprefix("coat::"))
     return launcher
@@ -49,7 +48,7 @@ def launcher_of(operator: str) -> Callable[..., Any]:
 
 @functools.cache
 def triton_obstacle(device: torch.device) -> str | None:
-    """Return why this CUDA device does not run the Triton kernels, or None where it does; warns once.
+    """Return why this CUDA device cannot run the Triton kernels, or None; warns once.
 
     The answer comes from quantizing a few numbers on the device and comparing them with the reference.
     """

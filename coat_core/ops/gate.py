@@ -1,14 +1,10 @@
 """The gate and the residual at the end of a block, forward and backward, as operators.
 
-    gated_sum            y = residual + gate·result, with the result's adapter, and what is saved of it
-    gated_sum_backward   dy = grad·gate, which the dgrad of the linear before it reads, in FP8 too;
-                         dgate = Σ_S grad·result
+With a weight, RMSNorm(result) = result·rstd·weight replaces result, as after the linears of Z-Image's blocks
+(`coat_core.ops.norm`).
 
-With a weight, RMSNorm(result) = result·rstd·weight stands in place of result, as after the linears of Z-Image's blocks;
-`coat_core.ops.norm` has the norm.
-
-Shapes: residual, result, grad [B, S, D]; gate [B, D]; weight [D]; h [B, S, r]; up [D, r]. `fmt`, `granularity`,
-`saved_format` and `group_size` as in `coat_core.ops.codes`.
+Shapes: residual, result, grad [B, S, D]; gate [B, D]; weight [D]; h [B, S, r], r ≤ 256; up [D, r]. `fmt`,
+`granularity`, `saved_format` and `group_size` as in `coat_core.ops.codes`.
 """
 
 from __future__ import annotations
@@ -36,25 +32,11 @@ def gated_sum(
     weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return residual + gate·norm(result'), result' = result + h upᵀ, and result' as it is saved.
+    """Return y = residual + gate·norm(result'), result' = result + h upᵀ, and the saved codes of result'.
 
-    Args:
-        residual: floating [B, S, D].
-        gate: [B, D].
-        result: of the linear [B, S, D].
-        h: what its adapter's up-projection reads [B, S, r], r at most 256, in the dtype of result; None: no adapter.
-        up: [D, r], likewise.
-        saved_format: of the saved codes, "e4m3", "e5m2" or "none".
-        group_size: G of the saved codes.
-        weight: of an RMSNorm [D]; None: norm(x) = x.
-        eps: of that norm, added to the mean square.
-
-    Returns:
-        y [B, S, D], in the dtype residual, gate and result (or weight) promote to; codes of result' [B, S, D]; their
-        scale [B, S, ceil(D/G)].
-
-    Raises:
-        ValueError: unknown format or group size.
+    h is the input of the adapter's up-projection, in result's dtype. Without a weight norm(x) = x; eps is the norm's.
+    Returns y [B, S, D], in the dtype residual, gate and result (or weight) promote to; codes of result' [B, S, D];
+    their scale [B, S, ceil(D/G)]. Raises ValueError for an unknown format or group size.
 
     Numerics: result' is rounded once, the product before the sum, as eager PyTorch does; without adapter and norm
     kernel and reference have the same bits, and the reference has those of diffusers' RMSNorm on a CPU.
@@ -84,26 +66,20 @@ def gated_sum_backward(
     weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of result' and gate; that of residual is `grad` itself.
+    """Return dy, the gradient of result', and its codes for the linear's dgrad; and dgate. The residual's is `grad`.
 
         no norm   dy = grad·gate,   dgate = Σ_S grad·result'
         RMSNorm   z = result'·rstd,   dz = grad·gate·weight,   dgate = Σ_S grad·z·weight
                   dy = rstd·(dz - z·mean(dz·z))
 
     Args:
-        grad: of the output [B, S, D].
-        gate: [B, D].
-        result: result' [B, S, D], as it was, or its FP8 codes; None where neither dgate nor a norm needs it.
-        result_scale: of the codes, of the shape of any granularity; None where result is not codes.
-        group_size: elements that share a scale where each row has several.
-        dtype: of result' when it was made: what dy, and result' from its codes, are rounded to.
-        fmt: of the codes of dy, "e4m3" or "e5m2".
-        granularity: of the codes of dy, "none", "per_row" or "per_tensor".
-        weight, eps: as in the forward pass.
+        result: result' [B, S, D], values or FP8 codes; None where neither dgate nor a norm needs it.
+        result_scale: of the codes, of the shape of any granularity; `group_size` counts where each row has several.
+        dtype: of result' in the forward pass; dy and dequantized result' are rounded to it.
 
     Returns:
-        dy [B, S, D] of `dtype`, with a norm computed in fp32 and rounded once; its codes; the scale of the codes; dgate
-        fp32 [B, D], or of shape [0] without result.
+        dy [B, S, D] of `dtype`, with a norm computed in fp32 and rounded once; its codes; their scale; dgate fp32
+        [B, D], or of shape [0] without result.
 
     Raises:
         ValueError: unknown format or granularity, or a norm without result.
@@ -129,6 +105,6 @@ def _(out: Any, a: Any) -> tuple[Cast, ...]:
 
 
 def check_result(result: Tensor | None, weight: Tensor | None) -> None:
-    """Raise ValueError where a norm's gradient is asked for without what it normed."""
+    """Raise ValueError where a norm's gradient is asked for without the norm's input."""
     if weight is not None and result is None:
         raise ValueError("result=None: the gradient of a norm needs what it normed; save it in the forward pass")

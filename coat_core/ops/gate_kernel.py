@@ -1,10 +1,10 @@
-"""Gate and residual, forward (with the result's adapter, and saving it in passing) and backward (quantized).
+"""Gate and residual, forward (with the result's adapter and its saved codes) and backward (quantized).
 
-With a norm, forward goes over the columns of its rows twice: for their mean square, then for the sum. Their second
-reading comes from the cache.
+With a norm, forward reads its rows twice, for the mean square and for the sum; the second reading hits the cache. In
+the backward pass a program holds whole rows, takes a share of one image's and leaves its part of the sum over S, which
+torch adds up.
 
-Shapes: residual, result, grad [B, S, D], gate [B, D], weight [D], h [B, S, r], up [D, r]. In the backward pass a
-program holds whole rows, takes a share of one image's and leaves its part of the sum over S, added up by torch.
+Shapes: residual, result, grad [B, S, D], gate [B, D], weight [D], h [B, S, r], up [D, r].
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ def _gated_norm_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """R rows of one image a program; rounds where eager PyTorch does."""
     image, place = tl.program_id(1).to(tl.int64), tl.program_id(0) * R + tl.arange(0, R)
     rows = image * S + place
     squares = tl.zeros([R], tl.float32)
@@ -173,7 +172,6 @@ def _gated_sum_bwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """rounds·R rows of one image a program."""
     image, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     gate = tl.load(gate_ptr + image * gate_stride + columns, mask=columns < D, other=0.0).to(tl.float32)

@@ -1,7 +1,4 @@
-"""What stands between the linears of an MLP, forward (quantizing what the next linear reads) and backward.
-
-    mlp_activation             [attention | act(mlp)] with mlp's adapter, and what is kept for backward; from codes too
-    mlp_activation_backward    the gradient of mlp, with the adapter of the linear after it
+"""The activation between the linears of an MLP, forward (quantizing the next linear's input) and backward.
 
 `activation` is one of
 
@@ -28,22 +25,14 @@ ACTIVATIONS = ("gelu_tanh", "silu_and_mul")
 
 
 def is_gated(activation: str) -> bool:
-    """Return whether an activation reads two halves of what the linear before it made.
-
-    Raises:
-        ValueError: it is unknown.
-    """
+    """Return whether an activation reads two halves of its input; raises ValueError for an unknown one."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}")
     return activation == "silu_and_mul"
 
 
 def activated_width(mlp: Tensor, activation: str) -> int:
-    """Return F of mlp [..., N].
-
-    Raises:
-        ValueError: the activation is unknown, or N is not even where it has two halves.
-    """
+    """Return F of mlp [..., N]; raises ValueError for an unknown activation, or an odd N where it has two halves."""
     width = mlp.shape[-1]
     if not is_gated(activation):
         return width
@@ -53,7 +42,7 @@ def activated_width(mlp: Tensor, activation: str) -> int:
 
 
 def columns_of_up(h: Tensor | None, up: Tensor | None) -> int:
-    """Return which column of h the second half of mlp begins to read at: 0 where both halves share one adapter."""
+    """Return the first column of h that the second half of mlp reads: 0 where both halves share one adapter."""
     return 0 if h is None or up is None or h.shape[-1] == up.shape[-1] else up.shape[-1]
 
 
@@ -88,24 +77,19 @@ def mlp_activation(
     dtype: torch.dtype,
     activation: str = "gelu_tanh",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return [attention | act(mlp + h upᵀ)] along the features, its codes, and what is kept for backward.
+    """Return [attention | act(mlp + h upᵀ)] along the features, its codes, and the codes saved for backward.
 
     Args:
-        attention: [B, S, D], values or codes of 1×G groups; None for the activation alone.
-        attention_scale: of the codes, fp32 [B, S, ceil(D / G)]; None where attention is values.
-        mlp, mlp_scale: [B, S, N], likewise.
-        h: [B, S, r], or of two linears' halves [B, S, 2·r]; None without an adapter, and for codes.
-        up: [N, r]; None without an adapter.
-        fmt: of the codes, "e4m3" or "e5m2"; "none" with the granularity "none".
-        granularity: of the codes, "none", "per_row" or "per_tensor".
-        saved_format: of what is kept, "e4m3", "e5m2" or "none".
-        group_size: G of the codes that are read, or kept.
+        attention: [B, S, D], values or codes of 1×G groups with attention_scale fp32 [B, S, ceil(D / G)]; None for the
+            activation alone.
+        mlp: [B, S, N], values or codes with mlp_scale.
+        h, up: the adapter; None without one, and for codes.
+        group_size: G of the codes that are read or saved.
         dtype: of the values.
-        activation: one of `ACTIVATIONS`.
 
     Returns:
-        values [B, S, D + F] of `dtype`; their codes; the scale of the codes; attention's codes as kept, of shape [0]
-        without attention, and their scale; the codes as kept of mlp + h upᵀ, and their scale.
+        values [B, S, D + F] of `dtype`; their codes; the scale of the codes; attention's saved codes, of shape [0]
+        without attention, and their scale; the saved codes of mlp + h upᵀ, and their scale.
 
     Raises:
         ValueError: unknown format, granularity, group size or activation; SwiGLU of an odd width.
@@ -114,7 +98,7 @@ def mlp_activation(
     (1 + tanh(u))/2, which differs by at most tests/tolerances.py's GELU_RTOL times abs(x), and rounds SiLU as torch
     does, within SILU_RTOL.
     Source: FLUX's single blocks, diffusers models/transformers/transformer_flux.py, and FLUX.2's, its
-    transformer_flux2.py; what is kept: arXiv 2410.19313, section 5.
+    transformer_flux2.py; saved codes: arXiv 2410.19313, section 5.
     """
     mlp = complete_mlp(values_of(mlp, mlp_scale, group_size, dtype), h, up)
     values = _activated(mlp, activation)
@@ -147,21 +131,16 @@ def mlp_activation_backward(
     dtype: torch.dtype,
     activation: str = "gelu_tanh",
 ) -> Tensor:
-    """Return the gradient of mlp + h upᵀ.
+    """Return the gradient of mlp + h upᵀ, adding that of the next linear's adapter.
 
         g = grad + dh·down,   x = mlp + h upᵀ, of SwiGLU [gate | up]
         GELU      dmlp = g·(s + x·s·(1 - s)·2u'),   s = (1 + tanh(u))/2,   u' = sqrt(2/π)·(1 + 3·0.044715·x²)
         SwiGLU    dmlp = [g·up·s·(1 + gate·(1 - s)) | g·gate·s],   s = 1/(1 + exp(-gate))
 
     Args:
-        grad: of act(mlp) without the adapter of the linear that reads it [B, S, F].
-        dh: of that adapter [B, S, r], in grad's dtype; None without one.
-        down: that adapter's down-projection [r, F]; a slice of a wider one is read in place.
-        mlp: what the activation read [B, S, N], values or codes of 1×G groups.
-        mlp_scale: of the codes, fp32 [B, S, ceil(N / G)]; None where mlp is values.
-        group_size: G.
-        dtype: of the values.
-        activation: one of `ACTIVATIONS`.
+        grad: of act(mlp) [B, S, F], without the next linear's adapter.
+        dh, down: that adapter's gradient [B, S, r], in grad's dtype, and down-projection [r, F], possibly a slice.
+        mlp: mlp + h upᵀ [B, S, N], values or codes of 1×G groups with mlp_scale fp32 [B, S, ceil(N / G)].
 
     Returns:
         dmlp [B, S, N] of `dtype`, computed in fp32 and rounded once; g is rounded to grad's dtype.

@@ -1,11 +1,11 @@
-"""The activation of an MLP with its adapter, next to attention's output, quantized and kept; and its gradient.
+"""The activation of an MLP with its adapter, beside attention's output, quantized and saved; and its gradient.
 
 GELU(x) = x·s(x) with s(x) = sigmoid(2u), u = sqrt(2/π)·(x + 0.044715·x³): the same as x/2·(1 + tanh u) without its
 cancellation at large negative x. SwiGLU (GATED) reads two tiles, one from each half of mlp.
 
 A program takes a tile of LOW_RANK_ROWS rows, so that tl.dot multiplies the adapter, and leaves each row's amax over its
-columns: the cast is a second launch. (Programs that went over whole rows could cast them too, but there would be few,
-288 at 1024 px and 32 for the text, too few to keep a GPU's memory busy.)
+columns; the cast is a second launch. (Programs over whole rows could cast too, but 288 at 1024 px and 32 for the text
+are too few to keep a GPU's memory busy.)
 
 Shapes: attention [B, S, D], mlp [..., N], each read as rows; N is F, and 2·F of SwiGLU.
 """
@@ -103,7 +103,7 @@ def _complete_tile(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Read a tile [R, BLOCK] of rows of `width` in columns first to end, with its adapter, and keep it."""
+    """Read a tile [R, BLOCK] of rows of `width` in columns first to end, add its adapter, and save it."""
     in_row = first + tl.arange(0, BLOCK)
     columns = in_row[None, :]
     inside = are_rows[:, None] & (columns < end)
@@ -154,11 +154,7 @@ def _mlp_activation_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of R rows of attention or of mlp a program; D is 0 without attention.
-
-    Of mlp's second half the adapter's columns of h begin at SECOND. Offsets within the tile fit 32 bits, which takes
-    fewer registers.
-    """
+    """A tile of R rows of attention or of mlp a program; D is 0 without attention. Tile offsets fit 32 bits."""
     row, part, parts = tl.program_id(0).to(tl.int64) * R, tl.program_id(1), tl.num_programs(1)
     rows = tl.arange(0, R)
     are_rows, before = row + rows < total, tl.cdiv(D, BLOCK)
@@ -295,12 +291,12 @@ def mlp_activation(
 
 
 def splits_groups(width: int, activated: int, group_size: int) -> bool:
-    """Whether a group of codes has elements of both halves, which no program sees together: of small models alone."""
+    """Whether a group of codes spans both halves, which no program sees together: small models only."""
     return width > activated and group_size > 0 and activated % group_size > 0
 
 
 def _codes_of(values: Tensor, amax: Tensor | None, fmt: str, granularity: str) -> tuple[Tensor, Tensor]:
-    """Quantize values [..., K] whose rows have left the amax of their parts, fp32 [rows, parts]."""
+    """Quantize values [..., K] from the amax of their parts, fp32 [rows, parts]."""
     if amax is None:
         return no_codes(values, fmt)
     if granularity == "per_tensor":
@@ -332,7 +328,6 @@ def _mlp_activation_bwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of R rows a program."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     in_row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     are_rows, columns = rows < total, in_row[None, :]

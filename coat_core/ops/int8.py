@@ -1,7 +1,4 @@
-"""INT8 as operators: rotate and quantize, and rotate back; the references are `coat_core.int8`.
-
-Shapes: x [..., K].
-"""
+"""INT8 as operators: rotate and quantize, and rotate back; the references are `coat_core.int8`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from coat_core.ops.operators import operator
 
 @operator("coat::quantize_int8")
 def quantize_int8(x: Tensor, size: int, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return INT8 codes of x H, like x, and their scale fp32 [..., 1]; all else as `coat_core.int8.quantize_int8`."""
+    """Return INT8 codes of x H [..., K] and their scale fp32 [..., 1]: `coat_core.int8.quantize_int8`."""
     codes, scale, _ = quantize_reference(x, size, factors)
     return codes.contiguous(), scale.contiguous()
 
@@ -32,5 +29,5 @@ def _(out: Any, a: Any) -> Cast:
 
 @operator("coat::rotate")
 def rotate(x: Tensor, size: int) -> Tensor:
-    """Return x H [..., K] in the dtype of x; all else as `coat_core.int8.rotate`."""
+    """Return x H [..., K] in the dtype of x: `coat_core.int8.rotate`."""
     return rotate_reference(x, size).to(x.dtype, memory_format=torch.contiguous_format, copy=True)

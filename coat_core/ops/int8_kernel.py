@@ -1,7 +1,4 @@
-"""Rotate and quantize to INT8, and rotate back.
-
-Shapes: x [rows, K].
-"""
+"""Rotate and quantize to INT8, and rotate back; x [rows, K]."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def _rotated(x, STAGES: tl.constexpr, BLOCK: tl.constexpr):
 def _quantize_int8_fwd_kernel(
     x_ptr, factor_ptr, codes_ptr, scale_ptr, K, x_stride, STAGES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row a program: amax of the rotated row, then its codes; the row is rotated twice and read from the cache."""
+    """One row a program: amax of the rotated row, then its codes; the row is rotated twice, then from cache."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK], tl.float32)
     for start in range(0, K, BLOCK):
@@ -63,7 +60,6 @@ def _load_rotated(row_ptr, factor_ptr, start, K, STAGES: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _rotate_fwd_kernel(x_ptr, y_ptr, K, STAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """A stretch of a row a program."""
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     y = _load_rotated(x_ptr + row * K, None, start, K, STAGES, BLOCK)
     columns = start + tl.arange(0, BLOCK)

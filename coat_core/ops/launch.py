@@ -1,8 +1,8 @@
-"""Launching kernels and allocating what they write.
+"""Launching kernels and allocating their results.
 
 Triton's interpreter truncates on stores to bf16 and FP8 (triton issue 8322), so on the CPU kernels write fp32, which
-`finished` casts. On CUDA the buffers have their own dtype from the start and `finished` returns them as they are. Its
-tl.dot multiplies the bits of bf16 as integers: on the CPU kernels get factors in fp32, from `dot_operand`.
+`finished` casts; on CUDA buffers have their final dtype from the start. Its tl.dot multiplies the bits of bf16 as
+integers: on the CPU kernels get factors in fp32, from `dot_operand`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _readable(arg: Any) -> Any:
 
 @contextmanager
 def recorded_launches(record: Record) -> Iterator[None]:
-    """Hand launches in this thread to `record` (kernel, grid, arguments, options) in place of a GPU.
+    """Pass this thread's launches (kernel, grid, arguments, options) to `record` in place of a GPU.
 
     The launchers' own Python runs as on a GPU, for instance on meta tensors, which have shapes but no memory.
     """
@@ -63,7 +63,7 @@ def recorded_launches(record: Record) -> Iterator[None]:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate what a kernel writes; the tests poison it."""
+    """Allocate a kernel's result; the tests poison it."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -79,13 +79,13 @@ def empty_codes(shape: tuple[int, ...], fmt: Format, device: torch.device) -> Te
 
 @functools.cache
 def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what stands for a result that was not asked for, of shape [0]: the same tensor each time."""
+    """Return the placeholder of an unrequested result, of shape [0]: the same tensor each time."""
     with torch.inference_mode(False):  # it may be saved for a backward pass
         return torch.empty(0, dtype=dtype, device=device)
 
 
 def finished(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a kernel wrote, in the dtype it was meant to have."""
+    """Return a kernel's result in its final dtype."""
     if buffer.dtype == dtype:
         return buffer
     is_fp8 = any(dtype == fmt.dtype for fmt in FORMATS.values())
@@ -99,7 +99,7 @@ def dot_operand(x: Tensor) -> Tensor:
 
 @contextmanager
 def waiting_allowed(device: torch.device) -> Iterator[None]:
-    """Let the CPU wait for the device, also where the caller has made that an error (set_sync_debug_mode)."""
+    """Let the CPU wait for the device, even where the caller made that an error (set_sync_debug_mode)."""
     if device.type != "cuda":
         yield
         return

@@ -1,8 +1,6 @@
 """Gradients of LoRA's up-projections, as an operator.
 
-    lora_up_gradients   dh_i = dy_i up_i,  dup_i = dy_iᵀ h_i for n linears that read the same x, from one reading of dy
-
-Shapes: dy [..., ΣN], the columns of each linear in turn; h [..., n·r], r columns for each of them; up [ΣN, r].
+Shapes: dy [..., ΣN], the columns of each of n linears in turn; h [..., n·r], r columns for each; up [ΣN, r].
 """
 
 from __future__ import annotations
@@ -21,22 +19,10 @@ from coat_core.ops.operators import operator
 def lora_up_gradients(
     dy: Tensor, h: Tensor, up: Tensor, widths: list[int], dtype_up: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of h and up, where y_i = h_i up_iᵀ for each linear i.
+    """Return dh_i = dy_i up_i and dup_i = dy_iᵀ h_i for n linears y_i = h_i up_iᵀ that read one x, reading dy once.
 
-        dh_i = dy_i up_i,   dup_i = dy_iᵀ h_i
-
-    Args:
-        dy: gradient of the linears' outputs [..., ΣN].
-        h: what their up-projections read [..., n·r], r at most 256.
-        up: [ΣN, r], in the dtype of h.
-        widths: N of each linear.
-        dtype_up: of the up-projections' parameters.
-
-    Returns:
-        dh [..., n·r] in the dtype of h; dup [ΣN, r] of `dtype_up`.
-
-    Raises:
-        ValueError: the shapes do not go together.
+    dy [..., ΣN]; h [..., n·r], r at most 256; up [ΣN, r], in the dtype of h; `widths` are the N. Returns dh [...,
+    n·r] in the dtype of h; dup [ΣN, r] of `dtype_up`. Raises ValueError where the shapes do not fit.
 
     Numerics: dy is rounded to the dtype of h; products are summed in fp32 and rounded once, except for dup on a CPU,
     which is rounded to the dtype of h first.

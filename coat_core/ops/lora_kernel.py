@@ -1,11 +1,11 @@
 """Gradients of LoRA's up-projections: dh_i = dy_i up_i and dup_i = dy_iᵀ h_i from one reading of dy.
 
-A program takes a stretch of one linear's columns and a share of the rows. It keeps dup of its columns in registers over
-its rows, and leaves dh's part that its columns give; a second kernel adds the parts up. Parts are fp32, and in bytes
+A program takes a stretch of one linear's columns and a share of the rows. It holds dup of its columns in registers and
+writes its columns' part of dh; a second kernel adds the parts up. Parts are fp32, in numbers
 
     stretches · rows · r + shares · ΣN · r
 
-of which wide stretches make the first small and few shares the second (`_division`).
+so wide stretches make the first term small, and few shares the second (`_division`).
 
 Shapes: dy [M, ΣN], h [M, n·r], up [ΣN, r].
 """
@@ -50,10 +50,7 @@ def _lora_up_gradients_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """rounds·R rows and a stretch of BLOCK columns a program.
-
-    dh_ptr [stretches, M, RANK] and dup_ptr [shares, ΣN, RANK] are the parts.
-    """
+    """rounds·R rows and BLOCK columns a program; parts dh_ptr [stretches, M, RANK] and dup_ptr [shares, ΣN, RANK]."""
     stretch, share = tl.program_id(0), tl.program_id(1)
     linear, first, end, before, start = 0, 0, 0, 0, 0
     for i in tl.static_range(len(WIDTHS)):
@@ -177,10 +174,7 @@ def lora_up_gradients(
 def _division(
     widths: tuple[int, ...], rows: int, rank: int, fitting: tuple[int, ...], programs: int
 ) -> tuple[int, int, int, int]:
-    """Divide dy among programs, so that few bytes are parts and few multiprocessors have nothing to do.
-
-    Returns columns of a stretch, how many stretches there are, shares of the rows, and tiles of ROWS rows in a share.
-    """
+    """Return columns of a stretch, stretches, shares of the rows, and tiles of ROWS rows in a share."""
     found, tiles, n = [], blocks(rows, ROWS), sum(widths)
     for block in fitting:
         stretches = sum(blocks(width, block) for width in widths)

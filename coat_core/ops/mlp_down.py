@@ -1,9 +1,4 @@
-"""What the linear after an MLP's activation reads, as an operator: codes, and their product with a down-projection.
-
-    mlp_activation_down    mlp_activation's codes, and the values times the next linear's down-projection
-
-Shapes: as in `coat_core.ops.gelu`; down [R, D + F].
-"""
+"""The input of the linear after an MLP's activation, as an operator: codes, and their adapter's down-projection."""
 
 from __future__ import annotations
 
@@ -32,24 +27,13 @@ def mlp_activation_down(
     dtype: torch.dtype,
     activation: str = "gelu_tanh",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what the linear after an MLP's activation reads: the codes of the values, and their down-projection.
+    """Return the codes of the next linear's input, and its adapter's down-projection.
 
         values = [attention | act(mlp + h upᵀ)],   h_next = values downᵀ
 
-    Args:
-        attention: floating [B, S, D]; None for the activation alone.
-        mlp: floating [B, S, N].
-        h, up: as of `mlp_activation`.
-        down: of the next linear's adapters [R, D + F], R from 1 to 256, in `dtype`.
-        fmt: of the codes, "e4m3" or "e5m2".
-        granularity: of the codes, "per_row" or "per_tensor".
-        saved_format: of what is kept, "e4m3", "e5m2" or "none".
-        group_size: G of what is kept.
-        dtype: of the values.
-        activation: one of `ACTIVATIONS`.
-
-    Returns:
-        h_next [B, S, R] of `dtype`; then as `mlp_activation` without its values.
+    down is [R, D + F], R from 1 to 256, in `dtype`; granularity "per_row" or "per_tensor"; attention and mlp are
+    values; all else as in `mlp_activation`. Returns h_next [B, S, R] of `dtype`; then as `mlp_activation` without its
+    values.
 
     Raises:
         ValueError: as `mlp_activation`; another granularity, or a down-projection of another width.

@@ -1,9 +1,9 @@
 """The codes of [attention | act(mlp)] and its product with a down-projection, without the values in memory.
 
-The first kernel makes the values tile by tile, multiplies them, keeps what backward reads, and leaves each row's amax
-and its part of the product over a stretch of columns. The second one makes the same values once more, casts them, and
-adds up the parts. Both read every input once (the first one once for each NEXT_BLOCK of the product's columns), where
-values in memory would be written once and read twice.
+The first kernel computes the values tile by tile, multiplies them, saves the codes for backward, and leaves each row's
+amax and its part of the product over a stretch of columns. The second recomputes the values, casts them, and adds up
+the parts. Both read every input once (the first once for each NEXT_BLOCK of the product's columns), where values in
+memory would be written once and read twice.
 
 Shapes: attention [B, S, D], mlp [B, S, N], each read as rows, N = F or, of SwiGLU (GATED), 2·F; down [NEXT, D + F].
 """
@@ -73,9 +73,8 @@ def _values_tile(
 ):
     """A tile [R, BLOCK] of the `width` values of attention or of the activation, from column `first` on.
 
-    It reads one tile, or that of each half of mlp (GATED), with its adapter, whose columns of h begin at SECOND for the
-    second half, and keeps them. The adapter's product is made turned: Triton would else see two products in a chain,
-    share the tile by rows alone among the warps, and spill registers.
+    The adapter's product is transposed: Triton would else see two chained products, split the tile among warps by rows
+    alone, and spill registers.
     """
     x = tl.zeros([R, BLOCK], tl.float32)
     for half in tl.static_range(2 if GATED else 1):
@@ -141,7 +140,7 @@ def _stretch(
     BLOCK: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """Go over LENGTH columns of R rows; leave their amax and the sums of their products.
+    """Process LENGTH columns of R rows; leave their amax and the sums of their products.
 
     On a GPU fp32 is multiplied as three products of TF32, within 2^-21 of each product: from registers it would spill.
     """
@@ -189,7 +188,6 @@ def _stretch(
 def _cast_tile(
     x, codes_ptr, scale, row, rows, are_rows, first, end, width, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store the codes of a tile of rows of `width` in columns first to end, by each row's scale."""
     columns = first + tl.arange(0, BLOCK)[None, :]
     codes = saturated(tl.div_rn(x, scale[:, None]), FORMAT_MAX)
     places = codes_ptr + row * width + rows[:, None] * width + columns
@@ -337,7 +335,7 @@ def _mlp_down_cast_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of R rows of attention or of mlp a program; those of the first tile add up the product's parts."""
+    """A tile of R rows of attention or of mlp a program; the first tile's programs add up the product's parts."""
     row, tile = tl.program_id(0).to(tl.int64) * R, tl.program_id(1)
     rows, place = tl.arange(0, R), tl.arange(0, PARTS_BLOCK)
     are_rows, before = tl.program_id(0) * R + rows < total, tl.cdiv(D, BLOCK)
@@ -508,6 +506,5 @@ def mlp_activation_down(
 
 
 def _at_once(down: Tensor, block: int) -> int:
-    """Return how many rows of the down-projection are multiplied at once."""
     is_large = block > LOW_RANK_BLOCK or down.dtype == torch.float32
     return min(max(power_of_two(len(down)), 16), 16 if is_large else RANKS_AT_ONCE)

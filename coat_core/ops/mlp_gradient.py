@@ -1,11 +1,6 @@
-"""Gradient of the down-projection of an adapter whose linear reads an MLP's activation, as an operator.
+"""Gradient of an adapter's down-projection whose linear reads an MLP's activation, as an operator.
 
-    mlp_down_gradient    dhᵀ [attention | act(mlp)]
-
-A GPU makes the second factor from what was saved, tile by tile, and never writes it.
-
-Shapes: dh [B, S, r]; attention [B, S, D]; mlp [B, S, N], values or codes of 1×G groups, as in
-`coat_core.ops.codes`; act(mlp) [B, S, F], as in `coat_core.ops.gelu`.
+A GPU recomputes the values from the saved tensors, tile by tile, and never writes them.
 """
 
 from __future__ import annotations
@@ -30,20 +25,10 @@ def mlp_down_gradient(
     dtype_down: torch.dtype,
     activation: str = "gelu_tanh",
 ) -> Tensor:
-    """Return dhᵀ [attention | act(mlp)], summed over all rows of all images.
+    """Return dhᵀ [attention | act(mlp)], [r, D + F] of `dtype_down`, summed over all rows of all images.
 
-    Args:
-        dh: floating [B, S, r].
-        attention: [B, S, D], values or codes; None for the activation alone.
-        attention_scale: of the codes, fp32 [B, S, ceil(D / G)]; None where attention is values.
-        mlp, mlp_scale: [B, S, N], likewise.
-        group_size: G of the codes.
-        dtype: of the values, before they are cast to dh's to be multiplied.
-        dtype_down: of the gradient.
-        activation: as of `mlp_activation`.
-
-    Returns:
-        [r, D + F] of `dtype_down`.
+    dh: floating [B, S, r]. attention [B, S, D] (or None) and mlp [B, S, N]: values, or codes of 1×G groups with scales
+    fp32 [B, S, ceil(D / G)] and [B, S, ceil(N / G)]. Values are of `dtype`, cast to dh's before the product.
 
     Numerics: the values are those of `mlp_activation`; the kernel sums in fp32 and rounds once, always in the same
     order. The reference has the bits of torch's matrix product of the values.

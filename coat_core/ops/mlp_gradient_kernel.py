@@ -1,7 +1,7 @@
-"""Gradient of a down-projection: the product of dhᵀ with values a program makes from what is saved, tile by tile.
+"""Gradient of a down-projection: the product of dhᵀ with values recomputed from the saved tensors, tile by tile.
 
-A program takes BLOCK columns and a share of the rows, and leaves its part of the gradient. Where there are several
-shares torch adds up the parts, always in the same order. Values are made once for up to 64 ranks.
+A program takes BLOCK columns and a share of the rows. Torch adds up the shares, always in the same order. Values are
+computed once for up to 64 ranks.
 
 Shapes: dh [B, S, r], attention [B, S, D], mlp [B, S, N], each read as rows.
 """
@@ -89,10 +89,7 @@ def _product(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply columns from `first` on of one matrix [rows, width], or of its activation, and store the part.
-
-    The matrix that GATED reads has a second half of as many columns.
-    """
+    """Multiply columns from `first` on of one matrix [rows, width], or of its activation, and store the part."""
     share, ranks = tl.program_id(1).to(tl.int64), tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
     in_row, places = first + tl.arange(0, BLOCK), tl.arange(0, R)
     columns = in_row[None, :]
@@ -219,7 +216,7 @@ def _mlp_down_gradient_kernel(
 
 @functools.cache
 def _shared(rows: int, rank: int, programs: int) -> tuple[int, int]:
-    """Return how many shares the rows are divided in, each leaving a part of the gradient, and the tiles of each."""
+    """Return the number of shares of the rows, and the tiles of each."""
     most = max(rows // (ROWS_OF_A_RANK * rank), 1)
     tiles = max(blocks(rows, ROWS), 1)
     rounds = blocks(tiles, min(max(PROGRAMS // programs, 1), most))
@@ -227,7 +224,7 @@ def _shared(rows: int, rank: int, programs: int) -> tuple[int, int]:
 
 
 def _scales(group: int, per_row: int) -> int:
-    """Return how many scales the elements of a row have that a program reads; groups are powers of two."""
+    """Return how many scales of a row a program reads; groups are powers of two."""
     return 1 if per_row <= 1 else max(BLOCK // group, 1)
 
 

@@ -1,11 +1,9 @@
-"""Reading and writing blocks of 8-bit moments inside a kernel: `coat_core.expansion` and `coat_core.moments`.
+"""Reading and writing blocks of 8-bit moments inside a kernel: `expansion`, `moments` and `rounding` of coat_core.
 
 Powers are exp2(k·log2(x)) by the GPU's own two instructions, where powf takes a hundred. abs(k·log2(x)) < 18; log2 errs
 by 2^-22, absolute near 1 and relative elsewhere, so x^k errs by 2^-18 for k about 2 and 2^-14 for the largest k, 256;
-neighbouring codes are 2^-4 apart. For the same reason what is divided by a number of its block is multiplied by its
-reciprocal. Without expansion all is rounded as in the reference.
-
-Which of two neighbouring codes a value becomes at random: `coat_core.rounding`, with the same draws to the bit.
+neighbouring codes are 2^-4 apart. Division by a number of the block is multiplication by its reciprocal, for the same
+reason. Without expansion all is rounded as in the reference. Draws have the reference's bits.
 
 Shapes: tiles [R, P], P the power of two from the block size on; numbers of a block [R].
 """
@@ -38,7 +36,7 @@ FIRST_FACTOR, SECOND_FACTOR = tl.constexpr(MULTIPLIER_1), tl.constexpr(MULTIPLIE
 
 
 def form_of(dtype: torch.dtype, numbers: int) -> int:
-    """Return how a moment is stored, from the dtype of its codes and how many numbers a block has."""
+    """Return how a moment is stored, from the dtype of its codes and the count of numbers per block."""
     form = INTEGER_FORMS[dtype] if dtype in INTEGER_FORMS else {0: FP32, 1: PLAIN, 3: EXPANDED}[numbers]
     return int(form.value)
 
@@ -52,7 +50,7 @@ def _log2(x):
 
 @triton.jit
 def _held(x):
-    """X inside fp32's normal range; NaN stays NaN."""
+    """X clamped to fp32's normal range; NaN stays NaN."""
     return tl.clamp(x, TINY, HUGE, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -75,7 +73,6 @@ def _power(x, exponent, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _with_sign(magnitude, x):
-    """Magnitude with the sign of x; 0 where x is 0."""
     signed = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
     return tl.where(x == 0, 0.0, signed.to(tl.float32, bitcast=True))
 
@@ -124,13 +121,11 @@ def _within(x, high):
 
 @triton.jit
 def _largest(x):
-    """The largest finite magnitude of each row, [R, 1]."""
     return tl.max(finite_abs(x), axis=1)[:, None]
 
 
 @triton.jit
 def _mix(x):
-    """32 well mixed bits of each uint32: `coat_core.rounding.mix`."""
     x = (x ^ (x >> 16)) * FIRST_FACTOR
     x = (x ^ (x >> 13)) * SECOND_FACTOR
     return x ^ (x >> 16)
@@ -151,7 +146,6 @@ def uniform(stream, step, elements):
 
 @triton.jit
 def _between(x, lower, upper, drawn):
-    """Whether x becomes `upper`: `coat_core.rounding.between`."""
     return drawn * (upper - lower) < x - lower
 
 
@@ -254,7 +248,7 @@ def write(
     EXPONENT_MAX: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Inverse of `read`; to nearest, or where something was drawn, of values of 0 or more, at random."""
+    """Inverse of `read`; rounds to nearest or, with draws and values of 0 or more, stochastically."""
     rows, in_rows = rows[:, None], in_rows[:, None]
     if FORM == RATIO:
         values, scale = _ratio_codes(values)

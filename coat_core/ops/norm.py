@@ -1,20 +1,13 @@
 """LayerNorm or RMSNorm with adaLN modulation, forward and backward, as operators.
 
-    norm_modulate_quantize         n = norm(x)·(1 + scale) + shift, its codes, which the linears after it read, and
-                                   those of x, saved for backward              one scale and shift per image
-    norm_modulate                  n again, from x or its codes
-    norm_modulate_backward         the gradients of x, with that of the residual, and of the modulation
-
-The norm is one of
-
     LayerNorm(x) = (x - mean)·rstd          without a weight, as in FLUX's blocks
-    RMSNorm(x) = x·rstd·weight              with one, which is frozen, as in Z-Image's; rstd = 1/sqrt(mean(x²) + eps)
+    RMSNorm(x) = x·rstd·weight              with a frozen one, as in Z-Image's; rstd = 1/sqrt(mean(x²) + eps)
 
 The bodies are the reference. The forward pass rounds where diffusers' blocks round, so that both give the same bits;
 the backward pass is computed in fp32 from x alone (row statistics are recomputed) and rounded once.
 
-Shapes: x [B, S, D] tokens; scale, shift [B, D]; weight [D]. `fmt`, `granularity`, `saved_format` and `group_size` as in
-`coat_core.ops.codes`.
+Shapes: x [B, S, D] tokens; scale, shift [B, D], one per image; weight [D]. `fmt`, `granularity`, `saved_format` and
+`group_size` as in `coat_core.ops.codes`.
 """
 
 from __future__ import annotations
@@ -66,25 +59,12 @@ def norm_modulate_quantize(
     group_size: int,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return n = norm(x)·(1 + scale) + shift and its codes, and x as it is saved.
+    """Return n = norm(x)·(1 + scale) + shift, its codes for the next linears, and x's codes saved for backward.
 
-    Args:
-        x: floating [B, S, D].
-        scale: [B, D].
-        shift: [B, D]; None for zeros.
-        eps: added to the variance, or to the mean square.
-        fmt: of the codes of n, "e4m3" or "e5m2".
-        granularity: of the codes of n, "none", "per_row" or "per_tensor".
-        saved_format: of the saved codes of x, "e4m3", "e5m2" or "none".
-        group_size: G of the saved codes.
-        weight: of RMSNorm [D]; None for LayerNorm.
-
-    Returns:
-        n [B, S, D], in the dtype that scale and x, or scale and weight, promote to; its codes; their scale; codes of x
-        [B, S, D]; their scale [B, S, ceil(D/G)].
-
-    Raises:
-        ValueError: unknown format, granularity or group size.
+    Without a weight norm is LayerNorm, else RMSNorm. A shift of None is zero. eps is added to the variance or mean
+    square. Returns n [B, S, D], in the dtype that scale and x, or scale and weight, promote to; its codes; their
+    scale; codes of x [B, S, D]; their scale [B, S, ceil(D/G)]. Raises ValueError for an unknown format, granularity
+    or group size.
 
     Numerics: on a CPU bit-equal to diffusers' AdaLayerNormZero, or to its RMSNorm times 1 + scale.
     Source: FLUX's adaLN-Zero, diffusers models/normalization.py; Z-Image's, its transformer_z_image.py; saved codes:
@@ -110,17 +90,10 @@ def norm_modulate(
     dtype: torch.dtype,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Return the n of `norm_modulate_quantize`, from x or its saved codes.
+    """Return n [B, S, D] of `norm_modulate_quantize`, from x or its saved codes.
 
-    Args:
-        x: of `dtype` or FP8 codes [B, S, D].
-        x_scale: fp32 of the codes, of the shape of any granularity; None where x is not codes.
-        group_size: elements that share a scale where each row has several.
-        scale, shift, eps, weight: as there.
-        dtype: of x when it was made: what x from its codes is rounded to.
-
-    Returns:
-        n [B, S, D], in its dtype there, `dtype` standing for that of x.
+    Codes come with x_scale, fp32 in the shape of any granularity; `group_size` counts where each row has several
+    scales. `dtype` is x's before it was quantized.
     """
     return _modulated(values_of(x, x_scale, group_size, dtype), scale, shift, eps, weight)
 
@@ -137,7 +110,7 @@ def norm_modulate_backward(
     dtype: torch.dtype,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, which the residual's is added to, and that of the modulation.
+    """Return the gradient of x, plus the residual's, and that of the modulation.
 
         LayerNorm   z = (x - mean)·rstd,   dz = grad·(1 + scale),   dscale = Σ_S grad·z
                     dx = rstd·(dz - mean(dz) - z·mean(dz·z)) + residual
@@ -145,16 +118,8 @@ def norm_modulate_backward(
                     dx = rstd·(dz - z·mean(dz·z)) + residual
         both        dshift = Σ_S grad
 
-    Args:
-        grad: of n [B, S, D].
-        x, x_scale, group_size: as of `norm_modulate`.
-        scale: [B, D].
-        eps, weight: as in the forward pass.
-        residual: gradient of x by the path around the norm [B, S, D]; None for zeros.
-        dtype: of x when it was made.
-
-    Returns:
-        dx [B, S, D] of `dtype`, added up in fp32 and rounded once; fp32 [B, 2, D]: dshift, dscale.
+    grad is of n [B, S, D]; x as in `norm_modulate`; residual is x's gradient around the norm [B, S, D], None for zeros.
+    Returns dx [B, S, D] of `dtype`, added up in fp32 and rounded once; fp32 [B, 2, D]: dshift, dscale.
     """
     values, g = values_of(x, x_scale, group_size, dtype).to(torch.float32), grad.to(torch.float32)
     dz = g * (1 + scale.to(torch.float32)[:, None])

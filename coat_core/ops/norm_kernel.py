@@ -1,8 +1,9 @@
-"""LayerNorm or RMSNorm with adaLN modulation, forward (quantized, and saving x in passing) and backward.
+"""LayerNorm or RMSNorm with adaLN modulation, forward (quantized, saving x's codes) and backward.
 
-Shapes: x [B, S, D], values or codes, read as B·S rows; scale, shift [B, D]; weight [D], of RMSNorm. A program holds
-whole rows: several where D is small. In the backward pass each program takes a share of one image's rows and leaves its
-part of the sums over S, added up by torch.
+A program holds whole rows: several where D is small. In the backward pass each takes a share of one image's rows and
+leaves its part of the sums over S, which torch adds up.
+
+Shapes: x [B, S, D], values or codes, read as B·S rows; scale, shift [B, D]; weight [D], of RMSNorm.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _norm_modulate_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """R rows a program; rounds where eager PyTorch does. x is of DTYPE, or was before its cast, the norm of NORMED."""
+    """R rows a program; rounds where eager PyTorch does. x is or was of DTYPE, the norm of NORMED."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows[:, None] < total) & (columns < D)
@@ -183,7 +184,7 @@ def _forward(
     code_spec: tuple[str, str],
     saved_spec: tuple[str, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """n, its codes as (fmt, granularity) has them, and codes of x as (saved_format, group_size) has them."""
+    """Return n, its codes by (fmt, granularity), and codes of x by (saved_format, group_size)."""
     check_width(x.shape[-1])
     x, (scale, scale_stride) = x.contiguous(), with_row_stride(scale)
     shift, shift_stride = (None, 0) if shift is None else with_row_stride(shift)

@@ -1,7 +1,4 @@
-"""NVFP4 weights decoded to FP8 for one product, as an operator; `coat_core.nvfp4` has the format.
-
-Shapes: codes [N, K/2], two a byte; block scales [N, K/16]; result [N, K], or [K, N] for dgrad.
-"""
+"""NVFP4 weights decoded to FP8 for one product, as an operator; `coat_core.nvfp4` has the format."""
 
 from __future__ import annotations
 
@@ -18,16 +15,7 @@ from coat_core.ops.operators import operator
 
 @operator("coat::decode_nvfp4")
 def decode_nvfp4(codes: Tensor, block_scales: Tensor, transposed: bool) -> Tensor:
-    """Decode a weight.
-
-    Args:
-        codes: uint8 [N, K/2].
-        block_scales: uint8 [N, K/16].
-        transposed: return Wᵀ.
-
-    Returns:
-        e4m3 [N, K], or [K, N]; contiguous.
-    """
+    """Decode codes uint8 [N, K/2] with block scales uint8 [N, K/16] to a contiguous e4m3 [N, K], or [K, N]."""
     blocks = nvfp4.unpack(codes).unflatten(-1, (-1, nvfp4.BLOCK))
     bits = nvfp4.decode(blocks, block_scales).view(torch.uint8).flatten(-2)
     return (bits.t() if transposed else bits).contiguous().view(E4M3.dtype)

@@ -1,8 +1,7 @@
-"""NVFP4 weights decoded to e4m3, by a table: an element's byte depends on the scale of its block and its code alone.
+"""NVFP4 weights decoded to e4m3 by a table: an element's byte depends only on its code and its block's scale.
 
 A block's eight magnitudes are the eight bytes of one word of the table, so one word is read for 16 elements, and each
-takes its byte by a shift. No number is rounded here, so the result is the reference's on every GPU, and no instruction
-for FP8 is needed.
+takes its byte by a shift. Nothing is rounded, so every GPU gets the reference's result, without FP8 instructions.
 
 Shapes: codes [N, K/2], two a byte; block scales [N, K/16]; result [N, K], or [K, N].
 """
@@ -27,7 +26,7 @@ NUMBERS = 128  # of E4M3's bits without a sign
 
 @functools.cache
 def _words() -> tuple[int, ...]:
-    """The decoded bytes of all magnitudes, for each scale's bits: the first in the lowest byte; int64."""
+    """Return int64 words of the decoded bytes of all magnitudes, one per scale; the first in the lowest byte."""
     scales = torch.arange(NUMBERS, dtype=torch.uint8, device="cpu")
     codes = torch.arange(8, dtype=torch.uint8, device="cpu").expand(NUMBERS, 8)
     return tuple(nvfp4.decode(codes, scales).view(torch.int64).view(-1).tolist())
@@ -37,7 +36,6 @@ def _words() -> tuple[int, ...]:
 def _decode_nvfp4_fwd_kernel(
     codes_ptr, scales_ptr, words_ptr, out_ptr, N, K, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """ROWS rows of BLOCKS blocks per program."""
     first_row, first_block = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * BLOCKS
     rows, places = first_row + tl.arange(0, ROWS), first_block + tl.arange(0, BLOCKS)
     inside = (rows[:, None] < N) & (places[None, :] < K // 16)

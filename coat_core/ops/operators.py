@@ -1,8 +1,7 @@
-"""How an operator `coat::` is registered: its body is the reference, what a CPU runs, and its own fake.
+"""How an operator `coat::` is registered: its body is the reference, the CPU implementation, and its own fake.
 
-Used as torch.library.custom_op is, for operators that change none of their arguments. That one registers an autograd
-kernel in Python, which every call passes through, 14 µs of the 21 µs a call spends outside its body; ours run inside
-autograd functions, where it has nothing to do.
+A replacement for torch.library.custom_op, for operators that change none of their arguments. That one registers an
+autograd kernel in Python, 14 µs of the 21 µs a call spends outside its body; ours run inside autograd functions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _library = torch.library.Library("coat", "FRAGMENT")
 
 
 class Operator(Generic[P, R]):
-    """An operator, to be called like its body, which also makes the results of meta and fake tensors."""
+    """An operator, called like its body, which also makes the results of meta and fake tensors."""
 
     def __init__(self, qualname: str, body: Callable[P, R]) -> None:
         functools.update_wrapper(self, body)
@@ -77,9 +76,8 @@ def operator(qualname: str, triton: bool = True) -> Callable[[Callable[P, R]], O
     """Decorator: register this function as the operator "coat::<name>".
 
     Args:
-        qualname: a name that no operator of another signature has had: torch.compile's cache on disk calls an operator
-            as it was.
-        triton: on CUDA the launcher of the same name runs, of the module `<module of the body>_kernel`.
+        qualname: never used before with another signature: torch.compile's disk cache calls operators by their old one.
+        triton: on CUDA run the launcher of the same name in `<module of the body>_kernel`.
     """
 
     def register(body: Callable[P, R]) -> Operator[P, R]:

@@ -1,12 +1,11 @@
 """Many small tensors as one buffer of blocks.
 
-LoRA has hundreds of small parameters, so a step works on packed buffers instead of on one tensor at a time: the number
-of launches does not depend on the number of parameters. Each flat piece starts a new block and its last block is filled
-with zeros, so a block never mixes two parameters and scales belong to one piece each:
+LoRA has hundreds of small parameters, so a step works on packed buffers: the number of launches does not depend on the
+number of parameters. Each flat piece starts a new block, padded with zeros, so scales belong to one piece each:
 
     piece 0: a a a a a 0 0 0 | piece 1: b b b b | ...      (block_size 4)
 
-Large parameters are split at block borders, which keeps the buffers bounded and changes no result.
+Large parameters are split at block borders, which bounds the buffers and changes no result.
 Shapes: a piece [size]; buffer [n_blocks, B].
 """
 

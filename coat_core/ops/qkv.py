@@ -1,12 +1,8 @@
-"""From the linears' q, k, v to attention's, and back: adapters, QK-RMSNorm, rotary embedding, what is kept.
+"""From the linears' q, k, v to attention's, and back: adapters, QK-RMSNorm, rotary embedding, saved codes.
 
-    qkv_rope             q, k, v of all streams from [q|k|v] of each
-    qkv_rope_backward    the gradient of each stream's [q|k|v]
-    qkv_mlp_backward     that of a single block, [q|k|v|mlp], in one tensor
-
-A stream's q, k and v come side by side, as one GEMM makes them: [B, S_i, 3·H·d], heads of d. The bodies are the
-reference. The forward pass rounds where diffusers' FLUX blocks round; the backward passes are computed in fp32 from
-what was kept and rounded once.
+A stream's q, k and v are side by side, as one GEMM writes them: [B, S_i, 3·H·d], heads of d. The bodies are the
+reference. The forward pass rounds where diffusers' FLUX blocks round; the backward passes are computed in fp32 and
+rounded once.
 
 Shapes: one or two streams i of S_i tokens, the text first, S tokens together; q, k, v [B, S, H, d]; weight [d]; cos,
 sin [S, d], or [B, S, d] where images have their own, each rotary angle repeated for its pair of neighbours.
@@ -54,10 +50,7 @@ def norm_and_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: fl
 
 
 def norm_and_rotate_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Return the gradient of x in fp32; arguments as `norm_and_rotate`.
-
-    g = (gradient rotated back)·weight,   z = x·rstd,   dx = rstd·(g - z·mean(g·z))
-    """
+    """Return dx in fp32: g = (gradient rotated back)·weight, z = x·rstd, dx = rstd·(g - z·mean(g·z))."""
     g, values = grad.to(torch.float32), x.to(torch.float32)
     back = g * cos.unsqueeze(-2) - _turned(g * sin.unsqueeze(-2))
     weighted = back * weight.to(torch.float32)
@@ -67,7 +60,6 @@ def norm_and_rotate_backward(grad: Tensor, x: Tensor, weight: Tensor, cos: Tenso
 
 
 def _spans(ys: list[Tensor]) -> Iterator[slice]:
-    """Where each stream's tokens are among all."""
     start = 0
     for y in ys:
         yield slice(start, start + y.shape[1])
@@ -94,21 +86,16 @@ def qkv_rope(
     group_size: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return what attention reads, and what is kept for backward.
+    """Return attention's q, k, v, and the codes saved for backward.
 
-        [q|k|v] = y + h upᵀ of each third,   q ← rotate(RMSNorm(q)·weight), k likewise, v as it is
+        [q|k|v] = y + h upᵀ of each third,   q ← rotate(RMSNorm(q)·weight), k likewise, v unchanged
 
     Args:
-        ys: of each stream [B, S_i, 3·H·d]; the rows may be the beginning of wider ones. Values, or codes of 1×G groups.
-        y_scales: of the codes, fp32 [B, S_i, ceil(3·H·d / G)]; empty where `ys` are values.
-        hs: of each stream [B, S_i, 3·r], r columns for each of q, k, v; empty without adapters, and for codes.
-        ups: of each stream [3·H·d, r]; empty without adapters, and for codes.
+        ys: of each stream [B, S_i, 3·H·d], possibly the beginning of wider rows; values, or codes of 1×G groups with
+            y_scales fp32 [B, S_i, ceil(3·H·d / G)], else empty.
+        hs, ups: of each stream [B, S_i, 3·r] and [3·H·d, r]; empty without adapters, and for codes.
         weights: norm_q's and norm_k's [d] of each stream in turn.
         cos, sin: fp32 [S, d] or [B, S, d], of the tokens of all streams.
-        eps: added to the mean square.
-        saved_format: of what is kept, "e4m3", "e5m2" or "none".
-        group_size: G of the codes that are read, or kept.
-        dtype: of the values.
 
     Returns:
         q, k, v [B, S, H, d] of `dtype`; then, unless the format is "none", for each stream the codes and scale of the
@@ -117,8 +104,8 @@ def qkv_rope(
     Raises:
         ValueError: unknown format or group size.
 
-    Numerics: on a CPU bit-equal to addmm, torch.nn.RMSNorm and diffusers' apply_rotary_emb after each other.
-    Source: FLUX's QK norm and rotary embedding, diffusers models/transformers/transformer_flux.py; what is kept:
+    Numerics: on a CPU bit-equal to addmm, torch.nn.RMSNorm and diffusers' apply_rotary_emb in sequence.
+    Source: FLUX's QK norm and rotary embedding, diffusers models/transformers/transformer_flux.py; saved codes:
     arXiv 2410.19313, section 5.
     """
     parts: tuple[list[Tensor], ...] = ([], [], [])
@@ -158,20 +145,11 @@ def qkv_rope_backward(
     group_size: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return the gradient of each stream's complete [q|k|v].
+    """Return dy of each stream's complete [q|k|v], [B, S_i, 3·H·d] of `dtype`, computed in fp32 and rounded once.
 
         g = (gradient rotated back)·weight,   z = q·rstd,   dq = rstd·(g - z·mean(g·z)),   dk likewise
 
-    Args:
-        grads: of q, k, v [B, S, H, d].
-        ys: complete [q|k|v] of each stream [B, S_i, 3·H·d], values or codes of 1×G groups.
-        y_scales: of the codes; empty where `ys` are values.
-        weights, cos, sin, eps: as in the forward pass.
-        group_size: G.
-        dtype: of the values.
-
-    Returns:
-        dy of each stream [B, S_i, 3·H·d] of `dtype`, computed in fp32 and rounded once.
+    grads are of q, k, v [B, S, H, d]; ys the complete [q|k|v], values or codes with y_scales.
     """
     results = []
     for i, span in enumerate(_spans(ys)):
@@ -202,20 +180,10 @@ def qkv_mlp_backward(
     dtype: torch.dtype,
     activation: str = "gelu_tanh",
 ) -> Tensor:
-    """Return the gradient of a single block's complete [q|k|v|mlp].
+    """Return [dq|dk|dv|dmlp] of a single block, [B, S, 3·H·d + N] of `dtype`: the input of its linears' one dgrad.
 
-    Args:
-        grads: as `qkv_rope_backward`, of one stream.
-        y: complete [q|k|v] [B, S, 3·H·d], values or codes.
-        y_scale: of the codes; None where y is values.
-        weights: norm_q's and norm_k's [d].
-        cos, sin, eps: as in the forward pass.
-        grad_mlp, dh, down, mlp, mlp_scale, activation: as of `mlp_activation_backward`, `grad` being grad_mlp.
-        group_size: G of both.
-        dtype: of the values.
-
-    Returns:
-        [dq|dk|dv|dmlp] [B, S, 3·H·d + N] of `dtype`: what the one dgrad of these linears reads.
+    grads, y, y_scale as one stream's in `qkv_rope_backward`; grad_mlp (its `grad`), dh, down, mlp, mlp_scale and
+    activation as in `mlp_activation_backward`; `group_size` is G of both.
     """
     scales = [] if y_scale is None else [y_scale]
     (dy,) = qkv_rope_backward(grads, [y], scales, weights, cos, sin, eps, group_size, dtype)

@@ -1,8 +1,9 @@
-"""Adapters, QK-RMSNorm and rotary embedding between [q|k|v] of a linear and attention's q, k, v, forward and backward.
+"""Adapters, QK-RMSNorm and rotary embedding between [q|k|v] of a linear and attention's q, k, v, and their gradient.
+
+A program takes R tokens and, one after the other, HEADS heads of each of q, k and v: it reads the angles once.
 
 Shapes: y [B, S_i, 3·H·d] of one stream, read as rows; q, k, v and their gradients [B, S, H, d] of all streams; weight
-[d]; cos, sin [S, d] or [B, S, d]. A program takes R tokens and, one after the other, HEADS heads of each of q, k and v,
-so that it reads the angles once.
+[d]; cos, sin [S, d] or [B, S, d].
 """
 
 from __future__ import annotations
@@ -73,10 +74,7 @@ def _qkv_rope_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """R tokens of an image's stream, whose first is number `first` of S, and HEADS heads a program.
-
-    Offsets within the tile fit 32 bits, which takes fewer registers.
-    """
+    """R tokens of an image's stream, the first at `first` of S, and HEADS heads a program; tile offsets fit 32 bits."""
     tiles = tl.cdiv(length, R)
     image, token = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * R
     row, out_row = image * length + token, image * S + first + token
@@ -170,7 +168,6 @@ def _qkv_rope_bwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """R tokens of an image's stream, whose first is number `first` of all, and HEADS heads a program."""
     tiles = tl.cdiv(length, R)
     image, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     tokens = tile * R + tl.arange(0, R)[:, None]
@@ -352,7 +349,6 @@ def _launch_backward(
 
 @functools.cache
 def _geometry(shape: tuple[int, ...], heads: int, d: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and options for a stream [B, S_i, 3·H·d]."""
     tile, block, rows = min(power_of_two(heads), HEADS), power_of_two(d), LOW_RANK_ROWS
     options = {"HEADS": tile, "R": rows, "BLOCK": block, "num_warps": warps(2 * rows * block), "num_stages": 1}
     return (shape[0] * blocks(shape[1], rows), blocks(heads, tile)), options

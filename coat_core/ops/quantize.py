@@ -1,7 +1,4 @@
-"""Quantize, dequantize and transpose as operators; the references of the first ones are `coat_core.quantize`.
-
-Shapes: x [..., K]; codes like x; scale as `Granularity.scale_shape` says.
-"""
+"""Quantize, dequantize and transpose as operators; the references of the first two are `coat_core.quantize`."""
 
 from __future__ import annotations
 
@@ -40,22 +37,12 @@ def _(out: Any, a: Any) -> Cast:
 def quantize_and_save(
     x: Tensor, fmt: str, granularity: str, group_size_in: int, saved_format: str, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the codes of x that a linear reads, and those that are saved for backward, with one reading of x.
+    """Return the codes of x for a linear and those saved for backward, reading x once.
 
-    Args:
-        x: floating [..., K], rows of at most 16384, at any stride.
-        fmt: of the linear's codes, "e4m3" or "e5m2"; any where there are none.
-        granularity: of the linear's codes, or "none".
-        group_size_in: G of the linear's codes where they are per_group.
-        saved_format: of the saved codes, "e4m3", "e5m2" or "none".
-        group_size: G of the saved codes.
-
-    Returns:
-        codes, like x, and their scale; saved codes, like x, and their scale [..., ceil(K/G)]; those that were not asked
-        for have shape [0].
-
-    Raises:
-        ValueError: unknown format, granularity or group size.
+    x is floating [..., K] at any stride, K at most 16384; `group_size_in` is G of a linear's per_group codes,
+    `group_size` that of the saved ones. Returns codes, like x, and their scale; saved codes, like x, and their scale
+    [..., ceil(K/G)]; shape [0] where the granularity or saved format is "none". Raises ValueError for an unknown
+    format, granularity or group size.
 
     Numerics: the codes and scales of `coat_core.quantize.quantize`, to the bit.
     """
@@ -80,7 +67,7 @@ def _dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int,
 
 @operator("coat::transpose_codes")
 def transpose_codes(codes: Tensor) -> Tensor:
-    """Return the FP8 codes [N, K] as a contiguous [K, N]: the layout dgrad multiplies by."""
+    """Return FP8 codes [N, K] as a contiguous [K, N], for dgrad."""
     bits = codes.view(torch.uint8).t()
     return bits.clone(memory_format=torch.contiguous_format).view(codes.dtype)  # one row's transpose is a view already
 
@@ -88,11 +75,9 @@ def transpose_codes(codes: Tensor) -> Tensor:
 def quantize(
     x: Tensor, fmt: str | Format = "e4m3", granularity: Granularity = PER_TENSOR, factors: Tensor | None = None
 ) -> Quantized:
-    """Quantize to FP8 with just-in-time scales, by the device's kernel; "int8" is rotated first: `coat_core.int8`.
+    """`coat_core.quantize.quantize`, to the bit, by the device's kernel; "int8" rotates first (`coat_core.int8`).
 
-    Arguments, result and errors as `coat_core.quantize.quantize`; `factors`, fp32 [K], multiply x first, in fp32.
-
-    Numerics: the codes and scales of `coat_core.quantize.quantize`, to the bit.
+    `factors`, fp32 [K], multiply x first, in fp32.
     """
     check_input(x)
     if fmt == INT8.name:
@@ -103,10 +88,9 @@ def quantize(
 
 
 def quantize_once(x: Tensor, fmt: str, granularity: Granularity) -> Quantized:
-    """Quantize x once for all that read this very tensor; arguments, result and errors as `quantize`.
+    """`quantize`, once per tensor object: q, k, v and their adapters share one copy, which lives as long as x.
 
-    The result lives as long as the tensor object, so that q, k, v and their adapters share one copy. A change of x in
-    place invalidates it.
+    Changing x in place invalidates it.
     """
     if torch.compiler.is_compiling() or x.is_inference():  # such tensors count no in-place changes
         return quantize(x, fmt, granularity)

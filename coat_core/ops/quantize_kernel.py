@@ -1,7 +1,7 @@
 """Quantize per tensor, per row or per group, also saving x for backward; dequantize; transpose codes.
 
-Shapes: x [M, K] (leading dimensions joined), n groups a row. Each kernel reads x from memory once or, per row, once and
-again from the cache; per tensor takes two launches: amax of each program's share, then the cast.
+Each kernel reads x [M, K] from memory once or, per row, once and again from the cache; per tensor takes two launches:
+amax of each program's share, then the cast.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ TILE = 64
 def _quantize_rows_fwd_kernel(
     x_ptr, factor_ptr, codes_ptr, scale_ptr, K, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row a program: amax over the row, then the cast."""
     row = tl.program_id(0).to(tl.int64)
     in_block = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -99,7 +98,6 @@ def _quantize_groups_fwd_kernel(
 
 @triton.jit
 def _share_amax_fwd_kernel(x_ptr, factor_ptr, amax_ptr, K, total, rounds, BLOCK: tl.constexpr):
-    """Amax over each program's rounds·BLOCK consecutive elements."""
     share = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK], tl.float32)
     for turn in range(rounds):
@@ -166,7 +164,6 @@ def dequantize(codes: Tensor, scale: Tensor, granularity: str, group_size: int, 
 
 @triton.jit
 def _transpose_codes_fwd_kernel(codes_ptr, out_ptr, N, K, TILE: tl.constexpr):
-    """One square tile a program."""
     rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (rows[:, None] < N) & (columns[None, :] < K)
@@ -201,7 +198,7 @@ def _quantize_and_save_fwd_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """R rows a program; CODE_GROUP is 0 where the codes have a scale for each row, or one for all."""
+    """R rows a program; CODE_GROUP is 0 where the codes have one scale per row, or one for all."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     columns = tl.arange(0, BLOCK)[None, :]
     are_rows = rows < total

@@ -1,4 +1,4 @@
-"""What launchers share whose kernels make rows of values and quantize them in passing.
+"""Shared by launchers whose kernels write rows of values and quantize them.
 
 Per row a kernel leaves codes and scales. Per tensor it leaves the amax of each row, and the cast is a second launch.
 """
@@ -56,7 +56,6 @@ def _cast_by_amax_fwd_kernel(
     PARTS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The cast with one scale for all, from the amax of parts (shares, or rows from a fused producer)."""
     largest = tl.zeros([PARTS_BLOCK], tl.float32)
     for start in range(0, parts, PARTS_BLOCK):
         index = start + tl.arange(0, PARTS_BLOCK)
@@ -83,7 +82,6 @@ def _cast_rows_by_amax_fwd_kernel(
     PARTS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The cast of one row a program, from the amax of its parts."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PARTS_BLOCK)
     amax = tl.max(tl.load(amax_ptr + row * parts + place, mask=place < parts, other=0.0), axis=0)
@@ -98,7 +96,7 @@ def _cast_rows_by_amax_fwd_kernel(
 
 
 def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize x per tensor where a fused producer has left the finite amax of its parts, of any number."""
+    """Quantize x per tensor, from the finite amax of any number of parts."""
     form = get_format(fmt)
     codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((), torch.float32, x.device)
     cast_all_by_amax(x, None, amax, codes, scale, form.max)
@@ -106,7 +104,7 @@ def cast_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
 
 
 def cast_rows_by_amax(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Quantize x per row where a fused producer has left the amax of each row's parts, fp32 [rows, parts]."""
+    """Quantize x per row, from the amax of each row's parts, fp32 [rows, parts]."""
     form, k, (rows, parts) = get_format(fmt), x.shape[-1], amax.shape
     codes, scale = empty_codes(tuple(x.shape), form, x.device), empty((*x.shape[:-1], 1), torch.float32, x.device)
     options = {"FORMAT_MAX": form.max, "PARTS_BLOCK": power_of_two(parts), "BLOCK": row_block(k)}
@@ -139,7 +137,7 @@ class RowCodes:
         self.scale = None if granularity == "none" else empty((*shape[:-1], 1), torch.float32, device)
 
     def results(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes and scale once the kernel has run; `values` are its own, contiguous, in their dtype."""
+        """Return codes and scale once the kernel has run; `values` are its result, contiguous, in their dtype."""
         if self.scale is None:
             return nothing(self._fmt.dtype, values.device), nothing(torch.float32, values.device)
         if self.codes is None:
@@ -148,7 +146,7 @@ class RowCodes:
 
 
 class GroupCodes:
-    """Buffers for what is kept of values [..., K] for backward, as arguments of `device.store_group_codes`."""
+    """Buffers for saved codes of values [..., K], as arguments of `device.store_group_codes`."""
 
     def __init__(self, shape: tuple[int, ...], saved_format: str, group_size: int, device: torch.device) -> None:
         self._device, self._fmt, self.format_max = device, E4M3, 0.0
@@ -174,7 +172,7 @@ def rank_options(up: Tensor | None, dim: int = -1) -> dict[str, int]:
 
 
 def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Tensor | None, int, int]:
-    """Return a scale as `device.load_saved` reads it, how many a row has (0: one for all), and what shares one."""
+    """Return a scale as `device.load_saved` reads it, scales per row (0: one for all), and elements per scale."""
     if scale is None:
         return None, 0, width
     per_row = scale.shape[-1] if scale.ndim else 0
@@ -182,7 +180,7 @@ def saved_groups(scale: Tensor | None, group_size: int, width: int) -> tuple[Ten
 
 
 def with_row_stride(x: Tensor) -> tuple[Tensor, int]:
-    """Return x [..., K] and the distance of its rows in elements, copied only where that is not the same for all."""
+    """Return x [..., K] and the distance of its rows in elements, copied only where that distance varies."""
     width = x.shape[-1]
     if x.is_contiguous():  # most are
         return x, width

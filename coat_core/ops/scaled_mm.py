@@ -1,8 +1,7 @@
 """The GEMMs: y = (a · a_scale)(b · b_scale)ᵀ + bias, as the operators `coat::fp8_mm` and `coat::int8_mm`.
 
-On CUDA the first is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that operator's e4m3 × e4m3 path is a naive loop,
-about 1000 times slower than a GEMM, so the reference multiplies the codes in fp32: codes are exact there, the sum is
-accumulated in fp32 and rounded once, as the GPU does.
+On CUDA the first is `torch._scaled_mm` (cuBLASLt, CUTLASS). On a CPU that is a naive loop, about 1000 times slower
+than a GEMM, so the reference multiplies the codes in fp32, where they are exact, and rounds once, as the GPU does.
 
 Shapes: a [M, K], b [N, K] (any strides: on CUDA a transposed view is copied by `coat::transpose_codes`), a_scale [] or
 [M, 1], b_scale [] or [N, 1], bias [N], result [M, N]. K and N must be multiples of 16.
@@ -27,7 +26,7 @@ FEWEST_INT8_ROWS = 17  # that torch's INT8 product takes on CUDA
 
 
 def check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless these can be multiplied: shapes as of the module, sizes as `ALIGNMENT` says."""
+    """Raise ValueError unless the shapes fit together and K and N are multiples of `ALIGNMENT`."""
     of_a, of_b = a.shape, b.shape
     if len(of_a) != 2 or len(of_b) != 2 or of_a[1] != of_b[1]:
         raise ValueError(f"a {tuple(of_a)} and b {tuple(of_b)}: must be [M, K] and [N, K]")
@@ -42,10 +41,7 @@ def check_shapes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: T
 
 
 def row_scale(scale: Tensor, rows: int) -> Tensor:
-    """Return a scale [] or [rows, 1] as [rows, 1] in one piece, as row-wise GEMMs read it.
-
-    Of a weight that is multiplied many times, keep it: from another shape each product launches a copy.
-    """
+    """Return a scale [] or [rows, 1] as contiguous [rows, 1] for row-wise GEMMs; keep a weight's, each call copies."""
     if scale.ndim == 2 and scale.shape[0] == rows and scale.is_contiguous():
         return scale
     return scale.reshape(-1, 1).expand(rows, 1).contiguous()
@@ -62,23 +58,11 @@ def scaled_mm(
     out_dtype: torch.dtype,
     forward: bool = False,
 ) -> Tensor:
-    """Return (a · a_scale)(b · b_scale)ᵀ + bias in `out_dtype`; this body is the reference.
+    """Return (a · a_scale)(b · b_scale)ᵀ + bias in `out_dtype`, [M, N]; this body is the reference.
 
-    Args:
-        a: FP8 [M, K].
-        a_scale: fp32 [] or [M, 1].
-        b: FP8 [N, K].
-        b_scale: fp32 [] or [N, 1]; see `row_scale` where a_scale is [M, 1].
-        bias: floating [N] or None.
-        out_dtype: bf16, fp16 or fp32.
-        forward: a is the input of a linear (fprop), and not a gradient: Hopper's tensor cores may then accumulate with
-            about 14 bits, which is faster.
-
-    Returns:
-        Tensor [M, N] of `out_dtype`.
-
-    Raises:
-        ValueError: shapes that do not fit, or K or N not a multiple of 16.
+    Codes are FP8, scales fp32 (see `row_scale` where a_scale is [M, 1]), `out_dtype` bf16, fp16 or fp32. `forward`: a
+    is the input of a linear, not a gradient; Hopper's tensor cores may then accumulate with about 14 bits, which is
+    faster. Raises ValueError where shapes do not fit, or K or N is not a multiple of 16.
 
     Numerics: fp32 accumulation, one rounding to `out_dtype`; agrees with `torch._scaled_mm` to that rounding.
     """
@@ -100,7 +84,7 @@ def int8_mm(
     out_dtype: torch.dtype,
     forward: bool = False,
 ) -> Tensor:
-    """Return (a · a_scale)(b · b_scale)ᵀ + bias of INT8 codes; arguments, result and errors as `scaled_mm`.
+    """`scaled_mm` of INT8 codes.
 
     Numerics: sums are exact in int32 up to K = 133,144; then fp32, each product and the bias rounded, then `out_dtype`.
     """
@@ -121,7 +105,7 @@ def _(out: Any, a: Any) -> Product:
 
 
 def rows_in_one_piece(b: Tensor) -> Tensor:
-    """Return b [N, K] contiguous, as tensor cores read it; its transposed codes by our kernel."""
+    """Return b [N, K] contiguous, as tensor cores read it; transposed codes go through our kernel."""
     if b.is_contiguous():
         return b
     return transpose_codes(b.t()) if b.t().is_contiguous() else b.contiguous()
@@ -137,7 +121,7 @@ def scaled_mm_on_cuda(
     out_dtype: torch.dtype,
     forward: bool = False,
 ) -> Tensor:
-    """Multiply by `torch._scaled_mm`; arguments, result and errors as `scaled_mm`."""
+    """`scaled_mm` by `torch._scaled_mm`."""
     try:
         return _by_cublas(a, a_scale, b, b_scale, bias, out_dtype, forward)
     except (RuntimeError, ValueError):
@@ -175,10 +159,7 @@ def _by_cublas(
 
 @functools.cache
 def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, row_wise: bool) -> str | None:
-    """Return why this device cannot multiply these FP8 dtypes, or None where it can.
-
-    The answer comes from multiplying once on the device: formats and scalings differ by GPU, CUDA and torch version.
-    """
+    """Return why this device, CUDA and torch cannot multiply these FP8 dtypes, or None; found by one product."""
 
     def multiply_once() -> None:
         a = torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(a_dtype)
@@ -191,7 +172,7 @@ def unsupported_reason(device: torch.device, a_dtype: torch.dtype, b_dtype: torc
 
 @functools.cache
 def int8_unsupported_reason(device: torch.device) -> str | None:
-    """Return why this device cannot multiply INT8, or None where it can; the answer comes from multiplying once."""
+    """Return why this device cannot multiply INT8, or None; found by one product."""
 
     def multiply_once() -> None:
         a, scale = torch.zeros(ALIGNMENT, ALIGNMENT, dtype=torch.int8, device=device), torch.ones((), device=device)
@@ -201,11 +182,7 @@ def int8_unsupported_reason(device: torch.device) -> str | None:
 
 
 def _why_refused(device: torch.device, multiply_once: Callable[[], object]) -> str | None:
-    """Return why a product cannot run on this device, or None where it can; a CPU can.
-
-    Raises:
-        torch.OutOfMemoryError: it says nothing about the product, and answers are kept.
-    """
+    """Return why a product cannot run on this device, or None; out of memory raises, since answers are cached."""
     if device.type == "cpu":
         return None
     try:

@@ -1,14 +1,12 @@
-"""Lists of integers on the device, uploaded without waiting for it: how a kernel over many tensors finds its way.
+"""Tables of integers on the device, uploaded without waiting for it, for kernels over many tensors.
 
-The tables are known by their content, so a list that did not change since a step is found and not uploaded again, and
-one that changed (gradients get new addresses where `zero_grad` drops them) can never be mistaken for the old one. An
-upload copies from pinned memory that torch's host allocator reuses only when the copy is done: the CPU never
-waits, and never overwrites what is still to be copied.
+Tables are cached by content: an unchanged list is not uploaded again, and a changed one (gradients get new addresses
+where `zero_grad` drops them) is never mistaken for the old one. An upload copies from pinned memory that torch's host
+allocator reuses only when the copy is done, so the CPU never waits.
 
-A captured CUDA graph reads at each replay the table that was there, or copies it again from its pinned source. So what
-a capture used is kept for the life of the process: for 1000 adapters of 86 M elements 16 kB of addresses a capture, and
-2.7 MB of places once. The pinned source of a capture is made ahead, by the steps before it: making one may query
-events, which a capture forbids.
+A captured CUDA graph reads the table, or copies it from its pinned source, at each replay, so tables used in a capture
+live as long as the process: for 1000 adapters of 86 M elements 16 kB of addresses a capture, and 2.7 MB of places once.
+Earlier steps allocate the pinned source: allocating may query events, which a capture forbids.
 """
 
 from __future__ import annotations
@@ -30,11 +28,7 @@ _spares: dict[int, Tensor] = {}  # length → a pinned source for a capture
 
 
 def device_table(content: Hashable, numbers: Callable[[], Iterable[int]], device: torch.device) -> Tensor:
-    """Return integers as a table on the device.
-
-    Returns:
-        int64 [n]; on a GPU, work that the current stream gets after this call finds it filled.
-    """
+    """Return integers as an int64 [n] table on the device; on a GPU, filled for later work on the current stream."""
     key = (device, content)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if key in _uploaded:
@@ -63,6 +57,5 @@ def _keep_spare(table: Tensor) -> None:
 
 
 def _source(values: Tensor, device: torch.device, spare: Tensor | None) -> Tensor:
-    """Return the values in memory that is copied to the device without waiting."""
     source = torch.empty_like(values, pin_memory=device.type == "cuda") if spare is None else spare
     return source.copy_(values)

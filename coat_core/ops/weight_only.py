@@ -1,8 +1,6 @@
-"""y = x Wᵀ + b with W in FP8 and x as it is, as an operator: for linears that read one row per image.
+"""y = x Wᵀ + b with W in FP8 and x in high precision, for linears that read one row per image.
 
-Reading W is all the time such a product takes, so the kernel reads its one byte per element and nothing besides.
-
-Shapes: x [..., K], codes [N, K], y [..., N].
+Such a product's time is reading W, so the kernel reads its one byte per element and nothing else.
 """
 
 from __future__ import annotations
@@ -20,17 +18,9 @@ from coat_core.quantize import dequantize
 
 @operator("coat::weight_only_linear")
 def weight_only_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x Wᵀ + b, W = codes · scale.
+    """Return x Wᵀ + b, [..., N] of `dtype`, where W = codes · scale.
 
-    Args:
-        x: floating [..., K].
-        codes: FP8 [N, K].
-        scale: fp32 [] or [N, 1].
-        bias: floating [N] or None.
-        dtype: of x and W in the product, and of y.
-
-    Returns:
-        y [..., N] of `dtype`.
+    x is floating [..., K], codes FP8 [N, K], scale fp32 [] or [N, 1]; x and W are multiplied in `dtype`.
 
     Numerics: the reference rounds W to `dtype` before the product; the kernel multiplies by the exact codes and scales
     the fp32 sum.

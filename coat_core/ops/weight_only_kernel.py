@@ -1,6 +1,6 @@
 """A few rows times an FP8 weight, by its codes. Many rows go through the dequantized weight instead.
 
-Shapes: x [M, K], codes [N, K], y [M, N]; M is padded to the 16 rows that a matrix instruction takes.
+Shapes: x [M, K], codes [N, K], y [M, N]; M is padded to the 16 rows of a matrix instruction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def _weight_only_linear_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N output features a program, for all rows."""
     rows, features = tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
