@@ -17,6 +17,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton: kernels run on the CPU then
 
+ALL_ONLY = (  # tests that take minutes each: left to `python scripts/test.py --all`; at most 20
+    "tests/kernels/test_compile.py",  # every kernel, compiled for GPUs that are not there
+    "tests/unit/test_gpu_check.py::test_a_dry_run_executes_every_stage",
+    "tests/integration/test_verify_catches.py",  # three pairs of runs
+    "tests/integration/test_plan_measured.py::test_bytes_of_full_fine_tuning_are_as_predicted[on a CPU]",
+)
+
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=150, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 
@@ -50,11 +57,20 @@ def _version(package: str) -> tuple[int, ...]:
         return (999,)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason; slow files first, so that no worker ends with one."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all`: also the tests of `ALL_ONLY`."""
+    parser.addoption("--all", action="store_true", help="also the tests that take minutes each")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `ALL_ONLY` unless asked for, skip what this machine cannot run; files that run programs come first."""
+    named = any("::" in argument or argument.endswith(".py") for argument in config.args)
+    if not config.getoption("--all") and not named:
+        left_out = [item for item in items if item.nodeid.startswith(ALL_ONLY)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     runs = ("integration", "reliability")
-    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name not in runs))
+    items.sort(key=lambda item: item.path.parent.name not in runs)
     reasons = {marker: _missing(marker) for marker in ("gpu", "triton", "aitk")}
     for item in items:
         for marker, reason in reasons.items():

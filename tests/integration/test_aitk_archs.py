@@ -22,7 +22,7 @@ from tests.architecture.sources import ROOT
 from tests.tolerances import ARCH_FEWER_BYTES, ARCH_GRADIENT_COSINE, ARCH_LOWEST_COSINE
 from tests.unit.test_archs import LEGACY, NO_MODELS
 
-pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 FUSED = {
     "FluxTransformer2DModel",
     "Flux2",

@@ -19,7 +19,7 @@ import pytest
 from tests.architecture.sources import ROOT
 from tests.tolerances import ARCH_FEWER_BYTES, ARCH_GRADIENT_COSINE, ARCH_LOWEST_COSINE
 
-pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.aitk, pytest.mark.timeout(1800)]
 QUANTO, TORCHAO = ("qfloat8", "qfloat8_e5m2", "qint8", "qint2"), ("float8", "int8")
 UINT = tuple(f"uint{bits}" for bits in range(2, 8))
 CONVROT = ("convrot8", "convrot4", "convrotbitnet", "convrotcomfyw4a4", *(f"convrotint{bits}" for bits in range(2, 9)))

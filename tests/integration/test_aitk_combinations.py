@@ -14,7 +14,7 @@ from coat_flux.trainers.ai_toolkit.install import install
 from tests.helpers.aitk_standin.real import Checkout, as_kontext, make_real_entry
 from tests.helpers.tiny_flux import make_tiny_flux
 
-pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 PHOTOS, KONTEXT = "datasets_example/clothing", "models/flux_kontext"
 # name → (changes of the job, flow of its blocks, words that the job prints)

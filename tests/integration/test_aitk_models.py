@@ -20,7 +20,7 @@ from tests.architecture.sources import ROOT
 from tests.helpers.aitk_standin.real import Checkout, as_kontext, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 
-pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 STEPS = 4
 PLACES = {

@@ -17,7 +17,7 @@ from tests.helpers.aitk_standin.real import STEPS, Checkout, make_plain_entry, m
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import FLOW_DIRECTION_COSINE
 
-pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 EXTENSION = "extensions/coat_flux"
 LINEARS = 3 * 14 + 6 * 6  # of the mini-FLUX's blocks

@@ -23,7 +23,7 @@ from tests.helpers.aitk_standin.host import REPOSITORY
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry
 from tests.helpers.asserts import assert_bitwise
 
-pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 STEPS = 6
 WHOLE = "whole"

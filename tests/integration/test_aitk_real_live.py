@@ -14,7 +14,7 @@ from coat_flux.watch.live import give_command, read_status
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_checkout  # noqa: F401
 from tests.helpers.asserts import assert_bitwise
 
-pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 OUT = ["01_striped_red.jpg", "07_plain_orange.jpg"]
 STEPS = 8

@@ -14,7 +14,7 @@ import torch
 from tests import tolerances
 from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_checkout  # noqa: F401
 
-pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 
 def entry_of(accumulation: int, *, steps: int = 4, **blocks: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tests.helpers.aitk_standin.real import Checkout, make_real_entry, real_chec
 from tests.helpers.asserts import assert_bitwise
 from tests.tolerances import PLAN_KEPT_RTOL
 
-pytestmark = [pytest.mark.aitk, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.aitk, pytest.mark.timeout(3600)]
 
 JOB_TABLE = """CREATE TABLE Job (id TEXT PRIMARY KEY, name TEXT, status TEXT, stop INTEGER DEFAULT 0,
     return_to_queue INTEGER DEFAULT 0, step INTEGER DEFAULT 0, total_steps INTEGER, info TEXT DEFAULT '',

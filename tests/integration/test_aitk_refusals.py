@@ -158,14 +158,12 @@ def _standin(tmp_path: Path, how: str) -> Path:
     return root
 
 
-@pytest.mark.slow
 def test_linked_folder_needs_no_pip(tmp_path: Path) -> None:
     done = _run_without_pip(_standin(tmp_path, "link"), "coat_flux_trainer")
     assert done.returncode == 0, done.stderr
     assert "[coat] FP8 weights: 0 linears at load, 4 after it" in done.stdout
 
 
-@pytest.mark.slow
 def test_copied_folder_says_what_to_run_and_other_jobs_do_not_notice(tmp_path: Path) -> None:
     root = _standin(tmp_path, "copy")
     plain = _run_without_pip(root, "sd_trainer")

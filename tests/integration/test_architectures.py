@@ -133,7 +133,6 @@ def test_the_policy_lists_the_blocks_that_are_called(name: str) -> None:
     assert len(called) == len(policy.blocks)
 
 
-@pytest.mark.slow
 @ALL
 @pytest.mark.parametrize(
     "memory",
@@ -194,7 +193,6 @@ def test_packing_alone(name: str, in_bf16: Any) -> None:
     assert cosines[worst] >= PACKED_GRADIENT_COSINE, f"{worst}: {cosines[worst]:.4f}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SDXL", "SD3", "CogVideoX", "Wan"])
 def test_kept_bytes(name: str) -> None:
     kept = []

@@ -35,7 +35,6 @@ def run(script: str, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_bytes_kept_by_loop_and_flow(tmp_path: Path) -> None:
     loops = ["--loop", "peft", "--loop", "toolkit"]
     out = run("bench_memory.py", *loops, "--json", str(tmp_path / "b.json"), "--picture", str(tmp_path / "b.png"))

@@ -44,7 +44,6 @@ def test_steps_train_the_same_task() -> None:
     assert steps["coat"]["state_bytes"] < 0.3 * steps["bf16"]["state_bytes"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "full_offload"])
 def test_the_trainers_own_steps(name: str) -> None:
     step = figures_of("trainer", name, measure_trainer)
@@ -52,7 +51,6 @@ def test_the_trainers_own_steps(name: str) -> None:
     assert 0 < step["predicted_peak_bytes"] < step["peak_bytes"]
 
 
-@pytest.mark.slow
 def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["adamw_fused", "coat_fp8_adamw"]
     where = ["--device", "cpu", "--repeats", "2", "--skip-tests", "--out", str(tmp_path)]
@@ -75,7 +73,6 @@ def test_results_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "| adamw_fused | optimizer step | " in (tmp_path / "results.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True])
 def test_benchmark_coat(tmp_path: Path, fp8: bool) -> None:
     out = tmp_path / "results.json"

@@ -89,7 +89,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 FULL = ("include", "exclude", "activation.wgrad_format", "optimizer.offload")  # of full fine-tuning
 ALONE = [option for option in OPTIONS if not option.key.startswith((*TOGETHER, *FULL))]
 CASES = [
-    pytest.param(option.key, value, marks=[pytest.mark.slow] if option.key == "speed.measure" else [])
+    (option.key, value)
     for option in ALONE
     for value in values(option)
     if value != "int8" or option.key == "weight.format"
@@ -160,7 +160,6 @@ def test_a_step_of_flux2_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gpu.launches - before == both
 
 
-@pytest.mark.slow
 def test_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLUX.1-dev with all 57 blocks."""
     with dry_gpu(monkeypatch) as gpu:

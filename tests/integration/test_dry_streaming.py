@@ -22,9 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "memory", [{}, pytest.param({"memory.checkpointing": "all"}, marks=pytest.mark.slow)], ids=["kept", "recomputed"]
-)
+@pytest.mark.parametrize("memory", [{}, {"memory.checkpointing": "all"}], ids=["kept", "recomputed"])
 def test_codes_are_copied_while_blocks_run(memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies and products wait for each other, and the host for neither; in a capture as well."""
     with dry_gpu(monkeypatch) as gpu:

@@ -26,7 +26,7 @@ from tests.helpers.tiny_flux import make_tiny_flux
 from tests.helpers.together import Together, needs_fork, train_together
 from tests.integration.test_engine_processes import losses
 
-pytestmark = [pytest.mark.slow, needs_fork]
+pytestmark = [needs_fork]
 
 # parts that are not trained, and so in codes or frozen, among them the embedding that all blocks share: with FSDP2 its
 # gradients are added up block by block, which rounds otherwise; clipping at a norm that every step reaches

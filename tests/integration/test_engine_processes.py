@@ -62,7 +62,6 @@ def assert_same(run: Path, other: Path) -> None:
         )
 
 
-@pytest.mark.slow
 @needs_fork
 def test_one_two_and_three_processes_are_one_run(place: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are one with accumulation two, which resumes them; three resume them where `allow` names it."""
@@ -86,7 +85,6 @@ def test_one_two_and_three_processes_are_one_run(place: dict[str, Path], monkeyp
     assert_same(three["out"] / "two", alone["out"] / "two")
 
 
-@pytest.mark.slow
 @needs_fork
 def test_with_fsdp2_two_processes_share_the_frozen_codes_out_and_are_one(place: dict[str, Path]) -> None:
     """With samples and a loss on photos held out, for which all processes run the transformer."""
@@ -104,7 +102,6 @@ def test_with_fsdp2_two_processes_share_the_frozen_codes_out_and_are_one(place: 
     assert len(list((place["out"] / "shared" / "samples").glob("*.jpg"))) == 2
 
 
-@pytest.mark.slow
 def test_a_killed_process_ends_all_with_one_message(place: dict[str, Path]) -> None:
     """As users start it: the launcher ends with an error, one process says why, and the run can be resumed."""
     config, run = place["out"].parent / "killed.yaml", place["out"] / "killed"

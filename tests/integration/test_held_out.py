@@ -51,7 +51,6 @@ def curve(run: Path) -> list[tuple[float, float]]:
     return RunFolder(run).validation
 
 
-@pytest.mark.slow
 def test_photos_held_out_are_measured_and_leave_no_trace_in_a_run_or_its_resume(
     place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

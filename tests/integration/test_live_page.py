@@ -30,7 +30,6 @@ def sentence(page: Driver) -> str:
     return page.run("(document.querySelector('.verdict') || document.body).textContent")
 
 
-@pytest.mark.slow
 def test_a_running_job_is_sampled_saved_and_stopped_by_mouse(tmp_path: Path) -> None:
     job = engine_job(
         "seen",

@@ -58,7 +58,6 @@ def job(name: str, place: dict[str, Path], optimizer: str, **train: Any) -> dict
     return made
 
 
-@pytest.mark.slow
 def test_prodigy_trains_and_resumes_to_the_bit(place: dict[str, Path]) -> None:
     """It is the hard one: what it learns stands among the hyper-parameters, which a resume takes from the YAML."""
     need("prodigy")

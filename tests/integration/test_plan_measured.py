@@ -162,7 +162,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tokens]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_saved_activations_are_as_predicted(name):
     block, options, tokens = CASES[name]
@@ -227,7 +226,7 @@ FULL = {"memory": {"checkpointing": "all"}, "activation": {"flow": "generic"}}
 
 @pytest.mark.parametrize(
     ("device", "frees"),
-    [("meta", True), ("meta", False), pytest.param("cpu", True, marks=pytest.mark.slow)],
+    [("meta", True), ("meta", False), ("cpu", True)],
     ids=["updated in backward", "all gradients first", "on a CPU"],
 )
 @pytest.mark.usefixtures("meta_as_gpu")
@@ -335,7 +334,6 @@ def _plain_job(tiny_model, tmp_path, **blocks):
     return engine_job("run", model=tiny_model, images=images, out=tmp_path, coat={}, **blocks)
 
 
-@pytest.mark.slow
 def test_disk_of_a_run(tiny_model, tmp_path):
     """What the run's folder and the caches hold after training: files as predicted, but for their headers."""
     raw = _plain_job(

@@ -116,7 +116,6 @@ def test_the_report_of_a_run_has_all_of_it(default_run: Path, capsys: pytest.Cap
     assert (default_run / "coat" / "precision.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
 def test_layers_below_the_minimum_multiply_in_bf16_and_a_resume_keeps_them(
     place: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

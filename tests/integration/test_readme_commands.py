@@ -33,7 +33,7 @@ IN_PLACE_OF = {  # what stands in the documentation for something of the user's,
     "flux_clothing_coat": "flux_clothing_tiny",
 }
 ELSEWHERE = {  # command: what runs it
-    "python scripts/quickstart.py": "scripts/test_versions.py, which .ci/run runs",
+    "python scripts/quickstart.py": "scripts/test_versions.py, which scripts/test.py --all runs",
     "python scripts/test.py": ".ci/run",
     "pip install -e .": "scripts/quickstart.py and scripts/test.py",
     "pip install -e path/to/coat-flux": "scripts/quickstart.py and scripts/test.py",
@@ -141,7 +141,6 @@ def test_a_wheel_holds_configs_photos_and_the_mini_flux(installed: Path) -> None
     assert mini_flux == _files(ROOT / "extensions" / "coat_flux" / "mini_flux" / "files")
 
 
-@pytest.mark.slow
 def test_what_a_wheel_holds_trains(workplace: Path) -> None:
     run = workplace / "output" / "flux_clothing_tiny"
     assert (run / "flux_clothing_tiny.safetensors").stat().st_size > 10_000

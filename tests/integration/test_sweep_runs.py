@@ -12,7 +12,6 @@ from tests.helpers.engine_job import engine_job, write_images
 from tests.helpers.tiny_flux import make_tiny_flux
 
 
-@pytest.mark.slow
 def test_a_trial_of_the_real_trainer_is_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images, model = write_images(tmp_path / "images", 3), make_tiny_flux(tmp_path / "tiny")
     job = engine_job("mine", model=model, images=images, out=tmp_path / "out", train={"steps": 9})

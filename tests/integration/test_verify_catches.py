@@ -27,7 +27,6 @@ def experiment():
         yield importlib.import_module("mini_flux.experiment")
 
 
-@pytest.mark.slow
 def test_e5m2_everywhere_is_caught_and_coat_is_not(experiment, tmp_path):
     photos, validation = experiment.write_photos(tmp_path / "photos")
     model = make_mini_flux(tmp_path / "mini")

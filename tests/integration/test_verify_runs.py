@@ -64,7 +64,6 @@ def verdict(place: dict[str, Path]) -> Verdict:
         return verify(job_of(place), seeds=2, settings=SETTINGS)
 
 
-@pytest.mark.slow
 def test_runs_are_ordinary_runs_on_the_photos_that_are_left(verdict: Verdict, place: dict[str, Path]) -> None:
     folder = place["out"] / "mine_verify"
     assert [run.name for run in verdict.runs] == ["bf16_seed7", "coat_seed7", "bf16_seed8", "coat_seed8"]
@@ -138,7 +137,6 @@ def test_json_and_page_hold_the_verdict(verdict: Verdict) -> None:
     assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", page)
 
 
-@pytest.mark.slow
 def test_finished_runs_are_not_repeated_and_seeds_can_be_added(
     verdict: Verdict, place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

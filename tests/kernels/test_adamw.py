@@ -258,7 +258,6 @@ def assert_special(device: torch.device, spoil: Any, steps: int, **stored: Any) 
         assert not mine.isinf().any()
 
 
-@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), INTEGERS], ids=str)
 def test_many_steps_are_as_accurate_as_the_reference(formats: tuple[str, str], device: torch.device) -> None:

@@ -11,7 +11,6 @@ from tests.helpers.operators import bits
 from tests.kernels.test_adamw import Problem, kernel
 
 
-@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("tensors", [1, 50])
 def test_one_launch_whatever_the_number_of_tensors(

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 # of the script's: FP8 by integers, by instruction, and both newer dot products; each case for one of them in turn, for
 # that is what time allows
 TARGETS = 86, 89, 90, 120

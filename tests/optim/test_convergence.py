@@ -28,7 +28,6 @@ def final_loss(make_optimizer, dtype: torch.dtype = torch.float32) -> tuple[floa
     return losses[0], losses[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.use_dynamic_range_expansion])
 def test_loss_ends_near_adamw(name: str) -> None:
     first, expected = final_loss(lambda params: torch.optim.AdamW(params, lr=1e-2))

@@ -21,7 +21,6 @@ FIXED_POINT = ExpansionConfig()
 constants = st.sampled_from([FIXED_POINT, PAPER_EXPANSION, ExpansionConfig(1.0, 0.0, 1.0)])
 
 
-@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     values=st.lists(magnitudes, min_size=1, max_size=40),

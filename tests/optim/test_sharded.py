@@ -155,7 +155,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     return folder, run(2, folder)
 
 
-@pytest.mark.slow
 def test_two_processes_are_one_to_the_bit_and_one_resumes_them(two: tuple[Path, dict[str, Any]]) -> None:
     folder, end = two
     model = make_model()
@@ -179,7 +178,6 @@ def test_two_processes_are_one_to_the_bit_and_one_resumes_them(two: tuple[Path, 
     assert_same(checkpoint(model, optimizer), checkpoint(again, resumed))
 
 
-@pytest.mark.slow
 def test_three_processes_resume_two(two: tuple[Path, dict[str, Any]]) -> None:
     folder, saved = two
     end = run(3, folder, resumes=True)

@@ -278,7 +278,6 @@ IN_CI = ("SIGTERM-1", "damaged-commit/files.json", "exploding-1e3")
 CHOSEN = FAULTS if os.environ.get("COAT_FAULTS") == "all" else IN_CI
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHOSEN)
 def test_after_a_fault_the_advice_brings_the_run_to_its_good_end(runs: Runs, kind: str) -> None:
     rng = random.Random(kind + os.environ.get("COAT_FAULTS_SEED", ""))

@@ -316,7 +316,6 @@ def results(run: Path) -> dict[str, Any]:
     return {name: content(folder / name) for name in ("optimizer.pt", "lora.safetensors", "ema.safetensors")}
 
 
-@pytest.mark.slow
 def test_runs_killed_at_random_moments_end_as_the_one_never_stopped(
     place: dict[str, Path], whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,6 @@ def big_job(**coat: Any) -> JobConfig:
 # --- a step that fails, and is tried again ---
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "after"), [("forward pass", 3), ("backward pass", 300)])
 def test_the_step_is_explained_and_the_retry_recomputes_every_block(moment: str, after: int) -> None:
     training, expected = Training({}), Training({"memory": {"checkpointing": "all"}})
@@ -366,7 +365,6 @@ def failing_dgrad(at: int) -> Callable[..., Tensor]:
     return dgrad
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_weights(
     place: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

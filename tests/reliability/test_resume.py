@@ -226,7 +226,6 @@ CHANGED = {
 }
 
 
-@pytest.mark.slow
 def test_what_may_change_goes_on_and_is_said(
     place: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -254,7 +253,6 @@ def test_what_may_change_goes_on_and_is_said(
     assert [row["lr"] for row in rows(run)] == ["0.001", "0.001", "0.0005"]
 
 
-@pytest.mark.slow
 def test_the_measured_path_is_kept(place: dict[str, Path]) -> None:
     """A save that says bf16 GEMMs goes on with them, where a CPU would take the config's own without measuring."""
     run = train("path", place, coat={}, train={"steps": 1})
@@ -277,7 +275,6 @@ def test_the_measured_path_is_kept(place: dict[str, Path]) -> None:
 # -- steps that go wrong ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_and_counted(
     place: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -337,7 +337,6 @@ def test_the_bench_extra_holds_what_its_tests_need() -> None:
     assert [package for package in runner.NEEDED.values() if f'"{package}>=' not in extra] == []
 
 
-@pytest.mark.slow
 def test_red_tests_give_exit_code_1_and_no_figures(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

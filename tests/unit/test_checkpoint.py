@@ -207,7 +207,6 @@ def test_two_sets_are_kept_the_older_one_some_steps_behind(tmp_path: Path) -> No
         assert kept(tmp_path) == expected
 
 
-@pytest.mark.slow
 def test_a_damaged_byte_in_any_file_of_the_newest_set_moves_it_aside(tmp_path: Path) -> None:
     commit(tmp_path / "whole", 1, writer("one"), PUBLISH)
     commit(tmp_path / "whole", 2, writer("two"), PUBLISH)

@@ -200,7 +200,6 @@ def test_a_console_that_cannot_show_a_name_does_not_end_the_command(tmp_path):
     assert rb"error: \u5199\u771f.yaml: no such file" in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
 def test_a_process_without_memory_ends_with_one_line(tmp_path):
     Image.new("1", (9400, 9400)).save(tmp_path / "a.png")

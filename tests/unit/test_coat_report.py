@@ -187,7 +187,6 @@ def test_checkpointing(coat: dict[str, Any], allowed: bool, asked: str, got: str
     assert bool(row.why) == bool(why)
 
 
-@pytest.mark.slow
 def test_more_recomputation_for_lack_of_memory_is_told() -> None:
     model, report, _ = coat_flux_model({})
     lora_gradients(model)

@@ -272,7 +272,6 @@ def test_rates_and_the_constants_they_replace() -> None:
     assert {line.split(":")[0] for line in lines} >= {"RATE_SHARES fp8", "RATE_SHARES attention", "BANDWIDTH_SHARE"}
 
 
-@pytest.mark.slow
 @pytest.mark.triton
 def test_a_dry_run_executes_every_stage(script: ModuleType, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--dry-run", "--out", str(tmp_path)]

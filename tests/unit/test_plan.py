@@ -185,7 +185,6 @@ def test_optimizer_bytes(optimizer):
     assert optimizer_bytes(facts) == pytest.approx(expected[optimizer], rel=0.005)
 
 
-@pytest.mark.slow
 def test_on_a_cpu_host_memory_is_the_device(tmp_path):
     job = replace(job_of(write_images(tmp_path / "photos", 3), "models/coat_mini_flux"), device="cpu")
     prediction = predict(job)
@@ -249,13 +248,11 @@ def test_a_change_can_be_written():
     assert not written.recomputed
 
 
-@pytest.mark.slow
 def test_nothing_helps_a_card_smaller_than_what_is_around_the_blocks():
     verdict = judge(job_facts(job_of()), Card(2))
     assert (verdict.fits, verdict.changes, verdict.changed, verdict.step_seconds) == (False, (), None, None)
 
 
-@pytest.mark.slow
 def test_several_changes_and_none_too_many():
     job = job_of(
         coat={"enabled": False}, dataset={"cache_text_embeddings": False}, network={"linear": 32},
@@ -271,7 +268,6 @@ def test_several_changes_and_none_too_many():
     assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_no_change_raises_the_peak(edit):
     """Each edit, made on a config to which it applies, lowers some phase and raises none; made again it ends."""
@@ -391,7 +387,6 @@ def job_file(tmp_path, monkeypatch):
     return path
 
 
-@pytest.mark.slow
 def test_text(job_file, capsys):
     assert main(["plan", str(job_file)]) == 0
     out = capsys.readouterr().out
