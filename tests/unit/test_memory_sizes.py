@@ -18,7 +18,7 @@ from coat_flux.blocks.block_bytes import (
     largest_moment,
     read_blocks,
 )
-from coat_flux.blocks.decide import flow_settings
+from coat_flux.blocks.decide import Given, flow_settings
 from coat_flux.blocks.described import LINEARS, Block, make_block, read_block
 from coat_flux.blocks.sizes import (
     FlowSettings,
@@ -116,7 +116,7 @@ def test_a_trained_embedding_gives_gates_a_gradient():
 
 
 def test_dropout_takes_the_generic_flow():
-    dropped, block = flow_settings(COATConfig.from_dict({}), dropout=True, fused=False), flux_block("single")
+    dropped, block = flow_settings(COATConfig.from_dict({}), Given((), dropout=True), fused=False), flux_block("single")
     assert dropped.flow == "generic"
     kept = [block_bytes(block, TOKENS, settings).kept for settings in (dropped, FlowSettings(flow="generic"))]
     assert kept[0] > kept[1]
@@ -210,10 +210,10 @@ def test_settings_of_a_config():
         flow="generic", attention="bf16", packing=per_group(32), inputs=Granularity("per_row", 32),
         fp8_checkpoint=False, value_bytes=4, cuda=False, fp8_weights=False, kernels=False,
     )  # fmt: skip
-    assert flow_settings(coat, value_bytes=4, cuda=False) == expected
-    assert flow_settings(COATConfig()) == FlowSettings()
-    assert flow_settings(COATConfig(enabled=False)) == replace(EAGER, fp8_checkpoint=False)
-    weights_alone = flow_settings(COATConfig.from_dict({"activation": {"use_fp8": False}}))
+    assert flow_settings(coat, Given((), value_bytes=4, device="cpu")) == expected
+    assert flow_settings(COATConfig(), Given(())) == FlowSettings()
+    assert flow_settings(COATConfig(enabled=False), Given(())) == replace(EAGER, fp8_checkpoint=False)
+    weights_alone = flow_settings(COATConfig.from_dict({"activation": {"use_fp8": False}}), Given(()))
     assert (weights_alone.flow, weights_alone.fp8_weights, weights_alone.fp8_adapters) == ("eager", True, False)
 
 
