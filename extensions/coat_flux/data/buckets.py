@@ -1,12 +1,12 @@
-"""Aspect-ratio buckets: the training size of an image, the resize and crop that bring it there, and the samples.
+"""Aspect-ratio buckets: the training size of an image, resize and crop to it, and the samples.
 
 The rule is ai-toolkit's. An image is scaled down to the pixel budget resolution² (never up), each side is rounded down
-or up to a multiple of `step`, and of those four sizes the one whose area is nearest to the target and within the budget
-is taken. An image smaller than the budget keeps its size up to that rounding; only sides shorter than one step grow.
+or up to a multiple of `step`, and the one of these four sizes is taken whose area is nearest to the target within the
+budget. An image smaller than the budget keeps its size up to that rounding; only sides shorter than one step grow.
 
 For FLUX.1 ai-toolkit replaces its `bucket_tolerance` setting (64) by 32: 8 (VAE) × 2 (packing) × 2. So 32 is the
-default here, and one YAML trains at the same sizes in both. One difference: for strips thinner than a step ai-toolkit
-may exceed the budget, here the long side is cut instead.
+default here. One difference: for strips thinner than a step ai-toolkit may exceed the budget; here the long side is
+cut.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ class Bucket:
 def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP) -> Bucket:
     """The bucket of an upright image: both sides multiples of `step` pixels and width·height <= resolution².
 
-    Raises:
-        ValueError: `step` is not a positive multiple of 16, `resolution` is below it, or a side is not positive.
-
-    Numerics: before the crop each side differs from the ideal one by less than `step` (unless the image is a strip
-    narrower than a step).
+    Before the crop each side differs from the ideal by less than `step`, unless the image is a strip narrower than
+    that. Raises ValueError if `step` is not a positive multiple of 16, `resolution` is below it, or a side is not
+    positive.
     """
     if step < FLUX_MULTIPLE or step % FLUX_MULTIPLE:
         raise ValueError(f"step={step}: must be a positive multiple of {FLUX_MULTIPLE}; use {BUCKET_STEP}")
@@ -60,7 +58,7 @@ def bucket_for(width: int, height: int, resolution: int, step: int = BUCKET_STEP
 
 
 def fit_to_bucket(image: Image.Image, bucket: Bucket) -> Image.Image:
-    """Resize (bicubic, aspect kept) until the image covers the bucket, then crop its centre to exactly the bucket."""
+    """Resize (bicubic, same aspect ratio) so that the image just covers the bucket, then crop its centre."""
     covering = covering_size(image.size, bucket)
     left, top = (covering[0] - bucket.width) // 2, (covering[1] - bucket.height) // 2
     resized = image.resize(covering, Image.Resampling.BICUBIC)
@@ -68,7 +66,7 @@ def fit_to_bucket(image: Image.Image, bucket: Bucket) -> Image.Image:
 
 
 def covering_size(size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
-    """Width and height, in pixels, to which an image of `size` is resized so that it just covers the bucket."""
+    """The smallest width and height in pixels, at the image's aspect ratio, that cover the bucket."""
     width, height = size
     if bucket.width * height >= bucket.height * width:
         return bucket.width, -(-height * bucket.width // width)
@@ -76,16 +74,16 @@ def covering_size(size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
 
 
 def cropped_share(size: tuple[int, int], bucket: Bucket) -> float:
-    """The share of an image's area, from 0 to 1, that the crop to its bucket cuts off."""
+    """The fraction of an image's area, from 0 to 1, that the crop to its bucket cuts off."""
     width, height = covering_size(size, bucket)
     return 1.0 - bucket.width * bucket.height / (width * height)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One thing to train on: an image at one size, with its caption, trigger word included.
+    """A training sample: an image at one size, with its caption, trigger word included.
 
-    A caption that is dropped becomes `dropped_caption`: "" or, as in ai-toolkit, the trigger word.
+    A dropped caption becomes `dropped_caption`: "" or, as in ai-toolkit, the trigger word.
     """
 
     image_path: Path
@@ -97,7 +95,7 @@ class Sample:
 
 
 def resolutions(config: Any) -> tuple[int, ...]:
-    """The resolutions of a dataset's settings; ai-toolkit writes one as a plain number."""
+    """The resolutions of a dataset's settings, which may be a plain number."""
     return (config.resolution,) if isinstance(config.resolution, int) else tuple(config.resolution)
 
 
@@ -116,7 +114,7 @@ def make_samples(
     dropped_caption: str,
     step: int,
 ) -> list[Sample]:
-    """Every image of dataset `index` at every resolution, `num_repeats` times, and mirrored where `flip_x`."""
+    """Every image of dataset `index` at every resolution, `num_repeats` times, and mirrored if `flip_x`."""
     plain = [
         Sample(
             path, captions[path], training_size(sizes[path], resolution, config, step), index, False, dropped_caption

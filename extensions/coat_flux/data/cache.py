@@ -1,9 +1,8 @@
-"""Encoding images and prompts with FLUX's frozen models, and keeping the results on disk or in memory.
+"""Encoding images and prompts with FLUX's frozen models, and caching the results on disk or in memory.
 
-A cached tensor is found again by everything that determines it: latents by the image file's bytes, bucket, flip, VAE
-and what becomes of transparent parts; text embeddings by the prompt, the text encoders and the token length. File
-names, sizes and dates play no part, so a replaced photo or an edited caption is never served stale, and a renamed one
-is not encoded twice.
+Cache keys contain everything that determines a tensor: for latents the image file's bytes, bucket, flip, VAE and
+treatment of transparent parts; for text embeddings the prompt, text encoders and token length. File names, sizes and
+dates play no part, so a replaced photo or edited caption is never stale, and a renamed one is not encoded twice.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _CHECKSUM = "crc32"
 
 @dataclass(frozen=True)
 class TextEncoders:
-    """FLUX's frozen text side; captions of more than `max_length` T5 tokens are cut."""
+    """FLUX's frozen text encoders; captions of more than `max_length` T5 tokens are truncated."""
 
     clip: nn.Module
     t5: nn.Module
@@ -54,7 +53,7 @@ class TextEncoders:
 
     @property
     def identity(self) -> str:
-        """Changes whenever the embeddings of a prompt would."""
+        """A hash that changes whenever the embeddings of a prompt would."""
         return _digest([model_identity(self.clip), model_identity(self.t5), self.max_length])
 
     def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -64,15 +63,16 @@ class TextEncoders:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where a model takes its inputs: where it is; the CPU, where its layers come to the device one by one."""
+    """The device of a model's inputs; the CPU for a model whose layers are moved one by one."""
     device = next(model.parameters()).device
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
-    """Whether each model's layers come to the device one by one: those of the largest, where all are too much.
+    """Whether each model's layers move to the device one by one.
 
-    Sizes are in bytes; `room` is what models and a prompt may take on the device, None any.
+    Those of the largest models do, if all together exceed `room`. Sizes are in bytes; `room` is the limit for models
+    and one prompt, None for no limit.
     """
     left = math.inf if room is None else room - PROMPT_BYTES
     found = [False] * len(sizes)
@@ -86,11 +86,9 @@ def by_layer(sizes: Sequence[int], room: float | None) -> list[bool]:
 def on_device(
     models: Sequence[nn.Module], device: torch.device, room: float | None = None, *, last: bool = False
 ) -> Iterator[None]:
-    """Models ready to run on `device` inside the block, and where they came from after it.
+    """Move models to `device` for the block and back afterwards; `room` as in `by_layer`, with bitwise equal results.
 
-    Args:
-        room: see `by_layer`; the results are the same to the bit.
-        last: they are not needed after it: whole models stay on the device, which takes no time.
+    After the `last` use, whole models stay on the device, which saves the transfer.
     """
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
@@ -116,7 +114,7 @@ def on_device(
 def model_identity(model: Any) -> str:
     """A short hash of a model: class, config, and name, shape, dtype and a few elements of each tensor.
 
-    Reads at most 31 evenly spaced elements per tensor: quick on a 10 GB encoder, and enough to tell checkpoints apart.
+    At most 31 evenly spaced elements per tensor: quick on a 10 GB encoder, and enough to tell checkpoints apart.
     """
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     settings = {key: str(value) for key, value in config.items() if key[0] != "_" and key != "transformers_version"}
@@ -131,13 +129,13 @@ def model_identity(model: Any) -> str:
 def latent_key(
     image_digest: str, bucket: Bucket, flip: bool, vae_identity: str, ground: tuple[int, int, int], mask: bool
 ) -> str:
-    """Name of the cache entry of an image's latents; `ground` is the colour that transparent parts become."""
+    """Cache key of an image's latents; `ground` is the colour that replaces transparent parts."""
     size = [bucket.width, bucket.height]
     return _digest(["latents", _VERSION, image_digest, size, flip, vae_identity, ground, mask])
 
 
 def text_key(prompt: str, text_identity: str) -> str:
-    """Name of the cache entry of a prompt's embeddings."""
+    """Cache key of a prompt's embeddings."""
     return _digest(["text", _VERSION, prompt, text_identity])
 
 
@@ -146,10 +144,9 @@ def _digest(parts: Any) -> str:
 
 
 class TensorCache:
-    """Named tensors under keys, in a folder, in memory, both or (disabled) neither.
+    """Named tensors by key, in a folder, in memory, in both or (disabled) in neither.
 
-    Files are safetensors with a checksum, written under a temporary name and moved into place, so an interrupted run
-    or a second process leaves no half-written entry behind.
+    Files are safetensors with a checksum, renamed into place, so that no half-written entry is ever visible.
     """
 
     def __init__(self, folder: Path | None, keep_in_memory: bool) -> None:
@@ -158,21 +155,17 @@ class TensorCache:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether anything is cached."""
         return self.keep_in_memory or self.folder is not None
 
     def path(self, key: str) -> Path:
-        """File of an entry.
-
-        Raises:
-            ValueError: this cache has no folder.
-        """
+        """File of an entry; raises ValueError if this cache has no folder."""
         if self.folder is None:
             raise ValueError("folder=None: this cache is not on disk; give it a folder")
         return self.folder / f"{key}.safetensors"
 
     def load(self, key: str) -> dict[str, Tensor] | None:
-        """The entry, or None where there is none or its file is damaged (with a warning)."""
+        """The entry, or None if it is absent or its file is damaged (with a warning)."""
         if key in self._memory:
             return self._memory[key]
         if self.folder is None or not self.path(key).is_file():
@@ -187,11 +180,7 @@ class TensorCache:
         return tensors
 
     def store(self, key: str, tensors: dict[str, Tensor], about: str) -> None:
-        """Keep an entry of CPU tensors; `about` tells a person who opens the file what it was made from.
-
-        Raises:
-            DatasetError: the folder cannot be written.
-        """
+        """Store CPU tensors, with their source in `about`; raises DatasetError if the folder is not writable."""
         if self.keep_in_memory:
             self._memory[key] = tensors
         if self.folder is None:
@@ -225,13 +214,11 @@ def _checksum(tensors: dict[str, Tensor]) -> int:
 
 @torch.no_grad()
 def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
-    """Latents FLUX trains on: (mode - shift_factor)·scaling_factor, and for FLUX.2's VAE `normalized`.
+    """Training latents [B, C, H/8, W/8] fp32 of pixels [B, 3, H, W] in [-1, 1]: (mode - shift_factor)·scaling_factor.
 
-    The mode (mean) of the VAE's posterior is used where ai-toolkit draws one sample when it fills its cache: FLUX's
-    posterior is narrow, and so the same image has the same latents in every run, process and cache.
-
-    Returns:
-        [B, C, H/8, W/8] float32 on the VAE's device, of pixels [B, 3, H, W] in [-1, 1].
+    For FLUX.2's VAE, `normalized`. ai-toolkit samples from the VAE's posterior once when it fills its cache; FLUX's
+    posterior is narrow, so its mode (mean) is used here, and an image has the same latents in every run, process and
+    cache.
     """
     parameter = next(vae.parameters())
     mode = vae.encode(pixels_BCHW.to(parameter.device, parameter.dtype)).latent_dist.mode().float()
@@ -241,9 +228,9 @@ def encode_latents(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
 
 
 def normalized(vae: Any, latents: Tensor) -> Tensor:
-    """Latents as FLUX.2 trains on them: each place in a 2 x 2 patch has mean 0 and variance 1 over photos.
+    """FLUX.2's training latents: each position in a 2 x 2 patch has mean 0 and variance 1 over photos.
 
-    They keep the shape of FLUX.1's, fp32 [B, C, H/8, W/8], so that tokens, masks and buckets count alike.
+    They keep FLUX.1's layout, fp32 [B, C, H/8, W/8], so tokens, masks and buckets count alike.
     """
     patches = pixel_unshuffle(latents, 2)  # channels (c, row, column), as the pipeline has them
     mean, variance = (x.to(patches).view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
@@ -258,17 +245,10 @@ def encode_prompts(
     max_length: int = 512,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
-    """Prompt embeddings as FluxPipeline.encode_prompt makes them, each prompt alone so that batching changes no bit.
+    """T5 embeddings [B, T, D] and CLIP pooled [B, P], as FluxPipeline.encode_prompt computes them.
 
-    Args:
-        text_encoders: CLIPTextModel and T5EncoderModel, each on its own device.
-        tokenizers: in that order.
-        prompts: B.
-        max_length: T5 tokens T; longer prompts are cut, with a warning.
-        dtype: of the result.
-
-    Returns:
-        T5 embeddings [B, T, D] and CLIP pooled [B, P], on the encoders' devices.
+    Prompts are encoded one by one, so that batching changes no bit. `text_encoders` and `tokenizers` are CLIP's, then
+    T5's; prompts of more than `max_length` T5 tokens are truncated, with a warning.
     """
     clip, t5 = text_encoders
     clip_tokenizer, t5_tokenizer = tokenizers

@@ -1,8 +1,8 @@
-"""Captions from sidecar text files, the trigger word, and token shuffling, with ai-toolkit's meaning of each.
+"""Captions from sidecar text files, the trigger word, and token shuffling, with ai-toolkit's semantics.
 
-What captions do to a LoRA that is to learn one product by its trigger word: a caption's words take what they name away
-from the trigger word. If all captions say "blue denim jacket", the model learns nothing new for the trigger. So
-captions should name what changes from photo to photo, and not the product; `lint_captions` warns where they do not.
+In a LoRA that is to learn one product by its trigger word, whatever the captions name is not attributed to the
+trigger: if all captions say "blue denim jacket", it learns nothing new. So captions should name what changes from
+photo to photo, not the product; `lint_captions` warns if they do not.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ def caption_file(image_path: Path | str, caption_ext: str = ".txt") -> Path:
 
 
 def read_caption(image_path: Path | str, caption_ext: str = ".txt") -> str | None:
-    """Caption of an image, without surrounding white space; None where there is no sidecar.
-
-    Raises:
-        DatasetError: the sidecar is not a text file in UTF-8, or cannot be opened.
-    """
+    """The stripped caption of an image, None without sidecar; raises DatasetError if it is unreadable or not UTF-8."""
     path = caption_file(image_path, caption_ext)
     if not os.path.lexists(path):
         return None
@@ -75,10 +71,9 @@ def read_caption(image_path: Path | str, caption_ext: str = ".txt") -> str | Non
 
 
 def inject_trigger(caption: str, trigger_word: str | None, add_if_missing: bool = True) -> str:
-    """Put the trigger word into a caption.
+    """Replace `[trigger]` and `[name]` by the trigger word, or by nothing if there is none.
 
-    Every `[trigger]` and `[name]` becomes the trigger word (nothing, where there is none). If the caption then does not
-    contain the trigger word and `add_if_missing`, it is put in front.
+    If the caption then lacks the trigger word and `add_if_missing`, it is prepended.
     """
     trigger = trigger_word or ""
     for placeholder in PLACEHOLDERS:
@@ -98,7 +93,7 @@ def shuffle_tokens(caption: str, rng: random.Random) -> str:
 def lint_files(
     folder: Path, listing: Listing, caption_ext: str, default_caption: str | None
 ) -> tuple[list[str], list[str]]:
-    """Errors and warnings about which captions there are, one line each; `caption_ext` comes without its dot."""
+    """Errors and warnings about missing or stray captions, one line each; `caption_ext` without its dot."""
     wrong = _wrong_extension(folder, listing, caption_ext)
     if wrong and not default_caption:
         return wrong, []
@@ -116,14 +111,10 @@ def lint_captions(
     default_caption: str | None,
     t5_of: str | None = "",
 ) -> list[str]:
-    """Warnings about what captions say, one line each.
+    """Warnings about the content of captions, one line each.
 
-    Args:
-        folder: of the dataset.
-        raw: image → caption as written, without the images that have none.
-        trigger_word: of the job.
-        default_caption: for empty captions.
-        t5_of: the model whose T5 reads them; None for a model without T5.
+    `raw` maps images to unprocessed captions, `default_caption` replaces empty ones, and `t5_of` names the model whose
+    T5 reads them; None for a model without T5.
     """
     empty = [path for path, caption in raw.items() if not caption]
     instead = "default_caption" if default_caption else _NO_CAPTION
@@ -136,7 +127,7 @@ def lint_captions(
 
 
 def _wrong_extension(folder: Path, listing: Listing, caption_ext: str) -> list[str]:
-    """Captions that are all there, only not under the extension the config names."""
+    """Captions that exist, but under another extension than configured."""
     images, others = listing.images, listing.others
     if any(os.path.lexists(caption_file(path, caption_ext)) for path in images):
         return []
@@ -228,14 +219,14 @@ def _about_product(folder: Path, raw: Mapping[Path, str], trigger: str) -> list[
 
 
 def _trigger_marked(caption: str, trigger: str) -> str:
-    """A caption without the trigger word and the kind of product that may follow it, as in 'ohwx jacket'."""
+    """The caption without trigger word and the product noun that may follow it, as in 'ohwx jacket'."""
     for holder in PLACEHOLDERS:
         caption = caption.replace(holder, trigger)
     return re.sub(rf"{re.escape(trigger)}(\s+\w+)?", " ", caption)
 
 
 def _shared(captions: Sequence[str]) -> list[str]:
-    """Words of at least three letters that nearly all captions have, the most frequent first."""
+    """Words of at least three letters that nearly all captions share, the most frequent first."""
     counts: defaultdict[str, int] = defaultdict(int)
     for caption in captions:
         for word in set(_WORD.findall(caption.lower())) - _USUAL:

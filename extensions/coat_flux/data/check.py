@@ -1,4 +1,4 @@
-"""The dataset pre-flight of a job, from the keys that are right in it, for either trainer."""
+"""The dataset pre-flight of a job, for either trainer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ T5_ARCHS = ("flux", "flex1", "flux_kontext", "chroma", "chroma_radiance")
 
 
 def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Look at the photos and captions of a job without config errors.
+    """Inspect photos and captions of a job (from `load_job_yaml`) without config errors; returns (errors, warnings).
 
-    Args:
-        job: as `load_job_yaml` gives it. Relative folders are relative to the working directory.
-
-    Returns:
-        (errors, warnings), one line each.
+    Relative folders are relative to the working directory.
     """
     from .files import DatasetError
     from .hold_out import choose_hold_out
@@ -46,9 +42,9 @@ def check_data(job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def datasets_of(process: Mapping[str, Any], *, regularization: bool = True) -> Iterator[DatasetSection]:
-    """The data sets of a process entry as the stand-alone trainer has them; keys of ai-toolkit alone are left out.
+    """The datasets of a process entry in the stand-alone trainer's form, without keys only ai-toolkit has.
 
-    So is a list of captions in a JSON file, which only ai-toolkit reads, and `is_reg` where it is not wanted.
+    Captions in a JSON file, which only ai-toolkit reads, are left out, and `is_reg` datasets without `regularization`.
     """
     known = config_fields(DatasetSection)
     for entry in process.get("datasets") or []:
@@ -66,7 +62,7 @@ def photo_policy(process: Mapping[str, Any]) -> dict[str, str]:
 
 
 def t5_of(process: Mapping[str, Any]) -> str | None:
-    """The model whose T5 reads the captions of a process entry; None where it has none."""
+    """The model whose T5 reads the captions of a process entry, or None."""
     model = process.get("model") or {}
     arch = str(model.get("arch") or ("flux" if model.get("is_flux") else "")).split(":")[0]
     return str(model.get("name_or_path", "")) if arch in T5_ARCHS else None

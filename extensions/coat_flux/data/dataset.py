@@ -26,15 +26,9 @@ def scan(
     step: int = BUCKET_STEP,
     t5_of: str | None = "",
 ) -> list[Sample]:
-    """All samples of all datasets: every image at every resolution, `num_repeats` times, and mirrored where `flip_x`.
+    """All samples of all datasets, in an order that depends only on settings and file names.
 
-    Arguments are `inspect_datasets`'; its warnings are logged.
-
-    Returns:
-        Samples in an order that depends only on settings and file names.
-
-    Raises:
-        DatasetError: `inspect_datasets` found errors; one line each.
+    Arguments are `inspect_datasets`'; its warnings are logged. Raises DatasetError with its errors.
     """
     report = inspect_datasets(
         dataset_configs, trigger_word, background=background, transparency=transparency, step=step, t5_of=t5_of
@@ -57,10 +51,10 @@ class Batch:
 class BucketBatchSampler:
     """Endless order of batches of equal image size, one shuffle per epoch.
 
-    The order of epoch e depends on (samples, batch_size, seed, e) only. Rank r of `world_size` takes batches r,
-    r + world_size, ... of that one sequence, across epoch borders, so that N processes see together what one process
-    sees with N accumulation steps. A bucket whose size is not a multiple of `batch_size` fills its last batch by
-    starting over with its first samples: no image is left out and every batch weighs the same.
+    The order of epoch e depends on (samples, batch_size, seed, e) only. Rank r of `world_size` takes batches r, r +
+    world_size, ... of that sequence, across epoch borders, so that N processes see together what one process sees with
+    N accumulation steps. The last batch of a bucket is filled up with the bucket's first samples: no image is left out
+    and every batch has the same weight.
 
     Raises:
         ValueError: no samples, batch_size < 1, or rank not in [0, world_size).
@@ -109,7 +103,7 @@ class BucketBatchSampler:
         return self._order[1][position]
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch comes from; the same on every rank after as many batches."""
+        """The position of the next batch; equal on all ranks after equally many batches."""
         epoch, position = divmod(self._position, self.batches_per_epoch)
         return {
             "epoch": epoch,
@@ -120,7 +114,7 @@ class BucketBatchSampler:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken; says so when the data or settings changed and the order is another one."""
+        """Continue from `state`; logs if changed data or settings change the order."""
         mine = self.state_dict()
         changed = [
             f"{key} {state[key]} -> {mine[key]}" for key in ("seed", "batch_size", "samples") if state[key] != mine[key]

@@ -1,8 +1,7 @@
-"""What is in a dataset folder: images to train on, and everything that would be missed, blocked on or written astray.
+"""The contents of a dataset folder: images to train on, and warnings about ignored, blocking or misplaced files.
 
-The walk is ai-toolkit's: .jpg .jpeg .png .webp, recursively, without hidden files, hidden folders, `_controls` and
-folders of caches. Linked folders are not entered, so links cannot make it endless. Only regular files are ever opened:
-a pipe or device under an image's name would block.
+The walk is ai-toolkit's: .jpg .jpeg .png .webp, recursively, without hidden files and folders, `_controls` and cache
+folders. Linked folders are not entered, to avoid cycles. Only regular files are opened: a pipe or device would block.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ _OTHER_IMAGES = (
 
 
 class DatasetError(UserError, ValueError):
-    """A problem with a dataset folder, image, caption or cache file; the message names it and says what to do."""
+    """A problem with a dataset folder, image, caption or cache file; the message names it and the remedy."""
 
 
 def printable(name: object) -> str:
-    """A path or text that any console, log and file can take.
+    """A path or text safe for any console, log and file.
 
-    Control characters, marks that turn the direction of writing and bytes that are not text are escaped.
+    Control characters, marks that change the writing direction and undecodable bytes are escaped.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))
 
 
 @dataclass
 class Listing:
-    """A folder's content, sorted: regular image files, all others that are not hidden, and a line for each finding."""
+    """A folder's content, sorted: regular image files, other visible files, and one line per finding."""
 
     images: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
@@ -48,12 +47,12 @@ class Listing:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Images below a folder, sorted; see the module's text."""
+    """Images below a folder, sorted."""
     return list_folder(folder).images
 
 
 def list_folder(folder: Path) -> Listing:
-    """Everything below a folder; see the module's text."""
+    """All files below a folder."""
     listing, links = Listing(), []
 
     def unlisted(error: OSError) -> None:
@@ -90,7 +89,7 @@ def list_folder(folder: Path) -> Listing:
 
 
 def counted(folder: Path, found: list[Path], text: str) -> list[str]:
-    """One warning for files of a kind, or none: their number, then `text` with `{first}` replaced by the first one."""
+    """One warning with the number of files, or none; `{first}` in `text` becomes the first file."""
     if not found:
         return []
     first = printable(os.path.relpath(found[0], folder))

@@ -1,12 +1,12 @@
-"""Photos that are kept out of training, and the loss on them with noise that never changes.
+"""Photos held out of training, and the loss on them with fixed noise.
 
 Photo i of n meets L noise levels, one in each L-th of the range, shifted from photo to photo so that all n · L levels
 are different and evenly spread:
 
     sigma_ij = (j + (i + 1/2) / n) / L,   noise from the number of the draw, i · L + j
 
-so the loss is the mean of n · L forwards that are the same at every step and in every run of a trainer. Where it
-falls, the LoRA learns the subject; where it rises while the training loss falls, it learns the photos by heart.
+so the loss is the mean of n · L forwards that are the same at every step and in every run of a trainer. While it
+falls, the LoRA learns the subject; if it rises while the training loss falls, the LoRA memorizes the photos.
 """
 
 from __future__ import annotations
@@ -43,14 +43,10 @@ NOISE_STREAM = 4  # the number of these draws among the trainer's, `engine.seedi
 def choose_hold_out(
     folders: Sequence[Path | str], hold_out: int | Sequence[str] | None, seed: int | None
 ) -> tuple[tuple[Path, ...], ...]:
-    """Choose the photos of each folder that are not trained on.
+    """Choose the photos of each folder that are not trained on, sorted; none if `hold_out` is None.
 
-    A number of photos is spread evenly over all folders, each in the order of its names; the seed decides where to
-    begin. A list names files, by name alone or by their path in the folder. A photo that several folders hold, by links
-    or because they are one, is held out of all of them.
-
-    Returns:
-        For each folder its photos held out, sorted; none where `hold_out` is None.
+    A number is spread evenly over all folders in the order of names, and the seed decides where to begin. A list has
+    file names or paths within the folder. A photo that several folders share is held out of all of them.
 
     Raises:
         DatasetError: a name is unknown, or nothing would be left to train on.
@@ -108,17 +104,12 @@ class Point:
 
 
 def levels_for(photos: int) -> int:
-    """Noise levels per photo: 4, or more where the photos are so few that the loss would be coarse."""
+    """Noise levels per photo: 4, or more if the photos are so few that the loss would be coarse."""
     return max(LEVELS, ceil(FEWEST_FORWARDS / photos))
 
 
 class FixedNoise:
-    """Encoded photos, and the loss on them.
-
-    Args:
-        photos: for each, "latents" (C, h, w) fp32 on the CPU, and whatever else its trainer needs.
-        names: of the files.
-    """
+    """Encoded photos with "latents" (C, h, w) fp32 on the CPU and other inputs, and the loss on them."""
 
     def __init__(self, photos: Sequence[Mapping[str, Any]], names: Sequence[str]):
         self.photos = [dict(photo) for photo in photos]
@@ -134,7 +125,7 @@ class FixedNoise:
         ]
 
     def batches(self, levels: int, at_once: Callable[[torch.Size], int]) -> Iterator[list[Point]]:
-        """The same forwards, those of one picture size together; `at_once` of a shape (C, h, w) fit one forward."""
+        """The same forwards grouped by picture size; `at_once` returns the batch size for a shape (C, h, w)."""
         by_shape: dict[torch.Size, list[Point]] = {}
         for point in self.points(levels):
             by_shape.setdefault(self.photos[point.photo]["latents"].shape, []).append(point)
@@ -144,11 +135,7 @@ class FixedNoise:
                 yield points[start : start + most]
 
     def drawn(self, points: Sequence[Point]) -> tuple[list[dict[str, Any]], Tensor, Tensor]:
-        """What one forward of B points needs.
-
-        Returns:
-            photos, sigmas (B,) and noise (B, C, h, w), fp32 on the CPU.
-        """
+        """The inputs of one forward of B points: photos, sigmas (B,) and noise (B, C, h, w), fp32 on the CPU."""
         photos = [self.photos[point.photo] for point in points]
         noise = [_noise(point.index, photo["latents"].shape) for point, photo in zip(points, photos, strict=True)]
         return photos, torch.tensor([point.sigma for point in points]), torch.stack(noise)
@@ -160,7 +147,7 @@ class FixedNoise:
         levels: int,
         at_once: Callable[[torch.Size], int],
     ) -> float:
-        """The mean over all forwards; `losses` makes losses (B,) of what `drawn` returns."""
+        """The mean over all forwards; `losses` computes losses (B,) from the result of `drawn`."""
         found = [losses(*self.drawn(points)) for points in self.batches(levels, at_once)]
         return torch.cat(found).double().mean().item()
 
@@ -174,7 +161,7 @@ def _noise(index: int, shape: torch.Size) -> Tensor:
 
 
 def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str) -> str:
-    """Say at which step of the curve (steps done, loss) it was lowest, and which save is of that step or nearest."""
+    """Describe at which step the curve of (steps done, loss) was lowest, and which save is nearest to it."""
     finite = [(step, loss) for step, loss in curve if isfinite(loss)]
     if not finite:
         return f"the {HELD_OUT} was never finite"
@@ -193,7 +180,7 @@ def describe_lowest(curve: Sequence[tuple[int, float]], run_dir: Path, name: str
 
 
 def _saved_steps(run_dir: Path, name: str) -> dict[int, Path]:
-    """Steps done → LoRA file, or the folder of a whole model, as the files' metadata say."""
+    """Steps done → LoRA file, or folder of a whole model, from the files' metadata."""
     found: dict[int, Path] = {}
     for path in sorted((*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))):
         save = path if path.parent == run_dir else path.parents[1]

@@ -1,11 +1,11 @@
-"""Reading image files the way a photographer expects to see them: upright, opaque, 8-bit sRGB.
+"""Reading image files as a photographer expects: upright, opaque, 8-bit sRGB.
 
-ai-toolkit does `Image.open`, EXIF transpose, `convert("RGB")`. That drops alpha (showing whatever colour hides under
-it, often black), clips 16-bit greyscale to white and ignores colour profiles (Display P3 phone photos lose saturation,
-CMYK scans shift). Here alpha is laid on a background, 16-bit is scaled, and an embedded ICC profile is converted to
+ai-toolkit does `Image.open`, EXIF transpose, `convert("RGB")`. That drops alpha (exposing the hidden colour, often
+black), clips 16-bit greyscale to white and ignores colour profiles (Display P3 phone photos lose saturation, CMYK
+scans shift). Here alpha is composited on a background, 16-bit is scaled, and an embedded ICC profile is converted to
 sRGB. (Of 16-bit colour, Pillow reads the high byte: at most one level of 255 is lost.)
 
-Only JPEG, PNG and WebP are decoded, whatever a file's name says: some of Pillow's other readers start programs.
+Only JPEG, PNG and WebP are decoded, regardless of the file name: some of Pillow's other readers start programs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 @dataclass(frozen=True)
 class Photo:
-    """An image file, read: upright opaque sRGB (mode "RGB"), and its opacity (mode "L"; None where it has none)."""
+    """A decoded photo: upright opaque sRGB (mode "RGB"), and its opacity (mode "L", or None)."""
 
     image: Image.Image
     alpha: Image.Image | None
@@ -73,17 +73,10 @@ class Photo:
 
 
 def read_photo(path: Path | str, background: str = "white") -> Photo:
-    """Read an image file as upright, opaque, 8-bit sRGB.
+    """Read a JPEG, PNG or WebP file, by content, as upright, opaque, 8-bit sRGB.
 
-    EXIF orientation is applied, an embedded ICC profile is converted to sRGB, palette, greyscale, 16-bit and CMYK files
-    become RGB, and transparency is composited on `background`.
-
-    Args:
-        path: JPEG, PNG or WebP; the content decides, not the extension.
-        background: A name of `COLOURS` or "#rrggbb".
-
-    Raises:
-        DatasetError: the file cannot be read; names the file and what to do.
+    Applies EXIF orientation and an embedded ICC profile, converts palette, greyscale, 16-bit and CMYK files to RGB,
+    and composites transparency on `background`, a name of `COLOURS` or "#rrggbb". Raises DatasetError.
     """
     with opened(path) as image:
         image.load()
@@ -112,7 +105,7 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def opened(path: Path | str) -> Iterator[Image.Image]:
-    """An image file, its header read; whatever goes wrong inside the block becomes a DatasetError."""
+    """Open an image file and read its header; any error inside the block becomes a DatasetError."""
     try:
         with Image.open(path, formats=FORMATS) as image:
             frames = getattr(image, "n_frames", 1)
@@ -128,7 +121,7 @@ def opened(path: Path | str) -> Iterator[Image.Image]:
 
 
 def turn_of(image: Image.Image) -> Image.Transpose | None:
-    """What makes a file's pixels upright; None where they are."""
+    """The transpose that makes a file's pixels upright, or None."""
     return _TURN.get(image.getexif().get(_EXIF_ORIENTATION))
 
 
@@ -165,7 +158,7 @@ def _interop_index(image: Image.Image) -> str | None:
 
 
 def split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """Colour part in mode L, RGB or CMYK, and the alpha channel (mode L) where there is one."""
+    """Colour part in mode L, RGB or CMYK, and the alpha channel (mode L) or None."""
     if image.mode in _SIXTEEN_BIT:
         values = np.asarray(image).astype(np.int64).clip(0, 65535)
         hidden = image.info.get("transparency")
@@ -181,7 +174,6 @@ def split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
 
 
 def _colour_mode(image: Image.Image) -> str:
-    """The mode of `split_alpha`'s colour part."""
     if image.mode in ("CMYK", "LA", "La", *_SIXTEEN_BIT):
         return "CMYK" if image.mode == "CMYK" else "L"
     return "L" if image.mode in ("1", "L") and not image.has_transparency_data else "RGB"
@@ -212,7 +204,7 @@ def _unreadable(path: Path | str, error: Exception) -> DatasetError:
 
 
 def _kind(path: Path | str) -> str:
-    """What a file is that is neither JPEG, PNG nor WebP."""
+    """Describe a file that is neither JPEG, PNG nor WebP."""
     with open(path, "rb") as file:
         start = file.read(256)
     if not start:
@@ -230,14 +222,9 @@ class ProfileError(ValueError):
 
 
 def to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """An image in mode RGB with sRGB's values.
+    """Convert an image in mode L, RGB or CMYK with an ICC profile to RGB with sRGB values.
 
-    Args:
-        image: In mode L, RGB or CMYK.
-        profile: Bytes of the ICC profile it is tagged with. A grey image may have an RGB profile.
-
-    Raises:
-        ProfileError: the profile is damaged, or made for another kind of image.
+    A grey image may have an RGB profile. Raises ProfileError if the profile is damaged or for another kind of image.
     """
     transform, mode = _transform(profile, image.mode)
     image = image.convert(mode)
@@ -245,17 +232,13 @@ def to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
 
 
 def is_srgb(mode: str, profile: bytes) -> bool:
-    """Whether images in `mode` with this profile have sRGB's values already.
-
-    Raises:
-        ProfileError: as `to_srgb`.
-    """
+    """Whether images in `mode` with this profile have sRGB values already; raises ProfileError as `to_srgb`."""
     return _transform(profile, mode)[0] is None
 
 
 @lru_cache(maxsize=64)
 def _transform(profile: bytes, mode: str) -> tuple[ImageCms.ImageCmsTransform | None, str]:
-    """The transform to sRGB (None where it would change nothing) and the mode it takes."""
+    """The transform to sRGB (None if it is the identity) and its input mode."""
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         space = source.profile.xcolor_space.strip()

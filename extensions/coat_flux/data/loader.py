@@ -1,4 +1,4 @@
-"""Batches of latents and text embeddings for the training loop, from the caches or encoded on the fly.
+"""Batches of latents and text embeddings for the training loop, cached or encoded on the fly.
 
 Images and prompts are always encoded one at a time, so that a batch has the same bits whether it was cached or not.
 """
@@ -31,15 +31,12 @@ class LatentDataset:
 
     Args:
         samples: from `scan`.
-        dataset_configs: the settings the samples came from (folder_path, cache_latents, cache_latents_to_disk,
-            cache_text_embeddings, caption_dropout_rate, shuffle_tokens).
-        vae: AutoencoderKL.
-        encoders: the text side.
-        device: where batches are put, and where `fill` encodes.
+        dataset_configs: their settings (folder_path, cache_latents, cache_latents_to_disk, cache_text_embeddings,
+            caption_dropout_rate, shuffle_tokens).
+        device: for batches, and for encoding in `fill`.
         seed: of caption dropout and token shuffling.
         cache_folder: None is `_coat_cache` in each dataset's folder.
-        background: see `images.read_photo`.
-        transparency: `mask` also gives each batch the loss mask that a photo's transparency makes; else `background`.
+        transparency: `mask` adds a loss mask from the photos' transparency to batches; else `background`.
         room: bytes that text encoders may take on `device`; None: any.
     """
 
@@ -83,10 +80,10 @@ class LatentDataset:
         return not all(cache.enabled for cache in self._texts)
 
     def fill(self, progress: bool = True) -> None:
-        """Encode whatever the caches lack, then let go of the models that training no longer needs.
+        """Encode whatever the caches lack, then release the models that training no longer needs.
 
         A model is moved to `device` only if something is missing, and back afterwards. With several processes, call it
-        on one first and on the others after that: they find everything done.
+        on one first, so that the others find everything cached.
         """
         distinct = list(dict.fromkeys(s for s in self.samples if self._latents[s.dataset_index].enabled))
         missing = [s for s in _bar(distinct, "Checking cached latents", progress) if self._load_image(s) is None]
@@ -108,16 +105,15 @@ class LatentDataset:
         """Latents of a sample, [C, h, w] float32 on the CPU.
 
         Raises:
-            DatasetError: the image cannot be read, its latents are not finite, or its cache entry is gone and the VAE
-                is no longer loaded.
+            DatasetError: the image is unreadable, its latents are not finite, or its cache entry and the VAE are both
+                gone.
         """
         return self._image(sample)["latents"]
 
     def mask(self, sample: Sample) -> Tensor | None:
-        """How much each latent of a sample counts in the loss: [1, h, w] float32 on the CPU, mean 1; None: all alike.
+        """Loss weight of each latent of a sample: [1, h, w] float32 on the CPU, mean 1; None for uniform weights.
 
-        Raises:
-            DatasetError: as `latents`.
+        Raises DatasetError as `latents`.
         """
         return self._image(sample)["mask"] if self.masked else None
 
@@ -145,8 +141,7 @@ class LatentDataset:
     def text(self, dataset_index: int, prompt: str) -> tuple[Tensor, Tensor]:
         """T5 embeddings [T, D] and CLIP pooled [P] of a prompt, bf16 on the CPU.
 
-        Raises:
-            DatasetError: the embeddings are not finite, or the cache entry is gone and the encoders are not loaded.
+        Raises DatasetError if they are not finite, or the cache entry and the encoders are both gone.
         """
         found = self._load_text(dataset_index, prompt)
         return found if found is not None else self._make_text(dataset_index, prompt)
@@ -167,9 +162,8 @@ class LatentDataset:
         """Tensors of a batch.
 
         Returns:
-            latents [B, C, h, w] float32, prompt_embeds [B, T, D] and pooled [B, P] bf16 on `device`; indices [B] int64
-            (CPU), which sample each row is. With `transparency="mask"` also mask [B, 1, h, w] float32 on `device`; see
-            `mask`.
+            latents [B, C, h, w] fp32, prompt_embeds [B, T, D] and pooled [B, P] bf16, with `transparency="mask"` also
+                mask [B, 1, h, w] fp32, all on `device`; indices [B] int64 on the CPU, the sample of each row.
         """
         rows = [
             (self.samples[i], self._prompt(self.samples[i], batch.draw, row)) for row, i in enumerate(batch.indices)
@@ -184,7 +178,7 @@ class LatentDataset:
         }
 
     def _prompt(self, sample: Sample, draw: int, row: int) -> str:
-        """Caption for one draw. The random numbers depend on (seed, draw, row) only, so a resumed run repeats them."""
+        """Caption for one draw; its randomness depends on (seed, draw, row) only, so a resumed run repeats it."""
         config = self.configs[sample.dataset_index]
         rng = random.Random(f"{self.seed}/{draw}/{row}")
         if rng.random() < config.caption_dropout_rate:
@@ -221,7 +215,7 @@ class LatentDataset:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device without waiting for what that is doing."""
+    """Copy a CPU tensor to a device without synchronizing."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -235,24 +229,21 @@ def cache_all(
     dataset_configs: Sequence[Any],
     **settings: Any,
 ) -> LatentDataset:
-    """Make a LatentDataset and fill its caches; afterwards `needs_vae` and `needs_encoders` say what must stay loaded.
-
-    Arguments are LatentDataset's; `progress` shows progress bars.
-    """
+    """Create a LatentDataset and fill its caches; its `needs_vae` and `needs_encoders` are then valid."""
     dataset = LatentDataset(samples, dataset_configs, vae, encoders, device, **settings)
     dataset.fill(progress)
     return dataset
 
 
 def _cut(image: Image.Image, sample: Sample) -> Image.Image:
-    """What of an image a sample trains on."""
+    """Crop, flip and resize an image to its sample."""
     return fit_to_bucket(ImageOps.mirror(image) if sample.flip else image, sample.bucket)
 
 
 def _mask_of(photo: Photo, sample: Sample, latents: Tensor) -> Tensor:
     """Mean opacity of the pixels of each latent, [1, h, w], divided by its mean over the sample.
 
-    So the size of the loss does not depend on how much of the picture is covered.
+    Thus the size of the loss does not depend on the covered area.
     """
     height, width = latents.shape[-2:]
     if photo.alpha is None:

@@ -1,6 +1,6 @@
 """Everything that can be known to go wrong with the data, before a model is loaded.
 
-`scan` trains on what this finds: there is one set of rules for `coat-flux check`, `coat-flux data` and both trainers.
+`scan` trains on these findings: `coat-flux check`, `coat-flux data` and both trainers share one set of rules.
 """
 
 from __future__ import annotations
@@ -50,11 +50,10 @@ _SAME_COLOUR = 12  # levels; the same cut in another colour is another photo
 
 @dataclass
 class DataReport:
-    """What the pre-flight found: errors (no training starts) and warnings, a line each, and what can be trained on.
+    """Errors (no training starts) and warnings, a line each, and the trainable samples.
 
-    Attributes:
-        tables: for people: per dataset the buckets with what is cropped, and what the photos need.
-        photos: facts of every photo that can be used.
+    `tables` show the buckets with crops per dataset, and the corrections of photos; `photos` has facts of each usable
+    photo.
     """
 
     errors: list[str] = field(default_factory=list)
@@ -83,14 +82,9 @@ def inspect_datasets(
 ) -> DataReport:
     """Read every image in full and every caption, and report.
 
-    Args:
-        dataset_configs: objects with folder_path, caption_ext, default_caption, resolution (a number or several),
-            num_repeats, flip_x, buckets, shuffle_tokens, cache_text_embeddings (ai-toolkit's meaning of each).
-        trigger_word: see `inject_trigger`.
-        background: `coat.data.background`.
-        transparency: `coat.data.transparency`.
-        step: bucket sides are multiples of this many pixels.
-        t5_of: see `lint_captions`.
+    `dataset_configs` have folder_path, caption_ext, default_caption, resolution (a number or several), num_repeats,
+    flip_x, buckets, shuffle_tokens and cache_text_embeddings, with ai-toolkit's meaning. `background` and
+    `transparency` are `coat.data`'s; bucket sides are multiples of `step` pixels; `t5_of` as in `lint_captions`.
     """
     report = DataReport()
     if not dataset_configs:
@@ -107,7 +101,6 @@ def inspect_datasets(
 def _inspect(
     index: int, config: Any, trigger_word: str | None, step: int, t5_of: str | None, report: DataReport
 ) -> None:
-    """Add the findings of one `datasets` entry."""
     folder = Path(config.folder_path)
     where = f"datasets[{index}].folder_path={printable(folder)}"
     wanted = (
@@ -155,7 +148,7 @@ def _photos_of(paths: list[Path], report: DataReport) -> dict[Path, PhotoFacts]:
 
 
 def _unusable(path: Path, facts: PhotoFacts) -> str | None:
-    """Why a readable photo cannot be trained on."""
+    """Return why a readable photo cannot be trained on, or None."""
     width, height = facts.size
     if min(width, height) < BUCKET_STEP:
         return f"{printable(path)}: is {width}x{height} pixels, sides of at least {BUCKET_STEP} are needed; remove it"
@@ -165,7 +158,7 @@ def _unusable(path: Path, facts: PhotoFacts) -> str | None:
 
 
 def _captions_of(listing: Listing, config: Any, report: DataReport) -> dict[Path, str]:
-    """Image -> caption as written; without images that have none, or one that cannot be read."""
+    """Image → unprocessed caption; without images whose caption is missing or unreadable."""
     errors, warnings = lint_files(
         Path(config.folder_path), listing, config.caption_ext.lstrip("."), config.default_caption
     )
@@ -228,7 +221,7 @@ def _check_masks(report: DataReport) -> None:
 
 
 def _visible_share(facts: PhotoFacts, bucket: Bucket) -> float:
-    """Mean opacity, from 0 to 1, of the cells of the grid that lie wholly within the crop."""
+    """Mean opacity, from 0 to 1, of the grid cells that lie wholly within the crop."""
     inside = []
     for kept, covering in zip((bucket.height, bucket.width), covering_size(facts.size, bucket)[::-1], strict=True):
         margin = math.ceil((1 - kept / covering) / 2 * VISIBLE_SIDE)
@@ -259,13 +252,13 @@ def _table(where: str, photos: dict[Path, PhotoFacts], raw: Mapping[Path, str], 
 
 @dataclass(frozen=True)
 class PhotoFacts:
-    """What is known of a photo after reading it.
+    """Facts of a decoded photo.
 
     Attributes:
         size: width and height in pixels, upright.
-        notes: what could not be known of its colours.
+        notes: doubts about its colours.
         opacity: mean alpha from 0 to 1.
-        visible: alpha of the upright photo in a 64×64 grid, [64, 64] uint8; None where it has no transparent parts.
+        visible: alpha of the upright photo in a 64×64 grid, [64, 64] uint8; None if opaque.
         look: difference hash, 256 bits as bytes.
         colour: mean red, green and blue, 0 to 255.
     """
@@ -280,7 +273,7 @@ class PhotoFacts:
 
 
 def survey(paths: Sequence[Path]) -> dict[Path, PhotoFacts | DatasetError]:
-    """Facts of each photo, or why it cannot be read. A file that did not change is not read twice in a process."""
+    """Facts of each photo, or why it cannot be read; unchanged files are read once per process."""
     with ThreadPoolExecutor(_THREADS) as pool:
         found = tqdm(pool.map(_facts_of, paths), "Reading photos", len(paths), delay=_QUIET_SECONDS)
         return dict(zip(paths, found, strict=True))

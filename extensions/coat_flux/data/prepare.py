@@ -1,17 +1,17 @@
-"""A copy of a dataset folder in which ai-toolkit reads every photo right.
+"""A copy of a dataset folder in which ai-toolkit reads every photo correctly.
 
-ai-toolkit drops alpha, clips 16-bit greyscale and ignores colour profiles; with `fast_image_size` it also takes the
-size of a photo before its EXIF rotation. Photos of these kinds are rewritten as upright, opaque 8-bit sRGB PNGs.
-Everything else in the folder is linked (copied where links cannot be made), and the originals are only read.
+ai-toolkit drops alpha, clips 16-bit greyscale and ignores colour profiles; with `fast_image_size` it also takes a
+photo's size before EXIF rotation. Such photos are rewritten as upright, opaque 8-bit sRGB PNGs. All other files are
+linked (or copied), and the originals are only read.
 
     <target>/images/…           the folder to train on
-    <target>/masks/<name>.png   with `transparency="mask"`: opacity of every image, white where it has none, because
-                                ai-toolkit looks masks up by name alone, in one folder, and takes black for a missing
-                                one. Images of one name in several sub-folders get distinct names for that.
-    <target>/prepared.json      the photos it was made from: while they are the same, the next run uses the copy, with
-                                the latents that ai-toolkit cached in it; else all of it is made again
+    <target>/masks/<name>.png   with `transparency="mask"`: opacity of every image, white if opaque: ai-toolkit looks
+                                masks up by name alone, in one folder, and takes black for a missing one. Images of
+                                the same name in several sub-folders get distinct names for that.
+    <target>/prepared.json      the source photos: while they are unchanged, the next run reuses the copy with the
+                                latents that ai-toolkit cached in it
 
-The copy is written beside the target and moved into place as a whole. Captions are linked anew by every run.
+The copy is written beside the target and renamed into place. Captions are linked again by every run.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ _NO_MASK = Image.new("L", (64, 64), 255)  # ai-toolkit brings masks to the image
 class PreparedCopy:
     """A folder for ai-toolkit.
 
-    Attributes:
-        folder: takes the place of `folder_path`.
-        mask_folder: takes the place of `mask_path`; None where transparency is not a mask.
-        corrected: the originals that are read from a corrected copy.
-        traits: how many of them have each trait, for a log line.
+    `folder` and `mask_folder` (None unless transparency is a mask) replace `folder_path` and `mask_path`. `corrected`
+    are the originals that have a corrected copy, `traits` counts them by trait, for a log line.
     """
 
     folder: Path
@@ -63,16 +60,10 @@ def prepare_copy(
     transparency: str = "background",
     keep: frozenset[Path] | None = None,
 ) -> PreparedCopy | None:
-    """Make or refresh the copy; None where ai-toolkit reads every photo right, and nothing is written.
+    """Create or refresh the copy at `target`; None if ai-toolkit reads every photo correctly, and nothing is written.
 
-    One process at a time may do it.
-
-    Args:
-        folder: of the dataset, checked by `inspect_datasets`.
-        target: where the copy goes; it replaces what an earlier call made there.
-        background: what transparent parts become; a name of `config.options.COLOURS` or "#rrggbb".
-        transparency: `mask` also makes the mask folder; else `background`.
-        keep: the only photos to copy, or None for all; with some a copy is always made.
+    One process at a time may do it. `folder` has passed `inspect_datasets`. `background` is a name of
+    `config.options.COLOURS` or "#rrggbb". With `keep`, only these photos are copied, and a copy is always made.
 
     Raises:
         DatasetError: a photo cannot be read, `target` is inside `folder`, or cannot be written.
@@ -114,7 +105,7 @@ def _traits(images: list[Path]) -> dict[Path, frozenset[str]]:
 
 
 def _names(folder: Path, images: list[Path], masked: bool) -> dict[Path, str]:
-    """Each image's path in the copy, without its extension; distinct by name alone where masks are looked up so."""
+    """Each image's path in the copy, without extension; with masks, distinct by name alone."""
     names: dict[Path, str] = {}
     taken: set[str] = set()
     for path in images:
@@ -129,14 +120,14 @@ def _names(folder: Path, images: list[Path], masked: bool) -> dict[Path, str]:
 
 
 def _stems(path: Path, parent: Path) -> Iterator[str]:
-    """Names for an image in the copy, its own first."""
+    """Candidate names for an image in the copy, its own first."""
     yield path.stem
     yield "_".join((*parent.parts, path.stem, path.suffix[1:]))
     yield from (f"{path.stem}_{number}" for number in itertools.count(2))
 
 
 def _refresh(target: Path, names: dict[Path, str], corrected: frozenset[Path], background: str, masked: bool) -> None:
-    """Make the images and masks of the copy, unless they were made of the same photos."""
+    """Write the images and masks of the copy, unless they are up to date."""
     photos = {name: [file_sha256(path), path in corrected] for path, name in names.items()}
     record = json.dumps({"version": _VERSION, "background": rgb(background), "masked": masked, "photos": photos})
     for left in target.parent.glob(f"{TEMP_PREFIX}*{target.name}"):  # by a run that was killed
@@ -171,7 +162,7 @@ def _make(path: Path, made: Path, name: str, corrected: bool, background: str, m
 
 
 def _link_captions(images: Path, names: dict[Path, str], listing: Listing) -> None:
-    """Link what belongs to an image by name under the image's name in the copy; remove what no longer belongs."""
+    """Link the sidecars of each image under its name in the copy; remove stale ones."""
     sidecars = defaultdict(list)
     for path in listing.others:
         sidecars[path.parent, path.stem].append(path)

@@ -1,4 +1,4 @@
-"""The contact sheet: every photo as it will be read, the outline of its crop, its name, sizes, traits and caption."""
+"""The contact sheet: every photo as it will be read, its crop, name, sizes, traits and caption."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PAPER, _INK, _QUIET, _FRAME, _ALARM, _MISSING = "#f4f4f4", "#202020", "#595959"
 
 
 def contact_sheet(report: DataReport, *, background: str = "white", transparency: str = "background") -> Image.Image:
-    """Draw at most 400 photos, those that cannot be used first.
+    """Draw at most 400 photos as upright sRGB on `background`, unusable ones first.
 
-    Photos are upright sRGB on `background`; what the crop cuts off at the highest resolution is darkened. With
-    `transparency="mask"`, what does not count in the loss is tinted.
+    What the crop cuts off at the highest resolution is darkened; with `transparency="mask"`, unweighted parts are
+    tinted.
     """
     largest: dict[Path, Sample] = {}
     for sample in report.samples:
@@ -68,7 +68,7 @@ def _cell(path: Path, report: DataReport, sample: Sample | None, background: str
 
 
 def _caption_lines(caption: str, font: Any) -> list[str]:
-    """The caption in lines as wide as a cell; what does not fit ends in dots."""
+    """The caption wrapped to a cell; overflow ends in dots."""
     lines = [""]
     for letter in printable(caption.strip() or "(no caption)"):
         if font.getlength(lines[-1] + letter) > _CELL - 4:  # by letters: a caption may have no blanks

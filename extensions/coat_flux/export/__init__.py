@@ -1,1 +1,1 @@
-"""A saved LoRA as others read it: the check after every save, and conversion between key layouts."""
+"""Saved LoRAs for other programs: the check after every save, and conversion between key layouts."""

@@ -1,7 +1,7 @@
-"""Is a saved LoRA whole, alive and loadable? Checked after every save, on the file itself.
+"""Is a saved LoRA complete, effective and loadable? Checked after every save, on the file itself, in about one pass.
 
-Costs about a pass over the file. The size of a layer's change of its weight is the Frobenius norm of scale · up · down,
-from ‖up · down‖² = trace((upᵀ up)(down downᵀ)), two r x r matrices instead of one [N, K].
+The size of a layer's change of its weight is the Frobenius norm of scale · up · down, from ‖up · down‖² = trace((upᵀ
+up) (down downᵀ)), two r x r matrices instead of one [N, K].
 """
 
 from __future__ import annotations
@@ -38,19 +38,15 @@ SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "f
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What a sound LoRA file holds.
+    """Contents of a valid LoRA file.
 
     Attributes:
-        layout: diffusers, kohya or comfyui.
         programs: those that load it.
         refusals: why another one does not, by its name.
-        layers: how many adapters.
-        ranks: of them, ascending.
-        dtypes: of the matrices, short names.
-        largest: the adapter that changes its weight most.
-        largest_norm: Frobenius norm of that change.
+        layers: number of adapters.
+        largest, largest_norm: the adapter with the largest change of its weight, and its Frobenius norm.
         idle: adapters that change nothing.
-        others: tensors of text encoders, which were not looked at.
+        others: tensors of text encoders, which are not checked.
     """
 
     layout: str
@@ -78,15 +74,11 @@ class ExportReport:
 
 
 def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | None = None) -> ExportReport:
-    """Read a LoRA file back and refuse it unless others can use it.
-
-    Args:
-        path: a safetensors file.
-        expected: shape of every tensor by its key, as the run's own parameters have it; None: not compared.
+    """Read a LoRA file back and refuse it unless others can use it; `expected` has the shape of every tensor by key.
 
     Raises:
-        ExportError: it cannot be read, a key or shape is not FLUX's or not `expected`, a value is not finite, no
-            adapter changes anything, or diffusers does not load its own layout; the message names the file.
+        ExportError: unreadable, a key or shape that is not FLUX's or not `expected`, a value that is not finite, no
+            adapter that changes anything, or diffusers does not load its own layout; the message names the file.
     """
     path = Path(path)
     tensors, _ = read_file(path)
@@ -105,7 +97,7 @@ def check_export(path: str | Path, *, expected: Mapping[str, Sequence[int]] | No
 
 
 def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
-    """As `check_export`, of what a file holds; the message of an error names no file."""
+    """`check_export` for a file's tensors; error messages name no file."""
     others = sum(key.startswith(TEXT_ENCODERS) for key in tensors)
     tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(TEXT_ENCODERS)}
     layout = layout_of(tensors)
@@ -135,7 +127,7 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> ExportReport:
 
 
 def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None:
-    """All linears must be those of one hidden size."""
+    """Refuse linears of different hidden sizes."""
     sizes: dict[str, set[float]] = {}
     for module, pair in pairs.items():
         place = place_of(module, "diffusers" if layout == "diffusers" else "comfyui", family)
@@ -153,7 +145,7 @@ def _check_sizes(pairs: Mapping[str, Pair], layout: str, family: Family) -> None
 
 
 def _delta_norm(module: str, pair: Pair) -> float:
-    """Frobenius norm of what the adapter adds to its linear's weight."""
+    """Frobenius norm of the adapter's change of its linear's weight."""
     product, norm = torch.ones(pair.rank, pair.rank, dtype=torch.float64), abs(pair.scale)
     for name, matrix in (("up", pair.up), ("down", pair.down.t())):
         values = matrix.float()
@@ -194,14 +186,10 @@ def _programs(
 
 
 def diffusers_refusal(tensors: Mapping[str, Tensor], wanted: Mapping[str, Pair], family: Family = FLUX) -> str | None:
-    """Return why the pipeline's `load_lora_weights` would not load all of a file, or None where it does.
+    """Return why the pipeline's `load_lora_weights` would not load the whole file, or None.
 
-    Its conversion is run on the tensors; it then hands modules with the prefix `transformer.` to PEFT and drops others.
-
-    Args:
-        tensors: of the file.
-        wanted: the adapters by diffusers' module name, as we read them.
-        family: whose they are.
+    Runs its conversion on the tensors; it then passes modules with the prefix `transformer.` to PEFT and drops others.
+    `wanted` has the adapters by diffusers' module name, as we read them.
     """
     try:
         mixin = getattr(importlib.import_module("diffusers.loaders"), family.lora_loader)

@@ -1,4 +1,4 @@
-"""A LoRA file from one key layout to another, exactly, and proved by converting back before anything is written.
+"""Exact conversion of a LoRA file between key layouts, proved by converting back before anything is written.
 
 diffusers' layout has no alpha: a scale other than 1 is multiplied into down, which must be undone exactly.
 """
@@ -23,21 +23,13 @@ STALE_HASHES = ("sshs_model_hash", "sshs_legacy_hash")  # of the tensors as they
 
 
 def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | None = None) -> ExportReport:
-    """Write a LoRA in another layout, dtype or both; metadata is kept, but for hashes of the old tensors.
+    """Write a LoRA in another layout, dtype or both, and return the report of the check after a save.
 
-    The conversion is exact, and is proved by converting back; only a smaller `dtype`, if asked for, rounds.
-
-    Args:
-        source: a LoRA in any of `LAYOUTS`.
-        target: is replaced as a whole, or not at all.
-        layout: of `LAYOUTS`.
-        dtype: of the matrices; None keeps theirs.
-
-    Returns:
-        What the check after a save finds in the new file.
+    The conversion is exact, and proved by converting back; only a smaller `dtype` rounds. Metadata is kept, except
+    hashes of the old tensors. `target` is replaced atomically.
 
     Raises:
-        ExportError: not a valid LoRA, target is source, nothing would change, or the way back is not exact.
+        ExportError: not a valid LoRA, target is source, nothing would change, or converting back is not exact.
     """
     if layout not in LAYOUTS:
         raise ExportError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
@@ -67,11 +59,7 @@ def convert_file(source: Path, target: Path, layout: str, dtype: torch.dtype | N
 def convert_pairs(
     pairs: Mapping[str, Pair], source: str, layout: str, dtype: torch.dtype | None = None
 ) -> dict[str, Pair]:
-    """Adapters of layout `source` as those of another, in a wider `dtype` where that is asked for.
-
-    Raises:
-        ExportError: converted back they would not be the same, bit for bit.
-    """
+    """Adapters in another layout and, if wider, `dtype`; raises ExportError if converting back is not exact."""
     dtypes = {matrix.dtype for pair in pairs.values() for matrix in (pair.down, pair.up)}
     holds_all = dtype is not None and all(torch.promote_types(dtype, own) == dtype for own in dtypes)
     work = _cast(pairs, dtype if holds_all else None)
@@ -101,7 +89,7 @@ def _without_alpha(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
 
 
 def _prove_equal(source: Mapping[str, Pair], back: Mapping[str, Pair]) -> None:
-    """Refuse unless `back` is `source`, its scale multiplied into down where `back` has none."""
+    """Refuse unless `back` is `source`, its scale multiplied into down if `back` has none."""
     odd = sorted(source.keys() ^ back.keys())
     if odd:
         raise ExportError(

@@ -1,15 +1,15 @@
 """Adapters of diffusers' linears as adapters of the original's fused linears, and back, without rounding.
 
-A fused linear's weight is its parts' weights one above the other. Parts with adapters of their own become one adapter
-whose up matrix is block diagonal, of the ranks' sum (down is the parts' downs, one above the other):
+A fused linear's weight is its parts' weights stacked. Parts with separate adapters become one adapter with a
+block-diagonal up matrix, of the sum of the ranks:
 
     | up_q              |   | down_q |
     |      up_k         | · | down_k |        a part without an adapter is a block of zeros
     |           up_v    |   | down_v |
 
-Parts that share one down matrix (they came from a fused adapter) become that adapter again: the same down, the ups one
-above the other. Splitting does the reverse: block diagonal → one adapter for each part, all-zero parts left out; else
-every part gets the down and its rows of the up. Only zeros are added or removed, so nothing is rounded.
+Parts that share one down matrix (split from a fused adapter) are fused again: the same down, the ups stacked.
+Splitting does the reverse: block diagonal → one adapter per part, all-zero parts left out; else every part gets the
+down and its rows of the up. Only zeros are added or removed, so nothing is rounded.
 
 Source: sd-scripts' networks/convert_flux_lora.py for the block-diagonal form, which diffusers recognizes.
 """
@@ -28,11 +28,7 @@ __all__ = ["fuse_all", "split_all"]
 
 
 def fuse_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Adapters by diffusers' module name → by the original's.
-
-    Raises:
-        ExportError: parts of one fused linear have different ranks or scales.
-    """
+    """Convert adapters from diffusers' names to the original's; raises ExportError if parts differ in rank or scale."""
     grouped: dict[str, tuple[Linear, list[Pair | None]]] = {}
     for module, pair in pairs.items():
         _, linear, index = place_of(module)
@@ -67,11 +63,7 @@ def _fuse(linear: Linear, members: Sequence[Pair | None]) -> Pair:
 
 
 def split_all(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Adapters by the original's name → by diffusers' module name.
-
-    Raises:
-        ExportError: a fused up matrix whose height fits no hidden size.
-    """
+    """Convert adapters from the original's names to diffusers'; raises ExportError if a height fits no hidden size."""
     split: dict[str, Pair] = {}
     family = family_of(pairs, "comfyui")
     for name, pair in pairs.items():
@@ -97,7 +89,7 @@ def _split(linear: Linear, pair: Pair) -> list[Pair | None]:
 
 
 def _heights(linear: Linear, known: Mapping[int | None, int]) -> list[int]:
-    """Output features of all parts, from those of the parts known (None: of all together)."""
+    """Output features of all parts, from those known (None: of all together)."""
     units = {i: sum(linear.heights) if i is None else linear.heights[i] for i in known}
     sizes = {rows / units[i] for i, rows in known.items()}
     size = min(sizes)
@@ -110,7 +102,7 @@ def _heights(linear: Linear, known: Mapping[int | None, int]) -> list[int]:
 
 
 def _is_block_diagonal(up: Tensor, heights: list[int]) -> bool:
-    """Whether each part's rows use only their own of as many equal ranges of columns."""
+    """Whether each part's rows use only their own range of columns, all ranges equally wide."""
     count = len(heights)
     if up.shape[1] % count:
         return False

@@ -4,12 +4,12 @@
     kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight, .alpha      (sd-scripts')
     comfyui     diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight, .alpha  (the checkpoint's own names)
 
-An adapter adds (alpha / rank) · up · down to its linear's weight; up [N, r], down [r, K]. Without an alpha it is the
-rank, as both PEFT files without metadata and sd-scripts have it.
+An adapter adds (alpha / rank) · up · down to its linear's weight; up [N, r], down [r, K]. alpha defaults to the rank,
+as in PEFT files without metadata and in sd-scripts.
 
-A linear of the transformer has two names: diffusers', and that of Black Forest Labs' checkpoint. diffusers splits what
-the original fuses (q, k, v, and the MLP's first linear in FLUX.1's single blocks), so one original name stands for one
-or more of diffusers'. FLUX.1 and FLUX.2 share original names of linears whose shapes differ.
+A linear of the transformer has two names: diffusers', and that of Black Forest Labs' checkpoint. diffusers splits the
+original's fused linears (q, k, v, and the MLP's first linear in FLUX.1's single blocks), so an original name maps to
+one or more of diffusers'. FLUX.1 and FLUX.2 share original names of linears whose shapes differ.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _NUMBER = re.compile(r"(?<=blocks[._])(?:0|[1-9]\d*)(?=[._])")
 
 
 class ExportError(UserError, ValueError):
-    """A LoRA file is not what others can load, or cannot be converted; the message says why and what to do."""
+    """A LoRA file that others cannot load, or that cannot be converted; the message has the reason and the remedy."""
 
 
 class Place(NamedTuple):
-    """A linear, by its full names, and the index of the part that is meant; None: all of it."""
+    """A linear by its full names, and the index of its part; None: all of it."""
 
     family: Family
     linear: Linear
@@ -59,13 +59,13 @@ class Place(NamedTuple):
 
     @property
     def height(self) -> int:
-        """Output features, in units of the hidden size; 0: another size."""
+        """Output features in units of the hidden size; 0: another size."""
         return sum(self.linear.heights) if self.part is None else self.linear.heights[self.part]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One adapter: down [r, K], up [N, r], and the alpha it is scaled with."""
+    """One adapter: down [r, K], up [N, r], and its alpha."""
 
     down: Tensor
     up: Tensor
@@ -78,7 +78,7 @@ class Pair:
 
     @property
     def scale(self) -> float:
-        """What the product of both is multiplied with."""
+        """The factor of up · down: alpha / rank."""
         return self.alpha / self.rank
 
 
@@ -106,11 +106,7 @@ _NAMES = _name_table()
 
 
 def place_of(name: str, layout: str = "diffusers", family: Family | None = None) -> Place:
-    """The linear that a layout calls `name`; of `family` where several have one.
-
-    Raises:
-        KeyError: FLUX has no such linear.
-    """
+    """The linear that a layout calls `name`, of `family` if several have one; raises KeyError if FLUX has none."""
     number = _NUMBER.search(name)
     places = _NAMES[layout][_NUMBER.sub("#", name, count=1)]
     place = next((each for each in places if each.family is family), places[0])
@@ -118,7 +114,7 @@ def place_of(name: str, layout: str = "diffusers", family: Family | None = None)
 
 
 def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
-    """The model of a file's adapters: the one that most of them fit; FLUX.1 where that does not tell."""
+    """The model that most of a file's adapters fit; FLUX.1 if undecided."""
     counts = {id(FLUX): 0}
     for name, pair in pairs.items():
         for place in _NAMES[layout][_NUMBER.sub("#", name, count=1)]:
@@ -134,11 +130,7 @@ def family_of(pairs: Mapping[str, Pair], layout: str) -> Family:
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file.
-
-    Raises:
-        ExportError: it is missing, torn, or of another kind.
-    """
+    """Tensors and metadata of a safetensors file; raises ExportError if it is missing, truncated or of another kind."""
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118  # not a dict
@@ -151,7 +143,7 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the file's name before what goes wrong in the block."""
+    """Prefix errors inside the block with the file's name."""
     try:
         yield
     except ExportError as error:
@@ -159,11 +151,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> str:
-    """The layout whose prefix all keys have.
-
-    Raises:
-        ExportError: none, or there are no keys at all.
-    """
+    """The layout whose prefix all keys have; raises ExportError if there is none, or no keys."""
     if not tensors:
         raise ExportError("it holds nothing of a transformer; train and save again")
     counts = {layout: sum(key.startswith(prefix) for key in tensors) for layout, prefix in PREFIXES.items()}
@@ -181,8 +169,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> str:
 def read_pairs(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Pair]:
     """Adapters by diffusers' module name (layout diffusers) or the original's (the others), in the file's order.
 
-    Raises:
-        ExportError: a key not of an adapter of a FLUX linear, one half missing, or shapes that do not fit together.
+    Raises ExportError for a key that is not a FLUX adapter's, a missing half, or shapes that do not match.
     """
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

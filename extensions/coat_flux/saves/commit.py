@@ -1,19 +1,19 @@
 """A checkpoint is a set of files that one rename commits.
 
-    <run>/coat/.writing-<…>-state-000000500/     written here, every file flushed to the disk
+    <run>/coat/.writing-<…>-state-000000500/     written here, every file flushed to disk
     <run>/coat/state-000000500/                  after the rename: the set is committed
         commit/files.json                        size and SHA-256 of each file, and which of them are published
-    <run>/<name>_000000500.safetensors, ...      published: hard links (copies where there are none), each renamed in;
-                                                 of a whole model a folder of them
+    <run>/<name>_000000500.safetensors, ...      published: hard links (or copies), each renamed into place;
+                                                 for a whole model a folder of them
     <run>/coat/state-000000250/                  the set before, known to be good: kept
-    <run>/coat/state-000000000/                  those before it: removed at the very end
+    <run>/coat/state-000000000/                  older sets: removed at the very end
 
-A process killed before the rename leaves the old set, after it the new one. What it had not done yet, publishing, the
-next start does (`repair`). A set of a step that is there already takes the place of the old one, which waits as
-`.replaced-state-…` meanwhile.
+A process killed before the rename leaves the old set, after it the new one; unfinished publishing is completed by the
+next start (`repair`). A new set replaces an existing one of the same step, which waits meanwhile as
+`.replaced-state-…`.
 
-Two sets are kept. The guard lets no set be committed while it doubts the run, but it may doubt only a few steps after
-things went wrong. So the older set is one the run has passed by at least `apart` steps without a doubt.
+Two sets are kept. The guard blocks commits while it doubts the run, but its doubt may come a few steps after things
+went wrong. So the older set is one the run has passed by at least `apart` steps without a doubt.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ SPARE_BYTES = 4 << 20  # beyond what is counted: folders, JSON
 
 
 def state_folder(run_dir: Path, step: int) -> Path:
-    """Where the set of `step` optimizer steps is."""
+    """Folder of the set after `step` optimizer steps."""
     return run_dir / COAT / f"state-{step:09d}"
 
 
 def set_step(folder: Path) -> int:
-    """Steps done, by a set's name."""
+    """Steps done, from a set's name."""
     return int(folder.name.removeprefix("state-"))
 
 
 def newest_set(run_dir: Path) -> Path | None:
-    """Folder of the newest committed set, None without one."""
+    """Folder of the newest committed set, or None."""
     return next(iter(committed_sets(run_dir)), None)
 
 
@@ -93,7 +93,7 @@ def committed_sets(run_dir: Path) -> list[Path]:
 
 
 def replaced_sets(run_dir: Path) -> list[Path]:
-    """Sets that waited for their replacement when a process was killed."""
+    """Sets left waiting for their replacement by a killed process."""
     return list((run_dir / COAT).glob(f"{REPLACED_PREFIX}state-*"))
 
 
@@ -106,22 +106,17 @@ def commit(
     needed_bytes: int | None = None,
     apart: int = 1,
 ) -> Path:
-    """Write a set, commit it, publish files of it in the run's folder, and remove the sets but it and one before it.
+    """Write a set, commit it, publish files of it in the run's folder, and remove all sets but it and one before it.
 
     Args:
-        run_dir: the run's folder; made where it is missing.
-        step: optimizer steps done.
-        write: fills the empty folder it is given.
+        write: fills the empty folder passed to it.
         publish: name in the run's folder → name in the set; read after `write`, which may fill it.
-        needed_bytes: what the set takes, for a check before anything is written; None takes the size of the set before.
-        apart: steps that the older set is behind this one, at least, as soon as there is such a set.
-
-    Returns:
-        The set's folder.
+        needed_bytes: size of the set, checked before writing; None takes the size of the previous set.
+        apart: minimum distance in steps of the older set, as soon as there is such a set.
 
     Raises:
-        SaveError: it could not be written; the set before and what it published are as they were. Or it was committed
-            and could not be published, which the next start does.
+        SaveError: writing failed, and the previous set and its published files are unchanged; or publishing failed
+            after the commit, and the next start does it.
     """
     target, what = state_folder(run_dir, step), f"the checkpoint of step {step} cannot be saved"
     staging, newest = staging_path(target), newest_set(run_dir)
@@ -154,7 +149,7 @@ def commit(
 
 
 def _seal(folder: Path, publish: Mapping[str, str]) -> None:
-    """Bring all files to the disk and write down what they are."""
+    """Flush all files to disk and write the manifest."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync_file(path)
@@ -175,12 +170,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """The manifest of a set: "files" and "publish".
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged.
-    """
+    """The manifest of a set: "files" and "publish"; raises OSError if unreadable, ValueError if damaged."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(manifest):
         raise ValueError("it is not what was written")
@@ -188,7 +178,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def published_names(folder: Path) -> list[str]:
-    """Names in the run's folder of what a set publishes; none where its manifest is damaged."""
+    """Names of a set's published files in the run's folder; none if its manifest is damaged."""
     try:
         return list(manifest_of(folder)["publish"])
     except (OSError, ValueError):
@@ -196,7 +186,7 @@ def published_names(folder: Path) -> list[str]:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a committed set, or None; all its files are read."""
+    """Read all files of a committed set and describe damage, or return None."""
     try:
         for name, entry in manifest_of(folder)["files"].items():
             if not (folder / name).is_file():
@@ -209,7 +199,7 @@ def damage(folder: Path) -> str | None:
 
 
 def is_known(path: Path, sets: Iterable[Path]) -> bool:
-    """Whether a file or folder of the run's is, byte for byte, one that a whole set published under this name."""
+    """Whether a file or folder of the run equals, byte for byte, one that a complete set published under this name."""
     for folder in sets:
         if path.name in published_names(folder):
             manifest = manifest_of(folder)
@@ -224,7 +214,7 @@ def _is_as_written(path: Path, entry: Mapping[str, Any]) -> bool:
 
 
 def _entries_of(manifest: Mapping[str, Any], inside: str) -> dict[str, Any]:
-    """Entries of what is published: of a file under "", of the files of a folder under their names in it."""
+    """Published entries: of a file under "", of a folder's files under their names in it."""
     entries = {
         name.removeprefix(inside).removeprefix("/"): entry
         for name, entry in manifest["files"].items()
@@ -239,7 +229,7 @@ def _entries_of(manifest: Mapping[str, Any], inside: str) -> dict[str, Any]:
 
 
 def publish_set(run_dir: Path, folder: Path) -> list[str]:
-    """Publish what is not in the run's folder yet; returns the names."""
+    """Publish what the run's folder lacks; returns the names."""
     manifest, done = manifest_of(folder), []
     for name, inside in manifest["publish"].items():
         for each in (name, inside):
@@ -265,7 +255,7 @@ def _is_published(path: Path, source: Path, entry: Mapping[str, Any]) -> bool:
 
 
 def _publish_folder(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Let a folder have second names of a set's files, in one rename."""
+    """Link a set's files into a folder, in one rename."""
     staging, aside = staging_path(target), target.with_name(f"{TEMP_PREFIX}{target.name}")
     try:
         for name in names:
@@ -282,7 +272,7 @@ def _publish_folder(source: Path, target: Path, names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class SaveSpace:
-    """Bytes of a LoRA file, of a state besides it, and how many LoRA files are kept, the final one included."""
+    """Bytes of a LoRA file and of a state besides it, and the number of LoRA files kept, the final one included."""
 
     lora: int
     state: int
@@ -295,19 +285,14 @@ class SaveSpace:
 
     @property
     def all(self) -> int:
-        """Bytes of everything at most: LoRAs, the states that are kept, and a save that is being written."""
+        """The most bytes at any time: LoRAs, kept states, and a save being written."""
         return self.loras * self.lora + SETS_KEPT * self.state + self.one
 
 
 def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[str], list[str]]:
-    """Look at where a run is to be saved; nothing stays there.
+    """Check a run's output folder, which need not exist, and its free space, leaving nothing there.
 
-    Args:
-        run_dir: `<training_folder>/<name>`; need not exist.
-        space: what saves take; None where that is not known.
-
-    Returns:
-        (errors, warnings), a line each.
+    Returns (errors, warnings), a line each; `space` is None if unknown.
     """
     errors = [
         f"{path}: is a link to a folder, and a run writes through no links in its folder; remove it, or let the whole "
@@ -340,11 +325,7 @@ def check_output(run_dir: Path, space: SaveSpace | None = None) -> tuple[list[st
 
 
 def require_room(run_dir: Path, space: SaveSpace | None = None, warn: Callable[[str], None] | None = None) -> None:
-    """`check_output` at the start of a run; `warn` takes its warnings.
-
-    Raises:
-        SaveError: not even one save fits, or the folder cannot be written.
-    """
+    """`check_output` at the start of a run; raises SaveError if no save fits or the folder is not writable."""
     errors, warnings = check_output(run_dir, space)
     for line in warnings if warn is not None else ():
         warn(line)
@@ -353,7 +334,7 @@ def require_room(run_dir: Path, space: SaveSpace | None = None, warn: Callable[[
 
 
 def _bytes_of(run_dir: Path) -> int:
-    """Of LoRAs and states that are there; hard links count once."""
+    """Bytes of existing LoRAs and states; hard links count once."""
     sizes = {}
     published = (*run_dir.glob("*.safetensors"), *run_dir.glob("*/transformer/*.safetensors"))
     for path in (*published, *run_dir.glob(f"{COAT}/state-*/**/*")):

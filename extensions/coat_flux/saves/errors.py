@@ -1,4 +1,4 @@
-"""Errors of saving and of resuming, and what a disk can answer in words."""
+"""Errors of saving and resuming, and disk errors in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class SaveError(UserError, RuntimeError):
-    """A checkpoint could not be written; the previous one is as it was."""
+    """A checkpoint could not be written; the previous one is unchanged."""
 
 
 class ResumeError(UserError, RuntimeError):
@@ -30,16 +30,9 @@ class ResumeError(UserError, RuntimeError):
 
 @contextmanager
 def save_errors(run_dir: Path, what: str, state: str, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn what a disk can answer inside the block into a SaveError.
+    """Turn disk errors inside the block into a SaveError with path, reason, needed and free space, and remedy.
 
-    Args:
-        run_dir: the run's folder.
-        what: could not be done.
-        state: of the checkpoints, now.
-        needed_bytes: that it takes; 0 where that is not known.
-
-    Raises:
-        SaveError: names path, reason, needed and free space, remedy.
+    `what` names the failed action, `state` the present state of the checkpoints; `needed_bytes` is 0 if unknown.
     """
     try:
         yield

@@ -1,6 +1,4 @@
-"""What makes a run this run, and not another one that a resume would mix with it.
-
-An identity is plain JSON:
+"""The identity of a run, plain JSON, which a resume must match.
 
     model        path, and a fingerprint of its files
     data         settings of each folder, and a short digest of each image and caption
@@ -8,8 +6,7 @@ An identity is plain JSON:
     seed, world_size, batch
     coat, train  everything else that shapes a run: may change, and the change is logged
 
-The digest of a large file is that of its size and of evenly spaced pieces: quick for 24 GB, and enough to tell files
-apart that a person or a program has changed.
+The digest of a large file covers its size and evenly spaced pieces: quick for 24 GB, and enough to detect edits.
 """
 
 from __future__ import annotations
@@ -49,19 +46,17 @@ NOT_A_RUN = "restore it, or choose another config.name to start a new run"
 
 
 def run_identity(model: str, datasets: Sequence[Mapping[str, Any]], **parts: Any) -> dict[str, Any]:
-    """The identity of a run.
+    """The identity of a run; `parts` are network, seed, world_size, batch, coat and train.
 
-    Args:
-        model: folder, file or hub id.
-        datasets: for each folder `folder_path`, `caption_ext`, and the settings that decide what is trained on.
-        parts: network, seed, world_size, batch, coat, train.
+    `model` is a folder, file or hub id. Each dataset has `folder_path`, `caption_ext`, and the settings that select
+    its data.
     """
     identity = {"model": model_identity(model), "data": data_identity(datasets), **parts}
     return json.loads(json.dumps(identity, default=list))
 
 
 def model_identity(model: str) -> dict[str, Any]:
-    """Path and fingerprint of a model's config and weights; the fingerprint is None where it is not on this machine."""
+    """Path and fingerprint of a model's config and weights; the fingerprint is None if it is not on this machine."""
     root = Path(model) if Path(model).exists() else _cached_by_hub(model)
     parts = []
     if root is not None and root.is_file():
@@ -103,7 +98,7 @@ def data_identity(datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def file_digest(path: Path) -> str:
-    """A short hash of a file's size and of up to 16 evenly spaced pieces; of all of it up to 1 MB."""
+    """A short hash of a file's size and up to 16 evenly spaced pieces; of all of it up to 1 MB."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -122,10 +117,9 @@ def file_digest(path: Path) -> str:
 def require_same_run(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str], where: Path | str
 ) -> list[str]:
-    """`compare` with the identity of the save in `where`; returns what differs and may, a line each.
+    """`compare` with the identity of the save in `where`; returns the harmless differences, a line each.
 
-    Raises:
-        ResumeError: it would be another run; names all that differs, with both values and the remedy.
+    Raises ResumeError for others, with both values and the remedy.
     """
     refusals, notes = compare(saved, now, allow)
     if refusals:
@@ -137,11 +131,7 @@ def require_same_run(
 def compare(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """What differs between the saved run and the one that wants to resume it; parts only one side has are skipped.
-
-    Returns:
-        (refusals, notes): differences that make it another run, with what to do; those that do not.
-    """
+    """Return differences that forbid a resume, with remedies, and harmless ones; one-sided parts are skipped."""
     refusals, notes = [], []
     same_step = _step_of(saved) == _step_of(now)
     for part in (*STRICT, *FREE):
@@ -158,13 +148,13 @@ def compare(
 
 
 def _step_of(identity: Mapping[str, Any]) -> tuple[Any, int]:
-    """Batch size, and batches of an optimizer step in all processes together."""
+    """Batch size, and batches per optimizer step over all processes."""
     batch = identity.get("batch", {})
     return batch.get("batch_size"), batch.get("gradient_accumulation", 1) * identity.get("world_size", 1)
 
 
 def _differences(part: str, saved: Any, now: Any) -> tuple[list[str], list[str]]:
-    """Differences of a part, and those that do no harm."""
+    """Differences of a part, and harmless ones."""
     if part == "data":
         return _data_differences(saved, now), []
     if part != "model":
@@ -179,7 +169,7 @@ def _differences(part: str, saved: Any, now: Any) -> tuple[list[str], list[str]]
 
 
 def _walk(path: str, saved: Any, now: Any) -> Iterator[str]:
-    """Each value that differs; keys that only one side has are options that another version had not."""
+    """Each value that differs; one-sided keys are options that another version lacked."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in saved:
             if key in now:

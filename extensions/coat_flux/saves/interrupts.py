@@ -1,7 +1,7 @@
-"""Ctrl+C, SIGTERM, or a closed terminal (SIGHUP): the step under way is finished and saved.
+"""Ctrl+C, SIGTERM or a closed terminal (SIGHUP): the current step is finished and saved.
 
-A second Ctrl+C or SIGTERM ends the run at once. A hang-up never does: a terminal is also closed after Ctrl+C, while the
-save is being written. Where hang-ups are ignored (`nohup`) they stay so; Windows has none.
+A second Ctrl+C or SIGTERM ends the run at once. A hang-up never does: a terminal is also closed after Ctrl+C, while
+the save is being written. Ignored hang-ups (`nohup`) stay ignored; Windows has none.
 """
 
 from __future__ import annotations
@@ -25,14 +25,7 @@ ONE_PRESS_SECONDS = 1.0  # a launcher passes on what the terminal has sent to ev
 
 
 class Interrupts:
-    """Notes a first signal, from `listen` to `close` or in a `with` block; outside of the main thread it notes nothing.
-
-    Args:
-        log: takes one line.
-
-    Attributes:
-        asked: a signal came.
-    """
+    """Sets `asked` on a first signal, from `listen` to `close` or in a `with` block; only in the main thread."""
 
     def __init__(self, log: Callable[[str], None]):
         self.asked = False
@@ -41,13 +34,13 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Take over the signals."""
+        """Install the signal handlers."""
         if threading.current_thread() is threading.main_thread():
             ignored = {HANG_UP} if HANG_UP and signal.getsignal(HANG_UP) is signal.SIG_IGN else set()
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored}
 
     def close(self) -> None:
-        """Give them back, but for those that somebody else has taken over; may be called twice."""
+        """Restore the handlers, except those that others have replaced; may be called twice."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler)

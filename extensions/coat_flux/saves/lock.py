@@ -20,13 +20,10 @@ TAKEN = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Keep other processes out of `run_dir` for the length of the block.
+    """Keep other processes out of `run_dir` for the block, if its file system has locks.
 
-    The system takes the lock back when the process ends, however it ends. On file systems without locks there is none.
-
-    Raises:
-        ResumeError: another process has it.
-        SaveError: the folder cannot be written.
+    The system releases the lock of a dead process. Raises ResumeError if another process holds the lock, SaveError if
+    the folder is not writable.
     """
     path = run_dir / LOCK_FILE
     with save_errors(run_dir, "the run's folder cannot be made", "nothing was written"):

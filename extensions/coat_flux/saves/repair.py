@@ -1,11 +1,11 @@
-"""Putting a run's folder right at its start, and going back to an earlier state.
+"""Repairing a run's folder at its start, and going back to an earlier state.
 
-    <run>/coat/set-aside-000000250/            what was newer than step 250, or damaged; a second time …-250-2
+    <run>/coat/set-aside-000000250/            everything newer than step 250, or damaged; a second time …-250-2
         state-000000500/                       sets
-        <name>_000000500.safetensors, ...      LoRAs of more steps, out of the run's folder
+        <name>_000000500.safetensors, ...      LoRAs of later steps, from the run's folder
         metrics.csv, ...                       copies: the run cuts its tables back to the step it resumes from
 
-Nothing is deleted: what is in the way of a resume is moved aside, and the lines that are returned say where.
+Nothing is deleted: files in the way of a resume are moved aside, and the returned lines say where.
 """
 
 from __future__ import annotations
@@ -44,17 +44,11 @@ HEALTHY_GROWTH = 10.0  # of the LoRA's norm, at a save that is worth going back 
 
 
 def repair(run_dir: Path) -> list[str]:
-    """Repair what a killed process or a damaged disk left: to be called at the start, by one process.
+    """Repair a run after a killed process or disk damage, at its start, in one process; returns lines for the user.
 
-    Unfinished files are removed. Where files of the newest set are damaged, it is moved aside with its LoRA, and the
-    set before is the newest. What the newest set publishes and is missing in the run's folder, or not as it was
-    written, is put back. A run that another program went on with (a LoRA of more steps) is left alone.
-
-    Returns:
-        Lines for the user.
-
-    Raises:
-        SaveError: the folder cannot be written.
+    Unfinished files are removed. A damaged newest set is moved aside with its LoRA, so that the set before is the
+    newest. Published files of the newest set that are missing or damaged are restored. A run that another program
+    continued (a LoRA of more steps) is left alone. Raises SaveError if the folder is not writable.
     """
     if not run_dir.is_dir():
         return []
@@ -74,7 +68,7 @@ def repair(run_dir: Path) -> list[str]:
 
 
 def _choose_newest(run_dir: Path) -> list[str]:
-    """Let the newest set that is whole be the newest, and what it publishes be there."""
+    """Move damaged sets aside until the newest is intact, and restore its published files."""
     sets, problems = committed_sets(run_dir), []
     if not sets or _another_program_went_on(run_dir, sets[0]):
         return []
@@ -104,14 +98,14 @@ def _put_back(run_dir: Path, folder: Path) -> list[str]:
 
 
 def _another_program_went_on(run_dir: Path, newest: Path) -> bool:
-    """Whether a LoRA in the run's folder says more steps, and is not a damaged file of ours, which has its size."""
+    """Whether a LoRA in the run's folder has more steps, and is not a damaged file of ours, which has its size."""
     own = {path.stat().st_size for path in newest.rglob("*.safetensors")}
     newer = (path for path in run_dir.glob("*.safetensors") if step_of(path) > set_step(newest))
     return any(path.stat().st_size not in own for path in newer)
 
 
 def step_of(path: Path) -> int:
-    """Steps by a LoRA's metadata, or by those ai-toolkit writes next to a whole model; -1 where they do not say."""
+    """Steps in a LoRA's metadata, or in ai-toolkit's file next to a whole model; -1 if neither has them."""
     try:
         if path.is_dir():
             return int(yaml.safe_load((path / MODEL_META).read_text(encoding="utf-8"))["training_info"]["step"])
@@ -125,14 +119,10 @@ def step_of(path: Path) -> int:
 
 
 def go_back(run_dir: Path, step: int) -> list[str]:
-    """Make the kept set of `step` the newest: the run, locked by the caller, resumes from it, bit for bit.
+    """Make the kept set of `step` the newest, so that the run, locked by the caller, resumes from it, bit for bit.
 
-    Returns:
-        Lines for the user: what was moved, and where to.
-
-    Raises:
-        ResumeError: no set of this step is kept, or it is damaged; names those that are.
-        SaveError: the folder cannot be written.
+    Returns lines for the user about moved files. Raises ResumeError if there is no intact set of this step, with those
+    that exist, and SaveError if the folder is not writable.
     """
     target = state_folder(run_dir, step)
     steps = ", ".join(str(set_step(folder)) for folder in reversed(committed_sets(run_dir)))
@@ -148,7 +138,7 @@ def go_back(run_dir: Path, step: int) -> list[str]:
 
 
 def _set_aside_newer(run_dir: Path, target: Path) -> list[str]:
-    """Move sets and LoRAs that are newer than a set; LoRAs first, so that a kill in between leaves a whole run."""
+    """Move newer sets and LoRAs aside; LoRAs first, so that a kill in between leaves a consistent run."""
     step = set_step(target)
     sets = [folder for folder in committed_sets(run_dir) if set_step(folder) > step]
     listed = {name for folder in sets for name in published_names(folder)}
@@ -167,7 +157,7 @@ def _set_aside_newer(run_dir: Path, target: Path) -> list[str]:
 
 
 def _is_newer(path: Path, step: int) -> bool:
-    """Whether a LoRA is of more steps, by its metadata, or by its name where it is damaged."""
+    """Whether a LoRA has more steps, by its metadata, or by its name if damaged."""
     done = step_of(path)
     if done >= 0:
         return done > step
@@ -184,10 +174,7 @@ def _aside_folder(run_dir: Path, target: Path) -> Path:
 
 
 def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
-    """Step of the newest kept state from well before things went wrong; None where none is worth going back to.
-
-    A state is trusted that is at least `apart` steps before `doubt_since`, the first step the guard doubts.
-    """
+    """Step of the newest kept state at least `apart` steps before `doubt_since`, the guard's first doubt, or None."""
     good = [set_step(folder) for folder in committed_sets(run_dir) if _growth(folder) <= HEALTHY_GROWTH]
     trusted = [step for step in good if step + apart <= doubt_since]
     older = [step for step in reversed(good) if step < doubt_since]
@@ -195,7 +182,7 @@ def good_step(run_dir: Path, doubt_since: int, apart: int) -> int | None:
 
 
 def way_back(run_dir: Path, since: int, apart: int, go_back_to: Callable[[int], str], again: str) -> str:
-    """What to do once the config of a run that diverged from step `since` on was corrected."""
+    """Instructions to resume a run that diverged at step `since`, once its config is corrected."""
     step = good_step(run_dir, since, apart)
     if step is not None:
         return f"then {go_back_to(step)}"
@@ -205,7 +192,7 @@ def way_back(run_dir: Path, since: int, apart: int, go_back_to: Callable[[int], 
 
 
 def _growth(folder: Path) -> float:
-    """Growth of the LoRA's norm until a save, as the guard noted it; 1 where it did not."""
+    """Growth of the LoRA's norm until a save, as noted by the guard; default 1."""
     for name in RECORDS:
         try:
             record = json.loads((folder / name).read_text(encoding="utf-8"))

@@ -19,11 +19,11 @@ CUDA = "cuda."
 
 
 def rng_state() -> dict[str, Tensor]:
-    """States of Python's, NumPy's and torch's global generators, and of every GPU's where CUDA is in use.
+    """States of Python's, NumPy's and torch's global generators, and of every GPU's if CUDA is in use.
 
     Returns:
         python int64 [626] (version, state), python_gauss float64 [0 or 1]; numpy int64 [626] (state, position, has a
-        second normal number), numpy_gauss float64 [1]; torch uint8; cuda.<device> uint8.
+            second normal number), numpy_gauss float64 [1]; torch uint8; cuda.<device> uint8.
     """
     version, internal, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the global one is what libraries draw from)
@@ -40,13 +40,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(states: Mapping[str, Tensor]) -> None:
-    """Put the generators back to where `rng_state` found them.
-
-    GPUs that are missing here, or were not there then, are named in a warning.
-
-    Args:
-        states: from `rng_state`.
-    """
+    """Restore the states of `rng_state`; GPUs missing here or there are named in a warning."""
     version, *internal = states["python"].tolist()
     gauss = states["python_gauss"].tolist()
     random.setstate((version, tuple(internal), gauss[0] if gauss else None))
@@ -66,7 +60,7 @@ def set_rng_state(states: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def kept_draws() -> Iterator[None]:
-    """Let the generators go on after the block as if it had drawn nothing."""
+    """Restore the generators after the block."""
     states = rng_state()
     try:
         yield
@@ -75,5 +69,5 @@ def kept_draws() -> Iterator[None]:
 
 
 def mixed_seed(*numbers: int) -> int:
-    """One seed in [0, 2^63) of several numbers, none negative: a run's seed, what is drawn, the index of the draw."""
+    """One seed in [0, 2^63) from non-negative numbers: a run's seed, the kind of draw, its index."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1

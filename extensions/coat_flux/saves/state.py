@@ -1,13 +1,13 @@
-"""What a save holds beyond the LoRA that others load, so that a resumed run ends as if it had never stopped.
+"""The part of a save beyond the published LoRA, so that a resumed run ends as if it had never stopped.
 
     coat/state-000000500/      the stand-alone trainer's; inside ai-toolkit the same files are in the set's folder aitk/
-        lora.safetensors       the raw LoRA in fp32 (what is published may be its average, in save.dtype)
-        ema.safetensors        its average in fp32, where one is kept
+        lora.safetensors       the raw LoRA in fp32 (the published one may be its average, in save.dtype)
+        ema.safetensors        its average in fp32, if any
         rng.safetensors        states of the random generators (of the main process)
-        state.json             steps done, place in the data, guard, execution mode of the blocks, identity of the run
+        state.json             steps done, position in the data, guard, execution mode of the blocks, identity
 
 `optimizer.pt` is in the set's own folder in both. Saves come between optimizer steps, so there are never
-half-accumulated gradients to keep. Everything loads without pickle, `optimizer.pt` with weights_only=True.
+half-accumulated gradients. Everything loads without pickle, `optimizer.pt` with weights_only=True.
 """
 
 from __future__ import annotations
@@ -54,13 +54,7 @@ EXECUTION_WORDS = {"gemm": "GEMMs of the blocks", "recomputed": "blocks that rec
 
 @dataclass(frozen=True)
 class RunState:
-    """The state in a committed set.
-
-    Attributes:
-        folder: of the set.
-        trainer: that wrote it, `STANDALONE` or `AI_TOOLKIT`.
-        record: `state.json`.
-    """
+    """The state in a committed set: its folder, trainer (`STANDALONE` or `AI_TOOLKIT`) and `state.json` as `record`."""
 
     folder: Path
     trainer: str
@@ -68,11 +62,7 @@ class RunState:
 
     @classmethod
     def read(cls, folder: Path, trainer: str) -> RunState | None:
-        """The state of a set, its tensors not read yet; None where it has none of this trainer.
-
-        Raises:
-            ResumeError: it cannot be read.
-        """
+        """The state of a set, without reading tensors, or None if it has none of this trainer; raises ResumeError."""
         path = folder / trainer / RECORD_FILE
         if not path.exists():
             return None
@@ -92,8 +82,8 @@ class RunState:
     ) -> None:
         """Write a state into the folder of a set, before it is committed.
 
-        The raw LoRA is empty where the model is published as it is trained, the average where there is none; the record
-        is plain JSON with "step", the optimizer steps done.
+        `lora` is empty if the published model has the raw parameters; `record` is plain JSON with "step", the
+        optimizer steps.
         """
         target = folder / trainer
         target.mkdir(exist_ok=True)
@@ -108,11 +98,11 @@ class RunState:
         return int(self.record["step"])
 
     def lora(self) -> dict[str, Tensor] | None:
-        """The raw parameters; None where the whole model is saved as it is trained."""
+        """The raw parameters; None if the whole model is saved without averaging."""
         return self._tensors(LORA_FILE)
 
     def ema(self) -> dict[str, Tensor] | None:
-        """The average, where there is one."""
+        """The average, or None."""
         return self._tensors(EMA_FILE)
 
     def rng(self) -> dict[str, Tensor]:
@@ -130,11 +120,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file.
-
-    Raises:
-        ResumeError: it is missing or cannot be read.
-    """
+    """Tensors of a safetensors file; raises ResumeError if it is missing or unreadable."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -143,15 +129,9 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: Path | str) -> None:
-    """Copy saved values into the tensors of a run.
+    """Copy saved values, whole and of any float dtype, into a run's tensors; of a sharded one into this process's rows.
 
-    Args:
-        targets: by name; of a sharded one the rows that this process has are written.
-        saved: by name, whole, any float dtype.
-        source: the file, for the error.
-
-    Raises:
-        ResumeError: names or shapes differ; nothing is copied.
+    Raises ResumeError, naming `source`, if names or shapes differ; then nothing is copied.
     """
     odd = sorted(targets.keys() ^ saved.keys())
     if odd:
@@ -173,7 +153,7 @@ def restore_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], 
 
 
 def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[str, Any]:
-    """GEMMs and attention kernel in force, and which blocks recompute; empty before the first step, or without COAT."""
+    """GEMMs, attention kernel and recomputed blocks in use; empty before the first step, or without COAT."""
     runner = BlockRunner.of(transformer)
     if runner is None:
         return {}
@@ -184,7 +164,7 @@ def execution_of(transformer: nn.Module, *, recomputed: bool = False) -> dict[st
 
 
 def keep_execution(transformer: nn.Module, saved: Mapping[str, str]) -> None:
-    """Let the first step use a saved mode instead of measuring, where the config still has it."""
+    """Use a saved mode in the first step instead of measuring, if the config still allows it."""
     runner = BlockRunner.of(transformer)
     if runner is not None and "gemm" in saved:
         runner.keep_gemm(saved["gemm"])
@@ -193,7 +173,7 @@ def keep_execution(transformer: nn.Module, saved: Mapping[str, str]) -> None:
 
 
 def execution_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two modes, one line each: from there on results differ by rounding."""
+    """Differences between two modes, one line each: from there on results differ by rounding."""
     return [
         f"Resume: {words} {saved[key]} -> {now[key]}; results differ from here on by rounding"
         for key, words in EXECUTION_WORDS.items()
