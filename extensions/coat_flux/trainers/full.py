@@ -1,17 +1,13 @@
-"""Full fine-tuning in both trainers: what is trained, the update inside backward, and the model as it is saved.
+"""Full fine-tuning in both trainers: the trained parameters, the update inside backward, and saves of the model.
 
-`coat.include` and `coat.exclude` choose what is trained. Trained linears of the blocks multiply in FP8, by codes cast
-from their weights (`FP8TrainableLinear`); embedders, norms and modulation are trained in `train.dtype`. Linears that
-are not trained hold codes, as under a LoRA.
+Trained linears of the blocks multiply in FP8, with codes cast from their weights (`FP8TrainableLinear`); embedders,
+norms and modulation train in `train.dtype`. Untrained linears hold codes, as under a LoRA.
 
-With `train.fused_backward` a parameter is updated in the backward pass of the last micro-batch, as soon as its gradient
-is there, and the gradient is freed: of a whole model there are never more than a few. So nothing can depend on all of
-them: each gradient is clipped to `train.max_grad_norm` by itself, one that is not finite leaves its own parameter as it
-is, and a loss that is not finite leaves all. One process does that: several would have to agree on each gradient.
+With `train.fused_backward` the last micro-batch's backward pass updates each parameter as soon as its gradient is
+complete, and frees the gradient. So nothing can depend on all gradients: each is clipped to `train.max_grad_norm` by
+itself, a nonfinite one skips its own parameter, a nonfinite loss skips all. One process only.
 
-A save holds the whole model in diffusers' layout, `transformer/` with its config and shards, which
-`FluxTransformer2DModel.from_pretrained(save, subfolder="transformer")` reads: what was not trained is copied from the
-model that the run started from.
+A save holds the whole model in diffusers' layout; what was not trained is copied from the base model.
 """
 
 from __future__ import annotations
@@ -42,12 +38,7 @@ CLIP_EPS = 1e-6  # as torch's clip_grad_norm_
 
 
 class Chosen:
-    """What `coat.include` and `coat.exclude` choose of a model, found before its linears are converted.
-
-    Attributes:
-        parameters: full names of what is trained, in the model's order.
-        linears: full names of the linears whose weight is.
-    """
+    """The `parameters` and `linears` (full names) that `coat.include` and `coat.exclude` choose, before conversion."""
 
     def __init__(self, coat: COATConfig) -> None:
         self._coat = coat
@@ -55,7 +46,7 @@ class Chosen:
         self.linears: set[str] = set()
 
     def find(self, model: nn.Module) -> set[str]:
-        """Choose of a model, which may be on the meta device; returns `linears`.
+        """Choose from a model, perhaps on the meta device; returns `linears`.
 
         Raises:
             ConfigError: a pattern matches nothing, or nothing is left to train.
@@ -68,17 +59,16 @@ class Chosen:
         return self.linears
 
     def train(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Let these parameters of the model, and no others, be trained; returns them by name."""
+        """Make these parameters, and no others, trainable; returns them by name."""
         model.requires_grad_(False)
         own = dict(model.named_parameters())
         return {name: own[name].requires_grad_() for name in self.parameters}
 
 
 def make_states(optimizer: Any, transformer: nn.Module) -> None:
-    """Make the optimizer's states, or pack those of a resume, while nothing of a step is there: they are large.
+    """Create or restore the optimizer's large states before the first step: blocks budget the memory that remains.
 
-    An optimizer that is not ours makes its states in its first step. Blocks decide what they recompute by the memory
-    that is left.
+    Other optimizers than ours create their states in their first step.
     """
     runner = BlockRunner.of(transformer)
     if isinstance(optimizer, FP8AdamW):
@@ -90,11 +80,7 @@ def make_states(optimizer: Any, transformer: nn.Module) -> None:
 class UpdateInBackward:
     """Updates parameters in backward, inside `updating`.
 
-    Args:
-        optimizer: of the parameters; makes their states.
-        params: the trained ones.
-        max_norm: each gradient is clipped to it by itself.
-        begins: called before the first update of a backward pass.
+    Each gradient is clipped to `max_norm` by itself; `begins` is called before the first update of a backward pass.
     """
 
     def __init__(
@@ -112,7 +98,7 @@ class UpdateInBackward:
 
     @contextmanager
     def updating(self, skip: Tensor) -> Iterator[None]:
-        """Inside, a gradient that is complete updates its parameter and is freed; `skip` fp32 []: 1 updates nothing."""
+        """In this block a complete gradient updates its parameter and is freed; `skip` fp32 []: 1 updates nothing."""
         self._skip, self._squares = skip, None
         try:
             yield
@@ -145,33 +131,22 @@ class UpdateInBackward:
 
 
 class ModelFiles:
-    """A transformer as a save has it, in diffusers' layout.
-
-    Args:
-        model: the transformer, for its config.
-        base: the weights that the run started from, all of them by name.
-    """
+    """Writes a transformer in diffusers' layout; `base` has all weights that the run started from, by name."""
 
     def __init__(self, model: Any, base: Weights) -> None:
         self._model, self._base = model, base
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """What the tensors take on disk."""
+        """Size of the tensors on disk."""
         return sum(self._sizes(dtype).values())
 
     def write(
         self, folder: Path, trained: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str]
     ) -> None:
-        """Write a folder `PART` with config, shards and their index.
-
-        Args:
-            folder: gets it.
-            trained: the tensors that are trained, or their average.
-            dtype: of floating tensors.
-            metadata: of each shard.
+        """Write `folder`/`PART` with config, shards (floating tensors in `dtype`) and their index.
 
         Raises:
-            CheckpointError: a file of `base` cannot be read any more.
+            CheckpointError: a file of `base` can no longer be read.
         """
         target = folder / PART
         target.mkdir(parents=True)
@@ -207,11 +182,7 @@ class ModelFiles:
 
 
 def check_model(folder: Path, trained: Mapping[str, Tensor]) -> str:
-    """Read the shards of a save back, and check that every trained tensor is there and finite; returns a line.
-
-    Raises:
-        ResumeError: one is missing, of another shape, not finite, or a file cannot be read.
-    """
+    """Check that every trained tensor of a save is there and finite; returns a line, or raises ResumeError."""
     missing, size = dict(trained), 0
     for file in sorted((folder / PART).glob("*.safetensors")):
         size += file.stat().st_size
@@ -225,11 +196,7 @@ def check_model(folder: Path, trained: Mapping[str, Tensor]) -> str:
 
 
 def restore_model(trained: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy the trained tensors of a save into those of a run, shard by shard.
-
-    Raises:
-        ResumeError: one is missing or has another shape.
-    """
+    """Copy the trained tensors of a save into those of a run, shard by shard; ResumeError if they do not fit."""
     missing = dict(trained)
     for file in sorted((folder / PART).glob("*.safetensors")):
         saved = {name: tensor for name, tensor in load_tensors(file).items() if name in missing}

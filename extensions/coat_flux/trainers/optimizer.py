@@ -1,4 +1,4 @@
-"""Optimizers: `coat_fp8_adamw` of both trainers; in the stand-alone one also those ai-toolkit names, and schedules."""
+"""Optimizers: `coat_fp8_adamw` of both trainers; in the stand-alone one also ai-toolkit's, and schedules."""
 
 from __future__ import annotations
 
@@ -67,22 +67,18 @@ def build_optimizer(
     capturable: bool = False,
     seed: int = 0,
 ) -> FP8AdamW:
-    """Build FP8AdamW from the `coat:` block and the job's `train.optimizer_params`.
+    """Build FP8AdamW from the `coat:` block and the job's `train.optimizer_params`, which override it.
 
     `optimizer.use_fp8: false`, like `enabled: false`, keeps both moments in fp32: torch.optim.AdamW to the last bit.
-    eps is 1e-6 unless given, as ai-toolkit passes to every AdamW of its own (torch's default is 1e-8): sqrt(v) of LoRA
-    moments is itself near 1e-6 at the start, so with another eps it would not be comparable with the bf16 run.
+    eps defaults to 1e-6, as in ai-toolkit (torch: 1e-8): sqrt(v) of LoRA moments is itself near 1e-6 at the start, so
+    another eps would not be comparable with the bf16 run.
 
     Args:
-        params: parameters or param groups; or parameters by name, that FSDP2 has sharded.
-        lr: learning rate of groups without one of their own.
-        config: the `coat:` block; its `optimizer` part counts.
-        optimizer_params: `betas`, `eps`, `weight_decay`, and keys of `coat.optimizer`, which override the block.
-        capturable: of FP8AdamW.
-        seed: of FP8AdamW, for `optimizer.moment_rounding: stochastic`.
+        params: parameters or param groups; or parameters by name, if FSDP2 has sharded them.
+        seed: for `optimizer.moment_rounding: stochastic`.
 
     Raises:
-        ConfigError: unknown keys or refused values in `optimizer_params`.
+        ConfigError: unknown keys or invalid values in `optimizer_params`.
         ValueError: lr or a parameter that FP8AdamW refuses.
     """
     fp8_config, adamw = config.optimizer_config(optimizer_params)
@@ -94,7 +90,7 @@ def build_optimizer(
 
 
 def describe_optimizer(optimizer: FP8AdamW) -> str:
-    """One line for the start of a run: how many parameters, and how both moments are stored."""
+    """One line for the start of a run: number of parameters, format of both moments."""
     config = optimizer.fp8_config
     count = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     parts = [f"FP8AdamW over {count:,} parameters"]
@@ -118,13 +114,13 @@ def make_optimizer(
 ) -> Optimizer:
     """The optimizer `train.optimizer` names, with ai-toolkit's defaults: eps 1e-6 for Adam's kin, Prodigy's lr 1.
 
-    Adafactor is transformers' class: ai-toolkit's own copy does the same arithmetic on fp32 parameters. `params` have
-    names where FSDP2 has sharded them, for coat_fp8_adamw.
+    Adafactor is transformers' class: the same arithmetic on fp32 parameters as ai-toolkit's copy. For coat_fp8_adamw
+    under FSDP2 `params` have names.
 
     Raises:
         ValueError: unknown name.
-        ImportError: the package the optimizer comes from is not installed.
-        ConfigError: the installed version of the package does not take these parameters.
+        ImportError: the optimizer's package is not installed.
+        ConfigError: its installed version does not accept these parameters.
     """
     lowered = name.lower()
     if lowered == COAT_OPTIMIZER:
@@ -157,7 +153,7 @@ def make_optimizer(
 
 
 def learning_rate(optimizer: Optimizer) -> float:
-    """The rate of the next step; of Prodigy its lr times the step size it has found, as ai-toolkit shows it."""
+    """The next step's rate; for Prodigy lr times its step size, as in ai-toolkit."""
     group = optimizer.param_groups[0]
     return float(group["lr"]) * float(group.get("d", 1.0))
 
@@ -165,15 +161,10 @@ def learning_rate(optimizer: Optimizer) -> float:
 def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[str, Any]) -> LRScheduler:
     """The schedule `train.lr_scheduler` names; like ai-toolkit's, it spans the `steps` of the whole run.
 
-    Args:
-        name: constant, linear (torch's LinearLR: a ramp from 1/3 up to lr), cosine, cosine_with_restarts or
-            constant_with_warmup.
-        optimizer: whose learning rate is set.
-        steps: optimizer steps of the run.
-        params: `train.lr_scheduler_params`, passed on as keywords.
+    `linear` is torch's LinearLR: a ramp from 1/3 up to lr. `params` are `train.lr_scheduler_params`.
 
     Raises:
-        ValueError: unknown name, or parameters the schedule does not take.
+        ValueError: unknown name, or parameters the schedule does not accept.
     """
     from diffusers.optimization import get_constant_schedule_with_warmup
 
@@ -194,7 +185,7 @@ def make_scheduler(name: str, optimizer: Optimizer, steps: int, params: Mapping[
 
 
 def advance(scheduler: LRScheduler, steps: int) -> None:
-    """Bring a new scheduler to where it is after `steps` steps, by the same arithmetic as a run that did them."""
+    """Advance a new scheduler by `steps` steps, with the arithmetic of a run that did them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
         for _ in range(steps):
@@ -202,12 +193,9 @@ def advance(scheduler: LRScheduler, steps: int) -> None:
 
 
 def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
-    """Load a saved state of whole parameters, but keep the hyper-parameters of this run's config.
+    """Load a saved state of whole parameters, but keep this run's hyper-parameters, which torch would overwrite.
 
-    torch takes the groups' hyper-parameters from the file, so that an edited `lr` or `weight_decay` would be ignored.
-
-    Returns:
-        One line for each hyper-parameter that differs from the file.
+    Returns one line for each hyper-parameter that differs from the file.
     """
     learned = ("params", *GROUP_STATE)
     configured = [

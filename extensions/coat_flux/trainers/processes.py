@@ -1,8 +1,8 @@
-"""What the processes of a run do together, in both trainers (`Processes`), and how one that ends is found out.
+"""Cooperation of a run's processes, in both trainers (`Processes`), and detection of one that has ended.
 
-A process that is killed ends all others: gloo and sockets see the closed connection at the next exchange, and the
-launcher's agent ends those of its machine. What neither sees, a machine without power, ends by `STEP_LIMIT`. Waits for
-the main process, which caches, saves and samples alone, may take `WAIT_LIMIT`.
+A killed process ends all others: gloo and sockets see the closed connection at the next exchange, the launcher's agent
+kills those of its machine. What neither sees, a machine without power, ends by `STEP_LIMIT`. Waits for the main
+process, which caches, saves and samples alone, may take `WAIT_LIMIT`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,7 @@ class LostProcessError(UserError, RuntimeError):
 
 
 class Processes:
-    """The processes of a run. Of one process alone every method returns at once.
-
-    Args:
-        size: how many there are.
-        rank: of this one; 0 is the main process, which writes.
-        device: that they exchange on.
-    """
+    """The processes of a run, exchanging on `device`; rank 0 writes. With one process every method returns at once."""
 
     def __init__(self, size: int, rank: int, device: torch.device) -> None:
         self.size, self.rank, self.device = size, rank, device
@@ -57,14 +51,14 @@ class Processes:
         self._patient = dist.new_group(backend="gloo", timeout=WAIT_LIMIT) if size > 1 else None
 
     def wait(self) -> None:
-        """Wait until every process is here."""
+        """Wait for every process."""
         if self.size > 1:
             with exchange():
                 dist.barrier(self._patient)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main process runs the block before the others, which then run it at the same time."""
+        """The main process runs the block before the others, which then run it concurrently."""
         if not self.is_main:
             self.wait()
         yield
@@ -73,7 +67,7 @@ class Processes:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """One process after the other runs the block, the main process first."""
+        """Each process in turn runs the block, the main process first."""
         for _ in range(self.rank):
             self.wait()
         yield
@@ -81,7 +75,7 @@ class Processes:
             self.wait()
 
     def from_main(self, value: Any) -> Any:
-        """The main process's value, in all of them."""
+        """The main process's value, in all processes."""
         if self.size == 1:
             return value
         box = [value]
@@ -90,7 +84,7 @@ class Processes:
         return box[0]
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over all processes."""
+        """Mean over all processes."""
         if self.size == 1:
             return value
         total = value.clone()
@@ -99,19 +93,19 @@ class Processes:
         return total / self.size
 
     def agree(self, numbers: Tensor, asked: Sequence[bool]) -> tuple[Tensor, list[bool]]:
-        """The mean of some numbers [n] over all processes, on the device, and which flags are set in any of them."""
+        """The mean of numbers [n] over all processes, on the device, and the flags set in any of them."""
         if self.size == 1:
             return numbers, list(asked)
         means = self.mean(torch.cat([numbers, torch.tensor(asked).to(numbers)]))
         return means[: len(numbers)], [share > 0 for share in means[len(numbers) :].tolist()]
 
     def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Replace every gradient by its sum over all processes; FSDP2 has done so with those of shards."""
+        """Sum every gradient over all processes; FSDP2 has done so with those of shards."""
         if self.size > 1:
             sum_gradients(_whole(params))
 
     def share(self, params: Iterable[Tensor]) -> None:
-        """Give every process the main process's values of what is whole in each."""
+        """Copy the main process's unsharded values to every process."""
         if self.size > 1:
             share_values(_whole(params), self.device)
 
@@ -124,11 +118,7 @@ def _whole(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 @contextmanager
 def exchange() -> Iterator[None]:
-    """Exchange something inside the block; several processes must come here.
-
-    Raises:
-        LostProcessError: one of them has ended.
-    """
+    """A block that exchanges something; LostProcessError if a process has ended."""
     try:
         yield
     except RuntimeError as error:  # gloo has no kind of its own
@@ -141,13 +131,13 @@ def exchange() -> Iterator[None]:
 
 
 def _outlive_the_launcher() -> None:
-    """It ends those that are left by SIGTERM, and this one has yet to say why; SIGKILL follows if it does not end."""
+    """Ignore SIGTERM, by which it ends the remaining processes, until this one has said why; SIGKILL follows."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def first_to_fail() -> bool:
-    """Whether no other process has called this before: of processes that end by one cause, one says so."""
+    """Whether no other process has called this before, so that a common cause is reported once."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return True
     try:
@@ -158,14 +148,9 @@ def first_to_fail() -> bool:
 
 @torch.no_grad()
 def sum_gradients(params: Sequence[nn.Parameter], group: Any = None) -> None:
-    """Replace every gradient by its sum over all processes, bucket by bucket; a missing one counts as zero.
+    """Sum every gradient over all processes of `group` (None: all), in buckets; a missing one counts as zero.
 
-    Args:
-        params: the same ones in every process.
-        group: of processes; None is all of them.
-
-    Raises:
-        LostProcessError: a process has ended.
+    `params` are the same ones in every process. LostProcessError if one has ended.
     """
     for bucket in _buckets(params):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
@@ -189,15 +174,7 @@ def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def share_values(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Give every process the main process's values.
-
-    Args:
-        tensors: changed in place; the same shapes in every process.
-        device: that processes exchange on.
-
-    Raises:
-        LostProcessError: a process has ended.
-    """
+    """Copy the main process's values into `tensors` of every process; LostProcessError if one has ended."""
     with exchange():
         for tensor in tensors:
             values = tensor.detach().to(device, copy=True)

@@ -1,7 +1,6 @@
-"""The transformer's weights as they are on disk: found without being read, then read one at a time.
+"""The transformer's weights on disk: located without being read, then read one at a time.
 
-A file is mapped into memory, and the map is closed after every `MAPPED_BYTES` that were read through it: pages that
-were read count as the process's memory until then.
+A file is mapped, and the map closed after every `MAPPED_BYTES` read, since pages read count as the process's memory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Place(NamedTuple):
-    """Where a tensor is: under which key of a safetensors file, and its own shape."""
+    """Location of a tensor: its key in a safetensors file, and its own shape."""
 
     file: Path
     key: str
@@ -42,18 +41,14 @@ class Place(NamedTuple):
 
 
 class Weights:
-    """Tensors by the names that the model has for them, each read when it is asked for."""
+    """Tensors by the model's own names, each read on demand."""
 
     def __init__(self, places: Mapping[str, Place]) -> None:
         self.places = dict(places)
         self._mapped: tuple[Path, Any, int] | None = None  # file, its map, bytes read through it
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU; it may share the file's map, so it is to be copied, not kept.
-
-        Raises:
-            CheckpointError: the file cannot be read there.
-        """
+        """One tensor on the CPU, to be copied, since it may share the file's map; CheckpointError if unreadable."""
         place = self.places[name]
         try:
             tensor = self._read(place.file, place.key, place.rows)
@@ -83,11 +78,7 @@ class Weights:
 
 
 def local_folder(name_or_path: str, part: str) -> Path:
-    """The folder of one part of a diffusers model; a model on the hub is downloaded into its cache.
-
-    Raises:
-        OSError, ValueError: it cannot be downloaded.
-    """
+    """The folder of one part of a diffusers model, downloaded from the hub if need be (OSError, ValueError)."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path, part)
     from huggingface_hub import snapshot_download
@@ -101,7 +92,7 @@ def local_folder(name_or_path: str, part: str) -> Path:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Of the files with weights in a part's folder: shards, or the one that holds them all."""
+    """Files with weights in a part's folder: shards, or one file."""
     index = folder / INDEX
     if not index.is_file():
         return [WEIGHTS]
@@ -112,11 +103,7 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def folder_weights(folder: Path) -> Weights:
-    """The weights in one part's folder of a diffusers model.
-
-    Raises:
-        CheckpointError: a file is missing or not whole.
-    """
+    """The weights in one part's folder of a diffusers model; CheckpointError if a file is missing or incomplete."""
     places: dict[str, Place] = {}
     for name in _file_names(folder):
         path = folder / name
@@ -131,13 +118,10 @@ def folder_weights(folder: Path) -> Weights:
 
 
 def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
-    """The weights in a file of Black Forest Labs' layout under diffusers' names, and the transformer's config.
+    """Weights of a file in Black Forest Labs' layout, under diffusers' names, and the transformer's config.
 
-    That layout fuses what diffusers has as q, k, v and MLP of a block; the table of names that LoRAs are exported by
-    takes them apart, whatever their width. (diffusers' own reader has FLUX.1-dev's width written into it.)
-
-    Raises:
-        CheckpointError: not FLUX.1, or damaged.
+    The layout fuses q, k, v and MLP of a block; the table of names for LoRA export splits them at any width (diffusers'
+    own reader assumes FLUX.1-dev's). CheckpointError if it is not FLUX.1, or damaged.
     """
     header = read_header(path)
     config, keys = flux_config(header), transformer_keys(header)
@@ -154,11 +138,7 @@ def original_weights(path: Path) -> tuple[Weights, dict[str, Any]]:
 
 
 def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
-    """A tensor of the original as diffusers has it: by name, the rows of each linear that it fuses.
-
-    Raises:
-        CheckpointError: FLUX.1 has no such tensor.
-    """
+    """Rows of each diffusers linear fused in a tensor of the original; CheckpointError if FLUX.1 has no such tensor."""
     if name.endswith(".scale"):
         blocks, number, rest = name.split(".", 2)
         ours = next(found for found in FLUX.lists if found.original == blocks)
@@ -177,17 +157,12 @@ def _parts(name: str, rows: Tensor, hidden: int) -> dict[str, Tensor]:
 
 
 def _slices(rows: Tensor) -> tuple[slice, ...]:
-    """Indices as slices, in their order."""
     breaks = (rows.diff() != 1).nonzero().flatten() + 1
     return tuple(slice(int(part[0]), int(part[-1]) + 1) for part in rows.tensor_split(breaks) if len(part))
 
 
 def check_weights(model: nn.Module, weights: Weights, what: str) -> None:
-    """Compare names and shapes with those of a model called `what`.
-
-    Raises:
-        CheckpointError: they are another model's, or not all of them.
-    """
+    """CheckpointError unless names and shapes are those of a model called `what`."""
     expected = model.state_dict()
     for name, tensor in expected.items():
         if name not in weights.places:
@@ -208,12 +183,9 @@ def fill(
     device: torch.device,
     on_filled: Callable[[str, nn.Module], None] | None = None,
 ) -> None:
-    """Give a model on the meta device its weights, module by module; floating ones in `dtype`.
+    """Fill a model on the meta device with weights, module by module; floating ones in `dtype`.
 
-    `on_filled` is called with each module that has all its own weights, before the next one is read.
-
-    Raises:
-        CheckpointError: a file cannot be read.
+    `on_filled` gets each module with all its own weights before the next is read. CheckpointError if unreadable.
     """
     for name, module in list(model.named_modules()):
         tensors: dict[str, Tensor] = {}
@@ -236,5 +208,5 @@ def fill(
 
 
 def _copied(mapped: Collection[int], tensor: Tensor) -> Tensor:
-    """A copy of a tensor that starts at one of these addresses; any other as it is."""
+    """A copy of a tensor that starts at one of these addresses; others unchanged."""
     return tensor.clone() if tensor.data_ptr() in mapped else tensor

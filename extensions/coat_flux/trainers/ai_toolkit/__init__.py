@@ -1,5 +1,4 @@
-"""The ai-toolkit side: process type, optimizer name and qtype.
+"""The ai-toolkit side: process type, optimizer name and qtype (docs/ai-toolkit.md).
 
-The only folder that imports ai-toolkit (`toolkit`, `jobs`,
-`extensions_built_in`). Why it is built so: docs/ai-toolkit.md.
+The only folder that imports ai-toolkit (`toolkit`, `jobs`, `extensions_built_in`).
 """

@@ -1,15 +1,14 @@
 """The order of the data as a function of (seed, epoch, place).
 
-ai-toolkit shuffles with global generators, also in loader processes, which run
-ahead of the training. Here
+ai-toolkit shuffles with global generators, also in loader processes, which run ahead of the training. Here
 
-    batches    are grouped by generators that are seeded while data sets load
-    order      of an epoch comes from (seed, epoch)
-    photo      what is drawn for it comes from (seed, epoch, place)
-    draws      of a micro-batch come from its number, where a step has several
+    batches    are grouped by generators seeded while data sets load
+    order      of an epoch depends on (seed, epoch)
+    photo      its random draws depend on (seed, epoch, place)
+    draws      of a micro-batch depend on its number, where a step has several
 
-so (epoch, batches taken) determines where a run is. Of N processes each takes
-every N-th batch, together they see what one sees with accumulation N.
+so (epoch, batches taken) is the position of a run. Each of N processes takes every N-th batch: together they see
+the data of one process with accumulation N.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LOADING, ORDER, ITEM, DRAWS = range(4)  # the first number after the run's seed:
 
 
 def draw_from(seed: int, number: int) -> None:
-    """Draw for a micro-batch by its number, on all devices."""
+    """Seed all devices' generators by a micro-batch's number."""
     mixed = mixed_seed(seed, DRAWS, number)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)  # noqa: NPY002
@@ -45,7 +44,7 @@ def draw_from(seed: int, number: int) -> None:
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Draw from (numbers) inside the block; the generators go on after it."""
+    """Draw from (numbers) inside the block; the generators are restored after it."""
     seed = mixed_seed(*numbers)
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
@@ -60,7 +59,7 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 
 class _SeededItems(Dataset):
-    """A data set whose items are asked for by ((epoch, place), index)."""
+    """A data set indexed by ((epoch, place), index)."""
 
     def __init__(self, inner: Dataset, seed: int):
         self.inner = inner
@@ -68,7 +67,7 @@ class _SeededItems(Dataset):
 
     @property
     def datasets(self) -> list[Dataset]:
-        """The data sets inside, where ai-toolkit looks for them."""
+        """The inner data sets, where ai-toolkit looks for them."""
         return self.inner.datasets
 
     def __len__(self) -> int:
@@ -81,7 +80,7 @@ class _SeededItems(Dataset):
 
 
 class _EpochOrder(Sampler):
-    """The keys of an epoch from a batch on, of every `stride`-th batch."""
+    """An epoch's keys from a batch on, of every `stride`-th batch."""
 
     def __init__(self, length: int, batch_size: int, seed: int, stride: int):
         self.length, self.batch_size, self.seed, self.stride = length, batch_size, seed, stride
@@ -99,13 +98,10 @@ class _EpochOrder(Sampler):
 
 
 class ResumableLoader(DataLoader):
-    """A DataLoader that knows how many batches the loop took.
+    """A DataLoader that counts the batches taken.
 
-    Attributes:
-        epoch: passes over the data done.
-        taken: batches taken since by all processes together; below 0 where
-            another process is an epoch ahead.
-        rank: of this process; its next batch is so many after `taken`.
+    `taken` counts those of all processes since the last of `epoch` passes; below 0 if another process is an epoch
+    ahead. This one's next batch is `rank` after it.
     """
 
     epoch = 0
@@ -137,7 +133,7 @@ class ResumableLoader(DataLoader):
 
 
 def make_resumable(loader: DataLoader, seed: int, rank: int = 0, processes: int = 1) -> ResumableLoader:
-    """A loader over the same data with an order of ours."""
+    """A loader over the same data in our order."""
     if loader.num_workers and multiprocessing.get_start_method() != "fork":
         # loader processes that start from scratch (Windows, macOS) get a copy of sys.path, and must find coat_flux
         parent = str(Path(__file__).resolve().parents[3])
@@ -161,13 +157,13 @@ def make_resumable(loader: DataLoader, seed: int, rank: int = 0, processes: int 
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """A terminal's signals reach loaders, too: they live until the save."""
+    """Keep loaders alive until the save: a terminal's signals reach them, too."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def fingerprint(loader: DataLoader) -> str:
-    """A hash of which photos are in which batches."""
+    """A hash of the photos in each batch."""
     digest = hashlib.sha256()
     for dataset in getattr(loader.dataset, "datasets", [loader.dataset]):
         names = [Path(item.path).name for item in getattr(dataset, "file_list", [])]

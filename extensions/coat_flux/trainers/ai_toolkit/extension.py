@@ -1,8 +1,7 @@
 """What ai-toolkit finds: an extension class, an optimizer and a qtype.
 
-For every job it imports every extension and asks for its process class. An
-exception would end jobs that have nothing to do with us, so both only record
-what is wrong; a job of our type then ends with it.
+For every job it imports every extension and asks for its process class. An exception would end unrelated jobs, so
+errors are only recorded; a job of our type then ends with them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RefusingProcess:
-    """In the place of our process: a job of our type ends with the reason when it runs."""
+    """Replaces our process: a job of our type ends with the reason when it runs."""
 
     def __init__(self, process_id: int, reason: AIToolkitError):
         self.process_id, self._reason = process_id, reason
@@ -33,7 +32,7 @@ class RefusingProcess:
 
 
 def make_process(process_id: int, job: Any, config: Any, **kwargs: Any) -> Any:
-    """The process of a job of ours; other jobs do not import what it needs."""
+    """The process of our job type; other jobs do not import its modules."""
     try:
         load_core()
         from .process import CoatFluxTrainer

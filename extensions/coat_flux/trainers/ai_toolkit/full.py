@@ -1,12 +1,7 @@
-"""Full fine-tuning: a job without `network:` trains the transformer itself.
+"""Full fine-tuning: a job without `network:` trains the transformer itself, saved as ai-toolkit does.
 
-It is saved as ai-toolkit does:
-
-    <name>_000000500/transformer/      in diffusers' layout, in `train.dtype`
-    <name>_000000500/aitk_meta.yaml    metadata, by which it knows the step
-
-`coat.include` and `coat.exclude` choose what is trained. Other linears hold
-codes; they are copied from the files that the run started from.
+<name>_000000500/transformer/      in diffusers' layout, in `train.dtype`
+<name>_000000500/aitk_meta.yaml    metadata with the step
 """
 
 from __future__ import annotations
@@ -30,12 +25,12 @@ from ..weights import folder_weights, local_folder
 
 
 class FullModel:
-    """The transformer that a job trains, before anything is converted.
+    """The transformer that a job trains, before conversion.
 
     Attributes:
         linears: full names of the linears whose weight is trained.
         size: elements of the transformer.
-        trained: full name → parameter, once `param_groups` has chosen them.
+        trained: full name → parameter, after `param_groups`.
     """
 
     def __init__(self, process: Any):
@@ -55,10 +50,9 @@ class FullModel:
         return [{"params": list(self.trained.values()), "lr": lr}]
 
     def begin(self, process: Any, watch: StepWatch) -> None:
-        """Make the optimizer's states, and let it update in backward if asked.
+        """Create the optimizer's states, and the update in backward if configured.
 
-        Only before the first step: until then ai-toolkit moves the model to the CPU and
-        back, and switches its gradients off and on.
+        Not before the first step: ai-toolkit still moves the model and toggles its gradients.
         """
         watch.phases.hold("gradients", self._model, gradients)
         optimizer = getattr(process.optimizer, "optimizer", process.optimizer)  # without accelerate's wrapper
@@ -87,7 +81,7 @@ class FullModel:
         meta: Mapping[str, Any],
         save_dtype: torch.dtype | None = None,
     ) -> None:
-        """Write the model, in place of ai-toolkit's method of this name."""
+        """Write the model, in place of ai-toolkit's method."""
         folder, dtype = Path(output_file), next(iter(self.trained.values())).dtype
         plain = json.loads(json.dumps(meta))
         text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
@@ -95,5 +89,5 @@ class FullModel:
         (folder / MODEL_META).write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
 
     def check(self, folder: Path) -> str:
-        """Read the saved model back; returns a line for the log."""
+        """Read the saved model back; returns a log line."""
         return check_model(next(path.parent for path in folder.glob(f"*/{MODEL_META}")), self.trained)

@@ -1,4 +1,4 @@
-"""The ai-toolkit around us: what we need of it, its output, the running job.
+"""Our interface to ai-toolkit: version checks, its output, the running job.
 
 Imported for every job of a user: needs neither coat_core nor diffusers.
 """
@@ -38,7 +38,7 @@ MARK = "_coat_flux_original"  # on a wrapper: the function of ai-toolkit's that 
 
 
 class AIToolkitError(RuntimeError):
-    """COAT-FLUX and this ai-toolkit do not fit; names version and piece."""
+    """COAT-FLUX does not fit this ai-toolkit; names version and piece."""
 
     def __init__(self, piece: str):
         self.piece = piece
@@ -74,7 +74,7 @@ def load_core() -> None:
 
 
 def check_host(*installs: Callable[[], Any]) -> None:
-    """Check that optimizer, qtype and LoRA's linears are understood."""
+    """Check that ai-toolkit knows our optimizer, qtype and linears."""
     problems = []
     for install in (load_core, *installs):
         try:
@@ -101,7 +101,7 @@ def let_lora_find(class_name: str) -> None:
 
 
 def check_network(network: nn.Module) -> None:
-    """Check that the LoRA has modules, built as we know them."""
+    """Check the structure of the LoRA's modules."""
     from ...blocks.lora import base_of
 
     modules = [module for module in network.modules() if hasattr(module, "lora_name")]
@@ -116,10 +116,9 @@ def check_network(network: nn.Module) -> None:
 
 
 def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> list[str]:
-    """Put a wrapper in the place of `original`, once; returns the changed modules.
+    """Replace `original` by a wrapper, once; returns the changed modules.
 
-    ai-toolkit imports functions by name, so every loaded module is looked at, by
-    `vars`: lazy modules would start loading at getattr.
+    ai-toolkit imports functions by name, so every loaded module is searched, by `vars`: getattr would load lazy ones.
     """
     if hasattr(original, MARK):
         original, wrapper = getattr(original, MARK), original
@@ -137,7 +136,7 @@ def wrap_everywhere(name: str, original: Callable, wrapper: Callable) -> list[st
 
 @contextmanager
 def patched(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside the block, an object has other attributes."""
+    """Set attributes of an object inside the block."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -170,13 +169,13 @@ def job_scope() -> Iterator[None]:
 
 
 def begin_job(config: COATConfig) -> None:
-    """Make `config` that of the running job."""
+    """Make `config` the running job's."""
     global _config
     _config = config
 
 
 def active_config() -> COATConfig | None:
-    """The config of the running job of ours; None outside of one."""
+    """The config of our running job, or None."""
     return _config
 
 
@@ -188,7 +187,7 @@ def active_or_default() -> COATConfig:
 
 
 def begin_lines(*, verbose: bool) -> Lines:
-    """From here on keep what is printed for `coat/log.txt`."""
+    """Start collecting printed lines for `coat/log.txt`."""
     global _lines
     _lines = Lines(_print, verbose=verbose)
     return _lines
@@ -231,8 +230,7 @@ class _LineHandler(logging.Handler):
 def show_logs() -> None:
     """Send both packages' log lines to ai-toolkit's output.
 
-    Its captioner extensions call `logging.disable(WARNING)`, which silences all
-    loggers of one manager. Ours, also of modules not imported yet, get another.
+    Its captioner extensions call `logging.disable(WARNING)`, which silences one manager's loggers; ours get another.
     """
     manager = logging.Manager(logging.getLogger())
     for root in ("coat_core", "coat_flux"):

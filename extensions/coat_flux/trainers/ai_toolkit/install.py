@@ -1,9 +1,7 @@
 """`coat-flux install`: put COAT-FLUX into an ai-toolkit checkout, or remove it.
 
-The extension folder becomes one link, configs and example images a link each,
-next to a user's own files. Where links are not allowed (Windows) a folder
-becomes a junction and a file a copy. Undo removes what the manifest lists and
-is still as it was made.
+The extension folder becomes one link, configs and example images a link each, next to a user's own files. Where links
+are not allowed (Windows) a folder becomes a junction and a file a copy. Undo removes the manifest's unchanged entries.
 """
 
 from __future__ import annotations
@@ -33,14 +31,10 @@ class InstallError(UserError, RuntimeError):
 
 
 def install(ai_toolkit_dir: str | os.PathLike[str], undo: bool = False) -> list[str]:
-    """Install into a checkout, or undo that; returns what was done, line by line.
-
-    Args:
-        ai_toolkit_dir: the folder that holds ai-toolkit's run.py.
-        undo: remove what an earlier call made.
+    """Install into the folder of ai-toolkit's run.py, or `undo` that; returns what was done, line by line.
 
     Raises:
-        InstallError: not a checkout, or a file that is not ours is in the way.
+        InstallError: not a checkout, or a foreign file is in the way.
     """
     root = Path(ai_toolkit_dir).expanduser().resolve()
     missing = [part for part in CHECKOUT_PARTS if not (root / part).exists()]
@@ -58,7 +52,7 @@ def install(ai_toolkit_dir: str | os.PathLike[str], undo: bool = False) -> list[
 
 
 class _Installer:
-    """What install made: path → source; "folder" and "model" have none."""
+    """The manifest of an install: path → source; "folder" and "model" have none."""
 
     def __init__(self, root: Path):
         self.root, self.manifest = root, root / MANIFEST
@@ -100,7 +94,7 @@ class _Installer:
         return [*lines, f"{EMBEDDED_MODEL}: {result}"]
 
     def _put(self, path: str, source: Path) -> str:
-        """Make `path` stand for `source`, if nothing foreign is in the way."""
+        """Link `path` to `source`, unless something foreign is in the way."""
         target = self.root / path
         if target.resolve() == source.resolve() or (path in self.made and _is_copy(target, source)):
             return "already there"
@@ -146,7 +140,7 @@ def _is_as_made(target: Path, source: str) -> bool:
 
 
 def _shipped_files(folder: Path) -> Iterator[Path]:
-    """The files of the repository; not hidden ones, nor caches."""
+    """The repository's files, without hidden ones and caches."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith((".", "_")) or path.name in CACHES:
             continue
@@ -157,7 +151,6 @@ def _shipped_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_copy(target: Path, source: Path) -> bool:
-    """Whether a file, or a folder file by file, equals its source."""
     if source.is_dir() and target.is_dir():
         names = _names(source)
         return names == _names(target) and all(_is_copy(target / name, source / name) for name in names)
@@ -170,7 +163,7 @@ def _names(folder: Path) -> set[Path]:
 
 
 def _link(source: Path, target: Path) -> str:
-    """Make `target` stand for `source`; returns how."""
+    """Link or copy `source` to `target`; returns the method."""
     try:
         target.symlink_to(source, target_is_directory=source.is_dir())
         return "link"

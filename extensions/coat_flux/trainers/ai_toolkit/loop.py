@@ -1,8 +1,7 @@
 """The training loop of a job: each step watched, each save a whole set.
 
-A step of ai-toolkit runs inside `TrainingLoop.step`. Where memory runs out, it
-is tried again as long as more blocks can be recomputed. ai-toolkit itself would
-turn a NaN loss into 0, and leave out a batch that ran out of memory.
+A step of ai-toolkit runs inside `TrainingLoop.step`. When out of memory it is retried as long as more blocks can be
+recomputed. ai-toolkit itself would turn a NaN loss into 0, and drop a batch that ran out of memory.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ EXIT_CODE = 130  # of a process that was interrupted; run.py itself ends with 0
 
 
 class TrainingLoop:
-    """The loop of one job, from `hook_before_train_loop` on.
-
-    Attributes:
-        done: steps done.
-        watch: `StepWatch` of the run.
-    """
+    """The loop of one job, from `hook_before_train_loop` on; `done` counts steps."""
 
     def __init__(self, process: Any):
 
@@ -80,17 +74,17 @@ class TrainingLoop:
         return self._stop_requested or self._interrupts.asked
 
     def ask_to_stop(self, who: str) -> None:
-        """Let the run end with the step under way, as Ctrl+C does."""
+        """End the run after the current step, as Ctrl+C does."""
         self._stop_requested = True
         self._log.info(f"{who} asks to stop: this step is finished and saved")
 
     def close(self) -> None:
-        """Give back what was taken over."""
+        """Restore what was taken over."""
         self._interrupts.close()
         self._log.close()
 
     def step(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run a step of ai-toolkit; returns what ai-toolkit shows of it."""
+        """Run a step of ai-toolkit; returns what it displays."""
         quiet_dead_outputs()
         process, number, draws = self._process, self._process.step_num + 1, rng_state()
 
@@ -112,14 +106,14 @@ class TrainingLoop:
         return losses | ({"held_out": self._held_out.curve[-1][1]} if self._held_out.curve else {})
 
     def validate(self) -> None:
-        """Measure the loss on photos held out."""
+        """Measure the loss on held-out photos."""
         with self.watch.phases.during("validate"):
             loss = self._held_out.measure(self.done)
         if self._log.tables is not None:
             self._log.tables.validation(self.done, loss)
 
     def begin_micro_batch(self) -> None:
-        """Where a step has several micro-batches, draw by their number."""
+        """Seed by the micro-batch's number if a step has several."""
         process, team = self._process, self._team
         count = process.train_config.gradient_accumulation
         if self._continuation is not None and count * team.size > 1:
@@ -128,7 +122,7 @@ class TrainingLoop:
         self._micro_batches += 1
 
     def record_loss(self, loss: Any) -> Any:
-        """Remember the loss of a micro-batch, and return it."""
+        """Record a micro-batch's loss, and return it."""
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach().float().mean())
         return loss
@@ -161,11 +155,9 @@ class TrainingLoop:
 
     @contextmanager
     def _observed(self, number: int) -> Iterator[None]:
-        """Replace the methods that a step passes through, on these instances.
+        """Replace the methods of a step, on these instances; all jobs of a command share one accelerator.
 
-        backward may update (`train.fused_backward`), clip_grad_norm_ has the norm, and
-        optimizer.step is left out on the guard's verdict. All jobs of a command share
-        one accelerator.
+        backward may update (`train.fused_backward`), clip_grad_norm_ has the norm, the guard may skip optimizer.step.
         """
         accelerator, optimizer, watch = self._process.accelerator, self._process.optimizer, self.watch
         own_backward, own_clip, own_step = accelerator.backward, accelerator.clip_grad_norm_, optimizer.step
@@ -206,7 +198,7 @@ class TrainingLoop:
             yield
 
     def _measure(self, parameters: list[Tensor]) -> None:
-        """Know the step's loss and norm; agree on what comes after it."""
+        """Read the step's loss and norm; agree on the next action."""
         loss = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         norms = self._norms or [p.grad.norm() for p in parameters if p.grad is not None]
         norm = float(torch.stack([norm.float() for norm in norms]).square().sum().sqrt()) if norms else 0.0
@@ -224,7 +216,7 @@ class TrainingLoop:
         (guard.check_end if last else guard.check_now)(self.done)
 
     def puts_off_save(self) -> bool:
-        """Whether the guard is in doubt; then the save is made later."""
+        """Whether the guard is in doubt and the save is postponed."""
         doubt = self.watch.guard.doubt
         if doubt is not None:
             self._owes_save = True
@@ -249,7 +241,7 @@ class TrainingLoop:
         self._saved, self._owes_save = self.done, False
 
     def end_step(self) -> None:
-        """Save and sample as asked between two steps; stop where asked."""
+        """Save, sample or stop between two steps, as requested."""
         process, alone = self._process, self._team.size == 1
         commands = process._live.poll() if alone else self._commands
         if "stop" in commands and not self.stops:
@@ -334,7 +326,7 @@ def _trained_of(process: Any) -> dict[str, Tensor]:
 
 
 def live_run(process: Any) -> LiveRun:
-    """What `coat-flux watch` shows of a run, and requests from it."""
+    """The run's side of `coat-flux watch`."""
     state = None if process._continuation is None else process._continuation.state
     sample = process.get_conf("sample", None) or {}
     prompts = sample.get("samples") or sample.get("prompts")
@@ -348,7 +340,7 @@ def live_run(process: Any) -> LiveRun:
 
 
 def explain_end(error: BaseException, process: Any) -> None:
-    """Report what ends a run; Ctrl+C becomes an exit code other than 0."""
+    """Report what ends a run; Ctrl+C gets a nonzero exit code."""
     if isinstance(error, KeyboardInterrupt):
         info(f"[coat] interrupted; what was saved before is whole in {process.save_root}")
         process.on_error(error)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def install_optimizer() -> list[str]:
     """Wrap ai-toolkit's `get_optimizer`; returns the changed modules.
 
-    Raises AIToolkitError where it is missing or takes other parameters.
+    Raises AIToolkitError where it is missing or has other parameters.
     """
     try:
         original = importlib.import_module(OPTIMIZER_MODULE).get_optimizer
@@ -48,10 +48,9 @@ def install_optimizer() -> list[str]:
 
 
 def make_optimizer(params: Any, lr: float, optimizer_params: dict | None) -> torch.optim.Optimizer:
-    """The optimizer of a job, with a `load_state_dict` that tells what it did.
+    """The optimizer of a job; its `load_state_dict` records failures, which ai-toolkit only prints.
 
-    A failed load is recorded: ai-toolkit prints one line and goes on. Other than in
-    torch, hyper-parameters stay those of the config.
+    Unlike torch's, it keeps the config's hyper-parameters.
     """
     load_core()
     from ..optimizer import build_optimizer, describe_optimizer
@@ -85,10 +84,7 @@ def make_optimizer(params: Any, lr: float, optimizer_params: dict | None) -> tor
 
 
 def check_optimizer(process: Any) -> tuple[str, str, str]:
-    """Raise RuntimeError if `optimizer.pt` was not loaded.
-
-    Returns asked, got and why, for the start table.
-    """
+    """RuntimeError if `optimizer.pt` was not loaded; else (asked, got, why) for the start table."""
     from ..optimizer import describe_optimizer
 
     name, optimizer, network = process.train_config.optimizer, process.optimizer, process.network

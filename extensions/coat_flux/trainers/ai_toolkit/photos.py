@@ -1,14 +1,13 @@
 """The photos of a job: inspected, corrected, held out; the loss on the latter.
 
-ai-toolkit opens the folders of `process.dataset_configs`, one config for each
-resolution. The photos are divided by folders of links in the run's own:
+ai-toolkit opens the folders of `process.dataset_configs`, one config for each resolution. The photos are divided by
+folders of links in the run's own:
 
     coat/photos/<i>          trained on, with corrected copies of misread photos
     coat/held_out/<i>/<r>    held out, measured at the r-th resolution of set i
 
-The latter are loaded by data sets of ai-toolkit's own, as for training but
-without repeats, flips and dropout, and encoded once. Their noise is that of
-`data.hold_out`, so that losses can be compared between runs.
+The latter are loaded by ai-toolkit's data sets, without repeats, flips and dropout, and encoded once. Their noise is
+that of `data.hold_out`, so losses are comparable between runs.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def read_copies(
     configs: list[Any],
     keep: frozenset[Path] | None,
 ) -> None:
-    """Let dataset configs read `keep` (None: all) of a folder through `target`."""
+    """Redirect the configs of a folder to `target`, which links `keep` (None: all) of its photos."""
     options = process.coat.data
     policy = {"background": options.background, "transparency": options.transparency}
     copied = prepare_copy(folder, target, **policy, keep=keep)
@@ -115,16 +114,10 @@ def read_copies(
 
 
 class HeldOutPhotos:
-    """The photos held out of a run, and the losses on them so far.
+    """The held-out photos of a run (before anything is loaded), and their losses, measured each `every` steps.
 
-    Args:
-        process: built and checked, nothing loaded.
-        photos: folder of a data set, as configured → its photos held out.
-        every: steps between two measurements.
-
-    Attributes:
-        names: folder → their paths in it.
-        curve: (steps done, loss).
+    `photos` maps the configured folder of a data set to its photos; `names` to paths inside it. `curve` has
+    (steps done, loss).
     """
 
     def __init__(self, process: Any, photos: Mapping[str, tuple[Path, ...]], every: int):
@@ -150,7 +143,7 @@ class HeldOutPhotos:
 
     @torch.no_grad()
     def encode(self) -> None:
-        """Load and encode them, while VAE and text encoders are there."""
+        """Load and encode them, while VAE and text encoders are loaded."""
         from toolkit.data_loader import get_dataloader_from_datasets
 
         process, photos = self._process, []
@@ -186,14 +179,11 @@ class HeldOutPhotos:
         return photo
 
     def is_due(self, step_num: int, steps: int) -> bool:
-        """Whether to measure after ai-toolkit's step number `step_num`.
-
-        It saves at the same numbers: both are of the same LoRA.
-        """
+        """Whether to measure after ai-toolkit's step number `step_num`, where it also saves the same LoRA."""
         return step_num + 1 == steps or (step_num > 0 and step_num % self._every == 0)
 
     def measure(self, done: int) -> float:
-        """The loss after `done` steps, of the average where there is one."""
+        """The loss after `done` steps, of the EMA if there is one."""
         process, network = self._process, self._process.network
         modules = [module for module in (process.sd.unet, network) if module is not None]
         training = [module.training for module in modules]

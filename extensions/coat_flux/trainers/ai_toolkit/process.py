@@ -1,7 +1,4 @@
-"""Process type `coat_flux_trainer`: ai-toolkit's own trainer with COAT at its hooks.
-
-The hooks are below in the order in which a job calls them.
-"""
+"""Process type `coat_flux_trainer`: ai-toolkit's trainer with COAT in its hooks, in the order of their calls."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ INHERITED = ("get_conf", "get_latest_save_path", "on_error")
 
 
 class SamplingStopped(Exception):
-    """Raised between two samples, and caught around all of them: the run is to end."""
+    """Raised between two samples, caught around all of them, to end the run."""
 
 
 class CoatFluxTrainer(HostTrainer):
@@ -89,7 +86,7 @@ class CoatFluxTrainer(HostTrainer):
                         part.close()
 
     def hook_before_model_load(self) -> None:
-        """Check all that needs no model; find the save to go on from."""
+        """Check all that needs no model; find the save to resume from."""
         super().hook_before_model_load()
 
         steady.keep_streams()
@@ -129,10 +126,7 @@ class CoatFluxTrainer(HostTrainer):
         self._phases.enter("load")
 
     def _check_job(self) -> None:
-        """Check the whole job by the rules of `coat-flux check`.
-
-        ai-toolkit itself accepts unknown keys, and settings without effect.
-        """
+        """Check the whole job by the rules of `coat-flux check`: ai-toolkit accepts unknown and ineffective keys."""
         import toolkit
 
         # as ai-toolkit read it: the process has changed its own entry since
@@ -164,7 +158,7 @@ class CoatFluxTrainer(HostTrainer):
         return JobConfig.from_dict(raw, file=self._config_file())
 
     def hook_after_model_load(self) -> None:
-        """Convert the linears that loading did not; prepare the blocks."""
+        """Convert remaining linears; prepare the blocks."""
         super().hook_after_model_load()
 
         if self._continuation is not None and self.network_config is None:
@@ -196,7 +190,7 @@ class CoatFluxTrainer(HostTrainer):
         return [e for e in (encoders if isinstance(encoders, list) else [encoders]) if e is not None]
 
     def hook_add_extra_train_params(self, params: Any) -> Any:
-        """Let adapters share their base linear's FP8 input, or choose what is trained."""
+        """Let adapters share their base linear's FP8 input, or choose trained parameters."""
         params = super().hook_add_extra_train_params(params)
         if self._full is not None:
             return self._full.param_groups(self.train_config.lr)
@@ -211,7 +205,7 @@ class CoatFluxTrainer(HostTrainer):
         return params
 
     def before_dataset_load(self) -> None:
-        """The order of the data comes from the run's seed."""
+        """Seed the order of the data."""
         super().before_dataset_load()
         self._phases.enter("cache")
         if self._held_out is not None:
@@ -256,7 +250,7 @@ class CoatFluxTrainer(HostTrainer):
         self._begun = True
 
     def train_single_accumulation(self, batch: Any) -> Any:
-        """Draw for the micro-batch by its number."""
+        """Seed by the micro-batch's number."""
         self._training.begin_micro_batch()
         return super().train_single_accumulation(batch)
 
@@ -273,7 +267,7 @@ class CoatFluxTrainer(HostTrainer):
         return self._training.record_loss(super().get_mean_flow_loss(*args, **kwargs))
 
     def sample(self, *args: Any, **kwargs: Any) -> None:
-        """Let ai-toolkit sample, without a trace in training."""
+        """Let ai-toolkit sample, without effect on training."""
         try:
             self._leave_samples_out()
             with self._phases.during("sample"), kept_draws(), self._team.all_sample(self):
@@ -300,14 +294,14 @@ class CoatFluxTrainer(HostTrainer):
             raise SamplingStopped
 
     def maybe_stop(self) -> None:
-        """Let the web UI's stop wait for the end of the step."""
+        """Delay the web UI's stop until the end of the step."""
         if self._training is None:
             super().maybe_stop()
         elif self.is_ui_trainer and not self._training.stops and (self.should_stop() or self.should_return_to_queue()):
             self._training.ask_to_stop("the web UI")
 
     def _stop_as_asked(self) -> None:
-        """Tell the web UI that the run has stopped; raises where it asked."""
+        """Tell the web UI that the run has stopped; raises if it asked."""
         super().maybe_stop()
 
     def end_step_hook(self) -> None:
@@ -339,16 +333,16 @@ class CoatFluxTrainer(HostTrainer):
             self.last_save_step = self._training.done  # what the web UI shows once the run has stopped
 
     def clean_up_saves(self) -> Any:
-        """In the middle of ai-toolkit's save: wait for the commit."""
+        """Leave it to the commit, if saves are sets."""
         return super().clean_up_saves() if self._continuation is None else None
 
     def post_save_hook(self, save_path: str) -> None:
-        """As `clean_up_saves`."""
+        """Leave it to the commit, if saves are sets."""
         if self._continuation is None:
             super().post_save_hook(save_path)
 
     def update_training_metadata(self) -> None:
-        """Add what the layers got."""
+        """Add the layers' formats."""
         super().update_training_metadata()
         self.add_meta(OrderedDict(self._report.metadata()))
 

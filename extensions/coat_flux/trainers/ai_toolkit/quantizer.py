@@ -1,10 +1,10 @@
-"""The qtype `coat_fp8`: a weight backend of ai-toolkit's that multiplies in FP8.
+"""The qtype `coat_fp8`: an ai-toolkit weight backend that multiplies in FP8.
 
-LoRA detection, merge guards and low-VRAM loading know `OstrisLinear`, so our
-linears are such modules with `CoatFp8Quantizer` as their backend. Casts after
-each sample would turn FP8 and fp32 buffers into bf16, but not integers. So:
+LoRA detection, merge guards and low-VRAM loading know `OstrisLinear`, so our linears are such modules with
+`CoatFp8Quantizer` as their backend. Casts after each sample would turn FP8 and fp32 buffers into bf16, but not
+integers. So:
 
-    weight_codes, weight_scale_bits   as `store_weight` of coat_core makes them
+    weight_codes, weight_scale_bits   from `store_weight` of coat_core
     coat_weight_format, ..._granularity   strings, which ai-toolkit saves too
     coat_linear_config                the FP8LinearConfig
 """
@@ -58,7 +58,7 @@ def install_quantizer() -> list[str]:
 
 
 def make_quantizer(config: FP8LinearConfig) -> Any:
-    """A backend that converts linears as `config` says."""
+    """A backend that converts linears by `config`."""
     quantizer = _quantizer_class()(config)
     quantizer.qtype = COAT_QTYPE
     return quantizer
@@ -129,7 +129,7 @@ class _Backend:
 
 
 def report_stored_linears() -> None:
-    """Log what was quantized since the last call; jobs of ours have a table."""
+    """Log linears quantized since the last call; our jobs have a table."""
     stored = [(module, config) for reference, config in _stored if (module := reference()) is not None]
     _stored.clear()
     if not stored or host.active_config() is not None:
@@ -145,14 +145,14 @@ def report_stored_linears() -> None:
 
 
 def converted_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of every linear that our backend holds."""
+    """Yield name and module of every linear in our backend."""
     for name, module in model.named_modules():
         if getattr(getattr(module, "ostris_quantizer", None), "qtype", None) == COAT_QTYPE:
             yield name, module
 
 
 def plain_linears(model: nn.Module) -> list[str]:
-    """Names of the linears that COAT converts and that are still plain."""
+    """Names of the linears that COAT has yet to convert."""
     from torch import nn
 
     from coat_core.linear.module import obstacle_to_conversion
@@ -183,7 +183,7 @@ def loads_fp8(process: Any) -> bool:
 
 
 def choose_at_load(process: Any) -> None:
-    """Let loading convert the blocks, not what is around them."""
+    """Let loading convert only the blocks."""
     from ...blocks.models import ARCHS
 
     family = ARCHS.get(process.model_config.arch)
@@ -192,10 +192,10 @@ def choose_at_load(process: Any) -> None:
 
 
 def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = ()) -> None:
-    """Convert what loading did not: ai-toolkit goes on after "Failed to quantize".
+    """Convert what loading did not: ai-toolkit continues after "Failed to quantize".
 
-    Text encoders keep FP8 weights but multiply in the input's precision: they run
-    once per caption, and their outliers suffer from per-tensor inputs.
+    Text encoders keep FP8 weights but multiply in the input's precision: they run once per caption, and their
+    outliers suffer from per-tensor inputs.
     """
     from ...blocks.streaming import unpark
 
@@ -216,7 +216,7 @@ def convert_model(process: Any, encoders: list[Any], trained: Collection[str] = 
 
 
 def convert_linears(model: nn.Module, qtype: str) -> None:
-    """Outside of ai-toolkit: quantize every linear with a qtype of its own."""
+    """Quantize every linear with ai-toolkit's qtype, outside of it."""
     from torch import nn
 
     root = os.environ.get(ROOT_VARIABLE)

@@ -1,8 +1,7 @@
-"""Saves of ai-toolkit as whole sets, and runs that resume from them to the bit.
+"""Saves of ai-toolkit as whole sets, and bit-exact resumes from them.
 
-ai-toolkit neither saves nor samples at its `start_step`. Here that is the step
-before the first new one, so that a resumed run saves and samples where the
-uninterrupted one does.
+ai-toolkit neither saves nor samples at its `start_step`. Here that is the step before the first new one, so that a
+resumed run saves and samples where the uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ TICKS, TICK_SECONDS = 100, 0.001
 
 
 def find_continuation(process: Any) -> Continuation | None:
-    """Find the save a run resumes from, once the job is checked.
+    """Find the save a run resumes from; ResumeError if the newest is another run's, or damaged.
 
-    None where more than a LoRA, or than the transformer itself, is trained: then
-    ai-toolkit saves and resumes by itself. Raises ResumeError where the newest save
-    is another run's, or damaged.
+    None where more than a LoRA, or than the transformer, is trained: then ai-toolkit saves and resumes by itself.
     """
     others = (process.embed_config, process.adapter_config, process.decorator_config)
     merges = process.network_config is not None and process.train_config.merge_network_on_save
@@ -63,12 +60,9 @@ def find_continuation(process: Any) -> Continuation | None:
 
 
 class Continuation:
-    """The place of a run: found at its start, updated for each save.
+    """The position of a run: found at its start, updated for each save.
 
-    Attributes:
-        saves: the run's committed saves.
-        seed: of the order of the data.
-        state: of the save the run resumes from; None for a new run.
+    `seed` determines the order of the data; `state` is that of the resumed save, None for a new run.
     """
 
     def __init__(self, process: Any):
@@ -81,7 +75,7 @@ class Continuation:
         self.state: RunState | None = None
 
     def find(self) -> None:
-        """Look for the save to go on from."""
+        """Find the save to resume from."""
         process, folder = self._process, self.saves.newest()
         state = None if folder is None else RunState.read(folder, AI_TOOLKIT)
         if state is None:
@@ -108,7 +102,7 @@ class Continuation:
         return self.state is not None and self.state.record["identity"]["seed"] == self._identity["seed"]
 
     def begin_loading(self) -> None:
-        """Load data sets and cache latents with draws from the run's seed."""
+        """Seed the loading of data sets and caching of latents."""
         device = self._process.device_torch
         if device.type == "cuda":
             self._loading.enter_context(torch.random.fork_rng([device]))
@@ -116,7 +110,7 @@ class Continuation:
         self._loading.enter_context(seeded(self.seed, LOADING))
 
     def end_loading(self) -> None:
-        """Put the generators back; take over the order of the data."""
+        """Restore the generators; take over the order of the data."""
         self._loading.close()
         team = self._process._team
         for number, (name, attribute) in enumerate(LOADERS.items()):
@@ -129,7 +123,7 @@ class Continuation:
                 setattr(self._process, attribute, resumable)
 
     def close(self) -> None:
-        """End the loader processes; put back the generators."""
+        """End the loader processes; restore the generators."""
         self._loading.close()
         for loader in self._loaders().values():
             if isinstance(loader, ResumableLoader):
@@ -140,7 +134,7 @@ class Continuation:
         return {name: loader for name, loader in loaders.items() if loader is not None}
 
     def restore(self) -> None:
-        """Put back what the loop begins with."""
+        """Restore what the loop begins with."""
         if self.state is None:
             return
 
@@ -168,9 +162,9 @@ class Continuation:
         info(f"[coat] resume: continues after step {state.step}, epoch {process.epoch_num + 1}, all states restored")
 
     def restore_draws(self) -> None:
-        """Put back random generators and lr schedule, after all of ai-toolkit's start.
+        """Restore random generators and lr schedule, after all of ai-toolkit's start.
 
-        A schedule with other settings stays at its own place for this step.
+        A schedule with other settings keeps its own position.
         """
         if self.state is None:
             return
@@ -215,7 +209,7 @@ class Continuation:
 
 
 def numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Averages, in the optimizer's order, under the names in a save."""
+    """Averages, in the optimizer's order, under their names in a save."""
     return {str(index): tensor for index, tensor in enumerate(tensors)}
 
 
@@ -225,7 +219,7 @@ def schedule_of(process: Any) -> Any:
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values that JSON can hold."""
+    """The values that JSON can hold."""
 
     def is_plain(value: Any) -> bool:
         if isinstance(value, list):
@@ -236,10 +230,9 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity_of(process: Any) -> dict[str, Any]:
-    """What makes a run this run.
+    """The identity of a run; its seed (the config's or run.py's) is None if each start draws one.
 
-    The seed is the config's or that of run.py; None where each start draws its own.
-    A data set that reads a list of files has no folder to look into.
+    A data set that reads a list of files has no folder to inspect.
     """
     network, train = process.network_config, dict(process.get_conf("train", {}))
     seed, from_environment = process.training_seed, os.environ.get("SEED", "")
@@ -269,15 +262,8 @@ def identity_of(process: Any) -> dict[str, Any]:
 class Saves:
     """The committed saves of a run.
 
-    ai-toolkit overwrites LoRA and `optimizer.pt` one after the other, and continues
-    when `optimizer.pt` could not be written; here it writes into a staging folder.
-    It takes the save that changed last (`getctime`) for the newest, which making
-    and removing hard links changes, too: `_make_newest` puts that right.
-
-    Args:
-        run_dir: ai-toolkit's save folder of the job.
-        name: of the job, with which its saves begin.
-        save_every: steps from one save to the next.
+    ai-toolkit overwrites LoRA and `optimizer.pt` in turn, and ignores failures; here it writes into a staging folder.
+    It takes the save changed last (`getctime`) for the newest, which hard links affect: `_make_newest` corrects that.
     """
 
     def __init__(self, run_dir: Path, name: str, save_every: int):
@@ -329,7 +315,7 @@ class Saves:
         return self._dir / next(name for name in published if name.startswith(self._name) and name != OPTIMIZER)
 
     def check_room(self, process: Any) -> None:
-        """Warn or refuse where the disk has no room for saves."""
+        """Warn or refuse if the disk has no room for saves."""
         full = process._full
         if full is None:
             parameters, whole = process.network.parameters(), 0
@@ -342,7 +328,7 @@ class Saves:
         require_room(self._dir, space, lambda line: info(f"[coat] WARNING: {line}"))
 
     def way_back(self, since: int) -> str:
-        """What to start after a run diverged; `since`: the first step in doubt."""
+        """The command to continue with after a divergence; `since`: the first step in doubt."""
         program = "coat-flux"
         if not shutil.which(program):
             program = f'"{sys.executable}" "{Path(__file__).resolve().parents[2] / "cli"}"'
@@ -356,11 +342,11 @@ class Saves:
         )
 
     def _saves(self) -> list[Path]:
-        """What ai-toolkit takes for saves of the run."""
+        """Paths that ai-toolkit takes for saves of the run."""
         return [path for path in self._dir.iterdir() if path.name.startswith(self._name)]
 
     def _make_newest(self, folder: Path) -> None:
-        """Let what a set publishes be the last changed, by a tick of the clock."""
+        """Make a set's published files the last changed, by a tick of the clock."""
         own = [self._dir / path.name for path in folder.iterdir() if (self._dir / path.name).exists()]
         others = [path.stat().st_ctime_ns for path in self._saves() if path not in own]
         for path in own:
@@ -372,7 +358,7 @@ class Saves:
 
 
 def read_back(process: Any, folder: Path) -> list[str]:
-    """Read back what was saved, or raise ExportError; returns lines for the log."""
+    """Read back a save, or raise ExportError; returns log lines."""
     if process._full is not None:
         return [process._full.check(folder)]
     if not process.model_config.is_flux or process.network_config.type.lower() != "lora":

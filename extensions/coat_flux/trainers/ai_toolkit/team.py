@@ -1,8 +1,7 @@
 """The processes of one job, started by `accelerate launch run.py`.
 
-ai-toolkit starts them and averages nothing. Each takes every N-th batch of the
-run's one order, gradients are summed before clipping, and all agree on one loss
-and on what to do after the step. Each samples every N-th prompt; one saves.
+ai-toolkit starts them and averages nothing. Each takes every N-th batch of one order, gradients are summed before
+clipping, and all agree on one loss and on the action after the step. Each samples every N-th prompt; one saves.
 """
 
 from __future__ import annotations
@@ -25,13 +24,10 @@ from .host import patched
 
 
 class Team(Processes):
-    """The processes of a job; from here on waits for the main process may be long.
-
-    Args:
-        accelerator: ai-toolkit's.
+    """The processes of a job; waits for the main process may be long from here on.
 
     Raises:
-        UserError: several were started, and accelerate does not know it.
+        UserError: several were started, but accelerate does not know it.
     """
 
     def __init__(self, accelerator: Any):
@@ -50,10 +46,10 @@ class Team(Processes):
 
     @contextmanager
     def unwrapped(self, process: Any) -> Iterator[None]:
-        """Inside the block ai-toolkit prepares the run as for one process.
+        """Let ai-toolkit prepare the run as for one process.
 
-        DistributedDataParallel's reducer would never run, because nothing calls the
-        wrapped forward, and the lr schedule would step once for each process.
+        DistributedDataParallel's reducer would never run, as nothing calls the wrapped forward; the lr schedule would
+        step once per process.
         """
         if self.size == 1:
             yield
@@ -73,17 +69,17 @@ class Team(Processes):
         _limit_waits(STEP_LIMIT)
 
     def agree_on_loss(self, loss: float, requests: Sequence[bool]) -> tuple[float, list[bool]]:
-        """The mean loss of all processes, and which requests any of them has."""
+        """The mean loss of all processes, and the requests of any."""
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
         mean, flags = self.agree(torch.tensor([loss], dtype=dtype, device=self.device), requests)
         return float(mean), flags
 
     def all_sample(self, process: Any) -> Any:
-        """Inside this context every process samples, not only the main one."""
+        """In this context every process samples, not only the main one."""
         return nullcontext() if self.size == 1 else patched(process, accelerator=_AsMain(process.accelerator))
 
     def share_of(self, images: list[Any]) -> list[Any]:
-        """This process's part of the images, each with its number among all."""
+        """This process's images, each with its number among all."""
         if self.size == 1:
             return images
         for number, image in enumerate(images):
@@ -111,7 +107,7 @@ def _save_apart(image: Any, name: str, *args: Any) -> None:
 
 
 class _AsMain:
-    """ai-toolkit's accelerator, as if of the main process."""
+    """ai-toolkit's accelerator, posing as the main process's."""
 
     is_main_process = True
 
@@ -123,7 +119,7 @@ class _AsMain:
 
 
 def _limit_waits(limit: Any) -> None:
-    """Set how long an exchange may take in ai-toolkit's group; it has 10 minutes."""
+    """Set the timeout of ai-toolkit's group, 10 minutes by default."""
     setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # torch has no public one
     if setter is not None:
         setter(limit)

@@ -1,7 +1,6 @@
-"""Exponential moving average of the trained parameters.
+"""Exponential moving average of the trained parameters: shadow ← decay · shadow + (1 - decay) · parameter.
 
-shadow ← decay · shadow + (1 - decay) · parameter, after every optimizer step. The raw parameters go on training; the
-average is what is saved and sampled, as in ai-toolkit. Unlike there, both are saved for a resume.
+As in ai-toolkit, training continues on the raw parameters, and the average is saved and sampled; a resume has both.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ class LoraEMA:
     """Moving average over named parameters; `shadow` has it by name, in fp32.
 
     Args:
-        params: name → parameter.
-        decay: weight of the old average, 0 to 1.
         use_feedback: move each parameter by 10 · (1 - decay) · (shadow - parameter) after the update.
         param_multiplier: multiply each parameter by this after the update.
 
@@ -47,11 +44,7 @@ class LoraEMA:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> None:
-        """Take the parameters into the average; call once after each optimizer step.
-
-        Args:
-            found_inf: fp32 [] on the parameters' device, 1 where the step was skipped there: nothing changes then.
-        """
+        """Update the average after an optimizer step, unless `found_inf`, fp32 [] on the device, is 1."""
         deltas = torch._foreach_sub(self._averages, [param.float() for param in self._params])
         torch._foreach_mul_(deltas, 1.0 - self.decay)
         multiplier: float | Tensor = self.param_multiplier
@@ -67,7 +60,7 @@ class LoraEMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the average into the parameters for a `with` block; the raw values come back bit for bit."""
+        """Put the average into the parameters for a `with` block; the raw values are restored bit for bit."""
         raw = [param.clone() for param in self._params]
         self._copy(self._averages)
         try:

@@ -57,14 +57,14 @@ def sigma_table(
     scheduler: FlowMatchEulerDiscreteScheduler | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The 1000 sigmas, high noise first, that one micro-batch draws from: (1000,) fp32 in [0, 1], descending.
+    """The 1000 sigmas that one micro-batch draws from: (1000,) fp32 in [0, 1], descending.
 
     Args:
         timestep_type: `sigmoid` (1 - sigmoid(N(0, 1)), redrawn each time), `linear`, `weighted` (linear, the loss is
             weighted), `shift` and its synonyms (the scheduler's own, by resolution where it shifts dynamically),
             `lognorm_blend`, or `one_step` … `eight_step`.
         tokens: T, packed image tokens, for the shift.
-        scheduler: the model's scheduler; needed by `shift`. Its state is not touched.
+        scheduler: the model's scheduler, not modified; needed by `shift`.
         generator: for the random tables.
 
     Raises:
@@ -109,16 +109,13 @@ def draw_sigmas(
     max_step: int = TABLE_SIZE - 1,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one sigma for each sample: indices (B,) int64 and sigmas (B,) fp32.
+    """Draw one sigma per sample from `table` (1000,): indices (B,) int64 and sigmas (B,) fp32.
 
     Args:
-        table: (1000,) from `sigma_table`.
-        batch_size: B.
-        timestep_type: only the `…_step` types change the draw: they use so many evenly spaced indices.
+        timestep_type: only the `…_step` types change the draw, to that many evenly spaced indices.
         content_or_style: `balanced` is uniform; `content` favours high noise (u³), `style` low noise (1 - u³).
         min_step: smallest index (`train.min_denoising_steps`).
-        max_step: index the draw stays below (`train.max_denoising_steps`), except where it equals `min_step`.
-        generator: for the draw.
+        max_step: exclusive end (`train.max_denoising_steps`), except where it equals `min_step`.
 
     Raises:
         ValueError: unknown `content_or_style`.
@@ -140,7 +137,7 @@ def draw_sigmas(
 
 
 def timestep_weights(indices: Tensor, *, half_bell: bool) -> Tensor:
-    """Loss weights (B,) fp32 of `train.linear_timesteps` (bell), `linear_timesteps2` (its low-noise half stays on top).
+    """Loss weights (B,) fp32 of `train.linear_timesteps` (bell), `linear_timesteps2` (flat on its low-noise half).
 
     w(i) = exp(-2 (i/1000 - 1/2)²), shifted to minimum 0 and scaled to mean 1 over the bell.
     """
@@ -154,7 +151,7 @@ def timestep_weights(indices: Tensor, *, half_bell: bool) -> Tensor:
 
 
 def weighted_timesteps(indices: Tensor) -> Tensor:
-    """Loss weights (B,) fp32 of `timestep_type: weighted`: high where FLUX's loss is small and what it learns matters.
+    """Loss weights (B,) fp32 of `timestep_type: weighted`: high where FLUX's loss is small but matters.
 
     Numerics: mean 1 over the table; within 1.5 % of ai-toolkit's at each of the 1000 indices, 0.2 % on average.
     """
@@ -165,11 +162,7 @@ def weighted_timesteps(indices: Tensor) -> Tensor:
 
 @contextmanager
 def bypassed_guidance(transformer: nn.Module) -> Iterator[None]:
-    """Leave the guidance embedding out of the conditioning: `train.bypass_guidance_embedding`.
-
-    Its embedder gives zeros meanwhile, which the sum of embeddings is the same without. A model that has none is as it
-    was.
-    """
+    """Leave the guidance embedding out of the conditioning (`train.bypass_guidance_embedding`): it embeds zeros."""
     embed = getattr(transformer, "time_guidance_embed" if _is_flux2(transformer) else "time_text_embed")
     embedder = getattr(embed, "guidance_embedder", None)
     hook = None if embedder is None else embedder.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
@@ -189,9 +182,9 @@ def noisy_latents(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
 @functools.cache  # the same for all steps of a bucket; captured steps read them where they are
 @torch.inference_mode(False)
 def _position_ids(flux2: bool, text: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return positions of the text's tokens [L, n] and of the image's [T, n], fp32.
+    """Positions of text tokens [L, n] and image tokens [T, n], fp32.
 
-    FLUX.1 has n = 3, and zeros for the text; FLUX.2 n = 4: time, row, column, place in the text.
+    FLUX.1 has n = 3, and zeros for the text; FLUX.2 n = 4: time, row, column, position in the text.
     """
     if not flux2:
         image = FluxPipeline._prepare_latent_image_ids(1, rows, columns, torch.device("cpu"), torch.float32)
@@ -219,13 +212,11 @@ def predict_velocity(
     """Run a transformer of FLUX.1 or FLUX.2 on noisy latents; returns the predicted noise - x0, (B, C, H, W) fp32.
 
     Args:
-        transformer: FluxTransformer2DModel or Flux2Transformer2DModel (with adapters).
         x_t: (B, C, H, W), H and W even.
         sigmas: (B,).
         prompt_embeds: (B, L, D) of the text encoder.
         pooled_embeds: (B, P) pooled CLIP states; FLUX.2 has none.
-        dtype: what the inputs are cast to.
-        guidance: input of the guidance embedding, where the model has one.
+        dtype: of the transformer's inputs.
     """
     batch, channels, height, width = x_t.shape
     device, flux2 = x_t.device, _is_flux2(transformer)
@@ -260,11 +251,9 @@ def sample_losses(
     """The mean error of each sample, (B,) fp32; the training loss is their mean.
 
     Args:
-        prediction: (B, C, H, W).
-        latents: x0, same shape.
-        noise: same shape.
+        prediction, latents (x0), noise: (B, C, H, W).
         weights: (B,) sample weights.
-        mask: (B, 1, H, W), how much each latent counts; mean 1 over a sample.
+        mask: (B, 1, H, W), weights of latents; mean 1 over a sample.
         loss_type: of d = prediction - target: `mse` d², `mae` |d|, `pseudo_huber` sqrt(d² + c²) - c with c = 0.01.
     """
     difference = prediction.float() - (noise.float() - latents.float())

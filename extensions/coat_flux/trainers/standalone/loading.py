@@ -1,7 +1,7 @@
 """Loads the parts of a FLUX model from a diffusers folder, a hub id or a file, each frozen, in one dtype.
 
 VAE and text encoders are loaded by their libraries, on the CPU. The transformer is built on the meta device and filled
-weight by weight (`weights`), on the device where it will run: it is never whole in CPU memory before it is quantized.
+weight by weight (`weights`) on its device, so it is never whole in CPU memory before quantization.
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ class ModelLoadError(UserError, RuntimeError):
 class Encoders:
     """The parts that turn images and prompts into training data, and latents into images.
 
-    Attributes:
-        vae: AutoencoderKL or AutoencoderKLFlux2.
-        text: None once it is not needed any more.
-        scheduler: the model's.
-        distilled: FLUX.2 klein without "base" in its name, which is sampled without a negative prompt.
+    `text` is None once no longer needed; `distilled` is FLUX.2 klein (not "base"), sampled without a negative prompt.
     """
 
     vae: nn.Module
@@ -63,15 +59,9 @@ class Encoders:
 
 
 def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = None) -> Encoders:
-    """VAE, text encoders, their tokenizers and the scheduler, of FLUX.1 or FLUX.2, whichever the VAE belongs to.
+    """VAE, text encoders, tokenizers and scheduler in `train.dtype`, of FLUX.1 or FLUX.2, by the VAE.
 
-    Args:
-        name_or_path: a diffusers folder, hub id or checkpoint file (`model.name_or_path`).
-        dtype: `train.dtype`, as ai-toolkit uses for all of them.
-        extras: `model.extras_name_or_path`; see `base_model`.
-
-    Raises:
-        ModelLoadError: a part is missing or cannot be read.
+    `extras` is `model.extras_name_or_path` (see `base_model`). ModelLoadError if a part is missing or unreadable.
     """
     name_or_path = base_model(name_or_path, extras)
     vae = _load_frozen(AutoModel, name_or_path, "vae", torch_dtype=dtype)
@@ -89,7 +79,7 @@ def load_encoders(name_or_path: str, dtype: torch.dtype, extras: str | None = No
 def _flux2_encoders(
     name_or_path: str, dtype: torch.dtype, vae: nn.Module, scheduler: FlowMatchEulerDiscreteScheduler
 ) -> Encoders:
-    """Those of FLUX.2: dev has Mistral 3, klein has Qwen 3, and the pipeline's class says which."""
+    """FLUX.2's: dev has Mistral 3, klein has Qwen 3, by the pipeline's class."""
     with _explained(name_or_path, "model_index.json"):
         index = diffusers.DiffusionPipeline.load_config(name_or_path)
     name = index.get("_class_name", "")
@@ -119,16 +109,9 @@ def load_transformer(
 ) -> nn.Module:
     """The transformer of FLUX.1 or FLUX.2, frozen, in eval mode, on `device`; never in CPU memory as a whole.
 
-    Each weight is read from disk, cast to `dtype`, moved to `device` and, with `coat.weight.use_fp8`, quantized there
-    before the next one is read, by the same functions as `apply_coat` uses on a model in memory.
-
-    Args:
-        name_or_path: a diffusers folder, hub id or checkpoint file.
-        dtype: `train.dtype`.
-        coat: the `coat:` block; None quantizes nothing.
-        device: where it will run.
-        trained: of full fine-tuning: gives, of the model on the meta device, the full names of the linears that are
-            trained (`apply_coat`).
+    Each weight is read from disk, cast to `dtype`, moved to `device` and, with `coat.weight.use_fp8`, quantized before
+    the next is read, by the functions `apply_coat` uses. For full fine-tuning `trained` returns the full names of the
+    trained linears, given the model on the meta device.
 
     Raises:
         ModelLoadError: missing, unreadable or of another model.
@@ -156,11 +139,7 @@ def load_transformer(
 
 
 def base_weights(name_or_path: str) -> Weights:
-    """Where the transformer's original weights are.
-
-    Raises:
-        ModelLoadError: they are not there any more, or another library quantized them.
-    """
+    """The transformer's original weights; ModelLoadError if missing, or quantized by another library."""
     with _named(name_or_path):
         weights = _find_transformer(name_or_path)[2]
         if weights is None:
@@ -169,7 +148,7 @@ def base_weights(name_or_path: str) -> Weights:
 
 
 def _find_transformer(name_or_path: str) -> tuple[Any, Mapping[str, Any], Weights | None]:
-    """Its class, its config and its weights; no weights where another library (bitsandbytes, ...) quantized them."""
+    """Its class, config and weights; None if another library (bitsandbytes, ...) quantized them."""
     path = Path(name_or_path)
     if path.suffix.lower() in SUFFIXES and path.is_file():
         weights, config = original_weights(path)
@@ -185,7 +164,7 @@ def _find_transformer(name_or_path: str) -> tuple[Any, Mapping[str, Any], Weight
 
 
 def _load_frozen(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
-    """A model, frozen, in eval mode, only from safetensors files."""
+    """A model, frozen, in eval mode, from safetensors files only."""
     return _load(cls, name_or_path, subfolder, use_safetensors=True, **keywords).requires_grad_(False).eval()
 
 
@@ -196,7 +175,7 @@ def _load(cls: Any, name_or_path: str, subfolder: str, **keywords: Any) -> Any:
 
 
 def _check_folder(name_or_path: str, subfolder: str) -> None:
-    """Refuse a model without this part, or with a pickle of it, which can run code of whoever made it."""
+    """Refuse a model without this part, or with a pickle, which can run arbitrary code."""
     folder = Path(name_or_path, subfolder)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
@@ -214,7 +193,7 @@ def _check_folder(name_or_path: str, subfolder: str) -> None:
 
 @contextmanager
 def _named(name_or_path: str) -> Iterator[None]:
-    """Errors of weights on disk with the model's name."""
+    """Add the model's name to errors of weights on disk."""
     try:
         yield
     except CheckpointError as error:
@@ -223,7 +202,7 @@ def _named(name_or_path: str) -> Iterator[None]:
 
 @contextmanager
 def _explained(name_or_path: str, part: str) -> Iterator[None]:
-    """Errors of diffusers and the hub with what to do about them."""
+    """Add remedies to errors of diffusers and the hub."""
     try:
         yield
     except CheckpointError:

@@ -1,7 +1,7 @@
 """The LoRA network of the stand-alone engine: PEFT adapters on the same linears ai-toolkit chooses.
 
-As ai-toolkit's: alpha = rank, fp32 parameters, A uniform in ±1/sqrt(K) and B = 0. A is drawn from the run's own seed,
-so that a bf16 and a COAT run start equal bit for bit.
+As ai-toolkit's: alpha = rank, fp32 parameters, A uniform in ±1/sqrt(K) and B = 0. A is drawn from the run's seed, so
+bf16 and COAT runs start bit-identical.
 """
 
 from __future__ import annotations
@@ -30,16 +30,10 @@ def lora_targets(
     ignore_if_contains: Sequence[str] | None = None,
     transformer_only: bool = True,
 ) -> list[str]:
-    """Full names of the linears that get an adapter, in module order; `coat_flux.blocks.lookup` has the rule.
+    """Full names of the linears that get an adapter, in module order, by the rule of `coat_flux.blocks.lookup`.
 
-    Args:
-        model: the transformer before any adapter.
-        only_if_contains: keep names with at least one of these; None keeps all.
-        ignore_if_contains: drop names with any of these.
-        transformer_only: only linears inside the block lists.
-
-    Raises:
-        ConfigError: nothing is left to train.
+    Names must contain one of `only_if_contains`, if given, and none of `ignore_if_contains`; with `transformer_only`
+    they are inside the block lists. ConfigError if nothing is left to train.
     """
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     names = target_names(linears, transformer_only=transformer_only)
@@ -58,14 +52,9 @@ def lora_targets(
 
 
 def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, dropout: float = 0.0) -> None:
-    """Add PEFT adapters in place; only they require gradients afterwards.
+    """Add PEFT adapters of alpha `rank` to the named linears in place; only they require gradients afterwards.
 
-    Args:
-        model: a diffusers transformer (has `add_adapter`).
-        targets: full names of linears.
-        rank: LoRA rank; alpha is the same, so the adapter's output is not scaled.
-        seed: the run's seed, for the start values of A.
-        dropout: probability of PEFT's dropout on the adapter's input.
+    `seed` is for A's start values; `dropout` the probability of dropping the adapter's input.
     """
     model.requires_grad_(False)
     exactly = "|".join(map(re.escape, targets))  # PEFT takes a list as endings: proj_out would be every block's, too
@@ -82,7 +71,7 @@ def add_lora(model: nn.Module, targets: Sequence[str], rank: int, *, seed: int, 
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters under the names they are saved with, `transformer.<module>.lora_A.weight`."""
+    """Adapter parameters by their saved names, `transformer.<module>.lora_A.weight`."""
     return {
         KEY_PREFIX + name.replace(f".{ADAPTER}.", "."): param
         for name, param in model.named_parameters()

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch under the settings of the `train` block, and everything that is drawn for it."""
+"""The loss of a micro-batch under the settings of the `train` block, and its random draws."""
 
 from __future__ import annotations
 
@@ -28,16 +28,9 @@ __all__ = ["Objective"]
 
 
 class Objective:
-    """The loss of one micro-batch under the settings of the `train` block, with every draw tied to the batch's number.
+    """The loss of one micro-batch under the `train` block, with every draw tied to the batch's number.
 
     The transformer runs without autocast in its own dtype, its LoRA in fp32, as in ai-toolkit's loop.
-
-    Args:
-        transformer: with adapters.
-        train: the `train` block.
-        scheduler: the model's, for the shifted sigma tables.
-        seed: the run's seed.
-        dtype: of the transformer's inputs.
     """
 
     def __init__(
@@ -55,8 +48,8 @@ class Objective:
         """The mean loss of a batch, with gradient: a scalar, fp32.
 
         Args:
-            batch: latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; and, where
-                transparent parts of photos do not count, mask (B, 1, H, W) with mean 1 over each sample.
+            batch: latents (B, C, H, W), prompt_embeds (B, L, D), pooled (B, P), on the transformer's device; for photos
+                with transparent parts, mask (B, 1, H, W) with mean 1 over each sample.
             draw: the number of the batch in the run's global order.
         """
         drawn = self.draw(batch, draw)
@@ -64,12 +57,7 @@ class Objective:
         return self.loss(drawn)
 
     def draw(self, batch: Mapping[str, Tensor], draw: int) -> dict[str, Tensor]:
-        """What a batch's loss is computed from; arguments as in a call.
-
-        Returns:
-            What is on the device of `batch`, and noise like the latents, sigmas (B,) and, where the loss is weighted,
-            weights (B,), fp32.
-        """
+        """Inputs of a batch's loss: `batch` on the device, noise, sigmas (B,), and weights (B,) fp32 if weighted."""
         train, latents = self._train, batch["latents"]
         generator = generator_for(self._seed, Stream.NOISE, draw)
         bell = train.linear_timesteps or train.linear_timesteps2
@@ -100,7 +88,7 @@ class Objective:
         return drawn
 
     def loss(self, drawn: Mapping[str, Tensor]) -> Tensor:
-        """The mean loss of what `draw` returned, with gradient; a scalar, fp32. Nothing here draws but dropout."""
+        """The mean loss of `draw`'s result, with gradient; a scalar, fp32. Only dropout draws here."""
         latents, noise, sigmas = drawn["latents"], drawn["noise"], drawn["sigmas"]
         x_t = noisy_latents(latents, noise, sigmas)
         bypass = self._train.bypass_guidance_embedding

@@ -1,9 +1,9 @@
-"""What a run reports while it runs: progress bar, console lines, files in its folder, TensorBoard, Weights & Biases.
+"""Reports of a live run: progress bar, console lines, files in its folder, TensorBoard, Weights & Biases.
 
     coat/log.txt, metrics.csv, validation.csv, precision.csv, tensorboard/, wandb.json
 
-Only the main process reports. Console lines go through tqdm, which keeps them from tearing the bar. What the disk
-refuses is logged once and tried again later: no report ends a run.
+Only the main process reports. Console lines go through tqdm, which keeps the bar intact. Disk errors are logged once
+and retried later: no report ends a run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,7 @@ WANDB_FILE = Path("coat") / "wandb.json"
 
 
 class RunLog:
-    """Progress bar, console, CSV, TensorBoard and W&B of one run.
-
-    Args:
-        job: says where the files go (`log_dir`, or `coat/tensorboard`) and how often (`logging.log_every`,
-            `performance_log_every`); `logging.verbose` shows details on the console, too.
-        device: whose peak memory is shown.
-        active: False (every process but the main one) reports nothing.
-    """
+    """Progress bar, console, CSV, TensorBoard and W&B of one run; silent unless `active` (the main process)."""
 
     def __init__(self, job: JobConfig, device: torch.device, *, active: bool):
         self.active = active
@@ -72,7 +65,7 @@ class RunLog:
             self._lines.record(line)
 
     def open(self, step: int) -> None:
-        """Open the files; what a crashed run wrote after `step` is dropped from them."""
+        """Open the files, dropping rows of a crashed run after `step`."""
         if not self.active:
             return
         job = self._job
@@ -118,12 +111,12 @@ class RunLog:
             self._wandb.images(paths, prompts, step)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        """One TensorBoard point."""
+        """Add a TensorBoard point."""
         if self._board is not None:
             self._board.scalar(tag, value, step)
 
     def validation(self, step: int, loss: float) -> None:
-        """Record a fixed-noise loss in `coat/validation.csv` and TensorBoard; one of photos held out is in the bar."""
+        """Record a fixed-noise loss in `coat/validation.csv` and TensorBoard; a held-out one in the bar."""
         if self._job.validation.hold_out is not None:
             self._held_out = f" held-out: {loss:.3e}"
             self.info(f"Step {step}: held-out loss {loss:.5f}")
@@ -134,12 +127,12 @@ class RunLog:
             self._wandb.log({"validation_loss": loss}, step)
 
     def precision(self, rows: Sequence[CastPrecision]) -> None:
-        """Record rows of `coat/precision.csv`; those of the weights only once."""
+        """Record rows of `coat/precision.csv`; weights only once."""
         if self._tables is not None:
             self._tables.precision(rows)
 
     def close(self) -> None:
-        """Close bar and files; may be called twice."""
+        """Close bar and files; idempotent."""
         for part in (self._bar, self._tables, self._board, self._wandb, self._lines):
             if part is not None:
                 part.close()
@@ -147,12 +140,9 @@ class RunLog:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard; a folder that was removed or a full disk costs points, never the run.
+    """Scalars for TensorBoard; a removed folder or a full disk costs points, never the run.
 
-    Args:
-        folder: of its files; made again where it was removed.
-        step: steps done; what a crashed run wrote after them is left out.
-        log: takes one line, at the first failure.
+    Points of a crashed run after `step` are dropped; `log` gets one line, at the first failure.
     """
 
     def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
@@ -173,7 +163,7 @@ class TensorBoard:
             self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Close the files; may be called twice."""
+        """Close the files; idempotent."""
         self._close_writer()
         if threading.excepthook == self._quiet:
             threading.excepthook = self._hook
@@ -199,7 +189,7 @@ class TensorBoard:
             self._close_writer()
 
     def _quiet(self, failure: Any) -> None:
-        """TensorBoard writes in a thread, whose error comes back with the next point: no traceback for it."""
+        """Suppress the traceback of TensorBoard's writer thread, whose error returns with the next point."""
         if not (type(failure.thread).__module__.startswith("tensorboard.") and isinstance(failure.exc_value, OSError)):
             self._hook(failure)
 
@@ -207,7 +197,7 @@ class TensorBoard:
 class _Wandb:
     """One W&B run: ai-toolkit's keys, `logging.use_wandb`, `project_name`, `run_name`.
 
-    A resumed run continues the same W&B run, by its id in `coat/wandb.json`. After the first failure no more is sent.
+    A resumed run continues it, by its id in `coat/wandb.json`. After the first failure nothing more is sent.
     """
 
     def __init__(self, job: JobConfig, log: Callable[[str], None]):
@@ -229,13 +219,12 @@ class _Wandb:
             log(f"W&B: {self._run.url or self._run.dir}")
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Numbers of a step."""
         if not self._failed:
             with self._guarded():
                 self._run.log(values, step=step)
 
     def images(self, paths: Sequence[Path], captions: Sequence[str], step: int) -> None:
-        """The samples of a step, as `sample_0`, `sample_1` …, as ai-toolkit names them."""
+        """The samples of a step, as `sample_0`, `sample_1` …, as in ai-toolkit."""
         if not self._failed:
             with self._guarded():
                 import wandb
@@ -244,7 +233,6 @@ class _Wandb:
                 self.log({f"sample_{i}": wandb.Image(str(path), caption=text) for i, (path, text) in pairs}, step)
 
     def close(self) -> None:
-        """End the W&B run."""
         if not self._failed:
             with self._guarded():
                 self._run.finish()

@@ -1,9 +1,9 @@
-"""Find where a run stopped, and whether this is the same run.
+"""Finds where a run stopped, and checks that this is the same run.
 
-Like ai-toolkit, a run whose folder holds saves continues by itself from the newest. With our own state next to the save
-the continuation is bit-exact: raw fp32 LoRA and EMA come back, and every random draw and the place in the data follow
-from the step (see `seeding`). A save written by ai-toolkit has no such state: then the LoRA comes from the file itself.
-A resume that cannot be done right is an error; a run never starts over by itself.
+Like ai-toolkit, a run continues from the newest save in its folder. With our own state next to the save that is
+bit-exact: raw fp32 LoRA and EMA are restored, and every random draw and the position in the data follow from the step
+(see `seeding`). From ai-toolkit's saves, only the LoRA itself comes. A resume that cannot be done right is an error; a
+run never starts over by itself.
 """
 
 from __future__ import annotations
@@ -43,13 +43,7 @@ NOT_TRAINING = ("batch_size", "gradient_accumulation", "gradient_accumulation_st
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The newest save of a run.
-
-    Attributes:
-        path: the LoRA file, or the folder of a whole model.
-        step: optimizer steps done.
-        state: our own for this step; None where the save is ai-toolkit's.
-    """
+    """The newest save of a run: LoRA file or model folder, steps done, our state (None in ai-toolkit's)."""
 
     path: Path
     step: int
@@ -57,15 +51,11 @@ class ResumePoint:
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """The contents of `state.json`, empty without it."""
+        """The contents of `state.json`, or {}."""
         return {} if self.state is None else self.state.record
 
     def restore(self, trained: Mapping[str, Tensor]) -> None:
-        """Copy the raw parameters into those of a run: from our state, or what the save holds.
-
-        Raises:
-            ResumeError: they are other ones, or cannot be read.
-        """
+        """Copy the raw parameters of our state, or else of the save, into a run's; ResumeError if they do not fit."""
         raw = None if self.state is None else self.state.lora()
         if raw is not None:
             restore_tensors(trained, raw, self.path)
@@ -75,15 +65,9 @@ class ResumePoint:
             restore_tensors(trained, {name: x.float() for name, x in load_tensors(self.path).items()}, self.path)
 
     def restore_optimizer(self, optimizer: Optimizer, name: str, log: Callable[[str], None]) -> None:
-        """Load the optimizer's state, converted where its formats changed; the config's hyper-parameters stay.
+        """Load the state of optimizer `name`, converting changed formats; the config's hyper-parameters stay.
 
-        Args:
-            optimizer: of this run.
-            name: `train.optimizer`.
-            log: takes a line for each change.
-
-        Raises:
-            ResumeError: the state is missing or damaged, another optimizer wrote it, or it does not fit.
+        `log` gets a line per change. ResumeError: missing, damaged, written by another optimizer, or not fitting.
         """
         folder = self.path.parent if self.state is None else self.state.folder
         path, saved_with = folder / OPTIMIZER_FILE, self.record.get("optimizer", name)
@@ -108,14 +92,11 @@ class ResumePoint:
 
 
 def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
-    """The newest save of a run that `saves.repair` has repaired, or None where there is none.
+    """The newest save of a run that `saves.repair` has repaired, or None.
 
-    Newest is the one with the most steps in its metadata; of equal ones the one without a step in its name. A LoRA that
-    cannot be read does not count as long as another one can.
-
-    Raises:
-        ResumeError: no save can be read, or the state of the newest is damaged, and no other one is whole; or a save is
-            a whole model of ai-toolkit's.
+    Newest by steps in the metadata, then without a step in its name. An unreadable LoRA is skipped if another is there.
+    ResumeError if no save is readable, the newest state is damaged and no other is whole, or a save is ai-toolkit's
+    whole model.
     """
     other = next(run_dir.glob(f"{glob.escape(name)}*/{MODEL_META}"), None)
     if other is not None:
@@ -152,7 +133,7 @@ def find_resume_point(run_dir: Path, name: str) -> ResumePoint | None:
 
 
 def _models(run_dir: Path) -> list[ResumePoint]:
-    """The whole model that the newest set has published; none where there is no set, or it is a LoRA's."""
+    """The whole model published by the newest set, if it has one."""
     newest = newest_set(run_dir)
     state = None if newest is None else RunState.read(newest, STANDALONE)
     if newest is None or state is None:
@@ -162,7 +143,7 @@ def _models(run_dir: Path) -> list[ResumePoint]:
 
 
 def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
-    """What makes a run this run, from its config and the files it names."""
+    """The identity of a run, from its config and the files it names."""
     network, train, photos = job.network, job.train, job.coat.data
     shared = {"trigger_word": job.trigger_word, "background": photos.background, "transparency": photos.transparency}
     captions = {key: [getattr(dataset, key) for dataset in job.datasets] for key in CAPTION_SETTINGS}
@@ -192,11 +173,10 @@ def identity_of(job: JobConfig, world_size: int) -> dict[str, Any]:
 
 
 def check_same_run(job: JobConfig, point: ResumePoint, identity: Mapping[str, Any]) -> list[str]:
-    """Refuse to resume another run; returns what changed and may, a line each.
+    """Refuse to resume another run; returns permitted changes, a line each.
 
     Raises:
-        ResumeError: model, data, network, seed, number of processes or batch differ, or fewer steps are asked for than
-            are done.
+        ResumeError: model, data, network, seed, number of processes or batch differ, or the run is past its steps.
     """
     if point.step > job.train.steps:
         raise ResumeError(

@@ -1,8 +1,7 @@
-"""Sample images during training, with the LoRA in training and the model's own pipeline of diffusers.
+"""Samples images during training, with diffusers' pipeline of the model and the LoRA in training.
 
-Prompts are encoded once at the start, so the text encoders need not stay. Files are named as ai-toolkit's,
-`samples/<milliseconds>__<9-digit step>_<number>.jpg`, from the seeds of the config: the same prompt has the same start
-noise at every step.
+Prompts are encoded once at the start, so the text encoders can go. Files are named as ai-toolkit's,
+`samples/<milliseconds>__<9-digit step>_<number>.jpg`; a prompt has the same start noise, from its seed, at every step.
 """
 
 from __future__ import annotations
@@ -33,13 +32,8 @@ JPEG_QUALITY = 95
 class ImageSampler:
     """Draws the images of the `sample` block with a given transformer.
 
-    Args:
-        items: what to draw, with size, seed, guidance and steps filled in (`SampleSection.items`).
-        trigger_word: replaces `[trigger]` in the prompts.
-        encoders: the text encoders encode the prompts now and are not kept; the VAE decodes, and is on `device` only
-            while drawing; of the scheduler a fresh copy is used.
-        device: where the transformer is.
-        extension: jpg, png or webp.
+    `items` are complete (`SampleSection.items`). The text encoders are used only now; the VAE is on `device` only while
+    drawing; the scheduler is copied.
     """
 
     def __init__(
@@ -58,12 +52,9 @@ class ImageSampler:
 
     @torch.no_grad()
     def draw(self, transformer: nn.Module, step: int, folder: Path | None) -> list[Path]:
-        """Draw and write all images; returns the files.
+        """Draw all images with the transformer in eval mode, write them with `step` in their names; returns the files.
 
-        Args:
-            transformer: with its adapters; in eval mode meanwhile.
-            step: optimizer steps done, for the names.
-            folder: the run's `samples`; None in a process that draws because others need its part of the weights.
+        `folder` is None in a process that draws only because others need its part of the weights.
         """
         was_training, home = transformer.training, self._vae.device
         transformer.eval()
@@ -99,7 +90,7 @@ class ImageSampler:
 
 
 def _encode(encoders: Encoders, prompts: Sequence[str]) -> tuple[Callable[..., Any], list[dict[str, Tensor]]]:
-    """What makes the model's pipeline of scheduler, VAE and transformer; and for each prompt what it is called with."""
+    """A function that builds the pipeline from scheduler, VAE and transformer; and its arguments for each prompt."""
     text = encoders.text
     assert text is not None
     encoded = [tuple(x.cpu() for x in text.encode([prompt])) for prompt in prompts]

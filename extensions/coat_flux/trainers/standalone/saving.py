@@ -1,10 +1,10 @@
-"""A save of the stand-alone trainer; `saves.commit` makes it whole or not at all.
+"""Saves of the stand-alone trainer; `saves.commit` makes them atomic.
 
     <run>/coat/state-000000500/   the set of 500 optimizer steps:
-        published.safetensors     the LoRA (the EMA where one is kept) in save.dtype; of full fine-tuning a folder
-                                  published/ with the whole model, see `full`
+        published.safetensors     the LoRA (the EMA, if any) in save.dtype; of full fine-tuning a folder published/
+                                  with the whole model, see `full`
         optimizer.pt              optimizer.state_dict()
-        ...                       what a resume needs besides, see `saves.state`
+        ...                       the rest of a resume's state, see `saves.state`
     <run>/<name>_000000500.safetensors, <run>/optimizer.pt   the first two, published: hard links where possible
 
 LoRA keys are ai-toolkit's, `transformer.<module>.lora_A.weight`, which `FluxPipeline.load_lora_weights` reads.
@@ -56,33 +56,26 @@ def save_name(name: str, step: int | None, *, full: bool = False) -> str:
 
 
 def save_dtype(name: str) -> torch.dtype:
-    """The torch dtype of `save.dtype`.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """The torch dtype of `save.dtype`; ValueError if unknown."""
     if name not in SAVE_DTYPES:
         raise ValueError(f"save.dtype={name!r}: must be one of {', '.join(SAVE_DTYPES)}")
     return SAVE_DTYPES[name]
 
 
 def trusted_after(job: JobConfig) -> int:
-    """Steps after which a state without a doubt since is known to be good: those the guard may need to see it."""
+    """Steps after which a state is known to be good if no doubt arose: the guard's longest delay."""
     return min(job.save.save_every, WINDOW)
 
 
 def save(session: Session, *, final: bool) -> Path:
-    """Write and commit a set, publish its LoRA, or the model, and `optimizer.pt`; of the sets before one is kept.
+    """Write and commit a set, publish its LoRA or model and `optimizer.pt`; returns the published path.
 
-    All processes call it together: shards are exchanged. The main process writes.
-
-    Returns:
-        The LoRA file, or the model's folder.
+    All processes call it together, to exchange shards; the main process writes. One earlier set is kept.
 
     Raises:
         DeadRunError: what is trained is not worth saving.
-        ExportError: the LoRA cannot be read back; the checkpoint before is as it was.
-        SaveError: the disk is full or cannot be written; the checkpoint before is as it was.
+        ExportError: the LoRA cannot be read back; the previous checkpoint is intact.
+        SaveError: the disk is full or cannot be written; the previous checkpoint is intact.
     """
     job, optimizer, is_main = session.job, session.optimizer, session.workers.is_main
     path = job.folder / save_name(job.name, None if final else session.step, full=job.full)
@@ -170,7 +163,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _check_lora(session: Session, path: Path, *, final: bool) -> str:
-    """Read a LoRA back as others do. Before the end one may be all zero, which is the guard's to judge: a warm-up."""
+    """Read a LoRA back as others do; before the end (a warm-up) it may be all zero."""
     if not final and not any(up.any() for name, up in load_file(path).items() if ".lora_B." in name):
         return f"every lora_B is still zero in {session.job.save.dtype}, this LoRA has no effect yet"
     return check_export(path, expected={name: tuple(param.shape) for name, param in session.lora.items()}).line()
@@ -188,14 +181,8 @@ def lora_metadata(
 ) -> dict[str, str]:
     """Metadata of a saved LoRA, keys and form as ai-toolkit's.
 
-    Args:
-        name: the job's name.
-        step: optimizer steps done.
-        epoch: passes over the data done.
-        trigger_word: goes into `ss_tag_frequency`.
-        meta: the config's own block; `[name]` in it is replaced.
-        coat: the coat block as configured.
-        got: `CoatReport.metadata()`.
+    `trigger_word` goes into `ss_tag_frequency`; `[name]` in the config's `meta` is replaced; `coat` is the block as
+    configured, `got` is `CoatReport.metadata()`.
     """
     fields: dict[str, Any] = json.loads(json.dumps(dict(meta or {})).replace("[name]", name))
     fields["training_info"] = {"step": step, "epoch": epoch}
@@ -215,10 +202,7 @@ def lora_metadata(
 
 
 def rotate_saves(run_dir: Path, name: str, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` step saves, LoRAs or whole models' folders; returns what was removed.
-
-    The final one is never touched.
-    """
+    """Remove all but the newest `keep` step saves (never the final one); returns the removed files or folders."""
     pattern = re.compile(re.escape(name) + r"_\d{9}(\.safetensors)?")
     named = (path for path in run_dir.glob(f"{glob.escape(name)}_*") if pattern.fullmatch(path.name))
     saves = sorted(path for path in named if path.suffix or (path / PART).is_dir())

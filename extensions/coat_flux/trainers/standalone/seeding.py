@@ -1,8 +1,8 @@
 """Random numbers that depend on *what* is drawn, never on how the run is arranged.
 
-Every draw of a run is made from a generator seeded with (run seed, stream, index). The index of noise and timesteps is
-the global micro-batch number, so one process with accumulation 2, two processes without it, and a run stopped and
-resumed in between all see the same numbers. Nothing needs to be stored for a resume but the step.
+Every draw uses a generator seeded with (run seed, stream, index). The index of noise and timesteps is the global
+micro-batch number, so one process with accumulation 2, two processes without it, and a resumed run all see the same
+numbers, and a resume needs only the step.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Stream(IntEnum):
 
 
 def seed_of(job: JobConfig) -> int:
-    """`training_seed`, or a fixed one where none is given: a run can always be repeated."""
+    """`training_seed`, or a fixed default: every run is reproducible."""
     return DEFAULT_SEED if job.training_seed is None else job.training_seed
 
 
 def generator_for(seed: int, stream: Stream, index: int) -> torch.Generator:
-    """A CPU generator for one draw; what it draws is the same on every device."""
+    """A CPU generator for one draw, which is thus the same on every device."""
     return torch.Generator("cpu").manual_seed(mixed_seed(seed, int(stream), index))
 
 

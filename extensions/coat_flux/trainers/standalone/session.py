@@ -1,6 +1,6 @@
-"""Everything a run needs, made in the order that keeps memory low and mistakes cheap.
+"""Builds all parts of a run, in the order that keeps memory low and mistakes cheap.
 
-Encoders come first, fill the caches and leave; the transformer then meets an empty device.
+Encoders come first, fill the caches and leave; the transformer then has an empty device.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Session:
     """The parts of a run.
 
-    `step` counts optimizer steps done; `outstanding` is the last one while its numbers are on the device; `owes_save`:
-    one was due while the guard was in doubt; `identity` and `record` go into `state.json`; `report` is None without
-    COAT; `lora` are the trained parameters by name, without `network` the transformer's own; `fused` updates them in
-    backward, where that is asked for; `captures`: steps are CUDA graphs, which `graphs` holds from the first one on.
+    `step` counts optimizer steps; `outstanding` is the last one until its numbers are read; `owes_save`: a save was
+    postponed by the guard's doubt; `identity` and `record` go into `state.json`; `report` is None without COAT;
+    `lora` are the trained parameters by name, without `network` the transformer's; `fused` updates them in backward;
+    `captures`: steps are CUDA graphs, which `graphs` holds.
     """
 
     job: JobConfig
@@ -102,7 +102,7 @@ class Session:
         return self.sampler.state_dict()["epoch"]
 
     def averaged(self) -> AbstractContextManager[None]:
-        """With an EMA, the transformer carries the average inside this context: what is saved, sampled, validated."""
+        """Run the block with the EMA, if any, in the transformer: for saving, sampling, validation."""
         return nullcontext() if self.ema is None else self.ema.applied()
 
 
@@ -115,7 +115,7 @@ def open_session(
     identity: dict[str, Any],
     live: LiveRun,
 ) -> Session:
-    """Make a session of the run with this `identity`, continuing from `point`, the newest save, where there is one.
+    """Build the session of the run with this `identity`, resuming from `point`, if any.
 
     Raises:
         DatasetError: the data cannot be used.
@@ -221,7 +221,7 @@ def open_session(
 def _prepare_data(
     job: JobConfig, workers: Workers, encoders: Encoders, samples: list[Any]
 ) -> tuple[LatentDataset, ImageSampler | None]:
-    """Fill the caches, encode the prompts of the samples, and let the encoders go."""
+    """Fill the caches, encode the prompts of the samples, and free the encoders."""
     device, room = workers.device, None
     if device.type == "cuda":
         room = (budget_bytes(job.coat, usable_bytes(device)) or 0) - held_bytes(device)
@@ -257,7 +257,7 @@ def _prepare_data(
 def _prepare_transformer(
     job: JobConfig, workers: Workers, dtype: torch.dtype, log: RunLog
 ) -> tuple[nn.Module, dict[str, nn.Parameter], CoatReport | None]:
-    """The transformer as it trains, its trained parameters by the names they are saved with, and what COAT did."""
+    """The transformer, its trained parameters by saved name, and COAT's report."""
     name, device, coat = job.model.name_or_path, workers.device, job.coat
     chosen, report, targets = Chosen(coat), None, []
     transformer = load_transformer(name, dtype, coat, device, trained=chosen.find if job.full else None)
@@ -296,7 +296,7 @@ def _prepare_transformer(
 
 
 def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> bool:
-    """Tell the blocks whether steps can be CUDA graphs; returns whether they are to be."""
+    """Tell the blocks whether steps can be CUDA graphs; returns whether they will be."""
     runner = BlockRunner.of(transformer)
     if runner is None:
         return False
@@ -308,7 +308,7 @@ def _allow_capture(job: JobConfig, transformer: nn.Module, workers: Workers) -> 
 
 
 def _capture_obstacle(job: JobConfig, workers: Workers) -> str:
-    """Why steps of this run cannot be CUDA graphs; empty where they can."""
+    """Why steps of this run cannot be CUDA graphs; empty if they can."""
     if workers.device.type != "cuda":
         return f"there are no CUDA graphs on a {workers.device.type}"
     if workers.size > 1:
@@ -329,7 +329,6 @@ def _log_start(
     trained: dict[str, nn.Parameter],
     log: RunLog,
 ) -> None:
-    """Log the table of what was asked for, what there is, and why."""
     ours = isinstance(optimizer, FP8AdamW)
     stored = describe_optimizer(optimizer) if ours else job.train.optimizer
     if report is not None:
@@ -348,7 +347,7 @@ def _log_start(
 
 
 def _continue_from(session: Session, point: ResumePoint) -> None:
-    """Bring step, schedule, EMA, place in the data and random generators to where the save has them."""
+    """Restore step, schedule, EMA, position in the data and random generators."""
     record, average = point.record, None if point.state is None else point.state.ema()
     session.step, session.saved_path = point.step, record.get("path", {})
     session.record = {key: record[key] for key in ("validation_loss", "held_out_loss", "observed") if key in record}

@@ -1,8 +1,8 @@
 """Full fine-tuning under FSDP2: each process keeps its rows of every weight, and of its gradient and moments.
 
-`fully_shard` gathers the weights of one block after the other, in forward and again in backward, where it sums the
-block's gradients over the processes and leaves each its rows. What a shard would cut (`cut_parameters`: small biases
-and norms) is whole in every process; the step sums those gradients. Frozen FP8 codes are whole in every process, too.
+`fully_shard` gathers the weights block by block, in forward and again in backward, where it sums the block's gradients
+over the processes and leaves each its rows. Parameters that cannot be split (`cut_parameters`: small biases and norms)
+are whole everywhere, like frozen FP8 codes; the step sums their gradients.
 
 Sums, not means: each process has divided its loss by the micro-batches of all of them (`workers`).
 """
@@ -27,16 +27,9 @@ __all__ = ["shard"]
 
 
 def shard(model: nn.Module, trained: Iterable[str], device: torch.device, block_size: int) -> dict[str, nn.Parameter]:
-    """Shard a transformer over all processes, block by block.
+    """Shard a whole transformer on `device` over all processes, block by block.
 
-    Args:
-        model: whole, on `device`; its trained parameters require gradients.
-        trained: their full names.
-        device: that processes exchange on.
-        block_size: of the optimizer's moments.
-
-    Returns:
-        The trained parameters by name, as they are from now on: DTensors, and those that are whole everywhere.
+    `block_size` is that of the optimizer's moments. Returns the `trained` parameters by name: DTensors, or whole ones.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = cut_parameters(model, mesh.size(), block_size)
@@ -57,10 +50,7 @@ def shard(model: nn.Module, trained: Iterable[str], device: torch.device, block_
 
 
 class _Exchange:
-    """A collective of FSDP2's, in which a process that has ended is found out as in any other exchange.
-
-    Its name in torch.distributed is another one before torch 2.13.
-    """
+    """A collective of FSDP2's that detects a process that has ended. It was renamed in torch 2.13."""
 
     def __init__(self, name: str, before: str) -> None:
         self._run: Any = getattr(dist, name, None) or getattr(dist, before)

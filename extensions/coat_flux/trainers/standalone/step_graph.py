@@ -1,14 +1,14 @@
 """Whole steps as CUDA graphs, one for each shape of batch: a replay costs the CPU a few copies, not 3,700 launches.
 
-What is captured is everything from the forward pass to the moving average; batch, noise and timesteps are copied into
-the capture's inputs before a replay, the learning rates are set there, loss and gradient norm are read after it.
+A capture spans the forward pass to the moving average. Before a replay, batch, noise, timesteps and learning rates are
+copied into its inputs; loss and gradient norm are read after it.
 
     1st step of a shape    runs eagerly: kernels are compiled, blocks decided on
     2nd                    runs eagerly; then the step is captured, replayed from the same state, and both are compared
     after that             a replay
 
-Where both differ, or a capture fails, all further steps run eagerly. Graphs share one memory pool, which is given back
-before anything else that may need the memory (`make_room`, `drop`); the next step of a shape is then captured again.
+If they differ, or a capture fails, all further steps run eagerly. Graphs share one memory pool, freed before anything
+else that may need the memory (`make_room`, `drop`); the next step of a shape is then captured again.
 
 Source: torch.cuda.graph; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
@@ -35,14 +35,9 @@ State = Mapping[str, Sequence[Tensor]]
 
 
 def capture(call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
-    """Capture what `call` does on the current device, which is not done now.
+    """Capture `call` on the current device without running it; returns the graph, and `call`'s result.
 
-    Args:
-        call: all it allocates and no longer refers to belongs to the graph.
-        pool: memory of another graph, `CUDAGraph.pool()`; None makes one.
-
-    Returns:
-        The graph, and what `call` returned, which holds its values after a replay.
+    The result holds values after a replay. `pool` is another graph's `CUDAGraph.pool()` to share.
     """
     graph = torch.cuda.CUDAGraph()
     # other threads, which load the next batch, may do what this one may not
@@ -52,19 +47,15 @@ def capture(call: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
 
 
 class StepGraphs:
-    """Captures and replays the steps of one run.
+    """Captures and replays the steps of one run; once `failed`, all run eagerly.
 
     Args:
-        step: does a whole step with what was drawn, at learning rates fp64 [param groups] on the device, and returns
-            fp32 [2], loss and gradient norm. Nothing in it reads from the device, draws random numbers or depends on
-            the number of the step.
-        state: what a step changes: "parameters", "average" and "counters", which are compared, and "others".
-        generation: another value whenever the step would do something else than when it was captured.
-        info: takes one line for the user.
+        step: does a whole step with its draws, at learning rates fp64 [param groups] on the device, and returns
+            fp32 [2], loss and gradient norm. It must not read from the device, draw random numbers or depend on the
+            number of the step.
+        state: tensors a step changes: "parameters", "average" and "counters", which are compared, and "others".
+        generation: a value that changes when a capture would.
         strict: raise where steps cannot be replayed.
-
-    Attributes:
-        failed: steps cannot be replayed, all run eagerly.
     """
 
     def __init__(
@@ -83,15 +74,9 @@ class StepGraphs:
         self.failed = self._full = False
 
     def run(self, drawn: Drawn, rates: Sequence[float], eager: Callable[[], Tensor]) -> Tensor | None:
-        """Do a step by a replay, if it can be.
+        """Replay a step; returns loss and gradient norm, fp32 [2], or None if it must be run eagerly.
 
-        Args:
-            drawn: what the step works on, on the device.
-            rates: learning rate of each param group.
-            eager: does the same step eagerly, and returns the same numbers.
-
-        Returns:
-            Loss and gradient norm, fp32 [2]; None: nothing was done, the step is to be run eagerly.
+        `rates` are per param group; `eager` does the same step eagerly, and returns the same numbers.
 
         Raises:
             RuntimeError: `strict`, and the step cannot be replayed; its state is that after an eager step.
@@ -117,11 +102,11 @@ class StepGraphs:
 
     @property
     def bytes(self) -> int:
-        """What the graphs hold, which the allocator does not count as allocated."""
+        """Memory of the graphs, which the allocator does not count as allocated."""
         return sum(graph.bytes for graph in self._graphs.values())
 
     def make_room(self) -> None:
-        """Give the pool back if a step run eagerly would find no memory next to it."""
+        """Free the pool if an eager step would not fit beside it."""
         pool = self.bytes
         if not pool:
             return
@@ -130,7 +115,7 @@ class StepGraphs:
             self.drop()
 
     def drop(self) -> bool:
-        """Forget all graphs and give their memory back; returns whether there was any."""
+        """Free all graphs; returns whether there were any."""
         had = bool(self._graphs)
         self._graphs.clear()
         if had:
@@ -138,7 +123,7 @@ class StepGraphs:
         return had
 
     def _captured(self, shape: Any, drawn: Drawn, rates: Sequence[float]) -> Tensor | None:
-        """Capture the step and replay it; None where it cannot be captured, and nothing was done."""
+        """Capture the step and replay it; None if that failed and nothing was done."""
         generation = self._generation()
         try:
             graph = _Graph(self._step, drawn, len(rates), next(iter(self._graphs.values()), None))
@@ -151,7 +136,7 @@ class StepGraphs:
         return graph.replay(drawn, rates)
 
     def _compared(self, shape: Any, drawn: Drawn, rates: Sequence[float], eager: Callable[[], Tensor]) -> Tensor:
-        """Do the step eagerly, then again by a replay, and compare what both made of the same state."""
+        """Do the step eagerly, then by a replay from the same state, and compare."""
         before = _copied(self._state())
         numbers = eager()
         expected = _copied(self._state())
@@ -187,7 +172,7 @@ class StepGraphs:
 
 
 class _Graph:
-    """A captured step, its inputs and its result; `bytes` by which the pool grew, which it shares with `other`."""
+    """A captured step, its inputs and result; `bytes` is the growth of the pool shared with `other`."""
 
     def __init__(self, step: Callable[[Drawn, Tensor], Tensor], drawn: Drawn, groups: int, other: _Graph | None):
         device = drawn[0]["latents"].device
@@ -201,7 +186,7 @@ class _Graph:
 
     @torch.no_grad()
     def replay(self, drawn: Drawn, rates: Sequence[float]) -> Tensor:
-        """Do a step with these inputs; returns its loss and gradient norm, fp32 [2]."""
+        """Do a step with these inputs; returns loss and gradient norm, fp32 [2]."""
         for own, given in zip(self._inputs, drawn, strict=True):
             for name, x in own.items():
                 x.copy_(given[name])
@@ -218,12 +203,12 @@ def _release() -> None:
 
 
 def _copied(state: State) -> State:
-    """The state on the CPU: next to a captured step the device may have no room for it."""
+    """The state on the CPU, as the device may lack room next to a captured step."""
     return {kind: [x.detach().to("cpu", copy=True) for x in tensors] for kind, tensors in state.items()}
 
 
 def _difference(before: State, expected: State, found: State, numbers: Tensor, replayed: Tensor) -> str:
-    """How two steps from one state differ, in words; empty where they agree."""
+    """Difference of two steps from one state, in words; empty if they agree."""
     wanted, got = numbers.tolist(), replayed.tolist()
     finite = list(map(math.isfinite, (*wanted, *got)))
     if not all(finite):

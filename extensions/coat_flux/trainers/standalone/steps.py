@@ -1,15 +1,13 @@
 """One optimizer step: gradients of all micro-batches, the guard's verdict, the update.
 
-Where the optimizer can skip a step on the device (`FP8AdamW.found_inf`), the CPU does not wait for the loss: whether
-the update happens is decided there, and loss and norm are read while the next step is under way. The guard judges
-them then, under their own step's number. Steps that something reads (`StepWatch.reads_at_once`) wait as before, and
-`settle` brings in what is outstanding before anything is saved, measured or shown.
+Where the optimizer can skip a step on the device (`FP8AdamW.found_inf`), the device decides on the update, and loss and
+norm are read and judged during the next step. Steps that read something anyway (`StepWatch.reads_at_once`) wait, and
+`settle` reads the outstanding numbers before anything is saved, measured or shown.
 
-Where `speed.cuda_graphs` has steps run as CUDA graphs, those that nothing reads are replayed (`step_graph`);
-`_whole_step` is what is captured, and the same as an eager step that the device decides alone.
+With `speed.cuda_graphs`, the other steps are replayed (`step_graph`) from captures of `_whole_step`.
 
-Where memory runs out in forward or backward, `StepWatch.retry` tries the same micro-batches again with more
-recomputation: every draw follows from the number of the batch, so it is the same step.
+Out of memory in forward or backward, `StepWatch.retry` repeats the micro-batches with more recomputation; their draws
+depend on the batch's number, so it is the same step.
 """
 
 from __future__ import annotations
@@ -53,16 +51,13 @@ class Outstanding:
 
 
 def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupts) -> frozenset[str]:
-    """Do one optimizer step; `session.step` counts it, also where the guard lets no update happen.
+    """Do one optimizer step, counted even if the guard skips its update; returns requested `watch.live.COMMANDS`.
 
-    Its numbers go to `session.log`, now or, where the device decides alone, in the next step or `settle`.
-
-    Returns:
-        What was asked meanwhile, of `watch.live.COMMANDS`; an interrupt asks for a stop.
+    Its numbers go to `session.log`, now or in the next step or `settle`. An interrupt requests a stop.
 
     Raises:
         DeadRunError: by the guard.
-        OutOfMemory: and nothing is left to recompute.
+        OutOfMemory: nothing is left to recompute.
     """
     started = time.perf_counter()
     watch, number = session.watch, session.step + 1
@@ -95,17 +90,13 @@ def train_step(session: Session, batches: Iterator[Batch], interrupts: Interrupt
 
 
 def settle(session: Session) -> None:
-    """Wait for the step that is outstanding, if one is, and let the guard judge it.
-
-    Raises:
-        DeadRunError: by the guard.
-    """
+    """Wait for the outstanding step, if any, and judge it; DeadRunError by the guard."""
     if session.outstanding is not None:
         _finish(session, session.outstanding, judge=True)
 
 
 def _finish(session: Session, done: Outstanding, *, judge: bool) -> None:
-    """Report a step; `judge` it before where that was not done before its update."""
+    """Report a step; `judge` it first unless done before its update."""
     loss, norm = done.numbers.read()
     if judge:
         session.watch.allows_update(done.step, loss, norm)
@@ -124,7 +115,7 @@ def _skips_on_device(session: Session) -> bool:
 
 
 def _gradients(session: Session, number: int, batches: Sequence[Batch]) -> Tensor:
-    """Make the gradients of a step, clipped; returns fp32 [2]: loss and norm. Fused, they are used up by then."""
+    """Compute clipped gradients (fused: and apply them); returns fp32 [2]: loss and norm."""
     if session.graphs is not None:
         session.graphs.make_room()
 
@@ -165,7 +156,7 @@ def _accumulate(session: Session, batches: Sequence[Batch]) -> Tensor:
 
 
 def _clipped(session: Session, loss: Tensor) -> Tensor:
-    """Clip the gradients by the norm of all of them, also of rows that other processes have."""
+    """Clip by the norm of all gradients, including other processes' rows."""
     grads = [param.grad for param in session.lora.values() if param.grad is not None]
     norm = torch.linalg.vector_norm(whole_norms(grads))
     if grads:
@@ -175,7 +166,7 @@ def _clipped(session: Session, loss: Tensor) -> Tensor:
 
 
 def _update(session: Session, found_inf: Tensor | None) -> None:
-    """Update parameters, unless backward did, and average; where `found_inf` is 1 on the device, nothing changes."""
+    """Update parameters, unless backward did, and the average; a no-op where `found_inf` is 1."""
     if session.fused is None:
         seed_global(seed_of(session.job), Stream.OPTIMIZER, session.step)
         if isinstance(session.optimizer, FP8AdamW):
@@ -189,7 +180,7 @@ def _update(session: Session, found_inf: Tensor | None) -> None:
 
 
 def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor | None:
-    """Do a whole step as a CUDA graph; returns loss and norm, or None where nothing was done."""
+    """Do a whole step as a CUDA graph; returns loss and norm, or None if nothing was done."""
     if not session.captures or session.watch.measures_memory(number):
         return None
     if session.graphs is None:
@@ -215,15 +206,9 @@ def _replay(session: Session, number: int, batches: Sequence[Batch]) -> Tensor |
 
 
 def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
-    """Forward, backward, clipping and update with everything that differs from step to step in tensors.
+    """Forward, backward, clipping and update, with all that varies between steps in tensors.
 
-    Args:
-        session: whose optimizer can skip a step on the device.
-        drawn: of each micro-batch.
-        rates: learning rate of each param group, fp64 on the device.
-
-    Returns:
-        fp32 [2]: loss and gradient norm.
+    `rates` are fp64 per param group, on the device. Returns fp32 [2]: loss and gradient norm.
     """
     optimizer: Any = session.optimizer
     groups, plain_rates = optimizer.param_groups, [group["lr"] for group in optimizer.param_groups]
@@ -250,7 +235,6 @@ def _whole_step(session: Session, drawn: Drawn, rates: Tensor) -> Tensor:
 
 
 def _state(session: Session) -> dict[str, list[Tensor]]:
-    """Every tensor that a step changes."""
     entries = [session.optimizer.state[parameter] for parameter in session.lora.values()]
     return {
         "parameters": list(session.lora.values()),

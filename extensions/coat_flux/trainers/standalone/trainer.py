@@ -1,13 +1,7 @@
 """The stand-alone trainer: the same YAML, the same LoRA file and the same output folder as ai-toolkit.
 
 One optimizer step: `gradient_accumulation` micro-batches per process, gradients averaged over micro-batches and
-processes, clipped to `max_grad_norm`, AdamW, EMA, schedule. Steps are counted as optimizer steps: the save named 500
-holds what 500 steps made.
-
-    COATTrainer.train    checks, processes, the folder's lock; how errors end the run
-      _train             the folder is repaired, the resume point found, the session opened
-        _run             files, first validation and samples, the steps, the final save, last words
-          _train_steps   train_step (`steps`), then what is due: validation, saves, samples, a stop
+processes, clipped to `max_grad_norm`, AdamW, EMA, schedule. The save named 500 follows 500 optimizer steps.
 """
 
 from __future__ import annotations
@@ -55,12 +49,10 @@ Observer = Callable[[Session], None]
 
 
 class COATTrainer:
-    """Trains a FLUX LoRA as a config says, or without `network` the transformer itself.
+    """Trains a FLUX LoRA, or without `network` the transformer itself, by a YAML's path, its content, or a `JobConfig`.
 
-    Args:
-        config: path of a YAML, its content as a dictionary, or a `JobConfig`.
-        observer: called before the first step and after each one, before a save. It may measure, and keep plain JSON in
-            `session.record["observed"]`, which is saved and comes back with a resume; it must leave training as it is.
+    `observer` is called before the first step and after each, before a save. It may measure, and keep plain JSON in
+    `session.record["observed"]`, which a resume restores; it must not affect training.
 
     Raises:
         ConfigError: the config cannot be run.
@@ -74,26 +66,21 @@ class COATTrainer:
             self.job = JobConfig.from_dict(config) if isinstance(config, Mapping) else JobConfig.from_file(config)
 
     def train(self, *, from_step: int | None = None) -> Path:
-        """Run, or continue, the training.
-
-        Args:
-            from_step: resume from this kept state; newer ones are moved aside.
+        """Run or resume the training, `from_step` a kept state, if given, moving newer ones aside.
 
         Returns:
             The final LoRA, `<training_folder>/<name>/<name>.safetensors`; or the model, a folder `<name>` there.
 
         Raises:
-            ConfigError: a package, the device or the model that the config needs is not here.
+            ConfigError: a package, the device or the model that the config needs is missing.
             DatasetError: the data cannot be used.
             ModelLoadError: the model cannot be loaded.
-            ResumeError: the run folder holds a save that cannot be continued, or one of another run, or another process
-                trains in it.
-            SaveError: the run folder cannot be written; the newest save is as it was.
-            DeadRunError: the run can no longer succeed; the saves are as they were, and the message names the step to
-                go back to.
-            OutOfMemory: with what holds the memory, and what to change.
-            ExportError: a LoRA to be saved cannot be read back; the newest save is as it was.
-            KeyboardInterrupt: it was interrupted, and the step under way was saved.
+            ResumeError: the run folder has a save that cannot be continued, or is another run's, or is in use.
+            SaveError: the run folder cannot be written; earlier saves are intact, as after the errors below.
+            DeadRunError: the run can no longer succeed; the message names the step to go back to.
+            OutOfMemory: with the parts in memory, and remedies.
+            ExportError: a LoRA to be saved cannot be read back.
+            KeyboardInterrupt: interrupted, after a save of the current step.
         """
         job = self.job
         require_here(job)
@@ -122,7 +109,7 @@ class COATTrainer:
             workers.close()
 
     def _way_back(self, since: int) -> str:
-        """What to start after the config was corrected."""
+        """The command to continue with after correcting the config."""
         job, name = self.job, self.job.raw["config"]["name"]
         option = f' --name "{name}"'
         with suppress(ConfigError):
@@ -170,7 +157,6 @@ class COATTrainer:
 
 
 def _run(session: Session, observer: Observer | None) -> Path:
-    """Train to the end."""
     job, log = session.job, session.log
     with save_errors(job.folder, "the run cannot write its files", "its checkpoints are as they were"):
         if session.workers.is_main:
@@ -200,11 +186,7 @@ def _run(session: Session, observer: Observer | None) -> Path:
 
 
 def _train_steps(session: Session, interrupts: Interrupts, observer: Observer | None) -> None:
-    """All steps that are left, with saves and samples between them.
-
-    Raises:
-        KeyboardInterrupt: after the save of an interrupted run.
-    """
+    """All remaining steps, with saves and samples between them; KeyboardInterrupt after an interrupted run's save."""
     job, log, guard = session.job, session.log, session.watch.guard
     batches, first = iter(session.sampler), session.step + 1
     log.start(session.step)
@@ -289,6 +271,6 @@ def _validate(session: Session) -> float:
 
 
 def _drop_graphs(session: Session) -> None:
-    """Give back the memory of captured steps to what runs between steps."""
+    """Free captured steps for what runs between steps."""
     if session.graphs is not None:
         session.graphs.drop()

@@ -1,7 +1,7 @@
-"""The fixed-noise loss of the stand-alone trainer: the one number of a short run that can be compared at two steps.
+"""The fixed-noise loss of the stand-alone trainer: the one number of a short run that is comparable between steps.
 
-The training loss of single steps is mostly the luck of the drawn sigma. Here the same photos meet the same noise each
-time: those that `validation.hold_out` keeps out of training, or up to 8 of those trained on where none are.
+The training loss of single steps is mostly the luck of the drawn sigma. Here the same photos get the same noise each
+time: those of `validation.hold_out`, or up to 8 of those trained on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAINED_PHOTOS = 8
 
 
 def held_out_of(job: JobConfig) -> tuple[tuple[Path, ...], ...]:
-    """The photos of each dataset that are held out; `choose_hold_out`."""
+    """The held-out photos of each dataset: `choose_hold_out`."""
     return choose_hold_out([entry.folder_path for entry in job.datasets], job.validation.hold_out, job.training_seed)
 
 
@@ -38,7 +38,7 @@ def one_each(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def encoded(dataset: LatentDataset, sample: Sample) -> dict[str, Tensor]:
-    """What `predictions` needs of a photo: latents (C, h, w) fp32, prompt_embeds (T, D), pooled (P), perhaps mask."""
+    """A photo for `predictions`: latents (C, h, w) fp32, prompt_embeds (T, D), pooled (P), perhaps mask."""
     embeds, pooled = dataset.text(sample.dataset_index, sample.caption)
     photo = {"latents": dataset.latents(sample), "prompt_embeds": embeds, "pooled": pooled}
     mask = dataset.mask(sample)
@@ -48,7 +48,7 @@ def encoded(dataset: LatentDataset, sample: Sample) -> dict[str, Tensor]:
 
 
 class Validation:
-    """The loss that a run measures: on `held_out` samples, in any number of sizes; without any on `trained` ones."""
+    """The validation loss of a run: on `held_out` samples of any sizes, or else on `trained` ones."""
 
     def __init__(self, dataset: LatentDataset, held_out: Sequence[Sample], trained: Sequence[Sample]):
         self.held_out = bool(held_out)
@@ -62,7 +62,7 @@ class Validation:
         self._noise = FixedNoise([encoded(dataset, sample) for sample in samples], [s.image_path.name for s in samples])
 
     def loss(self, transformer: nn.Module, *, dtype: torch.dtype, device: torch.device, at_once: int) -> float:
-        """The mean loss; random generators are left alone. `at_once` is the batch size, whose memory is there."""
+        """The mean loss, leaving random generators alone; `at_once` is the batch size."""
         return loss_of(transformer, self._noise, self._levels, lambda _: at_once, dtype=dtype, device=device)
 
 
@@ -75,7 +75,7 @@ def loss_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """`FixedNoise.mean_loss` of a transformer, which is in eval mode meanwhile."""
+    """`FixedNoise.mean_loss` of a transformer, in eval mode meanwhile."""
 
     def losses(photos: list[dict[str, Any]], sigmas: Tensor, drawn: Tensor) -> Tensor:
         return predictions(transformer, photos, sigmas, drawn, dtype=dtype, device=device)[1]
@@ -98,18 +98,9 @@ def predictions(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Run one batch of `FixedNoise.drawn`.
+    """Run one batch of `FixedNoise.drawn` (photos `encoded` at one size, sigmas (B,), noise (B, C, h, w) fp32).
 
-    Args:
-        transformer: in eval mode, on `device`.
-        photos: B of `encoded`, of one size.
-        sigmas: (B,).
-        noise: (B, C, h, w) fp32.
-        dtype: of the transformer's inputs.
-        device: where it runs.
-
-    Returns:
-        predicted velocities (B, C, h, w) fp32, and their losses (B,) fp32, on `device`.
+    Returns predicted velocities (B, C, h, w) fp32, and their losses (B,) fp32, on `device`.
     """
     batch = {part: torch.stack([photo[part] for photo in photos]).to(device) for part in photos[0]}
     latents, sigmas, noise = batch["latents"], sigmas.to(device), noise.to(device)

@@ -1,11 +1,11 @@
 """The processes of a stand-alone run and their devices, over `accelerate`.
 
-Each process holds the whole model and its own micro-batches. Only gradients travel: after the last micro-batch of an
-optimizer step they are summed. (DistributedDataParallel would broadcast 12 GB of frozen codes.) Each process has
-divided its loss by the number of micro-batches of all, as one process with accumulation does.
+Each process holds the whole model and its own micro-batches. Only gradients are exchanged: after the last micro-batch
+of an optimizer step they are summed, with losses already divided by the micro-batches of all. (DistributedDataParallel
+would broadcast 12 GB of frozen codes.)
 
-Under FSDP2 weights are shared out: of a LoRA's base the frozen codes of the blocks (`blocks.streaming`), in full
-fine-tuning the trained weights (`sharding`).
+Under FSDP2 weights are shared out: the frozen codes of a LoRA's base (`blocks.streaming`), or in full fine-tuning the
+trained weights (`sharding`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class Workers(Processes):
-    """The processes of a stand-alone run, as accelerate starts them.
+    """The processes of a stand-alone run, as started by accelerate.
 
     Args:
-        device: `device` of the config: cpu, mps, cuda, cuda:<n>, or None for the best there is. Started by
-            `accelerate launch` on several GPUs, each process takes its own. Where the wanted device is missing the run
-            goes to the CPU, with a warning.
+        device: cpu, mps, cuda, cuda:<n>, or None for the best available. Under `accelerate launch` on several GPUs each
+            process takes its own. If missing, the run uses the CPU, with a warning.
 
     Attributes:
-        shares_weights: frozen codes or trained weights are shared out over the processes (accelerate's FSDP2), so that
-            all of them run the transformer at the same time or none does.
+        shares_weights: accelerate's FSDP2 shards codes or weights: all processes run the transformer together.
 
     Raises:
         LaunchError: `accelerate launch` was asked for several processes and started one, or for DeepSpeed.
@@ -70,13 +68,13 @@ class Workers(Processes):
             torch.cuda.set_device(self.device)
 
     def close(self) -> None:
-        """End the process group; accelerate forgets its device, so that a next run may take another."""
+        """End the process group; accelerate forgets its device, so the next run may use another."""
         self._accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _check_launch(size: int) -> None:
-    """`accelerate launch --cpu --num_processes 2` leaves starting two to mpirun, starts one, and does not say so."""
+    """Detect `accelerate launch --cpu --num_processes 2`, which leaves that to mpirun and silently starts one."""
     launched_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
     if launched_on_cpu and "MASTER_ADDR" in os.environ and size == 1:
         raise LaunchError(
@@ -92,7 +90,7 @@ def _available(device: torch.device) -> bool:
 
 
 class Reading:
-    """A few numbers, fp32 [n], on their way from the device; nothing waits for them until they are read."""
+    """A few numbers, fp32 [n], on their way from the device."""
 
     def __init__(self, values: Tensor) -> None:
         self._copy, self._copied = values, None
@@ -110,20 +108,15 @@ class Reading:
 
 
 def not_finite(values: Tensor) -> Tensor:
-    """fp32 [] on the device: 1 where one of them is not finite, else 0."""
+    """fp32 [] on the device: 1 if any value is not finite."""
     return 1.0 - values.isfinite().all().to(torch.float32)
 
 
 @torch.no_grad()
 def whole_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """Return the norm of each tensor as a whole, fp32 [n]; those of shards are exchanged, all at once.
+    """The norm of each whole tensor, of order 2 or infinity, fp32 [n]; those of shards are exchanged at once.
 
-    Args:
-        tensors: the same ones in every process, sharded or whole.
-        order: 2 or infinity.
-
-    Raises:
-        LostProcessError: a process has ended.
+    `tensors` are the same in every process. LostProcessError if one has ended.
     """
     own = tensor_norms([local_values(tensor) for tensor in tensors], order)
     sharded = list(map(is_sharded, tensors))
